@@ -1,0 +1,167 @@
+#include "arena.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cassert>
+#include <cerrno>
+#include <stdexcept>
+#include <system_error>
+
+#include "bounds.h"
+
+// Linux 5.14; older C libraries do not name it.
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
+namespace flowstone {
+
+Block& Block::operator=(Block&& other) noexcept {
+    if (this != &other) {
+        release();
+        arena_ = std::exchange(other.arena_, nullptr);
+        index_ = other.index_;
+    }
+    return *this;
+}
+
+std::byte* Block::bytes() const {
+    assert(arena_ != nullptr);
+    return arena_->address(index_);
+}
+
+void Block::release() {
+    if (Arena* arena = std::exchange(arena_, nullptr)) arena->give_back(index_);
+}
+
+Arena::Arena(std::uint64_t budget_bytes, std::uint64_t block_bytes) : block_bytes_(block_bytes) {
+    if (block_bytes < huge_page_bytes || block_bytes % block_alignment_bytes != 0 || block_bytes > request_bytes_max)
+        throw std::invalid_argument("block_bytes must be a multiple of 4096, from 2 MiB to 1 GiB");
+    block_count_ = std::max<std::uint64_t>(2, budget_bytes / block_bytes);
+    if (block_count_ > UINT32_MAX || budget_bytes > file_bytes_max)
+        throw std::invalid_argument("budget_bytes is beyond any machine");
+    mapping_bytes_ = block_count_ * block_bytes_ + huge_page_bytes;
+    // Address space only: NORESERVE, so that a generous budget costs nothing until it is touched.
+    mapping_ = ::mmap(nullptr, mapping_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (mapping_ == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "mmap of the arena");
+    const auto start = reinterpret_cast<std::uintptr_t>(mapping_);
+    base_ = reinterpret_cast<std::byte*>(round_up(start, huge_page_bytes));
+    // Both are advice: without huge pages touching is slower, and without DONTFORK a child only
+    // inherits pages that it never looks at.
+    (void)::madvise(mapping_, mapping_bytes_, MADV_HUGEPAGE);
+    (void)::madvise(mapping_, mapping_bytes_, MADV_DONTFORK);
+    toucher_ = std::jthread([this](const std::stop_token& stop) { touch_loop(stop); });
+}
+
+Arena::~Arena() {
+    // Jobs hold the arena, so no block can be out here.
+    if (!closed()) close();
+}
+
+std::uint64_t Arena::touched_bytes() const {
+    const std::lock_guard lock(mutex_);
+    return touched_ * block_bytes_;
+}
+
+std::uint64_t Arena::free_bytes() const {
+    const std::lock_guard lock(mutex_);
+    return free_.size() * block_bytes_;
+}
+
+void Arena::grow(std::uint64_t total_bytes) {
+    const std::lock_guard lock(mutex_);
+    const std::uint64_t blocks = total_bytes / block_bytes_ + (total_bytes % block_bytes_ != 0);
+    wanted_ = std::max(wanted_, std::min(blocks, block_count_));
+    grown_.notify_all();
+}
+
+std::optional<Block> Arena::take_free_locked() {
+    if (closed_ || free_.empty()) return std::nullopt;
+    const std::uint32_t index = free_.back();
+    free_.pop_back();
+    return Block(this, index);
+}
+
+std::optional<Block> Arena::try_acquire() {
+    const std::lock_guard lock(mutex_);
+    return take_free_locked();
+}
+
+std::optional<Block> Arena::acquire(const std::function<bool()>& give_up) {
+    std::unique_lock lock(mutex_);
+    available_.wait(lock, [&] { return closed_ || !free_.empty() || give_up(); });
+    return take_free_locked();
+}
+
+void Arena::wake() {
+    // Under the lock: a waiter between its test and its sleep would miss a bare notify.
+    const std::lock_guard lock(mutex_);
+    available_.notify_all();
+}
+
+void Arena::give_back(std::uint32_t index) {
+    const std::lock_guard lock(mutex_);
+    assert(!closed_ && free_.size() < touched_);
+    free_.push_back(index);
+    available_.notify_one();
+}
+
+void Arena::enter() {
+    const std::lock_guard lock(mutex_);
+    if (closed_) throw std::invalid_argument("the arena is closed");
+    ++jobs_;
+}
+
+void Arena::leave() {
+    const std::lock_guard lock(mutex_);
+    assert(jobs_ > 0);
+    --jobs_;
+}
+
+bool Arena::closed() const {
+    const std::lock_guard lock(mutex_);
+    return closed_;
+}
+
+void Arena::close() {
+    {
+        const std::lock_guard lock(mutex_);
+        if (closed_) return;
+        if (jobs_ != 0 || free_.size() != touched_) throw std::invalid_argument("the arena is in use: wait for its jobs first");
+        closed_ = true;
+        available_.notify_all();
+    }
+    toucher_.request_stop();
+    toucher_.join();
+    const std::lock_guard lock(mutex_);
+    free_.clear();
+    touched_ = 0;
+    ::munmap(mapping_, mapping_bytes_);
+}
+
+void Arena::touch_loop(const std::stop_token& stop) {
+    std::unique_lock lock(mutex_);
+    while (!stop.stop_requested()) {
+        // closed_ too: close() decides under the lock that no block is out, and none may appear later.
+        if (!grown_.wait(lock, stop, [&] { return closed_ || touched_ < wanted_; }) || closed_) return;
+        const auto index = static_cast<std::uint32_t>(touched_);
+        lock.unlock();
+        touch(index);
+        lock.lock();
+        if (closed_) return;
+        ++touched_;
+        free_.push_back(index);
+        available_.notify_one();
+    }
+}
+
+void Arena::touch(std::uint32_t index) {
+    std::byte* block = address(index);
+    if (::madvise(block, block_bytes_, MADV_POPULATE_WRITE) == 0) return;
+    // Before Linux 5.14, or short of memory: touch page by page, as any program would.
+    for (std::uint64_t at = 0; at < block_bytes_; at += block_alignment_bytes)
+        static_cast<volatile std::byte*>(block)[at] = std::byte{0};
+}
+
+}  // namespace flowstone

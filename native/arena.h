@@ -1,0 +1,100 @@
+// The one bounded pool of aligned memory.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace flowstone {
+
+class Arena;
+
+/// One block in a job's hands; gives itself back. The arena outlives it (jobs hold the arena).
+class Block {
+public:
+    Block() = default;
+    Block(Arena* arena, std::uint32_t index) : arena_(arena), index_(index) {}
+    Block(Block&& other) noexcept : arena_(std::exchange(other.arena_, nullptr)), index_(other.index_) {}
+    Block& operator=(Block&& other) noexcept;
+    ~Block() { release(); }
+
+    std::byte* bytes() const;
+    void release();
+
+private:
+    Arena* arena_ = nullptr;
+    std::uint32_t index_ = 0;
+};
+
+/// Blocks of `block_bytes`, mapped at construction, touched once by a background thread as `grow`
+/// asks, reused (hottest first) until the arena closes.
+///
+/// Invariant: touched blocks = free blocks + blocks in jobs' hands; only touched blocks are handed out.
+/// All members may be called from any thread.
+class Arena {
+public:
+    /// Throws std::invalid_argument (sizes), std::system_error (no address space).
+    Arena(std::uint64_t budget_bytes, std::uint64_t block_bytes);
+    ~Arena();
+    Arena(const Arena&) = delete;
+    Arena& operator=(const Arena&) = delete;
+
+    std::uint64_t budget_bytes() const { return block_count_ * block_bytes_; }
+    std::uint64_t block_bytes() const { return block_bytes_; }
+    std::uint64_t touched_bytes() const;
+    std::uint64_t free_bytes() const;
+
+    /// Ask for `total_bytes` touched in all, never above the budget. Does not block.
+    void grow(std::uint64_t total_bytes);
+
+    /// A free block now, or nothing.
+    std::optional<Block> try_acquire();
+
+    /// Blocks until a block is free, or until `give_up()` is true. `give_up` runs under the arena's
+    /// lock at every `wake`: it reads atomics, it takes no lock.
+    std::optional<Block> acquire(const std::function<bool()>& give_up);
+
+    /// Make every waiting `acquire` ask its `give_up` again.
+    void wake();
+
+    /// A job's stay: the arena cannot close during it. `enter` throws std::invalid_argument once closed.
+    void enter();
+    void leave();
+
+    /// Stop the toucher and unmap. Throws std::invalid_argument while a job runs.
+    void close();
+    bool closed() const;
+
+private:
+    friend class Block;
+    void touch_loop(const std::stop_token& stop);
+    void touch(std::uint32_t index);
+    void give_back(std::uint32_t index);
+    std::optional<Block> take_free_locked();
+    std::byte* address(std::uint32_t index) const { return base_ + index * block_bytes_; }
+
+    std::uint64_t block_bytes_;
+    std::uint64_t block_count_;
+    void* mapping_ = nullptr;
+    std::uint64_t mapping_bytes_ = 0;
+    std::byte* base_ = nullptr;
+
+    mutable std::mutex mutex_;
+    std::condition_variable_any grown_;     // the toucher waits here
+    std::condition_variable available_;     // acquire waits here
+    std::vector<std::uint32_t> free_;       // last in, first out
+    std::uint64_t touched_ = 0;             // blocks
+    std::uint64_t wanted_ = 0;              // blocks
+    std::size_t jobs_ = 0;
+    bool closed_ = false;
+    std::jthread toucher_;
+};
+
+}  // namespace flowstone

@@ -1,0 +1,85 @@
+// The one contract between the engine and the system: vectored requests, completed elsewhere.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "fault.h"
+
+namespace flowstone {
+
+/// An open file as the engine sees it; the descriptor stays the caller's.
+struct File {
+    int fd = -1;
+    std::string path;
+    std::uint32_t alignment = 1;  // > 1: opened with O_DIRECT, which needs it; 1: buffered
+};
+
+enum class Direction { read, write };
+
+/// How an op ended: all bytes moved (neither field set), a fault, or dropped before it began
+/// because its job was stopping.
+struct Outcome {
+    std::optional<Fault> fault;
+    bool dropped = false;
+};
+
+/// One vectored request on one file range. Owned by the backend from submit to `done`.
+///
+/// Invariant: on an O_DIRECT file offset, part addresses and part lengths are multiples of 4096.
+/// `file`, the parts' memory and `*stopping` stay valid until `done` returns.
+struct Op {
+    Direction direction = Direction::read;
+    const File* file = nullptr;
+    std::uint64_t offset = 0;
+    std::vector<iovec> parts;
+    std::uint64_t needed_bytes = 0;  // reads: the op succeeds once this prefix has arrived
+    bool urgent = false;             // goes ahead of waiting ops: somebody's memory is waiting for it
+    const std::atomic<bool>* stopping = nullptr;  // true: drop the op if it has not begun
+    std::function<void(Outcome)> done;            // once; a backend thread, or inside submit; must not block
+
+    std::uint64_t length() const {
+        std::uint64_t bytes = 0;
+        for (const iovec& part : parts) bytes += part.iov_len;
+        return bytes;
+    }
+};
+
+/// What a test makes the next attempt suffer: an error instead of the call, or a call that is
+/// really short.
+struct Trouble {
+    int error = 0;
+    std::uint64_t bytes_max = UINT64_MAX;
+};
+/// Asked before every system call with the range it is about; null in production. Any thread.
+using Troubles = std::function<Trouble(Direction direction, std::uint64_t offset, std::uint64_t length)>;
+
+/// Moves ops. Both implementations pass one contract suite:
+///   - at most `queue_depth` ops are in the system's hands; more wait their turn in order of
+///     submission, urgent ones first
+///   - short counts, EINTR, EAGAIN and EBUSY are carried on from where the system stopped
+///   - a write of zero bytes is EIO; a read that meets the end of the file before `needed_bytes`
+///     is the fault "end of file"
+///   - `done` is called exactly once for every op
+/// The destructor requires that every op is done.
+class Backend {
+public:
+    virtual ~Backend() = default;
+    /// Does not block; any thread. The thread must live until the op is done (io_uring cancels
+    /// what a dying thread has submitted).
+    virtual void submit(std::unique_ptr<Op> op) = 0;
+    virtual const char* name() const = 0;
+};
+
+/// Throws std::system_error when io_uring cannot start or is not in this build.
+std::unique_ptr<Backend> make_uring_backend(std::uint32_t queue_depth, Troubles troubles = nullptr);
+std::unique_ptr<Backend> make_posix_backend(std::uint32_t queue_depth, Troubles troubles = nullptr);
+
+}  // namespace flowstone

@@ -1,0 +1,305 @@
+// The extension module flowstone._native: converts, and lets go of the interpreter lock. No policy.
+// The contract is src/flowstone/_native.pyi.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "engine.h"
+#include "bounds.h"
+#include "probe.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace flowstone {
+namespace {
+
+using Array = nb::ndarray<nb::ro, nb::device::cpu>;
+using Unlocked = nb::gil_scoped_release;
+
+// Python objects hold shared pointers of ours rather than be shared themselves: no thread of ours
+// ever drops a Python reference.
+template <class T> struct Held {
+    std::shared_ptr<T> held;
+};
+struct PyArena : Held<Arena> {};
+struct PyFile : Held<const File> {};
+struct PyWriteRows : Held<const WriteRows> {};
+struct PyReadRows : Held<const ReadRows> {};
+struct PyGather { Layout layout; };
+struct PyScatter { Layout layout; };
+
+/// A job's or engine's destructor waits for threads and devices: not with the interpreter lock.
+template <class T> struct Waiting : Held<T> {
+    Waiting() = default;
+    Waiting(const Waiting&) = default;
+    Waiting(Waiting&&) noexcept = default;
+    ~Waiting() {
+        if (this->held == nullptr) return;
+        const Unlocked unlocked;
+        this->held.reset();
+    }
+};
+struct PyWriteJob : Waiting<WriteJob> {};
+struct PyReadJob : Waiting<ReadJob> {};
+struct PyEngine : Waiting<Engine> {};
+
+template <class Item> std::vector<Item> column(const Array& array, const char* name, std::size_t rows) {
+    const std::string label(name);
+    if (array.ndim() != 1 || array.dtype() != nb::dtype<Item>())
+        throw std::invalid_argument(label + ": wrong dtype or number of dimensions");
+    if (array.shape(0) != rows) throw std::invalid_argument(label + ": the columns differ in length");
+    std::vector<Item> items(rows);
+    const auto* first = static_cast<const Item*>(array.data());
+    for (std::size_t i = 0; i < rows; ++i) items[i] = first[static_cast<std::int64_t>(i) * array.stride(0)];
+    return items;
+}
+
+std::size_t row_count(const Array& array) {
+    if (array.ndim() != 1) throw std::invalid_argument("file: wrong dtype or number of dimensions");
+    return array.shape(0);
+}
+
+template <class Item> nb::object to_numpy(std::vector<Item> items) {
+    auto owned = std::make_unique<std::vector<Item>>(std::move(items));
+    Item* const data = owned->data();
+    const std::size_t count = owned->size();
+    const nb::capsule owner(owned.release(), [](void* vector) noexcept { delete static_cast<std::vector<Item>*>(vector); });
+    return nb::ndarray<nb::numpy, Item, nb::ndim<1>>(data, {count}, owner).cast();
+}
+
+nb::object to_numpy_bool(const std::vector<bool>& flags) {
+    auto owned = std::make_unique<bool[]>(flags.size() + 1);  // + 1: numpy wants an address even for none
+    std::copy(flags.begin(), flags.end(), owned.get());
+    bool* const data = owned.release();
+    const nb::capsule owner(data, [](void* bytes) noexcept { delete[] static_cast<bool*>(bytes); });
+    return nb::ndarray<nb::numpy, bool, nb::ndim<1>>(data, {flags.size()}, owner).cast();
+}
+
+template <class Kind> std::vector<Layout> layouts_of(const std::vector<const Kind*>& kinds) {
+    std::vector<Layout> layouts;
+    layouts.reserve(kinds.size());
+    for (const Kind* kind : kinds) layouts.push_back(kind->layout);
+    return layouts;
+}
+
+using Sizes = std::vector<std::uint64_t>;
+using Strides = std::vector<std::int64_t>;
+
+PyGather make_gather(std::uint64_t item_bytes, const Sizes& shape, const Strides& strides_bytes) {
+    if (strides_bytes.size() != shape.size()) throw std::invalid_argument("shape and strides_bytes differ in length");
+    return {Layout::whole(item_bytes, shape, strides_bytes)};
+}
+
+PyScatter make_scatter(std::uint64_t item_bytes, const Sizes& extent_shape, const Sizes& offset, const Sizes& shape,
+                       const Strides& strides_bytes) {
+    return {Layout::box(item_bytes, extent_shape, offset, shape, strides_bytes)};
+}
+
+PyWriteRows make_write_rows(const Array& file, const Array& offset, const Array& length, const Array& address,
+                            const Array& chunk, const Array& layout, const std::vector<const PyGather*>& layouts,
+                            std::uint64_t chunks) {
+    const std::size_t count = row_count(file);
+    const auto files = column<std::uint32_t>(file, "file", count);
+    const auto offsets = column<std::uint64_t>(offset, "offset", count);
+    const auto lengths = column<std::uint64_t>(length, "length", count);
+    const auto addresses = column<std::uint64_t>(address, "address", count);
+    const auto first_chunks = column<std::uint64_t>(chunk, "chunk", count);
+    const auto numbers = column<std::int64_t>(layout, "layout", count);
+    auto rows = std::make_shared<WriteRows>();
+    rows->layouts = layouts_of(layouts);
+    rows->chunks = chunks;
+    rows->rows.reserve(count);
+    for (std::size_t i = 0; i < count; ++i)
+        rows->rows.push_back({offsets[i], lengths[i], addresses[i], first_chunks[i], numbers[i], files[i]});
+    return {{std::move(rows)}};
+}
+
+PyReadRows make_read_rows(const Array& file, const Array& offset, const Array& length, const Array& address,
+                          const Array& chunk, const Array& first, const Array& last, const Array& layout,
+                          const std::vector<const PyScatter*>& layouts, const Array& digests) {
+    const std::size_t count = row_count(file);
+    const auto files = column<std::uint32_t>(file, "file", count);
+    const auto offsets = column<std::uint64_t>(offset, "offset", count);
+    const auto lengths = column<std::uint64_t>(length, "length", count);
+    const auto addresses = column<std::uint64_t>(address, "address", count);
+    const auto zero_chunks = column<std::uint64_t>(chunk, "chunk", count);
+    const auto firsts = column<std::uint64_t>(first, "first", count);
+    const auto lasts = column<std::uint64_t>(last, "last", count);
+    const auto numbers = column<std::int64_t>(layout, "layout", count);
+    if (digests.ndim() != 1) throw std::invalid_argument("digests: wrong dtype or number of dimensions");
+    auto rows = std::make_shared<ReadRows>();
+    rows->layouts = layouts_of(layouts);
+    rows->digests = column<std::uint64_t>(digests, "digests", digests.shape(0));
+    rows->rows.reserve(count);
+    for (std::size_t i = 0; i < count; ++i)
+        rows->rows.push_back(
+            {offsets[i], lengths[i], addresses[i], zero_chunks[i], firsts[i], lasts[i], numbers[i], files[i]});
+    return {{std::move(rows)}};
+}
+
+PyWriteJob start_write(const PyEngine& engine, const PyArena& arena,
+                       const std::vector<std::tuple<const PyFile*, std::uint64_t>>& files, const PyWriteRows& rows,
+                       std::uint64_t gap_bytes) {
+    std::vector<TargetFile> targets;
+    for (const auto& [file, bytes] : files) targets.push_back({file->held, bytes});
+    PyWriteJob job;
+    const Unlocked unlocked;
+    job.held = engine.held->write(arena.held, targets, rows.held, gap_bytes);
+    return job;
+}
+
+PyReadJob start_read(const PyEngine& engine, const PyArena& arena, const std::vector<const PyFile*>& files,
+                     const PyReadRows& rows, bool stop_at_bad) {
+    std::vector<std::shared_ptr<const File>> opened;
+    for (const PyFile* file : files) opened.push_back(file->held);
+    PyReadJob job;
+    const Unlocked unlocked;
+    job.held = engine.held->read(arena.held, std::move(opened), rows.held, stop_at_bad);
+    return job;
+}
+
+std::uint64_t digest_buffer(nb::object source) {
+    // The buffer protocol, rather than an array type, takes bytes too.
+    Py_buffer view;
+    if (PyObject_GetBuffer(source.ptr(), &view, PyBUF_SIMPLE) != 0) throw nb::python_error();
+    std::uint64_t digest = 0;
+    {
+        const Unlocked unlocked;
+        digest = xxh3_64(view.buf, static_cast<std::size_t>(view.len));
+    }
+    PyBuffer_Release(&view);
+    return digest;
+}
+
+/// What both kinds of job share.
+template <class Job> nb::class_<Job> bind_job(nb::module_& module, const char* name) {
+    return nb::class_<Job>(module, name)
+        .def("wait", [](const Job& job, double timeout_s) { const Unlocked unlocked; return job.held->wait(timeout_s); }, "timeout_s"_a)
+        .def("cancel", [](const Job& job) { const Unlocked unlocked; job.held->cancel(); })
+        .def_prop_ro("done_bytes", [](const Job& job) { return job.held->done_bytes(); })
+        .def_prop_ro("fault", [](const Job& job) { return job.held->fault(); })
+        .def_prop_ro("cancelled", [](const Job& job) { return job.held->cancelled(); })
+        .def_prop_ro("copied_bytes", [](const Job& job) { return job.held->copied_bytes(); })
+        .def_prop_ro("direct_bytes", [](const Job& job) { return job.held->direct_bytes(); })
+        .def_prop_ro("requests", [](const Job& job) { return job.held->requests(); });
+}
+
+void bind_memory(nb::module_& module) {
+    nb::class_<PyArena>(module, "Arena")
+        .def("__init__", [](PyArena* self, std::uint64_t budget_bytes, std::uint64_t block_bytes) {
+            new (self) PyArena{{std::make_shared<Arena>(budget_bytes, block_bytes)}};
+        }, nb::kw_only(), "budget_bytes"_a, "block_bytes"_a)
+        .def_prop_ro("budget_bytes", [](const PyArena& arena) { return arena.held->budget_bytes(); })
+        .def_prop_ro("block_bytes", [](const PyArena& arena) { return arena.held->block_bytes(); })
+        .def_prop_ro("touched_bytes", [](const PyArena& arena) { return arena.held->touched_bytes(); })
+        .def_prop_ro("free_bytes", [](const PyArena& arena) { return arena.held->free_bytes(); })
+        .def("grow", [](const PyArena& arena, std::uint64_t total_bytes) { arena.held->grow(total_bytes); }, "total_bytes"_a)
+        .def("close", [](const PyArena& arena) { const Unlocked unlocked; arena.held->close(); });
+    nb::class_<PyFile>(module, "File")
+        .def("__init__", [](PyFile* self, int fd, std::string path, std::uint32_t alignment) {
+            new (self) PyFile{{std::make_shared<const File>(File{fd, std::move(path), alignment})}};
+        }, nb::kw_only(), "fd"_a, "path"_a, "alignment"_a);
+}
+
+void bind_rows(nb::module_& module) {
+    nb::class_<PyGather>(module, "GatherLayout")
+        .def("__init__", [](PyGather* self, std::uint64_t item_bytes, const Sizes& shape, const Strides& strides_bytes) {
+            new (self) PyGather(make_gather(item_bytes, shape, strides_bytes));
+        }, nb::kw_only(), "item_bytes"_a, "shape"_a, "strides_bytes"_a);
+    nb::class_<PyScatter>(module, "ScatterLayout")
+        .def("__init__", [](PyScatter* self, std::uint64_t item_bytes, const Sizes& extent_shape, const Sizes& offset,
+                            const Sizes& shape, const Strides& strides_bytes) {
+            new (self) PyScatter(make_scatter(item_bytes, extent_shape, offset, shape, strides_bytes));
+        }, nb::kw_only(), "item_bytes"_a, "extent_shape"_a, "offset"_a, "shape"_a, "strides_bytes"_a);
+    nb::class_<PyWriteRows>(module, "WriteRows")
+        .def("__init__", [](PyWriteRows* self, const Array& file, const Array& offset, const Array& length, const Array& address,
+                            const Array& chunk, const Array& layout, const std::vector<const PyGather*>& layouts, std::uint64_t chunks) {
+            new (self) PyWriteRows(make_write_rows(file, offset, length, address, chunk, layout, layouts, chunks));
+        }, nb::kw_only(), "file"_a, "offset"_a, "length"_a, "address"_a, "chunk"_a, "layout"_a, "layouts"_a, "chunks"_a);
+    nb::class_<PyReadRows>(module, "ReadRows")
+        .def("__init__", [](PyReadRows* self, const Array& file, const Array& offset, const Array& length, const Array& address,
+                            const Array& chunk, const Array& first, const Array& last, const Array& layout,
+                            const std::vector<const PyScatter*>& layouts, const Array& digests) {
+            new (self) PyReadRows(make_read_rows(file, offset, length, address, chunk, first, last, layout, layouts, digests));
+        }, nb::kw_only(), "file"_a, "offset"_a, "length"_a, "address"_a, "chunk"_a, "first"_a, "last"_a, "layout"_a,
+           "layouts"_a, "digests"_a);
+}
+
+void bind_jobs(nb::module_& module) {
+    nb::class_<Fault>(module, "Fault")
+        .def_ro("operation", &Fault::operation)
+        .def_ro("errno", &Fault::error)
+        .def_ro("path", &Fault::path)
+        .def_ro("offset", &Fault::offset)
+        .def_ro("length", &Fault::length)
+        .def("__repr__", [](const Fault& fault) {
+            return "Fault(operation='" + fault.operation + "', errno=" + std::to_string(fault.error) + ", path='" + fault.path +
+                   "', offset=" + std::to_string(fault.offset) + ", length=" + std::to_string(fault.length) + ")";
+        });
+    bind_job<PyWriteJob>(module, "WriteJob")
+        .def("wait_captured", [](const PyWriteJob& job, double timeout_s) {
+            const Unlocked unlocked;
+            return job.held->wait_captured(timeout_s);
+        }, "timeout_s"_a)
+        .def_prop_ro("digests", [](const PyWriteJob& job) {
+            if (!job.held->wait(0)) throw std::invalid_argument("digests are complete after wait");
+            return to_numpy(job.held->digests());
+        });
+    bind_job<PyReadJob>(module, "ReadJob")
+        .def_prop_ro("requested_bytes", [](const PyReadJob& job) { return job.held->requested_bytes(); })
+        .def_prop_ro("bad_chunks", [](const PyReadJob& job) { return to_numpy(job.held->bad_chunks()); })
+        .def_prop_ro("touched", [](const PyReadJob& job) { return to_numpy_bool(job.held->touched()); });
+}
+
+void bind_engine(nb::module_& module) {
+    nb::class_<PyEngine>(module, "Engine")
+        .def("__init__", [](PyEngine* self, std::string backend, std::uint32_t queue_depth, std::uint64_t request_bytes,
+                            std::uint32_t workers) {
+            auto engine = std::make_shared<Engine>(EngineOptions{std::move(backend), queue_depth, request_bytes, workers});
+            new (self) PyEngine();
+            self->held = std::move(engine);
+        }, nb::kw_only(), "backend"_a, "queue_depth"_a, "request_bytes"_a, "workers"_a)
+        .def_prop_ro("backend", [](const PyEngine& engine) { return engine.held->backend(); })
+        .def("write", &start_write, "arena"_a, "files"_a, "rows"_a, nb::kw_only(), "gap_bytes"_a = 0)
+        .def("read", &start_read, "arena"_a, "files"_a, "rows"_a, nb::kw_only(), "stop_at_bad"_a = true)
+        .def("close", [](const PyEngine& engine) { const Unlocked unlocked; engine.held->close(); });
+}
+
+}  // namespace
+
+NB_MODULE(_native, module) {
+    nb::register_exception_translator([](const std::exception_ptr& error, void*) {
+        try {
+            std::rethrow_exception(error);
+        } catch (const std::system_error& failure) {
+            const nb::object arguments = nb::make_tuple(failure.code().value(), failure.what());
+            PyErr_SetObject(PyExc_OSError, arguments.ptr());
+        }
+    });
+    module.attr("BLOCK_ALIGNMENT_BYTES") = block_alignment_bytes;
+    module.attr("CHUNK_BYTES") = chunk_bytes;
+    module.attr("NO_DIGEST") = no_digest;
+    module.attr("VERIFY_ONLY") = verify_only;
+    module.def("has_io_uring", &has_io_uring, nb::call_guard<Unlocked>());
+    module.def("probe_direct", &probe_direct, "directory"_a, nb::call_guard<Unlocked>());
+    module.def("reserve_file", &reserve_file, "fd"_a, "size_bytes"_a, nb::call_guard<Unlocked>());
+    module.def("xxh3_64", &digest_buffer, "source"_a);
+    bind_memory(module);
+    bind_rows(module);
+    bind_jobs(module);
+    bind_engine(module);
+}
+
+}  // namespace flowstone

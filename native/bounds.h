@@ -1,0 +1,61 @@
+// Every number the native core rests on, each with where it comes from.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace flowstone {
+
+// Windows, slots and arena blocks are multiples of this (DESIGN.md, "Slots"). It is a multiple of
+// every O_DIRECT alignment we accept (512 or 4096), so a range that obeys it obeys the device.
+inline constexpr std::uint64_t block_alignment_bytes = 4096;
+
+// The longest run that one digest covers (DESIGN.md, "chunk"). Chunks start at each extent's start.
+inline constexpr std::uint64_t chunk_bytes = std::uint64_t{1} << 20;
+
+// In WriteRow::chunk: the row is written without digests.
+inline constexpr std::uint64_t no_digest = ~std::uint64_t{0};
+
+// In ReadRow::address: read and check, keep nothing.
+inline constexpr std::uint64_t verify_only = 0;
+
+// Arena blocks start at huge-page boundaries and hold at least one: that is also room for one
+// chunk at any phase (1 MiB + 8 KiB), so reading needs no second rule.
+inline constexpr std::uint64_t huge_page_bytes = std::uint64_t{2} << 20;
+
+// The kernel moves at most 2 GiB - 4 KiB in one call (MAX_RW_COUNT); half of it is plenty.
+inline constexpr std::uint64_t request_bytes_max = std::uint64_t{1} << 30;
+inline constexpr std::uint32_t queue_depth_max = 4096;
+inline constexpr std::uint32_t workers_max = 256;
+inline constexpr std::size_t posix_threads_max = 16;
+
+// Offsets are signed in the system's calls.
+inline constexpr std::uint64_t file_bytes_max = (std::uint64_t{1} << 63) - block_alignment_bytes;
+
+// numpy and torch stop at 64 and 64; nothing that is trained has more than a handful.
+inline constexpr std::size_t dimensions_max = 16;
+
+// A window is written from where it lies when that leaves few bytes to copy and few parts to list:
+// 256 KiB of 8 MiB is 3 % of the copying, and 64 parts keep the list in one page-sized allocation.
+inline constexpr std::uint64_t direct_run_bytes_min = std::uint64_t{64} << 10;
+inline constexpr std::uint64_t bounce_bytes_max = std::uint64_t{256} << 10;
+inline constexpr std::size_t direct_parts_max = 64;
+
+// Reading straight into a target pays from here; below it, sharing a request with neighbours is better.
+inline constexpr std::uint64_t direct_read_bytes_min = std::uint64_t{256} << 10;
+
+// Neighbouring chunks share one read across a gap up to this long: reading 64 KiB (30 us) costs
+// less than one more request.
+inline constexpr std::uint64_t read_gap_bytes_max = std::uint64_t{64} << 10;
+
+// Attempts in a row without progress (EAGAIN, EBUSY, a count below the alignment) before it is a
+// fault; pauses double from 10 us to 5 ms, so this is about half a second.
+inline constexpr int stalls_max = 100;
+
+constexpr std::uint64_t round_down(std::uint64_t value, std::uint64_t unit) { return value - value % unit; }
+constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t unit) { return round_down(value + unit - 1, unit); }
+constexpr std::uint64_t block_floor(std::uint64_t value) { return round_down(value, block_alignment_bytes); }
+constexpr std::uint64_t block_ceil(std::uint64_t value) { return round_up(value, block_alignment_bytes); }
+constexpr std::uint64_t chunk_count(std::uint64_t length) { return length / chunk_bytes + (length % chunk_bytes != 0); }
+
+}  // namespace flowstone

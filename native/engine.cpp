@@ -1,0 +1,99 @@
+#include "engine.h"
+
+#include <limits>
+#include <stdexcept>
+#include <utility>
+
+#include "bounds.h"
+
+namespace flowstone {
+namespace {
+
+constexpr double forever_s = std::numeric_limits<double>::infinity();
+
+void check_file(const File& file) {
+    if (file.fd < 0) throw std::invalid_argument("file: fd is negative");
+    if (file.alignment == 0 || block_alignment_bytes % file.alignment != 0)
+        throw std::invalid_argument("file: alignment must divide 4096");
+}
+
+void check_options(const EngineOptions& options) {
+    if (options.queue_depth < 1 || options.queue_depth > queue_depth_max)
+        throw std::invalid_argument("queue_depth must be 1 to 4096");
+    if (options.workers < 1 || options.workers > workers_max) throw std::invalid_argument("workers must be 1 to 256");
+    if (options.request_bytes == 0 || options.request_bytes % block_alignment_bytes != 0 ||
+        options.request_bytes > request_bytes_max)
+        throw std::invalid_argument("request_bytes must be a multiple of 4096, up to 1 GiB");
+}
+
+}  // namespace
+
+Engine::Engine(const EngineOptions& options) : backend_name_(options.backend) {
+    check_options(options);
+    if (options.backend == "io_uring")
+        machine_.backend = make_uring_backend(options.queue_depth, options.troubles);
+    else if (options.backend == "posix")
+        machine_.backend = make_posix_backend(options.queue_depth, options.troubles);
+    else
+        throw std::invalid_argument("backend must be 'io_uring' or 'posix', not '" + options.backend + "'");
+    machine_.workers = std::make_shared<Workers>(options.workers);
+    machine_.request_bytes = options.request_bytes;
+    machine_.queue_depth = options.queue_depth;
+}
+
+Machine Engine::machine_locked(const Arena& arena) const {
+    if (machine_.backend == nullptr) throw std::invalid_argument("the engine is closed");
+    if (arena.block_bytes() < machine_.request_bytes)
+        throw std::invalid_argument("the arena's block_bytes are smaller than the engine's request_bytes");
+    return machine_;
+}
+
+template <class Running> void Engine::keep_locked(const std::shared_ptr<Running>& job) {
+    std::erase_if(jobs_, [](const std::weak_ptr<Job>& other) { return other.expired(); });
+    jobs_.push_back(job);
+}
+
+std::shared_ptr<WriteJob> Engine::write(std::shared_ptr<Arena> arena, const std::vector<TargetFile>& files,
+                                        std::shared_ptr<const WriteRows> rows, std::uint64_t gap_bytes) {
+    std::vector<std::shared_ptr<const File>> opened;
+    std::vector<std::uint64_t> sizes;
+    for (const TargetFile& target : files) {
+        check_file(*target.file);
+        opened.push_back(target.file);
+        sizes.push_back(target.bytes);
+    }
+    check_rows(*rows, sizes);
+    const std::lock_guard lock(mutex_);
+    Machine machine = machine_locked(*arena);
+    auto job = std::make_shared<WriteJob>(std::move(machine), std::move(arena), std::move(opened), std::move(rows), gap_bytes);
+    keep_locked(job);
+    return job;
+}
+
+std::shared_ptr<ReadJob> Engine::read(std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<const File>> files,
+                                      std::shared_ptr<const ReadRows> rows, bool stop_at_bad) {
+    for (const std::shared_ptr<const File>& file : files) check_file(*file);
+    check_rows(*rows, files.size());
+    const std::lock_guard lock(mutex_);
+    Machine machine = machine_locked(*arena);
+    auto job = std::make_shared<ReadJob>(std::move(machine), std::move(arena), std::move(files), std::move(rows), stop_at_bad);
+    keep_locked(job);
+    return job;
+}
+
+void Engine::close() {
+    std::vector<std::weak_ptr<Job>> jobs;
+    Machine machine;
+    {
+        const std::lock_guard lock(mutex_);
+        jobs.swap(jobs_);
+        std::swap(machine, machine_);
+    }
+    for (const std::weak_ptr<Job>& running : jobs)
+        if (const std::shared_ptr<Job> job = running.lock()) job->wait(forever_s);
+    // Finished jobs have let go of the machine, so its threads stop here.
+    machine.workers.reset();
+    machine.backend.reset();
+}
+
+}  // namespace flowstone

@@ -1,0 +1,61 @@
+// The way in: one queue to the device, a few workers, and the jobs that run on them.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "read_job.h"
+#include "write_job.h"
+
+namespace flowstone {
+
+struct EngineOptions {
+    std::string backend;              // "io_uring" or "posix"
+    std::uint32_t queue_depth = 0;    // requests in flight, at most
+    std::uint64_t request_bytes = 0;  // a multiple of 4096
+    std::uint32_t workers = 0;
+    Troubles troubles = nullptr;      // tests only
+};
+
+/// A planned file: its size is fixed before the first byte is written.
+struct TargetFile {
+    std::shared_ptr<const File> file;
+    std::uint64_t bytes = 0;
+};
+
+/// Jobs of one engine share its queue and workers, and may run at once. Any thread.
+class Engine {
+public:
+    /// Throws std::invalid_argument (options), std::system_error (the backend cannot start).
+    explicit Engine(const EngineOptions& options);
+    ~Engine() { close(); }
+    Engine(const Engine&) = delete;
+    Engine& operator=(const Engine&) = delete;
+
+    std::string backend() const { return backend_name_; }
+
+    /// Start a job; throw std::invalid_argument for wrong rows, a closed engine, or an arena whose
+    /// blocks are smaller than a request. Runs of untouched blocks between two rows are written as
+    /// zero when they are at most `gap_bytes` long, and left as they are otherwise.
+    std::shared_ptr<WriteJob> write(std::shared_ptr<Arena> arena, const std::vector<TargetFile>& files,
+                                    std::shared_ptr<const WriteRows> rows, std::uint64_t gap_bytes);
+    std::shared_ptr<ReadJob> read(std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<const File>> files,
+                                  std::shared_ptr<const ReadRows> rows, bool stop_at_bad);
+
+    /// Blocks until the running jobs have finished, then stops the threads. May be called again.
+    void close();
+
+private:
+    Machine machine_locked(const Arena& arena) const;
+    template <class Running> void keep_locked(const std::shared_ptr<Running>& job);
+
+    std::string backend_name_;
+    std::mutex mutex_;
+    Machine machine_;  // empty once closed
+    std::vector<std::weak_ptr<Job>> jobs_;
+};
+
+}  // namespace flowstone

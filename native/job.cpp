@@ -1,0 +1,104 @@
+#include "job.h"
+
+#include <cassert>
+#include <chrono>
+#include <utility>
+
+namespace flowstone {
+
+Job::Job(Machine machine, std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<const File>> files)
+    : machine_(std::move(machine)), arena_(std::move(arena)), files_(std::move(files)) {
+    arena_->enter();
+}
+
+bool Job::wait(double timeout_s) { return wait_until(timeout_s, finished_); }
+
+bool Job::wait_until(double timeout_s, const bool& state) {
+    constexpr double unlimited_s = 1e9;  // 30 years; longer ones overflow the clock
+    std::unique_lock lock(mutex_);
+    const auto reached = [&] { return state; };
+    if (timeout_s >= unlimited_s) {
+        changed_.wait(lock, reached);
+        return true;
+    }
+    // NaN and negative numbers ask without waiting.
+    const std::chrono::duration<double> timeout(timeout_s > 0 ? timeout_s : 0);
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::nanoseconds>(timeout);
+    return changed_.wait_until(lock, deadline, reached);
+}
+
+void Job::cancel() {
+    {
+        const std::lock_guard lock(mutex_);
+        if (finished_) return;
+        cancelled_ = true;
+    }
+    stop();
+}
+
+void Job::stop() {
+    stopping_ = true;
+    {
+        const std::lock_guard lock(mutex_);
+        changed_.notify_all();
+    }
+    arena_->wake();
+}
+
+std::optional<Fault> Job::fault() const {
+    const std::lock_guard lock(mutex_);
+    return fault_;
+}
+
+void Job::take_outcome(const Outcome& outcome) {
+    if (!outcome.fault) return;
+    {
+        const std::lock_guard lock(mutex_);
+        if (!fault_) fault_ = outcome.fault;
+    }
+    stop();
+}
+
+void Job::wait_for_room(std::uint32_t windows_max) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return under_way_ < windows_max || stopping(); });
+}
+
+void Job::begin_window(bool reads_source) {
+    const std::lock_guard lock(mutex_);
+    assert(!fed_);
+    ++under_way_;
+    if (reads_source) ++reading_sources_;
+}
+
+void Job::release_sources() {
+    const std::lock_guard lock(mutex_);
+    assert(reading_sources_ > 0);
+    if (--reading_sources_ == 0 && fed_) {
+        captured_ = true;
+        changed_.notify_all();
+    }
+}
+
+void Job::end_window() {
+    const std::lock_guard lock(mutex_);
+    assert(under_way_ > 0);
+    --under_way_;
+    changed_.notify_all();
+}
+
+void Job::finish() {
+    std::unique_lock lock(mutex_);
+    fed_ = true;
+    captured_ = reading_sources_ == 0;
+    changed_.notify_all();
+    changed_.wait(lock, [&] { return under_way_ == 0; });
+    assert(reading_sources_ == 0);
+    arena_->leave();
+    machine_.workers.reset();
+    machine_.backend.reset();
+    captured_ = finished_ = true;
+    changed_.notify_all();
+}
+
+}  // namespace flowstone

@@ -1,0 +1,92 @@
+// What a write and a read have in common: windows under way, the first failure, the wait.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "arena.h"
+#include "backend.h"
+#include "fault.h"
+#include "workers.h"
+
+namespace flowstone {
+
+/// What jobs run on. A job lets go of it when it finishes (workers first: they use the backend).
+struct Machine {
+    std::shared_ptr<Backend> backend;
+    std::shared_ptr<Workers> workers;
+    std::uint64_t request_bytes = 0;
+    std::uint32_t queue_depth = 0;
+};
+
+/// A coordinator thread (the derived class's) begins windows; workers and the backend end them.
+///
+/// Invariant: a window that has begun ends exactly once, whatever happens; after the coordinator has
+/// stopped feeding and the last window has ended, no thread and no device touches the job's memory.
+class Job {
+public:
+    Job(const Job&) = delete;
+    Job& operator=(const Job&) = delete;
+
+    /// Whether the job has finished, after at most `timeout_s` (any number; infinity is no limit).
+    bool wait(double timeout_s);
+    /// Begin nothing new. Does not block; any thread.
+    void cancel();
+
+    std::uint64_t done_bytes() const { return done_bytes_.load(); }
+    std::uint64_t copied_bytes() const { return copied_bytes_.load(); }
+    std::uint64_t direct_bytes() const { return direct_bytes_.load(); }
+    std::uint64_t requests() const { return requests_.load(); }
+    std::optional<Fault> fault() const;
+    bool cancelled() const { return cancelled_.load(); }
+
+protected:
+    Job(Machine machine, std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<const File>> files);
+    ~Job() = default;
+
+    bool stopping() const { return stopping_.load(); }
+    /// Stop feeding; the cause is recorded by the caller.
+    void stop();
+    /// The first failure stops the job; later ones are its echoes.
+    void take_outcome(const Outcome& outcome);
+
+    /// Blocks until fewer than `windows_max` windows are under way, or the job is stopping.
+    void wait_for_room(std::uint32_t windows_max);
+    /// `reads_source`: the job is not captured before `release_sources`.
+    void begin_window(bool reads_source);
+    void release_sources();
+    void end_window();
+    /// The coordinator's last words: blocks until every window has ended, then lets `wait` return.
+    void finish();
+
+    bool wait_until_captured(double timeout_s) { return wait_until(timeout_s, captured_); }
+
+    Machine machine_;
+    const std::shared_ptr<Arena> arena_;
+    const std::vector<std::shared_ptr<const File>> files_;
+    std::atomic<bool> stopping_{false};
+    std::atomic<std::uint64_t> done_bytes_{0};
+    std::atomic<std::uint64_t> copied_bytes_{0};
+    std::atomic<std::uint64_t> direct_bytes_{0};
+    std::atomic<std::uint64_t> requests_{0};
+
+private:
+    bool wait_until(double timeout_s, const bool& state);
+
+    bool captured_ = false;  // under mutex_
+    bool finished_ = false;  // under mutex_
+    std::atomic<bool> cancelled_{false};
+    mutable std::mutex mutex_;
+    std::condition_variable changed_;
+    std::uint32_t under_way_ = 0;
+    std::uint32_t reading_sources_ = 0;
+    bool fed_ = false;  // the coordinator begins no more windows
+    std::optional<Fault> fault_;
+};
+
+}  // namespace flowstone

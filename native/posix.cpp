@@ -1,0 +1,97 @@
+// The fallback backend: threads that call preadv and pwritev.
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cassert>
+#include <cerrno>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "backend.h"
+#include "bounds.h"
+#include "op_queue.h"
+#include "transfer.h"
+
+namespace flowstone {
+namespace {
+
+ssize_t call(const Op& op, std::span<const iovec> list, std::uint64_t offset) {
+    const int fd = op.file->fd;
+    const int count = static_cast<int>(list.size());
+    const auto at = static_cast<off_t>(offset);
+    const ssize_t result = op.direction == Direction::read ? ::preadv(fd, list.data(), count, at)
+                                                           : ::pwritev(fd, list.data(), count, at);
+    return result < 0 ? -errno : result;
+}
+
+class PosixBackend final : public Backend {
+public:
+    PosixBackend(std::uint32_t queue_depth, Troubles troubles) : troubles_(std::move(troubles)) {
+        const std::size_t count = std::min<std::size_t>(queue_depth, posix_threads_max);
+        threads_.reserve(count);
+        for (std::size_t i = 0; i < count; ++i) threads_.emplace_back([this] { run(); });
+    }
+
+    ~PosixBackend() override {
+        {
+            const std::lock_guard lock(mutex_);
+            assert(waiting_.empty());
+            stopping_ = true;
+            submitted_.notify_all();
+        }
+        for (std::jthread& thread : threads_) thread.join();
+    }
+
+    void submit(std::unique_ptr<Op> op) override {
+        const std::lock_guard lock(mutex_);
+        waiting_.push(std::move(op));
+        submitted_.notify_one();
+    }
+
+    const char* name() const override { return "posix"; }
+
+private:
+    void run() {
+        std::unique_lock lock(mutex_);
+        for (;;) {
+            submitted_.wait(lock, [this] { return stopping_ || !waiting_.empty(); });
+            if (waiting_.empty()) return;
+            std::unique_ptr<Op> op = waiting_.pop();
+            lock.unlock();
+            if (is_unwanted(*op))
+                op->done({std::nullopt, true});
+            else
+                move(std::move(op));
+            lock.lock();
+        }
+    }
+
+    void move(std::unique_ptr<Op> op) {
+        Transfer transfer(std::move(op), &troubles_);
+        for (;;) {
+            const std::span<const iovec> list = transfer.attempt();
+            const ssize_t result = transfer.injected() != 0 ? -transfer.injected() : call(transfer.op(), list, transfer.offset());
+            if (transfer.settle(result) == Transfer::Next::finished) break;
+            if (const unsigned pause = transfer.pause_us()) ::usleep(pause);
+        }
+        transfer.complete();
+    }
+
+    const Troubles troubles_;
+    std::mutex mutex_;
+    std::condition_variable submitted_;
+    OpQueue waiting_;
+    bool stopping_ = false;
+    std::vector<std::jthread> threads_;
+};
+
+}  // namespace
+
+std::unique_ptr<Backend> make_posix_backend(std::uint32_t queue_depth, Troubles troubles) {
+    return std::make_unique<PosixBackend>(queue_depth, std::move(troubles));
+}
+
+}  // namespace flowstone

@@ -1,0 +1,180 @@
+#include "read_job.h"
+
+#include <algorithm>
+#include <cassert>
+#include <cstring>
+#include <optional>
+#include <utility>
+
+#include "bounds.h"
+
+namespace flowstone {
+
+/// Arena windows hold a block. Direct ones hold the bounce blocks of an unaligned head and tail.
+struct ReadJob::Window {
+    const ReadWindow* planned;
+    Block block;
+    AlignedBytes head;
+    AlignedBytes tail;
+};
+
+ReadJob::ReadJob(Machine machine, std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<const File>> files,
+                 std::shared_ptr<const ReadRows> rows, bool stop_at_bad)
+    : Job(std::move(machine), std::move(arena), std::move(files)), rows_(std::move(rows)), stop_at_bad_(stop_at_bad),
+      touched_(rows_->rows.size()) {
+    coordinator_ = std::jthread([this] { feed(); });
+}
+
+ReadJob::~ReadJob() {
+    cancel();
+    coordinator_.join();
+}
+
+std::vector<std::uint64_t> ReadJob::bad_chunks() const {
+    const std::lock_guard lock(bad_mutex_);
+    return {bad_.begin(), bad_.end()};
+}
+
+std::vector<bool> ReadJob::touched() const {
+    std::vector<bool> touched(touched_.size());
+    for (std::size_t i = 0; i < touched.size(); ++i) touched[i] = touched_[i].load();
+    return touched;
+}
+
+std::uint64_t ReadJob::chunk_number(const WantedChunk& chunk) const {
+    return (chunk.begin - rows_->rows[chunk.row].offset) / chunk_bytes;
+}
+
+/// The coordinator: windows in file order, as many under way as keep queue and workers busy.
+void ReadJob::feed() {
+    plan_ = plan_reads(*rows_, machine_.request_bytes);
+    const auto windows_max = static_cast<std::uint32_t>(machine_.queue_depth + machine_.workers->count());
+    const auto copied = static_cast<std::uint64_t>(
+        std::count_if(plan_.windows.begin(), plan_.windows.end(), [](const ReadWindow& window) { return !window.direct; }));
+    if (copied != 0) arena_->grow(std::min<std::uint64_t>(copied, windows_max) * arena_->block_bytes());
+    for (const ReadWindow& window : plan_.windows) {
+        wait_for_room(windows_max);
+        if (stopping()) break;
+        if (window.direct) {
+            begin(window, Block());
+            continue;
+        }
+        std::optional<Block> block = arena_->acquire([this] { return stopping(); });
+        if (!block || stopping()) break;
+        begin(window, std::move(*block));
+    }
+    finish();
+}
+
+void ReadJob::begin(const ReadWindow& planned, Block block) {
+    const auto window = std::make_shared<Window>();
+    window->planned = &planned;
+    window->block = std::move(block);
+    auto op = std::make_unique<Op>();
+    op->direction = Direction::read;
+    op->file = files_[planned.file].get();
+    op->offset = planned.begin;
+    op->needed_bytes = planned.needed_end - planned.begin;
+    op->stopping = &stopping_;
+    if (planned.direct)
+        aim_direct(*window, op->parts);
+    else
+        op->parts.push_back({window->block.bytes(), planned.end - planned.begin});
+    op->done = [this, window](const Outcome& outcome) { end_op(window, outcome); };
+    ++requests_;
+    requested_bytes_ += planned.end - planned.begin;
+    begin_window(false);
+    machine_.backend->submit(std::move(op));
+}
+
+/// [bounce head][the target's own pages][bounce tail]
+void ReadJob::aim_direct(Window& window, std::vector<iovec>& parts) {
+    const ReadWindow& planned = *window.planned;
+    const WantedChunk& first = plan_.chunks[planned.first];
+    const ReadRow& row = rows_->rows[first.row];
+    touched_[first.row] = true;
+    const std::uint64_t low = block_ceil(first.begin);
+    const std::uint64_t high = block_floor(planned.needed_end);
+    assert(low < high);
+    if (planned.begin < low) {
+        window.head = allocate_aligned(block_alignment_bytes);
+        parts.push_back({window.head.get(), block_alignment_bytes});
+    }
+    std::byte* const target = row.target() + (low - row.offset);
+    assert(reinterpret_cast<std::uintptr_t>(target) % block_alignment_bytes == 0);
+    parts.push_back({target, high - low});
+    if (high < planned.end) {
+        window.tail = allocate_aligned(block_alignment_bytes);
+        parts.push_back({window.tail.get(), block_alignment_bytes});
+    }
+}
+
+void ReadJob::end_op(const std::shared_ptr<Window>& window, const Outcome& outcome) {
+    take_outcome(outcome);
+    if (outcome.fault || outcome.dropped) {
+        window->block.release();
+        end_window();
+    } else {
+        machine_.workers->post([this, window] { deliver(window); });
+    }
+}
+
+/// Every chunk of an arrived window: checked where it lies, then (from the arena) stored.
+void ReadJob::deliver(const std::shared_ptr<Window>& window) {
+    const ReadWindow& planned = *window->planned;
+    if (planned.direct) copy_edges(*window);
+    for (std::size_t i = planned.first; i < planned.last; ++i) {
+        const WantedChunk& chunk = plan_.chunks[i];
+        const ReadRow& row = rows_->rows[chunk.row];
+        const std::byte* bytes = planned.direct ? row.target() + (chunk.begin - row.offset)
+                                                : window->block.bytes() + (chunk.begin - planned.begin);
+        if (!check(chunk, bytes)) continue;
+        // Once one chunk is bad the load has failed: report the others, but change no more memory.
+        if (!planned.direct && !damaged_.load()) store(chunk, bytes);
+        (planned.direct ? direct_bytes_ : copied_bytes_) += chunk.length;
+        done_bytes_ += chunk.length;
+    }
+    window->block.release();
+    end_window();  // last: the job may be gone after it
+}
+
+void ReadJob::copy_edges(const Window& window) {
+    const ReadWindow& planned = *window.planned;
+    const WantedChunk& first = plan_.chunks[planned.first];
+    const ReadRow& row = rows_->rows[first.row];
+    if (window.head) {
+        const std::uint64_t skipped = first.begin - planned.begin;
+        std::memcpy(row.target() + (first.begin - row.offset), window.head.get() + skipped, block_alignment_bytes - skipped);
+    }
+    if (window.tail) {
+        const std::uint64_t low = block_floor(planned.needed_end);
+        std::memcpy(row.target() + (low - row.offset), window.tail.get(), planned.needed_end - low);
+    }
+}
+
+bool ReadJob::check(const WantedChunk& chunk, const std::byte* bytes) {
+    const std::uint64_t index = rows_->rows[chunk.row].chunk + chunk_number(chunk);
+    if (xxh3_64(bytes, chunk.length) == rows_->digests[index]) return true;
+    {
+        const std::lock_guard lock(bad_mutex_);
+        bad_.insert(index);
+    }
+    if (stop_at_bad_) {
+        damaged_ = true;
+        stop();
+    }
+    return false;
+}
+
+void ReadJob::store(const WantedChunk& chunk, const std::byte* bytes) {
+    const ReadRow& row = rows_->rows[chunk.row];
+    if (row.address == verify_only) return;
+    touched_[chunk.row] = true;
+    const std::uint64_t begin = chunk.begin - row.offset;
+    if (row.layout == contiguous)
+        std::memcpy(row.target() + begin, bytes, chunk.length);
+    else
+        rows_->layouts[static_cast<std::size_t>(row.layout)].scatter(begin, begin + chunk.length, bytes, row.target());
+}
+
+}  // namespace flowstone

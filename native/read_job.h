@@ -1,0 +1,60 @@
+// Bytes on their way into memory, each chunk checked against its digest.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <thread>
+#include <vector>
+
+#include "aligned.h"
+#include "job.h"
+#include "read_plan.h"
+
+namespace flowstone {
+
+/// Targets stay alive until wait() has returned true; rows, files and arena are the job's.
+/// The destructor cancels and waits.
+///
+/// Invariant: a chunk that went through the arena reaches its target only after its digest matched;
+/// a row's touched flag is set before the first byte of its target can change.
+class ReadJob final : public Job {
+public:
+    /// Starts at once. `rows` have passed check_rows; the arena's blocks hold a request.
+    /// stop_at_bad: after the first bad chunk nothing new is read, and no more memory changes.
+    ReadJob(Machine machine, std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<const File>> files,
+            std::shared_ptr<const ReadRows> rows, bool stop_at_bad);
+    ~ReadJob();
+
+    /// Indices of the digests that did not match so far, ascending.
+    std::vector<std::uint64_t> bad_chunks() const;
+    /// Per row.
+    std::vector<bool> touched() const;
+    std::uint64_t requested_bytes() const { return requested_bytes_.load(); }
+
+private:
+    struct Window;  // one on its way
+
+    void feed();
+    void begin(const ReadWindow& planned, Block block);
+    void aim_direct(Window& window, std::vector<iovec>& parts);
+    void end_op(const std::shared_ptr<Window>& window, const Outcome& outcome);
+    void deliver(const std::shared_ptr<Window>& window);
+    void copy_edges(const Window& window);
+    bool check(const WantedChunk& chunk, const std::byte* bytes);
+    void store(const WantedChunk& chunk, const std::byte* bytes);
+    std::uint64_t chunk_number(const WantedChunk& chunk) const;
+
+    const std::shared_ptr<const ReadRows> rows_;
+    const bool stop_at_bad_;
+    ReadPlan plan_;  // the coordinator makes it before it begins the first window
+    std::vector<std::atomic<bool>> touched_;
+    std::atomic<std::uint64_t> requested_bytes_{0};
+    std::atomic<bool> damaged_{false};
+    mutable std::mutex bad_mutex_;
+    std::set<std::uint64_t> bad_;
+    std::jthread coordinator_;  // last: it uses all of the above
+};
+
+}  // namespace flowstone

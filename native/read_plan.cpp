@@ -1,0 +1,99 @@
+#include "read_plan.h"
+
+#include <algorithm>
+#include <tuple>
+
+#include "bounds.h"
+
+namespace flowstone {
+namespace {
+
+std::vector<WantedChunk> list_chunks(const ReadRows& rows) {
+    std::vector<WantedChunk> chunks;
+    for (std::size_t i = 0; i < rows.rows.size(); ++i) {
+        const ReadRow& row = rows.rows[i];
+        for (std::uint64_t chunk = row.first; chunk < row.last; ++chunk) {
+            const std::uint64_t skipped = chunk * chunk_bytes;
+            const auto length = static_cast<std::uint32_t>(std::min(chunk_bytes, row.length - skipped));
+            chunks.push_back({row.offset + skipped, length, static_cast<std::uint32_t>(i), row.file});
+        }
+    }
+    const auto before = [](const WantedChunk& a, const WantedChunk& b) {
+        return std::tie(a.file, a.begin, a.row) < std::tie(b.file, b.begin, b.row);
+    };
+    if (!std::is_sorted(chunks.begin(), chunks.end(), before)) std::sort(chunks.begin(), chunks.end(), before);
+    return chunks;
+}
+
+bool is_in_phase(const ReadRow& row) {
+    return row.layout == contiguous && row.address != verify_only && (row.address - row.offset) % block_alignment_bytes == 0;
+}
+
+class Planner {
+public:
+    Planner(const ReadRows& rows, std::uint64_t request_bytes)
+        : rows_(rows), limit_(std::max(request_bytes, chunk_bytes + 2 * block_alignment_bytes)) {}
+
+    ReadPlan plan() {
+        plan_.chunks = list_chunks(rows_);
+        for (std::size_t at = 0; at < plan_.chunks.size();) {
+            const std::size_t direct_last = direct_run(at);
+            const bool direct = is_long_enough(at, direct_last);
+            const std::size_t last = direct ? direct_last : shared_run(at);
+            add(at, last, direct);
+            at = last;
+        }
+        return std::move(plan_);
+    }
+
+private:
+    bool fits(std::uint64_t begin, std::uint64_t end) const { return block_ceil(end) - block_floor(begin) <= limit_; }
+
+    /// End of the chunks from `at` on that could be one direct window.
+    std::size_t direct_run(std::size_t at) const {
+        const WantedChunk& first = plan_.chunks[at];
+        if (!is_in_phase(rows_.rows[first.row])) return at;
+        std::size_t last = at + 1;
+        for (; last < plan_.chunks.size(); ++last) {
+            const WantedChunk& next = plan_.chunks[last];
+            if (next.row != first.row || !fits(first.begin, next.end())) break;
+        }
+        return last;
+    }
+
+    bool is_long_enough(std::size_t first, std::size_t last) const {
+        return last > first && plan_.chunks[last - 1].end() - plan_.chunks[first].begin >= direct_read_bytes_min;
+    }
+
+    /// End of the chunks from `at` on that share one arena block. It stops where a direct window can begin.
+    std::size_t shared_run(std::size_t at) const {
+        const WantedChunk& first = plan_.chunks[at];
+        std::uint64_t end = first.end();
+        std::size_t last = at + 1;
+        for (; last < plan_.chunks.size(); ++last) {
+            const WantedChunk& next = plan_.chunks[last];
+            if (next.file != first.file || !fits(first.begin, std::max(end, next.end()))) break;
+            if (next.begin > end && next.begin - end > read_gap_bytes_max) break;
+            if (next.length >= direct_read_bytes_min && is_in_phase(rows_.rows[next.row])) break;
+            end = std::max(end, next.end());
+        }
+        return last;
+    }
+
+    void add(std::size_t first, std::size_t last, bool direct) {
+        std::uint64_t needed_end = 0;
+        for (std::size_t i = first; i < last; ++i) needed_end = std::max(needed_end, plan_.chunks[i].end());
+        const std::uint64_t begin = block_floor(plan_.chunks[first].begin);
+        plan_.windows.push_back({plan_.chunks[first].file, begin, block_ceil(needed_end), needed_end, first, last, direct});
+    }
+
+    const ReadRows& rows_;
+    const std::uint64_t limit_;
+    ReadPlan plan_;
+};
+
+}  // namespace
+
+ReadPlan plan_reads(const ReadRows& rows, std::uint64_t request_bytes) { return Planner(rows, request_bytes).plan(); }
+
+}  // namespace flowstone

@@ -1,0 +1,41 @@
+// From rows to reads: which file ranges to ask for, and which chunks lie in them. Pure.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "rows.h"
+
+namespace flowstone {
+
+/// One wanted chunk: file range [begin, begin + length) of row number `row`.
+struct WantedChunk {
+    std::uint64_t begin;
+    std::uint32_t length;
+    std::uint32_t row;
+    std::uint32_t file;
+
+    std::uint64_t end() const { return begin + length; }
+};
+
+/// One request: file range [begin, end), 4096-aligned, with the whole chunks [first, last) of the
+/// plan in it. Neighbours may both read the 4 KiB block they share, so that no chunk straddles two.
+struct ReadWindow {
+    std::uint32_t file;
+    std::uint64_t begin;
+    std::uint64_t end;
+    std::uint64_t needed_end;  // the last chunk's end: the file may end there
+    std::size_t first;
+    std::size_t last;
+    bool direct;  // consecutive chunks of one row, read straight into its target
+};
+
+struct ReadPlan {
+    std::vector<WantedChunk> chunks;  // sorted by (file, begin)
+    std::vector<ReadWindow> windows;
+};
+
+/// Windows are at most max(request_bytes, one chunk at any phase) long.
+ReadPlan plan_reads(const ReadRows& rows, std::uint64_t request_bytes);
+
+}  // namespace flowstone

@@ -1,0 +1,61 @@
+// What a caller asks for: rows, each a byte range of a file and its place in memory.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "kernels.h"
+
+namespace flowstone {
+
+inline constexpr std::int64_t contiguous = -1;  // the layout of a row that lies in one run of memory
+
+/// `length` bytes at `offset` of file number `file`, taken from `address`.
+struct WriteRow {
+    std::uint64_t offset;
+    std::uint64_t length;
+    std::uint64_t address;
+    std::uint64_t chunk;  // index of the first chunk's digest, or no_digest
+    std::int64_t layout;  // index into WriteRows::layouts, or contiguous
+    std::uint32_t file;
+
+    std::uint64_t end() const { return offset + length; }
+    const std::byte* source() const { return reinterpret_cast<const std::byte*>(address); }
+};
+
+/// Sorted by (file, offset), disjoint within a file.
+struct WriteRows {
+    std::vector<WriteRow> rows;
+    std::vector<Layout> layouts;  // gather
+    std::uint64_t chunks = 0;     // length of the job's digests
+};
+
+/// Chunks [first, last) of the extent of `length` bytes at `offset` of file number `file`.
+struct ReadRow {
+    std::uint64_t offset;
+    std::uint64_t length;
+    std::uint64_t address;  // of the extent's byte 0, of the box's first element, or verify_only
+    std::uint64_t chunk;    // index of chunk 0's digest
+    std::uint64_t first;
+    std::uint64_t last;
+    std::int64_t layout;    // index into ReadRows::layouts, or contiguous
+    std::uint32_t file;
+
+    std::uint64_t end() const { return offset + length; }
+    std::byte* target() const { return reinterpret_cast<std::byte*>(address); }
+};
+
+/// Any order; extents may repeat.
+struct ReadRows {
+    std::vector<ReadRow> rows;
+    std::vector<Layout> layouts;  // scatter
+    std::vector<std::uint64_t> digests;
+};
+
+/// Check what a plan rests on: the invariants above and all indices; throws std::invalid_argument
+/// naming the first row that breaks one. `file_bytes` are the planned sizes.
+void check_rows(const WriteRows& rows, std::span<const std::uint64_t> file_bytes);
+void check_rows(const ReadRows& rows, std::size_t file_count);
+
+}  // namespace flowstone

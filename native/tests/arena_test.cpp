@@ -1,0 +1,99 @@
+#include <doctest/doctest.h>
+
+#include <atomic>
+#include <cstdint>
+#include <set>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include "arena.h"
+#include "bounds.h"
+
+namespace flowstone {
+namespace {
+
+constexpr std::uint64_t block = huge_page_bytes;
+bool never() { return false; }
+
+}  // namespace
+
+TEST_CASE("budget is whole blocks and at least two") {
+    CHECK(Arena(0, block).budget_bytes() == 2 * block);
+    CHECK(Arena(5 * block + 1, block).budget_bytes() == 5 * block);
+    CHECK_THROWS_AS(Arena(block, 4096), std::invalid_argument);
+    CHECK_THROWS_AS(Arena(block, block + 1), std::invalid_argument);
+}
+
+TEST_CASE("nothing is touched before grow, and never more than the budget") {
+    Arena arena(3 * block, block);
+    CHECK(arena.touched_bytes() == 0);
+    CHECK_FALSE(arena.try_acquire());
+    arena.grow(100 * block);
+    std::vector<Block> blocks;
+    std::set<std::byte*> addresses;
+    for (int i = 0; i < 3; ++i) {
+        blocks.push_back(*arena.acquire(never));
+        addresses.insert(blocks.back().bytes());
+        CHECK(reinterpret_cast<std::uintptr_t>(blocks.back().bytes()) % huge_page_bytes == 0);
+        blocks.back().bytes()[block - 1] = std::byte{1};
+    }
+    CHECK(addresses.size() == 3);
+    CHECK_FALSE(arena.try_acquire());
+    CHECK(arena.touched_bytes() == 3 * block);
+    CHECK(arena.free_bytes() == 0);
+}
+
+TEST_CASE("the block given back last is taken first") {
+    Arena arena(2 * block, block);
+    arena.grow(2 * block);
+    Block first = *arena.acquire(never);
+    Block second = *arena.acquire(never);
+    std::byte* const address = first.bytes();
+    second.release();
+    first.release();
+    CHECK(arena.try_acquire()->bytes() == address);
+}
+
+TEST_CASE("acquire sleeps until a block comes back") {
+    Arena arena(2 * block, block);
+    arena.grow(2 * block);
+    Block first = *arena.acquire(never);
+    Block second = *arena.acquire(never);
+    std::byte* const address = first.bytes();
+    std::byte* taken = nullptr;
+    std::thread waiter([&] { taken = arena.acquire(never)->bytes(); });
+    first.release();
+    waiter.join();
+    CHECK(taken == address);
+}
+
+TEST_CASE("acquire gives up when it is told to") {
+    Arena arena(2 * block, block);
+    std::atomic<bool> stopped{false};
+    bool got_block = true;
+    std::thread waiter([&] { got_block = arena.acquire([&] { return stopped.load(); }).has_value(); });
+    stopped = true;
+    arena.wake();
+    waiter.join();
+    CHECK_FALSE(got_block);
+}
+
+TEST_CASE("an arena in use does not close") {
+    Arena arena(2 * block, block);
+    arena.grow(block);
+    {
+        const Block held = *arena.acquire(never);
+        CHECK_THROWS_AS(arena.close(), std::invalid_argument);
+    }
+    arena.enter();
+    CHECK_THROWS_AS(arena.close(), std::invalid_argument);
+    arena.leave();
+    arena.close();
+    arena.close();
+    CHECK(arena.touched_bytes() == 0);
+    CHECK_FALSE(arena.try_acquire());
+    CHECK_THROWS_AS(arena.enter(), std::invalid_argument);
+}
+
+}  // namespace flowstone

@@ -1,0 +1,61 @@
+// One op on its way: what is left to move, and what a system call's result means.
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "backend.h"
+
+namespace flowstone {
+
+/// Both backends share it, so that they agree on every odd result. One thread at a time; a backend
+/// that hands it between threads through the kernel uses `publish` and `observe`.
+///
+/// Order of calls: attempt -> (system call, unless injected) -> settle, until settle says finished,
+/// then complete.
+class Transfer {
+public:
+    Transfer(std::unique_ptr<Op> op, const Troubles* troubles) : op_(std::move(op)), troubles_(troubles) {}
+
+    /// The list for the next system call, at most IOV_MAX parts; valid until the next attempt.
+    std::span<const iovec> attempt();
+    /// A test's error to take as the call's result instead of calling, or 0.
+    int injected() const { return trouble_.error; }
+
+    enum class Next { again, finished };
+    /// Take in a result: bytes moved, or -errno. `again`: pause for `pause_us`, then attempt.
+    Next settle(ssize_t result);
+    /// Microseconds to wait before the next attempt; grows while nothing moves.
+    unsigned pause_us() const;
+
+    /// Tells the op's owner. The transfer is of no more use.
+    void complete() { op_->done({std::move(fault_), false}); }
+
+    const Op& op() const { return *op_; }
+    std::uint64_t offset() const { return op_->offset + moved_; }
+
+    /// A happens-before edge that the kernel provides but no tool can see.
+    void publish() { handed_over_.store(true, std::memory_order_release); }
+    void observe() const { (void)handed_over_.load(std::memory_order_acquire); }
+
+private:
+    Next fail(int error);
+    Next end_of_file();
+    Next stall(int error);
+
+    std::unique_ptr<Op> op_;
+    const Troubles* troubles_;
+    Trouble trouble_;
+    std::vector<iovec> list_;
+    std::uint64_t moved_ = 0;  // a multiple of the file's alignment until finished
+    int stalls_ = 0;
+    std::optional<Fault> fault_;
+    std::atomic<bool> handed_over_{false};
+};
+
+}  // namespace flowstone

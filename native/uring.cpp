@@ -1,0 +1,174 @@
+// The io_uring backend: any thread submits, one reaper thread owns the completion queue.
+#include <liburing.h>
+#include <unistd.h>
+
+#include <cassert>
+#include <cerrno>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+#include "backend.h"
+#include "op_queue.h"
+#include "transfer.h"
+
+namespace flowstone {
+namespace {
+
+// What a completion's user_data can be besides a Transfer's address.
+constexpr std::uint64_t stop_mark = 0;
+constexpr std::uint64_t forgotten_mark = 1;
+
+class UringBackend final : public Backend {
+public:
+    UringBackend(std::uint32_t queue_depth, Troubles troubles) : queue_depth_(queue_depth), troubles_(std::move(troubles)) {
+        // One entry more than the depth, for the NOP that stops the reaper.
+        const int error = ::io_uring_queue_init(queue_depth + 1, &ring_, 0);
+        if (error < 0) throw std::system_error(-error, std::generic_category(), "io_uring_queue_init");
+        reaper_ = std::jthread([this] { reap(); });
+    }
+
+    ~UringBackend() override {
+        {
+            const std::lock_guard lock(waiting_mutex_);
+            assert(waiting_.empty());
+        }
+        stop_reaper();
+        reaper_.join();
+        ::io_uring_queue_exit(&ring_);
+    }
+
+    void submit(std::unique_ptr<Op> op) override {
+        {
+            const std::lock_guard lock(waiting_mutex_);
+            if (in_flight_ == queue_depth_) {
+                waiting_.push(std::move(op));
+                return;
+            }
+            ++in_flight_;
+        }
+        begin(std::move(op));
+    }
+
+    const char* name() const override { return "io_uring"; }
+
+private:
+    /// The caller has taken a place in flight for the op.
+    void begin(std::unique_ptr<Op> op) { launch(new Transfer(std::move(op), &troubles_)); }
+
+    /// Hand the next attempt to the kernel, trying until something takes it.
+    void launch(Transfer* transfer) {
+        for (;;) {
+            const int error = try_launch(transfer);
+            if (error == 0) return;
+            if (transfer->settle(-error) == Transfer::Next::finished) return finish(transfer);
+            if (const unsigned pause = transfer->pause_us()) ::usleep(pause);
+        }
+    }
+
+    /// 0 once the kernel has it (the reaper may already be done with it), otherwise errno.
+    int try_launch(Transfer* transfer) {
+        const std::span<const iovec> list = transfer->attempt();
+        if (transfer->injected() != 0) return transfer->injected();
+        const auto count = static_cast<unsigned>(list.size());
+        const int fd = transfer->op().file->fd;
+        const bool is_read = transfer->op().direction == Direction::read;
+        const std::lock_guard lock(submit_mutex_);
+        io_uring_sqe* entry = ::io_uring_get_sqe(&ring_);
+        if (entry == nullptr) return EBUSY;
+        if (is_read)
+            ::io_uring_prep_readv(entry, fd, list.data(), count, transfer->offset());
+        else
+            ::io_uring_prep_writev(entry, fd, list.data(), count, transfer->offset());
+        ::io_uring_sqe_set_data(entry, transfer);
+        transfer->publish();
+        return flush(entry);
+    }
+
+    /// Submit the one entry; one that the kernel would not take becomes a NOP that the next
+    /// submission carries along.
+    int flush(io_uring_sqe* entry) {
+        int taken = 0;
+        do taken = ::io_uring_submit(&ring_);
+        while (taken == -EINTR || (taken > 0 && ::io_uring_sq_ready(&ring_) > 0));
+        if (taken > 0) return 0;
+        ::io_uring_prep_nop(entry);
+        entry->user_data = forgotten_mark;
+        return taken == 0 ? EAGAIN : -taken;
+    }
+
+    void stop_reaper() {
+        for (;;) {
+            {
+                const std::lock_guard lock(submit_mutex_);
+                if (io_uring_sqe* entry = ::io_uring_get_sqe(&ring_)) {
+                    ::io_uring_prep_nop(entry);
+                    entry->user_data = stop_mark;
+                    if (flush(entry) == 0) return;
+                }
+            }
+            ::usleep(1000);
+        }
+    }
+
+    void reap() {
+        for (;;) {
+            io_uring_cqe* completion = nullptr;
+            const int error = ::io_uring_wait_cqe(&ring_, &completion);
+            if (error < 0) continue;  // EINTR and EAGAIN: nothing has been consumed, ask again
+            const std::uint64_t mark = completion->user_data;
+            const ssize_t result = completion->res;
+            ::io_uring_cqe_seen(&ring_, completion);
+            if (mark == stop_mark) return;
+            if (mark != forgotten_mark) settle(reinterpret_cast<Transfer*>(mark), result);
+        }
+    }
+
+    void settle(Transfer* transfer, ssize_t result) {
+        transfer->observe();
+        if (transfer->settle(result) == Transfer::Next::finished) return finish(transfer);
+        if (const unsigned pause = transfer->pause_us()) ::usleep(pause);
+        launch(transfer);
+    }
+
+    /// The owner first: a fault then drops its waiting ops, instead of each failing inside the other.
+    void finish(Transfer* transfer) {
+        const std::unique_ptr<Transfer> finished(transfer);
+        finished->complete();
+        begin_next();
+    }
+
+    /// Pass the finished op's place to a waiting one.
+    void begin_next() {
+        for (;;) {
+            std::unique_ptr<Op> op;
+            {
+                const std::lock_guard lock(waiting_mutex_);
+                if (waiting_.empty()) {
+                    --in_flight_;
+                    return;
+                }
+                op = waiting_.pop();
+            }
+            if (!is_unwanted(*op)) return begin(std::move(op));
+            op->done({std::nullopt, true});
+        }
+    }
+
+    const std::uint32_t queue_depth_;
+    const Troubles troubles_;
+    std::mutex waiting_mutex_;
+    OpQueue waiting_;
+    std::uint32_t in_flight_ = 0;
+    std::mutex submit_mutex_;
+    io_uring ring_{};
+    std::jthread reaper_;
+};
+
+}  // namespace
+
+std::unique_ptr<Backend> make_uring_backend(std::uint32_t queue_depth, Troubles troubles) {
+    return std::make_unique<UringBackend>(queue_depth, std::move(troubles));
+}
+
+}  // namespace flowstone

@@ -1,0 +1,13 @@
+// Stands in for uring.cpp in a build without liburing.
+#include <cerrno>
+#include <system_error>
+
+#include "backend.h"
+
+namespace flowstone {
+
+std::unique_ptr<Backend> make_uring_backend(std::uint32_t, Troubles) {
+    throw std::system_error(ENOSYS, std::generic_category(), "this build has no io_uring backend");
+}
+
+}  // namespace flowstone

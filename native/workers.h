@@ -1,0 +1,38 @@
+// Threads that copy and digest.
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace flowstone {
+
+/// A first-in first-out queue of tasks and `count` threads. The queue has no bound of its own:
+/// every task holds an arena block or one of its job's places, and those are bounded.
+class Workers {
+public:
+    explicit Workers(std::size_t count);
+    /// Runs what is queued, then joins.
+    ~Workers();
+    Workers(const Workers&) = delete;
+    Workers& operator=(const Workers&) = delete;
+
+    /// Does not block. Tasks do not throw.
+    void post(std::function<void()> task);
+    std::size_t count() const { return threads_.size(); }
+
+private:
+    void run();
+
+    std::mutex mutex_;
+    std::condition_variable posted_;
+    std::deque<std::function<void()>> tasks_;
+    bool stopping_ = false;
+    std::vector<std::jthread> threads_;
+};
+
+}  // namespace flowstone

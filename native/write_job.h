@@ -1,0 +1,51 @@
+// Bytes on their way to files.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "aligned.h"
+#include "job.h"
+#include "write_plan.h"
+
+namespace flowstone {
+
+/// Sources stay alive and unchanged until captured; rows, files and arena are the job's.
+/// The destructor cancels and waits.
+class WriteJob final : public Job {
+public:
+    /// Starts at once. `rows` have passed check_rows; the arena's blocks hold a request.
+    WriteJob(Machine machine, std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<const File>> files,
+             std::shared_ptr<const WriteRows> rows, std::uint64_t gap_bytes);
+    ~WriteJob();
+
+    /// Whether no source will be read any more, after at most `timeout_s`.
+    bool wait_captured(double timeout_s) { return wait_until_captured(timeout_s); }
+
+    /// Complete once wait() has returned true without fault and the job was not cancelled.
+    const std::vector<std::uint64_t>& digests() const { return digests_; }
+
+private:
+    class Order;    // of the windows still to begin
+    struct Window;  // one on its way
+
+    void feed();
+    void begin_copied(const WriteWindow& planned, Block block);
+    void begin_direct(DirectPlan plan);
+    void capture_copied(const std::shared_ptr<Window>& window);
+    void capture_direct(const std::shared_ptr<Window>& window);
+    void submit(const std::shared_ptr<Window>& window, const WriteRun& run, std::vector<iovec> parts);
+    void end_op(const std::shared_ptr<Window>& window, std::uint64_t bytes, const Outcome& outcome);
+    void end(const std::shared_ptr<Window>& window);
+    bool has_direct_room() const { return direct_under_way_.load() < machine_.queue_depth; }
+
+    const std::shared_ptr<const WriteRows> rows_;
+    const std::uint64_t gap_bytes_;
+    std::vector<std::uint64_t> digests_;
+    std::atomic<std::uint32_t> direct_under_way_{0};
+    std::jthread coordinator_;  // last: it uses all of the above
+};
+
+}  // namespace flowstone

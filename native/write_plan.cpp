@@ -1,0 +1,209 @@
+#include "write_plan.h"
+
+#include <algorithm>
+#include <cassert>
+#include <cstring>
+#include <memory>
+
+#include "bounds.h"
+
+namespace flowstone {
+namespace {
+
+/// Room for one gathered chunk, per thread, because a chunk is gathered at most once at a time.
+std::byte* scratch() {
+    thread_local const std::unique_ptr<std::byte[]> memory(new std::byte[chunk_bytes]);
+    return memory.get();
+}
+
+const Layout* layout_of(const WriteRows& rows, const WriteRow& row) {
+    return row.layout == contiguous ? nullptr : &rows.layouts[static_cast<std::size_t>(row.layout)];
+}
+
+/// Row bytes [begin, end), counted from the row's start, to `out`.
+void copy_row(const WriteRows& rows, const WriteRow& row, std::uint64_t begin, std::uint64_t end, std::byte* out) {
+    if (const Layout* layout = layout_of(rows, row))
+        layout->gather(begin, end, row.source(), out);
+    else
+        std::memcpy(out, row.source() + begin, end - begin);
+}
+
+/// Row bytes [begin, end) as one run of memory: the source itself, or `room` filled with them.
+const std::byte* row_run(const WriteRows& rows, const WriteRow& row, std::uint64_t begin, std::uint64_t end, std::byte* room) {
+    if (row.layout == contiguous) return row.source() + begin;
+    copy_row(rows, row, begin, end, room);
+    return room;
+}
+
+struct Span {
+    std::uint64_t low;
+    std::uint64_t high;
+    bool empty() const { return low >= high; }
+};
+
+Span overlap(const WriteRow& row, std::uint64_t begin, std::uint64_t end) {
+    return {std::max(row.offset, begin), std::min(row.end(), end)};
+}
+
+/// One row's share [low, high) of a run, chunk by chunk: digested where a chunk starts, then copied
+/// while its bytes are in the cache. `out` is where file offset `low` belongs.
+void capture_row(const WriteRows& rows, const WriteRow& row, Span share, std::byte* out, std::span<std::uint64_t> digests) {
+    const std::uint64_t low = share.low - row.offset;
+    const std::uint64_t high = share.high - row.offset;
+    for (std::uint64_t chunk = low / chunk_bytes; chunk * chunk_bytes < high; ++chunk) {
+        const std::uint64_t begin = chunk * chunk_bytes;
+        const std::uint64_t end = std::min(begin + chunk_bytes, row.length);
+        const std::uint64_t copy_begin = std::max(begin, low);
+        const std::uint64_t copy_end = std::min(end, high);
+        std::byte* const image = out + (copy_begin - low);
+        if (begin < low || row.chunk == no_digest) {
+            copy_row(rows, row, copy_begin, copy_end, image);
+            continue;
+        }
+        // A strided chunk that fits is gathered where it goes, any other one beside it.
+        std::byte* const room = end <= high ? image : scratch();
+        const std::byte* const bytes = row_run(rows, row, begin, end, room);
+        digests[row.chunk + chunk] = xxh3_64(bytes, end - begin);
+        if (bytes != image) std::memcpy(image, bytes, copy_end - copy_begin);
+    }
+}
+
+/// First row in the run that ends after `offset`.
+std::size_t first_row_after(const WriteRows& rows, const WriteRun& run, std::uint64_t offset) {
+    const auto begin = rows.rows.begin() + static_cast<std::ptrdiff_t>(run.first_row);
+    const auto end = rows.rows.begin() + static_cast<std::ptrdiff_t>(run.last_row);
+    const auto found = std::partition_point(begin, end, [&](const WriteRow& row) { return row.end() <= offset; });
+    return static_cast<std::size_t>(found - rows.rows.begin());
+}
+
+/// Walk the rows of [begin, end) in order: `gap(low, high)` for bytes of no row, `share(row, span)` for the others.
+template <class Gap, class Share>
+void walk(const WriteRows& rows, const WriteRun& run, std::uint64_t begin, std::uint64_t end, Gap gap, Share share) {
+    std::uint64_t cursor = begin;
+    for (std::size_t i = first_row_after(rows, run, begin); i < run.last_row; ++i) {
+        const WriteRow& row = rows.rows[i];
+        const Span span = overlap(row, begin, end);
+        if (span.empty()) continue;
+        assert(span.low >= cursor);
+        if (cursor < span.low) gap(cursor, span.low);
+        share(row, span);
+        cursor = span.high;
+    }
+    if (cursor < end) gap(cursor, end);
+}
+
+/// Whether the row's bytes can be written from where they lie.
+bool is_in_phase(const WriteRow& row) {
+    return row.layout == contiguous && (row.address - row.offset) % block_alignment_bytes == 0;
+}
+
+DirectRun plan_direct_run(const WriteRows& rows, const WriteRun& run) {
+    DirectRun direct{run, {}};
+    std::uint64_t cursor = run.begin;
+    for (std::size_t i = run.first_row; i < run.last_row; ++i) {
+        const WriteRow& row = rows.rows[i];
+        const Span span = overlap(row, run.begin, run.end);
+        if (span.empty() || !is_in_phase(row)) continue;
+        const std::uint64_t low = block_ceil(span.low);
+        const std::uint64_t high = block_floor(span.high);
+        if (low >= high || high - low < direct_run_bytes_min) continue;
+        if (cursor < low) direct.parts.push_back({cursor, low, nullptr});
+        direct.parts.push_back({low, high, row.source() + (low - row.offset)});
+        cursor = high;
+    }
+    if (cursor < run.end) direct.parts.push_back({cursor, run.end, nullptr});
+    return direct;
+}
+
+}  // namespace
+
+std::vector<WriteWindow> plan_windows(const WriteRows& rows, std::uint64_t request_bytes) {
+    std::vector<WriteWindow> windows;
+    const std::vector<WriteRow>& all = rows.rows;
+    std::uint32_t file = 0;
+    std::uint64_t planned = 0;  // in `file`: blocks before it are in a window
+    for (std::size_t i = 0; i < all.size();) {
+        if (all[i].file != file) file = all[i].file, planned = 0;
+        if (all[i].length == 0 || block_ceil(all[i].end()) <= planned) {
+            ++i;
+            continue;
+        }
+        const std::uint64_t begin = std::max(block_floor(all[i].offset), planned);
+        const std::uint64_t limit = begin + request_bytes;
+        std::uint64_t end = begin;
+        std::size_t last = i;
+        for (; last < all.size() && all[last].file == all[i].file && block_floor(all[last].offset) < limit; ++last)
+            if (all[last].length != 0) end = std::min(limit, block_ceil(all[last].end()));
+        windows.push_back({all[i].file, begin, end, i, last});
+        planned = end;  // a row that goes on past the window comes again, the others are passed over
+    }
+    return windows;
+}
+
+std::vector<WriteRun> split_runs(const WriteRows& rows, const WriteWindow& window, std::uint64_t gap_bytes) {
+    std::vector<WriteRun> runs;
+    for (std::size_t i = window.first_row; i < window.last_row; ++i) {
+        const Span span = overlap(rows.rows[i], window.begin, window.end);
+        if (span.empty()) continue;
+        const std::uint64_t begin = block_floor(span.low);
+        const std::uint64_t end = block_ceil(span.high);
+        if (runs.empty() || (begin > runs.back().end && begin - runs.back().end > gap_bytes))
+            runs.push_back({window.file, begin, end, i, i + 1});
+        else
+            runs.back().end = end, runs.back().last_row = i + 1;
+    }
+    return runs;
+}
+
+std::optional<DirectPlan> plan_direct(const WriteRows& rows, const WriteWindow& window, std::uint64_t gap_bytes) {
+    DirectPlan plan;
+    std::size_t parts = 0;
+    for (const WriteRun& run : split_runs(rows, window, gap_bytes)) {
+        plan.runs.push_back(plan_direct_run(rows, run));
+        parts += plan.runs.back().parts.size();
+        for (const DirectPart& part : plan.runs.back().parts)
+            (part.source == nullptr ? plan.bounce_bytes : plan.direct_bytes) += part.end - part.begin;
+    }
+    if (plan.direct_bytes == 0 || plan.bounce_bytes > bounce_bytes_max || parts > direct_parts_max) return std::nullopt;
+    return plan;
+}
+
+void capture_run(const WriteRows& rows, const WriteRun& run, std::byte* image, std::span<std::uint64_t> digests) {
+    walk(
+        rows, run, run.begin, run.end,
+        [&](std::uint64_t low, std::uint64_t high) { std::memset(image + (low - run.begin), 0, high - low); },
+        [&](const WriteRow& row, Span span) { capture_row(rows, row, span, image + (span.low - run.begin), digests); });
+}
+
+void digest_run(const WriteRows& rows, const WriteRun& run, std::span<std::uint64_t> digests) {
+    walk(
+        rows, run, run.begin, run.end, [](std::uint64_t, std::uint64_t) {},
+        [&](const WriteRow& row, Span span) {
+            if (row.chunk == no_digest) return;
+            const std::uint64_t first = chunk_count(span.low - row.offset);
+            for (std::uint64_t chunk = first; chunk * chunk_bytes < span.high - row.offset; ++chunk) {
+                const std::uint64_t begin = chunk * chunk_bytes;
+                const std::uint64_t end = std::min(begin + chunk_bytes, row.length);
+                digests[row.chunk + chunk] = xxh3_64(row_run(rows, row, begin, end, scratch()), end - begin);
+            }
+        });
+}
+
+void image_range(const WriteRows& rows, const WriteRun& run, std::uint64_t begin, std::uint64_t end, std::byte* image) {
+    walk(
+        rows, run, begin, end,
+        [&](std::uint64_t low, std::uint64_t high) { std::memset(image + (low - begin), 0, high - low); },
+        [&](const WriteRow& row, Span span) {
+            copy_row(rows, row, span.low - row.offset, span.high - row.offset, image + (span.low - begin));
+        });
+}
+
+std::uint64_t row_bytes(const WriteRows& rows, const WriteRun& run) {
+    std::uint64_t bytes = 0;
+    walk(
+        rows, run, run.begin, run.end, [](std::uint64_t, std::uint64_t) {},
+        [&](const WriteRow&, Span span) { bytes += span.high - span.low; });
+    return bytes;
+}
+
+}  // namespace flowstone

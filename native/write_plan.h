@@ -1,0 +1,67 @@
+// From rows to windows: which file ranges one request writes, and where their bytes come from.
+// Pure but for the capture functions, which read sources; safe from any thread.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "rows.h"
+
+namespace flowstone {
+
+/// A 4096-aligned range of one file, at most request_bytes long. Rows [first_row, last_row) are
+/// those that touch it (among them perhaps empty ones).
+/// Invariant: the windows of a plan are disjoint, ascending, and begin and end with a touched block.
+struct WriteWindow {
+    std::uint32_t file;
+    std::uint64_t begin;
+    std::uint64_t end;
+    std::size_t first_row;
+    std::size_t last_row;
+};
+
+/// The part of a window that one request writes: no gap of untouched blocks longer than gap_bytes.
+using WriteRun = WriteWindow;
+
+std::vector<WriteWindow> plan_windows(const WriteRows& rows, std::uint64_t request_bytes);
+
+std::vector<WriteRun> split_runs(const WriteRows& rows, const WriteWindow& window, std::uint64_t gap_bytes);
+
+/// [begin, end) of a file, from `source` where it lies, or from a bounce buffer when source is null.
+struct DirectPart {
+    std::uint64_t begin;
+    std::uint64_t end;
+    const std::byte* source;
+};
+
+struct DirectRun {
+    WriteRun run;
+    std::vector<DirectPart> parts;  // ascending, 4096-aligned, they tile the run
+};
+
+struct DirectPlan {
+    std::vector<DirectRun> runs;
+    std::uint64_t bounce_bytes = 0;
+    std::uint64_t direct_bytes = 0;
+};
+
+/// How to write the window from where it lies, or nothing when its rows do not allow it
+/// (strided, at another phase, or too much to bounce).
+std::optional<DirectPlan> plan_direct(const WriteRows& rows, const WriteWindow& window, std::uint64_t gap_bytes);
+
+/// Make `image` the run's exact bytes, gaps zero, and digest every chunk that starts in the run
+/// (also where it goes on past the run's end).
+void capture_run(const WriteRows& rows, const WriteRun& run, std::byte* image, std::span<std::uint64_t> digests);
+
+/// The digests alone.
+void digest_run(const WriteRows& rows, const WriteRun& run, std::span<std::uint64_t> digests);
+
+/// The image of [begin, end) inside the run alone.
+void image_range(const WriteRows& rows, const WriteRun& run, std::uint64_t begin, std::uint64_t end, std::byte* image);
+
+/// Source bytes in the run.
+std::uint64_t row_bytes(const WriteRows& rows, const WriteRun& run);
+
+}  // namespace flowstone

@@ -1,0 +1,206 @@
+"""The native core: bytes between memory and files, and their digests.
+
+It sees addresses, lengths and file descriptors; it knows no tensors, links no torch,
+and sets no policy. Every call is a batch, and every call that can block releases the
+interpreter lock. Failures come back as values (`Fault`), never as exceptions; wrong
+arguments (our mistake) raise ValueError.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+BLOCK_ALIGNMENT_BYTES: int  # 4096: windows, slots and arena blocks are multiples of it
+CHUNK_BYTES: int  # 1 MiB: the longest run that one digest covers
+NO_DIGEST: int  # 2**64 - 1 in WriteRows.chunk: this row is written without digests
+VERIFY_ONLY: int  # 0 in ReadRows.address: read and check, keep nothing
+
+def has_io_uring() -> bool:
+    """Whether this build has the io_uring backend and the running kernel lets it start (a real ring is made)."""
+
+def probe_direct(directory: str) -> int:
+    """The alignment in bytes that O_DIRECT needs in `directory`, 0 where it is refused.
+
+    Opens, writes and reads back a real temporary file with real aligned buffers
+    (the answer of statx(STATX_DIOALIGN) alone is not believed), then removes it.
+    Raises OSError if the directory cannot be written.
+    """
+
+def xxh3_64(data: bytes | bytearray | memoryview | NDArray[np.uint8], /) -> int:
+    """XXH3-64 with seed 0 of a contiguous buffer."""
+
+class Fault:
+    """Why a job failed: one system call on one range of one file."""
+
+    operation: str  # "write", "read", "end of file" (a read that met the file's end too early)
+    errno: int  # 0 for "end of file"
+    path: str
+    offset: int  # bytes
+    length: int  # bytes
+
+class Arena:
+    """A bounded pool of aligned memory blocks, mapped once, touched once, reused until closed.
+
+    Blocks are taken and given back by jobs only. Memory is mapped at construction
+    (address space only); pages are touched by a background thread as `grow` asks,
+    with huge pages where the system gives them, and are not inherited by fork.
+    """
+
+    def __init__(self, *, budget_bytes: int, block_bytes: int) -> None: ...
+    @property
+    def budget_bytes(self) -> int: ...  # rounded down to whole blocks, at least two blocks
+    @property
+    def block_bytes(self) -> int: ...
+    @property
+    def touched_bytes(self) -> int: ...
+    @property
+    def free_bytes(self) -> int: ...  # touched and in no job's hands
+    def grow(self, total_bytes: int) -> None:
+        """Ask for `total_bytes` touched in all (never above the budget). Returns at once."""
+    def close(self) -> None:
+        """Stop the toucher, unmap. ValueError while a job holds a block."""
+
+class File:
+    """An open file as the engine sees it; the descriptor stays the caller's."""
+
+    def __init__(self, *, fd: int, path: str, alignment: int) -> None:
+        """`alignment` > 1: the descriptor was opened with O_DIRECT and needs it; 1: buffered."""
+
+class GatherLayout:
+    """How a row's bytes lie in strided memory: row-major order of `shape`, strides in bytes."""
+
+    def __init__(self, *, item_bytes: int, shape: Sequence[int], strides_bytes: Sequence[int]) -> None: ...
+
+class ScatterLayout:
+    """Which elements of a stored row-major extent go where in strided memory.
+
+    extent_shape   the stored extent, row-major, items of `item_bytes`
+    offset, shape  the box of it that is wanted, in elements, inside extent_shape
+    strides_bytes  of the target; the row's address is that of the box's first element
+    """
+
+    def __init__(
+        self, *, item_bytes: int, extent_shape: Sequence[int], offset: Sequence[int],
+        shape: Sequence[int], strides_bytes: Sequence[int],
+    ) -> None: ...
+
+class WriteRows:
+    """Columns of equal length n; row i puts `length[i]` bytes at `offset[i]` of file `file[i]`.
+
+    Rows of one file are sorted by offset and disjoint. Every byte of the range
+    [0, size) of a file that no row covers is left as it is if it lies in a 4 KiB block that
+    no row touches, and is written as zero otherwise. `size` is the file's planned size, a multiple of 4096.
+    layout[i] is an index into `layouts`, or -1 when the source is contiguous.
+    chunk[i] is the index in the job's digests of the row's first chunk; the row fills
+    ceil(length / CHUNK_BYTES) of them. A row of length 0 has no chunk.
+    """
+
+    def __init__(
+        self, *, file: NDArray[np.uint32], offset: NDArray[np.uint64], length: NDArray[np.uint64],
+        address: NDArray[np.uint64], chunk: NDArray[np.uint64], layout: NDArray[np.int64],
+        layouts: Sequence[GatherLayout], chunks: int,
+    ) -> None: ...
+
+class ReadRows:
+    """Columns of equal length n; row i wants chunks first[i]..last[i] (half open) of one stored extent.
+
+    offset, length  the whole extent in file `file[i]`
+    chunk           index in `digests` of the extent's chunk 0
+    address         where the extent's byte 0 belongs (layout -1: contiguous memory),
+                    or the box's first element (layout >= 0), or VERIFY_ONLY
+    Rows may be in any order; the engine sorts and merges them.
+    """
+
+    def __init__(
+        self, *, file: NDArray[np.uint32], offset: NDArray[np.uint64], length: NDArray[np.uint64],
+        address: NDArray[np.uint64], chunk: NDArray[np.uint64], first: NDArray[np.uint64],
+        last: NDArray[np.uint64], layout: NDArray[np.int64], layouts: Sequence[ScatterLayout],
+        digests: NDArray[np.uint64],
+    ) -> None: ...
+
+class WriteJob:
+    """Bytes on their way to files. Keep every source alive and unchanged until captured."""
+
+    def wait_captured(self, timeout_s: float) -> bool:
+        """Whether no source will be read any more (also true once the job failed or was cancelled)."""
+    def wait(self, timeout_s: float) -> bool:
+        """Whether every write has completed, or the job failed. Not yet durable: the caller syncs."""
+    def cancel(self) -> None:
+        """Start nothing new; `wait` returns once what is in flight has landed."""
+    @property
+    def done_bytes(self) -> int: ...  # of file ranges written so far
+    @property
+    def fault(self) -> Fault | None: ...  # after wait: the first failure
+    @property
+    def cancelled(self) -> bool: ...
+    @property
+    def digests(self) -> NDArray[np.uint64]: ...  # after wait without fault
+    @property
+    def copied_bytes(self) -> int: ...  # source bytes that went through the arena
+    @property
+    def direct_bytes(self) -> int: ...  # source bytes written from where they lie
+    @property
+    def requests(self) -> int: ...
+
+class ReadJob:
+    """Bytes on their way into memory. Keep every target alive until `wait` returns True."""
+
+    def wait(self, timeout_s: float) -> bool: ...
+    def cancel(self) -> None: ...
+    @property
+    def done_bytes(self) -> int: ...
+    @property
+    def fault(self) -> Fault | None: ...
+    @property
+    def cancelled(self) -> bool: ...
+    @property
+    def bad_chunks(self) -> NDArray[np.uint64]: ...  # positions in ReadRows' digests, ascending; those found so far
+    @property
+    def touched(self) -> NDArray[np.bool_]: ...  # per row: some byte of the target has been written
+    @property
+    def copied_bytes(self) -> int: ...
+    @property
+    def direct_bytes(self) -> int: ...
+    @property
+    def requested_bytes(self) -> int: ...  # asked of the files, alignment included
+    @property
+    def requests(self) -> int: ...
+
+class Engine:
+    """One queue to the device and a few worker threads for copies and digests.
+
+    backend        io_uring, or POSIX threads; both obey one contract and write the same bytes
+    queue_depth    requests in flight, at most
+    request_bytes  the window: the longest run of a file moved by one request (a multiple of 4096)
+    workers        threads that copy and digest
+    """
+
+    def __init__(
+        self, *, backend: Literal["io_uring", "posix"], queue_depth: int, request_bytes: int, workers: int,
+    ) -> None:
+        """Raises OSError when the backend cannot start."""
+    @property
+    def backend(self) -> str: ...
+    def write(self, arena: Arena, files: Sequence[tuple[File, int]], rows: WriteRows) -> WriteJob:
+        """Start writing; `files` are (file, size in bytes). Returns at once.
+
+        The file is taken in windows of `request_bytes`. A window whose turn has come is
+        copied into a free arena block (and so captured at once) or, when no block is free and
+        its rows lie in memory at the phase of their file offsets, written from where they lie
+        by one vectored request (captured when it completes), taken from the far end.
+        """
+    def read(self, arena: Arena, files: Sequence[File], rows: ReadRows, *, stop_at_bad: bool = True) -> ReadJob:
+        """Start reading and checking. Returns at once.
+
+        stop_at_bad  a chunk whose digest differs stops the job; else it goes on and reports all that do
+        """
+    def close(self) -> None:
+        """Wait for running jobs, stop the threads."""
+
+def reserve_file(fd: int, size_bytes: int) -> None:
+    """Give the file its size, with blocks reserved where the file system can (fallocate), else sparse.
+
+    Raises OSError (ENOSPC when the space is not there). Never writes data to emulate a reservation.
+    """

@@ -1,0 +1,57 @@
+# make demo and make test do all the set-up they need; nothing else has to be run first.
+#   URING=auto|on|off   io_uring backend: if liburing is there (default), must be, or POSIX threads only
+#   PYTHON=python3.11   the interpreter that the environment is made of
+PYTHON ?= python3.11
+URING ?= auto
+VENV := .venv
+BIN := $(VENV)/bin
+SYSTEM_PACKAGES := liburing-dev libxxhash-dev libzstd-dev
+NATIVE_SOURCES := CMakeLists.txt $(shell find native -type f)
+
+.PHONY: demo test bench soak check check-native setup clean
+.DELETE_ON_ERROR:
+
+demo: setup
+	$(BIN)/flowstone demo
+
+test: setup check check-native
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+check-native: setup
+	PATH="$(CURDIR)/$(BIN):$$PATH" FLOWSTONE_URING=$(URING) sh native/check.sh
+
+bench: setup
+	sh tools/system_packages.sh fio
+	$(BIN)/python bench/run.py
+
+soak: setup
+	$(BIN)/python -m pytest -m soak
+
+setup: $(VENV)/installed
+
+$(VENV)/system: Makefile tools/system_packages.sh
+	URING=$(URING) sh tools/system_packages.sh $(SYSTEM_PACKAGES) doctest-dev
+	mkdir -p $(VENV) && touch $@
+
+$(VENV)/tools: pyproject.toml $(VENV)/system
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install --quiet --group dev
+	touch $@
+
+# The build's options are part of the file's name, so that another URING= builds again.
+$(VENV)/installed: $(VENV)/tools $(VENV)/uring-$(URING) $(NATIVE_SOURCES)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --quiet --no-build-isolation \
+	    --config-settings=cmake.define.FLOWSTONE_URING=$(shell echo $(URING) | tr a-z A-Z) --editable .
+	touch $@
+
+$(VENV)/uring-$(URING): $(VENV)/system
+	rm -f $(VENV)/uring-*
+	touch $@
+
+clean:
+	rm -rf $(VENV) build

@@ -1,0 +1,98 @@
+"""Flowstone: checkpoints for large-model training, saved while it goes on, at the device's speed.
+
+The public face. Names that need torch are imported when they are first used, so that
+reading and checking checkpoints needs none.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flowstone._version import __version__
+from flowstone.config import EngineOptions, Keep
+from flowstone.errors import (
+    BudgetError,
+    CancelledError,
+    ClosedError,
+    CollisionError,
+    CoverageError,
+    DamagedError,
+    FlowstoneError,
+    FormatError,
+    FullError,
+    LockedError,
+    MismatchError,
+    NoCheckpointError,
+    NotAStoreError,
+    SaveFailedError,
+    StateError,
+    StepExistsError,
+    StorageError,
+    UnsupportedFormatError,
+    UnsupportedStateError,
+)
+from flowstone.pieces import Box
+from flowstone.reader import Checkpoint
+from flowstone.reader import open_checkpoint as open
+from flowstone.rules import Cast, Init, Rename, Skip
+
+if TYPE_CHECKING:
+    from flowstone.checkpointer import Checkpointer, LoadReport
+    from flowstone.saves import Save
+    from flowstone.state import PerRank, Shard, rng
+
+_NEED_TORCH = {
+    "Checkpointer": "flowstone.checkpointer",
+    "LoadReport": "flowstone.checkpointer",
+    "Save": "flowstone.saves",
+    "PerRank": "flowstone.state",
+    "Shard": "flowstone.state",
+    "rng": "flowstone.state",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _NEED_TORCH:
+        raise AttributeError(f"module 'flowstone' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_NEED_TORCH[name]), name)
+
+
+__all__ = [
+    "BudgetError",
+    "CancelledError",
+    "Cast",
+    "Checkpoint",
+    "Checkpointer",
+    "ClosedError",
+    "CollisionError",
+    "CoverageError",
+    "DamagedError",
+    "EngineOptions",
+    "FlowstoneError",
+    "FormatError",
+    "FullError",
+    "Init",
+    "Keep",
+    "LoadReport",
+    "LockedError",
+    "MismatchError",
+    "NoCheckpointError",
+    "NotAStoreError",
+    "PerRank",
+    "Rename",
+    "Save",
+    "SaveFailedError",
+    "Shard",
+    "Skip",
+    "StateError",
+    "StepExistsError",
+    "StorageError",
+    "UnsupportedFormatError",
+    "UnsupportedStateError",
+    "Box",
+    "__version__",
+    "open",
+    "rng",
+]

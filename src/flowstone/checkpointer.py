@@ -1,0 +1,513 @@
+"""THE CONDUCTOR: the order of a save and of a load, and nothing else.
+
+    save:  state --Described--> plan --WritePlan--> stage --Staged--> store --Receipt--> commit --Manifest-->
+    load:  Manifest --> plan --ReadPlan--> store --bytes--> stage --> the caller's memory
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_futures
+from dataclasses import dataclass, replace
+from functools import partial
+from types import TracebackType
+from typing import Literal
+
+from flowstone import _native
+from flowstone._version import __version__
+from flowstone.commit import catalog, publish
+from flowstone.commit.contents import Objects, encode_objects
+from flowstone.config import READ_ARENA_BYTES, STEP_MAX, EngineOptions, Keep
+from flowstone.errors import (
+    ClosedError,
+    DamagedError,
+    FlowstoneError,
+    FormatError,
+    NoCheckpointError,
+    SaveFailedError,
+    StepExistsError,
+    StorageError,
+)
+from flowstone.events import (
+    Captured,
+    Committed,
+    Event,
+    FellBack,
+    Loaded,
+    LoadProgress,
+    OnEvent,
+    RemovalFailed,
+    Removed,
+    SaveFailed,
+    SaveStarted,
+    Written,
+)
+from flowstone.format.manifest import SegmentRow, step_directory
+from flowstone.pieces import Alias, Piece
+from flowstone.plan.match import match, rename, renamed
+from flowstone.plan.read import ReadPlan, plan_reads
+from flowstone.plan.write import WritePlan, index_of, plan_writes
+from flowstone.progress import terminal_progress
+from flowstone.ranks import only_rank
+from flowstone.reader import Checkpoint, check_store
+from flowstone.rules import Rename, Rule
+from flowstone.saves import Save
+from flowstone.stage.arena import default_budget_bytes, open_arena
+from flowstone.stage.capture import Staged, start_capture
+from flowstone.stage.landing import Landing, land
+from flowstone.stage.scatter import Scattered, raise_damage, scatter
+from flowstone.state import Stored, StoredTensor, describe, prepare
+from flowstone.store.local import LocalStore
+
+_log = logging.getLogger("flowstone")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a load did.
+
+    matched      names of the tensors that were read
+    initialised  wanted, not stored, left as they were (Init)
+    skipped      stored, wanted by nobody (Skip)
+    cast         converted from another dtype (Cast)
+    renamed      stored name and name in the state, where they differ (Rename)
+    notes        what else a careful reader would want to know
+    bytes        of the chunks that were read
+    """
+
+    step: int
+    path: str
+    matched: tuple[str, ...]
+    initialised: tuple[str, ...]
+    skipped: tuple[str, ...]
+    cast: tuple[str, ...]
+    renamed: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+    bytes: int
+    seconds: float
+
+
+class Checkpointer:
+    """Saves a training state into the store at `path` while training goes on, and loads it back.
+
+    keep               which checkpoints retention spares; None keeps all
+    budget_bytes       memory for staging, all in all; None: a quarter of what is available at the first save
+    on_error           "raise": a failed save raises at the next call; "continue": it is only an event,
+                       until `max_unsaved_steps` steps have passed since the last committed one
+    engine             how bytes move; the defaults were measured
+    on_event           is told every event (see events.py), from the thread where it happens
+
+    Not safe to use from several threads at once. A context manager; leaving it, or the end of
+    the process, waits for the save in flight; a failure that nobody has seen ends the process with 1.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        keep: Keep | None = None,
+        budget_bytes: int | None = None,
+        on_error: Literal["raise", "continue"] = "raise",
+        max_unsaved_steps: int | None = None,
+        engine: EngineOptions | None = None,
+        on_event: OnEvent | None = None,
+    ) -> None:
+        if on_error not in ("raise", "continue"):
+            raise ValueError(f"on_error {on_error!r} is neither 'raise' nor 'continue'")
+        self._rank = only_rank()
+        self._options = engine or EngineOptions()
+        self._store = LocalStore(path, self._options)
+        self._keep, self._budget_bytes, self._on_event = keep, budget_bytes, on_event
+        self._on_error, self._max_unsaved_steps = on_error, max_unsaved_steps
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="flowstone-commit")
+        self._arena: _native.Arena | None = None
+        self._plan: WritePlan | None = None
+        self._store_id: str | None = None  # set once this job is the store's writer
+        self._newest: int | None = None
+        self._first_unsaved: int | None = None
+        self._pending: Save | None = None
+        self._unsound: str | None = None  # why the state must not be saved
+        self._superseded_above: int | None = None
+        self._closed = False
+        self._pid = os.getpid()
+        atexit.register(self._at_exit)
+        os.register_at_fork(after_in_child=self._store.forget_after_fork)
+
+    # Load
+
+    def latest(self) -> Checkpoint | None:
+        """The newest committed checkpoint; None where there is none yet. Raises DamagedError if it is damaged."""
+        self._check_open()
+        manifest = catalog.newest(self._store)
+        if manifest is None:
+            return None
+        return Checkpoint(self._store, step_directory(manifest.step), self._options, manifest)
+
+    def load(
+        self,
+        state: Mapping[str, object],
+        *,
+        step: int | None = None,
+        rules: Sequence[Rule] = (),
+        stage: bool = False,
+        fallback: bool = False,
+    ) -> LoadReport:
+        """Bring `state` back to the newest committed checkpoint, or to that of `step`, in place. Strict.
+
+        rules     what may differ (Rename, Skip, Init, Cast), each listed in the report
+        stage     read and check every byte before the first of the state changes, where memory allows
+        fallback  on damage try the next older step; the damaged ones are set aside at the next save
+
+        raises    NoCheckpointError  nothing to load
+                  MismatchError      state and checkpoint differ: all differences, nothing changed
+                  DamagedError       stored bytes are not what was written; `written` names what
+                                     changed, and saving is refused until a load succeeds
+        """
+        self._check_open()
+        check_store(self._store)
+        newest = catalog.find(self._store, step)
+        candidates = [s for s in reversed(catalog.steps(self._store)) if s <= newest] if fallback else [newest]
+        for candidate in candidates:
+            try:
+                report = self._load(candidate, state, rules, stage)
+            except (FormatError, StorageError) as error:
+                if candidate == candidates[-1]:
+                    raise
+                _log.warning("step %d cannot be loaded, trying an older one: %s", candidate, error)
+                self._emit(FellBack(candidate, str(error)))
+            else:
+                if candidate != candidates[0]:
+                    self._superseded_above = candidate
+                return report
+        raise NoCheckpointError(f"no checkpoint in {self._store.location}", next="check the path")
+
+    def _load(self, step: int, state: Mapping[str, object], rules: Sequence[Rule], stage: bool) -> LoadReport:
+        started = time.monotonic()
+        checkpoint = Checkpoint(self._store, step_directory(step), self._options)
+        checkpoint.check()
+        index, names = checkpoint.index, renamed(checkpoint.index.rows(), rules)
+        restoration = prepare(state, _stored(checkpoint, names, rules, self._rank), rank=self._rank)
+        others = [f"{d.kind:<11} {d.name}: wanted {d.expected}, stored {d.found}" for d in restoration.differences]
+        matched = match(
+            restoration.pieces, restoration.aliases, sections=restoration.sections, index=index, names=names,
+            rules=rules, differences=others,
+        )
+        wanted = [restoration.pieces[position] for position in matched.wanted]
+        targets = [restoration.memory[position] for position in matched.wanted]
+        plan = plan_reads(index, wanted, matched.rows)
+        landings = land(wanted, targets, [index.dtypes[row] for row in matched.rows], stage=stage)
+        found = self._scatter(checkpoint, plan, wanted, landings)
+        raise_damage(found, index, wanted, checkpoint.segment_paths, f"cannot load {checkpoint.path}")
+        for landing in landings:
+            landing.settle()
+        restoration.finish()
+        self._unsound = None
+        report = LoadReport(
+            step=step, path=checkpoint.path, matched=tuple(piece.name for piece in wanted),
+            initialised=matched.initialised, skipped=matched.skipped, cast=matched.cast,
+            renamed=_renamed_pairs(index.rows(), rules), notes=tuple(restoration.notes), bytes=plan.bytes,
+            seconds=time.monotonic() - started,
+        )
+        self._emit(Loaded(step, plan.bytes, report.seconds))
+        return report
+
+    def _scatter(
+        self, checkpoint: Checkpoint, plan: ReadPlan, wanted: Sequence[Piece], landings: Sequence[Landing]
+    ) -> Scattered:
+        """Read into the landings. From the first changed byte on, until the load is over, the state is unsound."""
+        sound_before, step = self._unsound, checkpoint.step
+        self._unsound = f"the load of step {step} did not finish"
+        show = terminal_progress(f"loading step {step}")
+
+        def progress(done: int) -> None:
+            self._emit(LoadProgress(step, done, plan.bytes))
+            if show is not None:
+                show(min(done, plan.bytes), plan.bytes)
+
+        arena = open_arena(READ_ARENA_BYTES, self._options.request_bytes)
+        try:
+            found = scatter(
+                self._store, checkpoint.segment_paths, checkpoint.index, plan, wanted,
+                [landing.memory for landing in landings], arena, progress,
+            )
+        finally:
+            arena.close()
+        changed = tuple(position for position in found.written if landings[position].buffer is None)
+        if not changed:
+            self._unsound = sound_before
+        return replace(found, written=changed)
+
+    # Save
+
+    def save(self, step: int, state: Mapping[str, object], *, fence: Literal["auto", "manual"] = "auto") -> Save:
+        """Save `state` as `step`. Returns once the state may change; the write goes on in the background.
+
+        In this version everything is captured before `save` returns: copied as far as the budget
+        allows, then written from where it lies at the device's speed. `fence` says who waits
+        when captures become lazy: "auto" the optimizers' steps, "manual" the caller, by `fence()`.
+
+        raises  StepExistsError        `step` is not above the newest one; see `rewind`
+                UnsupportedStateError  an object that cannot be saved, by path
+                CollisionError         two paths of the state make one name
+                LockedError            another job saves into this store
+                StorageError           the system refused; FullError when space is the reason
+                SaveFailedError        an earlier save failed, and nobody has been told yet
+                DamagedError           the last load left the state half changed
+        """
+        if fence not in ("auto", "manual"):
+            raise ValueError(f"fence {fence!r} is neither 'auto' nor 'manual'")
+        if type(step) is not int or not 0 <= step <= STEP_MAX:
+            raise ValueError(f"step {step!r} is not an integer within 0..{STEP_MAX}")
+        started = time.monotonic()
+        self._check_open()
+        self._check_sound()
+        self._settle()
+        waited = time.monotonic()
+        self._become_writer()
+        if self._newest is not None and step <= self._newest:
+            raise StepExistsError(
+                f"cannot save step {step} into {self._store.location}", found=f"newest step {self._newest}",
+                next=f"save a later step, or call rewind({step - 1 if step else 0}) first to set newer steps aside",
+            )
+        described = describe(state, rank=self._rank)
+        objects = encode_objects(Objects(dict(described.objects), {n: [v] for n, v in described.per_rank.items()}))
+        described_at = time.monotonic()
+        cached = self._plan is not None and self._plan.pieces == described.pieces
+        plan = self._plan if cached and self._plan is not None else plan_writes(described.pieces, rank=self._rank)
+        self._plan = plan
+        planned = time.monotonic()
+        self._emit(
+            SaveStarted(step, len(plan.pieces), plan.bytes, cached, described_at - waited, planned - described_at,
+                        waited - started)
+        )
+        draft = publish.begin(self._store, step)
+        save = Save(step)
+        try:
+            staged = start_capture(
+                self._store, draft.directory, plan, described.memory, self._arena_for(plan.file_bytes)
+            )
+            self._wait_captured(staged)
+        except BaseException:
+            publish.discard(self._store, draft)
+            raise
+        self._pending = save
+        save.captured.set_result(None)
+        self._emit(Captured(step, time.monotonic() - started))
+        self._writer.submit(self._finish, save, draft, staged, plan, described.aliases, objects, started)
+        return save
+
+    def _wait_captured(self, staged: Staged) -> None:
+        try:
+            staged.writing.wait_captured()
+        except BaseException:
+            staged.writing.cancel()
+            staged.writing.receipt()
+            raise
+
+    def _finish(
+        self, save: Save, draft: publish.Draft, staged: Staged, plan: WritePlan, aliases: Sequence[Alias],
+        objects: bytes, started: float,
+    ) -> None:
+        """The background half of a save, on the writer thread: its outcome is the future's, whatever it is."""
+        try:
+            receipt = staged.writing.receipt()
+            if receipt.error is not None:
+                raise receipt.error
+            self._emit(
+                Written(save.step, receipt.io.copied_bytes, receipt.io.direct_bytes, time.monotonic() - started)
+            )
+            segments = [
+                SegmentRow(at, None, file.name, file.bytes, file.header_bytes, header)
+                for at, (file, header) in enumerate(zip(plan.segments, staged.headers, strict=True))
+            ]
+            assert self._store_id is not None, "only the store's writer saves"
+            manifest = publish.publish(
+                self._store, draft, store_id=self._store_id, segments=segments,
+                index=index_of(plan, staged.offsets, receipt.digests, aliases), objects=objects, receipt=receipt,
+                writer=f"flowstone {__version__}", ranks=1,
+            )
+        except BaseException as error:
+            publish.discard(self._store, draft)
+            self._emit(SaveFailed(save.step, str(error)))
+            save.committed.set_exception(error)
+            return
+        self._emit(Committed(save.step, plan.file_bytes, time.monotonic() - started))
+        save.committed.set_result(
+            Checkpoint(self._store, step_directory(save.step), self._options, manifest)
+        )
+        self._newest, self._first_unsaved = save.step, None
+        self._prune()
+
+    def _prune(self) -> None:
+        """Retention, only after the successor is durable. A failure is told, and tried again at the next save."""
+        if self._keep is None:
+            return
+        try:
+            catalog.prune(self._store, catalog.judge(catalog.steps(self._store), self._keep), self._removed)
+        except StorageError as error:
+            _log.warning("retention could not run: %s", error)
+
+    def _become_writer(self) -> None:
+        """At the first save: lock, sweep, and learn the newest step. Then, what a fallback left to set aside."""
+        if self._store_id is None:
+            if not self._store.exists():
+                self._store.make_directory()
+            self._store.lock(f"process {os.getpid()} on {socket.gethostname()}")
+            try:
+                self._store_id = publish.open_store(self._store)
+                catalog.sweep(self._store, self._removed)
+                existing = catalog.steps(self._store)
+            except BaseException:
+                self._store.unlock()
+                self._store_id = None
+                raise
+            self._newest = existing[-1] if existing else None
+        if self._superseded_above is not None:
+            catalog.rewind(self._store, self._superseded_above)
+            self._newest, self._superseded_above = self._superseded_above, None
+
+    def _arena_for(self, file_bytes: int) -> _native.Arena:
+        """The arena, growing towards the save's size in the background, within the budget."""
+        if self._arena is None:
+            budget = default_budget_bytes() if self._budget_bytes is None else self._budget_bytes
+            self._arena = open_arena(budget, self._options.request_bytes)
+        self._arena.grow(file_bytes)
+        return self._arena
+
+    # Waiting and ending
+
+    def fence(self) -> None:
+        """Wait until the state may change: every save so far is captured."""
+        self._check_open()
+        if self._pending is not None:
+            self._pending.captured.result()
+
+    def wait(self) -> None:
+        """Wait until every save so far is durable; raises SaveFailedError if one failed unseen."""
+        self._check_open()
+        self._settle()
+
+    def rewind(self, step: int) -> None:
+        """Set every step above `step` aside, so that training can save them anew. `step` itself must exist."""
+        self._check_open()
+        self._settle()
+        catalog.find(self._store, step)
+        self._become_writer()
+        catalog.rewind(self._store, step)
+        self._newest = step
+
+    def close(self) -> None:
+        """Wait for the save in flight, give the store and the memory back. Raises what `wait` raises."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        try:
+            self._settle()
+        finally:
+            self._closed = True
+            self._writer.shutdown()
+            atexit.unregister(self._at_exit)
+            if self._arena is not None:
+                self._arena.close()
+            self._store.close()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except FlowstoneError as failure:
+            if error is None:
+                raise
+            _log.error("while another error was on its way: %s", failure)  # which must not be masked
+
+    def _settle(self) -> None:
+        """Wait for the save in flight; raise its failure if nobody has seen it and failures are to be raised."""
+        pending = self._pending
+        if pending is None:
+            return
+        wait_futures([pending.committed])
+        self._pending = None
+        failure = pending.committed.failure()
+        if pending.committed.failed():
+            self._first_unsaved = pending.step if self._first_unsaved is None else self._first_unsaved
+        if failure is None:
+            return
+        behind = pending.step - (self._newest if self._newest is not None else self._first_unsaved or 0)
+        limit = self._max_unsaved_steps
+        if self._on_error == "continue" and (limit is None or behind <= limit):
+            _log.warning("step %d was not saved, going on: %s", pending.step, failure)
+            return
+        raise SaveFailedError(
+            f"step {pending.step} was not saved: {failure}",
+            newest="none" if self._newest is None else f"step {self._newest}",
+            next="see the cause; earlier checkpoints are untouched, and the next save may succeed",
+        ) from failure
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(
+                f"the Checkpointer of {self._store.location} is closed", next="create a new one"
+            )
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"the Checkpointer of {self._store.location} belongs to process {self._pid}, this is a fork of it",
+                next="create one in this process, after the fork",
+            )
+
+    def _check_sound(self) -> None:
+        if self._unsound is not None:
+            raise DamagedError(
+                f"the state must not be saved: {self._unsound}, and part of the state has changed",
+                next="load a checkpoint with success first",
+            )
+
+    def _at_exit(self) -> None:
+        """The script ended without `close`: wait, and do not let a lost save look like success."""
+        try:
+            self.close()
+        except FlowstoneError as failure:
+            print(f"flowstone: {failure}", file=sys.stderr, flush=True)
+            sys.stdout.flush()
+            os._exit(1)  # an exception in an exit handler would leave the status at 0
+
+    def _removed(self, name: str, reason: str, error: StorageError | None) -> None:
+        self._emit(Removed(name, reason) if error is None else RemovalFailed(name, f"{reason}: {error}"))
+        if error is not None:
+            _log.warning("could not remove %s: %s", name, error)
+
+    def _emit(self, event: Event) -> None:
+        if self._on_event is None:
+            return
+        try:
+            self._on_event(event)
+        except Exception:
+            _log.exception("on_event failed on %s", type(event).__name__)
+
+
+def _stored(checkpoint: Checkpoint, names: Mapping[str, int], rules: Sequence[Rule], rank: int) -> Stored:
+    """What the state layer needs to know of a checkpoint before a byte is read."""
+    index, content = checkpoint.index, checkpoint.contents
+    tied = {rename(alias, rules): rename(index.names[row], rules) for alias, row in index.aliases}
+    return Stored(
+        tensors={name: StoredTensor(index.dtypes[row], index.shapes[row]) for name, row in names.items()},
+        objects=content.replicated,
+        per_rank={section: values[rank % len(values)] for section, values in content.per_rank.items() if values},
+        rename=partial(rename, rules=rules), tied=tied,
+    )
+
+
+def _renamed_pairs(names: Mapping[str, int], rules: Sequence[Rule]) -> tuple[tuple[str, str], ...]:
+    if not any(isinstance(rule, Rename) for rule in rules):
+        return ()
+    pairs = ((name, rename(name, rules)) for name in names)
+    return tuple((old, new) for old, new in pairs if old != new)

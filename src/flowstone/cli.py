@@ -1,0 +1,241 @@
+"""The command line: one function per verb. Reading verbs import no torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from flowstone._version import __version__
+from flowstone.commit import catalog
+from flowstone.errors import FlowstoneError, FormatError, NotAStoreError
+from flowstone.format.manifest import MANIFEST_NAME, step_directory
+from flowstone.progress import terminal_progress
+from flowstone.reader import Checkpoint, check_store, open_checkpoint
+from flowstone.store.local import LocalStore
+
+app = typer.Typer(
+    help="Checkpoints of large-model training: list, look into, verify.", no_args_is_help=True,
+    pretty_exceptions_enable=False, add_completion=False,
+)
+
+_SHOWN_TENSORS = 40  # rows that `show` prints unless asked for all
+_TEXT_MAX = 60  # characters of a plain value in a table
+
+StorePath = Annotated[Path, typer.Argument(metavar="PATH", help="A store, or one checkpoint's own directory.")]
+Step = Annotated[int | None, typer.Option("--step", help="Which step; the newest if left out.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def main() -> None:
+    """The entry point `flowstone`."""
+    app(prog_name="flowstone")
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        typer.echo(f"flowstone {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def ls(path: StorePath, as_json: AsJson = False) -> None:
+    """List the checkpoints of a store. Exit status 1 if one of them is damaged."""
+    with _told(as_json):
+        rows, leftovers = _listing(path)
+    if as_json:
+        _print_json({"path": str(path), "checkpoints": rows, "leftovers": leftovers})
+    else:
+        table = Table("step", "created", "size", "tensors", "ranks", "state")
+        for row in rows:
+            cells = [str(row["step"])]
+            if row["error"] is None:
+                cells += [_local(str(row["created"])), _size(row["bytes"]), f"{row['tensors']:,}", str(row["ranks"])]
+                cells += ["ok"]
+            else:
+                cells += ["", "", "", "", f"[red]damaged[/]: {escape(str(row['error']).splitlines()[0])}"]
+            table.add_row(*cells)
+        _console().print(table)
+        if leftovers:
+            shown = ", ".join(leftovers)
+            _console().print(f"{len(leftovers)} unfinished or set aside, never read: {shown}", markup=False)
+    if any(row["error"] is not None for row in rows):
+        raise typer.Exit(1)
+
+
+@app.command()
+def show(
+    path: StorePath,
+    step: Step = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every tensor, not only the first ones.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a checkpoint holds: tensors, objects, files."""
+    with _told(as_json):
+        checkpoint = open_checkpoint(path, step)
+        tensors, objects = checkpoint.tensors, checkpoint.objects
+        per_rank = checkpoint.contents.per_rank
+    if as_json:
+        _print_json(_shown(checkpoint))
+        return
+    console, manifest = _console(), checkpoint.manifest
+    console.print(f"[bold]step {manifest.step}[/] in {escape(checkpoint.path)}")
+    console.print(
+        f"saved {_local(manifest.created)} by {manifest.writer} from {manifest.ranks} rank(s); {manifest.tensors:,} "
+        f"tensors, {_size(manifest.data_bytes)} in {len(manifest.segments)} segment(s); engine {manifest.io.backend}, "
+        f"{'direct' if manifest.io.alignment > 1 else 'buffered'}"
+    )
+    table = Table("tensor", "dtype", "shape", "size", "pieces")
+    names = list(tensors)
+    for name in names if everything else names[:_SHOWN_TENSORS]:
+        entry = tensors[name]
+        place = str(entry.pieces) if entry.alias_of is None else f"is {entry.alias_of}"
+        table.add_row(escape(name), entry.dtype, "x".join(map(str, entry.shape)) or "scalar", _size(entry.bytes), place)
+    console.print(table)
+    if len(names) > _SHOWN_TENSORS and not everything:
+        console.print(f"... and {len(names) - _SHOWN_TENSORS:,} more tensors (--all shows them)")
+    table = Table("object", "value")
+    for section, value in objects.items():
+        table.add_row(escape(section), escape(_summary(value)))
+    for section, values in per_rank.items():
+        table.add_row(escape(section), f"one for each of {len(values)} rank(s)")
+    console.print(table)
+
+
+@app.command()
+def verify(path: StorePath, step: Step = None, as_json: AsJson = False) -> None:
+    """Read every byte of a checkpoint and check it, padding included. Exit status 1 on damage."""
+    with _told(as_json):
+        checkpoint = open_checkpoint(path, step)
+        verified = checkpoint.inspect(terminal_progress(f"verifying step {checkpoint.step}"))
+    if as_json:
+        findings = [{"file": finding.file, "what": finding.what} for finding in verified.findings]
+        _print_json({
+            "path": checkpoint.path, "step": verified.step, "sound": verified.sound, "findings": findings,
+            "checked_bytes": verified.checked_bytes, "extra": list(verified.extra),
+        })
+    else:
+        console = _console()
+        for finding in verified.findings:
+            console.print(f"{finding.file}: {finding.what}", markup=False, style="red")
+        for name in verified.extra:
+            console.print(f"{name}: no part of the checkpoint (harmless)", markup=False)
+        state = "every byte is as it was written" if verified.sound else f"damaged in {len(verified.findings)} place(s)"
+        console.print(f"step {verified.step}: {_size(verified.checked_bytes)} checked, {state}", markup=False)
+    if not verified.sound:
+        raise typer.Exit(1)
+
+
+def _listing(path: Path) -> tuple[list[dict[str, object]], list[str]]:
+    """A row for each checkpoint, newest last, and the names of what is none."""
+    store = LocalStore(path)
+    if store.exists(MANIFEST_NAME):
+        return [_row(open_checkpoint(path))], []
+    if not store.exists():
+        raise NotAStoreError(f"there is nothing at {path}", next="check the path")
+    check_store(store)
+    rows = []
+    for step in catalog.steps(store):
+        try:
+            rows.append(_row(open_checkpoint(path, step)))
+        except FormatError as error:
+            rows.append({"step": step, "directory": step_directory(step), "error": str(error)})
+    leftovers = [n for n in store.names() if n.startswith((catalog.SAVING, catalog.DELETING, catalog.SUPERSEDED))]
+    return rows, leftovers
+
+
+def _row(checkpoint: Checkpoint) -> dict[str, object]:
+    manifest = checkpoint.manifest
+    size = sum(row.bytes for row in manifest.segments) + manifest.index.bytes + manifest.objects.bytes
+    return {
+        "step": manifest.step, "directory": checkpoint.path, "created": manifest.created, "bytes": size,
+        "tensors": manifest.tensors, "pieces": manifest.pieces, "ranks": manifest.ranks, "error": None,
+    }
+
+
+def _shown(checkpoint: Checkpoint) -> dict[str, object]:
+    manifest = checkpoint.manifest
+    tensors = [
+        {"name": e.name, "dtype": e.dtype, "shape": list(e.shape), "bytes": e.bytes, "pieces": e.pieces,
+         "alias_of": e.alias_of} for e in checkpoint.tensors.values()
+    ]
+    files = [{"name": row.name, "bytes": row.bytes} for row in manifest.segments]
+    files += [{"name": row.name, "bytes": row.bytes} for row in (manifest.index, manifest.objects)]
+    return _row(checkpoint) | {
+        "writer": manifest.writer, "id": manifest.id, "files": files, "tensors": tensors,
+        "objects": {section: _plain(value) for section, value in checkpoint.objects.items()},
+        "per_rank": {section: [_plain(v) for v in vs] for section, vs in checkpoint.contents.per_rank.items()},
+        "io": {"backend": manifest.io.backend, "alignment": manifest.io.alignment,
+               "request_bytes": manifest.io.request_bytes, "queue_depth": manifest.io.queue_depth},
+    }
+
+
+def _plain(value: object) -> object:
+    """A value as JSON can show it; what has no JSON form is shown as text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float) and abs(value) != float("inf") and value == value:
+        return value
+    return repr(value)
+
+
+def _summary(value: object) -> str:
+    if isinstance(value, Mapping):
+        return f"{len(value)} entries: {', '.join(map(str, list(value)[:6]))}{' ...' if len(value) > 6 else ''}"
+    if isinstance(value, list | tuple) and len(value) > 6:
+        return f"{len(value)} values"
+    text = repr(value)
+    return text if len(text) <= _TEXT_MAX else text[:_TEXT_MAX] + " ..."
+
+
+def _size(count: object) -> str:
+    size = float(count) if isinstance(count, int) else 0.0
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def _local(created: str) -> str:
+    return created.replace("T", " ").replace("+00:00", " UTC")
+
+
+def _console() -> Console:
+    # Piped output is for programs: not cut to a terminal's width.
+    return Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+
+
+def _print_json(value: object) -> None:
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+@contextmanager
+def _told(as_json: bool) -> Iterator[None]:
+    """End with status 1 and the error's own text, without a traceback."""
+    try:
+        yield
+    except FlowstoneError as error:
+        _fail(error, as_json)
+
+
+def _fail(error: FlowstoneError, as_json: bool) -> NoReturn:
+    if as_json:
+        facts = {key: str(value) for key, value in error.facts.items()}
+        _print_json({"error": type(error).__name__, "message": error.message, "facts": facts})
+    else:
+        typer.echo(f"{type(error).__name__}: {error}", err=True)
+    raise typer.Exit(1)

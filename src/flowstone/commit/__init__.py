@@ -1,0 +1,1 @@
+"""What makes bytes a checkpoint: the order of publication, the catalogue, verification."""

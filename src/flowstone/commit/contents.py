@@ -1,0 +1,124 @@
+"""A checkpoint's own files, read and checked through its manifest before anything is believed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from flowstone.config import MANIFEST_BYTES_MAX, OBJECTS_BYTES_MAX
+from flowstone.errors import DamagedError, NoCheckpointError
+from flowstone.format import objects
+from flowstone.format.digest import check_chunks, digest
+from flowstone.format.index import Index, decode_index
+from flowstone.format.manifest import (
+    INDEX_NAME,
+    MANIFEST_NAME,
+    OBJECTS_NAME,
+    FileRow,
+    Manifest,
+    decode_manifest,
+    step_of_directory,
+)
+from flowstone.store.base import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Objects:
+    """Everything that is not a tensor: section to value; in `per_rank`, section to one value a rank."""
+
+    replicated: dict[str, object]
+    per_rank: dict[str, list[object]]
+
+
+def inside(directory: str, name: str) -> str:
+    """The path of a checkpoint's file; the directory is "" when the store's root is the checkpoint."""
+    return f"{directory}/{name}" if directory else name
+
+
+def read_manifest(store: Store, directory: str) -> Manifest:
+    """The commit record, checked. Raises NoCheckpointError, DamagedError or UnsupportedFormatError."""
+    path = inside(directory, MANIFEST_NAME)
+    shown = f"{store.location}/{path}"
+    if not store.exists(path):
+        raise NoCheckpointError(
+            f"there is no checkpoint in {store.location}/{directory}", missing=MANIFEST_NAME,
+            next="run `flowstone ls` to see what is there",
+        )
+    manifest = decode_manifest(store.read(path, length=MANIFEST_BYTES_MAX), path=shown)
+    named = step_of_directory(directory)
+    if named is not None and named != manifest.step:
+        raise DamagedError(
+            f"{shown} is in the wrong directory", expected=f"step {named}", found=f"step {manifest.step}",
+            next="give the directory its own name back",
+        )
+    return manifest
+
+
+def read_index(store: Store, directory: str, manifest: Manifest) -> Index:
+    """The table of pieces, every byte of it verified and every row checked."""
+    data = _vouched(store, directory, manifest.index, INDEX_NAME)
+    return decode_index(data, segments=manifest.segments, path=f"{store.location}/{inside(directory, INDEX_NAME)}")
+
+
+def read_objects(store: Store, directory: str, manifest: Manifest) -> Objects:
+    """Everything that is not a tensor, verified and decoded."""
+    if manifest.objects.bytes > OBJECTS_BYTES_MAX:
+        raise DamagedError(f"{OBJECTS_NAME} claims {manifest.objects.bytes} bytes", next="use an older step")
+    data = _vouched(store, directory, manifest.objects, OBJECTS_NAME)
+    path = f"{store.location}/{inside(directory, OBJECTS_NAME)}"
+    try:
+        nodes = json.loads(data)
+        replicated = {name: objects.decode(node, name) for name, node in nodes["replicated"].items()}
+        per_rank = {
+            name: [objects.decode(node, name) for node in entries] for name, entries in nodes["per_rank"].items()
+        }
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DamagedError(f"{path} is not what its digest promises: {error}", next="use an older step") from error
+    return Objects(replicated, per_rank)
+
+
+def encode_objects(content: Objects) -> bytes:
+    """The text of objects.json. Raises UnsupportedStateError naming the path of what has no encoding."""
+    nodes = {
+        "replicated": {name: objects.encode(value, name) for name, value in content.replicated.items()},
+        "per_rank": {name: [objects.encode(v, name) for v in values] for name, values in content.per_rank.items()},
+    }
+    return json.dumps(nodes, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def check_segments(store: Store, directory: str, manifest: Manifest) -> None:
+    """Each segment's size and header digest. Raises DamagedError or StorageError."""
+    for row in manifest.segments:
+        path = inside(directory, row.name)
+        _check_size(store, path, row.bytes)
+        found = digest(store.read(path, length=row.header_bytes))
+        if found != row.header_digest:
+            raise DamagedError(
+                f"the header of {store.location}/{path} is not what was written",
+                range=f"bytes 0..{row.header_bytes}", expected=row.header_digest, found=found,
+                next="restore the file from a copy, or load an older step",
+            )
+
+
+def _vouched(store: Store, directory: str, row: FileRow, expected_name: str) -> bytes:
+    if row.name != expected_name:
+        raise DamagedError(f"the manifest calls {expected_name} {row.name!r}", next="use an older step")
+    path = inside(directory, row.name)
+    _check_size(store, path, row.bytes)
+    data = store.read(path, length=row.bytes)
+    check_chunks(data, row.chunks, path=f"{store.location}/{path}")
+    return data
+
+
+def _check_size(store: Store, path: str, expected_bytes: int) -> None:
+    if not store.exists(path):
+        raise DamagedError(
+            f"{store.location}/{path} is missing", next="restore the file from a copy, or load an older step"
+        )
+    found = store.size(path)
+    if found != expected_bytes:
+        raise DamagedError(
+            f"{store.location}/{path} is too {'short' if found < expected_bytes else 'long'}",
+            expected=f"{expected_bytes} bytes", found=f"{found} bytes",
+            next="restore the file from a copy, or load an older step",
+        )

@@ -1,0 +1,112 @@
+"""Publication: the order of writes that makes a checkpoint exist (docs/ORDERING.md, Save)."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from flowstone.commit.contents import inside
+from flowstone.errors import FlowstoneError
+from flowstone.format.digest import chunk_digests
+from flowstone.format.index import Index, encode_index
+from flowstone.format.manifest import (
+    INDEX_NAME,
+    MANIFEST_NAME,
+    MARKER_NAME,
+    OBJECTS_NAME,
+    FileRow,
+    Manifest,
+    Marker,
+    SegmentRow,
+    decode_marker,
+    encode_manifest,
+    encode_marker,
+    step_directory,
+)
+from flowstone.store.base import Receipt, Store
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A checkpoint in progress, in a directory that no reader looks at."""
+
+    step: int
+    id: str
+    directory: str
+
+
+def open_store(store: Store) -> str:
+    """Create the store's directory and marker where they are missing; the store's identity. Needs the lock.
+
+    A directory of checkpoints without a marker is adopted: it gets one.
+    """
+    if not store.exists(MARKER_NAME):
+        temporary = f".{MARKER_NAME}-{secrets.token_hex(8)}"
+        store.put(temporary, encode_marker(Marker(flowstone=1, store=secrets.token_hex(16), created=_now())))
+        store.rename(temporary, MARKER_NAME)
+        store.sync_directory()
+    return read_marker(store).store
+
+
+def read_marker(store: Store) -> Marker:
+    return decode_marker(store.read(MARKER_NAME), path=f"{store.location}/{MARKER_NAME}")
+
+
+def begin(store: Store, step: int) -> Draft:
+    """Make the directory that the save's files are written into."""
+    identity = secrets.token_hex(8)
+    draft = Draft(step, identity, f".saving-{step:08d}-{identity}")
+    store.make_directory(draft.directory)
+    return draft
+
+
+def discard(store: Store, draft: Draft) -> None:
+    """Remove a draft that will not be published, if that can be done now; else the next writer sweeps it."""
+    try:
+        for name in store.names(draft.directory):
+            store.remove(inside(draft.directory, name))
+        store.remove(draft.directory)
+    except FlowstoneError:
+        return  # safe: a draft is never read, and is swept
+
+
+def publish(
+    store: Store,
+    draft: Draft,
+    *,
+    store_id: str,
+    segments: Sequence[SegmentRow],
+    index: Index,
+    objects: bytes,
+    receipt: Receipt,
+    writer: str,
+    ranks: int,
+) -> Manifest:
+    """Commit: index and objects, manifest, their directory, the rename, the store. Durable on return.
+
+    The segments are durable already, which is what `receipt` says: it must carry no error.
+    """
+    assert receipt.error is None, "a failed receipt must not be published"
+    index_bytes = encode_index(index)
+    for name, data in ((INDEX_NAME, index_bytes), (OBJECTS_NAME, objects)):
+        store.put(inside(draft.directory, name), data)
+    manifest = Manifest(
+        step=draft.step, id=draft.id, store=store_id, created=_now(), writer=writer, ranks=ranks,
+        segments=tuple(segments),
+        index=FileRow(INDEX_NAME, len(index_bytes), chunk_digests(index_bytes)),
+        objects=FileRow(OBJECTS_NAME, len(objects), chunk_digests(objects)),
+        tensors=len(index.names), pieces=len(index.tensor), data_bytes=int(index.length.sum()), io=receipt.io,
+    )
+    store.put(inside(draft.directory, MANIFEST_NAME), encode_manifest(manifest))
+    # The entries too: a file whose name is not durable can vanish with a power loss.
+    store.sync_directory(draft.directory)
+    store.rename(draft.directory, step_directory(draft.step))
+    # And the new name: a rename that is not synced can vanish likewise.
+    store.sync_directory()
+    return manifest
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

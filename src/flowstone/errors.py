@@ -1,0 +1,133 @@
+"""What can go wrong, one class per cause that a caller can treat differently.
+
+FlowstoneError
+├── NoCheckpointError        nothing committed here, or not that step
+├── NotAStoreError           the path is not a store, nor a checkpoint
+├── StepExistsError          saving at or below the newest step
+├── LockedError              another job writes into this store
+├── ClosedError              the Checkpointer was closed
+├── StateError               the state itself
+│   ├── UnsupportedStateError    an object that cannot be described
+│   ├── CollisionError           two paths make one name
+│   └── MismatchError            state and checkpoint differ (missing, unexpected, shape, dtype)
+├── CoverageError            no stored piece holds what was asked for
+├── FormatError              what is on disk cannot be read
+│   ├── DamagedError             bytes differ from what was written
+│   └── UnsupportedFormatError   written by a newer version, or needs an unknown feature
+├── StorageError             the operating system refused: operation, errno, path, range
+│   └── FullError                no space: bytes needed and free
+├── BudgetError              a declared memory limit cannot hold what was asked for
+├── CancelledError           stopped before the end
+└── SaveFailedError          an earlier save failed in the background
+
+Each message says what failed, on which object, what was expected and found, and what to do next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class FlowstoneError(Exception):
+    """The root. `facts` are printed one per line under the message, in the order given."""
+
+    def __init__(self, message: str, **facts: object) -> None:
+        self.message = message
+        self.facts: Mapping[str, object] = facts
+        lines = [message]
+        for key, value in facts.items():
+            first, *rest = str(value).splitlines() or [""]
+            lines.append(f"  {key.replace('_', ' '):<11} {first}")
+            lines.extend(f"  {'':<11} {line}" for line in rest)
+        super().__init__("\n".join(lines))
+
+
+class NoCheckpointError(FlowstoneError):
+    """Nothing committed was found where a checkpoint was asked for."""
+
+
+class NotAStoreError(FlowstoneError):
+    """The path holds neither a store nor a checkpoint."""
+
+
+class StepExistsError(FlowstoneError):
+    """A step at or below the newest one was to be saved; `rewind` sets newer steps aside."""
+
+
+class LockedError(FlowstoneError):
+    """Another job holds the store's writer lock."""
+
+
+class ClosedError(FlowstoneError):
+    """The Checkpointer was used after close, or in a forked child."""
+
+
+class StateError(FlowstoneError):
+    """The state that was handed over cannot be saved or loaded as it is."""
+
+
+class UnsupportedStateError(StateError):
+    """An object in the state cannot be described; names its path and the remedy."""
+
+
+class CollisionError(StateError):
+    """Two paths of the state make one name."""
+
+
+class MismatchError(StateError):
+    """State and checkpoint differ, and no memory was changed.
+
+    differences  every one of them, one line each; the message spells out the first fifty
+    """
+
+    def __init__(self, message: str, *, differences: tuple[str, ...] = (), **facts: object) -> None:
+        self.differences = differences
+        super().__init__(message, **facts)
+
+
+class CoverageError(FlowstoneError):
+    """No stored piece holds a region that was asked for."""
+
+
+class FormatError(FlowstoneError):
+    """What is on disk cannot be read as a checkpoint."""
+
+
+class DamagedError(FormatError):
+    """Bytes differ from what was written.
+
+    written  names of the tensors whose memory this load has changed, wholly or in part;
+             empty when the damage was found before any memory was touched
+    """
+
+    def __init__(self, message: str, *, written: tuple[str, ...] = (), **facts: object) -> None:
+        self.written = written
+        super().__init__(message, **facts)
+
+
+class UnsupportedFormatError(FormatError):
+    """The checkpoint needs a newer reader, or a feature that this reader does not know."""
+
+
+class StorageError(FlowstoneError):
+    """The operating system refused an operation; `errno` is its reason."""
+
+    def __init__(self, message: str, *, errno: int = 0, **facts: object) -> None:
+        self.errno = errno
+        super().__init__(message, **facts)
+
+
+class FullError(StorageError):
+    """No space is left: the facts say how many bytes are needed and how many are free."""
+
+
+class BudgetError(FlowstoneError):
+    """A declared memory limit cannot hold what was asked for."""
+
+
+class CancelledError(FlowstoneError):
+    """The work was stopped before its end."""
+
+
+class SaveFailedError(FlowstoneError):
+    """A save failed in the background; the cause is chained."""

@@ -1,0 +1,108 @@
+"""Typed records of what is happening: progress and measures, one kind for each phase.
+
+A Checkpointer hands each to its `on_event`, from the thread in which it happened. Times are
+seconds, sizes bytes. An exception from `on_event` is logged and otherwise ignored: watching
+a save must not be able to break it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SaveStarted:
+    """The state has been described and planned; capture begins."""
+
+    step: int
+    tensors: int
+    bytes: int
+    plan_cached: bool
+    described_s: float
+    planned_s: float
+    waited_s: float  # for the save before this one to become durable
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """The state may change from here on; `blocked_s` is what the caller waited in `save`, all told."""
+
+    step: int
+    blocked_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """All segments are durable, not yet committed. copied: through the arena; direct: from where they lay."""
+
+    step: int
+    copied_bytes: int
+    direct_bytes: int
+    seconds: float  # since `save` was called
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The checkpoint exists and is durable."""
+
+    step: int
+    bytes: int  # of all files
+    seconds: float  # since `save` was called
+
+
+@dataclass(frozen=True, slots=True)
+class SaveFailed:
+    """This save ended without a checkpoint; earlier ones are untouched."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """Bytes of file ranges read so far, of `total_bytes` wanted."""
+
+    step: int
+    done_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The state holds the checkpoint."""
+
+    step: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class FellBack:
+    """A damaged checkpoint was passed over for an older one, as `fallback` allows."""
+
+    damaged_step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """Retention or a sweep removed a directory."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RemovalFailed:
+    """Retention or a sweep could not remove a directory; it is tried again later."""
+
+    name: str
+    reason: str
+
+
+Event = (
+    SaveStarted | Captured | Written | Committed | SaveFailed | LoadProgress | Loaded | FellBack | Removed
+    | RemovalFailed
+)
+OnEvent = Callable[[Event], None]

@@ -1,0 +1,253 @@
+"""The index: every tensor, alias, piece and chunk as columns of a safetensors file.
+
+Columns, not records: an index holds millions of rows, and plans are made on it with
+vector operations. See docs/FORMAT.md, Index, for each column's meaning.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowstone.config import CHUNK_BYTES, NAME_BYTES_MAX, NDIM_MAX
+from flowstone.errors import DamagedError
+from flowstone.format.manifest import SegmentRow
+from flowstone.format.segment import LENGTH_BYTES, METADATA_KEY, parse_header
+from flowstone.pieces import DTYPES, Box, DType
+
+U64 = NDArray[np.uint64]
+
+_COLUMNS = {
+    "tensor.shape": "<u8", "alias.tensor": "<u8", "piece.tensor": "<u8", "piece.box": "<u8",
+    "piece.offset": "<u8", "piece.bytes": "<u8", "chunk.digest": "<u8",
+    "tensor.name_bytes": "<u4", "alias.name_bytes": "<u4", "piece.segment": "<u4", "chunk.bytes": "<u4",
+    "tensor.dtype": "<u2",
+    "tensor.name": "u1", "tensor.ndim": "u1", "alias.name": "u1", "chunk.codec": "u1",
+}
+"""Column name to numpy type, the widest first so that each lies aligned in the file."""
+
+_SAFETENSORS = {"<u8": "U64", "<u4": "U32", "<u2": "U16", "u1": "U8"}
+
+CODEC_RAW = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Index:
+    """All rows of one checkpoint. Positions: T tensors, A aliases, P pieces, C chunks.
+
+    names, dtypes, shapes  per tensor
+    aliases                (name, tensor row)
+    tensor                 per piece: its tensor's row, ascending
+    boxes                  per piece: ndim offsets, then ndim lengths, one piece behind the other
+    segment, offset, length  per piece: where its extent lies, in bytes
+    digest, stored, codec  per chunk, in piece order
+    """
+
+    names: tuple[str, ...]
+    dtypes: tuple[DType, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    aliases: tuple[tuple[str, int], ...]
+    tensor: NDArray[np.int64]
+    boxes: U64
+    segment: NDArray[np.uint32]
+    offset: U64
+    length: U64
+    digest: U64
+    stored: NDArray[np.uint32]
+    codec: NDArray[np.uint8]
+    first_piece: NDArray[np.int64] = field(init=False)  # per tensor, T + 1 entries
+    first_chunk: NDArray[np.int64] = field(init=False)  # per piece, P + 1 entries
+    first_box: NDArray[np.int64] = field(init=False)  # per piece, P + 1 entries, into boxes
+
+    def __post_init__(self) -> None:
+        ndim = np.array([len(shape) for shape in self.shapes], np.int64)
+        item = np.array([dtype.item_bytes for dtype in self.dtypes], np.int64)
+        set_ = object.__setattr__
+        set_(self, "first_piece", np.searchsorted(self.tensor, np.arange(len(self.names) + 1)))
+        set_(self, "first_box", _starts(2 * ndim[self.tensor]))
+        data_bytes = _products(self.boxes, self.first_box) * item[self.tensor]
+        set_(self, "first_chunk", _starts(-(-data_bytes // CHUNK_BYTES)))
+
+    def box(self, piece: int) -> Box:
+        numbers = self.boxes[self.first_box[piece] : self.first_box[piece + 1]].tolist()
+        half = len(numbers) // 2
+        return Box(tuple(numbers[:half]), tuple(numbers[half:]))
+
+    def rows(self) -> dict[str, int]:
+        """Every name, aliases included, to its tensor's row."""
+        rows = {name: row for row, name in enumerate(self.names)}
+        return rows | dict(self.aliases)
+
+    def pieces_of(self, tensor: int) -> range:
+        return range(int(self.first_piece[tensor]), int(self.first_piece[tensor + 1]))
+
+
+def _starts(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    starts = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=starts[1:])
+    return starts
+
+
+def _products(boxes: U64, first_box: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Elements of each box. Empty products (scalars) are 1."""
+    counts = np.diff(first_box) // 2
+    elements = np.ones(len(counts), np.int64)
+    lengths_start = first_box[:-1] + counts
+    for dim in range(int(counts.max(initial=0))):
+        has = counts > dim
+        elements[has] *= boxes[lengths_start[has] + dim].astype(np.int64)
+    return elements
+
+
+def encode_index(index: Index) -> bytes:
+    """The index file's bytes."""
+    kinds = sorted({dtype.name for dtype in index.dtypes})
+    position = {name: at for at, name in enumerate(kinds)}
+    names = [name.encode() for name in index.names]
+    aliases = [name.encode() for name, _ in index.aliases]
+    columns: dict[str, object] = {
+        "tensor.name": np.frombuffer(b"".join(names), np.uint8),
+        "tensor.name_bytes": [len(name) for name in names],
+        "tensor.dtype": [position[dtype.name] for dtype in index.dtypes],
+        "tensor.ndim": [len(shape) for shape in index.shapes],
+        "tensor.shape": [n for shape in index.shapes for n in shape],
+        "alias.name": np.frombuffer(b"".join(aliases), np.uint8),
+        "alias.name_bytes": [len(name) for name in aliases],
+        "alias.tensor": [row for _, row in index.aliases],
+        "piece.tensor": index.tensor, "piece.box": index.boxes, "piece.segment": index.segment,
+        "piece.offset": index.offset, "piece.bytes": index.length,
+        "chunk.digest": index.digest, "chunk.bytes": index.stored, "chunk.codec": index.codec,
+    }
+    header: dict[str, object] = {METADATA_KEY: {"flowstone": "1", "dtypes": " ".join(kinds)}}
+    data, at = [], 0
+    for name, kind in _COLUMNS.items():
+        column = np.asarray(columns[name], kind)
+        header[name] = {"dtype": _SAFETENSORS[kind], "shape": [len(column)], "data_offsets": [at, at + column.nbytes]}
+        data.append(column.tobytes())
+        at += column.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join([len(text).to_bytes(LENGTH_BYTES, "little"), text, *data])
+
+
+def decode_index(data: bytes, *, segments: Sequence[SegmentRow], path: str) -> Index:
+    """Read and check an index whose digests have been verified. Raises DamagedError."""
+    entries, metadata, start = parse_header(data[: _header_end(data)], path=path)
+    try:
+        columns = {}
+        for name, kind in _COLUMNS.items():
+            entry = entries[name]
+            if entry.dtype != _SAFETENSORS[kind] or start + entry.end > len(data):
+                raise ValueError(f"column {name!r} has type {entry.dtype} or ends behind the file")
+            columns[name] = np.frombuffer(data, kind, entry.shape[0], start + entry.begin)
+        index = _assemble(columns, metadata["dtypes"].split())
+        _check(index, segments)
+    except (ValueError, KeyError, IndexError, OverflowError) as error:
+        raise DamagedError(f"{path} contradicts itself: {error}", next="use an older step") from error
+    return index
+
+
+def _header_end(data: bytes) -> int:
+    return LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
+
+
+def _assemble(columns: dict[str, NDArray[np.generic]], kinds: list[str]) -> Index:
+    unknown = sorted(set(kinds) - set(DTYPES))
+    if unknown:
+        raise ValueError(f"unknown dtypes {unknown}")
+    ndim = columns["tensor.ndim"].astype(np.int64)
+    if ndim.max(initial=0) > NDIM_MAX or int(ndim.sum()) != len(columns["tensor.shape"]):
+        raise ValueError("tensor.ndim and tensor.shape disagree")
+    starts, lengths = _starts(ndim), columns["tensor.shape"].tolist()
+    names = _names(columns["tensor.name"], columns["tensor.name_bytes"])
+    aliases = _names(columns["alias.name"], columns["alias.name_bytes"])
+    tensor = columns["piece.tensor"].astype(np.int64)
+    if len({len(names), len(columns["tensor.dtype"]), len(ndim)}) != 1:
+        raise ValueError("the tensor columns differ in length")
+    if tensor.min(initial=0) < 0 or tensor.max(initial=-1) >= len(names) or (np.diff(tensor) < 0).any():
+        raise ValueError("piece.tensor is not ascending within the tensors")
+    if int((2 * ndim[tensor]).sum()) != len(columns["piece.box"]):
+        raise ValueError("piece.box has the wrong length")
+    return Index(
+        names=names,
+        dtypes=tuple(DTYPES[kinds[at]] for at in columns["tensor.dtype"].tolist()),
+        shapes=tuple(tuple(lengths[a:b]) for a, b in pairwise(starts.tolist())),
+        aliases=tuple(zip(aliases, columns["alias.tensor"].tolist(), strict=True)),
+        tensor=tensor, boxes=columns["piece.box"].astype(np.uint64), segment=columns["piece.segment"].astype(np.uint32),
+        offset=columns["piece.offset"].astype(np.uint64), length=columns["piece.bytes"].astype(np.uint64),
+        digest=columns["chunk.digest"].astype(np.uint64), stored=columns["chunk.bytes"].astype(np.uint32),
+        codec=columns["chunk.codec"].astype(np.uint8),
+    )
+
+
+def _names(text: NDArray[np.generic], lengths: NDArray[np.generic]) -> tuple[str, ...]:
+    sizes = lengths.astype(np.int64)
+    if sizes.max(initial=0) > NAME_BYTES_MAX or int(sizes.sum()) != len(text):
+        raise ValueError("names and their lengths disagree")
+    data = text.tobytes()
+    return tuple(data[a:b].decode() for a, b in pairwise(_starts(sizes).tolist()))
+
+
+def _check(index: Index, segments: Sequence[SegmentRow]) -> None:
+    """Each fact that a plan relies on. Raises ValueError."""
+    pieces, chunks = len(index.tensor), len(index.digest)
+    if {len(index.segment), len(index.offset), len(index.length)} != {pieces}:
+        raise ValueError("the piece columns differ in length")
+    if {len(index.stored), len(index.codec)} != {chunks} or int(index.first_chunk[-1]) != chunks:
+        raise ValueError("the chunk columns do not match the pieces")
+    if len(index.rows()) != len(index.names) + len(index.aliases):
+        raise ValueError("a name occurs twice")
+    if any(row >= len(index.names) for _, row in index.aliases):
+        raise ValueError("an alias names no tensor")
+    if (index.codec != CODEC_RAW).any():
+        raise ValueError(f"unknown codec {int(index.codec.max())}")
+    _check_boxes(index)
+    _check_extents(index, segments)
+
+
+def _check_boxes(index: Index) -> None:
+    item = np.array([dtype.item_bytes for dtype in index.dtypes], np.int64)
+    shape_starts = _starts(np.array([len(shape) for shape in index.shapes], np.int64))
+    shapes = np.array([n for shape in index.shapes for n in shape], np.uint64)
+    ndim = np.diff(index.first_box) // 2
+    for dim in range(int(ndim.max(initial=0))):
+        has = ndim > dim
+        offsets = index.boxes[index.first_box[:-1][has] + dim]
+        lengths = index.boxes[index.first_box[:-1][has] + ndim[has] + dim]
+        limits = shapes[shape_starts[index.tensor[has]] + dim]
+        if (offsets > limits).any() or (lengths > limits - offsets).any():
+            raise ValueError("a box lies outside its tensor")
+    if any(math.prod(shape) >= 1 << 59 for shape in index.shapes):
+        raise ValueError("a tensor has more elements than any memory")  # and products of lengths would wrap
+    data_bytes = _products(index.boxes, index.first_box) * item[index.tensor]
+    if (data_bytes != index.length.astype(np.int64)).any():
+        raise ValueError("an extent has another length than its box")
+
+
+def _check_extents(index: Index, segments: Sequence[SegmentRow]) -> None:
+    if index.segment.max(initial=0) >= len(segments) and len(index.segment):
+        raise ValueError("a piece lies in a segment that the manifest does not list")
+    whole = np.full(len(index.stored), CHUNK_BYTES, np.int64)
+    some = index.length > 0
+    last = index.first_chunk[1:][some] - 1
+    whole[last] = (index.length[some].astype(np.int64) - 1) % CHUNK_BYTES + 1
+    if (whole != index.stored).any():
+        raise ValueError("a chunk's stored length does not fit its extent")
+    if not len(segments):
+        return
+    begin = np.array([row.header_bytes for row in segments], np.uint64)[index.segment]
+    end = np.array([row.bytes for row in segments], np.uint64)[index.segment]
+    if (index.offset < begin).any() or (index.offset > end).any() or (index.length > end - index.offset).any():
+        raise ValueError("an extent lies outside its segment")
+    order = np.lexsort((index.length, index.offset, index.segment))
+    order = order[index.length[order] > 0]
+    same = index.segment[order][1:] == index.segment[order][:-1]
+    stops = (index.offset + index.length)[order][:-1]
+    if (same & (stops > index.offset[order][1:])).any():
+        raise ValueError("two extents overlap")

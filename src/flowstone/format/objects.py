@@ -1,0 +1,435 @@
+"""Objects: everything of a state that is not a tensor, as typed JSON. Never pickle, never code.
+
+A node is one JSON value. Plain JSON stands for itself:
+
+| Node                                | Value                                                              |
+|-------------------------------------|--------------------------------------------------------------------|
+| `null`, `true`, `false`             | None, True, False                                                  |
+| number without `.` or exponent      | int, from -2^53 to 2^53                                            |
+| number with `.` or exponent         | float, finite; shortest text that reads back the same, `-0.0` too  |
+| string                              | str without lone surrogates                                        |
+| array of nodes                      | list                                                               |
+| object, no key begins with `$`      | dict whose keys are all such strings, in order                     |
+
+Everything else is an object with exactly one key that begins with `$`, its tag:
+
+| Node                                          | Value                                                    |
+|-----------------------------------------------|----------------------------------------------------------|
+| `{"$int": "-2a"}`                             | int beyond 2^53, lower-case hexadecimal                  |
+| `{"$float": "7ff8000000000001"}`              | NaN or infinity: the 64 IEEE bits, big-endian, in hex    |
+| `{"$complex": [float node, float node]}`      | complex: real, imaginary                                 |
+| `{"$text": base64}`                           | str with lone surrogates, as UTF-8 that lets them pass   |
+| `{"$bytes": base64}`, `{"$bytearray": ...}`   | bytes, bytearray                                         |
+| `{"$tuple": [node, ...]}`                     | tuple                                                    |
+| `{"$dict": [[node, node], ...]}`              | dict with any other keys, pairs in order                 |
+| `{"$ordered": [[node, node], ...]}`           | collections.OrderedDict                                  |
+| `{"$counter": [[node, node], ...]}`           | collections.Counter                                      |
+| `{"$set": [...]}`, `{"$frozenset": [...]}`    | set, frozenset; written in the order of the nodes' text  |
+| `{"$deque": [node, ...], "maxlen": n}`        | collections.deque; n is an int or null                   |
+| `{"$range": [start, stop, step]}`             | range, three int nodes                                   |
+| `{"$slice": [start, stop, step]}`             | slice, three nodes                                       |
+| `{"$numpy": dtype, "hex": bytes}`             | numpy scalar: dtype name, its bytes little-endian in hex |
+| `{"$numpy": "str", "text": node}`             | numpy.str_                                               |
+| `{"$numpy": "bytes", "data": base64}`         | numpy.bytes_                                             |
+| `{"$named": kind, "text": text}`              | a constant by name: `torch.dtype` `bfloat16`, ...        |
+| `{"$tensor": name}`                           | a torch tensor, which lies under `name` in the index     |
+| `{"$ndarray": name}`                          | a numpy array, the same                                  |
+| `{"$bytes_at": name}`, `{"$bytearray_at": n}` | bytes, bytearray: too long for here; a uint8 tensor      |
+
+No node lies deeper than `DEPTH_MAX` values. An unknown tag is a feature of a newer version; any
+other departure from the tables is damage.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+import struct
+import sys
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, TypeAlias, TypeVar, cast
+
+import numpy as np
+
+from flowstone.errors import DamagedError, UnsupportedFormatError, UnsupportedStateError
+
+Node: TypeAlias = "bool | int | float | str | list[Node] | dict[str, Node] | None"
+T = TypeVar("T")
+RefKind: TypeAlias = Literal["tensor", "ndarray", "bytes", "bytearray"]
+
+DEPTH_MAX = 100  # values inside values; a level costs up to 3 Python frames, of which there are 1000
+INT_MAX = 2**53  # beyond it, readers that keep numbers as doubles would round
+
+_SCALAR_NAMES = re.compile(
+    r"bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)"
+    r"|(datetime64|timedelta64)(\[([1-9][0-9]{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?"
+)
+_REF_TAGS: Mapping[str, RefKind] = {
+    "$tensor": "tensor",
+    "$ndarray": "ndarray",
+    "$bytes_at": "bytes",
+    "$bytearray_at": "bytearray",
+}
+_TAG_OF_REF = {kind: tag for tag, kind in _REF_TAGS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """Stands where a value lies in the tensor `name` of the index; `kind` is the value's type."""
+
+    name: str
+    kind: RefKind
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A library's constant by its name, so that a reader can show it without that library."""
+
+    kind: str  # "torch.dtype", "torch.device", "torch.Size", "numpy.dtype", ...
+    text: str
+
+
+def unsupported(path: str, value: object, why: str = "cannot be stored", remedy: str = "") -> UnsupportedStateError:
+    """The error for a value that has no node; names its path, its type and the remedy."""
+    kind = type(value)
+    remedy = remedy or (
+        "convert it to plain values, give its class state_dict() and load_state_dict(), or leave it out of the state"
+    )
+    return UnsupportedStateError(f"'{path}' {why}", found=f"{kind.__module__}.{kind.__qualname__}", next=remedy)
+
+
+def valid_text(text: str) -> bool:
+    """Whether `text` has no lone surrogates, so that it is UTF-8."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def encode(value: object, path: str) -> Node:
+    """The node of `value`, ready for any JSON writer that keeps the order of keys.
+
+    path     dotted path of `value` in the state, for messages
+    raises   UnsupportedStateError for a type that is not in the table (subclasses are not),
+             for a value that contains itself, and below DEPTH_MAX
+
+    Pure: neither keeps nor changes `value`.
+    """
+    return _Encoder().node(value, path)
+
+
+def decode(node: object, path: str) -> object:
+    """The value of a node that came from a JSON reader. `node` may be hostile.
+
+    path     dotted path, for messages
+    raises   UnsupportedFormatError for an unknown tag or constant, DamagedError for anything
+             else that `encode` does not write
+    """
+    return _Decoder().value(node, path)
+
+
+class _Encoder:
+    """One walk over one value; knows how deep it is, and which containers it is inside of."""
+
+    def __init__(self) -> None:
+        self._open: set[int] = set()
+
+    def node(self, value: object, path: str) -> Node:
+        kind = type(value)
+        if value is None or kind is bool:
+            return cast("Node", value)
+        if kind in _LEAVES:
+            return _LEAVES[kind](value)
+        if kind in _CONTAINERS:
+            return self._container(value, path)
+        if isinstance(value, np.generic):
+            return _scalar_node(value, path)
+        raise unsupported(path, value)
+
+    def _container(self, value: object, path: str) -> Node:
+        if id(value) in self._open:
+            raise unsupported(path, value, "contains itself", "break the cycle, or leave it out of the state")
+        if len(self._open) >= DEPTH_MAX:
+            raise unsupported(path, value, f"lies more than {DEPTH_MAX} levels deep", "flatten it")
+        self._open.add(id(value))
+        try:
+            return _CONTAINERS[type(value)](self, value, path)
+        finally:
+            self._open.discard(id(value))
+
+    def _nodes(self, values: Iterable[object], path: str) -> list[Node]:
+        return [self.node(item, f"{path}.{i}") for i, item in enumerate(values)]
+
+    def _pairs(self, value: dict[object, object], path: str) -> list[Node]:
+        return [[self.node(k, f"{path} key"), self.node(v, f"{path}.{key_text(k)}")] for k, v in value.items()]
+
+    def _dict(self, value: dict[object, object], path: str) -> Node:
+        if all(type(key) is str and key[:1] != "$" and valid_text(key) for key in value):
+            return {cast("str", key): self.node(item, f"{path}.{key}") for key, item in value.items()}
+        return {"$dict": self._pairs(value, path)}
+
+    def _set(self, value: Iterable[object], path: str) -> list[Node]:
+        # A set's own order differs between processes; its nodes' text does not.
+        return sorted((self.node(item, f"{path} item") for item in value), key=json.dumps)
+
+    def _deque(self, value: deque[object], path: str) -> Node:
+        return {"$deque": self._nodes(value, path), "maxlen": value.maxlen}
+
+
+def key_text(key: object) -> str:
+    """A dict key as a component of a dotted path: text as it is, anything else as Python shows it."""
+    return key if isinstance(key, str) else repr(key)
+
+
+def _int_node(value: int) -> Node:
+    return value if -INT_MAX <= value <= INT_MAX else {"$int": format(value, "x")}
+
+
+def _float_node(value: float) -> Node:
+    return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
+
+
+def _text_node(value: str) -> Node:
+    return value if valid_text(value) else {"$text": _base64(value.encode("utf-8", "surrogatepass"))}
+
+
+def _base64(value: bytes | bytearray) -> str:
+    return base64.b64encode(value).decode("ascii")
+
+
+def _scalar_node(value: np.generic, path: str) -> Node:
+    if type(value) is np.str_:
+        return {"$numpy": "str", "text": _text_node(str(value))}
+    if type(value) is np.bytes_:
+        return {"$numpy": "bytes", "data": _base64(bytes(value))}
+    name = value.dtype.name
+    if type(value) is not value.dtype.type or not _SCALAR_NAMES.fullmatch(name):
+        raise unsupported(path, value)
+    data = value.tobytes()
+    return {"$numpy": name, "hex": (data if sys.byteorder == "little" else data[::-1]).hex()}
+
+
+_LEAVES: Mapping[type, Callable[..., Node]] = {
+    int: _int_node,
+    float: _float_node,
+    str: _text_node,
+    complex: lambda value: {"$complex": [_float_node(value.real), _float_node(value.imag)]},
+    bytes: lambda value: {"$bytes": _base64(value)},
+    bytearray: lambda value: {"$bytearray": _base64(value)},
+    range: lambda value: {"$range": [_int_node(value.start), _int_node(value.stop), _int_node(value.step)]},
+    TensorRef: lambda value: {_TAG_OF_REF[value.kind]: value.name},
+    Named: lambda value: {"$named": value.kind, "text": value.text},
+}
+_CONTAINERS: Mapping[type, Callable[..., Node]] = {
+    list: _Encoder._nodes,
+    dict: _Encoder._dict,
+    tuple: lambda encoder, value, path: {"$tuple": encoder._nodes(value, path)},
+    OrderedDict: lambda encoder, value, path: {"$ordered": encoder._pairs(value, path)},
+    Counter: lambda encoder, value, path: {"$counter": encoder._pairs(value, path)},
+    set: lambda encoder, value, path: {"$set": encoder._set(value, path)},
+    frozenset: lambda encoder, value, path: {"$frozenset": encoder._set(value, path)},
+    deque: _Encoder._deque,
+    slice: lambda encoder, part, path: {"$slice": encoder._nodes((part.start, part.stop, part.step), path)},
+}
+
+
+def _damaged(path: str, expected: str, found: object) -> DamagedError:
+    text = repr(found)
+    return DamagedError(
+        f"the object '{path}' is not what its type says",
+        expected=expected,
+        found=text if len(text) <= 80 else text[:77] + "...",
+        next="run `flowstone verify`; load another checkpoint",
+    )
+
+
+class _Decoder:
+    """One walk over one node."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+
+    def value(self, node: object, path: str) -> object:
+        if node is None or type(node) is bool:
+            return node
+        if type(node) is int:
+            if not -INT_MAX <= node <= INT_MAX:
+                raise _damaged(path, "an int within 2^53", node)
+            return node
+        if type(node) is float:
+            if not math.isfinite(node):
+                raise _damaged(path, "a finite number", node)
+            return node
+        if type(node) is str:
+            if not valid_text(node):
+                raise _damaged(path, "text without lone surrogates", node)
+            return node
+        if self._depth > DEPTH_MAX:
+            raise _damaged(path, f"at most {DEPTH_MAX} levels", "more")
+        self._depth += 1
+        try:
+            if type(node) is list:
+                return self.values(node, path)
+            if type(node) is dict:
+                return self._object(node, path)
+        finally:
+            self._depth -= 1
+        raise _damaged(path, "a JSON value", type(node))
+
+    def _object(self, node: dict[object, object], path: str) -> object:
+        if not all(type(key) is str and valid_text(key) for key in node):
+            raise _damaged(path, "keys that are text", list(node))
+        tags = [cast("str", key) for key in node if cast("str", key)[:1] == "$"]
+        if not tags:
+            return {cast("str", key): self.value(item, f"{path}.{key}") for key, item in node.items()}
+        if len(tags) > 1:
+            raise _damaged(path, "one tag", tags)
+        tag = tags[0]
+        if tag not in _LEAF_TAGS and tag not in _NODE_TAGS:
+            raise UnsupportedFormatError(
+                f"the object '{path}' is of a type that this version cannot read",
+                found=tag,
+                next="load it with the version of flowstone that saved it, or a later one",
+            )
+        try:
+            if tag in _LEAF_TAGS and len(node) == 1:
+                return _LEAF_TAGS[tag](node[tag])
+            return self._tagged(tag, cast("dict[str, object]", node), path)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise _damaged(path, f"a valid {tag} ({error})", node[tag]) from error
+
+    def _tagged(self, tag: str, node: dict[str, object], path: str) -> object:
+        """The value of a node whose tag is not all there is to it, or whose parts are nodes."""
+        part = node[tag]
+        match tag, sorted(set(node) - {tag}):
+            case "$tuple", []:
+                return tuple(self.values(part, path))
+            case "$dict", []:
+                return self.pairs(part, path)
+            case "$ordered", []:
+                return OrderedDict(self.pairs(part, path))
+            case "$counter", []:
+                return self._counter(part, path)
+            case "$set", []:
+                return self._members(part, path)
+            case "$frozenset", []:
+                return frozenset(self._members(part, path))
+            case "$deque", ["maxlen"]:
+                return self._deque(part, node["maxlen"], path)
+            case "$range", []:
+                return range(*(_checked(one, int) for one in _three(self.values(part, path))))
+            case "$slice", []:
+                return slice(*_three(self.values(part, path)))
+            case "$complex", []:
+                real, imag = (_checked(one, float) for one in self.values(part, path))
+                return complex(real, imag)
+            case "$named", ["text"]:
+                return Named(_checked(part, str), _checked(node["text"], str))
+            case "$numpy", ["hex"]:
+                return _scalar(_checked(part, str), node["hex"])
+            case "$numpy", ["text"] if part == "str":
+                return np.str_(_checked(self.value(node["text"], path), str))
+            case "$numpy", ["data"] if part == "bytes":
+                return np.bytes_(_unbase64(node["data"]))
+        raise ValueError(f"with the keys {sorted(node)}")
+
+    def values(self, node: object, path: str) -> list[object]:
+        return [self.value(item, f"{path}.{i}") for i, item in enumerate(_checked(node, list))]
+
+    def pairs(self, node: object, path: str) -> dict[object, object]:
+        found: dict[object, object] = {}
+        for pair in _checked(node, list):
+            key, value = _checked(pair, list)
+            name = self.value(key, f"{path} key")
+            found[name] = self.value(value, f"{path}.{key_text(name)}")
+        if len(found) != len(cast("list[object]", node)):
+            raise ValueError("a key twice")
+        return found
+
+    def _members(self, node: object, path: str) -> set[object]:
+        found = set(self.values(node, path))
+        if len(found) != len(cast("list[object]", node)):
+            raise ValueError("a member twice")
+        return found
+
+    def _counter(self, node: object, path: str) -> Counter[object]:
+        found: Counter[object] = Counter()
+        for key, count in self.pairs(node, path).items():
+            found[key] = cast("int", count)  # any value: a Counter does not check either
+        return found
+
+    def _deque(self, node: object, maxlen: object, path: str) -> deque[object]:
+        items = self.values(node, path)
+        if maxlen is not None and len(items) > _checked(maxlen, int):
+            raise ValueError("more items than maxlen")
+        return deque(items, cast("int | None", maxlen))
+
+
+def _checked(node: object, kind: type[T]) -> T:
+    if type(node) is not kind:
+        raise TypeError(f"{kind.__name__} expected")
+    return node
+
+
+def _three(parts: list[object]) -> list[object]:
+    if len(parts) != 3:
+        raise ValueError("three parts expected")
+    return parts
+
+
+def _unbase64(node: object) -> bytes:
+    return base64.b64decode(_checked(node, str), validate=True)
+
+
+def _unhex(node: object, length_bytes: int) -> bytes:
+    text = _checked(node, str)
+    if not re.fullmatch("[0-9a-f]*", text) or len(text) != 2 * length_bytes:
+        raise ValueError(f"{2 * length_bytes} hexadecimal digits expected")
+    return bytes.fromhex(text)
+
+
+def _int(node: object) -> int:
+    text = _checked(node, str)
+    if not re.fullmatch("-?[1-9a-f][0-9a-f]*", text):
+        raise ValueError("hexadecimal digits expected")
+    return int(text, 16)
+
+
+def _float(node: object) -> float:
+    return cast("float", struct.unpack(">d", _unhex(node, 8))[0])
+
+
+def _scalar(name: str, data: object) -> np.generic:
+    if not _SCALAR_NAMES.fullmatch(name):
+        raise ValueError("unknown dtype")
+    dtype = np.dtype(name)
+    raw = _unhex(data, dtype.itemsize)
+    if name == "bool" and raw not in (b"\0", b"\1"):
+        raise ValueError("no bool")
+    return cast("np.generic", np.frombuffer(raw if sys.byteorder == "little" else raw[::-1], dtype)[0])
+
+
+def _ref(kind: RefKind, node: object) -> TensorRef:
+    return TensorRef(_checked(node, str), kind)
+
+
+_LEAF_TAGS: Mapping[str, Callable[[object], object]] = {
+    "$int": _int,
+    "$float": _float,
+    "$text": lambda node: _unbase64(node).decode("utf-8", "surrogatepass"),
+    "$bytes": _unbase64,
+    "$bytearray": lambda node: bytearray(_unbase64(node)),
+    **{tag: partial(_ref, kind) for tag, kind in _REF_TAGS.items()},
+}
+_NODE_TAGS = frozenset({
+    "$complex", "$counter", "$deque", "$dict", "$frozenset", "$named",
+    "$numpy", "$ordered", "$range", "$set", "$slice", "$tuple",
+})  # fmt: skip

@@ -1,0 +1,40 @@
+"""Sealed JSON: a document that ends with the digest of all bytes before the digest.
+
+The seal is checked before anything in the document is believed, so a truncated or altered
+file never reaches the parser of its fields.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from flowstone.errors import DamagedError
+from flowstone.format.digest import digest
+
+_OPEN = b'"digest": "'
+_CLOSE = b'"\n}\n'
+SEAL_BYTES = len(_OPEN) + 16 + len(_CLOSE)
+
+
+def seal(document: msgspec.Struct) -> bytes:
+    """The sealed, indented text of `document`, which has at least one field."""
+    text = msgspec.json.format(msgspec.json.encode(document), indent=2)
+    body = text[:-2] + b",\n  "  # without the closing newline and brace
+    return body + _OPEN + digest(body).encode() + _CLOSE
+
+
+def unseal(data: bytes, *, path: str) -> bytes:
+    """Check the seal and return the document with its digest still in it, fit for a JSON parser."""
+    body, tail = data[:-SEAL_BYTES], data[-SEAL_BYTES:]
+    if not (tail.startswith(_OPEN) and tail.endswith(_CLOSE)):
+        raise DamagedError(
+            f"{path} is truncated or was altered: it does not end with its digest",
+            found=f"{len(data)} bytes", next="restore the file from a copy, or use an older step",
+        )
+    found, expected = digest(body), tail[len(_OPEN) : -len(_CLOSE)].decode("ascii", "replace")
+    if found != expected:
+        raise DamagedError(
+            f"{path} was altered: its bytes do not have the digest at its end",
+            expected=expected, found=found, next="restore the file from a copy, or use an older step",
+        )
+    return data

@@ -1,0 +1,117 @@
+"""Safetensors headers: those of our segments, with reserved room, and a strict parser for any.
+
+A safetensors file is 8 bytes of header length, a JSON header, and data without holes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from flowstone.config import BLOCK_BYTES, HEADER_BYTES_MAX
+from flowstone.errors import DamagedError
+from flowstone.pieces import Box, DType
+
+PAD_PREFIX = "__pad__."
+METADATA_KEY = "__metadata__"
+METADATA: Mapping[str, str] = {"format": "pt", "flowstone": "1"}
+LENGTH_BYTES = 8
+_DIGITS_MAX = 19  # of an offset; the room that is reserved for each
+_PAD_ENTRY_BYTES_MAX = len(f',"{PAD_PREFIX}":{{"dtype":"U8","shape":[],"data_offsets":[,]}}') + 4 * _DIGITS_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry of a header: `begin` and `end` in bytes from the start of the data."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def entry_name(tensor: str, box: Box, shape: Sequence[int]) -> str:
+    """The tensor's name when the box is all of it, else the name with begin:end for each dimension."""
+    return tensor if box == Box.whole(shape) else f"{tensor}{box}"
+
+
+def entry_text(name: str, dtype: DType, shape: Sequence[int]) -> str:
+    """An entry's JSON up to its offsets, which are known only once the bytes have a place."""
+    stored = (*shape, dtype.item_bytes) if dtype.as_bytes else tuple(shape)
+    lengths = ",".join(map(str, stored))
+    return f'{json.dumps(name, ensure_ascii=False)}:{{"dtype":"{dtype.stored}","shape":[{lengths}],"data_offsets":['
+
+
+def reserve(text_bytes: int, *, entries: int, pads: int) -> int:
+    """Bytes to reserve for a header (its length included): a multiple of BLOCK_BYTES.
+
+    text_bytes  of the entries' texts, in UTF-8
+    pads        the most padding entries that the plan can come to
+    """
+    fixed = LENGTH_BYTES + len(json.dumps({METADATA_KEY: METADATA})) + 2
+    most = fixed + text_bytes + entries * (2 * _DIGITS_MAX + len(",,]}")) + pads * _PAD_ENTRY_BYTES_MAX
+    return -(-most // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def encode_header(rows: Iterable[tuple[str, int, int]], *, header_bytes: int, file_bytes: int) -> bytes:
+    """The first `header_bytes` bytes of a segment.
+
+    rows  (entry text, offset_bytes in the file, length in bytes), ascending, disjoint;
+          what they leave free becomes padding entries
+    """
+    parts = [json.dumps({METADATA_KEY: METADATA}, separators=(",", ":"))[:-1]]
+    at, pads = header_bytes, 0
+    for text, offset, length in rows:
+        assert offset >= at, "rows overlap or are not ascending"
+        if offset > at:
+            parts.append(_pad_entry(pads, at - header_bytes, offset - header_bytes))
+            pads += 1
+        at = offset + length
+        parts.append(f"{text}{offset - header_bytes},{at - header_bytes}]}}")
+    if file_bytes > at:
+        parts.append(_pad_entry(pads, at - header_bytes, file_bytes - header_bytes))
+    header = (",".join(parts) + "}").encode()
+    room = header_bytes - LENGTH_BYTES
+    assert len(header) <= room, "a plan reserved too little for its header"
+    return room.to_bytes(LENGTH_BYTES, "little") + header.ljust(room)
+
+
+def _pad_entry(number: int, begin: int, end: int) -> str:
+    return f'"{PAD_PREFIX}{number}":{{"dtype":"U8","shape":[{end - begin}],"data_offsets":[{begin},{end}]}}'
+
+
+def parse_header(data: bytes, *, path: str) -> tuple[dict[str, Entry], dict[str, str], int]:
+    """Entries, metadata and the offset of the data in the file whose first bytes are `data`.
+
+    Raises DamagedError when this is no safetensors header. Offsets are checked against each
+    other (ascending, no holes, no overlap), not against the file's size.
+    """
+    try:
+        length = int.from_bytes(data[:LENGTH_BYTES], "little")
+        if len(data) < LENGTH_BYTES or length > HEADER_BYTES_MAX or LENGTH_BYTES + length > len(data):
+            raise ValueError(f"a header of {length} bytes does not fit in {len(data)}")
+        raw = json.loads(data[LENGTH_BYTES : LENGTH_BYTES + length].decode())
+        metadata = raw.pop(METADATA_KEY, {})
+        entries = [_entry(name, fields) for name, fields in raw.items()]
+        at = 0
+        for entry in sorted(entries, key=lambda e: (e.begin, e.end)):
+            if entry.begin != at or entry.end < entry.begin:
+                raise ValueError(f"{entry.name!r} begins at {entry.begin}, not at {at}")
+            at = entry.end
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DamagedError(
+            f"{path} has no valid safetensors header: {error}", next="restore the file from a copy"
+        ) from error
+    return {entry.name: entry for entry in entries}, metadata, LENGTH_BYTES + length
+
+
+def _entry(name: str, fields: Mapping[str, object]) -> Entry:
+    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if not isinstance(dtype, str) or not isinstance(shape, list) or not isinstance(offsets, list):
+        raise ValueError(f"entry {name!r} is malformed")
+    begin, end = offsets
+    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+        raise ValueError(f"entry {name!r} has a negative or broken number")
+    return Entry(name, dtype, tuple(shape), begin, end)

@@ -1,0 +1,144 @@
+"""Strict comparison of what a state wants with what a checkpoint stores, before any byte moves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from flowstone.errors import MismatchError
+from flowstone.format.index import Index
+from flowstone.pieces import Alias, Piece
+from flowstone.rules import Cast, Init, Rename, Rule, Skip
+
+_LISTED_MAX = 50  # differences of one kind that a message spells out; all are in the counts
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What to read for which wanted piece.
+
+    wanted  positions among the wanted pieces, of those to be read
+    rows    the index row for each of them
+    cast    names whose values are converted; initialised, skipped: as Init and Skip allowed
+    """
+
+    wanted: tuple[int, ...]
+    rows: tuple[int, ...]
+    cast: tuple[str, ...]
+    initialised: tuple[str, ...]
+    skipped: tuple[str, ...]
+
+
+def section_of(name: str) -> str:
+    """The state's top-level entry that a tensor name belongs to."""
+    return name.partition(".")[0].partition("@")[0]
+
+
+def renamed(names: Mapping[str, int], rules: Sequence[Rule]) -> dict[str, int]:
+    """Stored names to rows, as the Rename rules call them; MismatchError where two become one."""
+    renames = [rule for rule in rules if isinstance(rule, Rename)]
+    result: dict[str, int] = {}
+    for name, row in names.items():
+        new = rename(name, renames)
+        if new in result:
+            raise MismatchError(f"rename rules make two stored tensors {new!r}", next="correct the rules")
+        result[new] = row
+    return result
+
+
+def rename(name: str, rules: Sequence[Rule]) -> str:
+    """`name` after every Rename among `rules`, in order."""
+    for rule in rules:
+        if isinstance(rule, Rename):
+            name = rule.apply(name)
+    return name
+
+
+def match(
+    pieces: Sequence[Piece],
+    aliases: Sequence[Alias],
+    *,
+    sections: Sequence[str],
+    index: Index,
+    names: Mapping[str, int],
+    rules: Sequence[Rule],
+    differences: Sequence[str] = (),
+) -> Match:
+    """Find each wanted piece among the stored `names`, and account for every stored one.
+
+    sections     the top-level entries that are asked for; others are not looked at
+    differences  already found in what is not a tensor; raised together with ours
+    raises       MismatchError that lists every difference
+    """
+    faults = list(differences)
+    wanted, rows, cast, initialised = [], [], [], []
+    for position, piece in enumerate(pieces):
+        row = names.get(piece.name)
+        if row is None:
+            if _allowed(rules, Init, piece.name):
+                initialised.append(piece.name)
+            else:
+                faults.append(f"missing     {piece.name}: {_described(piece)}, is not in the checkpoint")
+            continue
+        if index.shapes[row] != piece.shape:
+            faults.append(f"shape       {piece.name}: wanted {piece.shape}, stored {index.shapes[row]}")
+        if index.dtypes[row] != piece.dtype:
+            if _allowed(rules, Cast, piece.name):
+                cast.append(piece.name)
+            else:
+                stored = index.dtypes[row].name
+                faults.append(f"dtype       {piece.name}: wanted {piece.dtype.name}, stored {stored}")
+        wanted.append(position)
+        rows.append(row)
+    faults += _untied(aliases, names, index, rules)
+    used = {piece.name for piece in pieces} | {alias.name for alias in aliases}
+    unexpected = [n for n in names if n not in used and "@" not in n and section_of(n) in sections]
+    skipped = [name for name in unexpected if _allowed(rules, Skip, name)]
+    faults += [f"unexpected  {name}: stored, wanted by nobody" for name in unexpected if name not in set(skipped)]
+    if faults:
+        _refuse(faults)
+    return Match(tuple(wanted), tuple(rows), tuple(cast), tuple(initialised), tuple(skipped))
+
+
+def _allowed(rules: Sequence[Rule], kind: type[Init | Skip | Cast], name: str) -> bool:
+    return any(isinstance(rule, kind) and rule.allows(name) for rule in rules)
+
+
+def _described(piece: Piece) -> str:
+    return f"{piece.dtype.name} {piece.shape}"
+
+
+def _untied(aliases: Sequence[Alias], names: Mapping[str, int], index: Index, rules: Sequence[Rule]) -> list[str]:
+    """One memory cannot hold two stored tensors, unless they are equal."""
+    faults = []
+    for alias in aliases:
+        row, target = names.get(alias.name), names.get(alias.target)
+        if row is None:
+            if not _allowed(rules, Init, alias.name):
+                faults.append(f"missing     {alias.name} (tied to {alias.target}): is not in the checkpoint")
+        elif target is not None and row != target and not _equal(index, row, target):
+            faults.append(f"tied        {alias.name}: shares memory with {alias.target}, stored with other values")
+    return faults
+
+
+def _equal(index: Index, one: int, other: int) -> bool:
+    """Whether two stored tensors are known to have the same bytes: same boxes, same digests."""
+
+    def content(row: int) -> object:
+        pieces = index.pieces_of(row)
+        chunks = slice(int(index.first_chunk[pieces.start]), int(index.first_chunk[pieces.stop]))
+        boxes = slice(int(index.first_box[pieces.start]), int(index.first_box[pieces.stop]))
+        return index.dtypes[row], index.boxes[boxes].tolist(), index.digest[chunks].tolist()
+
+    return content(one) == content(other)
+
+
+def _refuse(faults: Sequence[str]) -> None:
+    shown = "\n".join(faults[:_LISTED_MAX])
+    if len(faults) > _LISTED_MAX:
+        shown += f"\n... and {len(faults) - _LISTED_MAX} more"
+    raise MismatchError(
+        f"state and checkpoint differ in {len(faults)} place{'s' * (len(faults) > 1)}; nothing was changed",
+        differences=tuple(faults), found=shown,
+        next="load into the model that was saved, or allow what differs by a rule (fs.Rename, Skip, Init, Cast)",
+    )

@@ -1,0 +1,68 @@
+"""Leniency by name: what a load may overlook. Without rules a load is strict.
+
+Patterns are shell patterns over tensor names (`model.head.*`), as in fnmatch, case-sensitive.
+Everything that a rule allowed is listed in the load's report.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+_STATE = ".state."
+
+
+@dataclass(frozen=True, slots=True)
+class Rename:
+    """The stored path `source`, and all under it, is called `target` in the state.
+
+    Also inside optimizer state, which is named after its parameter.
+    """
+
+    source: str
+    target: str
+
+    def apply(self, name: str) -> str:
+        outer, state, inner = name.partition(_STATE)
+        if state and self._moves(inner):
+            return outer + state + self._moved(inner)
+        return self._moved(name) if self._moves(name) else name
+
+    def _moves(self, name: str) -> bool:
+        return name == self.source or name.startswith(self.source + ".")
+
+    def _moved(self, name: str) -> str:
+        return self.target + name[len(self.source) :]
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """Stored tensors that match may be wanted by nobody."""
+
+    pattern: str
+
+    def allows(self, name: str) -> bool:
+        return fnmatchcase(name, self.pattern)
+
+
+@dataclass(frozen=True, slots=True)
+class Init:
+    """Tensors of the state that match may be absent from the checkpoint; they keep their values."""
+
+    pattern: str
+
+    def allows(self, name: str) -> bool:
+        return fnmatchcase(name, self.pattern)
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Tensors that match may have another dtype in the checkpoint; values are converted."""
+
+    pattern: str
+
+    def allows(self, name: str) -> bool:
+        return fnmatchcase(name, self.pattern)
+
+
+Rule = Rename | Skip | Init | Cast

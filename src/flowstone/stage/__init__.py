@@ -1,0 +1,1 @@
+"""Between live memory and the store: the arena, capture on the way out, scatter on the way in."""

@@ -1,0 +1,53 @@
+"""How much memory staging may take, and the one pool that takes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flowstone import _native
+from flowstone.config import ARENA_SHARE_OF_AVAILABLE, BUDGET_BYTES_MIN
+from flowstone.errors import BudgetError
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_bytes() -> int:
+    """Memory that this process could still take: the machine's, or its control group's if less."""
+    for line in _MEMINFO.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+            break
+    else:
+        raise OSError(f"{_MEMINFO} has no MemAvailable")
+    limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
+    if limit is not None and used is not None:
+        available = min(available, max(0, limit - used))
+    return available
+
+
+def _number(path: Path) -> int | None:
+    """The number in a control file; None where there is no such file or it says "max"."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None  # safe: no control group limit that we could see
+    return int(text) if text.isdigit() else None
+
+
+def default_budget_bytes() -> int:
+    """A quarter of the available memory."""
+    return max(BUDGET_BYTES_MIN, available_bytes() // ARENA_SHARE_OF_AVAILABLE)
+
+
+def open_arena(budget_bytes: int, request_bytes: int) -> _native.Arena:
+    """The pool for at most `budget_bytes`, in blocks of one request. Maps address space, touches nothing.
+
+    raises  BudgetError when the budget holds fewer than two requests
+    """
+    if budget_bytes < 2 * request_bytes:
+        raise BudgetError(
+            f"a budget of {budget_bytes} bytes cannot hold two requests of {request_bytes}",
+            next="raise budget_bytes, or lower request_bytes in EngineOptions",
+        )
+    return _native.Arena(budget_bytes=budget_bytes, block_bytes=request_bytes)

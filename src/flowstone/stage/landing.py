@@ -1,0 +1,85 @@
+"""Where read bytes land first, when they cannot go straight into the memory that wants them.
+
+That is so when values are converted (cast), when the memory is a device's, and when a
+staged load checks everything before it changes anything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from flowstone.errors import BudgetError
+from flowstone.pieces import DType, Memory, Piece
+from flowstone.stage.arena import available_bytes
+from flowstone.stage.capture import host_twin, on_device
+from flowstone.state import tensors
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Landing:
+    """`memory` receives the bytes as stored; `settle` moves them on to the `target`, converted if need be."""
+
+    memory: Memory
+    target: Memory
+    buffer: torch.Tensor | None  # None: the bytes land in the target itself
+    wanted: DType
+
+    def settle(self) -> None:
+        if self.buffer is None:
+            return
+        values = self.buffer
+        if tensors.dtype_of(values) != self.wanted:
+            values = values.to(tensors.torch_dtype(self.wanted))
+        if self.target.device != "cpu":
+            carrier = on_device(self.target)
+            carrier.copy_(values.view(carrier.dtype))
+            return
+        source = tensors.memory_of(values.contiguous())
+        _host_array(self.target)[...] = _host_array(source)
+
+
+def land(
+    wanted: Sequence[Piece], memory: Sequence[Memory], stored: Sequence[DType], *, stage: bool
+) -> tuple[Landing, ...]:
+    """A landing for each wanted piece. `stored` are the dtypes in the checkpoint; `stage` lands all aside.
+
+    raises  BudgetError when staging needs more than the memory that is available
+    """
+    if stage:
+        needed, available = sum(piece.bytes for piece in wanted), available_bytes()
+        if needed > available:
+            raise BudgetError(
+                f"load(stage=True) needs {needed} bytes beside the state", found=f"{available} bytes available",
+                next="load with stage=False: every chunk is verified all the same, as it is read",
+            )
+    landings = []
+    for piece, target, dtype in zip(wanted, memory, stored, strict=True):
+        if dtype != piece.dtype or stage:
+            buffer = tensors.empty(dtype, piece.box.shape)
+            landings.append(Landing(tensors.memory_of(buffer), target, buffer, piece.dtype))
+        elif target.device != "cpu":
+            twin = host_twin(target)
+            assert isinstance(twin.owner, torch.Tensor)
+            buffer = twin.owner.view(tensors.torch_dtype(dtype))
+            landings.append(Landing(twin, target, buffer, piece.dtype))
+        else:
+            landings.append(Landing(target, target, None, piece.dtype))
+    return tuple(landings)
+
+
+_CARRIERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+
+
+def _host_array(memory: Memory) -> np.ndarray:
+    """The elements of host memory as an array of a type of their size; keep the owner alive meanwhile."""
+    reach = [(n - 1) * s for n, s in zip(memory.shape, memory.strides_bytes, strict=True)]
+    if 0 in memory.shape:
+        return np.empty(memory.shape, _CARRIERS[memory.item_bytes])
+    below, above = sum(min(0, r) for r in reach), sum(max(0, r) for r in reach)
+    raw = (ctypes.c_char * (above - below + memory.item_bytes)).from_address(memory.address + below)
+    return np.ndarray(memory.shape, _CARRIERS[memory.item_bytes], memoryview(raw), -below, memory.strides_bytes)

@@ -1,0 +1,24 @@
+"""The state layer: what the user hands over <-> named pieces of memory and plain objects.
+
+`describe` takes a state apart for a save; `prepare` finds the places for a load, and the
+Restoration that it returns finishes what bytes alone cannot restore.
+"""
+
+from flowstone.state.describe import BYTES_INLINE_MAX, describe
+from flowstone.state.generators import rng
+from flowstone.state.records import Described, Difference, PerRank, Shard, Stored, StoredTensor
+from flowstone.state.restore import Restoration, prepare
+
+__all__ = [
+    "BYTES_INLINE_MAX",
+    "Described",
+    "Difference",
+    "PerRank",
+    "Restoration",
+    "Shard",
+    "Stored",
+    "StoredTensor",
+    "describe",
+    "prepare",
+    "rng",
+]

@@ -1,0 +1,57 @@
+"""Constants of torch and numpy that a checkpoint keeps by name."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import torch
+
+from flowstone.errors import DamagedError, UnsupportedFormatError
+from flowstone.format.objects import Named
+
+_TORCH = (torch.dtype, torch.layout, torch.memory_format)
+
+
+def named(value: object) -> Named | None:
+    """The name of a constant; None for anything else."""
+    if isinstance(value, _TORCH):
+        return Named(f"torch.{type(value).__name__}", str(value).removeprefix("torch."))
+    if isinstance(value, torch.device):
+        return Named("torch.device", str(value))
+    if type(value) is torch.Size:
+        return Named("torch.Size", ",".join(map(str, value)))
+    if isinstance(value, np.dtype) and value.kind in "biufc" and value.isnative:
+        return Named("numpy.dtype", value.name)
+    return None
+
+
+def value_of(constant: Named, path: str) -> object:
+    """The constant of that name, in this torch and numpy.
+
+    raises  UnsupportedFormatError when they have none, DamagedError for text that never was one
+    """
+    kind, text = constant.kind, constant.text
+    if kind in ("torch.dtype", "torch.layout", "torch.memory_format"):
+        value = getattr(torch, text, None)
+        if isinstance(value, getattr(torch, kind.removeprefix("torch."))):
+            return value
+    elif kind == "torch.device" and re.fullmatch(r"[a-z]+(:[0-9]{1,9})?", text):
+        try:
+            return torch.device(text)
+        except RuntimeError:
+            pass  # a device that this torch has never heard of: refused below
+    elif kind == "torch.Size":
+        if not re.fullmatch(r"([0-9]{1,18}(,[0-9]{1,18})*)?", text):
+            raise DamagedError(f"the object '{path}' is no torch.Size", found=text, next="run `flowstone verify`")
+        return torch.Size(int(n) for n in text.split(",") if n)
+    elif kind == "numpy.dtype" and re.fullmatch(r"[a-z]+[0-9]*", text):
+        try:
+            return np.dtype(text)
+        except TypeError:
+            pass  # of a later numpy, or another machine: refused below
+    raise UnsupportedFormatError(
+        f"the object '{path}' is a constant that this torch and numpy do not have",
+        found=f"{kind} {text}",
+        next="install the versions that saved it",
+    )

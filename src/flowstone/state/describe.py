@@ -1,0 +1,185 @@
+"""Describe: take a state apart into pieces of memory and plain objects. Changes nothing."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Mapping
+from functools import cached_property
+from typing import cast
+
+import numpy as np
+import torch
+
+from flowstone.format import objects
+from flowstone.format.objects import TensorRef, unsupported
+from flowstone.pieces import DTYPES
+from flowstone.state import constants, generators, modules, optimizers, tensors
+from flowstone.state.ledger import Ledger
+from flowstone.state.names import Place, check_sections, section_place
+from flowstone.state.records import Described, PerRank, Shard
+from flowstone.state.survey import Kind, Parameters, Survey, classify, collector_paused, refuse_failed_call, survey
+
+BYTES_INLINE_MAX = 64 * 1024
+"""Longer bytes lie in a tensor: objects are read whole, as text, whenever a checkpoint is opened."""
+
+
+@collector_paused()
+def describe(state: Mapping[str, object], *, rank: int = 0) -> Described:
+    """Describe everything in `state`, as `rank` holds it.
+
+    raises  UnsupportedStateError, naming the path, for what cannot be stored;
+            CollisionError when two paths make one name
+
+    Calls the state_dict() of what has one; copies no tensor (but conjugate and negative views),
+    changes nothing. Memory in the result is the user's and kept alive by it.
+    """
+    check_sections(state)
+    describer = Describer(survey(state, rank))
+    shared: dict[str, object] = {}
+    per_rank: dict[str, object] = {}
+    for section, value in state.items():
+        if isinstance(value, PerRank):
+            per_rank[section] = describer.node(value.value, section_place(section, rank))
+        else:
+            shared[section] = describer.node(value, section_place(section))
+    ledger = describer.ledger
+    return Described(
+        tuple(ledger.pieces),
+        tuple(ledger.memory),
+        tuple(ledger.aliases),
+        shared,
+        per_rank,
+        tuple(ledger.lazy),
+        describer.survey.optimizers,
+    )
+
+
+class Describer:
+    """One description under way: enters tensors into the ledger, returns objects."""
+
+    def __init__(self, found: Survey) -> None:
+        self.survey = found
+        self.ledger = Ledger()
+        self._open: set[int] = set()
+
+    @cached_property
+    def parameters(self) -> Parameters:
+        return self.survey.parameters()
+
+    def node(self, value: object, place: Place) -> object:
+        """The object that stands for `value`, whose tensors go into the ledger."""
+        match classify(value):
+            case Kind.PLAIN:
+                return self._plain(value, place)
+            case Kind.CONTAINER:
+                return self._container(value, place)
+            case Kind.TENSOR:
+                self.ledger.describe_tensor(place, cast("torch.Tensor", value))
+                return TensorRef(place.name, "tensor")
+            case Kind.ARRAY:
+                self.ledger.describe_array(place, cast("np.ndarray", value))
+                return TensorRef(place.name, "ndarray")
+            case Kind.SHARD:
+                return self._shard(cast("Shard", value), place)
+            case Kind.MODULE:
+                return modules.describe(self, cast("torch.nn.Module", value), place)
+            case Kind.OPTIMIZER:
+                return optimizers.describe(self, cast("torch.optim.Optimizer", value), place)
+            case Kind.GENERATOR:
+                return self.node(generators.state_of(value, place.name), place)
+            case Kind.STATEFUL:
+                return self._stateful(value, place)
+            case Kind.PER_RANK:
+                raise unsupported(place.name, value, "lies inside another value", "make it a section of the state")
+
+    def _shard(self, shard: Shard, place: Place) -> TensorRef:
+        if isinstance(shard.tensor, torch.Tensor):
+            self.ledger.describe_tensor(place, shard.tensor, within=shard)
+            return TensorRef(place.name, "tensor")
+        self.ledger.describe_array(place, shard.tensor, within=shard)
+        return TensorRef(place.name, "ndarray")
+
+    def _stateful(self, value: object, place: Place) -> object:
+        try:
+            tree = value.state_dict()  # type: ignore[attr-defined]
+        except Exception as error:
+            raise refuse_failed_call(place, "state_dict", error) from error
+        return self.node(tree, place)
+
+    def _container(self, value: object, place: Place) -> object:
+        self._enter(value, place)
+        built: object
+        if isinstance(value, dict):
+            pairs = [(self.key(key, place), self.node(item, place.child(key))) for key, item in value.items()]
+            built = OrderedDict(pairs) if type(value) is OrderedDict else dict(pairs)
+        else:
+            items = [self.node(item, place.child(i)) for i, item in enumerate(cast("list[object]", value))]
+            built = items if type(value) is list else tuple(items)
+        self._open.discard(id(value))
+        return built
+
+    def _enter(self, value: object, place: Place) -> None:
+        if id(value) in self._open:
+            raise unsupported(place.name, value, "contains itself", "break the cycle, or leave it out of the state")
+        if len(self._open) >= objects.DEPTH_MAX:
+            raise unsupported(place.name, value, f"lies more than {objects.DEPTH_MAX} levels deep", "flatten it")
+        self._open.add(id(value))
+
+    def _plain(self, value: object, place: Place) -> object:
+        """A value of its own: immutable ones as they are, others copied, constants by name."""
+        kind = type(value)
+        if kind in _IMMUTABLE:
+            return value
+        if kind is bytes or kind is bytearray:
+            return self._bytes(cast("bytes", value), place)
+        if kind is deque:
+            return self._deque(cast("deque[object]", value), place)
+        if kind in (set, frozenset):
+            members = [self.key(item, place) for item in cast("set[object]", value)]
+            return kind(members)
+        if kind is Counter:
+            return self._counter(cast("Counter[object]", value), place)
+        named = constants.named(value)
+        if named is not None:
+            return named
+        objects.encode(value, place.name)  # scalars of numpy, slices; refuses everything else
+        return value
+
+    def _bytes(self, value: bytes | bytearray, place: Place) -> object:
+        if len(value) <= BYTES_INLINE_MAX:
+            return type(value)(value)
+        # A copy of a bytearray: an exported buffer would keep the user from resizing it.
+        array = np.frombuffer(bytes(value), np.uint8)
+        self.ledger.add(place, DTYPES["uint8"], tensors.array_memory(array))
+        return TensorRef(place.name, "bytes" if type(value) is bytes else "bytearray")
+
+    def _deque(self, value: deque[object], place: Place) -> object:
+        self._enter(value, place)
+        built = deque((self.node(item, place.child(i)) for i, item in enumerate(value)), value.maxlen)
+        self._open.discard(id(value))
+        return built
+
+    def _counter(self, value: Counter[object], place: Place) -> object:
+        self._enter(value, place)
+        built: Counter[object] = Counter()
+        for key, count in value.items():
+            built[self.key(key, place)] = cast("int", self.node(count, place.child(key)))
+        self._open.discard(id(value))
+        return built
+
+    def key(self, key: object, place: Place) -> object:
+        """A dict key or a set's member: a plain, hashable value."""
+        if type(key) is str or type(key) is int:
+            return key
+        if type(key) is tuple:
+            return tuple(self.key(part, place) for part in key)
+        named = constants.named(key)
+        if named is not None:
+            return named
+        if type(key) is frozenset:
+            return frozenset(self.key(part, place) for part in key)
+        objects.encode(key, f"{place.name} key {key!r:.40}")
+        return key
+
+
+_IMMUTABLE = frozenset({type(None), bool, int, float, complex, str, range})

@@ -1,0 +1,196 @@
+"""Fresh values: built anew from a stored object, for what cannot be written in place."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+
+from flowstone.errors import DamagedError
+from flowstone.format.objects import Named, TensorRef
+from flowstone.state import constants, tensors
+from flowstone.state.names import Place
+from flowstone.state.records import StoredTensor
+
+if TYPE_CHECKING:
+    from flowstone.state.restore import Restorer
+
+Placement = Callable[[StoredTensor], "torch.device | str"]
+
+
+class Fresh:
+    """New memory for the tensors that one object refers to; the same name, or a tied one, twice is one tensor.
+
+    First `want` every node, before any byte is read; then, with all bytes in place, `build` them.
+    """
+
+    def __init__(self, restorer: Restorer, placement: Placement | None = None) -> None:
+        self._restorer = restorer
+        self._placement = placement
+        self._made: dict[str, torch.Tensor | np.ndarray] = {}
+        self._names: dict[str, str] = {}
+
+    def want(self, node: object, place: Place) -> None:
+        """Allocate what `node` refers to, and enter it as wanted. Missing tensors become differences."""
+        if isinstance(node, TensorRef):
+            self._want_ref(node, place)
+        elif isinstance(node, dict):
+            for key, item in node.items():
+                constant_free(key, place.name)
+                self.want(item, place.child(key))
+        elif isinstance(node, (list, tuple, deque)):
+            for i, item in enumerate(node):
+                self.want(item, place.child(i))
+        else:
+            constant_free(node, place.name)  # for its errors: `build` comes too late for them
+
+    def _want_ref(self, ref: TensorRef, place: Place) -> None:
+        stored = self._restorer.stored
+        name = stored.rename(ref.name)
+        if name in self._names:
+            return
+        if name not in stored.tensors:
+            self._restorer.differ("missing", name, f"a tensor, for '{place.name}'", "none of that name")
+            return
+        shares = stored.tied.get(name, name)
+        self._names[name] = shares
+        made = self._made.get(shares)
+        if made is None:
+            made = self._made[shares] = self._new(stored.tensors[name], ref, place)
+        self._restorer.want(place.called(name, place.key), made)
+
+    def _new(self, stored: StoredTensor, ref: TensorRef, place: Place) -> torch.Tensor | np.ndarray:
+        if ref.kind == "tensor":
+            return tensors.empty(
+                stored.dtype, stored.shape, device="cpu" if self._placement is None else self._placement(stored)
+            )
+        is_bytes = ref.kind != "ndarray"
+        if not tensors.numpy_has(stored.dtype) or (is_bytes and (stored.dtype.name, len(stored.shape)) != ("uint8", 1)):
+            raise DamagedError(
+                f"the object '{place.name}' is not what its type says",
+                expected="bytes" if is_bytes else "a numpy array",
+                found=f"{stored.dtype.name} of shape {stored.shape}",
+                next="run `flowstone verify`; load another checkpoint",
+            )
+        return np.empty(stored.shape, stored.dtype.name)
+
+    def build(self, node: object, path: str) -> object:
+        """The value of a node that was wanted. Containers are new, constants this library's own."""
+        kind = type(node)
+        if kind is TensorRef:
+            return self._built_ref(cast("TensorRef", node))
+        if kind is Named:
+            return constants.value_of(cast("Named", node), path)
+        if kind in (dict, OrderedDict):
+            pairs = [
+                (constant_free(key, path), self.build(item, path))
+                for key, item in cast("dict[object, object]", node).items()
+            ]
+            return OrderedDict(pairs) if kind is OrderedDict else dict(pairs)
+        if kind is Counter:
+            counter: Counter[object] = Counter()
+            for key, count in cast("Counter[object]", node).items():
+                counter[constant_free(key, path)] = cast("int", self.build(count, path))
+            return counter
+        if kind is deque:
+            line = cast("deque[object]", node)
+            return deque((self.build(item, path) for item in line), line.maxlen)
+        if kind in (list, tuple):
+            items = [self.build(item, path) for item in cast("list[object]", node)]
+            return items if kind is list else tuple(items)
+        if kind is bytearray:
+            return bytearray(cast("bytearray", node))
+        return constant_free(node, path)
+
+    def _built_ref(self, ref: TensorRef) -> object:
+        made = self._made[self._names[self._restorer.stored.rename(ref.name)]]
+        if ref.kind == "bytes":
+            return cast("np.ndarray", made).tobytes()
+        if ref.kind == "bytearray":
+            return bytearray(cast("np.ndarray", made).tobytes())
+        return made
+
+
+def constant_free(value: object, path: str) -> object:
+    """A key, a leaf or a set, with this library's own constants in place of their names."""
+    if isinstance(value, Named):
+        return constants.value_of(value, path)
+    if type(value) in (set, frozenset, tuple):
+        return type(value)(constant_free(part, path) for part in cast("set[object]", value))  # type: ignore[call-arg]
+    return value
+
+
+class Fitting:
+    """Puts plain values into the containers that they replace: whoever holds those sees the change.
+
+    A container that stands in two places of the state takes one value; where the other place was
+    saved with a different one, it gets a container of its own.
+    """
+
+    def __init__(self) -> None:
+        self._taken: dict[int, tuple[object, object]] = {}
+
+    def fit(self, target: object, value: object) -> object:
+        """`value`, in `target` and the containers inside it as far as types agree."""
+        if type(target) is not type(value) or type(target) not in _FILL:
+            return value
+        if id(target) in self._taken:
+            return target if self._taken[id(target)][1] == value else value
+        # A copy: what goes into the target is fitted, and must not change what we compare with.
+        self._taken[id(target)] = (target, copy.copy(value))
+        _FILL[type(target)](self, target, value)
+        return target
+
+    def _dict(self, target: dict[object, object], value: dict[object, object]) -> None:
+        fitted = {key: self.fit(target.get(key), item) for key, item in value.items()}
+        target.clear()
+        target.update(fitted)
+
+    def _list(self, target: list[object], value: list[object]) -> None:
+        pairs = itertools.zip_longest(target[: len(value)], value)
+        target[:] = [self.fit(old, new) for old, new in pairs]
+
+    def _set(self, target: set[object], value: set[object]) -> None:
+        target.clear()
+        target.update(value)
+
+    def _counter(self, target: Counter[object], value: Counter[object]) -> None:
+        target.clear()
+        for key, count in value.items():
+            target[key] = count
+
+    def _bytearray(self, target: bytearray, value: bytearray) -> None:
+        target[:] = value
+
+
+_FILL: Mapping[type, Callable[..., None]] = {
+    dict: Fitting._dict,
+    OrderedDict: Fitting._dict,
+    list: Fitting._list,
+    set: Fitting._set,
+    Counter: Fitting._counter,
+    bytearray: Fitting._bytearray,
+}
+
+
+def refers_to_tensors(node: object) -> bool:
+    """Whether a stored object holds tensors or arrays (long bytes are plain values)."""
+    if isinstance(node, TensorRef):
+        return node.kind in ("tensor", "ndarray")
+    if isinstance(node, dict):
+        return any(refers_to_tensors(item) for item in node.values())
+    return isinstance(node, (list, tuple, deque)) and any(refers_to_tensors(item) for item in node)
+
+
+def kind_of(node: object) -> str:
+    """What a stored object is, in words for a difference."""
+    if isinstance(node, TensorRef):
+        return f"a {node.kind}"
+    if isinstance(node, Named):
+        return f"a {node.kind}"
+    return type(node).__name__

@@ -1,0 +1,134 @@
+"""Generators: of random numbers, each restored to the very state that it was saved in."""
+
+from __future__ import annotations
+
+import random
+from typing import cast
+
+import numpy as np
+import torch
+
+from flowstone.format.objects import TensorRef, unsupported
+from flowstone.state.records import PerRank, Stored
+from flowstone.state.survey import ProcessGenerators
+
+
+def rng() -> PerRank:
+    """The generators of this process, as a section that every rank keeps for itself.
+
+    python's `random`, numpy's global one, torch's on the CPU and on every GPU that is in use.
+    """
+    return PerRank(ProcessGenerators())
+
+
+def state_of(generator: object, name: str) -> object:
+    """The state of a generator as a tree of plain values, tensors and arrays of its own."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    if isinstance(generator, np.random.BitGenerator):
+        return generator.state
+    if isinstance(generator, random.Random):
+        return _python_state(generator, name)
+    return {
+        "python": _python_state(_python_global(), name),
+        "numpy": np.random.get_state(legacy=False),
+        "torch": torch.get_rng_state(),
+        "cuda": cuda_states(),
+    }
+
+
+def restore(generator: object, state: object) -> None:
+    """Put a generator into a state from `state_of`, of the same kind of generator."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(cast("torch.Tensor", state))
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = cast("dict[str, object]", state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(cast("dict[str, object]", state))
+    elif isinstance(generator, np.random.BitGenerator):
+        generator.state = cast("dict[str, object]", state)
+    elif isinstance(generator, random.Random):
+        _restore_python(generator, cast("dict[str, object]", state))
+    else:
+        _restore_process(cast("dict[str, object]", state))
+
+
+def cuda_states() -> list[torch.Tensor]:
+    """The state of every GPU's default generator; none before the process has used a GPU."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+        return []
+    return torch.cuda.get_rng_state_all()
+
+
+def _restore_process(state: dict[str, object]) -> None:
+    _restore_python(_python_global(), cast("dict[str, object]", state["python"]))
+    np.random.set_state(cast("dict[str, object]", state["numpy"]))
+    torch.set_rng_state(cast("torch.Tensor", state["torch"]))
+    saved = cast("list[torch.Tensor]", state["cuda"])
+    for device, one in enumerate(saved[: cuda_count()]):
+        torch.cuda.set_rng_state(one, device)
+
+
+def cuda_count() -> int:
+    """How many GPUs this process can restore a generator of."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _python_global() -> random.Random:
+    """The instance behind the functions of `random`, which are its bound methods."""
+    return cast("random.Random", random.random.__self__)  # type: ignore[attr-defined]
+
+
+def _python_state(generator: random.Random, name: str) -> dict[str, object]:
+    """`getstate()` is (version, 624 words and a position, next gauss); the words go into an array."""
+    try:
+        version, words, gauss = generator.getstate()
+        table = np.array(words, np.uint32)
+    except (NotImplementedError, TypeError, ValueError, OverflowError) as error:
+        raise unsupported(name, generator, "is a generator whose state cannot be read") from error
+    return {"version": version, "words": table, "gauss_next": gauss}
+
+
+def _restore_python(generator: random.Random, state: dict[str, object]) -> None:
+    words = cast("np.ndarray", state["words"])
+    generator.setstate((state["version"], tuple(words.tolist()), state["gauss_next"]))
+
+
+def fits(current: object, node: object, stored: Stored) -> bool:
+    """Whether a stored object has the form of a generator's present state, so that `restore` accepts it."""
+    if isinstance(current, (torch.Tensor, np.ndarray)):
+        if not isinstance(node, TensorRef):
+            return False
+        found = stored.tensors.get(stored.rename(node.name))
+        name = str(current.dtype).removeprefix("torch.")
+        # A missing tensor is reported as such.
+        return found is None or (found.dtype.name == name and found.shape == tuple(current.shape))
+    if isinstance(current, dict):
+        if not isinstance(node, dict) or current.keys() != node.keys():
+            return False
+        return all(_fits_entry(key, item, node[key], stored) for key, item in current.items())
+    return type(node) in (int, float, str, type(None))
+
+
+def _fits_entry(key: object, current: object, node: object, stored: Stored) -> bool:
+    if key == "bit_generator" or key == "version":
+        return current == node
+    if key == "cuda":
+        return isinstance(node, list) and all(isinstance(one, TensorRef) and one.kind == "tensor" for one in node)
+    return fits(current, node, stored)
+
+
+def devices_missing(node: object) -> int:
+    """How many GPUs' generators are stored, and cannot be restored here."""
+    saved = node.get("cuda") if isinstance(node, dict) else None
+    return max(0, len(saved) - cuda_count()) if isinstance(saved, list) else 0
+
+
+def label(state: object, generator: object) -> str:
+    """A generator's type as a difference tells it."""
+    own = state.get("bit_generator") if isinstance(state, dict) else None
+    return f"the state of {own}" if isinstance(own, str) else f"the state of {type(generator).__name__}"

@@ -1,0 +1,157 @@
+"""Modules: parameters and persistent buffers by name, extra state as objects."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from flowstone.errors import StateError
+from flowstone.format.objects import TensorRef
+from flowstone.state import tensors
+from flowstone.state.fresh import Fresh, kind_of, refers_to_tensors
+from flowstone.state.names import Place, strip_wrappers
+from flowstone.state.records import MISSING, Phase
+from flowstone.state.survey import refuse_failed_call
+
+if TYPE_CHECKING:
+    from flowstone.state.describe import Describer
+    from flowstone.state.restore import Restorer
+
+
+_EXTRA_STATE = "_extra_state"  # torch's key for get_extra_state(): of any type, and free to change its shape
+
+
+def describe(describer: Describer, module: torch.nn.Module, place: Place) -> dict[str, object]:
+    """Enter a module's tensors; returns what else its state_dict() holds, by stripped key.
+
+    Tensors that are no parameter or buffer's own memory (made by a state_dict hook, or extra state)
+    stand in the result as references, so that a reader can tell them.
+    """
+    entries = state_dict(module, place)
+    live = Live(module)
+    extra: dict[str, object] = {}
+    for key, value in entries.items():
+        name = strip_wrappers(key)
+        inner = place.called(f"{place.name}.{name}", key)
+        if live.has(value):
+            describer.ledger.describe_tensor(
+                inner, cast("torch.Tensor", value), lazy=isinstance(value, torch.nn.Parameter)
+            )
+            if place.rank is not None:
+                # Another rank may take this entry, and could not tell the tensors from the names.
+                extra[name] = TensorRef(inner.name, "tensor")
+        else:
+            extra[name] = describer.node(value, inner)
+    return extra
+
+
+def restore(restorer: Restorer, module: torch.nn.Module, node: object, place: Place) -> None:
+    """Want a module's tensors in their own memory, and plan to hand it the rest of its entries."""
+    if node is not MISSING and not isinstance(node, dict):
+        restorer.differ("kind", place.name, "a module", kind_of(node))
+        return
+    extra = cast("dict[str, object]", {} if node is MISSING else node)
+    entries = state_dict(module, place)
+    live = Live(module)
+    fresh = Fresh(restorer)
+    late: dict[str, Callable[[], object]] = {}
+    names = set()
+    for key, value in entries.items():
+        name = strip_wrappers(key)
+        names.add(name)
+        inner = place.called(f"{place.name}.{name}", key)
+        own = extra.get(name, MISSING)
+        if live.has(value):
+            restorer.into_tensor(cast("torch.Tensor", value), own, inner)
+        elif isinstance(value, torch.Tensor) and not key.endswith(_EXTRA_STATE):
+            late[key] = _tensor_aside(restorer, value, own, inner)
+        elif own is MISSING:
+            restorer.differ("missing", inner.name, kind_of(value), "nothing of that name")
+        else:
+            fresh.want(own, inner)
+            late[key] = partial(fresh.build, own, inner.name)
+    for name, item in extra.items():
+        if name not in names and not refers_to_tensors(item):
+            restorer.differ("unexpected", f"{place.name}.{name}", "nothing of that name", kind_of(item))
+    if late:
+        metadata = getattr(entries, "_metadata", None)
+        restorer.later(
+            Phase.MODULES,
+            lambda: load_entries(module, {key: built() for key, built in late.items()}, metadata, place),
+        )
+
+
+def _tensor_aside(restorer: Restorer, value: torch.Tensor, node: object, place: Place) -> Callable[[], object]:
+    """Want a tensor like `value` in memory of its own."""
+    made = tensors.empty(tensors.check_tensor(value, place.name), value.shape, device=value.device)
+    restorer.into_tensor(made, node, place)
+    return lambda: made
+
+
+class Live:
+    """Tells a module's own tensors from those that its state_dict() made."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._ids = {id(value) for value in _own_tensors(module)}
+        self._memory: set[tuple[object, ...] | None] | None = None
+
+    def has(self, value: object) -> bool:
+        """Whether writing into `value` writes into the module."""
+        if not isinstance(value, torch.Tensor):
+            return False
+        if id(value) in self._ids:
+            return True
+        if tensors.uninitialized(value) or type(value) is not torch.Tensor:
+            return False
+        if self._memory is None:
+            # Only where state_dict() detaches: a whole module's worth of addresses is not free.
+            self._memory = {_identity(own) for own in _own_tensors(self._module)}
+        identity = _identity(value)
+        return identity is not None and identity in self._memory
+
+
+def _own_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
+    own: list[torch.Tensor] = []
+    for inner in module.modules():
+        own.extend(value for value in inner._parameters.values() if value is not None)
+        own.extend(value for value in inner._buffers.values() if value is not None)
+    return own
+
+
+def _identity(tensor: torch.Tensor) -> tuple[object, ...] | None:
+    if tensor.is_meta or tensor.layout is not torch.strided or tensor.numel() == 0:
+        return None
+    try:
+        return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    except RuntimeError:  # uninitialized, or a subclass without memory: nobody's memory
+        return None
+
+
+def state_dict(module: torch.nn.Module, place: Place) -> Mapping[str, object]:
+    """The module's state_dict(), with its very parameters where it lets us have them."""
+    try:
+        if type(module).state_dict is torch.nn.Module.state_dict:
+            return cast("Mapping[str, object]", module.state_dict(keep_vars=True))
+        return cast("Mapping[str, object]", module.state_dict())
+    except Exception as error:
+        raise refuse_failed_call(place, "state_dict", error) from error
+
+
+def load_entries(module: torch.nn.Module, entries: Mapping[str, object], metadata: object, place: Place) -> None:
+    """Hand a module those entries that no write into memory restores."""
+    given = OrderedDict(entries)
+    # Modules read their version from here; without it they would take the entries for old ones.
+    given._metadata = metadata  # type: ignore[attr-defined]
+    try:
+        module.load_state_dict(given, strict=False)
+    except Exception as error:
+        raise StateError(
+            f"cannot restore '{place.name}'",
+            found=f"load_state_dict() of {sorted(entries)} raised {type(error).__name__}: {error}",
+            next="mend the module's hooks; its parameters and buffers are already restored",
+        ) from error

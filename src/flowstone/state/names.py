@@ -1,0 +1,76 @@
+"""Names: where a value lies in the state, as a dotted path that a checkpoint keeps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from flowstone.errors import UnsupportedStateError
+from flowstone.format.objects import key_text, valid_text
+
+# Wrappers put their own component into the names of what they wrap; a checkpoint does not care.
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|module|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+
+
+class Place(NamedTuple):
+    """A value's place in the state: its name, and the keys that lead to it."""
+
+    name: str
+    key: object
+    parent: Place | None
+    depth: int
+    rank: int | None  # whose value it is, when every rank keeps its own
+
+    def child(self, key: object) -> Place:
+        """The place of `self[key]`."""
+        return Place(f"{self.name}.{key_text(key)}", key, self, self.depth + 1, self.rank)
+
+    def called(self, name: str, key: object) -> Place:
+        """A place inside this one that has a name of its own, and is reached by `key`."""
+        return Place(name, key, self, self.depth + 1, self.rank)
+
+    @property
+    def path(self) -> str:
+        """The keys, as one would write them; tells places of the same name apart."""
+        keys: list[object] = []
+        place: Place | None = self
+        while place is not None:
+            keys.append(place.key)
+            place = place.parent
+        return "state" + "".join(f"[{key!r}]" for key in reversed(keys))
+
+
+def section_place(section: str, rank: int | None = None) -> Place:
+    """The place of a section; `rank` when it is kept per rank."""
+    return Place(section if rank is None else f"{section}@{rank}", section, None, 0, rank)
+
+
+def strip_wrappers(key: str) -> str:
+    """A module's dotted key without the components that wrappers add, so that wrapped and bare agree."""
+    return _WRAPPERS.sub("", key) if "module." in key or "_orig_mod." in key else key
+
+
+def valid_name(name: str) -> bool:
+    """Whether an index can hold `name`: UTF-8, no NUL."""
+    return "\0" not in name and valid_text(name)
+
+
+def check_sections(state: object) -> tuple[str, ...]:
+    """The state's section names; raises UnsupportedStateError for one that cannot be a section."""
+    if not isinstance(state, Mapping):
+        raise UnsupportedStateError(
+            "the state is not a mapping", found=type(state).__qualname__, next='hand over {"model": model, ...}'
+        )
+    return tuple(_checked_sections(state))
+
+
+def _checked_sections(sections: Iterable[object]) -> Iterable[str]:
+    for section in sections:
+        if type(section) is not str or not section or section[:2] == "__" or "@" in section or not valid_name(section):
+            raise UnsupportedStateError(
+                f"{section!r} cannot name a section of the state",
+                expected="a non-empty str that does not begin with '__' and holds no '@' and no NUL",
+                next="rename that entry of the state",
+            )
+        yield section

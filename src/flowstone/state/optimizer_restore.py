@@ -1,0 +1,334 @@
+"""Optimizers, restored: slots and groups follow the checkpoint, never a dummy step, never a cast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from flowstone.errors import StateError
+from flowstone.format.objects import TensorRef
+from flowstone.state import tensors
+from flowstone.state.fresh import Fresh, constant_free, kind_of
+from flowstone.state.names import Place
+from flowstone.state.optimizers import NOT_OPTIONS, Anatomy, Member, dissect
+from flowstone.state.records import MISSING, Phase, Shard, StoredTensor
+
+if TYPE_CHECKING:
+    from flowstone.state.restore import Restorer
+
+Built = Callable[[], object]
+
+
+def restore(restorer: Restorer, optimizer: torch.optim.Optimizer, node: object, place: Place) -> None:
+    """Want an optimizer's tensors, existing ones in place; plan to put slots and settings into it."""
+    if node is MISSING:
+        restorer.differ("missing", place.name, "an optimizer", "nothing of that name")
+        return
+    stored = _read(node)
+    if stored is None:
+        restorer.differ("kind", place.name, "an optimizer", kind_of(node))
+        return
+    anatomy = dissect(optimizer, restorer.parameters, place)
+    rebuild = _Rebuild(restorer, optimizer, anatomy, place)
+    rebuild.match_groups(stored.groups)
+    if place.rank is None:
+        rebuild.want_named_slots(stored.listed)
+    rebuild.want_listed_slots(stored.listed)
+    rebuild.want_rest(stored.shared, stored.extra)
+    restorer.later(Phase.OPTIMIZERS, rebuild.apply)
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredGroup:
+    params: list[str]
+    options: dict[object, object]
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredOptimizer:
+    """The four entries of an optimizer's object, see optimizers.py."""
+
+    groups: list[_StoredGroup]
+    listed: dict[str, dict[object, object]]
+    shared: object
+    extra: object
+
+
+def _read(node: object) -> _StoredOptimizer | None:
+    """The entries of a stored object, or None when it is no optimizer's."""
+    match node:
+        case {"param_groups": list(groups), "state": dict(listed), "shared": dict(shared), "extra": dict(extra)}:
+            found = []
+            for group in groups:
+                match group:
+                    case {"params": list(params), "options": dict(options)} if all(type(p) is str for p in params):
+                        found.append(_StoredGroup(params, options))
+                    case _:
+                        return None
+            if all(type(path) is str and isinstance(slots, dict) for path, slots in listed.items()):
+                return _StoredOptimizer(found, listed, shared, extra)
+    return None
+
+
+@dataclass(slots=True)
+class _Rebuild:
+    """An optimizer's state in the making: what each slot and setting will be."""
+
+    restorer: Restorer
+    optimizer: torch.optim.Optimizer
+    anatomy: Anatomy
+    place: Place
+    slots: dict[int, dict[object, Built]] = field(default_factory=dict)  # by id of the parameter
+    options: dict[int, dict[str, Built]] = field(default_factory=dict)  # by index of the optimizer's group
+    shared: Built = dict
+    extra: Built = dict
+    _by_id: dict[int, Member] = field(default_factory=dict)
+    _by_path: dict[str, Member] = field(default_factory=dict)
+    _on_device: dict[int, bool] = field(default_factory=dict)  # by id: do scalar slots live with the parameter
+
+    def __post_init__(self) -> None:
+        self._by_id = {id(member.parameter): member for member in self.anatomy.members()}
+        self._by_path = {member.home.path: member for member in self.anatomy.members()}
+
+    def _find(self, *paths: str) -> Member | None:
+        """The member at the first of `paths` that is one; a tied parameter has several."""
+        for path in paths:
+            parameter = self.restorer.parameters.at(path)
+            member = self._by_path.get(path) if parameter is None else self._by_id.get(id(parameter))
+            if member is not None:
+                return member
+        return None
+
+    def match_groups(self, stored: list[_StoredGroup]) -> None:
+        """Pair groups that have the same members, in whatever order; each left over is a difference."""
+        rename = self.restorer.stored.rename
+        waiting: dict[frozenset[object], list[int]] = {}
+        for i, members in enumerate(self.anatomy.groups):
+            waiting.setdefault(frozenset(id(member.parameter) for member in members), []).append(i)
+        for i, group in enumerate(stored):
+            found = [self._find(rename(path), path) for path in group.params]
+            key = frozenset(
+                path if member is None else id(member.parameter)
+                for member, path in zip(found, group.params, strict=True)
+            )
+            if waiting.get(key):
+                self._want_options(waiting[key].pop(0), group.options)
+            else:
+                self._differ(i, "unexpected", "no group of these members", _listing(group.params))
+        for i in sorted(i for left in waiting.values() for i in left):
+            paths = [member.home.path for member in self.anatomy.groups[i]]
+            self._differ(i, "missing", _listing(paths), "no group of these members")
+
+    def _differ(self, i: int, kind: str, expected: str, found: str) -> None:
+        name = f"{self.place.name}.param_groups.{i}"
+        self.restorer.differ("missing" if kind == "missing" else "unexpected", name, expected, found)
+
+    def _want_options(self, i: int, options: Mapping[object, object]) -> None:
+        """Settings follow the checkpoint, whole; a tensor that fits is kept and written into."""
+        place = self.place.child("param_groups").child(i)
+        on_device = bool(options.get("capturable")) or bool(options.get("fused"))
+        for member in self.anatomy.groups[i]:
+            self._on_device[id(member.parameter)] = on_device
+        fresh = Fresh(self.restorer, partial(self._option_device, i, on_device))
+        chosen = self.options[i] = {}
+        for key, node in options.items():
+            if type(key) is not str or key in NOT_OPTIONS:
+                continue
+            current = self.anatomy.options[i].get(key)
+            if isinstance(node, TensorRef) and isinstance(current, torch.Tensor) and self._fits(current, node):
+                self._into(current, node, place.child(key), None)
+                chosen[key] = _constant(current)
+            else:
+                fresh.want(node, place.child(key))
+                chosen[key] = _building(fresh, node, place)
+        kept = sorted(str(key) for key in self.anatomy.options[i] if key not in chosen)
+        if kept:
+            self.restorer.notes.append(f"{place.name}: {', '.join(kept)} not in the checkpoint, kept as they are")
+
+    def _option_device(self, i: int, on_device: bool, _: StoredTensor) -> torch.device | str:
+        members = self.anatomy.groups[i]
+        return members[0].parameter.device if members and on_device else "cpu"
+
+    def _fits(self, tensor: torch.Tensor, ref: TensorRef) -> bool:
+        stored = self.restorer.stored
+        found = stored.tensors.get(stored.rename(ref.name))
+        return found == StoredTensor(tensors.dtype_of(tensor), tuple(tensor.shape))
+
+    def _into(self, tensor: torch.Tensor, ref: TensorRef, place: Place, within: Shard | None) -> None:
+        name = self.restorer.stored.rename(ref.name)
+        self.restorer.into_tensor(tensor, ref, place.called(name, place.key), within=within)
+
+    def want_named_slots(self, listed: Mapping[str, Mapping[object, object]]) -> None:
+        """Slots that are told by their tensors' names alone."""
+        stored = self.restorer.stored
+        prefix = f"{self.place.name}.state."
+        known = {stored.rename(name) for slots in listed.values() for name in _names_in(slots)}
+        for name, tensor in stored.tensors.items():
+            if not name.startswith(prefix) or name in known:
+                continue
+            path, _, slot = name[len(prefix) :].rpartition(".")
+            member = self._find(path, stored.rename(path))
+            if member is not None:  # else wanted by nobody, which is reported with all such tensors
+                self._want_slot(member, slot, name, tensor)
+
+    def _want_slot(self, member: Member, slot: object, name: str, stored: StoredTensor) -> None:
+        """A tensor slot: the optimizer's own where there is one, else a new one of the stored form."""
+        place = self.place.called(name, (member.home.path, slot))
+        parameter, shard = member.parameter, member.home.shard
+        current = member.slots.get(slot)
+        if not isinstance(current, torch.Tensor):
+            whole = parameter.shape if shard is None else shard.shape
+            same = stored.shape == tuple(whole)
+            current = tensors.empty(
+                stored.dtype,
+                tuple(parameter.shape) if same else stored.shape,
+                device=self._device(member, slot, stored),
+                strides=_strides_like(parameter) if same else None,
+            )
+        within = shard if shard is not None and current.shape == parameter.shape else None
+        self.restorer.into_tensor(current, MISSING, place, within=within)
+        self.slots.setdefault(id(parameter), {})[slot] = _constant(current)
+
+    def _device(self, member: Member, slot: object, stored: StoredTensor) -> torch.device | str:
+        """With the parameter; but counters of steps on the CPU, unless a kernel reads them (as torch has it)."""
+        counter = slot == "step" or (stored.shape == () and member.parameter.dim() > 0)
+        if counter and not self._on_device.get(id(member.parameter), False):
+            return "cpu"
+        return member.parameter.device
+
+    def want_listed_slots(self, listed: Mapping[str, Mapping[object, object]]) -> None:
+        """Slots that are numbers, None, nested containers; and tensors whose names do not tell."""
+        stored = self.restorer.stored
+        fresh: dict[int, Fresh] = {}
+        for path, slots in listed.items():
+            member = self._find(stored.rename(path), path)
+            if member is None:
+                name = f"{self.place.name}.state.{path}"
+                self.restorer.differ("unexpected", name, "no such parameter", f"{len(slots)} slots")
+                continue
+            key = id(member.parameter)
+            anew = fresh.setdefault(key, Fresh(self.restorer, partial(self._device, member, None)))
+            for named, node in slots.items():
+                slot = constant_free(named, self.place.name)
+                place = self.place.child("state").child(path).child(slot)
+                if isinstance(node, TensorRef) and node.kind == "tensor":
+                    name = stored.rename(node.name)
+                    if name in stored.tensors:
+                        self._want_slot(member, slot, name, stored.tensors[name])
+                        continue
+                anew.want(node, place)
+                self.slots.setdefault(key, {})[slot] = _building(anew, node, place)
+
+    def want_rest(self, shared: object, extra: object) -> None:
+        """State of no parameter, and what a subclass adds."""
+        fresh = Fresh(self.restorer)
+        inside = self.place.child("state")
+        fresh.want(shared, inside)
+        fresh.want(extra, self.place)
+        self.shared = _building(fresh, shared, inside)
+        self.extra = _building(fresh, extra, self.place)
+
+    def apply(self) -> None:
+        """Put everything in; through load_state_dict() only where a subclass or a hook has one of its own."""
+        if _loads_itself(self.optimizer):
+            self._hand_over()
+            return
+        state = cast("dict[object, dict[object, object]]", self.optimizer.state)
+        for member in self.anatomy.members():
+            built = {slot: make() for slot, make in self.slots.get(id(member.parameter), {}).items()}
+            if not built:
+                state.pop(member.parameter, None)
+                continue
+            current = state.setdefault(member.parameter, {})
+            for slot in [slot for slot in current if slot not in built]:
+                del current[slot]
+            current.update(built)
+        for key in self.anatomy.shared:
+            state.pop(key, None)
+        state.update(cast("dict[object, dict[object, object]]", self.shared()))
+        for i, options in self.options.items():
+            self.optimizer.param_groups[i].update({key: make() for key, make in options.items()})
+
+    def _hand_over(self) -> None:
+        """Give the optimizer the state_dict() that it would have had, in the order of its parameters now."""
+        state: dict[object, object] = {}
+        groups: list[dict[str, object]] = []
+        number = 0
+        for i, members in enumerate(self.anatomy.groups):
+            packed: dict[str, object] = dict(self.anatomy.options[i])
+            packed.update({key: make() for key, make in self.options.get(i, {}).items()})
+            names = self.optimizer.param_groups[i].get("param_names")
+            if names is not None:
+                packed["param_names"] = list(names)
+            packed["params"] = list(range(number, number + len(members)))
+            groups.append(packed)
+            for member in members:
+                built = {slot: make() for slot, make in self.slots.get(id(member.parameter), {}).items()}
+                if built:
+                    state[number] = built
+                number += 1
+        state.update(cast("dict[object, object]", self.shared()))
+        tree = {"state": state, "param_groups": groups, **cast("dict[str, object]", self.extra())}
+        try:
+            self.optimizer.load_state_dict(tree)
+        except Exception as error:
+            raise StateError(
+                f"cannot restore '{self.place.name}'",
+                found=f"load_state_dict() raised {type(error).__name__}: {error}",
+                next="mend that load_state_dict(); its tensors' memory is already restored",
+            ) from error
+        if not _overrides_load(self.optimizer):
+            self._undo_casts(state)
+
+    def _undo_casts(self, given: Mapping[object, object]) -> None:
+        """Torch's own load_state_dict() casts slots to the parameter's dtype: put back those that it changed."""
+        for number, member in enumerate(self.anatomy.members()):
+            current = self.optimizer.state.get(member.parameter, {})
+            for slot, value in cast("dict[object, object]", given.get(number, {})).items():
+                held = current.get(slot)
+                if isinstance(value, torch.Tensor) and isinstance(held, torch.Tensor) and held.dtype != value.dtype:
+                    current[slot] = value
+
+
+def _loads_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether load_state_dict() does more than torch's, which casts slots to the parameter's dtype."""
+    return _overrides_load(optimizer) or any(vars(optimizer).get(name) for name in _LOAD_HOOKS)
+
+
+def _overrides_load(optimizer: torch.optim.Optimizer) -> bool:
+    own = type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict
+    return own or "load_state_dict" in vars(optimizer)
+
+
+_LOAD_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+
+
+def _strides_like(parameter: torch.Tensor) -> tuple[int, ...] | None:
+    """The strides that zeros_like() would give: the parameter's own where it is dense in some order."""
+    return torch.empty_like(parameter, device="meta", requires_grad=False).stride()
+
+
+def _names_in(node: object) -> list[str]:
+    if isinstance(node, TensorRef):
+        return [node.name]
+    if isinstance(node, dict):
+        return [name for item in node.values() for name in _names_in(item)]
+    return [name for item in node for name in _names_in(item)] if isinstance(node, (list, tuple)) else []
+
+
+def _constant(value: object) -> Built:
+    return lambda: value
+
+
+def _building(fresh: Fresh, node: object, place: Place) -> Built:
+    return lambda: fresh.build(node, place.name)
+
+
+def _listing(paths: list[str]) -> str:
+    """A group's members, the first few by name."""
+    shown = ", ".join(sorted(paths)[:3])
+    return f"a group of {len(paths)}: {shown}{', ...' if len(paths) > 3 else ''}"

@@ -1,0 +1,134 @@
+"""What the state layer hands over, and the two wrappers that a user puts around values."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import numpy as np
+import torch
+
+from flowstone.errors import UnsupportedStateError
+from flowstone.pieces import Alias, DType, Memory, Piece
+
+DifferenceKind: TypeAlias = Literal["missing", "unexpected", "shape", "dtype", "kind"]
+
+
+class PerRank:
+    """A value that every rank keeps for itself, such as its generators; `value` is replaced at load."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"PerRank({self.value!r})"
+
+
+class Shard:
+    """`tensor` is the box at `offset` of a global tensor of `shape`, whose other parts lie on other ranks."""
+
+    __slots__ = ("offset", "shape", "tensor")
+
+    def __init__(self, tensor: torch.Tensor | np.ndarray, shape: Sequence[int], offset: Sequence[int]) -> None:
+        self.tensor = tensor
+        self.shape = tuple(int(n) for n in shape)
+        self.offset = tuple(int(n) for n in offset)
+        local = tuple(tensor.shape)
+        fits = len(local) == len(self.shape) == len(self.offset) and all(
+            o >= 0 and o + n <= whole for o, n, whole in zip(self.offset, local, self.shape, strict=True)
+        )
+        if not fits:
+            raise UnsupportedStateError(
+                f"a shard of shape {local} at offset {self.offset} does not lie in a tensor of shape {self.shape}",
+                next="give the global shape, and the offset of the shard's first element in it",
+            )
+
+    def __repr__(self) -> str:
+        return f"Shard(<{tuple(self.tensor.shape)}>, shape={self.shape}, offset={self.offset})"
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A state, taken apart. The memory is the user's: valid until the state is changed.
+
+    pieces      in the order of the state; unique by (name, box)
+    memory      parallel: where each piece lies
+    lazy        parallel: whether only an optimizer's step changes it (parameters, optimizer state),
+                so that it may be captured after `save` returned
+    aliases     further names of memory that is among the pieces: tied weights
+    objects     section -> plain values, with TensorRef and Named leaves; none of it is the user's
+    per_rank    the same for sections that this rank keeps for itself
+    optimizers  every optimizer of the state: each may change lazy pieces in its step
+    """
+
+    pieces: tuple[Piece, ...]
+    memory: tuple[Memory, ...]
+    aliases: tuple[Alias, ...]
+    objects: Mapping[str, object]
+    per_rank: Mapping[str, object]
+    lazy: tuple[bool, ...]
+    optimizers: tuple[torch.optim.Optimizer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """What the index says about a tensor."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+
+
+def _same(name: str) -> str:
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a checkpoint holds, as far as restoring needs it before any byte is read.
+
+    tensors   by name after renames; aliases are there as names of their own
+    objects   section -> decoded value, with TensorRef and Named leaves (names before renames)
+    per_rank  the same, this rank's entries
+    rename    stored tensor name -> name after the rename rules
+    tied      alias -> the name it shares memory with, both after renames; lets containers that are
+              built anew share what was shared
+    """
+
+    tensors: Mapping[str, StoredTensor]
+    objects: Mapping[str, object]
+    per_rank: Mapping[str, object] = field(default_factory=dict)
+    rename: Callable[[str], str] = _same
+    tied: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One way in which state and checkpoint do not fit each other."""
+
+    kind: DifferenceKind
+    name: str
+    expected: str  # by the state
+    found: str  # in the checkpoint
+
+
+class Phase(enum.IntEnum):
+    """The order of what finishes a restoration. Whoever may draw random numbers comes before generators."""
+
+    VALUES = 0
+    MODULES = 1
+    OPTIMIZERS = 2
+    STATEFUL = 3
+    GENERATORS = 4
+
+
+class Missing(enum.Enum):
+    """No stored object stands where one was looked for; None is a value."""
+
+    MISSING = 0
+
+
+MISSING = Missing.MISSING

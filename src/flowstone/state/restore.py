@@ -1,0 +1,287 @@
+"""Restore: find the memory that a checkpoint's tensors go to, and plan what bytes cannot restore."""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Callable, Mapping, MutableMapping
+from functools import cached_property, partial
+from typing import cast
+
+import numpy as np
+import torch
+
+from flowstone.errors import StateError
+from flowstone.format.objects import TensorRef, unsupported
+from flowstone.pieces import Alias, Memory, Piece
+from flowstone.state import generators, modules, optimizer_restore, tensors
+from flowstone.state.fresh import Fitting, Fresh, constant_free, kind_of, refers_to_tensors
+from flowstone.state.ledger import Ledger
+from flowstone.state.names import Place, check_sections, section_place
+from flowstone.state.records import MISSING, Difference, DifferenceKind, PerRank, Phase, Shard, Stored
+from flowstone.state.survey import CONTAINERS, Kind, Parameters, Survey, classify, collector_paused, items_of, survey
+
+Replacement = Callable[[], object]
+"""Makes, once all bytes are in place, the value that takes another's place in its container."""
+
+
+class Restoration:
+    """Where a checkpoint's bytes go, how the state differs from it, and what is left to do after.
+
+    pieces, memory  wanted tensors and where their bytes go, each memory once; memory is the user's, or
+                    new and owned by this object until `finish`
+    aliases         further wanted names of memory that is among the pieces
+    differences     between the state's and the checkpoint's objects; tensors are not compared here
+    sections        of the state: what was asked for
+    notes           what is left out or kept on purpose, for the report
+    """
+
+    def __init__(self, restorer: Restorer, sections: tuple[str, ...]) -> None:
+        self.pieces: tuple[Piece, ...] = tuple(restorer.ledger.pieces)
+        self.memory: tuple[Memory, ...] = tuple(restorer.ledger.memory)
+        self.aliases: tuple[Alias, ...] = tuple(restorer.ledger.aliases)
+        self.differences: tuple[Difference, ...] = tuple(restorer.differences)
+        self.notes: tuple[str, ...] = tuple(restorer.notes)
+        self.sections = sections
+        self._actions = restorer.actions
+        self._written = restorer.written
+        self._finished = False
+
+    def finish(self) -> None:
+        """Apply everything that is not bytes. Call once, with every wanted byte in place and verified.
+
+        Values and containers first, then modules, optimizers, other objects in the state's order,
+        generators last. Raises StateError when an object's own load_state_dict() raises.
+        """
+        assert not self._finished, "a restoration finishes once"
+        self._finished = True
+        # Bytes went in behind autograd's back: a graph that saved the old values has to notice.
+        torch.autograd.graph.increment_version([one for one in self._written if not one.is_inference()])
+        for phase in Phase:
+            for action in self._actions[phase]:
+                action()
+
+
+@collector_paused()
+def prepare(state: Mapping[str, object], stored: Stored, *, rank: int = 0) -> Restoration:
+    """Plan to restore `state` from what a checkpoint says it holds.
+
+    raises  UnsupportedStateError for memory that cannot be written, CollisionError when two paths
+            make one name, FormatError for objects that cannot be what they say
+
+    Changes nothing: the state is as before until bytes are written into the returned memory.
+    """
+    sections = check_sections(state)
+    restorer = Restorer(survey(state, rank), stored)
+    for section, value in state.items():
+        if isinstance(value, PerRank):
+            restorer.per_rank(section, value, rank)
+        else:
+            restorer.section(section, value, state)
+    return Restoration(restorer, sections)
+
+
+class Restorer:
+    """One restoration being planned: collects wanted memory, differences and late actions."""
+
+    def __init__(self, found: Survey, stored: Stored) -> None:
+        self.survey = found
+        self.stored = stored
+        self.ledger = Ledger()
+        self.differences: list[Difference] = []
+        self.notes: list[str] = []
+        self.actions: dict[Phase, list[Callable[[], None]]] = {phase: [] for phase in Phase}
+        self.written: list[torch.Tensor] = []
+        self._fitting = Fitting()
+
+    @cached_property
+    def parameters(self) -> Parameters:
+        return self.survey.parameters()
+
+    def differ(self, kind: DifferenceKind, name: str, expected: str, found: str) -> None:
+        """Note that state and checkpoint do not fit each other."""
+        self.differences.append(Difference(kind, name, expected, found))
+
+    def later(self, phase: Phase, action: Callable[[], None]) -> None:
+        """Do `action` in `finish`."""
+        self.actions[phase].append(action)
+
+    def per_rank(self, section: str, holder: PerRank, rank: int) -> None:
+        """Plan a section that every rank keeps for itself."""
+        if section in self.stored.objects and section not in self.stored.per_rank:
+            self.differ("kind", section, "a value of every rank's own", "one value for all ranks")
+            return
+        node = self.stored.per_rank.get(section, MISSING)
+        replacement = self.node(holder.value, node, section_place(section, rank))
+        if replacement is not None:
+            self.later(Phase.VALUES, lambda: setattr(holder, "value", replacement()))
+
+    def section(self, section: str, value: object, state: Mapping[str, object]) -> None:
+        """Plan a section that all ranks share."""
+        if section in self.stored.per_rank and section not in self.stored.objects:
+            self.differ("kind", section, "one value for all ranks", "a value of every rank's own")
+            return
+        replacement = self.node(value, self.stored.objects.get(section, MISSING), section_place(section))
+        if replacement is None:
+            return
+        if not isinstance(state, MutableMapping):
+            raise unsupported(section, value, "cannot be replaced in a state that is read-only", "hand over a dict")
+        self.later(Phase.VALUES, lambda: operator.setitem(state, section, replacement()))
+
+    def node(self, value: object, node: object, place: Place) -> Replacement | None:
+        """Plan to restore `value` from the stored `node`, in place; or what is to take its place."""
+        match classify(value):
+            case Kind.PLAIN:
+                return self._plain(value, node, place)
+            case Kind.CONTAINER:
+                if id(value) in self.survey.live or refers_to_tensors(node):
+                    return self._container(value, node, place)
+                return self._plain(value, node, place)
+            case Kind.TENSOR:
+                self.into_tensor(cast("torch.Tensor", value), node, place)
+            case Kind.ARRAY:
+                self.into_array(cast("np.ndarray", value), node, place)
+            case Kind.SHARD:
+                self._shard(cast("Shard", value), node, place)
+            case Kind.MODULE:
+                modules.restore(self, cast("torch.nn.Module", value), node, place)
+            case Kind.OPTIMIZER:
+                optimizer_restore.restore(self, cast("torch.optim.Optimizer", value), node, place)
+            case Kind.GENERATOR:
+                self._generator(value, node, place)
+            case Kind.STATEFUL:
+                self._stateful(value, node, place)
+            case Kind.PER_RANK:
+                raise unsupported(place.name, value, "lies inside another value", "make it a section of the state")
+        return None
+
+    def _plain(self, value: object, node: object, place: Place) -> Replacement | None:
+        if node is MISSING:
+            self.differ("missing", place.name, kind_of(value), "nothing of that name")
+            return None
+        if refers_to_tensors(node) and type(value) is not deque:
+            return None  # those tensors are wanted by nobody, which is reported with all others
+        fresh = Fresh(self)
+        fresh.want(node, place)
+        return lambda: self._fitting.fit(value, fresh.build(node, place.name))
+
+    def _container(self, value: object, node: object, place: Place) -> Replacement | None:
+        """A container with something to write in place: item by item, strict about its keys."""
+        mapping = isinstance(value, dict)
+        if node is not MISSING and (type(node) not in CONTAINERS or isinstance(node, dict) != mapping):
+            self.differ("kind", place.name, kind_of(value), kind_of(node))
+            return None
+        stored = {} if node is MISSING else {constant_free(k, place.name): item for k, item in items_of(node)}
+        replaced: dict[object, Replacement] = {}
+        for key, item in items_of(value):
+            replacement = self.node(item, stored.pop(key, MISSING), place.child(key))
+            if replacement is not None:
+                replaced[key] = replacement
+        for key, item in stored.items():
+            if not refers_to_tensors(item):
+                self.differ("unexpected", place.child(key).name, "nothing of that name", kind_of(item))
+        if type(value) is tuple:
+            return partial(_rebuilt, value, replaced) if replaced else None
+        for key, replacement in replaced.items():
+            self.later(Phase.VALUES, partial(_replace, cast("dict[object, object]", value), key, replacement))
+        return None
+
+    def want(self, place: Place, made: torch.Tensor | np.ndarray) -> None:
+        """Want memory of our own making."""
+        if isinstance(made, torch.Tensor):
+            self.ledger.describe_tensor(place, made)
+        else:
+            self.ledger.describe_array(place, made)
+
+    def _named(self, node: object, place: Place) -> Place:
+        """Where a wanted tensor is stored: by its own name; per rank, by the name of the rank that saved it."""
+        if place.rank is not None and isinstance(node, TensorRef):
+            return place.called(self.stored.rename(node.name), place.key)
+        return place
+
+    def into_tensor(self, tensor: torch.Tensor, node: object, place: Place, *, within: Shard | None = None) -> None:
+        """Want a tensor's elements in its own memory, which has to hold each of them by itself."""
+        place = self._named(node, place)
+        dtype = tensors.check_tensor(tensor, place.name)
+        self.written.append(tensor)
+        if tensors.deferred(tensor):
+            aside = tensors.empty(dtype, tensor.shape, device=tensor.device)
+            self.ledger.add(place, dtype, tensors.memory_of(aside), within=within)
+            self.later(Phase.VALUES, partial(_copy_into, tensor, aside))
+            return
+        memory = tensors.memory_of(tensor)
+        if not tensor.is_contiguous():
+            self._check_apart(memory, tensor, place)
+        self.ledger.add(place, dtype, memory, within=within)
+
+    def into_array(self, array: np.ndarray, node: object, place: Place, *, within: Shard | None = None) -> None:
+        """Want an array's elements in its own memory."""
+        place = self._named(node, place)
+        dtype = tensors.check_array(array, place.name)
+        if not array.flags.writeable:
+            raise unsupported(place.name, array, "cannot be loaded into: it is read-only", "pass a copy() of it")
+        aside = tensors.ascending(array)
+        memory = tensors.array_memory(aside)
+        self._check_apart(memory, array, place)
+        self.ledger.add(place, dtype, memory, within=within)
+        if aside is not array:
+            self.later(Phase.VALUES, partial(np.copyto, array, aside))
+
+    def _check_apart(self, memory: Memory, value: object, place: Place) -> None:
+        if tensors.overlaps_itself(memory):
+            raise unsupported(
+                place.name, value, "cannot be loaded into: its elements share memory", "pass a contiguous copy of it"
+            )
+
+    def _shard(self, shard: Shard, node: object, place: Place) -> None:
+        if isinstance(shard.tensor, torch.Tensor):
+            self.into_tensor(shard.tensor, node, place, within=shard)
+        else:
+            self.into_array(shard.tensor, node, place, within=shard)
+
+    def _generator(self, generator: object, node: object, place: Place) -> None:
+        if node is MISSING:
+            self.differ("missing", place.name, kind_of(generator), "nothing of that name")
+            return
+        current = generators.state_of(generator, place.name)
+        if not generators.fits(current, node, self.stored):
+            self.differ("kind", place.name, generators.label(current, generator), generators.label(node, node))
+            return
+        fresh = Fresh(self)
+        fresh.want(node, place)
+        missing = generators.devices_missing(node)
+        if missing:
+            self.notes.append(f"{place.name}: the generators of {missing} GPU(s) that are not here were left out")
+        self.later(Phase.GENERATORS, lambda: generators.restore(generator, fresh.build(node, place.name)))
+
+    def _stateful(self, value: object, node: object, place: Place) -> None:
+        if node is MISSING:
+            self.differ("missing", place.name, kind_of(value), "nothing of that name")
+            return
+        fresh = Fresh(self)
+        fresh.want(node, place)
+        self.later(Phase.STATEFUL, lambda: _load_state(value, fresh.build(node, place.name), place))
+
+
+def _rebuilt(value: tuple[object, ...], replaced: Mapping[object, Replacement]) -> tuple[object, ...]:
+    return tuple(replaced[i]() if i in replaced else item for i, item in enumerate(value))
+
+
+def _replace(container: dict[object, object], key: object, replacement: Replacement) -> None:
+    container[key] = replacement()
+
+
+def _copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    with torch.no_grad():
+        target.copy_(source)
+
+
+def _load_state(value: object, tree: object, place: Place) -> None:
+    try:
+        value.load_state_dict(tree)  # type: ignore[attr-defined]
+    except Exception as error:
+        raise StateError(
+            f"cannot restore '{place.name}'",
+            found=f"load_state_dict() raised {type(error).__name__}: {error}",
+            next="mend that load_state_dict(); what comes before it in the state is already restored",
+        ) from error

@@ -1,0 +1,160 @@
+"""Tensors and arrays as memory: the only place that looks inside them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from flowstone.errors import UnsupportedStateError
+from flowstone.format.objects import unsupported
+from flowstone.pieces import DTYPES, DType, Memory
+
+TORCH_DTYPES: Mapping[torch.dtype, DType] = {
+    getattr(torch, name): dtype for name, dtype in DTYPES.items() if hasattr(torch, name)
+}
+_TORCH_OF: Mapping[str, torch.dtype] = {dtype.name: own for own, dtype in TORCH_DTYPES.items()}
+_NUMPY_NAMES = frozenset(
+    ["bool", "float16", "float32", "float64", "complex64", "complex128"]
+    + [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+)
+_DENSE_TYPES = (torch.Tensor, torch.nn.Parameter)
+_ARRAY_TYPES = (np.ndarray, np.memmap)
+_CONVERT = "convert it to a dense tensor (to_dense(), dequantize(), full_tensor(), ...), or leave it out of the state"
+
+
+def dtype_of(tensor: torch.Tensor) -> DType:
+    """The piece dtype of a tensor; raises UnsupportedStateError for a quantized one."""
+    try:
+        return TORCH_DTYPES[tensor.dtype]
+    except KeyError:
+        raise UnsupportedStateError(f"tensors of {tensor.dtype} cannot be stored", next=_CONVERT) from None
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """The inverse of `dtype_of`; raises UnsupportedStateError where this torch lacks the type."""
+    try:
+        return _TORCH_OF[dtype.name]
+    except KeyError:
+        raise UnsupportedStateError(
+            f"this version of torch ({torch.__version__}) has no {dtype.name}", next="install a later torch"
+        ) from None
+
+
+def empty(
+    dtype: DType,
+    shape: Sequence[int],
+    *,
+    device: torch.device | str = "cpu",
+    strides: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """A new tensor with undefined elements; row-major unless `strides` (in elements) says otherwise."""
+    own = torch_dtype(dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # complex32: "support is experimental"
+        if strides is None:
+            return torch.empty(tuple(shape), dtype=own, device=device)
+        return torch.empty_strided(tuple(shape), tuple(strides), dtype=own, device=device)
+
+
+def memory_of(tensor: torch.Tensor) -> Memory:
+    """Where a dense tensor's elements lie. The owner is its storage, which outlives `tensor.data = other`."""
+    item_bytes = tensor.element_size()
+    return Memory(
+        tensor.untyped_storage(),
+        tensor.data_ptr(),
+        tuple(tensor.shape),
+        tuple([stride * item_bytes for stride in tensor.stride()]),
+        item_bytes,
+        "cpu" if tensor.is_cpu else str(tensor.device),
+    )
+
+
+def check_tensor(tensor: torch.Tensor, name: str) -> DType:
+    """The dtype of a tensor whose elements lie in memory, each by itself; else UnsupportedStateError."""
+    dtype = TORCH_DTYPES.get(tensor.dtype)
+    if (
+        type(tensor) in _DENSE_TYPES
+        and dtype is not None
+        and tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.is_meta or tensor._is_zerotensor())
+    ):
+        return dtype
+    raise _refusal(tensor, name)
+
+
+def _refusal(tensor: torch.Tensor, name: str) -> UnsupportedStateError:
+    """Why `check_tensor` refuses, most telling cause first."""
+    if uninitialized(tensor):
+        return unsupported(name, tensor, "is not initialized", "run one forward pass before saving or loading")
+    if type(tensor) not in _DENSE_TYPES:
+        return unsupported(name, tensor, "is a kind of tensor that cannot be stored", _CONVERT)
+    if tensor.is_meta:
+        return unsupported(name, tensor, "is on the meta device, without memory", "give it memory with to_empty()")
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        return unsupported(name, tensor, f"has layout {'nested' if tensor.is_nested else tensor.layout}", _CONVERT)
+    if tensor.dtype not in TORCH_DTYPES:
+        return unsupported(name, tensor, f"has dtype {tensor.dtype}", _CONVERT)
+    return unsupported(name, tensor, "has no memory", "clone() it")
+
+
+def uninitialized(tensor: torch.Tensor) -> bool:
+    """Whether it is a lazy module's parameter or buffer, before its first pass."""
+    return isinstance(tensor, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer))
+
+
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or a copy whose memory holds the values, where conjugation or sign is only noted."""
+    return tensor.detach().resolve_conj().resolve_neg() if deferred(tensor) else tensor
+
+
+def deferred(tensor: torch.Tensor) -> bool:
+    """Whether the memory holds other values than the tensor shows: a conjugate or negative view."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def check_array(array: np.ndarray, name: str) -> DType:
+    """The dtype of a numpy array of plain native numbers; else UnsupportedStateError."""
+    if type(array) in _ARRAY_TYPES and array.dtype.isnative and array.dtype.name in _NUMPY_NAMES:
+        return DTYPES[array.dtype.name]
+    if type(array) not in _ARRAY_TYPES:
+        raise unsupported(name, array, "is a kind of array that cannot be stored", "convert it with numpy.asarray()")
+    raise unsupported(
+        name,
+        array,
+        f"has dtype {array.dtype.str}",
+        "convert it with astype() to a native bool, integer, float16 to float64 or complex type, or to a list",
+    )
+
+
+def array_memory(array: np.ndarray) -> Memory:
+    """Where an array's elements lie; strides may be negative."""
+    return Memory(array, array.__array_interface__["data"][0], array.shape, array.strides, array.itemsize)
+
+
+def ascending(array: np.ndarray) -> np.ndarray:
+    """The array itself, or a copy where an axis runs backwards: memory is always read upwards."""
+    return array.copy(order="C") if any(stride < 0 for stride in array.strides) else array
+
+
+def overlaps_itself(memory: Memory) -> bool:
+    """Whether two elements may share bytes, so that writing one changes the other.
+
+    Sufficient, not necessary: says yes to interleavings that no common view makes.
+    """
+    if memory.contiguous:
+        return False
+    reach = memory.item_bytes  # bytes that the dimensions so far span
+    for stride, length in sorted(zip(memory.strides_bytes, memory.shape, strict=True)):
+        if length > 1:
+            if stride < reach:
+                return True
+            reach += stride * (length - 1)
+    return False
+
+
+def numpy_has(dtype: DType) -> bool:
+    """Whether numpy has a dtype of that name."""
+    return dtype.name in _NUMPY_NAMES

@@ -1,0 +1,1 @@
+"""Where checkpoints live: names, bytes, syncs and renames. Knows no torch, no plan."""

@@ -1,0 +1,147 @@
+"""What a store can do. Every store obeys this protocol and its suite, tests/store/contract.py.
+
+Paths are names relative to the store's root, with "/" between them. What fails raises
+StorageError with operation, errno and path, FullError when space is the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowstone import _native
+from flowstone.config import POLL_S
+from flowstone.errors import FlowstoneError
+from flowstone.format.manifest import IoRecord
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """A segment to be created: its path in the store and its full size in bytes."""
+
+    path: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What a writer reports: digests of all chunks, or the error that ended it. Durable if no error."""
+
+    error: FlowstoneError | None
+    digests: NDArray[np.uint64]
+    io: IoRecord
+
+
+@dataclass(frozen=True, slots=True)
+class ReadReceipt:
+    """What a reader reports.
+
+    bad      positions, in the rows' digests, of chunks that differ from what was written
+    touched  per row: whether some byte of its target has been changed
+    """
+
+    error: FlowstoneError | None
+    bad: NDArray[np.uint64]
+    touched: NDArray[np.bool_]
+    requested_bytes: int
+    copied_bytes: int
+    direct_bytes: int
+    requests: int
+
+
+class Writing(Protocol):
+    """Segments on their way to the store."""
+
+    def wait_captured(self) -> None:
+        """Block until no source will be read any more."""
+
+    def receipt(self) -> Receipt:
+        """Block until everything is durable, or has failed. Frees what the write held; call once."""
+
+    def cancel(self) -> None:
+        """Start nothing new; the receipt then carries a CancelledError."""
+
+    @property
+    def done_bytes(self) -> int: ...
+
+
+class Reading(Protocol):
+    """Extents on their way into memory."""
+
+    def wait(self, timeout_s: float) -> bool: ...
+
+    def receipt(self) -> ReadReceipt:
+        """Block until the end. Call once."""
+
+    def cancel(self) -> None: ...
+
+    @property
+    def done_bytes(self) -> int: ...
+
+
+def finish_reading(reading: Reading, on_progress: Callable[[int], None] | None = None) -> ReadReceipt:
+    """Wait for the end. `on_progress` is told the bytes done. Ctrl-C stops the reading, then is raised."""
+    try:
+        while not reading.wait(POLL_S):
+            if on_progress is not None:
+                on_progress(reading.done_bytes)
+    except BaseException:
+        reading.cancel()
+        reading.receipt()
+        raise
+    return reading.receipt()
+
+
+class Store(Protocol):
+    """One run's checkpoints."""
+
+    @property
+    def location(self) -> str:
+        """For people and messages."""
+
+    def exists(self, path: str = "") -> bool: ...
+    def names(self, path: str = "") -> tuple[str, ...]:
+        """Entries of a directory, sorted; empty when it does not exist."""
+
+    def size(self, path: str) -> int: ...
+    def read(self, path: str, *, length: int | None = None) -> bytes:
+        """The first `length` bytes of a file, or all of it."""
+
+    def make_directory(self, path: str = "") -> None:
+        """Create a directory that is not there. The root is created with its parents, and its entry synced."""
+
+    def sync_directory(self, path: str = "") -> None:
+        """Make the directory's entries durable."""
+
+    def put(self, path: str, data: bytes) -> None:
+        """Write a small file that is not there, and sync it. Its name is durable once the directory is synced."""
+
+    def rename(self, source: str, target: str) -> None:
+        """Rename atomically; `target` does not exist."""
+
+    def remove(self, path: str) -> None:
+        """Remove a file, or a directory that is empty."""
+
+    def free_bytes(self) -> int: ...
+
+    def lock(self, holder: str) -> None:
+        """Become the one writer, until `unlock` or the death of the process; LockedError names who is."""
+
+    def unlock(self) -> None: ...
+
+    def write(self, files: Sequence[FilePlan], rows: _native.WriteRows, arena: _native.Arena) -> Writing:
+        """Create the segments with their full size and start writing them; returns without waiting."""
+
+    def read_extents(
+        self, paths: Sequence[str], rows: _native.ReadRows, arena: _native.Arena, *, stop_at_bad: bool = True
+    ) -> Reading:
+        """Start reading and checking extents of the files at `paths`; returns without waiting.
+
+        stop_at_bad  start nothing new once a digest differs; else read on and report all that do
+        """
+
+    def close(self) -> None: ...

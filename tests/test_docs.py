@@ -1,0 +1,37 @@
+"""Samples in the documents run, in the order in which they stand."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def _samples(document: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if _samples(d)], ids=lambda d: d.name)
+def test_samples_run(document: Path, tmp_path: Path) -> None:
+    for number, sample in enumerate(_samples(document)):
+        done = subprocess.run([sys.executable, "-c", sample], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"sample {number} of {document.name}: {done.stderr}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text()):
+        assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_readme_example_is_short() -> None:
+    example = _samples(ROOT / "README.md")[0]
+    lines = [line for line in example.splitlines() if line.strip()]
+    assert len(lines) <= 18, "the example has grown"
+    assert {"demo", "test"} <= set(re.findall(r"^make (\w+)", (ROOT / "README.md").read_text(), flags=re.MULTILINE))

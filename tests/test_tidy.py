@@ -1,0 +1,161 @@
+"""The house rules, as ordinary tests over the source."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "flowstone"
+
+# Layer -> what it may import of ours. A layer is a module or a package of src/flowstone.
+_BASE = {"config", "errors", "events", "pieces", "rules", "_version"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "_version": set(),
+    "config": set(),
+    "errors": set(),
+    "events": set(),
+    "pieces": set(),
+    "rules": set(),
+    "progress": set(),
+    "format": {"config", "errors", "pieces", "_native"},
+    "plan": {"config", "errors", "pieces", "rules", "format"},
+    "store": {"config", "errors", "format", "_native"},
+    "stage": {"config", "errors", "pieces", "format", "plan", "store", "state", "_native"},
+    "state": {"config", "errors", "pieces", "format"},
+    "commit": {"config", "errors", "pieces", "format", "store", "_native"},
+    "ranks": {"errors"},
+    "reader": _BASE | {"format", "plan", "store", "stage", "commit", "state"},
+    "saves": {"reader"},
+    "checkpointer": _BASE
+    | {"format", "plan", "store", "stage", "commit", "state", "ranks", "reader", "saves", "progress", "_native"},
+    "cli": _BASE | {"format", "store", "commit", "reader", "progress", "demo"},
+    "demo": {"flowstone", "events"},
+    "__init__": _BASE | {"reader", "checkpointer", "saves", "state"},
+    "__main__": {"cli"},
+}  # fmt: skip
+TORCH_ALLOWED = {"state", "stage", "ranks", "adapters", "demo"}
+WITHOUT_TORCH = {"stage/arena.py", "stage/scatter.py", "stage/__init__.py"}  # read by verbs that need none
+PURE_FORBIDDEN = {"os", "time", "socket", "threading", "pathlib", "random", "torch", "io", "shutil"}
+
+FUNCTION_LINES_MAX = 70
+FILE_LINES_MAX = 600
+
+
+def _sources(base: Path = PACKAGE) -> list[Path]:
+    return sorted(base.rglob("*.py"))
+
+
+def _layer(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def _imports(path: Path, *, lazy: bool = True) -> list[str]:
+    """Modules that a file imports, dotted; without those under TYPE_CHECKING, and optionally only at top level."""
+    tree = ast.parse(path.read_text())
+    typing_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for inner in ast.walk(node)
+    }
+    nodes = ast.walk(tree) if lazy else iter(tree.body)
+    found = []
+    for node in nodes:
+        if id(node) in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide the layer"
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
+
+
+@pytest.mark.parametrize("path", _sources(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_layers_import_only_what_the_table_allows(path: Path) -> None:
+    layer = _layer(path)
+    assert layer in MAY_IMPORT, f"{layer} is not in the table of layers"
+    for module in _imports(path):
+        head, _, rest = module.partition(".")
+        if head != "flowstone":
+            continue
+        target = rest.partition(".")[0] or "flowstone"
+        if not (PACKAGE / target).exists() and not list(PACKAGE.glob(f"{target}.*")):
+            target = "flowstone"  # a name of the public face
+        allowed = MAY_IMPORT[layer] | {layer}
+        assert target in allowed, f"{path.name} imports {module}; {layer} may import {sorted(allowed)}"
+
+
+@pytest.mark.parametrize("path", _sources(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_torch_stays_where_it_is_needed(path: Path) -> None:
+    uses_torch = any(module.partition(".")[0] == "torch" for module in _imports(path))
+    name = str(path.relative_to(PACKAGE))
+    if uses_torch:
+        assert _layer(path) in TORCH_ALLOWED, f"{name} imports torch"
+        assert name not in WITHOUT_TORCH, f"{name} imports torch"
+
+
+def test_plan_is_pure() -> None:
+    for path in _sources(PACKAGE / "plan"):
+        heads = {module.partition(".")[0] for module in _imports(path)}
+        assert not heads & PURE_FORBIDDEN, f"{path.name} imports {sorted(heads & PURE_FORBIDDEN)}"
+
+
+def test_nobody_pickles() -> None:
+    banned = re.compile(r"\b(pickle|marshal|shelve|dill|cloudpickle)\b|torch\.load\(|(?<!\w)eval\(|(?<!\w)exec\(")
+    for path in _sources():
+        if _layer(path) == "demo":
+            continue  # it times torch.save against us
+        code = re.sub(r'""".*?"""|#.*', "", path.read_text(), flags=re.DOTALL)
+        assert not banned.search(code), f"{path.name} uses {banned.search(code)}"
+
+
+def _functions(path: Path) -> list[tuple[str, int]]:
+    tree = ast.parse(path.read_text())
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return [(n.name, (n.end_lineno or n.lineno) - n.lineno + 1) for n in ast.walk(tree) if isinstance(n, kinds)]
+
+
+@pytest.mark.parametrize("folder", ["src", "tests", "bench"])
+def test_functions_and_files_stay_short(folder: str) -> None:
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        long = [f"{name} ({lines})" for name, lines in _functions(path) if lines > FUNCTION_LINES_MAX]
+        assert not long, f"{path.relative_to(ROOT)}: over {FUNCTION_LINES_MAX} lines: {', '.join(long)}"
+        lines = len(path.read_text().splitlines())
+        assert lines <= FILE_LINES_MAX, f"{path.relative_to(ROOT)} has {lines} lines"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "native").rglob("*.[ch]*")), ids=lambda p: p.name)
+def test_native_files_stay_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= FILE_LINES_MAX
+
+
+def test_native_core_links_neither_torch_nor_cuda() -> None:
+    for path in sorted((ROOT / "native").rglob("*.[ch]*")):
+        text = path.read_text()
+        assert not re.search(r'#include\s*[<"](torch|ATen|c10|cuda)', text), f"{path.name} includes torch or CUDA"
+        if path.name != "bind.cpp":
+            assert not re.search(r'#include\s*[<"](Python\.h|nanobind)', text), f"{path.name} includes Python"
+
+
+def test_modules_have_docstrings_and_no_mutable_globals() -> None:
+    for path in _sources():
+        tree = ast.parse(path.read_text())
+        assert ast.get_docstring(tree), f"{path.relative_to(PACKAGE)} has no docstring"
+        for node in tree.body:
+            value = getattr(node, "value", None) if isinstance(node, ast.Assign) else None
+            names = [t.id for t in getattr(node, "targets", []) if isinstance(t, ast.Name)]
+            empty = isinstance(value, ast.List | ast.Dict | ast.Set) and not ast.unparse(value).strip("[]{}")
+            assert not empty, f"{path.relative_to(PACKAGE)}: {names} is mutable state of a module"
+
+
+def test_the_repository_speaks_of_the_project_only() -> None:
+    banned = re.compile(r"/root/|/home/\w+|/work/|localhost:\d|pypi\.org|deb\.debian\.org", re.IGNORECASE)
+    files = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *_sources(), *ROOT.glob("bench/**/*.py")]
+    for path in files:
+        found = banned.search(path.read_text())
+        assert not found, f"{path.relative_to(ROOT)} says {found}"

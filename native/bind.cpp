@@ -1,5 +1,7 @@
 // The extension module flowstone._native: converts, and lets go of the interpreter lock. No policy.
 // The contract is src/flowstone/_native.pyi.
+#include <unistd.h>
+
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -31,7 +33,19 @@ using Unlocked = nb::gil_scoped_release;
 // Python objects hold shared pointers of ours rather than be shared themselves: no thread of ours
 // ever drops a Python reference.
 template <class T> struct Held {
+    Held(std::shared_ptr<T> shared = nullptr) : held(std::move(shared)) {}
+    Held(const Held&) = default;
+    Held(Held&&) noexcept = default;
+    Held& operator=(const Held&) = delete;
+    /// In a forked child the threads behind these objects do not exist: joining them would hang,
+    /// so the child's copy is left to the end of its process.
+    ~Held() {
+        if (held != nullptr && inherited()) new std::shared_ptr<T>(std::move(held));
+    }
+    bool inherited() const { return owner != ::getpid(); }
+
     std::shared_ptr<T> held;
+    pid_t owner = ::getpid();
 };
 struct PyArena : Held<Arena> {};
 struct PyFile : Held<const File> {};
@@ -46,7 +60,7 @@ template <class T> struct Waiting : Held<T> {
     Waiting(const Waiting&) = default;
     Waiting(Waiting&&) noexcept = default;
     ~Waiting() {
-        if (this->held == nullptr) return;
+        if (this->held == nullptr || this->inherited()) return;
         const Unlocked unlocked;
         this->held.reset();
     }
@@ -295,7 +309,7 @@ NB_MODULE(_native, module) {
     module.def("has_io_uring", &has_io_uring, nb::call_guard<Unlocked>());
     module.def("probe_direct", &probe_direct, "directory"_a, nb::call_guard<Unlocked>());
     module.def("reserve_file", &reserve_file, "fd"_a, "size_bytes"_a, nb::call_guard<Unlocked>());
-    module.def("xxh3_64", &digest_buffer, "source"_a);
+    module.def("xxh3_64", &digest_buffer);
     bind_memory(module);
     bind_rows(module);
     bind_jobs(module);

@@ -43,6 +43,12 @@ void check_round_trip(const Setup& setup, std::uint64_t seed, std::uint64_t bloc
 
 }  // namespace
 
+TEST_CASE("what this machine lacks is said") {
+    if (!has_io_uring()) MESSAGE("skipped: io_uring is not in this build, or does not start here");
+    if (probe_direct(std::filesystem::temp_directory_path()) == 0) MESSAGE("skipped: O_DIRECT is refused in the temporary directory");
+    CHECK_FALSE(setups().empty());
+}
+
 TEST_CASE("random rows come back, whatever their kind") {
     for (const Setup& setup : setups())
         for (std::uint64_t seed = 0; seed < 8; ++seed) {

@@ -48,7 +48,11 @@ class Arena:
     with huge pages where the system gives them, and are not inherited by fork.
     """
 
-    def __init__(self, *, budget_bytes: int, block_bytes: int) -> None: ...
+    def __init__(self, *, budget_bytes: int, block_bytes: int) -> None:
+        """`block_bytes` is a multiple of 4096, from 2 MiB (a huge page) to 1 GiB.
+
+        The engine needs blocks of at least its request_bytes.
+        """
     @property
     def budget_bytes(self) -> int: ...  # rounded down to whole blocks, at least two blocks
     @property
@@ -60,7 +64,7 @@ class Arena:
     def grow(self, total_bytes: int) -> None:
         """Ask for `total_bytes` touched in all (never above the budget). Returns at once."""
     def close(self) -> None:
-        """Stop the toucher, unmap. ValueError while a job holds a block."""
+        """Stop the toucher, unmap. ValueError while a job runs."""
 
 class File:
     """An open file as the engine sees it; the descriptor stays the caller's."""
@@ -89,9 +93,10 @@ class ScatterLayout:
 class WriteRows:
     """Columns of equal length n; row i puts `length[i]` bytes at `offset[i]` of file `file[i]`.
 
-    Rows of one file are sorted by offset and disjoint. Every byte of the range
+    Rows are sorted by file and offset, and disjoint. Every byte of the range
     [0, size) of a file that no row covers is left as it is if it lies in a 4 KiB block that
-    no row touches, and is written as zero otherwise. `size` is the file's planned size, a multiple of 4096.
+    no row touches (but see `gap_bytes` of Engine.write), and is written as zero otherwise.
+    `size` is the file's planned size, a multiple of 4096.
     layout[i] is an index into `layouts`, or -1 when the source is contiguous.
     chunk[i] is the index in the job's digests of the row's first chunk; the row fills
     ceil(length / CHUNK_BYTES) of them. A row of length 0 has no chunk.
@@ -183,13 +188,21 @@ class Engine:
         """Raises OSError when the backend cannot start."""
     @property
     def backend(self) -> str: ...
-    def write(self, arena: Arena, files: Sequence[tuple[File, int]], rows: WriteRows) -> WriteJob:
+    def write(
+        self, arena: Arena, files: Sequence[tuple[File, int]], rows: WriteRows, *, gap_bytes: int = 0,
+    ) -> WriteJob:
         """Start writing; `files` are (file, size in bytes). Returns at once.
 
         The file is taken in windows of `request_bytes`. A window whose turn has come is
         copied into a free arena block (and so captured at once) or, when no block is free and
         its rows lie in memory at the phase of their file offsets, written from where they lie
         by one vectored request (captured when it completes), taken from the far end.
+
+        gap_bytes  runs of untouched 4 KiB blocks between two rows, up to this long, are written
+                   as zero, so that one request goes on across them; 0 leaves every such block
+                   as it is, at the cost of one request per touched run. Blocks before a file's
+                   first row and after its last are never written. Only for a file whose rows
+                   are all in this job, or that no other job writes in between.
         """
     def read(self, arena: Arena, files: Sequence[File], rows: ReadRows, *, stop_at_bad: bool = True) -> ReadJob:
         """Start reading and checking. Returns at once.

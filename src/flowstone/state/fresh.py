@@ -187,6 +187,15 @@ def refers_to_tensors(node: object) -> bool:
     return isinstance(node, (list, tuple, deque)) and any(refers_to_tensors(item) for item in node)
 
 
+def without_tensors(node: object) -> object:
+    """The plain part of a stored object, for comparing what two places were saved with."""
+    if isinstance(node, TensorRef):
+        return node.kind
+    if isinstance(node, dict):
+        return {key: without_tensors(item) for key, item in node.items()}
+    return [without_tensors(item) for item in node] if isinstance(node, (list, tuple, deque)) else node
+
+
 def kind_of(node: object) -> str:
     """What a stored object is, in words for a difference."""
     if isinstance(node, TensorRef):

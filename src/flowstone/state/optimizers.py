@@ -70,6 +70,10 @@ def dissect(optimizer: torch.optim.Optimizer, parameters: Parameters, place: Pla
         state = dict(cast("Mapping[object, Mapping[object, object]]", packed["state"]))
         packed_groups = cast("list[dict[str, object]]", packed["param_groups"])
         members = [cast("list[object]", group["params"]) for group in packed_groups]
+        if list(map(len, members)) != [len(group["params"]) for group in optimizer.param_groups]:
+            raise ValueError("param_groups of other lengths than the optimizer's own")
+        if not all(isinstance(slots, Mapping) for slots in state.values()):
+            raise TypeError("a state that is no mapping of slots")
     except Exception as error:
         raise refuse_failed_call(place, "state_dict", error) from error
     groups: list[tuple[Member, ...]] = []

@@ -12,14 +12,17 @@ import numpy as np
 import torch
 
 from flowstone.errors import StateError
+from flowstone.format import objects
 from flowstone.format.objects import TensorRef, unsupported
 from flowstone.pieces import Alias, Memory, Piece
 from flowstone.state import generators, modules, optimizer_restore, tensors
-from flowstone.state.fresh import Fitting, Fresh, constant_free, kind_of, refers_to_tensors
+from flowstone.state.fresh import Fitting, Fresh, constant_free, kind_of, refers_to_tensors, without_tensors
 from flowstone.state.ledger import Ledger
 from flowstone.state.names import Place, check_sections, section_place
 from flowstone.state.records import MISSING, Difference, DifferenceKind, PerRank, Phase, Shard, Stored
 from flowstone.state.survey import CONTAINERS, Kind, Parameters, Survey, classify, collector_paused, items_of, survey
+
+_ONE_VALUE = frozenset({Kind.MODULE, Kind.OPTIMIZER, Kind.GENERATOR, Kind.STATEFUL})
 
 Replacement = Callable[[], object]
 """Makes, once all bytes are in place, the value that takes another's place in its container."""
@@ -93,6 +96,7 @@ class Restorer:
         self.actions: dict[Phase, list[Callable[[], None]]] = {phase: [] for phase in Phase}
         self.written: list[torch.Tensor] = []
         self._fitting = Fitting()
+        self._places: dict[int, tuple[Place, object]] = {}
 
     @cached_property
     def parameters(self) -> Parameters:
@@ -130,7 +134,10 @@ class Restorer:
 
     def node(self, value: object, node: object, place: Place) -> Replacement | None:
         """Plan to restore `value` from the stored `node`, in place; or what is to take its place."""
-        match classify(value):
+        kind = classify(value)
+        if kind in _ONE_VALUE:
+            self._check_once(value, node, place)
+        match kind:
             case Kind.PLAIN:
                 return self._plain(value, node, place)
             case Kind.CONTAINER:
@@ -155,6 +162,15 @@ class Restorer:
                 raise unsupported(place.name, value, "lies inside another value", "make it a section of the state")
         return None
 
+    def _check_once(self, value: object, node: object, place: Place) -> None:
+        """An object in two places of the state can take one value only: both were saved with the same."""
+        first = self._places.setdefault(id(value), (place, node))
+        if first[0] is place or node is MISSING or first[1] is MISSING:
+            return
+        mine, theirs = (objects.encode(without_tensors(one), place.name) for one in (node, first[1]))
+        if mine != theirs:
+            self.differ("kind", place.name, f"what is in '{first[0].name}', which is the same object", "another value")
+
     def _plain(self, value: object, node: object, place: Place) -> Replacement | None:
         if node is MISSING:
             self.differ("missing", place.name, kind_of(value), "nothing of that name")
@@ -168,6 +184,8 @@ class Restorer:
     def _container(self, value: object, node: object, place: Place) -> Replacement | None:
         """A container with something to write in place: item by item, strict about its keys."""
         mapping = isinstance(value, dict)
+        if type(value) is not tuple:
+            self._check_once(value, node, place)
         if node is not MISSING and (type(node) not in CONTAINERS or isinstance(node, dict) != mapping):
             self.differ("kind", place.name, kind_of(value), kind_of(node))
             return None
@@ -252,7 +270,7 @@ class Restorer:
         missing = generators.devices_missing(node)
         if missing:
             self.notes.append(f"{place.name}: the generators of {missing} GPU(s) that are not here were left out")
-        self.later(Phase.GENERATORS, lambda: generators.restore(generator, fresh.build(node, place.name)))
+        self.later(Phase.GENERATORS, lambda: _load_generator(generator, fresh.build(node, place.name), place))
 
     def _stateful(self, value: object, node: object, place: Place) -> None:
         if node is MISSING:
@@ -274,6 +292,17 @@ def _replace(container: dict[object, object], key: object, replacement: Replacem
 def _copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
     with torch.no_grad():
         target.copy_(source)
+
+
+def _load_generator(generator: object, state: object, place: Place) -> None:
+    try:
+        generators.restore(generator, state)
+    except Exception as error:
+        raise StateError(
+            f"cannot restore '{place.name}'",
+            found=f"the generator refuses the stored state: {type(error).__name__}: {error}",
+            next="run `flowstone verify`; everything but generators is already restored",
+        ) from error
 
 
 def _load_state(value: object, tree: object, place: Place) -> None:

@@ -80,6 +80,7 @@ def check_tensor(tensor: torch.Tensor, name: str) -> DType:
         and dtype is not None
         and tensor.layout is torch.strided
         and not (tensor.is_nested or tensor.is_meta or tensor._is_zerotensor())
+        and (tensor.untyped_storage().nbytes() or not tensor.numel())
     ):
         return dtype
     raise _refusal(tensor, name)

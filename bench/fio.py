@@ -1,0 +1,130 @@
+"""The device's own rate, as fio finds it: what every ratio is to.
+
+Where fio's buffers lie decides as much as request size and depth: plain memory is scattered over
+4 KiB pages, so the device gets four times as many, smaller requests, and a read touches its buffers
+for the first time inside the timer. On a virtio disk that read at 0.8 to 1.9 GB/s, registered huge
+pages at 2.6 to 3.0. So both are tried, and the best counts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from bench.records import Device, FioSample
+
+MIB = 1 << 20
+NAME = "fio.bin"
+PLAIN, REGISTERED = "plain", "registered"
+MEMORY = (PLAIN, REGISTERED)
+REQUEST_BYTES = (1 * MIB, 4 * MIB, 8 * MIB)
+DEPTHS = (8, 16, 32)
+PASSES = 2  # over all candidates, as a rule: a shared device's rate can double from one second to the next
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    memory: str
+    request_bytes: int
+    depth: int
+
+
+CANDIDATES = tuple(
+    Setting(memory, request, depth) for memory in MEMORY for request in REQUEST_BYTES for depth in DEPTHS
+)
+
+
+class FioError(Exception):
+    """fio ended with an error; what it said."""
+
+
+def is_installed() -> bool:
+    return shutil.which("fio") is not None
+
+
+def write(directory: Path, file_bytes: int, setting: Setting) -> FioSample:
+    """A fresh file, fsync inside the timer. The file stays, for `read`; fio allocates it before its timer starts."""
+    (directory / NAME).unlink(missing_ok=True)
+    return _run(directory, file_bytes, setting, "write", ("--rw=write", "--end_fsync=1"))
+
+
+def read(directory: Path, file_bytes: int, setting: Setting) -> FioSample:
+    """The file that `write` left."""
+    return _run(directory, file_bytes, setting, "read", ("--rw=read",))
+
+
+def choose(
+    directory: Path, file_bytes: int, *, passes: int, settle: Callable[[], None], on_done: Callable[[], object]
+) -> tuple[FioSample, ...]:
+    """`passes` writes and reads with every candidate, interleaved. A candidate that is refused is left out."""
+    samples: list[FioSample] = []
+    for setting in CANDIDATES * passes:
+        for job in (write, read):
+            settle()
+            try:
+                samples.append(job(directory, file_bytes, setting))
+            except FioError:
+                if setting.memory == PLAIN:  # the others need a limit on locked memory that not everybody has
+                    raise
+            on_done()
+    return tuple(samples)
+
+
+def best(samples: Iterable[FioSample], direction: str, memory: Sequence[str] = MEMORY) -> Setting:
+    """The candidate with the highest median rate."""
+    rates: dict[Setting, list[float]] = {}
+    for sample in samples:
+        if sample.direction == direction and sample.memory in memory:
+            setting = Setting(sample.memory, sample.request_bytes, sample.depth)
+            rates.setdefault(setting, []).append(sample.gb_per_s)
+    return max(rates, key=lambda setting: median(rates[setting]))
+
+
+def measure_round(
+    directory: Path, file_bytes: int, candidates: Sequence[FioSample], settle: Callable[[], None]
+) -> Device:
+    """One sample of each kind."""
+    found: dict[tuple[str, bool], FioSample] = {}
+    for plain in (False, True):
+        for direction, job in (("write", write), ("read", read)):
+            settle()
+            setting = best(candidates, direction, (PLAIN,) if plain else MEMORY)
+            found[direction, plain] = job(directory, file_bytes, setting)
+    (directory / NAME).unlink()
+    return Device(
+        tuple(candidates), (found["write", False],), (found["read", False],), (found["write", True],),
+        (found["read", True],),
+    )  # fmt: skip
+
+
+def join(rounds: Sequence[Device]) -> Device:
+    return Device(
+        rounds[0].candidates, tuple(s for r in rounds for s in r.writes), tuple(s for r in rounds for s in r.reads),
+        tuple(s for r in rounds for s in r.plain_writes), tuple(s for r in rounds for s in r.plain_reads),
+    )  # fmt: skip
+
+
+def _run(directory: Path, file_bytes: int, setting: Setting, direction: str, options: Sequence[str]) -> FioSample:
+    requests = -(-file_bytes // setting.request_bytes)
+    command = [
+        "fio", "--name=device", f"--filename={directory / NAME}", "--ioengine=io_uring", "--direct=1",
+        f"--bs={setting.request_bytes}", f"--iodepth={setting.depth}", f"--size={requests * setting.request_bytes}",
+        "--output-format=json", *options,
+    ]  # fmt: skip
+    environment = dict(os.environ)
+    if setting.memory == REGISTERED:
+        command.append("--fixedbufs=1")
+        environment["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"  # malloc then asks for transparent huge pages
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode != 0:
+        raise FioError(f"fio failed ({done.returncode}): {done.stderr.strip() or done.stdout.strip()}")
+    job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+    moved, seconds = job[direction]["io_bytes"], max(job[direction]["runtime"], 1) / 1000
+    cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * seconds
+    return FioSample(direction, setting.memory, setting.request_bytes, setting.depth, moved, seconds, cpu_s)

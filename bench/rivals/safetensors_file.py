@@ -1,0 +1,31 @@
+"""safetensors save_file, then fsync."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from bench.meter import make_durable
+from bench.rivals.base import SavesInDirectories, already_durable
+from bench.state import State, flatten
+
+
+class SafetensorsFile(SavesInDirectories):
+    def save(self, state: State, number: int) -> Callable[[], object]:
+        at = self.place(number)
+        at.mkdir()
+        save_file(flatten(state), at / "state.safetensors")
+        make_durable(at)
+        return already_durable
+
+    def load(self, state: State, number: int, _how: str, /) -> None:
+        """Then a copy into the state's tensors, as load_state_dict does."""
+        loaded = load_file(self.place(number) / "state.safetensors")
+        for name, tensor in flatten(state).items():
+            tensor.copy_(loaded.pop(name))
+
+
+def open_rival(_name: str, directory: Path) -> SafetensorsFile:
+    return SafetensorsFile(directory)

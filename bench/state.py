@@ -1,0 +1,138 @@
+"""The Llama-shaped training state: names and shapes of a real Llama, scaled to the size that is asked for.
+
+Weights in bf16, and for each of them a master copy and two moments in fp32: 14 bytes a parameter.
+Proportions are those of Llama-2-7B (hidden 4096, MLP 2.69 times that, vocabulary 7.8 times,
+a layer for each 128 of hidden size).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+BYTES_PER_PARAMETER = 2 + 3 * 4
+SLOTS = ("master", "exp_avg", "exp_avg_sq")
+HIDDEN_STEP = 64
+BLOCK_ITEMS = 1 << 22  # of random values, from which every tensor takes its own stretch
+
+Tensors = dict[str, torch.Tensor]
+State = dict[str, object]  # nested dictionaries of tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Sizes of a Llama."""
+
+    hidden: int
+    layers: int
+
+    @property
+    def intermediate(self) -> int:
+        return self.hidden * 43 // 16 // 16 * 16
+
+    @property
+    def vocabulary(self) -> int:
+        return self.hidden * 125 // 16
+
+    def parameters(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Names and shapes, in the order in which transformers' LlamaForCausalLM registers them."""
+        hidden, wide, words = self.hidden, self.intermediate, self.vocabulary
+        yield "model.embed_tokens.weight", (words, hidden)
+        for layer in range(self.layers):
+            at = f"model.layers.{layer}"
+            for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
+                yield f"{at}.self_attn.{part}.weight", (hidden, hidden)
+            yield f"{at}.mlp.gate_proj.weight", (wide, hidden)
+            yield f"{at}.mlp.up_proj.weight", (wide, hidden)
+            yield f"{at}.mlp.down_proj.weight", (hidden, wide)
+            yield f"{at}.input_layernorm.weight", (hidden,)
+            yield f"{at}.post_attention_layernorm.weight", (hidden,)
+        yield "model.norm.weight", (hidden,)
+        yield "lm_head.weight", (words, hidden)
+
+    @property
+    def state_bytes(self) -> int:
+        return BYTES_PER_PARAMETER * sum(torch.Size(shape).numel() for _, shape in self.parameters())
+
+    def __str__(self) -> str:
+        tensors = (1 + len(SLOTS)) * sum(1 for _ in self.parameters())
+        sizes = f"hidden size {self.hidden}, {self.layers} layers"
+        return f"Llama-shaped state of {self.state_bytes / 1e9:.3f} GB in {tensors} tensors ({sizes})"
+
+
+def choose_layout(state_bytes: int) -> Layout:
+    """The layout nearest to `state_bytes` whose proportions are nearest to Llama's."""
+    hidden = HIDDEN_STEP
+    while _proportioned(hidden + HIDDEN_STEP).state_bytes <= state_bytes:
+        hidden += HIDDEN_STEP
+    one, two = Layout(hidden, 1).state_bytes, Layout(hidden, 2).state_bytes
+    return Layout(hidden, max(1, 1 + round((state_bytes - one) / (two - one))))
+
+
+def _proportioned(hidden: int) -> Layout:
+    return Layout(hidden, max(1, hidden // 128))
+
+
+def build(layout: Layout) -> State:
+    """The state, built and touched: weights first, then each parameter's slots, as an optimizer makes them."""
+    shapes = dict(layout.parameters())
+    model = {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    slots = {name: {slot: torch.empty(shape) for slot in SLOTS} for name, shape in shapes.items()}
+    state: State = {"model": model, "optimizer": {"state": slots}}
+    values = Values()
+    for name, tensor in flatten(state).items():
+        values.fill(name, tensor)
+    return state
+
+
+def flatten(state: State) -> Tensors:
+    """Dotted names to the state's own tensors."""
+    flat: Tensors = {}
+
+    def walk(prefix: str, node: object) -> None:
+        if isinstance(node, torch.Tensor):
+            flat[prefix] = node
+            return
+        assert isinstance(node, dict)
+        for key, value in node.items():
+            walk(f"{prefix}.{key}" if prefix else key, value)
+
+    walk("", state)
+    return flat
+
+
+def spoil(state: State) -> None:
+    """Overwrite every byte with what no saved state holds everywhere, so that a load must bring them all back."""
+    for tensor in flatten(state).values():
+        tensor.view(-1).view(torch.uint8).fill_(0x5A)
+
+
+def is_exact(state: State) -> bool:
+    """Whether every byte is what `build` makes."""
+    values = Values()
+    for name, tensor in flatten(state).items():
+        wanted = torch.empty_like(tensor)
+        values.fill(name, wanted)
+        if not torch.equal(wanted.view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)):
+            return False
+    return True
+
+
+class Values:
+    """The values of every tensor, from its name alone; the same in every process."""
+
+    def __init__(self) -> None:
+        block = torch.randn(BLOCK_ITEMS, generator=torch.Generator().manual_seed(20240731)) * 0.02
+        self._blocks = {dtype: block.to(dtype) for dtype in (torch.float32, torch.bfloat16)}
+
+    def fill(self, name: str, tensor: torch.Tensor) -> None:
+        block, flat = self._blocks[tensor.dtype], tensor.view(-1)
+        at = zlib.crc32(name.encode()) % BLOCK_ITEMS
+        done = 0
+        while done < flat.numel():
+            count = min(flat.numel() - done, BLOCK_ITEMS - at)
+            flat[done : done + count] = block[at : at + count]
+            done, at = done + count, 0

@@ -175,12 +175,12 @@ PyWriteJob start_write(const PyEngine& engine, const PyArena& arena,
 }
 
 PyReadJob start_read(const PyEngine& engine, const PyArena& arena, const std::vector<const PyFile*>& files,
-                     const PyReadRows& rows, bool stop_at_bad) {
+                     const PyReadRows& rows, bool stop_at_bad, bool in_place, std::uint64_t request_bytes) {
     std::vector<std::shared_ptr<const File>> opened;
     for (const PyFile* file : files) opened.push_back(file->held);
     PyReadJob job;
     const Unlocked unlocked;
-    job.held = engine.held->read(arena.held, std::move(opened), rows.held, stop_at_bad);
+    job.held = engine.held->read(arena.held, std::move(opened), rows.held, {stop_at_bad, in_place, request_bytes});
     return job;
 }
 
@@ -287,7 +287,8 @@ void bind_engine(nb::module_& module) {
         }, nb::kw_only(), "backend"_a, "queue_depth"_a, "request_bytes"_a, "workers"_a)
         .def_prop_ro("backend", [](const PyEngine& engine) { return engine.held->backend(); })
         .def("write", &start_write, "arena"_a, "files"_a, "rows"_a, nb::kw_only(), "gap_bytes"_a = 0)
-        .def("read", &start_read, "arena"_a, "files"_a, "rows"_a, nb::kw_only(), "stop_at_bad"_a = true)
+        .def("read", &start_read, "arena"_a, "files"_a, "rows"_a, nb::kw_only(), "stop_at_bad"_a = true,
+             "in_place"_a = true, "request_bytes"_a = 0)
         .def("close", [](const PyEngine& engine) { const Unlocked unlocked; engine.held->close(); });
 }
 

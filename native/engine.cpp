@@ -41,11 +41,14 @@ Engine::Engine(const EngineOptions& options) : backend_name_(options.backend) {
     machine_.queue_depth = options.queue_depth;
 }
 
-Machine Engine::machine_locked(const Arena& arena) const {
+Machine Engine::machine_locked(const Arena& arena, std::uint64_t request_bytes) const {
     if (machine_.backend == nullptr) throw std::invalid_argument("the engine is closed");
-    if (arena.block_bytes() < machine_.request_bytes)
-        throw std::invalid_argument("the arena's block_bytes are smaller than the engine's request_bytes");
-    return machine_;
+    Machine machine = machine_;
+    if (request_bytes != 0) machine.request_bytes = request_bytes;
+    if (machine.request_bytes % block_alignment_bytes != 0) throw std::invalid_argument("request_bytes must be a multiple of 4096");
+    if (arena.block_bytes() < machine.request_bytes)
+        throw std::invalid_argument("the arena's block_bytes are smaller than request_bytes");
+    return machine;
 }
 
 template <class Running> void Engine::keep_locked(const std::shared_ptr<Running>& job) {
@@ -71,12 +74,12 @@ std::shared_ptr<WriteJob> Engine::write(std::shared_ptr<Arena> arena, const std:
 }
 
 std::shared_ptr<ReadJob> Engine::read(std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<const File>> files,
-                                      std::shared_ptr<const ReadRows> rows, bool stop_at_bad) {
+                                      std::shared_ptr<const ReadRows> rows, const ReadOptions& options) {
     for (const std::shared_ptr<const File>& file : files) check_file(*file);
     check_rows(*rows, files.size());
     const std::lock_guard lock(mutex_);
-    Machine machine = machine_locked(*arena);
-    auto job = std::make_shared<ReadJob>(std::move(machine), std::move(arena), std::move(files), std::move(rows), stop_at_bad);
+    Machine machine = machine_locked(*arena, options.request_bytes);
+    auto job = std::make_shared<ReadJob>(std::move(machine), std::move(arena), std::move(files), std::move(rows), options);
     keep_locked(job);
     return job;
 }

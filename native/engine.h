@@ -43,13 +43,13 @@ public:
     std::shared_ptr<WriteJob> write(std::shared_ptr<Arena> arena, const std::vector<TargetFile>& files,
                                     std::shared_ptr<const WriteRows> rows, std::uint64_t gap_bytes);
     std::shared_ptr<ReadJob> read(std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<const File>> files,
-                                  std::shared_ptr<const ReadRows> rows, bool stop_at_bad);
+                                  std::shared_ptr<const ReadRows> rows, const ReadOptions& options);
 
     /// Blocks until the running jobs have finished, then stops the threads. May be called again.
     void close();
 
 private:
-    Machine machine_locked(const Arena& arena) const;
+    Machine machine_locked(const Arena& arena, std::uint64_t request_bytes = 0) const;
     template <class Running> void keep_locked(const std::shared_ptr<Running>& job);
 
     std::string backend_name_;

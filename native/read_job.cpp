@@ -19,8 +19,8 @@ struct ReadJob::Window {
 };
 
 ReadJob::ReadJob(Machine machine, std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<const File>> files,
-                 std::shared_ptr<const ReadRows> rows, bool stop_at_bad)
-    : Job(std::move(machine), std::move(arena), std::move(files)), rows_(std::move(rows)), stop_at_bad_(stop_at_bad),
+                 std::shared_ptr<const ReadRows> rows, const ReadOptions& options)
+    : Job(std::move(machine), std::move(arena), std::move(files)), rows_(std::move(rows)), options_(options),
       touched_(rows_->rows.size()) {
     coordinator_ = std::jthread([this] { feed(); });
 }
@@ -47,7 +47,7 @@ std::uint64_t ReadJob::chunk_number(const WantedChunk& chunk) const {
 
 /// The coordinator: windows in file order, as many under way as keep queue and workers busy.
 void ReadJob::feed() {
-    plan_ = plan_reads(*rows_, machine_.request_bytes);
+    plan_ = plan_reads(*rows_, machine_.request_bytes, options_.in_place);
     const auto windows_max = static_cast<std::uint32_t>(machine_.queue_depth + machine_.workers->count());
     const auto copied = static_cast<std::uint64_t>(
         std::count_if(plan_.windows.begin(), plan_.windows.end(), [](const ReadWindow& window) { return !window.direct; }));
@@ -159,7 +159,7 @@ bool ReadJob::check(const WantedChunk& chunk, const std::byte* bytes) {
         const std::lock_guard lock(bad_mutex_);
         bad_.insert(index);
     }
-    if (stop_at_bad_) {
+    if (options_.stop_at_bad) {
         damaged_ = true;
         stop();
     }

@@ -14,6 +14,15 @@
 
 namespace flowstone {
 
+/// stop_at_bad    after the first bad chunk nothing new is read, and no more memory changes
+/// in_place       read straight into targets at the phase of the file, instead of through the arena
+/// request_bytes  the longest window; 0 for the engine's
+struct ReadOptions {
+    bool stop_at_bad = true;
+    bool in_place = true;
+    std::uint64_t request_bytes = 0;
+};
+
 /// Targets stay alive until wait() has returned true; rows, files and arena are the job's.
 /// The destructor cancels and waits.
 ///
@@ -22,9 +31,8 @@ namespace flowstone {
 class ReadJob final : public Job {
 public:
     /// Starts at once. `rows` have passed check_rows; the arena's blocks hold a request.
-    /// stop_at_bad: after the first bad chunk nothing new is read, and no more memory changes.
     ReadJob(Machine machine, std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<const File>> files,
-            std::shared_ptr<const ReadRows> rows, bool stop_at_bad);
+            std::shared_ptr<const ReadRows> rows, const ReadOptions& options);
     ~ReadJob();
 
     /// Indices of the digests that did not match so far, ascending.
@@ -47,7 +55,7 @@ private:
     std::uint64_t chunk_number(const WantedChunk& chunk) const;
 
     const std::shared_ptr<const ReadRows> rows_;
-    const bool stop_at_bad_;
+    const ReadOptions options_;
     ReadPlan plan_;  // the coordinator makes it before it begins the first window
     std::vector<std::atomic<bool>> touched_;
     std::atomic<std::uint64_t> requested_bytes_{0};

@@ -31,8 +31,8 @@ bool is_in_phase(const ReadRow& row) {
 
 class Planner {
 public:
-    Planner(const ReadRows& rows, std::uint64_t request_bytes)
-        : rows_(rows), limit_(std::max(request_bytes, chunk_bytes + 2 * block_alignment_bytes)) {}
+    Planner(const ReadRows& rows, std::uint64_t request_bytes, bool in_place)
+        : rows_(rows), in_place_(in_place), limit_(std::max(request_bytes, chunk_bytes + 2 * block_alignment_bytes)) {}
 
     ReadPlan plan() {
         plan_.chunks = list_chunks(rows_);
@@ -52,7 +52,7 @@ private:
     /// End of the chunks from `at` on that could be one direct window.
     std::size_t direct_run(std::size_t at) const {
         const WantedChunk& first = plan_.chunks[at];
-        if (!is_in_phase(rows_.rows[first.row])) return at;
+        if (!in_place_ || !is_in_phase(rows_.rows[first.row])) return at;
         std::size_t last = at + 1;
         for (; last < plan_.chunks.size(); ++last) {
             const WantedChunk& next = plan_.chunks[last];
@@ -74,7 +74,7 @@ private:
             const WantedChunk& next = plan_.chunks[last];
             if (next.file != first.file || !fits(first.begin, std::max(end, next.end()))) break;
             if (next.begin > end && next.begin - end > read_gap_bytes_max) break;
-            if (next.length >= direct_read_bytes_min && is_in_phase(rows_.rows[next.row])) break;
+            if (in_place_ && next.length >= direct_read_bytes_min && is_in_phase(rows_.rows[next.row])) break;
             end = std::max(end, next.end());
         }
         return last;
@@ -88,12 +88,15 @@ private:
     }
 
     const ReadRows& rows_;
+    const bool in_place_;
     const std::uint64_t limit_;
     ReadPlan plan_;
 };
 
 }  // namespace
 
-ReadPlan plan_reads(const ReadRows& rows, std::uint64_t request_bytes) { return Planner(rows, request_bytes).plan(); }
+ReadPlan plan_reads(const ReadRows& rows, std::uint64_t request_bytes, bool in_place) {
+    return Planner(rows, request_bytes, in_place).plan();
+}
 
 }  // namespace flowstone

@@ -35,7 +35,8 @@ struct ReadPlan {
     std::vector<ReadWindow> windows;
 };
 
-/// Windows are at most max(request_bytes, one chunk at any phase) long.
-ReadPlan plan_reads(const ReadRows& rows, std::uint64_t request_bytes);
+/// Windows are at most max(request_bytes, one chunk at any phase) long. in_place: long runs whose target
+/// lies at the phase of the file go straight into it; else everything goes through the arena.
+ReadPlan plan_reads(const ReadRows& rows, std::uint64_t request_bytes, bool in_place = true);
 
 }  // namespace flowstone

@@ -132,7 +132,7 @@ struct Bed {
         return engine.write(arena, {{scratch.file(), file_bytes}}, std::make_shared<WriteRows>(rows), 0);
     }
     std::shared_ptr<ReadJob> start(const ReadRows& rows, bool stop_at_bad = true) {
-        return engine.read(arena, {scratch.file()}, std::make_shared<ReadRows>(rows), stop_at_bad);
+        return engine.read(arena, {scratch.file()}, std::make_shared<ReadRows>(rows), {.stop_at_bad = stop_at_bad});
     }
     template <class Rows> auto run(const Rows& rows) {
         auto job = start(rows);

@@ -204,10 +204,15 @@ class Engine:
                    first row and after its last are never written. Only for a file whose rows
                    are all in this job, or that no other job writes in between.
         """
-    def read(self, arena: Arena, files: Sequence[File], rows: ReadRows, *, stop_at_bad: bool = True) -> ReadJob:
+    def read(
+        self, arena: Arena, files: Sequence[File], rows: ReadRows, *,
+        stop_at_bad: bool = True, in_place: bool = True, request_bytes: int = 0,
+    ) -> ReadJob:
         """Start reading and checking. Returns at once.
 
-        stop_at_bad  a chunk whose digest differs stops the job; else it goes on and reports all that do
+        stop_at_bad    a chunk whose digest differs stops the job; else it goes on and reports all that do
+        in_place       read straight into targets at the phase of the file; else all goes through the arena
+        request_bytes  the longest window; 0 for the engine's. An arena block holds one
         """
     def close(self) -> None:
         """Wait for running jobs, stop the threads."""

@@ -24,7 +24,14 @@ from flowstone import _native
 from flowstone._version import __version__
 from flowstone.commit import catalog, publish
 from flowstone.commit.contents import Objects, encode_objects
-from flowstone.config import READ_ARENA_BYTES, STEP_MAX, EngineOptions, Keep
+from flowstone.config import (
+    FIRST_ARENA_BYTES,
+    READ_ARENA_BYTES,
+    READ_REQUEST_BYTES,
+    STEP_MAX,
+    EngineOptions,
+    Keep,
+)
 from flowstone.errors import (
     ClosedError,
     DamagedError,
@@ -49,7 +56,7 @@ from flowstone.events import (
     SaveStarted,
     Written,
 )
-from flowstone.format.manifest import SegmentRow, step_directory
+from flowstone.format.manifest import MARKER_NAME, SegmentRow, step_directory
 from flowstone.pieces import Alias, Piece
 from flowstone.plan.match import match, rename, renamed
 from flowstone.plan.read import ReadPlan, plan_reads
@@ -64,6 +71,7 @@ from flowstone.stage.capture import Staged, start_capture
 from flowstone.stage.landing import Landing, land
 from flowstone.stage.scatter import Scattered, raise_damage, scatter
 from flowstone.state import Stored, StoredTensor, describe, prepare
+from flowstone.store.base import Store
 from flowstone.store.local import LocalStore
 
 _log = logging.getLogger("flowstone")
@@ -97,6 +105,7 @@ class LoadReport:
 class Checkpointer:
     """Saves a training state into the store at `path` while training goes on, and loads it back.
 
+    path               a directory, or a Store that is ready and is closed with this
     keep               which checkpoints retention spares; None keeps all
     budget_bytes       memory for staging, all in all; None: a quarter of what is available at the first save
     on_error           "raise": a failed save raises at the next call; "continue": it is only an event,
@@ -110,7 +119,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | Store,
         *,
         keep: Keep | None = None,
         budget_bytes: int | None = None,
@@ -123,7 +132,7 @@ class Checkpointer:
             raise ValueError(f"on_error {on_error!r} is neither 'raise' nor 'continue'")
         self._rank = only_rank()
         self._options = engine or EngineOptions()
-        self._store = LocalStore(path, self._options)
+        self._store: Store = LocalStore(path, self._options) if isinstance(path, str | os.PathLike) else path
         self._keep, self._budget_bytes, self._on_event = keep, budget_bytes, on_event
         self._on_error, self._max_unsaved_steps = on_error, max_unsaved_steps
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="flowstone-commit")
@@ -138,7 +147,6 @@ class Checkpointer:
         self._closed = False
         self._pid = os.getpid()
         atexit.register(self._at_exit)
-        os.register_at_fork(after_in_child=self._store.forget_after_fork)
 
     # Load
 
@@ -231,7 +239,7 @@ class Checkpointer:
             if show is not None:
                 show(min(done, plan.bytes), plan.bytes)
 
-        arena = open_arena(READ_ARENA_BYTES, self._options.request_bytes)
+        arena = open_arena(READ_ARENA_BYTES, READ_REQUEST_BYTES)
         try:
             found = scatter(
                 self._store, checkpoint.segment_paths, checkpoint.index, plan, wanted,
@@ -290,9 +298,10 @@ class Checkpointer:
         draft = publish.begin(self._store, step)
         save = Save(step)
         try:
-            staged = start_capture(
-                self._store, draft.directory, plan, described.memory, self._arena_for(plan.file_bytes)
-            )
+            # Touching fresh pages is slower than writing from where the bytes lie: the first save
+            # gets by with a few blocks, and the arena grows to the state's size behind its commit.
+            arena = self._grown_arena(plan.file_bytes if cached else min(plan.file_bytes, FIRST_ARENA_BYTES))
+            staged = start_capture(self._store, draft.directory, plan, described.memory, arena)
             self._wait_captured(staged)
         except BaseException:
             publish.discard(self._store, draft)
@@ -334,15 +343,16 @@ class Checkpointer:
                 writer=f"flowstone {__version__}", ranks=1,
             )
         except BaseException as error:
-            publish.discard(self._store, draft)
-            self._emit(SaveFailed(save.step, str(error)))
-            save.committed.set_exception(error)
+            try:
+                publish.discard(self._store, draft)
+            finally:  # whatever happens, somebody may be waiting
+                self._emit(SaveFailed(save.step, str(error)))
+                save.committed.set_exception(error)
             return
-        self._emit(Committed(save.step, plan.file_bytes, time.monotonic() - started))
-        save.committed.set_result(
-            Checkpoint(self._store, step_directory(save.step), self._options, manifest)
-        )
         self._newest, self._first_unsaved = save.step, None
+        self._emit(Committed(save.step, plan.file_bytes, time.monotonic() - started))
+        save.committed.set_result(Checkpoint(self._store, step_directory(save.step), self._options, manifest))
+        self._grown_arena(plan.file_bytes)
         self._prune()
 
     def _prune(self) -> None:
@@ -351,13 +361,13 @@ class Checkpointer:
             return
         try:
             catalog.prune(self._store, catalog.judge(catalog.steps(self._store), self._keep), self._removed)
-        except StorageError as error:
-            _log.warning("retention could not run: %s", error)
+        except Exception:
+            _log.exception("retention could not run")  # on the writer thread nobody else would hear of it
 
     def _become_writer(self) -> None:
         """At the first save: lock, sweep, and learn the newest step. Then, what a fallback left to set aside."""
         if self._store_id is None:
-            if not self._store.exists():
+            if not self._store.exists(MARKER_NAME):
                 self._store.make_directory()
             self._store.lock(f"process {os.getpid()} on {socket.gethostname()}")
             try:
@@ -370,15 +380,16 @@ class Checkpointer:
                 raise
             self._newest = existing[-1] if existing else None
         if self._superseded_above is not None:
+            self._drain_writer()
             catalog.rewind(self._store, self._superseded_above)
             self._newest, self._superseded_above = self._superseded_above, None
 
-    def _arena_for(self, file_bytes: int) -> _native.Arena:
-        """The arena, growing towards the save's size in the background, within the budget."""
+    def _grown_arena(self, touched_bytes: int) -> _native.Arena:
+        """The arena, growing towards `touched_bytes` in the background, within the budget."""
         if self._arena is None:
             budget = default_budget_bytes() if self._budget_bytes is None else self._budget_bytes
             self._arena = open_arena(budget, self._options.request_bytes)
-        self._arena.grow(file_bytes)
+        self._arena.grow(touched_bytes)
         return self._arena
 
     # Waiting and ending
@@ -400,6 +411,7 @@ class Checkpointer:
         self._settle()
         catalog.find(self._store, step)
         self._become_writer()
+        self._drain_writer()
         catalog.rewind(self._store, step)
         self._newest = step
 
@@ -440,6 +452,8 @@ class Checkpointer:
         failure = pending.committed.failure()
         if pending.committed.failed():
             self._first_unsaved = pending.step if self._first_unsaved is None else self._first_unsaved
+            existing = catalog.steps(self._store)  # the store knows how far the failed save had come
+            self._newest = existing[-1] if existing else None
         if failure is None:
             return
         behind = pending.step - (self._newest if self._newest is not None else self._first_unsaved or 0)
@@ -452,6 +466,10 @@ class Checkpointer:
             newest="none" if self._newest is None else f"step {self._newest}",
             next="see the cause; earlier checkpoints are untouched, and the next save may succeed",
         ) from failure
+
+    def _drain_writer(self) -> None:
+        """Wait for retention too, which runs behind a commit."""
+        self._writer.submit(int).result()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ from flowstone.commit import catalog, contents
 from flowstone.commit.contents import inside
 from flowstone.commit.publish import read_marker
 from flowstone.commit.verify import Verified, verify
-from flowstone.config import READ_ARENA_BYTES, EngineOptions
-from flowstone.errors import DamagedError, NoCheckpointError, NotAStoreError, UnsupportedStateError
+from flowstone.config import READ_ARENA_BYTES, READ_REQUEST_BYTES, EngineOptions
+from flowstone.errors import DamagedError, NoCheckpointError, NotAStoreError, StorageError, UnsupportedStateError
 from flowstone.format.index import Index
 from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME, Manifest, step_directory
 from flowstone.pieces import Box, DType, Memory, Piece
@@ -23,7 +24,7 @@ from flowstone.plan.read import plan_reads
 from flowstone.stage.arena import open_arena
 from flowstone.stage.scatter import raise_damage, scatter
 from flowstone.store.base import Store
-from flowstone.store.local import LocalStore
+from flowstone.store.local import LOCK_NAME, LocalStore
 
 if TYPE_CHECKING:
     import torch
@@ -134,7 +135,7 @@ class Checkpoint:
         result, memory = _fresh(dtype, box.shape, framework)
         piece = Piece(name, dtype, shape, box)
         plan = plan_reads(self.index, [piece], [row])
-        arena = open_arena(READ_ARENA_BYTES, self._options.request_bytes)
+        arena = open_arena(READ_ARENA_BYTES, READ_REQUEST_BYTES)
         try:
             found = scatter(self._store, self.segment_paths, self.index, plan, [piece], [memory], arena)
         finally:
@@ -155,7 +156,7 @@ class Checkpoint:
 
     def inspect(self, on_progress: Callable[[int, int], None] | None = None) -> Verified:
         """As `verify`, but damage is in the result instead of raised."""
-        arena = open_arena(READ_ARENA_BYTES, self._options.request_bytes)
+        arena = open_arena(READ_ARENA_BYTES, READ_REQUEST_BYTES)
         try:
             return verify(self._store, self._directory, arena, on_progress)
         finally:
@@ -193,13 +194,25 @@ def open_checkpoint(
 
 
 def check_store(store: Store) -> None:
-    """Raise NotAStoreError where something is, but nothing of ours; an absent or empty directory passes."""
+    """Raise NotAStoreError where something is, but nothing of ours.
+
+    What passes: a store; checkpoints without a marker; an absent or empty directory; one in which
+    a first save was cut short.
+    """
     if store.exists(MARKER_NAME):
         read_marker(store)
-    elif store.exists() and store.names() and not catalog.steps(store):
+        return
+    try:
+        foreign = [name for name in store.names() if name != LOCK_NAME and catalog.leftover(name) is None]
+        checkpoints = catalog.steps(store)
+    except StorageError as error:
+        if error.errno != errno.ENOTDIR:
+            raise
+        foreign, checkpoints = ["a file"], ()
+    if foreign and not checkpoints:
         raise NotAStoreError(
             f"{store.location} is neither a store nor a checkpoint", missing=f"{MARKER_NAME}, step-*, {MANIFEST_NAME}",
-            found=", ".join(store.names()[:5]), next="check the path",
+            found=", ".join(foreign[:5]), next="check the path",
         )
 
 

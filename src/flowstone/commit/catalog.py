@@ -13,10 +13,10 @@ from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME, Manifest, step
 from flowstone.store.base import Store
 
 SAVING, DELETING, SUPERSEDED = ".saving-", ".deleting-", ".superseded-"
-_LEFTOVERS = {
-    SAVING: "a save that never finished",
-    DELETING: "a deletion that never finished",
+_LEFTOVER_DIRECTORIES = {SAVING: "a save that never finished", DELETING: "a deletion that never finished"}
+_LEFTOVER_FILES = {
     f".{MARKER_NAME}-": "a marker that was never put in place",
+    ".flowstone-probe-": "a probe for direct I/O that never finished",
 }
 
 
@@ -97,14 +97,23 @@ def prune(
             on_removed(name, verdict.reason, None)
 
 
+def leftover(name: str) -> str | None:
+    """Why an entry of a store is what a dead writer left, to be swept; None if it is not."""
+    reasons = _LEFTOVER_DIRECTORIES | _LEFTOVER_FILES
+    return next((why for prefix, why in reasons.items() if name.startswith(prefix)), None)
+
+
 def sweep(store: Store, on_removed: Callable[[str, str, StorageError | None], None]) -> None:
     """Remove what dead writers left: torn saves and unfinished deletions. Needs the lock."""
     for name in store.names():
-        reason = next((why for prefix, why in _LEFTOVERS.items() if name.startswith(prefix)), None)
+        reason = leftover(name)
         if reason is None:
             continue
         try:
-            _remove(store, name)
+            if name.startswith(tuple(_LEFTOVER_FILES)):
+                store.remove(name)
+            else:
+                _remove(store, name)
         except StorageError as error:
             on_removed(name, reason, error)
         else:
@@ -119,8 +128,7 @@ def rewind(store: Store, step: int) -> tuple[int, ...]:
     moved = tuple(s for s in reversed(steps(store)) if s > step)
     for newer in moved:
         store.rename(step_directory(newer), f"{SUPERSEDED}{newer:08d}-{secrets.token_hex(8)}")
-    if moved:
-        store.sync_directory()
+    store.sync_directory()  # also when nothing moved: an earlier rewind may have died before its sync
     return moved
 
 

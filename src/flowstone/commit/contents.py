@@ -45,7 +45,7 @@ def read_manifest(store: Store, directory: str) -> Manifest:
             next="run `flowstone ls` to see what is there",
         )
     manifest = decode_manifest(store.read(path, length=MANIFEST_BYTES_MAX), path=shown)
-    named = step_of_directory(directory)
+    named = step_of_directory(directory or store.location.rpartition("/")[2])
     if named is not None and named != manifest.step:
         raise DamagedError(
             f"{shown} is in the wrong directory", expected=f"step {named}", found=f"step {manifest.step}",

@@ -90,11 +90,15 @@ def _segment_is_whole(store: Store, directory: str, row: SegmentRow, findings: l
     if not store.exists(path):
         findings.append(Finding(row.name, "is missing"))
         return False
-    size = store.size(path)
-    if size != row.bytes:
-        findings.append(Finding(row.name, f"has {size} bytes instead of {row.bytes}"))
+    try:
+        size = store.size(path)
+        if size != row.bytes:
+            findings.append(Finding(row.name, f"has {size} bytes instead of {row.bytes}"))
+            return False
+        found = digest(store.read(path, length=row.header_bytes))
+    except StorageError as error:
+        findings.append(Finding(row.name, str(error)))
         return False
-    found = digest(store.read(path, length=row.header_bytes))
     if found != row.header_digest:
         findings.append(Finding(row.name, f"header, bytes 0..{row.header_bytes}: not what was written"))
     return True

@@ -112,7 +112,10 @@ class Store(Protocol):
         """The first `length` bytes of a file, or all of it."""
 
     def make_directory(self, path: str = "") -> None:
-        """Create a directory that is not there. The root is created with its parents, and its entry synced."""
+        """Create a directory that is not there.
+
+        The root is created with its parents where they are missing, and its way is durable on return.
+        """
 
     def sync_directory(self, path: str = "") -> None:
         """Make the directory's entries durable."""

@@ -7,32 +7,44 @@ import fcntl
 import mmap
 import os
 import shutil
+import stat
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from flowstone import _native
-from flowstone.config import BLOCK_BYTES, POLL_S, EngineOptions
+from flowstone.config import BLOCK_BYTES, KIB, POLL_S, READ_REQUEST_BYTES, EngineOptions
 from flowstone.errors import CancelledError, FlowstoneError, FullError, LockedError, StorageError
 from flowstone.format.manifest import IoRecord
 from flowstone.store.base import FilePlan, ReadReceipt, Receipt
+from flowstone.store.system import System
 
 LOCK_NAME = "flowstone.lock"
+_GAP_BYTES = 64 * KIB  # of padding that is cheaper to write than to split a request at
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class LocalStore:
-    """See store.base.Store. Nothing is created or probed before the first write."""
+    """See store.base.Store. Nothing is created or probed before the first write.
 
-    def __init__(self, root: str | os.PathLike[str], options: EngineOptions | None = None) -> None:
+    system  what the disk is changed by; tests put a simulation there
+    """
+
+    def __init__(
+        self, root: str | os.PathLike[str], options: EngineOptions | None = None, system: System | None = None
+    ) -> None:
         self.root = Path(root).absolute()
+        self.system = system or System()
         self._options = options or EngineOptions()
         self._engine: _native.Engine | None = None
         self._lock_fd: int | None = None
         self._write_alignment: int | None = None
         self._read_alignment: int | None = None
+        os.register_at_fork(after_in_child=partial(_forget_after_fork, weakref.ref(self)))
 
     @property
     def location(self) -> str:
@@ -41,7 +53,8 @@ class LocalStore:
     # Names and small files
 
     def exists(self, path: str = "") -> bool:
-        return (self.root / path).exists()
+        with self._told("look for", path):
+            return (self.root / path).exists()
 
     def names(self, path: str = "") -> tuple[str, ...]:
         with self._told("list", path):
@@ -52,7 +65,10 @@ class LocalStore:
 
     def size(self, path: str) -> int:
         with self._told("stat", path):
-            return os.stat(self.root / path, follow_symlinks=False).st_size
+            found = os.stat(self.root / path, follow_symlinks=False)
+            if stat.S_ISLNK(found.st_mode):  # as `read` refuses it, rather than as a file of another size
+                raise OSError(errno.ELOOP, "a symbolic link")
+            return found.st_size
 
     def read(self, path: str, *, length: int | None = None) -> bytes:
         with self._told("read", path):
@@ -64,38 +80,50 @@ class LocalStore:
     def make_directory(self, path: str = "") -> None:
         with self._told("mkdir", path):
             if path:
-                os.mkdir(self.root / path)
+                self.system.make_directory(self.root / path)
                 return
             missing = [at for at in (self.root, *self.root.parents) if not at.exists()]
             for at in reversed(missing):
-                os.mkdir(at)
-                _sync(at.parent)
+                self.system.make_directory(at)
+            self._sync_way_to_root()
+
+    def _sync_way_to_root(self) -> None:
+        """Sync the entries that lead to the root, found ones too: who made them may have died before the sync."""
+        device = os.stat(self.root).st_dev
+        for at in self.root.parents:
+            if os.stat(at).st_dev != device:
+                return  # a mount point was here before us
+            try:
+                self.system.sync_directory(at)
+            except PermissionError:
+                return  # safe: a directory that we cannot open is not one that a job of ours has made
 
     def sync_directory(self, path: str = "") -> None:
         with self._told("fsync", path):
-            _sync(self.root / path)
+            self.system.sync_directory(self.root / path)
 
     def put(self, path: str, data: bytes) -> None:
         with self._told("write", path, needed_bytes=len(data)):
-            fd = os.open(self.root / path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-            with open(fd, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(fd)
+            fd = self.system.create(self.root / path, os.O_WRONLY | os.O_EXCL)
+            try:
+                self.system.write(fd, data)
+                self.system.sync(fd)
+            finally:
+                os.close(fd)
 
     def rename(self, source: str, target: str) -> None:
         with self._told("rename", source):
             if (self.root / target).exists():
                 raise FileExistsError(errno.EEXIST, f"{target} exists")
-            os.rename(self.root / source, self.root / target)
+            self.system.rename(self.root / source, self.root / target)
 
     def remove(self, path: str) -> None:
         with self._told("remove", path):
             at = self.root / path
             if at.is_dir() and not at.is_symlink():
-                os.rmdir(at)
+                self.system.remove_directory(at)
             else:
-                os.unlink(at)
+                self.system.unlink(at)
 
     def free_bytes(self) -> int:
         with self._told("statvfs", ""):
@@ -107,10 +135,10 @@ class LocalStore:
         if self._lock_fd is not None:
             return
         with self._told("lock", LOCK_NAME):
-            fd = os.open(self.root / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fd = self.system.create(self.root / LOCK_NAME, os.O_RDWR)
             try:
                 # flock dies with the process, and with the last copy of the descriptor:
-                # forked children close theirs (see Checkpointer), so that they do not keep the lock.
+                # forked children close theirs (_forget_after_fork), so that they do not keep the lock.
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 found = os.read(fd, 1000).decode(errors="replace").strip()
@@ -119,8 +147,12 @@ class LocalStore:
                     f"cannot save into {self.root}: another job writes there",
                     holder=found or "unknown", next="stop that job, or save into another directory",
                 ) from error
-            os.ftruncate(fd, 0)
-            os.write(fd, holder.encode() + b"\n")
+            try:
+                os.ftruncate(fd, 0)
+                self.system.write(fd, holder.encode() + b"\n")
+            except BaseException:
+                os.close(fd)  # an open descriptor would hold the lock against our own next try
+                raise
             self._lock_fd = fd
 
     def unlock(self) -> None:
@@ -137,15 +169,16 @@ class LocalStore:
         try:
             for file in files:
                 with self._told("create", file.path, needed_bytes=needed):
-                    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | (os.O_DIRECT if alignment > 1 else 0)
-                    opened.append((os.open(self.root / file.path, flags, 0o644), file))
+                    flags = os.O_RDWR | os.O_EXCL | (os.O_DIRECT if alignment > 1 else 0)
+                    opened.append((self.system.create(self.root / file.path, flags), file))
                 with self._told("allocate", file.path, needed_bytes=needed):
-                    _native.reserve_file(opened[-1][0], file.bytes)
+                    self.system.reserve(opened[-1][0], file.bytes)
             natives = [
                 (_native.File(fd=fd, path=str(self.root / file.path), alignment=alignment), file.bytes)
                 for fd, file in opened
             ]
-            job = self._open_engine().write(arena, natives, rows)
+            # These files are this job's alone, so that gaps between slots may be written as zeros.
+            job = self._open_engine().write(arena, natives, rows, gap_bytes=_GAP_BYTES)
         except BaseException:
             for fd, _ in opened:
                 os.close(fd)
@@ -163,7 +196,10 @@ class LocalStore:
                     fd, alignment = self._open_to_read(path)
                 fds.append(fd)
                 natives.append(_native.File(fd=fd, path=str(self.root / path), alignment=alignment))
-            job = self._open_engine().read(arena, natives, rows, stop_at_bad=stop_at_bad)
+            job = self._open_engine().read(
+                arena, natives, rows, stop_at_bad=stop_at_bad, in_place=self._options.read_in_place,
+                request_bytes=READ_REQUEST_BYTES,
+            )
         except BaseException:
             for fd in fds:
                 os.close(fd)
@@ -177,7 +213,7 @@ class LocalStore:
             self._engine = None
         self.unlock()
 
-    def forget_after_fork(self) -> None:
+    def forget(self) -> None:
         """In a forked child: threads are gone and the lock is the parent's; drop both, touch neither."""
         self._engine = None
         self.unlock()
@@ -288,9 +324,11 @@ class LocalWriting:
     def receipt(self) -> Receipt:
         while not self._job.wait(POLL_S):
             pass
-        error = self._error() or self._sync_error()
-        for fd, _ in self._opened:
-            os.close(fd)
+        try:
+            error = self._error() or self._sync_error()
+        finally:
+            for fd, _ in self._opened:
+                os.close(fd)
         options = self._store.options
         io = IoRecord(
             backend=self._store.backend(), alignment=self._alignment, request_bytes=options.request_bytes,
@@ -312,7 +350,7 @@ class LocalWriting:
     def _sync_error(self) -> FlowstoneError | None:
         for fd, file in self._opened:
             try:
-                os.fsync(fd)
+                self._store.system.sync(fd)
             except OSError as error:
                 return self._store.explain("fsync", error.errno or 0, str(self._store.root / file.path))
         return None
@@ -351,12 +389,10 @@ class LocalReading:
         )
 
 
-def _sync(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _forget_after_fork(store: weakref.ref[LocalStore]) -> None:
+    alive = store()
+    if alive is not None:
+        alive.forget()
 
 
 def _reads_direct(fd: int) -> bool:

@@ -1,0 +1,105 @@
+"""Two checkpoints, compared bit for bit through the reader. Needs no torch."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+
+import numpy as np
+
+import flowstone as fs
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What a comparison of one section found; equal if there is no difference."""
+
+    section: str
+    tensors: int
+    bytes: int
+    values: int
+    differences: tuple[str, ...]
+
+
+def compare(first: fs.Checkpoint, second: fs.Checkpoint) -> dict[str, Compared]:
+    """Section to finding, over every tensor and every object that is in either checkpoint."""
+    objects_first, objects_second = _objects(first), _objects(second)
+    names = sorted({*first.tensors, *second.tensors})
+    sections = sorted({_section(name) for name in names} | {*objects_first, *objects_second})
+    return {
+        section: _compare_section(
+            section, first, second, [name for name in names if _section(name) == section],
+            (objects_first.get(section), objects_second.get(section)),
+        )
+        for section in sections
+    }  # fmt: skip
+
+
+def _compare_section(
+    section: str, first: fs.Checkpoint, second: fs.Checkpoint, names: Sequence[str], objects: tuple[object, object]
+) -> Compared:
+    differences, total_bytes = [], 0
+    for name in names:
+        difference = tensor_difference(first, second, name)
+        if difference is not None:
+            differences.append(difference)
+        elif first.tensors[name].alias_of is None:
+            total_bytes += first.tensors[name].bytes
+    values, found = object_difference(*objects, path=section)
+    return Compared(section, len(names), total_bytes, values, (*differences, *found))
+
+
+def tensor_difference(first: fs.Checkpoint, second: fs.Checkpoint, name: str) -> str | None:
+    """What differs of one tensor, or None: presence, dtype, shape, aliasing, then every bit."""
+    if name not in first.tensors or name not in second.tensors:
+        return f"{name} is in only one of them"
+    left, right = first.tensors[name], second.tensors[name]
+    if (left.dtype, left.shape, left.alias_of) != (right.dtype, right.shape, right.alias_of):
+        return f"{name}: {left} against {right}"
+    if left.alias_of is not None:
+        return None  # the tensor itself is compared under its own name
+    bits = [np.atleast_1d(cp.read(name, framework="numpy")).reshape(-1).view(np.uint8) for cp in (first, second)]
+    unequal = np.flatnonzero(bits[0] != bits[1])
+    if not unequal.size:
+        return None
+    return f"{name}: {unequal.size} of {bits[0].size} bytes differ, the first at byte {unequal[0]}"
+
+
+def object_difference(first: object, second: object, path: str) -> tuple[int, tuple[str, ...]]:
+    """How many values were compared, and what differs: types count, and floats differ by their bits."""
+    if type(first) is not type(second):
+        return 1, (f"{path}: {type(first).__name__} against {type(second).__name__}",)
+    children = _children(first), _children(second)
+    if children[0] is None or children[1] is None:
+        same = _bits(first) == _bits(second)
+        return 1, () if same else (f"{path}: {first!r} against {second!r}",)
+    if list(children[0]) != list(children[1]):
+        return 1, (f"{path}: not the same keys or length",)
+    compared = [object_difference(value, children[1][key], f"{path}.{key}") for key, value in children[0].items()]
+    return sum(count for count, _ in compared), tuple(text for _, found in compared for text in found)
+
+
+def _children(value: object) -> Mapping[object, object] | None:
+    """The parts of a container, by key or place; None for a single value."""
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, (list, tuple)):
+        return dict(enumerate(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return None
+
+
+def _bits(value: object) -> object:
+    return struct.pack("<d", value) if isinstance(value, float) else value
+
+
+def _objects(checkpoint: fs.Checkpoint) -> dict[str, object]:
+    """Section to its objects; what is kept per rank, as generators are, among them."""
+    return {**checkpoint.contents.replicated, **checkpoint.contents.per_rank}
+
+
+def _section(name: str) -> str:
+    """The first part of the path; a rank's own entry, `rng@0`, belongs to its section."""
+    return name.partition(".")[0].partition("@")[0]

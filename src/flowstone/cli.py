@@ -18,6 +18,7 @@ from flowstone._version import __version__
 from flowstone.commit import catalog
 from flowstone.errors import FlowstoneError, FormatError, NotAStoreError
 from flowstone.format.manifest import MANIFEST_NAME, step_directory
+from flowstone.format.objects import Named, TensorRef
 from flowstone.progress import terminal_progress
 from flowstone.reader import Checkpoint, check_store, open_checkpoint
 from flowstone.store.local import LocalStore
@@ -135,6 +136,26 @@ def verify(path: StorePath, step: Step = None, as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
+@app.command()
+def demo(
+    directory: Annotated[Path | None, typer.Option(help="Where to work: absent or empty.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the training and the kills; a new one if left out.")] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the stores and logs behind.")] = False,
+    small: Annotated[bool, typer.Option("--small", help="A tiny model and few kills, in seconds.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a GPT, kill it again and again, resume, compare bit for bit. Exit status 0 if every claim held."""
+    from flowstone.demo import acts  # only this verb needs what it starts
+
+    judged: list[acts.Claim] = []
+    console = Console(highlight=False, stderr=as_json)  # standard output is the JSON's alone
+    status = acts.run(directory=directory, seed=seed, keep=keep, small=small, console=console, judged=judged)
+    if as_json:
+        claims = [{"claim": claim.text, "held": claim.held, "found": claim.found} for claim in judged]
+        _print_json({"held": status == 0, "claims": claims})
+    raise typer.Exit(status)
+
+
 def _listing(path: Path) -> tuple[list[dict[str, object]], list[str]]:
     """A row for each checkpoint, newest last, and the names of what is none."""
     store = LocalStore(path)
@@ -189,7 +210,14 @@ def _plain(value: object) -> object:
         return value
     if isinstance(value, float) and abs(value) != float("inf") and value == value:
         return value
-    return repr(value)
+    return _text(value)
+
+
+def _text(value: object) -> str:
+    """What Python shows; but what stands for a tensor or a constant, by its name."""
+    if isinstance(value, TensorRef):
+        return f"{value.kind} {value.name}"
+    return f"{value.kind} {value.text}" if isinstance(value, Named) else repr(value)
 
 
 def _summary(value: object) -> str:
@@ -197,7 +225,7 @@ def _summary(value: object) -> str:
         return f"{len(value)} entries: {', '.join(map(str, list(value)[:6]))}{' ...' if len(value) > 6 else ''}"
     if isinstance(value, list | tuple) and len(value) > 6:
         return f"{len(value)} values"
-    text = repr(value)
+    text = _text(value)
     return text if len(text) <= _TEXT_MAX else text[:_TEXT_MAX] + " ..."
 
 

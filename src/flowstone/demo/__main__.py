@@ -20,7 +20,7 @@ def main() -> int:
     return run(
         directory=options.directory, seed=options.seed, keep=options.keep, small=options.small,
         flip_bit=options.flip_bit,
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ VERB_MAX_S = 120.0
 
 def run(
     *, directory: Path | None = None, seed: int | None = None, keep: bool = False, small: bool = False,
-    flip_bit: bool = False, console: Console | None = None,
-) -> int:  # fmt: skip
+    flip_bit: bool = False, console: Console | None = None, judged: list[Claim] | None = None,
+) -> int:
     """Show the demo; the exit status: 0 if every claim held, 1 if not, 2 if it could not begin.
 
     directory  where to work: absent or empty; by default a new one in `runs/` of the current directory
@@ -40,6 +40,7 @@ def run(
     small      a tiny model and few kills: seconds instead of two minutes, for tests
     flip_bit   falsify one bit of one weight at the end of act two: the demo must then fail
     console    where to show it; by default standard output
+    judged     receives every claim with its verdict, for a caller that wants more than the status
 
     Starts processes, one at a time, and leaves none behind. Blocks until the end.
     """
@@ -47,13 +48,14 @@ def run(
     screen = Screen(console or Console(highlight=False))
     seed = secrets.randbits(SEED_BITS) if seed is None else seed
     started = time.monotonic()
+    verdicts = [] if judged is None else judged
     made = [parent for parent in (Path("runs"),) if directory is None and not parent.exists()]
     try:
         work = _workplace(directory, form)
     except OSError as error:
-        screen.claim(Claim("the demo could begin", False, str(error)))
+        verdicts.append(Claim("the demo could begin", False, str(error)))
+        screen.claim(verdicts[-1])
         return 2
-    verdicts: list[Claim] = []
     try:
         _show(screen, work, form, seed=seed, flip_bit=flip_bit, verdicts=verdicts)
     except (DiedError, fs.FlowstoneError) as error:
@@ -83,7 +85,7 @@ def _show(screen: Screen, work: Path, form: Form, *, seed: int, flip_bit: bool, 
     stormy = Order(
         form=form, seed=seed, store=str(work / "killed"), scratch=str(work), save_every=form.save_every,
         torch_saves=form.torch_saves, flip_bit=flip_bit,
-    )  # fmt: skip
+    )
 
     screen.act("Act one: a run that nobody disturbs", f"{form.steps} steps, nothing saved but the end; seed {seed}")
     reference = _act_one(screen, calm, work / "reference.log")
@@ -156,7 +158,7 @@ def _verbs(screen: Screen, store: str) -> list[Claim]:
         done = subprocess.run(
             [sys.executable, "-m", "flowstone", verb, store], capture_output=True, text=True, timeout=VERB_MAX_S,
             env=os.environ | {"COLUMNS": str(screen.width)}, check=False,
-        )  # fmt: skip
+        )
         screen.verbatim(done.stdout + done.stderr)
         found.append(Claim(f"flowstone {verb}", done.returncode == 0, f"exit status {done.returncode}"))
     return found

@@ -70,7 +70,7 @@ def torch_save(run: Training, directory: Path) -> TorchSaved:
         "model": run.model.state_dict(), "optimizer": run.optimizer.state_dict(),
         "scheduler": run.scheduler.state_dict(), "loader": run.loader.state_dict(),
         "rng": torch.get_rng_state(), "losses": run.losses, "step": run.form.steps,
-    }  # fmt: skip
+    }
     with path.open("wb") as file:
         torch.save(state, file)
         file.flush()

@@ -24,7 +24,7 @@ class Claim:
 _WORDS = {
     "model": "weights", "optimizer": "AdamW's moments", "rng": "generators of torch, numpy and python",
     "loader": "loader and its generator", "losses": "loss curve", "scheduler": "learning-rate schedule", "step": "step",
-}  # fmt: skip
+}
 _FLOAT32 = 4
 SHOWN_MAX = 3
 
@@ -62,7 +62,7 @@ def of_storm(form: Form, reference: Ledger, seen: Storm) -> list[Claim]:
             f"{len(seen.ledger.steps)} steps reported, {again} of them redone"
             + (f"; unlike at {unlike[:SHOWN_MAX]}" if unlike else ""),
         ),
-    ]  # fmt: skip
+    ]
 
 
 def of_comparison(form: Form, reference: Ledger, seen: Ledger, compared: Mapping[str, Compared]) -> list[Claim]:

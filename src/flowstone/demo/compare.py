@@ -33,7 +33,7 @@ def compare(first: fs.Checkpoint, second: fs.Checkpoint) -> dict[str, Compared]:
             (objects_first.get(section), objects_second.get(section)),
         )
         for section in sections
-    }  # fmt: skip
+    }
 
 
 def _compare_section(

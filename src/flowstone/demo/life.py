@@ -38,7 +38,7 @@ class Life:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "flowstone.demo.child", msgspec.json.encode(order).decode()],
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, env=environment,
-            )  # fmt: skip
+            )
 
     def hear(self, timeout_s: float) -> list[Message]:
         """The messages that have arrived; waits `timeout_s` for the first. Raises DiedError on a long silence."""
@@ -105,10 +105,10 @@ def _environment(threads: int) -> dict[str, str]:
 
     MKL may otherwise choose another number of threads, and so other bits, as it goes. GNU OpenMP's threads
     wait for each other by spinning; beside one busy process on two cores a step took 1 to 9 s with the
-    default, 1.0 s with 10,000 turns, 0.6 s with none; on idle cores 0.33, 0.34 and 0.45 s.
+    default, 1.0 s with 10,000 turns, 0.6 s with OMP_WAIT_POLICY=PASSIVE; left alone 0.33, 0.36 and 0.45 s.
     """
     count = str(threads)
     return {
         "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "MKL_DYNAMIC": "FALSE", "OMP_DYNAMIC": "FALSE",
         "GOMP_SPINCOUNT": "10000", "PYTHONFAULTHANDLER": "1",
-    }  # fmt: skip
+    }

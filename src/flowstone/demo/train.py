@@ -47,7 +47,7 @@ class Training:
         return {
             "model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, "loader": self.loader,
             "rng": fs.rng(), "losses": self.losses, "step": step,
-        }  # fmt: skip
+        }
 
     def learn(self) -> float:
         """One step; its loss."""
@@ -64,7 +64,7 @@ class Training:
 def train(
     run: Training, store: Path, *, save_every: int | None, on_start: Callable[[int | None], None],
     on_step: Callable[[int, float], None], on_event: OnEvent | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Bring `run` to its last step, from wherever `store` says it is; that step is always saved.
 
     save_every  steps from one save to the next; None: only the last

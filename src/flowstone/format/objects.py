@@ -432,4 +432,4 @@ _LEAF_TAGS: Mapping[str, Callable[[object], object]] = {
 _NODE_TAGS = frozenset({
     "$complex", "$counter", "$deque", "$dict", "$frozenset", "$named",
     "$numpy", "$ordered", "$range", "$set", "$slice", "$tuple",
-})  # fmt: skip
+})

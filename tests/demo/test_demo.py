@@ -1,0 +1,288 @@
+"""The small demo for real, kills and all; and that each of its judgements can fail."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+import flowstone as fs
+from flowstone.demo import acts, claims, corpus
+from flowstone.demo.compare import compare, object_difference
+from flowstone.demo.forms import FULL, SMALL
+from flowstone.demo.ledger import Ledger
+from flowstone.demo.life import DiedError, Life
+from flowstone.demo.messages import Began, Finished, Order, SaveCaptured, SaveCommitted, Stepped, decode, encode
+from flowstone.demo.storm import Kill, Resume, Storm, TornSave, Trigger, torn_saves
+from flowstone.demo.strikes import Strike, one_more, plan_strikes
+
+SOURCE = Path(acts.__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _children_find_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")]))
+
+
+def shown(directory: Path, **options: object) -> tuple[int, str]:
+    """Status and text of a small demo."""
+    text = io.StringIO()
+    status = acts.run(
+        directory=directory, small=True, console=Console(file=text, width=200), **options  # type: ignore[arg-type]
+    )
+    return status, text.getvalue()
+
+
+# The whole
+
+
+def test_small_demo_holds_every_claim_and_leaves_nothing(tmp_path: Path) -> None:
+    status, text = shown(tmp_path / "work", seed=3)
+    assert status == 0, text
+    assert "torn: .saving-" in text
+    assert "SIGKILL" in text
+    assert not (tmp_path / "work").exists()
+
+
+def test_one_flipped_bit_of_one_weight_fails_the_demo(tmp_path: Path) -> None:
+    status, text = shown(tmp_path / "work", seed=4, flip_bit=True, keep=True)
+    assert status == 1, text
+    failed = [line for line in text.splitlines() if line.startswith(("✗", "FAILED"))]
+    assert len(failed) == 2, text
+    assert "model.wte.weight: 1 of 262144 bytes differ, the first at byte 0" in failed[0]
+    assert "live memory" in failed[1]
+    assert fs.open(tmp_path / "work" / "killed").step == SMALL.steps
+
+
+def test_a_directory_with_something_in_it_is_refused_and_untouched(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("precious")
+    status, text = shown(tmp_path)
+    assert status == 2
+    assert "not empty" in text
+    assert (tmp_path / "mine").read_text() == "precious"
+
+
+def test_a_child_that_dies_by_itself_is_told_with_its_log(tmp_path: Path) -> None:
+    (tmp_path / "store").write_text("a file, not a directory")
+    order = Order(form=SMALL, seed=1, store=str(tmp_path / "store"), scratch=str(tmp_path), save_every=None)
+    with Life(order, tmp_path / "log") as life:
+        while not life.over:
+            life.hear(1.0)
+        with pytest.raises(DiedError, match="Error"):
+            life.end()
+
+
+def test_the_supervisor_needs_no_torch() -> None:
+    code = "import sys, flowstone.demo.acts; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# The text and its loader
+
+
+def library(root: Path, names: list[str]) -> Path:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"# {name}\n" * 10)
+    return root
+
+
+def test_corpus_does_not_depend_on_the_order_of_creation(tmp_path: Path) -> None:
+    names = ["b.py", "a/z.py", "a.py", "site-packages/x.py", "test/y.py"]
+    first, second = library(tmp_path / "1", names), library(tmp_path / "2", names[::-1])
+    assert corpus.read(10_000, first) == corpus.read(10_000, second)
+    assert b"site-packages" not in corpus.read(10_000, first)
+    assert corpus.read(25, first) == corpus.read(10_000, first)[:25]
+
+
+def test_corpus_of_this_machine_is_the_same_twice_and_full() -> None:
+    text = corpus.read(FULL.corpus_bytes)
+    assert text == corpus.read(FULL.corpus_bytes)
+    assert len(text) == FULL.corpus_bytes
+
+
+def test_corpus_of_nothing_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no Python source"):
+        corpus.read(10, tmp_path)
+
+
+def test_loader_goes_on_from_its_state() -> None:
+    first, second = (corpus.Loader(bytes(range(256)) * 4, batch=2, length=8, seed=seed) for seed in (1, 2))
+    for _ in range(3):
+        first.draw()
+    second.load_state_dict(first.state_dict())
+    for left, right in zip(first.draw(), second.draw(), strict=True):
+        assert torch.equal(left, right)
+    assert second.state_dict()["drawn"] == 4
+
+
+def test_loader_refuses_the_state_of_another_text() -> None:
+    first = corpus.Loader(b"a" * 99, batch=1, length=8, seed=1)
+    with pytest.raises(ValueError, match="the text is not"):
+        first.load_state_dict(corpus.Loader(b"b" * 99, batch=1, length=8, seed=1).state_dict())
+
+
+# The comparison
+
+
+def stored(path: Path, weight: torch.Tensor, loss: float = 1.0) -> fs.Checkpoint:
+    with fs.Checkpointer(path) as ckpt:
+        ckpt.save(1, {"model": {"w": weight}, "losses": {"train": [loss]}})
+    return fs.open(path)
+
+
+def test_comparison_finds_one_flipped_bit(tmp_path: Path) -> None:
+    weight = torch.randn(100, 100)
+    first = stored(tmp_path / "1", weight)
+    weight.view(torch.int32)[3, 5] ^= 1
+    found = compare(first, stored(tmp_path / "2", weight))
+    assert found["model"].differences == ("model.w: 1 of 40000 bytes differ, the first at byte 1220",)
+    assert found["losses"].differences == ()
+
+
+def test_comparison_of_equals_finds_nothing(tmp_path: Path) -> None:
+    weight = torch.randn(100, 100)
+    found = compare(stored(tmp_path / "1", weight), stored(tmp_path / "2", weight))
+    assert all(not part.differences for part in found.values())
+    assert found["model"].bytes == 40_000
+    assert found["losses"].values == 1
+
+
+def test_comparison_finds_another_loss_shape_and_name(tmp_path: Path) -> None:
+    first = stored(tmp_path / "1", torch.zeros(4), 1.0)
+    assert compare(first, stored(tmp_path / "2", torch.zeros(4), 1.0000000000000002))["losses"].differences
+    assert compare(first, stored(tmp_path / "3", torch.zeros(2, 2)))["model"].differences
+    with fs.Checkpointer(tmp_path / "4") as ckpt:
+        ckpt.save(1, {"model": {"v": torch.zeros(4)}, "losses": {"train": [1.0]}})
+    assert len(compare(first, fs.open(tmp_path / "4"))["model"].differences) >= 2
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(0.0, -0.0), (1, 1.0), (True, 1), ([1], (1,)), ([1], [1, 2]), ({"a": 1}, {"b": 1}), (None, 0), ("a", b"a")],
+)
+def test_objects_that_python_may_call_equal_differ(first: object, second: object) -> None:
+    assert object_difference(first, second, "x")[1]
+
+
+def test_nan_equals_itself() -> None:
+    assert not object_difference([float("nan")], [float("nan")], "x")[1]
+
+
+# The plan of kills
+
+
+def test_strikes_are_the_seed_s_and_spread_over_the_run() -> None:
+    for form in (FULL, SMALL):
+        for seed in range(200):
+            plan = plan_strikes(form, seed)
+            assert plan == plan_strikes(form, seed)
+            assert len(plan) == form.kills >= form.kills_min
+            assert sum(strike.aimed for strike in plan) == form.aimed >= form.torn
+            steps = [strike.after_step for strike in plan]
+            assert steps == sorted(steps)
+            assert form.save_every < steps[0]
+            assert steps[-1] < form.steps
+            assert all((strike.after_step + 1) % form.save_every == 0 for strike in plan if strike.aimed)
+    assert plan_strikes(FULL, 1) != plan_strikes(FULL, 2)
+    assert one_more(FULL, 1, 6).aimed
+
+
+def test_aimed_trigger_waits_for_a_save_then_for_its_share() -> None:
+    begun: list[bool] = []
+    trigger = Trigger(Strike(5, True, 0.5), lambda: bool(begun), save_s=2.0)
+    trigger.hear(Stepped(4, 0.0), 0.0)
+    begun.append(True)
+    assert not trigger.due(0.0)
+    begun.clear()
+    trigger.hear(Stepped(5, 0.0), 1.0)
+    assert not trigger.due(10.0)
+    begun.append(True)
+    assert not trigger.due(20.0)
+    assert trigger.patience_s(20.9) == pytest.approx(0.1)
+    assert trigger.due(21.0)
+
+
+def test_unaimed_trigger_waits_for_a_share_of_a_step() -> None:
+    trigger = Trigger(Strike(2, False, 0.25), lambda: False, save_s=9.0)
+    trigger.hear(Stepped(1, 0.0), 10.0)
+    trigger.hear(Stepped(2, 0.0), 14.0)
+    assert not trigger.due(14.0)
+    assert trigger.due(15.0)
+
+
+# The claims
+
+
+def test_torn_saves_are_listed_with_files_and_bytes(tmp_path: Path) -> None:
+    (tmp_path / ".saving-00000005-ab").mkdir()
+    (tmp_path / ".saving-00000005-ab" / "rank-00000.safetensors").write_bytes(bytes(7))
+    (tmp_path / "step-00000004").mkdir()
+    assert torn_saves(tmp_path) == (TornSave(".saving-00000005-ab", (("rank-00000.safetensors", 7),)),)
+    assert torn_saves(tmp_path / "absent") == ()
+
+
+@pytest.mark.parametrize(
+    ("newest", "promised", "found", "right"),
+    [(None, 0, None, True), (10, 10, 10, True), (15, 10, 15, True), (15, 10, 10, False), (5, 10, 5, False),
+     (None, 5, None, False), (5, 5, None, False)],
+)
+def test_a_start_is_right_only_from_the_newest_and_never_below_a_promise(
+    newest: int | None, promised: int, found: int | None, right: bool
+) -> None:
+    assert Resume(newest, promised, found).right is right
+
+
+def run_of(losses: list[float]) -> Ledger:
+    ledger = Ledger()
+    ledger.enter(Began(None, 1, 0.0))
+    for step, loss in enumerate(losses, 1):
+        ledger.enter(Stepped(step, loss))
+    ledger.enter(Finished(len(losses), "digest", 12))
+    return ledger
+
+
+def good_storm(losses: list[float]) -> Storm:
+    kills = [Kill(n, n, True, 1, (TornSave(f".saving-{n}", ()),), None) for n in range(1, SMALL.kills + 1)]
+    return Storm(run_of(losses), kills, [Resume(None, 0, None)] * (SMALL.kills + 1))
+
+
+def verdicts(storm: Storm, losses: list[float]) -> list[bool]:
+    return [claim.held for claim in claims.of_storm(SMALL, run_of(losses), storm)]
+
+
+def test_every_claim_of_act_two_can_fail() -> None:
+    losses = [5.0 - step / 10 for step in range(SMALL.steps)]
+    assert verdicts(good_storm(losses), losses) == [True] * 4
+    few = good_storm(losses)
+    few.kills.pop()
+    few.resumes.pop()
+    assert verdicts(few, losses) == [False, True, True, True]
+    whole = good_storm(losses)
+    whole.kills = [Kill(kill.number, kill.pid, True, 1, (), None) for kill in whole.kills]
+    assert verdicts(whole, losses) == [True, False, True, True]
+    astray = good_storm(losses)
+    astray.resumes[-1] = Resume(10, 10, 5)
+    assert verdicts(astray, losses) == [True, True, False, True]
+    assert verdicts(good_storm([*losses[:-1], 0.0]), losses) == [True, True, True, False]
+    assert verdicts(good_storm(losses[:-1]), losses) == [True, True, True, False]
+
+
+def test_equal_but_empty_checkpoints_prove_nothing() -> None:
+    ledger = run_of([1.0])
+    held = [claim.held for claim in claims.of_comparison(SMALL, ledger, ledger, {})]
+    assert held == [False] * (len(held) - 1) + [True]
+
+
+# The pipe
+
+
+def test_messages_read_back_bit_for_bit() -> None:
+    for message in (Stepped(3, 0.1 + 0.2), SaveCaptured(3, 1e-9), SaveCommitted(3, 1 << 40, 0.3), Began(None, 1, 0.0)):
+        assert decode(encode(message).strip()) == message

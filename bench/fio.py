@@ -100,14 +100,14 @@ def measure_round(
     return Device(
         tuple(candidates), (found["write", False],), (found["read", False],), (found["write", True],),
         (found["read", True],),
-    )  # fmt: skip
+    )
 
 
 def join(rounds: Sequence[Device]) -> Device:
     return Device(
         rounds[0].candidates, tuple(s for r in rounds for s in r.writes), tuple(s for r in rounds for s in r.reads),
         tuple(s for r in rounds for s in r.plain_writes), tuple(s for r in rounds for s in r.plain_reads),
-    )  # fmt: skip
+    )
 
 
 def _run(directory: Path, file_bytes: int, setting: Setting, direction: str, options: Sequence[str]) -> FioSample:
@@ -116,7 +116,7 @@ def _run(directory: Path, file_bytes: int, setting: Setting, direction: str, opt
         "fio", "--name=device", f"--filename={directory / NAME}", "--ioengine=io_uring", "--direct=1",
         f"--bs={setting.request_bytes}", f"--iodepth={setting.depth}", f"--size={requests * setting.request_bytes}",
         "--output-format=json", *options,
-    ]  # fmt: skip
+    ]
     environment = dict(os.environ)
     if setting.memory == REGISTERED:
         command.append("--fixedbufs=1")

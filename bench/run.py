@@ -75,7 +75,7 @@ def progress() -> Progress:
     return Progress(
         TextColumn("{task.description:<40}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         console=console, transient=True, disable=not console.is_terminal,
-    )  # fmt: skip
+    )
 
 
 def measure(directory: Path, entries: Sequence[Entry], options: argparse.Namespace, bar: Progress) -> Run:
@@ -107,7 +107,7 @@ def measure(directory: Path, entries: Sequence[Entry], options: argparse.Namespa
         command=command(options), started_utc=f"{datetime.now(UTC):%Y-%m-%d}", machine=machine.describe(directory),
         layout=str(layout), state_bytes=layout.state_bytes, rounds=options.rounds,
         device=fio.join(device) if device else None, measured=tuple(measured),
-    )  # fmt: skip
+    )
 
 
 def measure_rival(

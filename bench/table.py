@@ -69,13 +69,13 @@ def device_table(run: Run) -> Table:
             ("fio write, fsync inside, best", device.writes), ("fio read, best", device.reads),
             ("fio write, fsync inside, plain memory", device.plain_writes),
             ("fio read, plain memory", device.plain_reads),
-        ):  # fmt: skip
+        ):
             setting = samples[0]
             rows.append((
                 title, setting.memory, f"{setting.request_bytes >> 20} MiB x {setting.depth}",
                 cell(figures.spread(s.seconds for s in samples)), cell(figures.spread(s.gb_per_s for s in samples)),
                 cell(figures.spread(_fio_cpu(s) for s in samples)),
-            ))  # fmt: skip
+            ))
     title = "The device (fio: io_uring, direct; ratios below are to the best; registered memory is in huge pages)"
     return Table(title, ("job", "memory", "request x depth", "s", "GB/s", "CPU-s/GB"), tuple(rows))
 
@@ -87,7 +87,7 @@ def _fio_cpu(sample: FioSample) -> float:
 def save_table(run: Run) -> Table:
     columns = (
         "save", "blocked s", "durable s", "GB/s durable", "of fio", "CPU-s/GB", "extra peak MB", "files",
-    )  # fmt: skip
+    )
     rows = []
     for entry, first in _save_rows(run):
         series = figures.saves(run, entry.name, first=first)
@@ -118,7 +118,7 @@ def _save_cells(run: Run, series: Series[SaveSample]) -> tuple[str, ...]:
         _cell(series, lambda s: payload / s.durable_s / 1e9), cell(figures.spread(of_fio)),
         _cell(series, lambda s: s.cpu_s / payload * 1e9), _cell(series, lambda s: s.extra_peak_bytes / 1e6, 0),
         "-".join(map(str, sorted(files))),
-    )  # fmt: skip
+    )
 
 
 def load_table(run: Run) -> Table:
@@ -142,14 +142,14 @@ def _load_cells(run: Run, series: Series[LoadSample], payload: int) -> tuple[str
         cell(figures.spread(of_fio)), _cell(series, lambda s: s.cpu_s / payload * 1e9),
         _cell(series, lambda s: s.extra_peak_bytes / 1e6, 0), cold,
         "yes" if all(s.exact for s in samples) else "NO",
-    )  # fmt: skip
+    )
 
 
 def against_table(run: Run) -> Table:
     """How many times longer each rival takes, first saves with first, later ones with later ones."""
     columns = (
         "Flowstone is faster than", "durable, first", "durable, later", "blocked, first", "blocked, later", "cold load",
-    )  # fmt: skip
+    )
     ours, rows = figures.loads(run, OURS, entry_of(OURS).loads[0]), []
     for entry in ENTRIES:
         if entry.name == OURS or not any(m.rival == entry.name for m in run.measured):

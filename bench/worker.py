@@ -49,7 +49,7 @@ def save_repeatedly(rival: Rival, state: State, task: Task) -> tuple[SaveSample,
                 extra_peak_bytes=reading.peak_bytes - before_bytes, files=len(files),
                 file_bytes=sum(path.stat().st_size for path in files),
             )
-        )  # fmt: skip
+        )
     return tuple(samples)
 
 
@@ -66,7 +66,7 @@ def load_once(rival: Rival, state: State, task: Task) -> LoadSample:
     return LoadSample(
         how=task.how, load_s=reading.seconds, cpu_s=reading.cpu_s,
         extra_peak_bytes=reading.peak_bytes - before_bytes, cold=cold, exact=is_exact(state),
-    )  # fmt: skip
+    )
 
 
 def settle(settle_s: float) -> None:

@@ -145,14 +145,14 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Train a GPT, kill it again and again, resume, compare bit for bit. Exit status 0 if every claim held."""
-    from flowstone.demo import acts  # only this verb needs what it starts
+    from flowstone.demo import acts, claims  # only this verb needs what it starts
 
-    judged: list[acts.Claim] = []
+    judged: list[claims.Claim] = []
     console = Console(highlight=False, stderr=as_json)  # standard output is the JSON's alone
     status = acts.run(directory=directory, seed=seed, keep=keep, small=small, console=console, judged=judged)
     if as_json:
-        claims = [{"claim": claim.text, "held": claim.held, "found": claim.found} for claim in judged]
-        _print_json({"held": status == 0, "claims": claims})
+        rows = [{"claim": claim.text, "held": claim.held, "found": claim.found} for claim in judged]
+        _print_json({"held": status == 0, "claims": rows})
     raise typer.Exit(status)
 
 

@@ -172,7 +172,7 @@ class _Strided:
     def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
         self.__array_interface__ = {
             "data": (address, False), "shape": shape, "strides": strides, "typestr": "|u1", "version": 3,
-        }  # fmt: skip
+        }
 
 
 def strided_bytes(address: int, shape: tuple[int, ...], strides_bytes: tuple[int, ...], item_bytes: int) -> np.ndarray:

@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "demo": {"flowstone", "events"},
     "__init__": _BASE | {"reader", "checkpointer", "saves", "state"},
     "__main__": {"cli"},
-}  # fmt: skip
+}
 TORCH_ALLOWED = {"state", "stage", "ranks", "adapters", "demo"}
 WITHOUT_TORCH = {"stage/arena.py", "stage/scatter.py", "stage/__init__.py"}  # read by verbs that need none
 PURE_FORBIDDEN = {"os", "time", "socket", "threading", "pathlib", "random", "torch", "io", "shutil"}

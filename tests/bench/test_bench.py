@@ -130,7 +130,7 @@ def test_rivals_save_and_loads_exactly(tmp_path: Path) -> None:
         "--settle-s", "0", "--passes", "1",
         "--directory", str(tmp_path), "--json", str(told), "--markdown", str(tmp_path / "tables.md"),
         "--only", "flowstone", "torch", "dcp-async",
-    ]  # fmt: skip
+    ]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -67,7 +67,7 @@ VALUES: list[object] = [
     np.timedelta64(5, "ns"), np.datetime64("NaT"), np.str_("s\ud800"), np.bytes_(b"\x00a"),
     TensorRef("model.w", "tensor"), TensorRef("a", "ndarray"), TensorRef("b", "bytes"), TensorRef("c", "bytearray"),
     Named("torch.dtype", "bfloat16"), {Named("torch.dtype", "float32"): 1},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("value", VALUES, ids=labels(VALUES))
@@ -154,7 +154,7 @@ class Number(enum.IntEnum):
 UNSUPPORTED: list[object] = [
     lambda: 1, Colour.RED, Number.ONE, Text("a"), object(), int, json, defaultdict(list), np.float32, print,
     namedtuple("Point", "x")(1), np.longdouble(1), np.void(b"ab"), 1 .__add__, memoryview(b"a"), iter([1]), {}.keys(),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("value", UNSUPPORTED, ids=lambda value: type(value).__name__)
@@ -227,7 +227,7 @@ MALFORMED: list[object] = [
     {"$numpy": 3, "hex": "00"}, {"$numpy": "V8", "hex": "00" * 8}, {"$numpy": "str", "text": b"a"},
     {"$named": "torch.dtype"}, {"$named": 1, "text": "a"}, {"$named": "a", "text": 1}, {"$tensor": 1},
     {"$ndarray": None}, {"$bytes_at": []}, {"$tensor": "a", "kind": "b"},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("node", MALFORMED, ids=labels(MALFORMED))

@@ -25,7 +25,7 @@ def on_device(memory: Memory) -> torch.Tensor:
     interface = {
         "data": (memory.address, False), "shape": (*memory.shape, memory.item_bytes),
         "strides": (*memory.strides_bytes, 1), "typestr": "|u1", "version": 2,
-    }  # fmt: skip
+    }
     return torch.as_tensor(type("Interface", (), {"__cuda_array_interface__": interface})(), device=memory.device)
 
 

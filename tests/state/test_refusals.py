@@ -68,7 +68,7 @@ UNSUPPORTED: dict[str, object] = {
     "set of objects": lambda: {object()},
     "numpy type": lambda: np.float32,
     "record dtype": lambda: np.dtype([("a", "f4")]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
@@ -107,7 +107,7 @@ COLLISIONS = [
     ({"s": {3: 1, "3": 1}}, "state['s'][3]", "state['s']['3']"),
     ({"s.a": 1, "s": {"a": 1}}, "state['s.a']", "state['s']['a']"),
     ({"s": [1], "s.0": 1}, "state['s'][0]", "state['s.0']"),
-]  # fmt: skip
+]
 
 
 def tensors_for(tree: object) -> object:

@@ -105,10 +105,12 @@ def leftover(name: str) -> str | None:
 
 def sweep(store: Store, on_removed: Callable[[str, str, StorageError | None], None]) -> None:
     """Remove what dead writers left: torn saves and unfinished deletions. Needs the lock."""
-    for name in store.names():
-        reason = leftover(name)
-        if reason is None:
-            continue
+    leftovers = [(name, reason) for name in store.names() if (reason := leftover(name)) is not None]
+    if leftovers:
+        # The rename that made it a leftover may not be durable: without this sync a power loss
+        # could give a half-removed directory its step's name back.
+        store.sync_directory()
+    for name, reason in leftovers:
         try:
             if name.startswith(tuple(_LEFTOVER_FILES)):
                 store.remove(name)

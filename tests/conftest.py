@@ -1,0 +1,78 @@
+"""Fixtures of the end-to-end tests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import specimen
+from forge import split_rows
+
+import flowstone as fs
+from flowstone.state import describe
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """Where a store may be made; nothing is there yet."""
+    return tmp_path / "run"
+
+
+@pytest.fixture(scope="session")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with one checkpoint of the specimen; not to be changed."""
+    store = tmp_path_factory.mktemp("pristine") / "run"
+    split = lambda state, rank: split_rows(describe(state, rank=rank), "table", 2)  # noqa: E731
+    with mock.patch("flowstone.checkpointer.describe", split), fs.Checkpointer(store) as checkpointer:
+        checkpointer.save(specimen.STEP, specimen.state())
+    return store
+
+
+@pytest.fixture
+def checkpoint(pristine: Path, tmp_path: Path) -> Path:
+    """A copy of that checkpoint, in a store of its own."""
+    shutil.copytree(pristine, tmp_path / "run")
+    return tmp_path / "run" / f"step-{specimen.STEP:08d}"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """Mounts a file system of so many bytes; skips where this process may not mount."""
+    mounted: list[Path] = []
+
+    def mount(size_bytes: int) -> Path:
+        at = tmp_path / f"disk{len(mounted)}"
+        at.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(at)]
+        if os.geteuid() != 0:
+            pytest.skip("a full disk needs a small mount, which needs root")
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"a full disk needs a small mount, which was refused: {done.stderr.strip()}")
+        mounted.append(at)
+        return at
+
+    yield mount
+    for at in mounted:
+        subprocess.run(["umount", "--lazy", str(at)], check=True)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
+    """Starts a Python program from its text, as a user would; what it needs comes in `arguments`."""
+
+    def start(text: str, *arguments: object) -> subprocess.Popen[str]:
+        path = tmp_path / f"script{len(list(tmp_path.glob('script*.py')))}.py"
+        path.write_text(text)
+        return subprocess.Popen(
+            [sys.executable, str(path), *map(str, arguments)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+
+    return start

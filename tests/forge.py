@@ -1,0 +1,141 @@
+"""Forgery: checkpoints changed on disk and sealed again, states compared bit for bit."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.numpy import save as safetensors_bytes
+
+from flowstone.format.digest import chunk_digests, digest
+from flowstone.pieces import Box, Memory, Piece
+from flowstone.state.records import Described, PerRank, Shard
+
+
+def sealed(document: Mapping[str, object]) -> bytes:
+    """A document with a valid seal, as docs/FORMAT.md says."""
+    fields = {key: value for key, value in document.items() if key != "digest"}
+    body = json.dumps(fields, indent=2)[:-2].encode() + b",\n  "
+    return body + f'"digest": "{digest(body)}"\n}}\n'.encode()
+
+
+def edit_manifest(checkpoint: Path, change: Callable[[dict], object]) -> None:
+    """Let `change` work on the manifest's fields, and seal them again."""
+    path = checkpoint / "manifest.json"
+    document = json.loads(path.read_bytes())
+    change(document)
+    path.write_bytes(sealed(document))
+
+
+def vouch_for(checkpoint: Path, entry: str, data: bytes) -> None:
+    """Put `data` in the place of the file that the manifest calls `entry`, digests and all."""
+
+    def change(manifest: dict) -> None:
+        manifest[entry] |= {"bytes": len(data), "chunks": chunk_digests(data)}
+        (checkpoint / manifest[entry]["name"]).write_bytes(data)
+
+    edit_manifest(checkpoint, change)
+
+
+def edit_index(checkpoint: Path, change: Callable[[dict[str, np.ndarray]], object]) -> None:
+    """Let `change` work on the index's columns (and on `dtypes`), with valid digests in the end."""
+    with safe_open(checkpoint / "index.safetensors", "np") as file:
+        columns = {name: file.get_tensor(name).copy() for name in file.keys()}  # noqa: SIM118
+        metadata = file.metadata()
+    columns["dtypes"] = metadata["dtypes"]
+    change(columns)
+    metadata["dtypes"] = columns.pop("dtypes")
+    vouch_for(checkpoint, "index", safetensors_bytes(columns, metadata))
+
+
+def edit_header(checkpoint: Path, change: Callable[[bytes], bytes], segment: int = 0) -> None:
+    """Let `change` rewrite a segment's header, with a valid digest in the end."""
+    manifest = json.loads((checkpoint / "manifest.json").read_bytes())
+    row = manifest["segments"][segment]
+    path = checkpoint / row["name"]
+    data = path.read_bytes()
+    header = change(data[: row["header_bytes"]])
+    assert len(header) == row["header_bytes"], "a forged header keeps its size"
+    path.write_bytes(header + data[row["header_bytes"] :])
+    edit_manifest(checkpoint, lambda m: m["segments"][segment].update(header_digest=digest(header)))
+
+
+def flip(path: Path, byte: int, bit: int = 0) -> None:
+    """Flip one bit of a file; the same call again undoes it."""
+    with path.open("r+b") as file:
+        file.seek(byte)
+        old = file.read(1)[0]
+        file.seek(byte)
+        file.write(bytes([old ^ (1 << bit)]))
+
+
+def place_of(checkpoint: Path, tensor: str) -> tuple[Path, int]:
+    """The segment that holds a tensor, and the offset of its first byte in that file."""
+    for path in sorted(checkpoint.glob("rank-*.safetensors")):
+        data = path.read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        if tensor in header:
+            return path, 8 + length + header[tensor]["data_offsets"][0]
+    raise KeyError(tensor)
+
+
+def content(value: object, path: str = "state") -> dict[str, tuple[object, ...]]:
+    """Every leaf of a state by path, bit for bit: what must be equal after a load, or untouched by a failed one."""
+    if isinstance(value, PerRank):
+        return content(value.value, path)
+    if isinstance(value, Shard):
+        return {f"{path}@": (value.shape, value.offset)} | content(value.tensor, path)
+    if isinstance(value, torch.Tensor):
+        dense = value.detach().resolve_conj().resolve_neg().contiguous()
+        raw = ctypes.string_at(dense.data_ptr(), dense.nbytes) if dense.numel() else b""
+        return {path: ("tensor", str(value.dtype), tuple(value.shape), raw)}
+    if isinstance(value, np.ndarray):
+        return {path: ("ndarray", value.dtype.str, value.shape, value.tobytes())}
+    if isinstance(value, np.generic):
+        return {path: (type(value).__name__, value.tobytes())}
+    if not isinstance(value, type) and hasattr(value, "state_dict"):
+        return content(value.state_dict(), path)
+    return _plain(value, path)
+
+
+def _plain(value: object, path: str) -> dict[str, tuple[object, ...]]:
+    kind = type(value).__name__
+    if isinstance(value, dict):
+        leaves = {path: (kind, tuple(map(repr, value)) if isinstance(value, OrderedDict) else len(value))}
+        for key, item in value.items():
+            leaves |= content(item, f"{path}[{key!r}]")
+        return leaves
+    if isinstance(value, list | tuple | deque):
+        leaves = {path: (kind, len(value), getattr(value, "maxlen", None))}
+        for at, item in enumerate(value):
+            leaves |= content(item, f"{path}[{at}]")
+        return leaves
+    if isinstance(value, set | frozenset | Counter):
+        return {path: (kind, tuple(sorted(map(repr, value))))}
+    return {path: (kind, repr(value))}
+
+
+def split_rows(described: Described, name: str, row: int) -> Described:
+    """`described` as two ranks would hold it: the tensor `name` in two boxes, cut before `row`."""
+    at = next(i for i, piece in enumerate(described.pieces) if piece.name == name)
+    piece, memory = described.pieces[at], described.memory[at]
+    pieces, memories = [], []
+    for begin, end in ((0, row), (row, piece.shape[0])):
+        shape = (end - begin, *piece.shape[1:])
+        pieces.append(Piece(name, piece.dtype, piece.shape, Box((begin, *(0,) * (len(shape) - 1)), shape)))
+        address = memory.address + begin * memory.strides_bytes[0]
+        memories.append(Memory(memory.owner, address, shape, memory.strides_bytes, memory.item_bytes))
+    return replace(
+        described,
+        pieces=(*described.pieces[:at], *pieces, *described.pieces[at + 1 :]),
+        memory=(*described.memory[:at], *memories, *described.memory[at + 1 :]),
+        lazy=(*described.lazy[:at], described.lazy[at], *described.lazy[at:]),
+    )

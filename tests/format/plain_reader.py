@@ -1,0 +1,79 @@
+"""A reader of Flowstone checkpoints, written from docs/FORMAT.md alone. It checks no digests."""
+
+import json
+import struct
+
+import numpy as np
+
+ODD_BYTES = {"bfloat16": 2, "bits16": 2, "complex32": 4}  # of an element; 1 in the other types that numpy lacks
+BASE64 = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
+
+
+def read(checkpoint):
+    """Tensors by name, replicated and per-rank objects. Types that numpy lacks come as bytes, one more dimension."""
+    manifest = json.loads((checkpoint / "manifest.json").read_bytes())
+    if manifest["flowstone"] != 1 or manifest["critical"]:
+        raise ValueError(f"cannot read version {manifest['flowstone']} with {manifest['critical']}")
+    tensors = read_tensors(checkpoint, manifest)
+    nodes = json.loads((checkpoint / manifest["objects"]["name"]).read_bytes())
+    return tensors, *({name: value(v, tensors) for name, v in nodes[k].items()} for k in ("replicated", "per_rank"))
+
+
+def read_tensors(checkpoint, manifest):
+    data = (checkpoint / manifest["index"]["name"]).read_bytes()
+    start = 8 + struct.unpack_from("<Q", data)[0]
+    header = json.loads(data[8:start])
+    dtypes = header.pop("__metadata__")["dtypes"].split()
+    column = {}
+    for name, entry in header.items():
+        at, count = start + entry["data_offsets"][0], entry["shape"][0]
+        column[name] = np.frombuffer(data, f"<u{int(entry['dtype'][1:]) // 8}", count, at).tolist()
+    lengths, boxes, arrays = iter(column["tensor.shape"]), iter(column["piece.box"]), []
+    for dtype, ndim in zip(column["tensor.dtype"], column["tensor.ndim"], strict=True):
+        shape = [next(lengths) for _ in range(ndim)]
+        kind, raw = dtypes[dtype], [*shape, ODD_BYTES.get(dtypes[dtype], 1)]
+        arrays.append(np.empty(shape, kind) if kind in np.sctypeDict else np.empty(raw, "u1"))
+    for piece, row in enumerate(column["piece.tensor"]):
+        file, at, size = (column[f"piece.{name}"][piece] for name in ("segment", "offset", "bytes"))
+        offset, shape = ([next(boxes) for _ in range(column["tensor.ndim"][row])] for _ in range(2))
+        raw = np.fromfile(checkpoint / manifest["segments"][file]["name"], "u1", size, offset=at)
+        box = tuple(slice(begin, begin + n) for begin, n in zip(offset, shape, strict=True))
+        arrays[row][box] = raw.view(arrays[row].dtype).reshape(arrays[row][box].shape)
+    tied = [arrays[row] for row in column["alias.tensor"]]
+    return dict(zip(texts(column, "tensor") + texts(column, "alias"), arrays + tied, strict=True))
+
+
+def texts(column, table: str):
+    text, ends = bytes(column[f"{table}.name"]), np.cumsum(column[f"{table}.name_bytes"], dtype=int).tolist()
+    return [text[end - size : end].decode() for end, size in zip(ends, column[f"{table}.name_bytes"], strict=True)]
+
+
+def unbase64(text: str) -> bytes:
+    bits = "".join(f"{BASE64.index(c):06b}" for c in text.rstrip("="))
+    return bytes(int(bits[i : i + 8], 2) for i in range(0, len(bits) // 8 * 8, 8))
+
+
+def value(node, tensors):
+    """An object's value; what is no built-in type comes as the next best: OrderedDict as dict, constants as text."""
+    if isinstance(node, list):
+        return [value(item, tensors) for item in node]
+    tag = next((key for key in node if key[:1] == "$"), None) if isinstance(node, dict) else None
+    match tag, node[tag] if tag else node:
+        case None, inner:
+            return {key: value(item, tensors) for key, item in inner.items()} if isinstance(inner, dict) else inner
+        case ("$tensor" | "$ndarray" | "$bytes_at" | "$bytearray_at"), name:
+            return tensors[name] if tag in ("$tensor", "$ndarray") else tensors[name].tobytes()
+        case ("$int" | "$float"), digits:
+            return int(digits, 16) if tag == "$int" else struct.unpack(">d", bytes.fromhex(digits))[0]
+        case ("$bytes" | "$bytearray" | "$text"), text:
+            return unbase64(text).decode("utf-8", "surrogatepass") if tag == "$text" else unbase64(text)
+        case "$numpy", kind if "hex" in node:
+            return np.frombuffer(bytes.fromhex(node["hex"]), kind)[0]
+        case ("$numpy" | "$named"), _:
+            return value(node["text"], tensors) if "text" in node else unbase64(node["data"])
+        case ("$dict" | "$ordered" | "$counter"), pairs:
+            return {value(key, tensors): value(item, tensors) for key, item in pairs}
+        case _, parts:
+            parts, apart = value(parts, tensors), {"$slice": slice, "$range": range, "$complex": complex}
+            whole = {"$tuple": tuple, "$set": set, "$frozenset": frozenset, "$deque": list}
+            return apart[tag](*parts) if tag in apart else whole[tag](parts)

@@ -1,0 +1,120 @@
+"""One checkpoint of every format version is read for ever, and holds what its formula says."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import plain_reader
+import pytest
+import torch
+from golden import make
+from strategies import assert_same, raw_bytes
+
+import flowstone as fs
+from flowstone.format.objects import Named
+
+GOLDEN = Path(make.__file__).parent
+VERSIONS = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir() and path.name.startswith("v"))
+CHECKPOINT = f"step-{make.STEP:08d}"
+
+
+def flat(state: dict) -> dict[str, torch.Tensor]:
+    """The tensors of a golden state under the names that a checkpoint gives them."""
+    net, optimizer = state["model"], state["optimizer"]
+    tensors = {f"model.{name}": value for name, value in net.state_dict().items()}
+    paths = {id(value): f"model.{name}" for name, value in net.named_parameters()}
+    for parameter, slots in optimizer.state.items():
+        tensors |= {f"optimizer.state.{paths[id(parameter)]}.{slot}": value for slot, value in slots.items()}
+    tensors |= {f"kinds.{name}": value for name, value in state["kinds"].items()}
+    return tensors | {
+        "empty": state["empty"], "table": state["table"], "array": state["array"],
+        "own@0.noise": state["own"].value["noise"],
+        "objects.long": np.frombuffer(state["objects"]["long"], np.uint8),
+        "objects.long array": np.frombuffer(bytes(state["objects"]["long array"]), np.uint8),
+    }
+
+
+def tree_digest(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        digest.update(f"{path.relative_to(folder)} {path.stat().st_mtime_ns}\n".encode())
+        digest.update(path.read_bytes() if path.is_file() else b"")
+    return digest.hexdigest()
+
+
+def test_there_is_a_golden_checkpoint_of_every_version() -> None:
+    from flowstone.config import FORMAT_VERSION
+
+    assert [f"v{n}" for n in range(1, FORMAT_VERSION + 1)] == VERSIONS
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_golden_checkpoint_verifies(version: str) -> None:
+    verified = fs.open(GOLDEN / version).verify()
+    assert (verified.step, verified.sound, verified.extra) == (make.STEP, True, ())
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_golden_checkpoint_loads_bit_for_bit(version: str) -> None:
+    before = tree_digest(GOLDEN / version)
+    state, expected = make.blank(), make.filled()
+    with fs.Checkpointer(GOLDEN / version) as checkpointer:
+        report = checkpointer.load(state)
+    assert report.step == make.STEP
+    found = flat(state)
+    for name, value in flat(expected).items():
+        assert_same(found[name], value, name)
+    for name, value in expected["objects"].items():
+        assert_same(state["objects"][name], value, name)
+    assert list(state["objects"]) == list(expected["objects"])
+    assert state["model"].head.weight is state["model"].embed.weight
+    assert state["optimizer"].param_groups[0]["lr"] == 0.25
+    assert (state["own"].value["seed"], state["step"]) == (7, make.STEP)
+    assert tree_digest(GOLDEN / version) == before, "a load wrote into the store"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_golden_checkpoint_reads_tensor_by_tensor(version: str) -> None:
+    checkpoint, expected = fs.open(GOLDEN / version), flat(make.filled())
+    assert set(checkpoint.tensors) == set(expected)
+    assert checkpoint.tensors["model.head.weight"].alias_of == "model.embed.weight"
+    assert checkpoint.tensors["table"].pieces == 2
+    for name, value in expected.items():
+        found = checkpoint.read(name)
+        assert checkpoint.tensors[name].shape == tuple(value.shape), name
+        assert np.array_equal(raw_bytes(found), raw_bytes(value)), name
+    assert checkpoint.objects["objects"]["dtype"] == Named("torch.dtype", "bfloat16")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_plain_reader_reads_the_golden_checkpoint(version: str) -> None:
+    tensors, objects, per_rank = plain_reader.read(GOLDEN / version / CHECKPOINT)
+    expected = flat(make.filled())
+    assert set(tensors) == set(expected)
+    for name, value in expected.items():
+        assert tensors[name].tobytes() == raw_bytes(value).tobytes(), name
+    assert objects["step"] == make.STEP
+    assert per_rank["own"][0]["seed"] == 7
+    assert per_rank["own"][0]["noise"].tobytes() == tensors["own@0.noise"].tobytes()
+    kept, wanted = objects["objects"], make.objects()
+    for name in set(wanted) - {"nan", "dtype", "device", "size", "numpy", "deque"}:
+        assert kept[name] == wanted[name], name
+    assert (kept["dtype"], kept["device"], kept["size"], kept["numpy"]) == ("bfloat16", "cuda:1", "2,3", "int16")
+    assert np.float64(kept["nan"]).tobytes() == np.float64(wanted["nan"]).tobytes()
+    assert kept["deque"] == [1, 2]
+
+
+def test_todays_writer_names_version_1(store: Path) -> None:
+    with fs.Checkpointer(store) as checkpointer:
+        checkpointer.save(1, {"x": torch.ones(3)})
+    manifest = json.loads((store / "step-00000001/manifest.json").read_bytes())
+    assert (manifest["flowstone"], manifest["critical"]) == (1, [])
+    assert json.loads((store / "flowstone.json").read_bytes())["flowstone"] == 1
+
+
+def test_golden_checkpoints_stay_small() -> None:
+    for version in VERSIONS:
+        assert sum(path.stat().st_size for path in (GOLDEN / version).rglob("*")) < 300_000

@@ -1,0 +1,57 @@
+"""docs/FORMAT.md is enough: the reader written from it alone reads what was saved."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import numpy as np
+import plain_reader
+from hypothesis import HealthCheck, given, settings
+from strategies import State, raw_bytes, states
+
+import flowstone as fs
+from flowstone.state import describe
+
+SOURCE = Path(plain_reader.__file__).read_text()
+
+
+def test_plain_reader_has_under_80_lines_and_imports_nothing_of_ours() -> None:
+    assert len(SOURCE.splitlines()) < 80
+    tree = ast.parse(SOURCE)
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert names <= {"numpy", "json", "pathlib", "struct"}
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(state=states())
+def test_plain_reader_reads_any_state(tmp_path_factory, state: State) -> None:
+    store = tmp_path_factory.mktemp("run")
+    with fs.Checkpointer(store) as checkpointer:
+        checkpointer.save(1, state)
+    tensors, objects, _ = plain_reader.read(store / "step-00000001")
+    described = describe(state)
+    whole = {piece.name: memory for piece, memory in zip(described.pieces, described.memory, strict=True)}
+    whole |= {alias.name: whole[alias.target] for alias in described.aliases}
+    assert set(tensors) == set(whole)
+    checkpoint = fs.open(store)
+    for name, array in tensors.items():
+        expected = checkpoint.read(name)
+        assert array.tobytes() == raw_bytes(expected).tobytes(), name
+        assert array.shape[: len(whole[name].shape)] == whole[name].shape
+    assert list(objects) == list(state)
+
+
+def test_plain_reader_puts_boxes_together(store: Path) -> None:
+    from unittest import mock
+
+    import torch
+    from forge import split_rows
+
+    table = torch.arange(600_000, dtype=torch.float32).reshape(600, 1000)
+    split = lambda state, rank: split_rows(describe(state, rank=rank), "table", 70)  # noqa: E731
+    with mock.patch("flowstone.checkpointer.describe", split), fs.Checkpointer(store) as checkpointer:
+        checkpointer.save(1, {"table": table})
+    tensors, _, _ = plain_reader.read(store / "step-00000001")
+    assert np.array_equal(tensors["table"], table.numpy())

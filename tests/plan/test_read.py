@@ -1,0 +1,117 @@
+"""Read plans: the chunks that hold a box, and the boxes that fill another, against numpy."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowstone.config import CHUNK_BYTES
+from flowstone.errors import CoverageError
+from flowstone.format.index import Index
+from flowstone.pieces import DTYPES, Box, Piece
+from flowstone.plan.read import chunk_runs, plan_reads
+from flowstone.plan.write import index_of, place, plan_writes
+
+ITEM_BYTES = 16  # few elements to a chunk keep the brute-force reference small
+PER_CHUNK = CHUNK_BYTES // ITEM_BYTES
+
+
+@st.composite
+def shapes_and_boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Box]:
+    """A shape of up to several chunks, and a box of it."""
+    ndim = draw(st.integers(0, 4))
+    shape, room = [], 4 * PER_CHUNK
+    for _ in range(ndim):
+        shape.append(draw(st.integers(0, min(room, 70_000))))
+        room = max(1, room // max(1, shape[-1]))
+    offset = tuple(draw(st.integers(0, n)) for n in shape)
+    return tuple(shape), Box(offset, tuple(draw(st.integers(0, n - o)) for n, o in zip(shape, offset, strict=True)))
+
+
+@settings(deadline=None)
+@given(shapes_and_boxes())
+def test_chunk_runs_are_the_chunks_that_hold_a_wanted_element(case: tuple[tuple[int, ...], Box]) -> None:
+    shape, box = case
+    numbers = np.arange(int(np.prod(shape, dtype=int))).reshape(shape)
+    held = np.unique(numbers[tuple(map(slice, box.offset, box.end))] // PER_CHUNK).tolist()
+    runs = chunk_runs(shape, box, ITEM_BYTES)
+    assert [chunk for first, last in runs for chunk in range(first, last)] == held
+    assert all(first < last for first, last in runs)
+    assert all(stop < start for (_, stop), (start, _) in pairwise(runs)), "neighbouring runs are one"
+
+
+def test_a_narrow_column_skips_the_chunks_between_its_rows() -> None:
+    assert chunk_runs((4, 3 * CHUNK_BYTES), Box((0, 0), (4, 1)), 1) == ((0, 1), (3, 4), (6, 7), (9, 10))
+
+
+def test_an_element_across_a_chunk_border_needs_both_chunks() -> None:
+    assert chunk_runs((CHUNK_BYTES,), Box((CHUNK_BYTES // 3,), (1,)), 3) == ((0, 2),)
+
+
+def stored(shape: tuple[int, ...], boxes: list[Box]) -> Index:
+    """The index of one float32 tensor `w`, stored in boxes."""
+    kind = DTYPES["float32"]
+    plan = plan_writes([Piece("w", kind, shape, box) for box in boxes])
+    return index_of(plan, place(plan, np.zeros(len(boxes), np.uint64)), np.zeros(plan.chunks, np.uint64), [])
+
+
+@st.composite
+def tilings(draw: st.DrawFn, box: Box, cuts: int = 4) -> list[Box]:
+    """Disjoint boxes that fill `box`, made by cutting it again and again."""
+    wide = [dim for dim, n in enumerate(box.shape) if n > 1]
+    if not cuts or not wide or not draw(st.booleans()):
+        return [box]
+    dim = draw(st.sampled_from(wide))
+    at = draw(st.integers(1, box.shape[dim] - 1))
+    low = Box(box.offset, (*box.shape[:dim], at, *box.shape[dim + 1 :]))
+    offset = (*box.offset[:dim], box.offset[dim] + at, *box.offset[dim + 1 :])
+    high = Box(offset, (*box.shape[:dim], box.shape[dim] - at, *box.shape[dim + 1 :]))
+    return draw(tilings(low, cuts - 1)) + draw(tilings(high, cuts - 1))
+
+
+@st.composite
+def resharded(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box], Box]:
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+    boxes = draw(tilings(Box.whole(shape)).flatmap(st.permutations))
+    offset = tuple(draw(st.integers(0, n - 1)) for n in shape)
+    wanted = Box(offset, tuple(draw(st.integers(0, n - o)) for n, o in zip(shape, offset, strict=True)))
+    return shape, boxes, wanted
+
+
+@given(resharded())
+def test_copies_fill_the_wanted_box_as_slicing_would(case: tuple[tuple[int, ...], list[Box], Box]) -> None:
+    shape, boxes, wanted = case
+    whole = np.arange(int(np.prod(shape))).reshape(shape)
+    index = stored(shape, boxes)
+    plan = plan_reads(index, [Piece("w", DTYPES["float32"], shape, wanted)], [0])
+    target, times = np.full(wanted.shape, -1), np.zeros(wanted.shape, int)
+    for copy in plan.copies:
+        box = index.box(copy.piece)
+        extent = whole[tuple(map(slice, box.offset, box.end))]
+        inner, outer = copy.common.within(box), copy.common.within(wanted)
+        at = tuple(map(slice, outer.offset, outer.end))
+        target[at] = extent[tuple(map(slice, inner.offset, inner.end))]
+        times[at] += 1
+        assert copy.chunks == ((0, 1),)
+    assert np.array_equal(target, whole[tuple(map(slice, wanted.offset, wanted.end))])
+    assert (times == 1).all()
+    assert plan.bytes == sum(int(index.length[copy.piece]) for copy in plan.copies)
+
+
+def test_a_region_that_nobody_stored_is_named() -> None:
+    index = stored((4, 4), [Box((0, 0), (2, 4)), Box((2, 0), (2, 4))])
+    half = Index(**{
+        name: getattr(index, name)[:1] if name in ("tensor", "segment", "offset", "length", "digest", "stored", "codec")
+        else getattr(index, name)[:4] if name == "boxes" else getattr(index, name)
+        for name in ("names", "dtypes", "shapes", "aliases", "tensor", "boxes", "segment", "offset", "length", "digest",
+                     "stored", "codec")
+    })
+    with pytest.raises(CoverageError) as caught:
+        plan_reads(half, [Piece("w", DTYPES["float32"], (4, 4), Box((1, 1), (3, 2)))], [0])
+    assert caught.value.message == "cannot load 'w': [2:4,1:3] is in no stored piece"
+    assert caught.value.facts["wanted"] == "box [1:4,1:3] of shape (4, 4)"
+    assert "flowstone verify" in str(caught.value.facts["next"])

@@ -1,0 +1,270 @@
+"""Scenarios, and the cases that are made of them: one crash or one error each, named by one number."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from sim_disk import Change, Disk, PowerLoss, Unsynced
+from sim_world import STORE, Job, Ledger, check, job
+
+from flowstone import FlowstoneError, Keep
+from flowstone.commit import catalog
+from flowstone.events import RemovalFailed
+from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME, step_directory
+
+POWER, KILL, ERROR = 0, 1, 2
+MODES = {"power": POWER, "kill": KILL, "error": ERROR}
+ERRNOS = (errno.EIO, errno.ENOSPC)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One run of the simulation. `at` is the change at which it is stopped or fails."""
+
+    scenario: int
+    mode: int
+    at: int
+    seed: int
+
+    @property
+    def number(self) -> int:
+        return ((self.scenario * 10 + self.mode) * 10_000 + self.at) * 1_000 + self.seed
+
+    @staticmethod
+    def of(number: int) -> Case:
+        rest, seed = divmod(number, 1_000)
+        rest, at = divmod(rest, 10_000)
+        return Case(*divmod(rest, 10), at, seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """`act` is what a job does while it is watched; `before` what had been done to its store.
+
+    repeat  what the next process does after a kill, if not the same again
+    """
+
+    name: str
+    act: Callable[[Job], None]
+    before: Callable[[Path, Ledger], None] = lambda sandbox, ledger: None
+    keep: Keep | None = None
+    repeat: Callable[[Job], None] | None = None
+
+
+def _saved(*steps: int) -> Callable[[Path, Ledger], None]:
+    def before(sandbox: Path, ledger: Ledger) -> None:
+        with job(sandbox, Unsynced(), ledger, attempt="o") as earlier:
+            for step in steps:
+                earlier.save(step)
+
+    return before
+
+
+def _leftovers(sandbox: Path, ledger: Ledger) -> None:
+    """What dead writers may leave: a save all but renamed, an empty one, a deletion half done, files of theirs."""
+    _saved(1, 2)(sandbox, ledger)
+    store = sandbox / STORE
+    shutil.copytree(store / step_directory(2), store / f"{catalog.SAVING}00000003-dead")
+    (store / f"{catalog.SAVING}00000004-dead").mkdir()
+    shutil.copytree(store / step_directory(1), store / f"{catalog.DELETING}00000000-dead")
+    (store / f"{catalog.DELETING}00000000-dead" / MANIFEST_NAME).unlink()
+    (store / f".{MARKER_NAME}-dead").write_bytes(b"torn")
+    (store / ".flowstone-probe-dead").write_bytes(b"")
+
+
+def _damaged(sandbox: Path, ledger: Ledger) -> None:
+    """The newest step has a flipped bit in a tensor."""
+    _saved(1, 2)(sandbox, ledger)
+    segment = sandbox / STORE / step_directory(2) / "rank-00000.safetensors"
+    content = bytearray(segment.read_bytes())
+    content[8192] ^= 1
+    segment.write_bytes(content)
+    ledger.damaged.add("2o")
+
+
+def _save(step: int) -> Callable[[Job], None]:
+    return lambda job: job.save(step)
+
+
+def _overwrite(job: Job) -> None:
+    before = sorted(job.store.root.rglob("*"))
+    job.refused(2)
+    job.refused(1)
+    lock = {job.store.root / "flowstone.lock"}
+    assert set(job.store.root.rglob("*")) - lock == set(before) - lock, "a refused save changed something"
+
+
+def _rewind(job: Job) -> None:
+    job.rewind(1)
+    job.save(2)
+
+
+def _only_rewind(job: Job) -> None:
+    job.rewind(1)
+
+
+def _fall_back(job: Job) -> None:
+    job.fall_back()
+    job.save(2)
+
+
+def _life(job: Job) -> None:
+    """One process, all of it: what each part has not yet synced is carried into the next."""
+    for step in (1, 2, 3):
+        job.save(step)
+    job.refused(3)
+    job.rewind(2)
+    for step in (3, 4):
+        job.save(step)
+
+
+SCENARIOS: Sequence[Scenario] = (
+    Scenario("first_save", _save(1)),
+    Scenario("second_save", _save(2), _saved(1)),
+    Scenario("overwrite", _overwrite, _saved(1, 2)),
+    Scenario("retention", _save(3), _saved(1, 2), Keep(last=1)),
+    Scenario("sweep", _save(3), _leftovers),
+    Scenario("rewind", _rewind, _saved(1, 2, 3)),
+    Scenario("fallback", _fall_back, _damaged),
+    Scenario("rewind_alone", _only_rewind, _saved(1, 2, 3)),
+    Scenario("life", _life, keep=Keep(last=2), repeat=_save(9)),
+)
+
+
+class Violation(AssertionError):
+    """A promise that did not hold. The number repeats the case."""
+
+    def __init__(self, case: Case, error: Exception, changes: Sequence[Change]) -> None:
+        trace = "\n".join(map(str, changes))
+        self.case = case
+        self.what = f"{SCENARIOS[case.scenario].name}: {type(error).__name__}: {error}"
+        super().__init__(f"{self.what}\nchanges up to there:\n{trace}\n{case}\nrepeat with SIM={case.number}")
+
+
+class Simulation:
+    """Plays the cases of one scenario in directories under `scratch`, which it empties again."""
+
+    def __init__(self, scenario: int, scratch: Path) -> None:
+        self._number, self._scenario, self._scratch = scenario, SCENARIOS[scenario], scratch
+        self._base, self._ledger = scratch / "base", Ledger()
+        self._base.mkdir()
+        self._scenario.before(self._base, self._ledger)
+
+    def cases(self, mode: int, seeds: Callable[[int], Sequence[int]], start: str = "") -> Iterator[list[Case]]:
+        """Every change of the scenario, with its seeds; and for a crash also the moment after the last.
+
+        start  begin at the first change whose path has this in it
+        """
+        changes = self._play(self._disk()).changes
+        first = next(change.number for change in changes if start in change.path)
+        for at in range(first, len(changes) + (mode != ERROR)):
+            yield [Case(self._number, mode, at, seed) for seed in seeds(at)]
+
+    def run(self, cases: Sequence[Case]) -> list[Violation]:
+        """Play cases of one mode and change; what they violate."""
+        runs = {POWER: self._power, KILL: self._kill, ERROR: self._error}
+        return runs[cases[0].mode](cases)
+
+    def _power(self, cases: Sequence[Case]) -> list[Violation]:
+        found, disk = [], self._disk(stop_at=cases[0].at)
+        ledger = self._ledger.copy()
+        self._play(disk, ledger, number=cases[0].at)
+        for case in cases:
+            found += self._judged(case, disk, lambda seed=case.seed: self._check(disk, ledger, seed))
+        return found
+
+    def _kill(self, cases: Sequence[Case]) -> list[Violation]:
+        found = []
+        for case in cases:
+            disk, ledger = self._disk(stop_at=case.at), self._ledger.copy()
+            self._play(disk, ledger, number=case.at)
+            found += self._judged(case, disk, lambda: self._go_on(case, disk, ledger))  # noqa: B023
+        return found
+
+    def _go_on(self, case: Case, disk: Disk, ledger: Ledger) -> None:
+        """The kernel has all that was written. Check that; then the next process repeats, and then the power fails."""
+        disk.restart(case.seed)
+        self._check(disk, ledger, 2)
+        repeat = self._scenario.repeat or self._scenario.act
+        with self._job(disk, ledger, number=case.at, attempt="b", again=True) as later:
+            repeat(later)
+        self._check_after(disk, ledger, case)
+
+    def _error(self, cases: Sequence[Case]) -> list[Violation]:
+        found = []
+        for case in cases:
+            disk, ledger = self._disk(fail_at=case.at), self._ledger.copy()
+            disk.errno = ERRNOS[case.seed % 2]
+            found += self._judged(case, disk, lambda: self._survive(case, disk, ledger))  # noqa: B023
+        return found
+
+    def _survive(self, case: Case, disk: Disk, ledger: Ledger) -> None:
+        """One error: told once, nothing lost, and the same Checkpointer goes on."""
+        with self._job(disk, ledger, number=case.at, by_wait=case.seed % 4 >= 2) as hurt:
+            told = None
+            try:
+                self._scenario.act(hurt)
+            except FlowstoneError as error:
+                told = error
+            hurt._settle()
+            assert disk.failed is not None, "the change was not reached"
+            _check_told(told, hurt, disk)
+            hurt.checkpointer.wait()  # which must not tell it again
+            self._check(disk, ledger, 2, go_on=False)
+            hurt.attempt, hurt.again = "b", True
+            (self._scenario.repeat or self._scenario.act)(hurt)
+        self._check_after(disk, ledger, case)
+
+    def _check_after(self, disk: Disk, ledger: Ledger, case: Case) -> None:
+        """The power fails at the end: once everything that is not synced is lost, once a part of it."""
+        self._check(disk, ledger, 0, go_on=False)
+        self._check(disk, ledger, 3 + case.at + case.seed)
+
+    def _check(self, disk: Disk, ledger: Ledger, seed: int, *, go_on: bool = True) -> None:
+        target = self._scratch / "after"
+        try:
+            disk.after_power_loss(target, seed)
+            check(target, ledger, number=seed, go_on=go_on)
+        finally:
+            shutil.rmtree(target)
+
+    def _disk(self, **options: int) -> Disk:
+        sandbox = self._scratch / "disk"
+        shutil.rmtree(sandbox, ignore_errors=True)
+        shutil.copytree(self._base, sandbox)
+        return Disk(sandbox, **options)
+
+    def _job(self, disk: Disk, ledger: Ledger, **options: object):
+        return job(disk.sandbox, disk, ledger, keep=self._scenario.keep, **options)
+
+    def _play(self, disk: Disk, ledger: Ledger | None = None, number: int = 0) -> Disk:
+        with self._job(disk, ledger or self._ledger.copy(), number=number) as acting, suppress(PowerLoss):
+            self._scenario.act(acting)
+        return disk
+
+    def _judged(self, case: Case, disk: Disk, promise: Callable[[], None]) -> list[Violation]:
+        changes = list(disk.changes)
+        try:
+            promise()
+        except Exception as error:  # whatever ends a check is a promise broken
+            return [Violation(case, error, changes or disk.changes[: case.at + 1])]
+        return []
+
+
+def _check_told(told: FlowstoneError | None, hurt: Job, disk: Disk) -> None:
+    """The error reached the caller, with its reason; or an event, if it was only a removal's."""
+    if told is None:
+        assert any(isinstance(event, RemovalFailed) for event in hurt.events), f"nobody was told of {disk.failed}"
+        return
+    cause: BaseException | None = told
+    while cause is not None and not getattr(cause, "errno", 0):
+        cause = cause.__cause__
+    expected = errno.ENOSPC if disk.failed is not None and disk.failed.kind == "fill" else disk.errno
+    assert cause is not None, f"no errno in {told}"
+    assert cause.errno == expected, f"{os.strerror(cause.errno)} was told, not {os.strerror(expected)}"  # type: ignore[attr-defined]

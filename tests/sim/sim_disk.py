@@ -1,0 +1,301 @@
+"""A disk that numbers every change, stops or fails at one of them, and knows what a power loss may leave.
+
+`Disk` stands where LocalStore calls the operating system (store/system.py). Every change is made
+for real in a sandbox, except syncs, which only enter the model: which places each file and directory
+may be found at after a power loss, and what a file may hold. `after_power_loss` picks one such
+state by a seed and makes it in a fresh directory.
+
+The model is as adverse as docs/ORDERING.md allows: each entry not synced is there or not,
+independently of all others, a renamed one at either name; a file not synced holds any mixture of
+4 KiB blocks, any length up to its own. What keeps a promise here keeps it on a journalling file
+system, whose states are fewer.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flowstone.config import BLOCK_BYTES
+from flowstone.store.system import System
+
+SANDBOX = 0  # the number of the directory that all others lie in; it is durable
+_FULL = "/dev/full"
+
+
+class PowerLoss(BaseException):
+    """Everything ends here. No Exception, so that no code of ours lives on by catching it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One numbered operation. kind: mkdir create reserve fill write sync sync_directory rename unlink rmdir"""
+
+    number: int
+    kind: str
+    path: str
+
+    def __str__(self) -> str:
+        return f"{self.number:4d}  {self.kind:14} {self.path}"
+
+
+@dataclass(slots=True)
+class Node:
+    """A file or a directory.
+
+    places   (directory, name) or None where it is not: first the durable one, then one for
+             each change since its directory was synced, the last as it is now
+    durable  a file's content at its last sync
+    left     a file's content at its removal, which a power loss may undo
+    clean    the content is durable
+    bulk     a segment: written by the engine, in any order, until it is synced
+    """
+
+    directory: bool
+    places: list[tuple[int, str] | None]
+    durable: bytes = b""
+    left: bytes = b""
+    clean: bool = False
+    bulk: bool = False
+
+
+@dataclass
+class Disk(System):
+    """See above. Safe from any thread; numbers repeat from run to run if the threads' order does.
+
+    stop_at  the number of the change at which the power is lost; a write is half done by then
+    fail_at  the number of the change that fails, once, with `errno`
+    """
+
+    sandbox: Path
+    stop_at: int | None = None
+    fail_at: int | None = None
+    errno: int = errno.EIO
+    changes: list[Change] = field(default_factory=list)
+    lost: bool = False
+    failed: Change | None = None
+
+    def __post_init__(self) -> None:
+        self._guard = threading.RLock()
+        self._nodes: dict[int, Node] = {SANDBOX: Node(True, [None])}
+        self._open: dict[int, int] = {}
+        self._adopt(self.sandbox, SANDBOX)
+
+    # What LocalStore calls
+
+    def make_directory(self, path: Path) -> None:
+        with self._guard:
+            self._begin("mkdir", path)
+            super().make_directory(path)
+            self._add(Node(True, [None, self._place(path)]))
+
+    def create(self, path: Path, flags: int) -> int:
+        with self._guard:
+            self._begin("create", path)
+            known = path.exists()
+            fd = super().create(path, flags)
+            self._open[fd] = self._find(path) if known else self._add(Node(False, [None, self._place(path)]))
+            return fd
+
+    def reserve(self, fd: int, size_bytes: int) -> None:
+        """Two changes: the reservation, and the bytes that the engine begins to write after it."""
+        with self._guard:
+            number = self._open[fd]
+            self._begin("reserve", self._path(number))
+            super().reserve(fd, size_bytes)
+            self._nodes[number].bulk = True
+            try:
+                self._begin("fill", self._path(number))
+            except OSError:
+                full = os.open(_FULL, os.O_RDWR | os.O_CLOEXEC)  # the engine itself meets the error
+                os.dup2(full, fd, inheritable=False)
+                os.close(full)
+
+    def write(self, fd: int, content: bytes) -> None:
+        with self._guard:
+            node = self._nodes[self._open[fd]]
+            node.clean = False
+            try:
+                self._begin("write", self._path(self._open[fd]))
+            except BaseException:
+                super().write(fd, content[: len(content) // 2])
+                raise
+            super().write(fd, content)
+
+    def sync(self, fd: int) -> None:
+        with self._guard:
+            path = self._path(self._open[fd])
+            self._begin("sync", path)
+            node = self._nodes[self._open[fd]]
+            node.durable, node.clean = path.read_bytes(), True
+
+    def sync_directory(self, path: Path) -> None:
+        if not path.is_relative_to(self.sandbox):
+            return  # durable before the world began
+        with self._guard:
+            self._begin("sync_directory", path)
+            here = self._find(path)
+            for number, node in list(self._nodes.items()):
+                if any(place is not None and place[0] == here for place in node.places):
+                    node.places = node.places[-1:]
+                    if node.places == [None]:
+                        del self._nodes[number]
+
+    def rename(self, source: Path, target: Path) -> None:
+        with self._guard:
+            self._begin("rename", target)
+            assert source.parent == target.parent, "the model knows renames within one directory"
+            number = self._find(source)
+            super().rename(source, target)
+            self._nodes[number].places.append(self._place(target))
+
+    def unlink(self, path: Path) -> None:
+        with self._guard:
+            self._begin("unlink", path)
+            node = self._nodes[self._find(path)]
+            node.left = path.read_bytes()
+            super().unlink(path)
+            node.places.append(None)
+
+    def remove_directory(self, path: Path) -> None:
+        with self._guard:
+            self._begin("rmdir", path)
+            node = self._nodes[self._find(path)]
+            super().remove_directory(path)
+            node.places.append(None)
+
+    # What a test asks
+
+    def check_power(self) -> None:
+        """Raise where a caller would otherwise live on after its machine is gone."""
+        if self.lost:
+            raise PowerLoss
+
+    def restart(self, seed: int) -> None:
+        """The process died, not the machine: all written so far is there, a segment in flight by halves."""
+        chance = random.Random(seed)
+        for number, node in self._nodes.items():
+            if node.bulk and not node.clean and node.places[-1] is not None:
+                path = self._path(number)
+                now = path.read_bytes()
+                path.write_bytes(_torn(b"", now, len(now), chance) if chance.random() < 0.8 else now)
+        self.stop_at = self.fail_at = None
+        self.lost, self.changes = False, []
+
+    def after_power_loss(self, target: Path, seed: int) -> None:
+        """Make a state that a power loss now may leave, in `target`.
+
+        seed  0: of what is not synced, nothing; 1: every entry, no content; 2: everything; else a mixture
+        """
+        with self._guard:
+            chance = random.Random(f"{seed} after {len(self.changes)}")
+            places = self._surviving_places(seed, chance)
+            target.mkdir()
+            made = {SANDBOX: target}
+            waiting = [number for number in places if number != SANDBOX]
+            while waiting:  # parents first; what lies in a directory that is gone is gone with it
+                ready = [n for n in waiting if places[n][0] in made]
+                for number in ready:
+                    parent, name = places[number]
+                    made[number] = made[parent] / name
+                    node = self._nodes[number]
+                    if node.directory:
+                        made[number].mkdir()
+                    else:
+                        made[number].write_bytes(self._surviving_content(number, seed, chance))
+                waiting = [n for n in waiting if n not in made] if ready else []
+
+    def _surviving_places(self, seed: int, chance: random.Random) -> dict[int, tuple[int, str]]:
+        at = {}
+        for number, node in self._nodes.items():
+            last = len(node.places) - 1
+            at[number] = {0: 0, 1: last, 2: last}.get(seed, chance.randint(0, last))
+        while True:  # a name leads to one node: the one that had it first has moved on by then
+            holders: dict[tuple[int, str], int] = {}
+            clash = None
+            for number, node in self._nodes.items():
+                place = node.places[at[number]]
+                if place is not None and holders.setdefault(place, number) != number:
+                    clash = [n for n in (holders[place], number) if at[n] < len(self._nodes[n].places) - 1]
+            if clash is None:
+                return {place_of: place for place, place_of in holders.items()}
+            at[clash[0]] += 1
+
+    def _surviving_content(self, number: int, seed: int, chance: random.Random) -> bytes:
+        node = self._nodes[number]
+        now = node.left if node.places[-1] is None else self._path(number).read_bytes()
+        if node.clean or seed == 2:
+            return node.durable if node.clean else now
+        if seed in (0, 1):
+            return node.durable
+        lengths = [len(node.durable), len(now), len(now), chance.randrange(len(now) + 1)]
+        return _torn(node.durable, now, chance.choice(lengths), chance)
+
+    # The model
+
+    def _begin(self, kind: str, path: Path) -> None:
+        """Number a change that is about to be made; stop or fail here if it is the one to."""
+        self.check_power()
+        change = Change(len(self.changes), kind, str(path.relative_to(self.sandbox)))
+        self.changes.append(change)
+        if change.number == self.stop_at:
+            self.lost = True
+            raise PowerLoss(str(change))
+        if change.number == self.fail_at:
+            self.failed = change
+            raise OSError(self.errno, os.strerror(self.errno), str(path))
+
+    def _adopt(self, directory: Path, number: int) -> None:
+        """What is in the sandbox from the start is durable."""
+        for path in sorted(directory.iterdir()):
+            if path.is_dir():
+                self._adopt(path, self._add(Node(True, [(number, path.name)])))
+            else:
+                self._add(Node(False, [(number, path.name)], durable=path.read_bytes(), clean=True))
+
+    def _add(self, node: Node) -> int:
+        number = max(self._nodes) + 1
+        self._nodes[number] = node
+        return number
+
+    def _find(self, path: Path) -> int:
+        if path == self.sandbox:
+            return SANDBOX
+        place = self._place(path)
+        for number, node in self._nodes.items():
+            if node.places[-1] == place:
+                return number
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+    def _place(self, path: Path) -> tuple[int, str]:
+        return self._find(path.parent), path.name
+
+    def _path(self, number: int) -> Path:
+        if number == SANDBOX:
+            return self.sandbox
+        place = self._nodes[number].places[-1]
+        assert place is not None, "a removed file has no path"
+        return self._path(place[0]) / place[1]
+
+
+def _torn(old: bytes, new: bytes, length: int, chance: random.Random) -> bytes:
+    """`length` bytes of which each block is of `new` or of `old`, or zero where that has none."""
+    blocks = []
+    for start in range(0, length, BLOCK_BYTES):
+        block = chance.choice((old, new))[start : start + BLOCK_BYTES]
+        blocks.append(block.ljust(BLOCK_BYTES, b"\0"))
+    return b"".join(blocks)[:length]
+
+
+class Unsynced(System):
+    """The operating system without its waits for the device: for what is checked, not crashed."""
+
+    def sync(self, fd: int) -> None:
+        pass
+
+    def sync_directory(self, path: Path) -> None:
+        pass

@@ -1,0 +1,244 @@
+"""A job that saves into the simulated disk, what its user may rely on, and the check that it holds."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from sim_disk import Disk, PowerLoss, Unsynced
+
+from flowstone import Checkpointer, Keep, NoCheckpointError, StepExistsError, _native
+from flowstone.commit import catalog
+from flowstone.config import EngineOptions
+from flowstone.errors import FlowstoneError
+from flowstone.events import Committed, Event
+from flowstone.format.manifest import step_directory
+from flowstone.reader import Checkpoint
+from flowstone.store.local import LocalStore
+from flowstone.store.system import System
+
+STORE = Path("runs/gpt")  # in the sandbox; neither directory is there before the first save
+_MIB = 1 << 20
+_URING = _native.has_io_uring()
+
+
+def engine(number: int) -> EngineOptions:
+    """Small, so that a thousand of them start quickly; backends, and O_DIRECT, take turns."""
+    backend = "io_uring" if number % 2 == 1 and _URING else "posix"
+    direct = "auto" if number % 4 >= 2 else "off"
+    return EngineOptions(backend=backend, direct=direct, queue_depth=2, request_bytes=2 * _MIB, workers=1)
+
+
+def state(tag: str) -> dict[str, dict[str, object]]:
+    """A state like no other tag's: one large tensor with a slot of its own, packed ones, objects."""
+    chance = torch.Generator().manual_seed(zlib.crc32(tag.encode()))
+    return {
+        "model": {
+            "wide": torch.randn(90, 257, generator=chance),
+            "narrow": torch.randn(33, generator=chance).to(torch.bfloat16),
+            "mask": torch.randint(0, 2, (7, 3), generator=chance).bool(),
+            "none": torch.zeros(0, 4),
+        },
+        "optimizer": {"moment": torch.randn(33, 5, generator=chance, dtype=torch.float64).t()},
+        "progress": {"tag": tag, "tokens": zlib.crc32(tag.encode()) << 40, "seen": [tag, None, b"\0" * len(tag)]},
+    }
+
+
+def same(found: object, expected: object) -> bool:
+    """Whether two states are equal, to the bit."""
+    if isinstance(expected, dict):
+        return isinstance(found, dict) and found.keys() == expected.keys() and all(
+            same(found[key], expected[key]) for key in expected
+        )
+    if isinstance(expected, torch.Tensor):
+        assert isinstance(found, torch.Tensor)
+        return found.shape == expected.shape and found.dtype == expected.dtype and _bytes(found) == _bytes(expected)
+    return type(found) is type(expected) and found == expected
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().view(torch.uint8).numpy())
+
+
+@dataclass
+class Ledger:
+    """What the user of a store may rely on, told only by what the public face has reported.
+
+    must     steps that were reported durable and not given up since, each with its tag
+    may      all that was ever begun and not given up: the tags that a step may have
+    newest   what may be the newest: (step, tag), or None for no checkpoint at all
+    damaged  tags of checkpoints that a test has damaged
+    """
+
+    must: dict[int, str] = field(default_factory=dict)
+    may: dict[int, set[str]] = field(default_factory=dict)
+    newest: set[tuple[int, str] | None] = field(default_factory=lambda: {None})
+    damaged: set[str] = field(default_factory=set)
+
+    def begun(self, step: int, tag: str) -> None:
+        self.may.setdefault(step, set()).add(tag)
+        self.newest.add((step, tag))
+
+    def committed(self, step: int, tag: str, verdicts: Sequence[catalog.Verdict]) -> None:
+        self.must[step] = tag
+        self.newest = {(step, tag)}
+        for verdict in verdicts:
+            if not verdict.keep:
+                self.must.pop(verdict.step, None)
+
+    def rewinding(self, target: int) -> None:
+        self.newest |= {(step, tag) for step, tag in self.must.items() if step >= target}
+        self.must = {step: tag for step, tag in self.must.items() if step <= target}
+
+    def rewound(self, target: int) -> None:
+        self.may = {step: tags for step, tags in self.may.items() if step <= target}
+        self.newest = {(target, self.must[target])}
+
+    def copy(self) -> Ledger:
+        may = {step: set(tags) for step, tags in self.may.items()}
+        return Ledger(dict(self.must), may, set(self.newest), set(self.damaged))
+
+
+class Job:
+    """A process that saves, as far as one can be had inside a test.
+
+    by_wait  learn of a failed save from the next call instead of from its future
+    again    an earlier process was stopped at the same: steps that it left may be there
+    """
+
+    def __init__(
+        self, sandbox: Path, system: System, ledger: Ledger, *, keep: Keep | None = None, number: int = 0,
+        attempt: str = "a", by_wait: bool = False, again: bool = False,
+    ) -> None:
+        self.store = LocalStore(sandbox / STORE, engine(number), system)
+        self.system, self.ledger, self.keep, self.by_wait = system, ledger, keep, by_wait
+        self.attempt, self.again = attempt, again
+        self.events: list[Event] = []
+        self._tag = ""
+        self.checkpointer = Checkpointer(
+            self.store, keep=keep, budget_bytes=4 * _MIB, engine=engine(number), on_event=self._hear
+        )
+
+    def save(self, step: int) -> None:
+        """Save and wait until nothing moves any more. Raises what the save did."""
+        if self.again and self._whole(step):
+            self.refused(step)
+            return
+        tag = self._tag = f"{step}{self.attempt}"
+        self.ledger.begun(step, tag)
+        save = self.checkpointer.save(step, state(tag))
+        if self.by_wait:
+            self.checkpointer.wait()
+        else:
+            save.committed.result()
+        self._settle()
+
+    def refused(self, step: int) -> None:
+        """A step that is there cannot be saved."""
+        try:
+            self.checkpointer.save(step, state("refused"))
+        except StepExistsError:
+            return
+        raise AssertionError(f"step {step} could be saved over")
+
+    def rewind(self, step: int) -> None:
+        self.ledger.rewinding(step)
+        self.checkpointer.rewind(step)
+        self.ledger.rewound(step)
+
+    def fall_back(self) -> None:
+        """Load what can be loaded; the next save sets newer, damaged steps aside."""
+        self.ledger.rewinding(self.checkpointer.load(state("blank"), fallback=True).step)
+
+    def _settle(self) -> None:
+        """Wait for retention, which goes on after `committed`: the changes' numbers must not depend on chance."""
+        self.checkpointer._writer.submit(int).result()
+        if isinstance(self.system, Disk):
+            self.system.check_power()
+
+    def _hear(self, event: Event) -> None:
+        """On the writer thread: a commit is on the ledger before retention begins, as it is told before that."""
+        self.events.append(event)
+        if isinstance(event, Committed):
+            verdicts = catalog.judge(catalog.steps(self.store), self.keep)
+            self.ledger.committed(event.step, self._tag, verdicts)
+
+    def _whole(self, step: int) -> bool:
+        if step not in catalog.steps(self.store):
+            return False
+        return tag_of(Checkpoint(self.store, step_directory(step), self.store.options)) not in self.ledger.damaged
+
+    def end(self) -> None:
+        with suppress(FlowstoneError, PowerLoss):
+            self.checkpointer.close()
+
+
+@contextmanager
+def job(sandbox: Path, system: System, ledger: Ledger, **options: object) -> Iterator[Job]:
+    job = Job(sandbox, system, ledger, **options)  # type: ignore[arg-type]
+    try:
+        yield job
+    finally:
+        job.end()
+
+
+def check(sandbox: Path, ledger: Ledger, *, number: int = 0, go_on: bool = True) -> None:
+    """What is on disk keeps every promise of docs/ORDERING.md; AssertionError says which it breaks.
+
+    go_on  also save once more, into the sandbox itself
+    """
+    ledger = ledger.copy()
+    with job(sandbox, Unsynced(), ledger, number=number, attempt="z") as after:
+        found = _load(after, ledger)
+        assert found in ledger.newest, f"loads {found}, not one of {ledger.newest}"
+        _check_steps(after.store, ledger)
+        if not go_on:
+            return
+        after.save(1 + max([*ledger.may, *catalog.steps(after.store)], default=0))
+        left = [n for n in after.store.names() if n.startswith(".") and not n.startswith(catalog.SUPERSEDED)]
+        assert not left, f"the next writer has not swept {left}"
+        found = _load(after, ledger)
+        assert found in ledger.newest, f"after the next save loads {found}, not {ledger.newest}"
+        _check_steps(after.store, ledger, inspect=False)  # the load has just verified the one that is new
+
+
+def _load(after: Job, ledger: Ledger) -> tuple[int, str] | None:
+    """What a fresh process loads: its step and tag, after comparing every bit with what was saved as that."""
+    into = state("blank")
+    latest = after.checkpointer.latest()
+    try:
+        report = after.checkpointer.load(into, fallback=bool(ledger.damaged))
+    except NoCheckpointError:
+        assert latest is None, f"latest() is {latest}, and nothing loads"
+        return None
+    tag = into["progress"]["tag"]
+    assert isinstance(tag, str)
+    assert same(into, state(tag)), f"step {report.step} loads a mixture, or what nobody saved"
+    assert latest is not None, f"latest() is None, and step {report.step} loads"
+    assert latest.step == report.step or tag_of(latest) in ledger.damaged, f"{latest}, but step {report.step} loads"
+    return report.step, tag
+
+
+def _check_steps(store: LocalStore, ledger: Ledger, *, inspect: bool = True) -> None:
+    """Every step that has its name is whole and was begun; every step that must be there is."""
+    found = {}
+    for step in catalog.steps(store):
+        checkpoint = Checkpoint(store, step_directory(step), store.options)
+        found[step] = tag_of(checkpoint)
+        assert found[step] in ledger.may.get(step, ()), f"step {step} is {found[step]}, not of {ledger.may.get(step)}"
+        if inspect and found[step] not in ledger.damaged:
+            verified = checkpoint.inspect()
+            assert verified.sound, f"step {step} is not sound: {verified.findings}"
+            assert not verified.extra, f"step {step} holds {verified.extra}"
+    for step, tag in ledger.must.items():
+        assert found.get(step) == tag, f"step {step} was durable as {tag}, and is {found.get(step)}"
+
+
+def tag_of(checkpoint: Checkpoint) -> str:
+    progress = checkpoint.objects["progress"]
+    assert isinstance(progress, dict)
+    return str(progress["tag"])

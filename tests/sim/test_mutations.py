@@ -1,0 +1,115 @@
+"""The simulation can fail: each mutant leaves out or moves one step of the order, and is found out.
+
+A mutant is a change of text in one function. If the text is not there any more, the mutant has to
+be brought up to date; it must not pass unseen.
+"""
+
+from __future__ import annotations
+import __future__
+
+import inspect
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from types import FunctionType
+
+import pytest
+from sim_cases import MODES, SCENARIOS, Simulation
+
+from flowstone import Checkpointer
+from flowstone.commit import catalog, publish
+from flowstone.store.local import LocalStore, LocalWriting
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """`changes` are pairs of text, in function `name` of `owner`; `scenario` and `mode` must notice."""
+
+    owner: object
+    name: str
+    changes: tuple[tuple[str, str], ...]
+    scenario: str
+    mode: str = "power"
+    start: str = ""  # where in the scenario to begin, by a part of a path
+
+
+_RENAME = "    store.rename(draft.directory, step_directory(draft.step))\n"
+MUTANTS = {
+    "segments_are_not_synced": Mutant(
+        LocalWriting, "receipt", (("self._error() or self._sync_error()", "self._error()"),), "first_save", start="step-"
+    ),
+    "small_files_are_not_synced": Mutant(LocalStore, "put", (("self.system.sync(fd)", "pass"),), "first_save", start="step-"),
+    "draft_is_not_synced": Mutant(
+        publish, "publish", (("store.sync_directory(draft.directory)", "pass"),), "second_save", start="step-"
+    ),
+    "store_is_not_synced_after_the_rename": Mutant(
+        publish, "publish", (("    store.sync_directory()\n", ""),), "second_save", start="step-"
+    ),
+    "rename_comes_before_the_manifest": Mutant(
+        publish, "publish",
+        (
+            (_RENAME, ""),
+            ("    store.put(inside(draft.directory, MANIFEST_NAME)",
+             _RENAME + "    store.put(inside(step_directory(draft.step), MANIFEST_NAME)"),
+            ("store.sync_directory(draft.directory)", "store.sync_directory(step_directory(draft.step))"),
+        ),
+        "second_save", start="step-",
+    ),
+    "retention_comes_before_the_commit": Mutant(
+        Checkpointer, "_finish",
+        (("receipt = staged.writing.receipt()", "self._prune_all(); receipt = staged.writing.receipt()"),), "retention",
+    ),
+    "deletion_is_not_synced_before_files_go": Mutant(
+        catalog, "prune", (("store.sync_directory()", "pass"),), "retention", start=".deleting-00000002"
+    ),
+    "sweep_does_not_sync_before_files_go": Mutant(
+        catalog, "sweep", (("store.sync_directory()", "pass"),), "retention", "kill", start=".deleting-00000002"
+    ),
+    "way_to_the_store_is_not_synced": Mutant(
+        LocalStore, "make_directory", (("self._sync_way_to_root()", "pass"),), "first_save", start="step-"
+    ),
+    "store_left_by_a_dead_process_is_trusted": Mutant(
+        Checkpointer, "_become_writer", (("if not self._store.exists(MARKER_NAME)", "if not self._store.exists()"),),
+        "first_save", "kill",
+    ),
+    "rewind_is_not_synced": Mutant(catalog, "rewind", (("store.sync_directory()", "pass"),), "rewind_alone"),
+    "leftovers_are_not_swept": Mutant(
+        Checkpointer, "_become_writer", (("catalog.sweep(self._store, self._removed)", "pass"),), "sweep"
+    ),
+    "failed_lock_keeps_its_descriptor": Mutant(
+        LocalStore, "lock", (("os.close(fd)  # an open", "pass  # an open"),), "second_save", "error"
+    ),
+    "failed_segment_is_published": Mutant(
+        LocalWriting, "receipt", (("self._error() or self._sync_error()", "self._sync_error()"),), "second_save",
+        "error", start="rank-",
+    ),
+}
+
+
+def _mutated(mutant: Mutant) -> FunctionType:
+    function = getattr(mutant.owner, mutant.name)
+    source = textwrap.dedent(inspect.getsource(function))
+    for old, new in mutant.changes:
+        assert source.count(old) == 1, f"{mutant.name} has no {old!r} any more: bring the mutant up to date"
+        source = source.replace(old, new)
+    scope: dict[str, FunctionType] = {}
+    code = compile(source, f"<mutant of {mutant.name}>", "exec", __future__.annotations.compiler_flag)
+    exec(code, function.__globals__, scope)
+    return scope[mutant.name]
+
+
+def _prune_all(self: Checkpointer) -> None:
+    verdicts = [catalog.Verdict(step, False, "a mutant") for step in catalog.steps(self._store)]
+    if self._keep is not None:
+        catalog.prune(self._store, verdicts, self._removed)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch, scratch: Path) -> None:
+    mutant = MUTANTS[name]
+    monkeypatch.setattr(Checkpointer, "_prune_all", _prune_all, raising=False)
+    monkeypatch.setattr(mutant.owner, mutant.name, _mutated(mutant))
+    scenario = next(at for at, scenario in enumerate(SCENARIOS) if scenario.name == mutant.scenario)
+    simulation = Simulation(scenario, scratch)
+    cases = simulation.cases(MODES[mutant.mode], lambda at: range(12), mutant.start)
+    assert any(simulation.run(group) for group in cases), f"no case of {mutant.scenario} notices that {name}"

@@ -1,0 +1,324 @@
+"""What every store does, whatever is beneath it. A suite is a subclass with `open_store`."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from flowstone import _native
+from flowstone.config import CHUNK_BYTES, KIB, MIB, READ_REQUEST_BYTES
+from flowstone.errors import CancelledError, LockedError, StorageError
+from flowstone.store.base import FilePlan, ReadReceipt, Receipt, Store, finish_reading
+
+SEGMENT = "draft/rank-00000.safetensors"
+ALIGNMENT = 4 * KIB
+LENGTHS = (10, 5000, 3 * MIB + 17, 70 * KIB, 1)
+
+
+def random_bytes(length: int, seed: int = 0) -> NDArray[np.uint8]:
+    return np.random.default_rng(seed).integers(0, 256, length, np.uint8)
+
+
+def slots(lengths: Sequence[int]) -> tuple[list[int], int]:
+    """An offset for each, none aligned, and the file's size."""
+    offsets, end = [], 100
+    for length in lengths:
+        offsets.append(end)
+        end += length + 5003
+    return offsets, -(-end // ALIGNMENT) * ALIGNMENT
+
+
+def chunk_counts(lengths: Sequence[int]) -> NDArray[np.int64]:
+    return np.array([-(-length // CHUNK_BYTES) for length in lengths], np.int64)
+
+
+def write_rows(files: Sequence[int], offsets: Sequence[int], sources: Sequence[NDArray[np.uint8]]) -> _native.WriteRows:
+    lengths = [source.nbytes for source in sources]
+    counts = chunk_counts(lengths)
+    return _native.WriteRows(
+        file=np.array(files, np.uint32), offset=np.array(offsets, np.uint64), length=np.array(lengths, np.uint64),
+        address=np.array([source.ctypes.data for source in sources], np.uint64),
+        chunk=(np.cumsum(counts) - counts).astype(np.uint64), layout=np.full(len(sources), -1, np.int64), layouts=[],
+        chunks=int(counts.sum()),
+    )
+
+
+def read_rows(
+    files: Sequence[int], offsets: Sequence[int], targets: Sequence[NDArray[np.uint8]], digests: NDArray[np.uint64]
+) -> _native.ReadRows:
+    lengths = [target.nbytes for target in targets]
+    counts = chunk_counts(lengths)
+    return _native.ReadRows(
+        file=np.array(files, np.uint32), offset=np.array(offsets, np.uint64), length=np.array(lengths, np.uint64),
+        address=np.array([target.ctypes.data for target in targets], np.uint64),
+        chunk=(np.cumsum(counts) - counts).astype(np.uint64), first=np.zeros(len(targets), np.uint64),
+        last=counts.astype(np.uint64), layout=np.full(len(targets), -1, np.int64), layouts=[], digests=digests,
+    )
+
+
+class StoreContract:
+    """Names, small files and the lock; then segments."""
+
+    def open_store(self, root: Path) -> Store:
+        """One more store at `root`, as another process would open it."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def root(self, tmp_path: Path) -> Path:
+        return tmp_path / "runs" / "gpt"
+
+    @pytest.fixture
+    def store(self, root: Path) -> Iterator[Store]:
+        store = self.open_store(root)
+        store.make_directory()
+        yield store
+        store.close()
+
+    @pytest.fixture
+    def arena(self) -> Iterator[_native.Arena]:
+        arena = _native.Arena(budget_bytes=4 * READ_REQUEST_BYTES, block_bytes=READ_REQUEST_BYTES)
+        yield arena
+        arena.close()
+
+    # Names
+
+    def test_nothing_is_created_before_it_is_asked_for(self, root: Path) -> None:
+        store = self.open_store(root)
+        assert not store.exists()
+        assert store.names() == ()
+        assert not root.exists()
+        assert store.location == str(root)
+        store.close()
+
+    def test_root_is_made_with_its_parents_and_may_be_there(self, store: Store) -> None:
+        assert store.exists()
+        store.make_directory()
+        assert store.names() == ()
+
+    def test_names_are_sorted_and_those_of_a_missing_directory_are_none(self, store: Store) -> None:
+        for name in ("b", "a", ".c"):
+            store.make_directory(name)
+        assert store.names() == (".c", "a", "b")
+        assert store.names("missing") == ()
+        assert store.names("a") == ()
+
+    def test_directory_that_is_there_is_not_made_again(self, store: Store) -> None:
+        store.make_directory("a")
+        with pytest.raises(StorageError, match="mkdir") as caught:
+            store.make_directory("a")
+        assert caught.value.errno == errno.EEXIST
+
+    def test_small_file_is_read_back_whole_or_its_beginning(self, store: Store) -> None:
+        store.make_directory("a")
+        store.put("a/file", b"0123456789")
+        store.put("a/empty", b"")
+        store.sync_directory("a")
+        assert store.exists("a/file")
+        assert store.size("a/file") == 10
+        assert store.read("a/file") == b"0123456789"
+        assert store.read("a/file", length=3) == b"012"
+        assert store.read("a/file", length=99) == b"0123456789"
+        assert store.read("a/empty") == b""
+
+    def test_file_that_is_there_is_not_written_again(self, store: Store) -> None:
+        store.put("file", b"first")
+        with pytest.raises(StorageError) as caught:
+            store.put("file", b"second")
+        assert caught.value.errno == errno.EEXIST
+        assert store.read("file") == b"first"
+
+    @pytest.mark.parametrize("verb", ["read", "size", "remove", "sync_directory"])
+    def test_missing_path_is_an_error_that_names_it(self, store: Store, verb: str) -> None:
+        with pytest.raises(StorageError, match="missing") as caught:
+            getattr(store, verb)("missing")
+        assert caught.value.errno == errno.ENOENT
+
+    def test_rename_moves_a_directory_with_its_files(self, store: Store) -> None:
+        store.make_directory(".saving-1")
+        store.put(".saving-1/file", b"content")
+        store.rename(".saving-1", "step-1")
+        store.sync_directory()
+        assert store.names() == ("step-1",)
+        assert store.read("step-1/file") == b"content"
+
+    @pytest.mark.parametrize("source", ["directory", "file"])
+    def test_rename_never_replaces(self, store: Store, source: str) -> None:
+        store.make_directory("directory")
+        store.put("file", b"1")
+        store.make_directory("there")
+        with pytest.raises(StorageError) as caught:
+            store.rename(source, "there")
+        assert caught.value.errno == errno.EEXIST
+        assert store.names() == ("directory", "file", "there")
+
+    def test_file_and_empty_directory_are_removed_and_a_full_one_is_not(self, store: Store) -> None:
+        store.make_directory("a")
+        store.put("a/file", b"1")
+        with pytest.raises(StorageError) as caught:
+            store.remove("a")
+        assert caught.value.errno == errno.ENOTEMPTY
+        store.remove("a/file")
+        store.remove("a")
+        assert store.names() == ()
+
+    def test_free_bytes_is_a_number(self, store: Store) -> None:
+        assert store.free_bytes() > 0
+
+    # The lock
+
+    def test_one_writer_at_a_time_and_the_other_is_named(self, store: Store, root: Path) -> None:
+        store.lock("the first job")
+        store.lock("the first job")
+        other = self.open_store(root)
+        with pytest.raises(LockedError, match="the first job"):
+            other.lock("the second job")
+        store.unlock()
+        other.lock("the second job")
+        with pytest.raises(LockedError, match="the second job"):
+            store.lock("the first job")
+        other.close()
+        store.lock("the first job")
+
+    # Segments
+
+    def test_extents_come_back_and_digests_are_of_chunks(self, store: Store, arena: _native.Arena) -> None:
+        sources, offsets, receipt = self._written(store, arena)
+        assert receipt.error is None
+        chunks = [s[i : i + CHUNK_BYTES] for s in sources for i in range(0, s.nbytes, CHUNK_BYTES)]
+        assert receipt.digests.tolist() == [_native.xxh3_64(chunk) for chunk in chunks]
+        assert receipt.io.copied_bytes + receipt.io.direct_bytes == sum(LENGTHS)
+        targets = [np.zeros_like(source) for source in sources]
+        found = self._read(store, arena, offsets, targets, receipt.digests)
+        assert found.error is None
+        assert found.bad.size == 0
+        assert found.touched.all()
+        for source, target in zip(sources, targets, strict=True):
+            np.testing.assert_array_equal(source, target)
+
+    def test_segment_has_its_planned_size_and_zeros_between(self, store: Store, arena: _native.Arena) -> None:
+        sources, offsets, _ = self._written(store, arena)
+        expected = bytearray(slots(LENGTHS)[1])
+        for source, offset in zip(sources, offsets, strict=True):
+            expected[offset : offset + source.nbytes] = source.tobytes()
+        assert store.size(SEGMENT) == len(expected)
+        assert store.read(SEGMENT) == expected
+
+    def test_two_segments_are_written_by_one_call(self, store: Store, arena: _native.Arena) -> None:
+        sources = [random_bytes(100 * KIB, seed) for seed in range(2)]
+        files = [FilePlan(f"segment-{at}", 128 * KIB) for at in range(2)]
+        writing = store.write(files, write_rows([0, 1], [4096, 8200], sources), arena)
+        receipt = writing.receipt()
+        assert receipt.error is None
+        targets = [np.zeros_like(source) for source in sources]
+        rows = read_rows([1, 0], [4096, 8200], targets, receipt.digests)
+        found = finish_reading(store.read_extents(["segment-1", "segment-0"], rows, arena))
+        assert found.error is None
+        assert found.bad.size == 0
+        for source, target in zip(sources, targets, strict=True):
+            np.testing.assert_array_equal(source, target)
+
+    def test_source_may_change_once_it_is_captured(self, store: Store, arena: _native.Arena) -> None:
+        source = random_bytes(6 * MIB)
+        store.make_directory("draft")
+        plan = [FilePlan(SEGMENT, 8 * MIB)]
+        writing = store.write(plan, write_rows([0], [source.ctypes.data % 4096], [source]), arena)
+        writing.wait_captured()
+        before = source.copy()
+        source[:] = 0
+        receipt = writing.receipt()
+        assert receipt.error is None
+        assert writing.done_bytes >= source.nbytes
+        target = np.zeros_like(source)
+        assert self._read(store, arena, [source.ctypes.data % 4096], [target], receipt.digests).bad.size == 0
+        np.testing.assert_array_equal(target, before)
+
+    def test_segment_that_is_there_is_not_written_again(self, store: Store, arena: _native.Arena) -> None:
+        self._written(store, arena)
+        before = store.read(SEGMENT)
+        with pytest.raises(StorageError, match="rank-00000") as caught:
+            self._write(store, arena, [random_bytes(10)], [0])
+        assert caught.value.errno == errno.EEXIST
+        assert store.read(SEGMENT) == before
+
+    def test_cancelled_write_says_so(self, store: Store, arena: _native.Arena) -> None:
+        sources = [random_bytes(64 * MIB)]
+        store.make_directory("draft")
+        writing = store.write([FilePlan(SEGMENT, 65 * MIB)], write_rows([0], [0], sources), arena)
+        writing.cancel()
+        writing.wait_captured()
+        receipt = writing.receipt()
+        assert isinstance(receipt.error, CancelledError)
+        assert receipt.digests.size == 0
+
+    def test_flipped_bit_is_found_in_its_chunk(self, store: Store, arena: _native.Arena) -> None:
+        sources, offsets, receipt = self._written(store, arena)
+        content = bytearray(store.read(SEGMENT))
+        content[offsets[2] + CHUNK_BYTES + 1] ^= 1
+        content[offsets[3]] ^= 128
+        store.remove(SEGMENT)
+        store.put(SEGMENT, bytes(content))
+        first = int(chunk_counts(LENGTHS)[:2].sum())
+        for stop in (True, False):
+            targets = [np.zeros_like(source) for source in sources]
+            found = self._read(store, arena, offsets, targets, receipt.digests, stop_at_bad=stop)
+            bad = set(found.bad.tolist())
+            expected = {first + 1, first + 4}
+            assert found.error is None
+            assert bad == expected if not stop else bad and bad <= expected
+
+    def test_untouched_rows_are_told(self, store: Store, arena: _native.Arena) -> None:
+        """A row whose only chunk is bad may keep its target, and says whether it did."""
+        sources, offsets, receipt = self._written(store, arena)
+        digests = receipt.digests.copy()
+        digests[:] ^= 1
+        targets = [np.zeros_like(source) for source in sources]
+        found = self._read(store, arena, offsets, targets, digests, stop_at_bad=False)
+        assert found.bad.size == digests.size
+        for target, touched in zip(targets, found.touched, strict=True):
+            assert touched or not target.any()
+
+    def test_file_that_is_too_short_is_an_error_with_its_range(self, store: Store, arena: _native.Arena) -> None:
+        sources, offsets, receipt = self._written(store, arena)
+        content = store.read(SEGMENT)
+        store.remove(SEGMENT)
+        store.put(SEGMENT, content[: offsets[3] + 10])
+        targets = [np.zeros_like(source) for source in sources]
+        found = self._read(store, arena, offsets, targets, receipt.digests)
+        assert isinstance(found.error, StorageError)
+        assert "rank-00000" in str(found.error)
+        assert "bytes" in str(found.error)
+
+    def test_missing_segment_is_an_error_that_names_it(self, store: Store, arena: _native.Arena) -> None:
+        rows = read_rows([0], [0], [random_bytes(10)], np.zeros(1, np.uint64))
+        with pytest.raises(StorageError, match="missing") as caught:
+            store.read_extents(["missing"], rows, arena)
+        assert caught.value.errno == errno.ENOENT
+
+    def _write(
+        self, store: Store, arena: _native.Arena, sources: Sequence[NDArray[np.uint8]], offsets: Sequence[int]
+    ) -> Receipt:
+        if not store.exists("draft"):
+            store.make_directory("draft")
+        _, size = slots([source.nbytes for source in sources])
+        writing = store.write([FilePlan(SEGMENT, size)], write_rows([0] * len(sources), offsets, sources), arena)
+        writing.wait_captured()
+        return writing.receipt()
+
+    def _written(
+        self, store: Store, arena: _native.Arena
+    ) -> tuple[list[NDArray[np.uint8]], list[int], Receipt]:
+        sources = [random_bytes(length, seed) for seed, length in enumerate(LENGTHS)]
+        offsets, _ = slots(LENGTHS)
+        return sources, offsets, self._write(store, arena, sources, offsets)
+
+    def _read(
+        self, store: Store, arena: _native.Arena, offsets: Sequence[int], targets: Sequence[NDArray[np.uint8]],
+        digests: NDArray[np.uint64], *, stop_at_bad: bool = True,
+    ) -> ReadReceipt:
+        rows = read_rows([0] * len(targets), offsets, targets, digests)
+        return finish_reading(store.read_extents([SEGMENT], rows, arena, stop_at_bad=stop_at_bad))

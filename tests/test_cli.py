@@ -1,0 +1,207 @@
+"""The command line: tables for people, JSON for programs, exit status for scripts, no torch to read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from forge import edit_manifest, flip, place_of
+from specimen import STEP, state
+from typer.testing import CliRunner, Result
+
+import flowstone as fs
+from flowstone.cli import app
+
+Script = Callable[..., "subprocess.Popen[str]"]
+VERBS = ["ls", "show", "verify"]
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+@pytest.fixture
+def two(checkpoint: Path) -> Path:
+    """A store with steps 7 and 8."""
+    with fs.Checkpointer(checkpoint.parent) as checkpointer:
+        more = {"rng": fs.rng(), "odd": float("nan"), "keys": {(1, 2): torch.float16}}
+        checkpointer.save(STEP + 1, state(2.0) | more)
+    return checkpoint.parent
+
+
+def test_ls_lists_every_step(two: Path) -> None:
+    done = run("ls", two)
+    assert done.exit_code == 0
+    lines = [line for line in done.stdout.splitlines() if " ok " in line]
+    assert [line.split()[1] for line in lines] == ["7", "8"]
+    assert "2.6 MB" in lines[0]
+
+
+def test_ls_json_says_the_same(two: Path) -> None:
+    (two / ".saving-00000009-dead").mkdir()
+    done = run("ls", two, "--json")
+    told = json.loads(done.stdout)
+    assert done.exit_code == 0
+    assert [(row["step"], row["error"], row["ranks"]) for row in told["checkpoints"]] == [(7, None, 1), (8, None, 1)]
+    assert told["leftovers"] == [".saving-00000009-dead"]
+    first = two / "step-00000007"
+    files = ["index.safetensors", "objects.json", "rank-00000.safetensors"]
+    assert told["checkpoints"][0]["bytes"] == sum((first / name).stat().st_size for name in files)
+
+
+def test_show_tells_tensors_objects_and_files(two: Path) -> None:
+    done = run("show", two, "--step", 7)
+    assert done.exit_code == 0
+    assert f"step 7 in {two}/step-00000007" in done.stdout.replace("\n", "")
+    tables = done.stdout.partition("object ")
+    rows = {line.split("│")[1].strip(): line for line in tables[0].splitlines() if line.count("│") > 2}
+    assert "bfloat16" in rows["table"]
+    assert "6x4" in rows["table"]
+    assert "is small" in rows["tied"]
+    assert "655360" in rows["big"]
+    objects = {line.split("│")[1].strip(): line for line in tables[2].splitlines() if line.count("│") > 2}
+    assert "2 entries: step, text" in objects["objects"]
+    assert "tensor tied" in objects["tied"]
+
+
+def test_show_json_says_everything(two: Path) -> None:
+    done = run("show", two, "--json")
+    told = json.loads(done.stdout)
+    tensors = {entry["name"]: entry for entry in told["tensors"]}
+    assert (done.exit_code, told["step"]) == (0, 8)
+    assert (tensors["table"]["dtype"], tensors["table"]["shape"]) == ("bfloat16", [6, 4])
+    assert tensors["tied"]["alias_of"] == "small"
+    assert told["objects"]["objects"] == {"step": 3, "text": "x" * 10}
+    assert told["objects"]["odd"] == "nan"
+    assert told["objects"]["keys"] == {"(1, 2)": "torch.dtype float16"}
+    assert told["objects"]["big"] == "tensor big"
+    assert len(told["per_rank"]["rng"]) == 1
+    assert {file["name"] for file in told["files"]} == {"index.safetensors", "objects.json", "rank-00000.safetensors"}
+
+
+def test_show_cuts_a_long_list_unless_asked(store: Path) -> None:
+    with fs.Checkpointer(store) as checkpointer:
+        checkpointer.save(1, {"m": [torch.ones(1)] + [torch.full((1,), float(i)) for i in range(50)]})
+    assert "and 11 more tensors (--all shows them)" in run("show", store).stdout
+    everything = run("show", store, "--all").stdout
+    assert "m.50" in everything
+    assert "more tensors" not in everything
+
+
+def test_verify_says_sound_or_where_not(two: Path) -> None:
+    done = run("verify", two)
+    assert done.exit_code == 0
+    assert "every byte is as it was written" in done.stdout
+    flip(*place_of(two / "step-00000008", "big"))
+    done = run("verify", two)
+    assert done.exit_code == 1
+    assert "rank-00000.safetensors: tensor 'big', chunk 0" in done.stdout
+    assert "damaged in 1 place" in done.stdout
+    assert run("verify", two, "--step", 7).exit_code == 0
+
+
+def test_verify_json_lists_findings(two: Path) -> None:
+    flip(*place_of(two / "step-00000008", "small"))
+    (two / "step-00000008/notes.txt").write_text("mine")
+    done = run("verify", two, "--json")
+    told = json.loads(done.stdout)
+    assert (done.exit_code, told["sound"], told["step"], told["extra"]) == (1, False, 8, ["notes.txt"])
+    (finding,) = told["findings"]
+    assert finding["file"] == "rank-00000.safetensors"
+    assert finding["what"].startswith("tensor 'small', chunk 0")
+
+
+def test_a_damaged_manifest_is_named_by_every_verb(two: Path) -> None:
+    (two / "step-00000008/manifest.json").write_text("{")
+    done = run("ls", two)
+    assert done.exit_code == 1
+    assert "damaged" in done.stdout
+    assert " ok " in done.stdout, "the other step is still listed"
+    told = json.loads(run("ls", two, "--json").stdout)
+    assert "manifest.json is truncated or was altered" in told["checkpoints"][1]["error"]
+    for verb in ("show", "verify"):
+        done = run(verb, two)
+        assert done.exit_code == 1
+        assert done.stdout == ""
+        assert done.stderr.startswith(f"DamagedError: {two}/step-00000008/manifest.json is truncated")
+        assert "Traceback" not in done.stderr
+        told = json.loads(run(verb, two, "--json").stdout)
+        assert told["error"] == "DamagedError"
+        assert told["facts"]["found"] == "1 bytes"
+
+
+def test_a_checkpoint_of_a_newer_version_is_told_as_such(two: Path) -> None:
+    edit_manifest(two / "step-00000008", lambda m: m.update(flowstone=9))
+    done = run("verify", two)
+    assert done.exit_code == 1
+    assert done.stderr.startswith("UnsupportedFormatError: ")
+    assert "upgrade flowstone" in done.stderr
+    assert run("ls", two).exit_code == 1
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_path_without_a_checkpoint_ends_with_status_1(tmp_path: Path, verb: str, as_json: bool) -> None:
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters/mum.txt").write_text("dear")
+    expected = {"missing": "NotAStoreError" if verb == "ls" else "NoCheckpointError", "letters": "NotAStoreError"}
+    for name, error in expected.items():
+        done = run(verb, tmp_path / name, *["--json"] * as_json)
+        assert done.exit_code == 1
+        told = json.loads(done.stdout)["error"] if as_json else done.stderr.partition(":")[0]
+        assert told == error
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_bare_checkpoint_directory_is_a_path_too(checkpoint: Path, verb: str) -> None:
+    assert run(verb, checkpoint).exit_code == 0
+
+
+def test_names_with_markup_are_shown_as_they_are(store: Path) -> None:
+    with fs.Checkpointer(store) as checkpointer:
+        checkpointer.save(1, {"[red]x[/]": torch.ones(1), "m": {"w[0:2]": torch.ones(2)}, "o": "[bold]"})
+    shown = run("show", store).stdout
+    assert "[red]x[/]" in shown
+    assert "w[0:2]" in shown
+    assert "[bold]" in shown
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_reading_verbs_import_no_torch(two: Path, script: Script, verb: str, as_json: bool) -> None:
+    text = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom flowstone.cli import app\n"
+        "done = CliRunner().invoke(app, sys.argv[1:])\n"
+        "print(done.exit_code, 'torch' in sys.modules, bool(done.stdout))\n"
+    )
+    process = script(text, verb, two, *["--json"] * as_json)
+    out, err = process.communicate(timeout=120)
+    assert out == "0 False True\n", err
+
+
+def test_reading_tensors_with_numpy_imports_no_torch(two: Path, script: Script) -> None:
+    text = (
+        "import sys, flowstone as fs\nfound = fs.open(sys.argv[1])\n"
+        "print(found.read('small', framework='numpy').tolist(), found.verify().sound, 'torch' in sys.modules)\n"
+    )
+    out, err = script(text, two).communicate(timeout=120)
+    assert out == "[2.0, 2.0, 2.0, 2.0, 2.0] True False\n", err
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_piped_output_is_free_of_progress_and_of_escapes(two: Path, verb: str) -> None:
+    command = [sys.executable, "-m", "flowstone", verb, str(two)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert "\r" not in done.stdout
+    assert "\x1b" not in done.stdout
+
+
+def test_version_and_unknown_verbs() -> None:
+    assert run("--version").stdout == f"flowstone {fs.__version__}\n"
+    assert run("frobnicate").exit_code == 2

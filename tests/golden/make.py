@@ -12,7 +12,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-
 from forge import split_rows
 from strategies import raw_bytes
 

@@ -36,9 +36,12 @@ class Mutant:
 _RENAME = "    store.rename(draft.directory, step_directory(draft.step))\n"
 MUTANTS = {
     "segments_are_not_synced": Mutant(
-        LocalWriting, "receipt", (("self._error() or self._sync_error()", "self._error()"),), "first_save", start="step-"
+        LocalWriting, "receipt", (("self._error() or self._sync_error()", "self._error()"),), "first_save",
+        start="step-",
     ),
-    "small_files_are_not_synced": Mutant(LocalStore, "put", (("self.system.sync(fd)", "pass"),), "first_save", start="step-"),
+    "small_files_are_not_synced": Mutant(
+        LocalStore, "put", (("self.system.sync(fd)", "pass"),), "first_save", start="step-"
+    ),
     "draft_is_not_synced": Mutant(
         publish, "publish", (("store.sync_directory(draft.directory)", "pass"),), "second_save", start="step-"
     ),

@@ -114,6 +114,20 @@ def test_a_state_changed_right_after_save_does_not_change_the_checkpoint(store: 
     assert torch.equal(target, expected)
 
 
+def test_latest_and_load_wait_for_a_save_in_flight(store: Path) -> None:
+    opened, publish_later = gate()
+    with mock.patch("flowstone.commit.publish.publish", publish_later), fs.Checkpointer(store) as checkpointer:
+        target = filled(0)
+        for step, ask in ((1, checkpointer.latest), (2, lambda: checkpointer.load(target))):
+            opened.clear()
+            checkpointer.save(step, filled(step))
+            threading.Timer(0.1, opened.set).start()
+            found = ask()
+            assert found is not None
+            assert found.step == step
+    assert target["step"] == 2
+
+
 def test_wait_returns_once_everything_is_durable(store: Path) -> None:
     with fs.Checkpointer(store) as checkpointer:
         save = checkpointer.save(1, filled(1))

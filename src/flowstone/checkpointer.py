@@ -105,7 +105,8 @@ class LoadReport:
 class Checkpointer:
     """Saves a training state into the store at `path` while training goes on, and loads it back.
 
-    path               a directory, or a Store that is ready and is closed with this
+    path               a directory, or a Store that is ready and is closed with this; checkpoints are put
+                       beside what else a directory holds
     keep               which checkpoints retention spares; None keeps all
     budget_bytes       memory for staging, all in all; None: a quarter of what is available at the first save
     on_error           "raise": a failed save raises at the next call; "continue": it is only an event,
@@ -151,8 +152,12 @@ class Checkpointer:
     # Load
 
     def latest(self) -> Checkpoint | None:
-        """The newest committed checkpoint; None where there is none yet. Raises DamagedError if it is damaged."""
+        """The newest committed checkpoint; None where there is none yet. Raises DamagedError if it is damaged.
+
+        Waits for a save in flight, as `load` does, so that the answer does not depend on timing.
+        """
         self._check_open()
+        self._await_pending()
         manifest = catalog.newest(self._store)
         if manifest is None:
             return None
@@ -179,6 +184,7 @@ class Checkpointer:
                                      changed, and saving is refused until a load succeeds
         """
         self._check_open()
+        self._await_pending()
         check_store(self._store)
         newest = catalog.find(self._store, step)
         candidates = [s for s in reversed(catalog.steps(self._store)) if s <= newest] if fallback else [newest]
@@ -442,12 +448,17 @@ class Checkpointer:
                 raise
             _log.error("while another error was on its way: %s", failure)  # which must not be masked
 
+    def _await_pending(self) -> Save | None:
+        """The save in flight, once it has ended one way or the other."""
+        if self._pending is not None:
+            wait_futures([self._pending.committed])
+        return self._pending
+
     def _settle(self) -> None:
         """Wait for the save in flight; raise its failure if nobody has seen it and failures are to be raised."""
-        pending = self._pending
+        pending = self._await_pending()
         if pending is None:
             return
-        wait_futures([pending.committed])
         self._pending = None
         failure = pending.committed.failure()
         if pending.committed.failed():

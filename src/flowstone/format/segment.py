@@ -37,6 +37,11 @@ def entry_name(tensor: str, box: Box, shape: Sequence[int]) -> str:
     return tensor if box == Box.whole(shape) else f"{tensor}{box}"
 
 
+def reserved(entry: str) -> bool:
+    """Whether an entry of that name could not be told from padding, or from a header's metadata."""
+    return entry == METADATA_KEY or entry.startswith(PAD_PREFIX)
+
+
 def entry_text(name: str, dtype: DType, shape: Sequence[int]) -> str:
     """An entry's JSON up to its offsets, which are known only once the bytes have a place."""
     stored = (*shape, dtype.item_bytes) if dtype.as_bytes else tuple(shape)

@@ -91,6 +91,7 @@ def match(
         wanted.append(position)
         rows.append(row)
     faults += _untied(aliases, names, index, rules)
+    initialised += [alias.name for alias in aliases if alias.name not in names and _allowed(rules, Init, alias.name)]
     used = {piece.name for piece in pieces} | {alias.name for alias in aliases}
     unexpected = [n for n in names if n not in used and "@" not in n and section_of(n) in sections]
     skipped = [name for name in unexpected if _allowed(rules, Skip, name)]

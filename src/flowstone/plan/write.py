@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from flowstone.config import BLOCK_BYTES, CHUNK_BYTES, HEADER_BYTES_MAX, PACKED_BELOW_BYTES
 from flowstone.errors import CollisionError
 from flowstone.format.index import Index
-from flowstone.format.segment import PAD_PREFIX, entry_name, entry_text, reserve
+from flowstone.format.segment import entry_name, entry_text, reserve, reserved
 from flowstone.pieces import Alias, Box, Piece
 from flowstone.plan.boxes import check_tiling
 
@@ -68,7 +68,7 @@ def plan_writes(
     """Lay out `pieces` in as few segments as headers of `header_bytes_max` allow.
 
     raises  CoverageError   a tensor's pieces overlap or leave a hole
-            CollisionError  two pieces make one entry, or differ in the tensor's dtype or shape
+            CollisionError  two pieces make one entry or a reserved one, or differ in the tensor's dtype or shape
     """
     _check_tensors(pieces)
     text = tuple(entry_text(entry_name(p.name, p.box, p.shape), p.dtype, p.box.shape) for p in pieces)
@@ -187,6 +187,8 @@ def _check_tensors(pieces: Sequence[Piece]) -> None:
             check_tiling(name, shape, parts)
         for box in parts:
             entry = entry_name(name, box, shape)
-            if entry in entries or entry.startswith(PAD_PREFIX):
+            if reserved(entry):
+                raise CollisionError(f"a segment keeps the entry {entry!r} for itself", next="rename that tensor")
+            if entry in entries:
                 raise CollisionError(f"two tensors make the segment entry {entry!r}", next="rename one of them")
             entries.add(entry)

@@ -26,6 +26,7 @@ public:
     ~Block() { release(); }
 
     std::byte* bytes() const;
+    std::uint32_t index() const { return index_; }
     void release();
 
 private:

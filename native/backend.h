@@ -4,6 +4,7 @@
 #include <sys/uio.h>
 
 #include <atomic>
+#include <cerrno>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -42,6 +43,8 @@ struct Op {
     std::vector<iovec> parts;
     std::uint64_t needed_bytes = 0;  // reads: the op succeeds once this prefix has arrived
     bool urgent = false;             // goes ahead of waiting ops: somebody's memory is waiting for it
+    int memory_slot = -1;            // of registered memory that holds the only part; negative: none
+    int file_slot = -1;              // of the registered file; negative: none
     const std::atomic<bool>* stopping = nullptr;  // true: drop the op if it has not begun
     std::function<void(Outcome)> done;            // once; a backend thread, or inside submit; must not block
 
@@ -76,10 +79,21 @@ public:
     /// what a dying thread has submitted).
     virtual void submit(std::unique_ptr<Op> op) = 0;
     virtual const char* name() const = 0;
+
+    /// Tell the system of memory or of a file that many ops will use, so that it looks it up, and pins
+    /// it, once. A slot for Op, or -errno where there is no such thing, no more slots, or too low a limit
+    /// on locked memory. Whoever registers also unregisters, after the last of those ops is done and
+    /// before the memory is unmapped. Any thread; does not block.
+    virtual int register_memory(iovec) { return -ENOSYS; }
+    virtual int register_file(int) { return -ENOSYS; }
+    virtual void unregister_memory(int) {}
+    virtual void unregister_file(int) {}
 };
 
 /// Throws std::system_error when io_uring cannot start or is not in this build.
 std::unique_ptr<Backend> make_uring_backend(std::uint32_t queue_depth, Troubles troubles = nullptr);
 std::unique_ptr<Backend> make_posix_backend(std::uint32_t queue_depth, Troubles troubles = nullptr);
+/// One call after the other, inside submit: what a plain loop over pwrite does. For comparison.
+std::unique_ptr<Backend> make_sync_backend();
 
 }  // namespace flowstone

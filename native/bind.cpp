@@ -20,6 +20,7 @@
 #include "engine.h"
 #include "bounds.h"
 #include "probe.h"
+#include "requests.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -165,12 +166,12 @@ PyReadRows make_read_rows(const Array& file, const Array& offset, const Array& l
 
 PyWriteJob start_write(const PyEngine& engine, const PyArena& arena,
                        const std::vector<std::tuple<const PyFile*, std::uint64_t>>& files, const PyWriteRows& rows,
-                       std::uint64_t gap_bytes) {
+                       std::uint64_t gap_bytes, bool in_place) {
     std::vector<TargetFile> targets;
     for (const auto& [file, bytes] : files) targets.push_back({file->held, bytes});
     PyWriteJob job;
     const Unlocked unlocked;
-    job.held = engine.held->write(arena.held, targets, rows.held, gap_bytes);
+    job.held = engine.held->write(arena.held, targets, rows.held, {gap_bytes, in_place});
     return job;
 }
 
@@ -182,6 +183,23 @@ PyReadJob start_read(const PyEngine& engine, const PyArena& arena, const std::ve
     const Unlocked unlocked;
     job.held = engine.held->read(arena.held, std::move(opened), rows.held, {stop_at_bad, in_place, request_bytes});
     return job;
+}
+
+std::optional<Fault> run_plain_requests(const std::string& backend, const std::string& direction, std::uint32_t queue_depth,
+                                        const std::vector<const PyFile*>& files, const Array& file, const Array& offset,
+                                        const Array& address, const Array& length, bool register_memory) {
+    if (direction != "read" && direction != "write") throw std::invalid_argument("direction must be 'read' or 'write'");
+    const std::size_t count = row_count(file);
+    PlainRequests requests{direction == "read" ? Direction::read : Direction::write, {}, {}, register_memory};
+    for (const PyFile* opened : files) requests.files.push_back(opened->held);
+    const auto numbers = column<std::uint32_t>(file, "file", count);
+    const auto offsets = column<std::uint64_t>(offset, "offset", count);
+    const auto addresses = column<std::uint64_t>(address, "address", count);
+    const auto lengths = column<std::uint64_t>(length, "length", count);
+    requests.rows.reserve(count);
+    for (std::size_t i = 0; i < count; ++i) requests.rows.push_back({offsets[i], addresses[i], lengths[i], numbers[i]});
+    const Unlocked unlocked;
+    return run_requests(backend, queue_depth, requests);
 }
 
 std::uint64_t digest_buffer(nb::object source) {
@@ -286,7 +304,8 @@ void bind_engine(nb::module_& module) {
             self->held = std::move(engine);
         }, nb::kw_only(), "backend"_a, "queue_depth"_a, "request_bytes"_a, "workers"_a)
         .def_prop_ro("backend", [](const PyEngine& engine) { return engine.held->backend(); })
-        .def("write", &start_write, "arena"_a, "files"_a, "rows"_a, nb::kw_only(), "gap_bytes"_a = 0)
+        .def("write", &start_write, "arena"_a, "files"_a, "rows"_a, nb::kw_only(), "gap_bytes"_a = 0,
+             "in_place"_a = true)
         .def("read", &start_read, "arena"_a, "files"_a, "rows"_a, nb::kw_only(), "stop_at_bad"_a = true,
              "in_place"_a = true, "request_bytes"_a = 0)
         .def("close", [](const PyEngine& engine) { const Unlocked unlocked; engine.held->close(); });
@@ -310,6 +329,8 @@ NB_MODULE(_native, module) {
     module.def("has_io_uring", &has_io_uring, nb::call_guard<Unlocked>());
     module.def("probe_direct", &probe_direct, "directory"_a, nb::call_guard<Unlocked>());
     module.def("reserve_file", &reserve_file, "fd"_a, "size_bytes"_a, nb::call_guard<Unlocked>());
+    module.def("run_requests", &run_plain_requests, nb::kw_only(), "backend"_a, "direction"_a, "queue_depth"_a, "files"_a,
+               "file"_a, "offset"_a, "address"_a, "length"_a, "register"_a = false);
     module.def("xxh3_64", &digest_buffer);
     bind_memory(module);
     bind_rows(module);

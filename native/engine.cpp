@@ -57,7 +57,7 @@ template <class Running> void Engine::keep_locked(const std::shared_ptr<Running>
 }
 
 std::shared_ptr<WriteJob> Engine::write(std::shared_ptr<Arena> arena, const std::vector<TargetFile>& files,
-                                        std::shared_ptr<const WriteRows> rows, std::uint64_t gap_bytes) {
+                                        std::shared_ptr<const WriteRows> rows, const WriteOptions& options) {
     std::vector<std::shared_ptr<const File>> opened;
     std::vector<std::uint64_t> sizes;
     for (const TargetFile& target : files) {
@@ -68,7 +68,7 @@ std::shared_ptr<WriteJob> Engine::write(std::shared_ptr<Arena> arena, const std:
     check_rows(*rows, sizes);
     const std::lock_guard lock(mutex_);
     Machine machine = machine_locked(*arena);
-    auto job = std::make_shared<WriteJob>(std::move(machine), std::move(arena), std::move(opened), std::move(rows), gap_bytes);
+    auto job = std::make_shared<WriteJob>(std::move(machine), std::move(arena), std::move(opened), std::move(rows), options);
     keep_locked(job);
     return job;
 }

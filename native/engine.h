@@ -38,10 +38,9 @@ public:
     std::string backend() const { return backend_name_; }
 
     /// Start a job; throw std::invalid_argument for wrong rows, a closed engine, or an arena whose
-    /// blocks are smaller than a request. Runs of untouched blocks between two rows are written as
-    /// zero when they are at most `gap_bytes` long, and left as they are otherwise.
+    /// blocks are smaller than a request.
     std::shared_ptr<WriteJob> write(std::shared_ptr<Arena> arena, const std::vector<TargetFile>& files,
-                                    std::shared_ptr<const WriteRows> rows, std::uint64_t gap_bytes);
+                                    std::shared_ptr<const WriteRows> rows, const WriteOptions& options);
     std::shared_ptr<ReadJob> read(std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<const File>> files,
                                   std::shared_ptr<const ReadRows> rows, const ReadOptions& options);
 

@@ -94,6 +94,7 @@ void Job::finish() {
     changed_.notify_all();
     changed_.wait(lock, [&] { return under_way_ == 0; });
     assert(reading_sources_ == 0);
+    registered_.reset();
     arena_->leave();
     machine_.workers.reset();
     machine_.backend.reset();

@@ -12,6 +12,7 @@
 #include "arena.h"
 #include "backend.h"
 #include "fault.h"
+#include "registered.h"
 #include "workers.h"
 
 namespace flowstone {
@@ -64,6 +65,11 @@ protected:
     /// The coordinator's last words: blocks until every window has ended, then lets `wait` return.
     void finish();
 
+    /// The coordinator's first words.
+    void register_files() { registered_ = std::make_unique<Registered>(machine_.backend, files_); }
+    /// Files from any thread, blocks from the coordinator's.
+    Registered& registered() { return *registered_; }
+
     bool wait_until_captured(double timeout_s) { return wait_until(timeout_s, captured_); }
 
     Machine machine_;
@@ -81,6 +87,7 @@ private:
     bool captured_ = false;  // under mutex_
     bool finished_ = false;  // under mutex_
     std::atomic<bool> cancelled_{false};
+    std::unique_ptr<Registered> registered_;
     mutable std::mutex mutex_;
     std::condition_variable changed_;
     std::uint32_t under_way_ = 0;

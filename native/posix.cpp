@@ -27,6 +27,24 @@ ssize_t call(const Op& op, std::span<const iovec> list, std::uint64_t offset) {
     return result < 0 ? -errno : result;
 }
 
+void carry_out(std::unique_ptr<Op> op, const Troubles* troubles) {
+    Transfer transfer(std::move(op), troubles);
+    for (;;) {
+        const std::span<const iovec> list = transfer.attempt();
+        const ssize_t result = transfer.injected() != 0 ? -transfer.injected() : call(transfer.op(), list, transfer.offset());
+        if (transfer.settle(result) == Transfer::Next::finished) break;
+        if (const unsigned pause = transfer.pause_us()) ::usleep(pause);
+    }
+    transfer.complete();
+}
+
+void carry_out_or_drop(std::unique_ptr<Op> op, const Troubles* troubles) {
+    if (is_unwanted(*op))
+        op->done({std::nullopt, true});
+    else
+        carry_out(std::move(op), troubles);
+}
+
 class PosixBackend final : public Backend {
 public:
     PosixBackend(std::uint32_t queue_depth, Troubles troubles) : troubles_(std::move(troubles)) {
@@ -61,23 +79,9 @@ private:
             if (waiting_.empty()) return;
             std::unique_ptr<Op> op = waiting_.pop();
             lock.unlock();
-            if (is_unwanted(*op))
-                op->done({std::nullopt, true});
-            else
-                move(std::move(op));
+            carry_out_or_drop(std::move(op), &troubles_);
             lock.lock();
         }
-    }
-
-    void move(std::unique_ptr<Op> op) {
-        Transfer transfer(std::move(op), &troubles_);
-        for (;;) {
-            const std::span<const iovec> list = transfer.attempt();
-            const ssize_t result = transfer.injected() != 0 ? -transfer.injected() : call(transfer.op(), list, transfer.offset());
-            if (transfer.settle(result) == Transfer::Next::finished) break;
-            if (const unsigned pause = transfer.pause_us()) ::usleep(pause);
-        }
-        transfer.complete();
     }
 
     const Troubles troubles_;
@@ -88,7 +92,15 @@ private:
     std::vector<std::jthread> threads_;
 };
 
+class SyncBackend final : public Backend {
+public:
+    void submit(std::unique_ptr<Op> op) override { carry_out_or_drop(std::move(op), nullptr); }
+    const char* name() const override { return "sync"; }
+};
+
 }  // namespace
+
+std::unique_ptr<Backend> make_sync_backend() { return std::make_unique<SyncBackend>(); }
 
 std::unique_ptr<Backend> make_posix_backend(std::uint32_t queue_depth, Troubles troubles) {
     return std::make_unique<PosixBackend>(queue_depth, std::move(troubles));

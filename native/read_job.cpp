@@ -47,6 +47,7 @@ std::uint64_t ReadJob::chunk_number(const WantedChunk& chunk) const {
 
 /// The coordinator: windows in file order, as many under way as keep queue and workers busy.
 void ReadJob::feed() {
+    register_files();
     plan_ = plan_reads(*rows_, machine_.request_bytes, options_.in_place);
     const auto windows_max = static_cast<std::uint32_t>(machine_.queue_depth + machine_.workers->count());
     const auto copied = static_cast<std::uint64_t>(
@@ -80,6 +81,8 @@ void ReadJob::begin(const ReadWindow& planned, Block block) {
         aim_direct(*window, op->parts);
     else
         op->parts.push_back({window->block.bytes(), planned.end - planned.begin});
+    if (!planned.direct) op->memory_slot = registered().block(window->block, arena_->block_bytes());
+    op->file_slot = registered().file(planned.file);
     op->done = [this, window](const Outcome& outcome) { end_op(window, outcome); };
     ++requests_;
     requested_bytes_ += planned.end - planned.begin;

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <system_error>
 #include <thread>
+#include <vector>
 
 #include "backend.h"
 #include "op_queue.h"
@@ -19,12 +20,53 @@ namespace {
 constexpr std::uint64_t stop_mark = 0;
 constexpr std::uint64_t forgotten_mark = 1;
 
+// Enough for any arena whose blocks are reused; a table entry costs eight bytes.
+constexpr unsigned memory_slots = 1024;
+constexpr unsigned file_slots = 64;
+constexpr __u64 untagged = 0;
+
+unsigned at(int slot) { return static_cast<unsigned>(slot); }
+
+/// The slots of one of the ring's tables that are free.
+class Slots {
+public:
+    void open(unsigned count) {
+        for (unsigned slot = count; slot > 0; --slot) free_.push_back(static_cast<int>(slot - 1));
+    }
+
+    /// A slot for which `update` returned 1 (entries changed), or -errno. A limit once met is not met again and again.
+    template <class Update> int fill(Update update) {
+        const std::lock_guard lock(mutex_);
+        if (free_.empty()) return -ENOSYS;
+        if (refused_ != 0) return refused_;
+        const int slot = free_.back();
+        const int updated = update(slot);
+        if (updated != 1) return refused_ = updated < 0 ? updated : -EINVAL;
+        free_.pop_back();
+        return slot;
+    }
+
+    void free(int slot) {
+        const std::lock_guard lock(mutex_);
+        free_.push_back(slot);
+        refused_ = 0;
+    }
+
+private:
+    std::mutex mutex_;
+    std::vector<int> free_;
+    int refused_ = 0;
+};
+
 class UringBackend final : public Backend {
 public:
     UringBackend(std::uint32_t queue_depth, Troubles troubles) : queue_depth_(queue_depth), troubles_(std::move(troubles)) {
         // One entry more than the depth, for the NOP that stops the reaper.
         const int error = ::io_uring_queue_init(queue_depth + 1, &ring_, 0);
         if (error < 0) throw std::system_error(-error, std::generic_category(), "io_uring_queue_init");
+        // Kernels before 5.19 have no sparse tables: there nothing can be registered.
+        if (::io_uring_register_buffers_sparse(&ring_, memory_slots) == 0) memory_.open(memory_slots);
+        if (::io_uring_register_files_sparse(&ring_, file_slots) == 0) files_.open(file_slots);
         reaper_ = std::jthread([this] { reap(); });
     }
 
@@ -52,6 +94,24 @@ public:
 
     const char* name() const override { return "io_uring"; }
 
+    int register_memory(iovec memory) override {
+        return memory_.fill([&](int slot) { return ::io_uring_register_buffers_update_tag(&ring_, at(slot), &memory, &untagged, 1); });
+    }
+
+    int register_file(int fd) override {
+        return files_.fill([&](int slot) { return ::io_uring_register_files_update(&ring_, at(slot), &fd, 1); });
+    }
+
+    void unregister_memory(int slot) override {
+        const iovec nothing{};
+        if (::io_uring_register_buffers_update_tag(&ring_, at(slot), &nothing, &untagged, 1) == 1) memory_.free(slot);
+    }
+
+    void unregister_file(int slot) override {
+        const int nothing = -1;
+        if (::io_uring_register_files_update(&ring_, at(slot), &nothing, 1) == 1) files_.free(slot);
+    }
+
 private:
     /// The caller has taken a place in flight for the op.
     void begin(std::unique_ptr<Op> op) { launch(new Transfer(std::move(op), &troubles_)); }
@@ -76,10 +136,22 @@ private:
         const std::lock_guard lock(submit_mutex_);
         io_uring_sqe* entry = ::io_uring_get_sqe(&ring_);
         if (entry == nullptr) return EBUSY;
-        if (is_read)
+        const int slot = transfer->op().memory_slot;
+        if (slot >= 0 && count == 1) {
+            const auto length = static_cast<unsigned>(list[0].iov_len);
+            if (is_read)
+                ::io_uring_prep_read_fixed(entry, fd, list[0].iov_base, length, transfer->offset(), slot);
+            else
+                ::io_uring_prep_write_fixed(entry, fd, list[0].iov_base, length, transfer->offset(), slot);
+        } else if (is_read) {
             ::io_uring_prep_readv(entry, fd, list.data(), count, transfer->offset());
-        else
+        } else {
             ::io_uring_prep_writev(entry, fd, list.data(), count, transfer->offset());
+        }
+        if (transfer->op().file_slot >= 0) {
+            entry->fd = transfer->op().file_slot;
+            entry->flags |= IOSQE_FIXED_FILE;
+        }
         ::io_uring_sqe_set_data(entry, transfer);
         transfer->publish();
         return flush(entry);
@@ -162,6 +234,8 @@ private:
     std::uint32_t in_flight_ = 0;
     std::mutex submit_mutex_;
     io_uring ring_{};
+    Slots memory_;
+    Slots files_;
     std::jthread reaper_;
 };
 

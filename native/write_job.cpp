@@ -12,6 +12,7 @@ namespace flowstone {
 struct WriteJob::Window {
     WriteWindow planned{};  // copied only
     Block block;
+    int memory_slot = -1;  // of the block
     std::optional<DirectPlan> direct;
     AlignedBytes bounce;
     std::atomic<std::size_t> ops_left{0};
@@ -21,15 +22,15 @@ struct WriteJob::Window {
 /// finds unfit to be written directly is set aside, and gets the next blocks, having no other way.
 class WriteJob::Order {
 public:
-    Order(const WriteRows& rows, std::uint64_t request_bytes, std::uint64_t gap_bytes)
-        : rows_(rows), gap_bytes_(gap_bytes), windows_(plan_windows(rows, request_bytes)), back_(windows_.size()) {}
+    Order(const WriteRows& rows, std::uint64_t request_bytes, const WriteOptions& options)
+        : rows_(rows), options_(options), windows_(plan_windows(rows, request_bytes)), back_(windows_.size()) {}
 
     bool empty() const { return front_ == back_ && aside_.empty(); }
 
     /// Whether some window can be written directly; take_direct gives it.
     bool find_direct() {
-        while (!direct_ && front_ < back_) {
-            direct_ = plan_direct(rows_, windows_[back_ - 1], gap_bytes_);
+        while (options_.in_place && !direct_ && front_ < back_) {
+            direct_ = plan_direct(rows_, windows_[back_ - 1], options_.gap_bytes);
             if (!direct_) aside_.push_back(--back_);
         }
         return direct_.has_value();
@@ -55,7 +56,7 @@ public:
 
 private:
     const WriteRows& rows_;
-    const std::uint64_t gap_bytes_;
+    const WriteOptions options_;
     const std::vector<WriteWindow> windows_;
     std::size_t front_ = 0;
     std::size_t back_;
@@ -64,10 +65,10 @@ private:
 };
 
 WriteJob::WriteJob(Machine machine, std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<const File>> files,
-                   std::shared_ptr<const WriteRows> rows, std::uint64_t gap_bytes)
+                   std::shared_ptr<const WriteRows> rows, const WriteOptions& options)
     : Job(std::move(machine), std::move(arena), std::move(files)),
       rows_(std::move(rows)),
-      gap_bytes_(gap_bytes),
+      options_(options),
       digests_(rows_->chunks, 0) {
     coordinator_ = std::jthread([this] { feed(); });
 }
@@ -79,7 +80,8 @@ WriteJob::~WriteJob() {
 
 /// The coordinator: which window next, and how.
 void WriteJob::feed() {
-    Order order(*rows_, machine_.request_bytes, gap_bytes_);
+    register_files();
+    Order order(*rows_, machine_.request_bytes, options_);
     // How far the arena grows is the caller's policy; with nothing at all nothing would ever move.
     if (!order.empty() && arena_->touched_bytes() == 0) arena_->grow(2 * arena_->block_bytes());
     while (!order.empty() && !stopping()) {
@@ -100,6 +102,7 @@ void WriteJob::feed() {
 void WriteJob::begin_copied(const WriteWindow& planned, Block block) {
     const auto window = std::make_shared<Window>();
     window->planned = planned;
+    window->memory_slot = registered().block(block, arena_->block_bytes());
     window->block = std::move(block);
     begin_window(true);
     machine_.workers->post([this, window] { capture_copied(window); });
@@ -119,7 +122,7 @@ void WriteJob::capture_copied(const std::shared_ptr<Window>& window) {
         release_sources();
         return end(window);
     }
-    const std::vector<WriteRun> runs = split_runs(*rows_, window->planned, gap_bytes_);
+    const std::vector<WriteRun> runs = split_runs(*rows_, window->planned, options_.gap_bytes);
     const auto image = [&](const WriteRun& run) { return window->block.bytes() + (run.begin - window->planned.begin); };
     for (const WriteRun& run : runs) {
         capture_run(*rows_, run, image(run), digests_);
@@ -159,6 +162,8 @@ void WriteJob::submit(const std::shared_ptr<Window>& window, const WriteRun& run
     op->parts = std::move(parts);
     // What is written from where it lies holds up the caller's memory; what is copied does not.
     op->urgent = window->direct.has_value();
+    op->memory_slot = window->memory_slot;
+    op->file_slot = registered().file(run.file);
     op->stopping = &stopping_;
     op->done = [this, window, bytes = run.end - run.begin](const Outcome& outcome) { end_op(window, bytes, outcome); };
     ++requests_;

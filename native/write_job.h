@@ -12,13 +12,21 @@
 
 namespace flowstone {
 
+/// gap_bytes  runs of untouched blocks between two rows, up to this long, are written as zero; longer
+///            ones are left as they are
+/// in_place   write from where the rows lie when no block is free; else wait for a block
+struct WriteOptions {
+    std::uint64_t gap_bytes = 0;
+    bool in_place = true;
+};
+
 /// Sources stay alive and unchanged until captured; rows, files and arena are the job's.
 /// The destructor cancels and waits.
 class WriteJob final : public Job {
 public:
     /// Starts at once. `rows` have passed check_rows; the arena's blocks hold a request.
     WriteJob(Machine machine, std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<const File>> files,
-             std::shared_ptr<const WriteRows> rows, std::uint64_t gap_bytes);
+             std::shared_ptr<const WriteRows> rows, const WriteOptions& options);
     ~WriteJob();
 
     /// Whether no source will be read any more, after at most `timeout_s`.
@@ -42,7 +50,7 @@ private:
     bool has_direct_room() const { return direct_under_way_.load() < machine_.queue_depth; }
 
     const std::shared_ptr<const WriteRows> rows_;
-    const std::uint64_t gap_bytes_;
+    const WriteOptions options_;
     std::vector<std::uint64_t> digests_;
     std::atomic<std::uint32_t> direct_under_way_{0};
     std::jthread coordinator_;  // last: it uses all of the above

@@ -129,7 +129,7 @@ struct Bed {
           file_bytes(bytes) {}
 
     std::shared_ptr<WriteJob> start(const WriteRows& rows) {
-        return engine.write(arena, {{scratch.file(), file_bytes}}, std::make_shared<WriteRows>(rows), 0);
+        return engine.write(arena, {{scratch.file(), file_bytes}}, std::make_shared<WriteRows>(rows), {});
     }
     std::shared_ptr<ReadJob> start(const ReadRows& rows, bool stop_at_bad = true) {
         return engine.read(arena, {scratch.file()}, std::make_shared<ReadRows>(rows), {.stop_at_bad = stop_at_bad});

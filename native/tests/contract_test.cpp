@@ -241,7 +241,7 @@ TEST_CASE("the engine refuses what it cannot carry out") {
         CHECK_THROWS_AS(Engine({setup.backend, 1, 4095, 1}), std::invalid_argument);
         CHECK_THROWS_AS(Engine({"pigeon", 1, 4096, 1}), std::invalid_argument);
         Engine large({setup.backend, 1, 4 * mib, 1});
-        CHECK_THROWS_AS(large.write(bed.arena, {{bed.scratch.file(), 4096}}, std::make_shared<WriteRows>(), 0), std::invalid_argument);
+        CHECK_THROWS_AS(large.write(bed.arena, {{bed.scratch.file(), 4096}}, std::make_shared<WriteRows>(), {}), std::invalid_argument);
     }
 }
 
@@ -325,7 +325,7 @@ TEST_CASE("a descriptor that cannot be written is EBADF") {
         const int fd = ::open(bed.scratch.path().c_str(), O_RDONLY | O_CLOEXEC);
         const Sample sample = plain_sample(10);
         const auto file = std::make_shared<const File>(File{fd, bed.scratch.path(), 1});
-        const auto job = bed.engine.write(bed.arena, {{file, 4096}}, std::make_shared<WriteRows>(sample.rows), 0);
+        const auto job = bed.engine.write(bed.arena, {{file, 4096}}, std::make_shared<WriteRows>(sample.rows), {});
         REQUIRE(job->wait(forever_s));
         CHECK(job->fault()->error == EBADF);
         CHECK(job->fault()->length == 4096);

@@ -28,6 +28,22 @@ def probe_direct(directory: str) -> int:
     Raises OSError if the directory cannot be written.
     """
 
+def run_requests(
+    *, backend: Literal["io_uring", "posix", "sync"], direction: Literal["read", "write"], queue_depth: int,
+    files: Sequence[File], file: NDArray[np.uint32], offset: NDArray[np.uint64], address: NDArray[np.uint64],
+    length: NDArray[np.uint64], register: bool = False,
+) -> Fault | None:
+    """Move plain requests in the given order, at most `queue_depth` in flight; blocks until all are done.
+
+    For studies of a device: no plan, no digests, no arena. One row is one request; on an O_DIRECT file
+    every offset, address and length is a multiple of its alignment.
+
+    backend   "sync" is a plain loop, one call after the other
+    register  pin the requests' memory with the ring first (io_uring only); OSError when the limit on
+              locked memory forbids it
+    Raises OSError also when the backend cannot start. The first failure stops the others and is returned.
+    """
+
 def xxh3_64(data: bytes | bytearray | memoryview | NDArray[np.uint8], /) -> int:
     """XXH3-64 with seed 0 of a contiguous buffer."""
 
@@ -190,6 +206,7 @@ class Engine:
     def backend(self) -> str: ...
     def write(
         self, arena: Arena, files: Sequence[tuple[File, int]], rows: WriteRows, *, gap_bytes: int = 0,
+        in_place: bool = True,
     ) -> WriteJob:
         """Start writing; `files` are (file, size in bytes). Returns at once.
 
@@ -203,6 +220,7 @@ class Engine:
                    as it is, at the cost of one request per touched run. Blocks before a file's
                    first row and after its last are never written. Only for a file whose rows
                    are all in this job, or that no other job writes in between.
+        in_place   False: everything waits for a block, nothing is written from where it lies
         """
     def read(
         self, arena: Arena, files: Sequence[File], rows: ReadRows, *,

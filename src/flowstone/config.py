@@ -40,13 +40,14 @@ REQUEST_BYTES_MIN = 2 * MIB  # a block of the arena holds a request, and any chu
 class EngineOptions:
     """How bytes move. The defaults were measured (docs/PERFORMANCE.md); tune for your mount.
 
-    backend        "auto" takes io_uring where the kernel and the container allow it, else POSIX threads
-    direct         past the page cache ("auto": where O_DIRECT works, probed with real buffers)
-    queue_depth    requests in flight; 1 to 1024
-    request_bytes  longest request, a multiple of 4096 from 2 MiB; more than 64 MiB gains nothing anywhere we know
-    workers        threads that copy and digest; more than two only help above 10 GB/s
-    read_in_place  loads read straight into memory at the file's phase: a third less CPU time. Off by default:
-                   the heap's small pages make small device requests, and the arena's huge ones read faster
+    backend         "auto" takes io_uring where the kernel and the container allow it, else POSIX threads
+    direct          past the page cache ("auto": where O_DIRECT works, probed with real buffers)
+    queue_depth     requests in flight; 1 to 1024
+    request_bytes   longest request, a multiple of 4096 from 2 MiB; more than 64 MiB gains nothing anywhere we know
+    workers         threads that copy and digest; more than two only help above 10 GB/s
+    write_in_place  what finds no room in the arena is written from where it lies; off: it waits for room
+    read_in_place   loads read straight into memory at the file's phase: a third less CPU time. Off by default:
+                    the heap's small pages make small device requests, and the arena's huge ones read faster
     """
 
     backend: Literal["auto", "io_uring", "posix"] = "auto"
@@ -54,6 +55,7 @@ class EngineOptions:
     queue_depth: int = 16
     request_bytes: int = 8 * MIB
     workers: int = 2
+    write_in_place: bool = True
     read_in_place: bool = False
 
     def __post_init__(self) -> None:

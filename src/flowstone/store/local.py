@@ -178,7 +178,9 @@ class LocalStore:
                 for fd, file in opened
             ]
             # These files are this job's alone, so that gaps between slots may be written as zeros.
-            job = self._open_engine().write(arena, natives, rows, gap_bytes=_GAP_BYTES)
+            job = self._open_engine().write(
+                arena, natives, rows, gap_bytes=_GAP_BYTES, in_place=self._options.write_in_place
+            )
         except BaseException:
             for fd, _ in opened:
                 os.close(fd)

@@ -1,0 +1,52 @@
+// What a job has told the backend of, so that it need not be looked up for every request.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "arena.h"
+#include "backend.h"
+
+namespace flowstone {
+
+/// Registers files when made, and an arena block when the job holds it for the second time: pinning
+/// costs what one request costs without it, so it pays for blocks that come again. `block` is one thread's.
+class Registered {
+public:
+    Registered(std::shared_ptr<Backend> backend, const std::vector<std::shared_ptr<const File>>& files)
+        : backend_(std::move(backend)), files_(files.size(), -1) {
+        if (files.size() > files_max) return;
+        for (std::size_t i = 0; i < files.size(); ++i) files_[i] = backend_->register_file(files[i]->fd);
+    }
+    /// No op may be under way any more.
+    ~Registered() {
+        for (const int slot : files_)
+            if (slot >= 0) backend_->unregister_file(slot);
+        for (const auto& [block, slot] : blocks_)
+            if (slot >= 0) backend_->unregister_memory(slot);
+    }
+    Registered(const Registered&) = delete;
+    Registered& operator=(const Registered&) = delete;
+
+    int file(std::uint32_t file) const { return files_[file]; }
+
+    int block(const Block& block, std::uint64_t block_bytes) {
+        const auto [found, is_new] = blocks_.try_emplace(block.index(), unregistered);
+        if (!is_new && found->second == unregistered) found->second = backend_->register_memory({block.bytes(), block_bytes});
+        return found->second;
+    }
+
+private:
+    static constexpr std::size_t files_max = 16;  // a job of many files makes few requests to each
+    static constexpr int unregistered = std::numeric_limits<int>::min();  // no -errno is that
+
+    std::shared_ptr<Backend> backend_;
+    std::vector<int> files_;
+    std::unordered_map<std::uint32_t, int> blocks_;
+};
+
+}  // namespace flowstone

@@ -30,11 +30,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ranks": {"errors"},
     "reader": _BASE | {"format", "plan", "store", "stage", "commit", "state"},
     "saves": {"reader"},
+    "loading": _BASE | {"plan", "store", "stage", "state", "reader"},
     "checkpointer": _BASE
-    | {"format", "plan", "store", "stage", "commit", "state", "ranks", "reader", "saves", "progress", "_native"},
+    | {"format", "plan", "store", "stage", "commit", "state", "ranks", "reader", "saves", "loading", "progress"}
+    | {"_native"},
     "cli": _BASE | {"format", "store", "commit", "reader", "progress", "demo"},
     "demo": {"flowstone", "events"},
-    "__init__": _BASE | {"reader", "checkpointer", "saves", "state"},
+    "__init__": _BASE | {"reader", "checkpointer", "loading", "saves", "state"},
     "__main__": {"cli"},
 }
 TORCH_ALLOWED = {"state", "stage", "ranks", "adapters", "demo"}

@@ -37,13 +37,14 @@ from flowstone.reader import open_checkpoint as open
 from flowstone.rules import Cast, Init, Rename, Skip
 
 if TYPE_CHECKING:
-    from flowstone.checkpointer import Checkpointer, LoadReport
+    from flowstone.checkpointer import Checkpointer
+    from flowstone.loading import LoadReport
     from flowstone.saves import Save
     from flowstone.state import PerRank, Shard, rng
 
 _NEED_TORCH = {
     "Checkpointer": "flowstone.checkpointer",
-    "LoadReport": "flowstone.checkpointer",
+    "LoadReport": "flowstone.loading",
     "Save": "flowstone.saves",
     "PerRank": "flowstone.state",
     "Shard": "flowstone.state",

@@ -12,22 +12,18 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
-from dataclasses import dataclass, replace
-from functools import partial
 from types import TracebackType
 from typing import Literal
 
-from flowstone import _native
+from flowstone import _native, loading
 from flowstone._version import __version__
 from flowstone.commit import catalog, publish
 from flowstone.commit.contents import Objects, encode_objects
 from flowstone.config import (
     FIRST_ARENA_BYTES,
-    READ_ARENA_BYTES,
-    READ_REQUEST_BYTES,
     STEP_MAX,
     EngineOptions,
     Keep,
@@ -57,49 +53,21 @@ from flowstone.events import (
     Written,
 )
 from flowstone.format.manifest import MARKER_NAME, SegmentRow, step_directory
-from flowstone.pieces import Alias, Piece
-from flowstone.plan.match import match, rename, renamed
-from flowstone.plan.read import ReadPlan, plan_reads
+from flowstone.loading import LoadReport
+from flowstone.pieces import Alias
 from flowstone.plan.write import WritePlan, index_of, plan_writes
 from flowstone.progress import terminal_progress
 from flowstone.ranks import only_rank
 from flowstone.reader import Checkpoint, check_store
-from flowstone.rules import Rename, Rule
+from flowstone.rules import Rule
 from flowstone.saves import Save
 from flowstone.stage.arena import default_budget_bytes, open_arena
 from flowstone.stage.capture import Staged, start_capture
-from flowstone.stage.landing import Landing, land
-from flowstone.stage.scatter import Scattered, raise_damage, scatter
-from flowstone.state import Stored, StoredTensor, describe, prepare
+from flowstone.state import describe
 from flowstone.store.base import Store
 from flowstone.store.local import LocalStore
 
 _log = logging.getLogger("flowstone")
-
-
-@dataclass(frozen=True, slots=True)
-class LoadReport:
-    """What a load did.
-
-    matched      names of the tensors that were read
-    initialised  wanted, not stored, left as they were (Init)
-    skipped      stored, wanted by nobody (Skip)
-    cast         converted from another dtype (Cast)
-    renamed      stored name and name in the state, where they differ (Rename)
-    notes        what else a careful reader would want to know
-    bytes        of the chunks that were read
-    """
-
-    step: int
-    path: str
-    matched: tuple[str, ...]
-    initialised: tuple[str, ...]
-    skipped: tuple[str, ...]
-    cast: tuple[str, ...]
-    renamed: tuple[tuple[str, str], ...]
-    notes: tuple[str, ...]
-    bytes: int
-    seconds: float
 
 
 class Checkpointer:
@@ -205,58 +173,28 @@ class Checkpointer:
     def _load(self, step: int, state: Mapping[str, object], rules: Sequence[Rule], stage: bool) -> LoadReport:
         started = time.monotonic()
         checkpoint = Checkpoint(self._store, step_directory(step), self._options)
-        checkpoint.check()
-        index, names = checkpoint.index, renamed(checkpoint.index.rows(), rules)
-        restoration = prepare(state, _stored(checkpoint, names, rules, self._rank), rank=self._rank)
-        others = [f"{d.kind:<11} {d.name}: wanted {d.expected}, stored {d.found}" for d in restoration.differences]
-        matched = match(
-            restoration.pieces, restoration.aliases, sections=restoration.sections, index=index, names=names,
-            rules=rules, differences=others,
-        )
-        wanted = [restoration.pieces[position] for position in matched.wanted]
-        targets = [restoration.memory[position] for position in matched.wanted]
-        plan = plan_reads(index, wanted, matched.rows)
-        landings = land(wanted, targets, [index.dtypes[row] for row in matched.rows], stage=stage)
-        found = self._scatter(checkpoint, plan, wanted, landings)
-        raise_damage(found, index, wanted, checkpoint.segment_paths, f"cannot load {checkpoint.path}")
-        for landing in landings:
-            landing.settle()
-        restoration.finish()
+        ready = loading.plan_load(checkpoint, state, rules=rules, stage=stage, rank=self._rank)
+        # From the first changed byte on, until the load is over, the state is unsound.
+        sound_before, self._unsound = self._unsound, f"the load of step {step} did not finish"
+        found = loading.read(ready, self._store, self._load_progress(step, ready.plan.bytes))
+        if not found.written:
+            self._unsound = sound_before
+        loading.finish(ready, found)
         self._unsound = None
-        report = LoadReport(
-            step=step, path=checkpoint.path, matched=tuple(piece.name for piece in wanted),
-            initialised=matched.initialised, skipped=matched.skipped, cast=matched.cast,
-            renamed=_renamed_pairs(index.rows(), rules), notes=tuple(restoration.notes), bytes=plan.bytes,
-            seconds=time.monotonic() - started,
-        )
-        self._emit(Loaded(step, plan.bytes, report.seconds))
+        report = loading.report(ready, time.monotonic() - started)
+        self._emit(Loaded(step, report.bytes, report.seconds))
         return report
 
-    def _scatter(
-        self, checkpoint: Checkpoint, plan: ReadPlan, wanted: Sequence[Piece], landings: Sequence[Landing]
-    ) -> Scattered:
-        """Read into the landings. From the first changed byte on, until the load is over, the state is unsound."""
-        sound_before, step = self._unsound, checkpoint.step
-        self._unsound = f"the load of step {step} did not finish"
+    def _load_progress(self, step: int, total: int) -> Callable[[int], None]:
+        """Tells how many of `total` bytes are done: an event, and a line on a terminal."""
         show = terminal_progress(f"loading step {step}")
 
         def progress(done: int) -> None:
-            self._emit(LoadProgress(step, done, plan.bytes))
+            self._emit(LoadProgress(step, done, total))
             if show is not None:
-                show(min(done, plan.bytes), plan.bytes)
+                show(min(done, total), total)
 
-        arena = open_arena(READ_ARENA_BYTES, READ_REQUEST_BYTES)
-        try:
-            found = scatter(
-                self._store, checkpoint.segment_paths, checkpoint.index, plan, wanted,
-                [landing.memory for landing in landings], arena, progress,
-            )
-        finally:
-            arena.close()
-        changed = tuple(position for position in found.written if landings[position].buffer is None)
-        if not changed:
-            self._unsound = sound_before
-        return replace(found, written=changed)
+        return progress
 
     # Save
 
@@ -521,22 +459,3 @@ class Checkpointer:
             self._on_event(event)
         except Exception:
             _log.exception("on_event failed on %s", type(event).__name__)
-
-
-def _stored(checkpoint: Checkpoint, names: Mapping[str, int], rules: Sequence[Rule], rank: int) -> Stored:
-    """What the state layer needs to know of a checkpoint before a byte is read."""
-    index, content = checkpoint.index, checkpoint.contents
-    tied = {rename(alias, rules): rename(index.names[row], rules) for alias, row in index.aliases}
-    return Stored(
-        tensors={name: StoredTensor(index.dtypes[row], index.shapes[row]) for name, row in names.items()},
-        objects=content.replicated,
-        per_rank={section: values[rank % len(values)] for section, values in content.per_rank.items() if values},
-        rename=partial(rename, rules=rules), tied=tied,
-    )
-
-
-def _renamed_pairs(names: Mapping[str, int], rules: Sequence[Rule]) -> tuple[tuple[str, str], ...]:
-    if not any(isinstance(rule, Rename) for rule in rules):
-        return ()
-    pairs = ((name, rename(name, rules)) for name in names)
-    return tuple((old, new) for old, new in pairs if old != new)

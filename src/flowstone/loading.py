@@ -1,0 +1,142 @@
+"""The load half of the conductor: everything is compared before a byte moves, then read, then finished.
+
+    Manifest --> plan --ReadPlan--> store --bytes--> stage --> the caller's memory
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from flowstone.config import READ_ARENA_BYTES, READ_REQUEST_BYTES
+from flowstone.pieces import Piece
+from flowstone.plan.match import Match, match, rename, renamed
+from flowstone.plan.read import ReadPlan, plan_reads
+from flowstone.reader import Checkpoint
+from flowstone.rules import Rename, Rule
+from flowstone.stage.arena import open_arena
+from flowstone.stage.landing import Landing, land
+from flowstone.stage.scatter import Scattered, raise_damage, scatter
+from flowstone.state import Restoration, Stored, StoredTensor, prepare
+from flowstone.store.base import Store
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a load did.
+
+    matched      names of the tensors that were read
+    initialised  wanted, not stored, left as they were (Init)
+    skipped      stored, wanted by nobody (Skip)
+    cast         converted from another dtype (Cast)
+    renamed      stored name and name in the state, where they differ (Rename)
+    notes        what else a careful reader would want to know
+    bytes        of the chunks that were read
+    """
+
+    step: int
+    path: str
+    matched: tuple[str, ...]
+    initialised: tuple[str, ...]
+    skipped: tuple[str, ...]
+    cast: tuple[str, ...]
+    renamed: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loading:
+    """A load that is ready to read: what the state wants and the checkpoint holds agree.
+
+    wanted    the pieces to be read
+    landings  parallel: where their bytes land
+    """
+
+    checkpoint: Checkpoint
+    rules: Sequence[Rule]
+    restoration: Restoration
+    matched: Match
+    wanted: Sequence[Piece]
+    plan: ReadPlan
+    landings: Sequence[Landing]
+
+
+def plan_load(
+    checkpoint: Checkpoint, state: Mapping[str, object], *, rules: Sequence[Rule], stage: bool, rank: int
+) -> Loading:
+    """Compare all that can be known without the tensors' bytes. Changes nothing.
+
+    raises  MismatchError for every difference that no rule allows; DamagedError; BudgetError
+    """
+    checkpoint.check()
+    index, names = checkpoint.index, renamed(checkpoint.index.rows(), rules)
+    restoration = prepare(state, _stored(checkpoint, names, rules, rank), rank=rank)
+    others = [f"{d.kind:<11} {d.name}: wanted {d.expected}, stored {d.found}" for d in restoration.differences]
+    matched = match(
+        restoration.pieces, restoration.aliases, sections=restoration.sections, index=index, names=names,
+        rules=rules, differences=others,
+    )
+    wanted = [restoration.pieces[position] for position in matched.wanted]
+    targets = [restoration.memory[position] for position in matched.wanted]
+    plan = plan_reads(index, wanted, matched.rows)
+    landings = land(wanted, targets, [index.dtypes[row] for row in matched.rows], stage=stage)
+    return Loading(checkpoint, rules, restoration, matched, wanted, plan, landings)
+
+
+def read(loading: Loading, store: Store, on_progress: Callable[[int], None]) -> Scattered:
+    """Read into the landings. Blocks. `written` in the result are pieces whose memory in the state has changed.
+
+    on_progress  is told the bytes done. Damage is in the result, not raised
+    """
+    arena = open_arena(READ_ARENA_BYTES, READ_REQUEST_BYTES)
+    try:
+        found = scatter(
+            store, loading.checkpoint.segment_paths, loading.checkpoint.index, loading.plan, loading.wanted,
+            [landing.memory for landing in loading.landings], arena, on_progress,
+        )
+    finally:
+        arena.close()
+    return replace(found, written=tuple(p for p in found.written if loading.landings[p].buffer is None))
+
+
+def finish(loading: Loading, found: Scattered) -> None:
+    """Move on what landed aside, then restore what is not bytes. Raises what the read `found` to be damaged."""
+    checkpoint = loading.checkpoint
+    raise_damage(found, checkpoint.index, loading.wanted, checkpoint.segment_paths, f"cannot load {checkpoint.path}")
+    for landing in loading.landings:
+        landing.settle()
+    loading.restoration.finish()
+
+
+def report(loading: Loading, seconds: float) -> LoadReport:
+    """What a load that is over did."""
+    matched = loading.matched
+    return LoadReport(
+        step=loading.checkpoint.step, path=loading.checkpoint.path,
+        matched=tuple(piece.name for piece in loading.wanted), initialised=matched.initialised,
+        skipped=matched.skipped, cast=matched.cast,
+        renamed=_renamed_pairs(loading.checkpoint.index.rows(), loading.rules),
+        notes=tuple(loading.restoration.notes), bytes=loading.plan.bytes, seconds=seconds,
+    )
+
+
+def _stored(checkpoint: Checkpoint, names: Mapping[str, int], rules: Sequence[Rule], rank: int) -> Stored:
+    """What the state layer needs to know of a checkpoint before a byte is read."""
+    index, content = checkpoint.index, checkpoint.contents
+    tied = {rename(alias, rules): rename(index.names[row], rules) for alias, row in index.aliases}
+    return Stored(
+        tensors={name: StoredTensor(index.dtypes[row], index.shapes[row]) for name, row in names.items()},
+        objects=content.replicated,
+        per_rank={section: values[rank % len(values)] for section, values in content.per_rank.items() if values},
+        rename=partial(rename, rules=rules), tied=tied,
+    )
+
+
+def _renamed_pairs(names: Mapping[str, int], rules: Sequence[Rule]) -> tuple[tuple[str, str], ...]:
+    if not any(isinstance(rule, Rename) for rule in rules):
+        return ()
+    pairs = ((name, rename(name, rules)) for name in names)
+    return tuple((old, new) for old, new in pairs if old != new)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -15,8 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from flowstone._version import __version__
+from flowstone.cli_output import make_console, print_json, told
 from flowstone.commit import catalog
-from flowstone.errors import FlowstoneError, FormatError, NotAStoreError
+from flowstone.errors import FormatError, NotAStoreError
 from flowstone.format.manifest import MANIFEST_NAME, step_directory
 from flowstone.format.objects import Named, TensorRef
 from flowstone.progress import terminal_progress
@@ -51,10 +49,10 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 @app.command()
 def ls(path: StorePath, as_json: AsJson = False) -> None:
     """List the checkpoints of a store. Exit status 1 if one of them is damaged."""
-    with _told(as_json):
+    with told(as_json):
         rows, leftovers = _listing(path)
     if as_json:
-        _print_json({"path": str(path), "checkpoints": rows, "leftovers": leftovers})
+        print_json({"path": str(path), "checkpoints": rows, "leftovers": leftovers})
     else:
         table = Table("step", "created", "size", "tensors", "ranks", "state")
         for row in rows:
@@ -65,10 +63,10 @@ def ls(path: StorePath, as_json: AsJson = False) -> None:
             else:
                 cells += ["", "", "", "", f"[red]damaged[/]: {escape(str(row['error']).splitlines()[0])}"]
             table.add_row(*cells)
-        _console().print(table)
+        make_console().print(table)
         if leftovers:
             shown = ", ".join(leftovers)
-            _console().print(f"{len(leftovers)} unfinished or set aside, never read: {shown}", markup=False)
+            make_console().print(f"{len(leftovers)} unfinished or set aside, never read: {shown}", markup=False)
     if any(row["error"] is not None for row in rows):
         raise typer.Exit(1)
 
@@ -81,14 +79,14 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show what a checkpoint holds: tensors, objects, files."""
-    with _told(as_json):
+    with told(as_json):
         checkpoint = open_checkpoint(path, step)
         tensors, objects = checkpoint.tensors, checkpoint.objects
         per_rank = checkpoint.contents.per_rank
     if as_json:
-        _print_json(_shown(checkpoint))
+        print_json(_shown(checkpoint))
         return
-    console, manifest = _console(), checkpoint.manifest
+    console, manifest = make_console(), checkpoint.manifest
     console.print(f"[bold]step {manifest.step}[/] in {escape(checkpoint.path)}")
     console.print(
         f"saved {_local(manifest.created)} by {manifest.writer} from {manifest.ranks} rank(s); {manifest.tensors:,} "
@@ -115,17 +113,17 @@ def show(
 @app.command()
 def verify(path: StorePath, step: Step = None, as_json: AsJson = False) -> None:
     """Read every byte of a checkpoint and check it, padding included. Exit status 1 on damage."""
-    with _told(as_json):
+    with told(as_json):
         checkpoint = open_checkpoint(path, step)
         verified = checkpoint.inspect(terminal_progress(f"verifying step {checkpoint.step}"))
     if as_json:
         findings = [{"file": finding.file, "what": finding.what} for finding in verified.findings]
-        _print_json({
+        print_json({
             "path": checkpoint.path, "step": verified.step, "sound": verified.sound, "findings": findings,
             "checked_bytes": verified.checked_bytes, "extra": list(verified.extra),
         })
     else:
-        console = _console()
+        console = make_console()
         for finding in verified.findings:
             console.print(f"{finding.file}: {finding.what}", markup=False, style="red")
         for name in verified.extra:
@@ -152,7 +150,7 @@ def demo(
     status = acts.run(directory=directory, seed=seed, keep=keep, small=small, console=console, judged=judged)
     if as_json:
         rows = [{"claim": claim.text, "held": claim.held, "found": claim.found} for claim in judged]
-        _print_json({"held": status == 0, "claims": rows})
+        print_json({"held": status == 0, "claims": rows})
     raise typer.Exit(status)
 
 
@@ -240,30 +238,3 @@ def _size(count: object) -> str:
 
 def _local(created: str) -> str:
     return created.replace("T", " ").replace("+00:00", " UTC")
-
-
-def _console() -> Console:
-    # Piped output is for programs: not cut to a terminal's width.
-    return Console(width=None if sys.stdout.isatty() else 200, highlight=False)
-
-
-def _print_json(value: object) -> None:
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
-
-
-@contextmanager
-def _told(as_json: bool) -> Iterator[None]:
-    """End with status 1 and the error's own text, without a traceback."""
-    try:
-        yield
-    except FlowstoneError as error:
-        _fail(error, as_json)
-
-
-def _fail(error: FlowstoneError, as_json: bool) -> NoReturn:
-    if as_json:
-        facts = {key: str(value) for key, value in error.facts.items()}
-        _print_json({"error": type(error).__name__, "message": error.message, "facts": facts})
-    else:
-        typer.echo(f"{type(error).__name__}: {error}", err=True)
-    raise typer.Exit(1)

@@ -34,7 +34,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpointer": _BASE
     | {"format", "plan", "store", "stage", "commit", "state", "ranks", "reader", "saves", "loading", "progress"}
     | {"_native"},
-    "cli": _BASE | {"format", "store", "commit", "reader", "progress", "demo", "cli_output"},
+    "study": {"config", "errors", "_version", "_native"},
+    "cli": _BASE | {"format", "store", "commit", "reader", "progress", "demo", "cli_bench", "cli_output"},
+    "cli_bench": {"config", "progress", "study", "cli_output"},
     "cli_output": {"errors"},
     "demo": {"flowstone", "events"},
     "__init__": _BASE | {"reader", "checkpointer", "loading", "saves", "state"},

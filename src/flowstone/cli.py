@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from flowstone import cli_bench
 from flowstone._version import __version__
 from flowstone.cli_output import make_console, print_json, told
 from flowstone.commit import catalog
@@ -25,6 +26,7 @@ app = typer.Typer(
     help="Checkpoints of large-model training: list, look into, verify.", no_args_is_help=True,
     pretty_exceptions_enable=False, add_completion=False,
 )
+app.add_typer(cli_bench.app, name="bench")
 
 _SHOWN_TENSORS = 40  # rows that `show` prints unless asked for all
 _TEXT_MAX = 60  # characters of a plain value in a table

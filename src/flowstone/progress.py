@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 _QUIET_FOR_S = 1.0  # what is over sooner needs no line
 
@@ -25,3 +26,19 @@ def terminal_progress(label: str) -> Callable[[int, int], None] | None:
         print(line, end=end, file=sys.stderr, flush=True)
 
     return show
+
+
+@contextmanager
+def terminal_steps(label: str, total: int) -> Iterator[Callable[[str], None]]:
+    """A bar for `total` steps, with the time that is left. Call what it gives after each, with what that step was."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
+    last = TextColumn("{task.fields[step]}", markup=False)
+    with Progress(*columns, last, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(label, total=total, step="")
+        yield lambda step: progress.update(task, advance=1, step=step)

@@ -110,6 +110,11 @@ def test_a_rename_that_makes_two_names_one_is_refused() -> None:
         renamed({"m.a.w": 0, "m.b.w": 1}, [Rename("m.a", "m.b")])
 
 
+def test_a_name_with_an_at_sign_is_a_name_like_any_other() -> None:
+    stored = index(piece("m.a"), piece("m.b@1"))
+    assert differences([piece("m.a")], stored) == ["unexpected  m.b@1: stored, wanted by nobody"]
+
+
 def test_a_tied_tensor_must_be_stored_under_both_names() -> None:
     tie = [Alias("m.tied", "m.a")]
     assert differences([piece("m.a")], index(piece("m.a")), aliases=tie) == [

@@ -128,7 +128,8 @@ def load(
     wanted = {piece.name for piece in restoration.pieces} | {alias.name for alias in restoration.aliases}
     sections = tuple(f"{name}{mark}" for name in restoration.sections for mark in (".", "@"))
     offered = {name for name in known.tensors if name in restoration.sections or name.startswith(sections)}
-    offered = {name for name in offered if "@" not in name or f"@{rank % len(checkpoint.per_rank)}" in name}
+    mine = f"@{rank % max(1, len(checkpoint.per_rank))}"
+    offered = {name for name in offered if "@" not in (first := name.partition(".")[0]) or first.endswith(mine)}
     assert wanted == offered, wanted ^ offered
     fill(checkpoint, restoration, rename=rename)
     restoration.finish()

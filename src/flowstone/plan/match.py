@@ -93,12 +93,17 @@ def match(
     faults += _untied(aliases, names, index, rules)
     initialised += [alias.name for alias in aliases if alias.name not in names and _allowed(rules, Init, alias.name)]
     used = {piece.name for piece in pieces} | {alias.name for alias in aliases}
-    unexpected = [n for n in names if n not in used and "@" not in n and section_of(n) in sections]
+    unexpected = [n for n in names if n not in used and not _is_of_a_rank(n) and section_of(n) in sections]
     skipped = [name for name in unexpected if _allowed(rules, Skip, name)]
     faults += [f"unexpected  {name}: stored, wanted by nobody" for name in unexpected if name not in set(skipped)]
     if faults:
         _refuse(faults)
     return Match(tuple(wanted), tuple(rows), tuple(cast), tuple(initialised), tuple(skipped))
+
+
+def _is_of_a_rank(name: str) -> bool:
+    """Whether it lies in a section that every rank keeps its own of."""
+    return "@" in name.partition(".")[0]
 
 
 def _allowed(rules: Sequence[Rule], kind: type[Init | Skip | Cast], name: str) -> bool:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import logging
 import os
 import socket
@@ -176,7 +177,11 @@ class Checkpointer:
         ready = loading.plan_load(checkpoint, state, rules=rules, stage=stage, rank=self._rank)
         # From the first changed byte on, until the load is over, the state is unsound.
         sound_before, self._unsound = self._unsound, f"the load of step {step} did not finish"
-        found = loading.read(ready, self._store, self._load_progress(step, ready.plan.bytes))
+        try:
+            found = loading.read(ready, self._store, self._load_progress(step, ready.plan.bytes))
+        except FlowstoneError:
+            self._unsound = sound_before  # refused before the first byte was read: nothing has changed
+            raise
         if not found.written:
             self._unsound = sound_before
         loading.finish(ready, found)
@@ -311,6 +316,7 @@ class Checkpointer:
     def _become_writer(self) -> None:
         """At the first save: lock, sweep, and learn the newest step. Then, what a fallback left to set aside."""
         if self._store_id is None:
+            self._start_writer()
             if not self._store.exists(MARKER_NAME):
                 self._store.make_directory()
             self._store.lock(f"process {os.getpid()} on {socket.gethostname()}")
@@ -415,6 +421,16 @@ class Checkpointer:
             newest="none" if self._newest is None else f"step {self._newest}",
             next="see the cause; earlier checkpoints are untouched, and the next save may succeed",
         ) from failure
+
+    def _start_writer(self) -> None:
+        """Start the writer's thread while nothing depends on it: a captured save could not be finished without."""
+        try:
+            self._drain_writer()
+        except RuntimeError as error:
+            raise StorageError(
+                "cannot start the thread that commits saves", errno=errno.EAGAIN, reason=str(error),
+                next="raise the limits on threads and processes (ulimit -u, pids.max)",
+            ) from error
 
     def _drain_writer(self) -> None:
         """Wait for retention too, which runs behind a commit."""

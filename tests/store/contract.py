@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from flowstone import _native
 from flowstone.config import CHUNK_BYTES, KIB, MIB, READ_REQUEST_BYTES
-from flowstone.errors import CancelledError, LockedError, StorageError
+from flowstone.errors import CancelledError, DamagedError, LockedError, StorageError
 from flowstone.store.base import FilePlan, ReadReceipt, Receipt, Store, finish_reading
 
 SEGMENT = "draft/rank-00000.safetensors"
@@ -282,16 +282,16 @@ class StoreContract:
         for target, touched in zip(targets, found.touched, strict=True):
             assert touched or not target.any()
 
-    def test_file_that_is_too_short_is_an_error_with_its_range(self, store: Store, arena: _native.Arena) -> None:
+    def test_file_that_is_too_short_is_damage_with_its_range(self, store: Store, arena: _native.Arena) -> None:
         sources, offsets, receipt = self._written(store, arena)
         content = store.read(SEGMENT)
         store.remove(SEGMENT)
         store.put(SEGMENT, content[: offsets[3] + 10])
         targets = [np.zeros_like(source) for source in sources]
         found = self._read(store, arena, offsets, targets, receipt.digests)
-        assert isinstance(found.error, StorageError)
-        assert "rank-00000" in str(found.error)
-        assert "bytes" in str(found.error)
+        assert isinstance(found.error, DamagedError)
+        assert "rank-00000" in found.error.message
+        assert str(found.error.facts["range"]).startswith("bytes ")
 
     def test_missing_segment_is_an_error_that_names_it(self, store: Store, arena: _native.Arena) -> None:
         rows = read_rows([0], [0], [random_bytes(10)], np.zeros(1, np.uint64))

@@ -106,6 +106,7 @@ def _vouched(store: Store, directory: str, row: FileRow, expected_name: str) -> 
     path = inside(directory, row.name)
     _check_size(store, path, row.bytes)
     data = store.read(path, length=row.bytes)
+    _check_length(store, path, len(data), row.bytes)  # again: a file can shrink after it was looked at
     check_chunks(data, row.chunks, path=f"{store.location}/{path}")
     return data
 
@@ -115,7 +116,10 @@ def _check_size(store: Store, path: str, expected_bytes: int) -> None:
         raise DamagedError(
             f"{store.location}/{path} is missing", next="restore the file from a copy, or load an older step"
         )
-    found = store.size(path)
+    _check_length(store, path, store.size(path), expected_bytes)
+
+
+def _check_length(store: Store, path: str, found: int, expected_bytes: int) -> None:
     if found != expected_bytes:
         raise DamagedError(
             f"{store.location}/{path} is too {'short' if found < expected_bytes else 'long'}",

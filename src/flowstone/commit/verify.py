@@ -109,7 +109,7 @@ def _check_entries(store: Store, directory: str, row: SegmentRow, index: Index, 
     path = inside(directory, row.name)
     try:
         entries, _, start = parse_header(store.read(path, length=row.header_bytes), path=path)
-    except FormatError as error:
+    except (FormatError, StorageError) as error:
         findings.append(Finding(row.name, str(error)))
         return
     expected = {}

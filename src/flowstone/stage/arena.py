@@ -43,11 +43,17 @@ def default_budget_bytes() -> int:
 def open_arena(budget_bytes: int, request_bytes: int) -> _native.Arena:
     """The pool for at most `budget_bytes`, in blocks of one request. Maps address space, touches nothing.
 
-    raises  BudgetError when the budget holds fewer than two requests
+    raises  BudgetError when the budget holds fewer than two requests, or the system has no room for it
     """
     if budget_bytes < 2 * request_bytes:
         raise BudgetError(
             f"a budget of {budget_bytes} bytes cannot hold two requests of {request_bytes}",
             next="raise budget_bytes, or lower request_bytes in EngineOptions",
         )
-    return _native.Arena(budget_bytes=budget_bytes, block_bytes=request_bytes)
+    try:
+        return _native.Arena(budget_bytes=budget_bytes, block_bytes=request_bytes)
+    except OSError as error:
+        raise BudgetError(
+            f"the system refuses {budget_bytes} bytes of staging memory", reason=error.strerror,
+            next="raise the limits on address space and threads (ulimit -v, -u, pids.max), or lower budget_bytes",
+        ) from error

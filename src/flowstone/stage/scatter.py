@@ -93,8 +93,9 @@ def raise_damage(found: Scattered, index: Index, wanted: Sequence[Piece], paths:
     if error is not None:
         if written:
             raise DamagedError(
-                f"{what}: reading failed part of the way", written=written, changed=changed,
-                next="load again before saving; see the cause above",
+                f"{what}: reading failed part of the way", written=written,
+                cause=error.message, range=error.facts.get("range", "unknown"), changed=changed,
+                next="load again, or an older step, before saving",
             ) from error
         raise error
 

@@ -40,6 +40,7 @@ class Receipt:
 class ReadReceipt:
     """What a reader reports.
 
+    error    why it ended early, if it did; DamagedError when a file ends before its extents do
     bad      positions, in the rows' digests, of chunks that differ from what was written
     touched  per row: whether some byte of its target has been changed
     """

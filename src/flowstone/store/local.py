@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import shutil
 import stat
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
+from io import FileIO
 from pathlib import Path
 
-import numpy as np
-
 from flowstone import _native
-from flowstone.config import BLOCK_BYTES, KIB, POLL_S, READ_REQUEST_BYTES, EngineOptions
-from flowstone.errors import CancelledError, FlowstoneError, FullError, LockedError, StorageError
-from flowstone.format.manifest import IoRecord
-from flowstone.store.base import FilePlan, ReadReceipt, Receipt
+from flowstone.config import EngineOptions
+from flowstone.errors import LockedError
+from flowstone.store.base import FilePlan
+from flowstone.store.means import Means, open_file
+from flowstone.store.moving import LocalReading, LocalWriting
+from flowstone.store.refusals import told
 from flowstone.store.system import System
 
 LOCK_NAME = "flowstone.lock"
-_GAP_BYTES = 64 * KIB  # of padding that is cheaper to write than to split a request at
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class LocalStore:
@@ -39,11 +37,8 @@ class LocalStore:
     ) -> None:
         self.root = Path(root).absolute()
         self.system = system or System()
-        self._options = options or EngineOptions()
-        self._engine: _native.Engine | None = None
+        self._means = Means(self.root, options or EngineOptions())
         self._lock_fd: int | None = None
-        self._write_alignment: int | None = None
-        self._read_alignment: int | None = None
         os.register_at_fork(after_in_child=partial(_forget_after_fork, weakref.ref(self)))
 
     @property
@@ -71,11 +66,10 @@ class LocalStore:
             return found.st_size
 
     def read(self, path: str, *, length: int | None = None) -> bytes:
-        with self._told("read", path):
-            # A link could lead out of the checkpoint; nothing of ours is one.
-            fd = os.open(self.root / path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            with open(fd, "rb") as file:
-                return file.read(-1 if length is None else length)
+        with self._told("read", path), open(open_file(self.root / path), "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            # Not more than there is: the memory for all that may come is taken before the first byte has.
+            return _read_all(file, size if length is None else min(length, size))
 
     def make_directory(self, path: str = "") -> None:
         with self._told("mkdir", path):
@@ -163,249 +157,45 @@ class LocalStore:
     # Bulk bytes
 
     def write(self, files: Sequence[FilePlan], rows: _native.WriteRows, arena: _native.Arena) -> LocalWriting:
-        alignment = self._alignment_to_write()
-        opened: list[tuple[int, FilePlan]] = []
-        needed = sum(file.bytes for file in files)
-        try:
-            for file in files:
-                with self._told("create", file.path, needed_bytes=needed):
-                    flags = os.O_RDWR | os.O_EXCL | (os.O_DIRECT if alignment > 1 else 0)
-                    opened.append((self.system.create(self.root / file.path, flags), file))
-                with self._told("allocate", file.path, needed_bytes=needed):
-                    self.system.reserve(opened[-1][0], file.bytes)
-            natives = [
-                (_native.File(fd=fd, path=str(self.root / file.path), alignment=alignment), file.bytes)
-                for fd, file in opened
-            ]
-            # These files are this job's alone, so that gaps between slots may be written as zeros.
-            job = self._open_engine().write(
-                arena, natives, rows, gap_bytes=_GAP_BYTES, in_place=self._options.write_in_place
-            )
-        except BaseException:
-            for fd, _ in opened:
-                os.close(fd)
-            raise
-        return LocalWriting(self, job, opened, alignment)
+        return LocalWriting(self.root, self.system, self._means, files, rows, arena)
 
     def read_extents(
         self, paths: Sequence[str], rows: _native.ReadRows, arena: _native.Arena, *, stop_at_bad: bool = True
     ) -> LocalReading:
-        fds: list[int] = []
-        try:
-            natives = []
-            for path in paths:
-                with self._told("open", path):
-                    fd, alignment = self._open_to_read(path)
-                fds.append(fd)
-                natives.append(_native.File(fd=fd, path=str(self.root / path), alignment=alignment))
-            job = self._open_engine().read(
-                arena, natives, rows, stop_at_bad=stop_at_bad, in_place=self._options.read_in_place,
-                request_bytes=READ_REQUEST_BYTES,
-            )
-        except BaseException:
-            for fd in fds:
-                os.close(fd)
-            raise
-        return LocalReading(self, job, fds)
+        return LocalReading(self.root, self._means, paths, rows, arena, stop_at_bad=stop_at_bad)
 
     def close(self) -> None:
         """Stop the engine and give the lock back."""
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        self._means.close()
         self.unlock()
 
     def forget(self) -> None:
         """In a forked child: threads are gone and the lock is the parent's; drop both, touch neither."""
-        self._engine = None
+        self._means.forget()
         self.unlock()
 
     @property
     def options(self) -> EngineOptions:
-        return self._options
+        return self._means.options
 
     def backend(self) -> str:
         """The engine's backend, "io_uring" or "posix"; starts it."""
-        return self._open_engine().backend
+        return self._means.running().engine.backend
 
-    def _open_engine(self) -> _native.Engine:
-        if self._engine is None:
-            backend = self._options.backend
-            if backend == "auto":
-                backend = "io_uring" if _native.has_io_uring() else "posix"
-            with self._told(f"start the {backend} engine", ""):
-                self._engine = _native.Engine(
-                    backend=backend, queue_depth=self._options.queue_depth,
-                    request_bytes=self._options.request_bytes, workers=self._options.workers,
-                )
-        return self._engine
-
-    def _alignment_to_write(self) -> int:
-        """BLOCK_BYTES when O_DIRECT works here with real aligned buffers, else 1 (through the page cache)."""
-        if self._write_alignment is None:
-            with self._told("probe", ""):
-                needed = 0 if self._options.direct == "off" else _native.probe_direct(str(self.root))
-            if self._options.direct == "on" and not 0 < needed <= BLOCK_BYTES:
-                raise StorageError(
-                    f"{self.root} refuses direct I/O (O_DIRECT)", expected="alignment up to 4096",
-                    found=needed or "refused", next='use direct="auto", or another file system',
-                )
-            self._write_alignment = BLOCK_BYTES if 0 < needed <= BLOCK_BYTES else 1
-        return self._write_alignment
-
-    def _open_to_read(self, path: str) -> tuple[int, int]:
-        """A descriptor and its alignment; direct where a real aligned read of this file succeeds."""
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-        if self._options.direct != "off" and self._read_alignment != 1:
-            try:
-                fd = os.open(self.root / path, flags | os.O_DIRECT)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                self._read_alignment = 1
-            else:
-                if self._read_alignment or _reads_direct(fd):
-                    self._read_alignment = BLOCK_BYTES
-                    return fd, BLOCK_BYTES
-                os.close(fd)
-                self._read_alignment = 1
-        return os.open(self.root / path, flags), 1
-
-    @contextmanager
-    def _told(self, operation: str, path: str, *, needed_bytes: int | None = None) -> Iterator[None]:
-        """Turn an OSError into a StorageError that says what was being done, and to what."""
-        try:
-            yield
-        except OSError as error:
-            raise self.explain(operation, error.errno or 0, str(self.root / path), needed_bytes=needed_bytes) from error
-
-    def explain(
-        self, operation: str, code: int, path: str, *, reach: str = "", needed_bytes: int | None = None
-    ) -> StorageError:
-        """The one place where a refusal of the system becomes an error of ours."""
-        facts: dict[str, object] = {"reason": f"{os.strerror(code)} ({errno.errorcode.get(code, code)})"}
-        if reach:
-            facts["range"] = reach
-        if code in _NO_SPACE:
-            try:
-                free: object = shutil.disk_usage(self.root).free
-            except OSError:
-                free = "unknown"  # safe: only a fact less in the message
-            facts |= {"needed": f"{needed_bytes} bytes" if needed_bytes else "unknown", "free": f"{free} bytes"}
-            facts["next"] = "free some space, or prune old checkpoints; the previous checkpoint is untouched"
-            return FullError(f"no space to {operation} {path}", errno=code, **facts)
-        facts["next"] = {
-            errno.EACCES: "give this user the permission, or choose another path",
-            errno.EPERM: "give this user the permission, or choose another path",
-            errno.EROFS: "mount the file system for writing, or choose another path",
-            errno.ELOOP: "a checkpoint holds no symbolic links; copy it with its files, not links to them",
-            errno.ENOENT: "check the path",
-        }.get(code, "check the device and the file system's log")
-        return StorageError(f"cannot {operation} {path}", errno=code, **facts)
+    def _told(self, operation: str, path: str, *, needed_bytes: int | None = None) -> AbstractContextManager[None]:
+        return told(self.root, operation, path, needed_bytes=needed_bytes)
 
 
-class LocalWriting:
-    """Segments of one save on their way; owns their descriptors."""
-
-    def __init__(
-        self, store: LocalStore, job: _native.WriteJob, opened: Sequence[tuple[int, FilePlan]], alignment: int
-    ) -> None:
-        self._store, self._job, self._opened, self._alignment = store, job, opened, alignment
-
-    @property
-    def done_bytes(self) -> int:
-        return self._job.done_bytes
-
-    def cancel(self) -> None:
-        self._job.cancel()
-
-    def wait_captured(self) -> None:
-        while not self._job.wait_captured(POLL_S):
-            pass  # returns to Python in between, so that Ctrl-C is heard
-
-    def receipt(self) -> Receipt:
-        while not self._job.wait(POLL_S):
-            pass
-        try:
-            error = self._error() or self._sync_error()
-        finally:
-            for fd, _ in self._opened:
-                os.close(fd)
-        options = self._store.options
-        io = IoRecord(
-            backend=self._store.backend(), alignment=self._alignment, request_bytes=options.request_bytes,
-            queue_depth=options.queue_depth, copied_bytes=self._job.copied_bytes, direct_bytes=self._job.direct_bytes,
-        )
-        digests = self._job.digests if error is None else np.zeros(0, np.uint64)
-        return Receipt(error, digests, io)
-
-    def _error(self) -> FlowstoneError | None:
-        fault = self._job.fault
-        if fault is not None:
-            needed = sum(file.bytes for _, file in self._opened)
-            reach = f"bytes {fault.offset}..{fault.offset + fault.length}"
-            return self._store.explain(fault.operation, fault.errno, fault.path, reach=reach, needed_bytes=needed)
-        if self._job.cancelled:
-            return CancelledError("the save was cancelled", next="save again")
-        return None
-
-    def _sync_error(self) -> FlowstoneError | None:
-        for fd, file in self._opened:
-            try:
-                self._store.system.sync(fd)
-            except OSError as error:
-                return self._store.explain("fsync", error.errno or 0, str(self._store.root / file.path))
-        return None
-
-
-class LocalReading:
-    """Extents of one load on their way; owns the descriptors."""
-
-    def __init__(self, store: LocalStore, job: _native.ReadJob, fds: Sequence[int]) -> None:
-        self._store, self._job, self._fds = store, job, fds
-
-    @property
-    def done_bytes(self) -> int:
-        return self._job.done_bytes
-
-    def wait(self, timeout_s: float) -> bool:
-        return self._job.wait(timeout_s)
-
-    def cancel(self) -> None:
-        self._job.cancel()
-
-    def receipt(self) -> ReadReceipt:
-        while not self._job.wait(POLL_S):
-            pass
-        for fd in self._fds:
-            os.close(fd)
-        job, fault = self._job, self._job.fault
-        error: FlowstoneError | None = None
-        if fault is not None:
-            reach = f"bytes {fault.offset}..{fault.offset + fault.length}"
-            error = self._store.explain(fault.operation, fault.errno, fault.path, reach=reach)
-        elif job.cancelled:
-            error = CancelledError("the load was cancelled", next="load again before saving")
-        return ReadReceipt(
-            error, job.bad_chunks, job.touched, job.requested_bytes, job.copied_bytes, job.direct_bytes, job.requests
-        )
+def _read_all(file: FileIO, length: int) -> bytes:
+    """The next `length` bytes, fewer only where the file ends before them."""
+    parts = []
+    while length and (part := file.read(length)):
+        parts.append(part)
+        length -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def _forget_after_fork(store: weakref.ref[LocalStore]) -> None:
     alive = store()
     if alive is not None:
         alive.forget()
-
-
-def _reads_direct(fd: int) -> bool:
-    """Whether one aligned block can be read past the page cache; some systems accept the flag and fail here."""
-    with mmap.mmap(-1, BLOCK_BYTES) as block:
-        try:
-            os.preadv(fd, [block], 0)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            return False
-    return True
-
-

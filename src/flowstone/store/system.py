@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -30,7 +31,10 @@ class System:
         """Write all of it at the descriptor's position."""
         rest = memoryview(content)
         while rest:
-            rest = rest[os.write(fd, rest) :]
+            written = os.write(fd, rest)
+            if not written:  # it would be so for ever
+                raise OSError(errno.EIO, "the system wrote nothing")
+            rest = rest[written:]
 
     def sync(self, fd: int) -> None:
         """Make a file's bytes and size durable, not its name."""

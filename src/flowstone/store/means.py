@@ -1,0 +1,224 @@
+"""How one store's bytes move: by which engine, and past the page cache or through it.
+
+Both are probed at first use. What the system refuses later on is given up for the lesser way, for good
+and with one warning; the bytes on disk are the same. What the options insist on is not given up.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+from flowstone import _native
+from flowstone.config import BLOCK_BYTES, EngineOptions
+from flowstone.errors import StorageError
+from flowstone.store.refusals import MORE_THREADS, explain
+
+_log = logging.getLogger("flowstone")
+
+# A ring, or its threads, may be too much for this kernel or this container and a smaller one not.
+_TOO_MUCH = (errno.ENOMEM, errno.EINVAL, errno.EAGAIN)
+_ALLOW = 'allow it (kernel.io_uring_disabled, the container\'s seccomp profile), or use backend="auto"'
+# How a request comes back when the ring is refused: by a seccomp filter, a security module, a restriction, a limit
+# on threads (the kernel's own for the ring). The same can be said of a file; then the other engine meets it again.
+_RING_REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errno.ECANCELED)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Running:
+    """An engine at work, and how deep its queue is: less than was asked for where the system refused that."""
+
+    engine: _native.Engine
+    queue_depth: int
+
+
+class Means:
+    """See above. Safe from any thread; nothing is probed before it is asked for."""
+
+    def __init__(self, root: Path, options: EngineOptions) -> None:
+        self.options = options
+        self._root = root
+        self._guard = Lock()
+        self._running: Running | None = None
+        self._retired: list[_native.Engine] = []
+        self._ring_refused = False
+        self._write_alignment: int | None = None
+        self._read_alignment: int | None = None
+
+    # The engine
+
+    def running(self) -> Running:
+        """The engine, started if need be. Raises StorageError when none of those allowed can start."""
+        with self._guard:
+            if self._running is None:
+                self._running = self._start()
+            return self._running
+
+    def _start(self) -> Running:
+        wanted = self.options.backend
+        if wanted == "posix" or (wanted == "auto" and (self._ring_refused or not _native.has_io_uring())):
+            return self._start_within("posix")
+        try:
+            return self._start_within("io_uring")
+        except StorageError as error:
+            if wanted == "io_uring":
+                raise
+            self._ring_refused = True
+            _log.warning("io_uring is refused (%s); going on with POSIX threads", error.facts["reason"])
+            return self._start_within("posix")
+
+    def _start_within(self, backend: str) -> Running:
+        """With the queue depth that was asked for or, where that is too much, half of it, and so on down to one."""
+        depth = self.options.queue_depth
+        while True:
+            try:
+                engine = _native.Engine(
+                    backend="io_uring" if backend == "io_uring" else "posix", queue_depth=depth,
+                    request_bytes=self.options.request_bytes, workers=self.options.workers,
+                )
+            except OSError as error:
+                code = error.errno or 0
+                if code in _TOO_MUCH and depth > 1:
+                    depth //= 2
+                    continue
+                raise explain(
+                    self._root, f"start the {backend} engine for", code, str(self._root),
+                    remedy=MORE_THREADS if code == errno.EAGAIN else _ALLOW if code in _RING_REFUSED else None,
+                ) from error
+            if depth < self.options.queue_depth:
+                asked = self.options.queue_depth
+                _log.warning("no %s engine of queue depth %d can start; going on with %d", backend, asked, depth)
+            return Running(engine, depth)
+
+    # Past the page cache or through it
+
+    def alignment_to_write(self) -> int:
+        """BLOCK_BYTES when O_DIRECT works here with real aligned buffers, else 1. Raises OSError, StorageError."""
+        with self._guard:
+            if self._write_alignment is None:
+                needed = 0 if self.options.direct == "off" else _native.probe_direct(str(self._root))
+                if self.options.direct == "on" and not 0 < needed <= BLOCK_BYTES:
+                    raise self._direct_refused(found=needed or "refused")
+                self._write_alignment = BLOCK_BYTES if 0 < needed <= BLOCK_BYTES else 1
+            return self._write_alignment
+
+    def takes_direct(self, fd: int) -> bool:
+        """Whether this very file takes an aligned block of zeros at its beginning, past the page cache.
+
+        Some systems accept O_DIRECT at open and refuse it here, and a file is not always where the probe
+        was. No means that the next files are written through the page cache too.
+        """
+        if _moves_block(os.pwritev, fd):
+            return True
+        if self.options.direct == "on":
+            raise self._direct_refused(found="refused at the first write")
+        self._stop_writing_direct()
+        return False
+
+    def open_to_read(self, path: Path) -> tuple[int, int]:
+        """A descriptor and its alignment; direct where a real aligned read succeeds. Raises OSError."""
+        if self.options.direct != "off" and self._read_alignment != 1:
+            try:
+                fd = open_file(path, os.O_DIRECT)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._read_alignment = 1
+            else:
+                if self._read_alignment or _moves_block(os.preadv, fd):
+                    self._read_alignment = BLOCK_BYTES
+                    return fd, BLOCK_BYTES
+                os.close(fd)
+                self._read_alignment = 1
+        return open_file(path), 1
+
+    def _direct_refused(self, *, found: object) -> StorageError:
+        return StorageError(
+            f"{self._root} refuses direct I/O (O_DIRECT)", errno=errno.EINVAL, expected="alignment up to 4096",
+            found=found, next='use direct="auto", or another file system',
+        )
+
+    def _stop_writing_direct(self) -> None:
+        with self._guard:
+            already, self._write_alignment = self._write_alignment == 1, 1
+        if not already:
+            _log.warning("%s refuses to be written with O_DIRECT; going on through the page cache", self._root)
+
+    # What is refused on the way
+
+    def give_up(self, running: Running, fault: _native.Fault, *, direct: bool) -> str | None:
+        """Take in how a job ended. What will be done instead from now on; None if that is the same as before.
+
+        running  the engine that the job ran on
+        direct   whether its files were open with O_DIRECT
+        """
+        if direct and fault.errno == errno.EINVAL and self.options.direct == "auto":
+            if fault.operation == "write":
+                self._stop_writing_direct()
+            else:
+                self._read_alignment = 1
+                _log.warning("%s refuses to be read with O_DIRECT; going on through the page cache", self._root)
+            return "the next attempt goes through the page cache"
+        refused = fault.errno in _RING_REFUSED and running.engine.backend == "io_uring"
+        if refused and self.options.backend == "auto":
+            self._retire(running, os.strerror(fault.errno))
+            return "the next attempt uses POSIX threads instead of io_uring"
+        return None
+
+    def _retire(self, running: Running, reason: str) -> None:
+        with self._guard:
+            if self._running is not running:
+                return  # another job on the same engine was here first
+            self._retired.append(running.engine)  # other jobs may be running on it
+            self._running, self._ring_refused = None, True
+        _log.warning("io_uring is refused (%s); going on with POSIX threads", reason)
+
+    def close(self) -> None:
+        """Wait for running jobs and stop the threads."""
+        with self._guard:
+            engines = [*self._retired, *([self._running.engine] if self._running is not None else [])]
+            self._retired, self._running = [], None
+        for engine in engines:
+            engine.close()
+
+    def forget(self) -> None:
+        """In a forked child: the threads are gone, and whoever held the lock with them."""
+        self._guard, self._running, self._retired = Lock(), None, []
+
+
+def open_file(path: Path, flags: int = 0) -> int:
+    """A descriptor to read a regular file by. No link is followed; what blocks or never ends is not opened.
+
+    raises  OSError  ELOOP for a link, EISDIR for a directory, ENXIO for a pipe, a socket, a device
+    """
+    # A link could lead out of the checkpoint, and to open a pipe without a writer blocks; nothing of ours is either.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | flags)
+    try:
+        mode = os.fstat(fd).st_mode
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.ENXIO, "not a regular file")
+        os.set_blocking(fd, True)  # io_uring takes the flag as a wish to fail rather than to wait
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _moves_block(call: Callable[[int, list[mmap.mmap], int], int], fd: int) -> bool:
+    """Whether `call` moves one aligned block at the start of a file open with O_DIRECT.
+
+    Only EINVAL is about alignment. Any other refusal is left to be met again by who wants the bytes.
+    """
+    with mmap.mmap(-1, BLOCK_BYTES) as block:
+        try:
+            call(fd, [block], 0)
+        except OSError as error:
+            return error.errno != errno.EINVAL
+    return True

@@ -1,0 +1,229 @@
+"""Bulk bytes of a local store on their way: segments being written, extents being read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowstone import _native
+from flowstone.config import KIB, POLL_S, READ_REQUEST_BYTES
+from flowstone.errors import CancelledError, DamagedError, FlowstoneError
+from flowstone.format.manifest import IoRecord
+from flowstone.store.base import FilePlan, ReadReceipt, Receipt
+from flowstone.store.means import Means
+from flowstone.store.refusals import MORE_THREADS, explain, told
+from flowstone.store.system import System
+
+_GAP_BYTES = 64 * KIB  # of padding that is cheaper to write than to split a request at
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """An open segment. alignment > 1: open with O_DIRECT, which needs it."""
+
+    path: Path
+    fd: int
+    alignment: int
+
+    def native(self) -> _native.File:
+        return _native.File(fd=self.fd, path=str(self.path), alignment=self.alignment)
+
+
+class LocalWriting:
+    """Segments of one save; owns their descriptors. Starts at once, raises what the system refuses before that."""
+
+    def __init__(
+        self, root: Path, system: System, means: Means, files: Sequence[FilePlan], rows: _native.WriteRows,
+        arena: _native.Arena,
+    ) -> None:
+        self._root, self._system, self._means = root, system, means
+        self._bytes = sum(file.bytes for file in files)
+        self._opened: list[_Open] = []
+        try:
+            for file in files:
+                self._create(file)
+            self._running = means.running()
+            natives = [(opened.native(), file.bytes) for opened, file in zip(self._opened, files, strict=True)]
+            # These files are this job's alone, so that gaps between slots may be written as zeros.
+            with told(root, "begin to write into", "", remedy=MORE_THREADS):
+                self._job = self._running.engine.write(
+                    arena, natives, rows, gap_bytes=_GAP_BYTES, in_place=means.options.write_in_place
+                )
+        except BaseException:
+            self._close()
+            raise
+
+    def _create(self, file: FilePlan) -> None:
+        path = self._root / file.path
+        with told(self._root, "probe", ""):
+            alignment = self._means.alignment_to_write()
+        with told(self._root, "create", file.path, needed_bytes=self._bytes):
+            fd = self._system.create(path, os.O_RDWR | os.O_EXCL | (os.O_DIRECT if alignment > 1 else 0))
+        self._opened.append(_Open(path, fd, alignment))
+        with told(self._root, "allocate", file.path, needed_bytes=self._bytes):
+            self._system.reserve(fd, file.bytes)
+        if alignment > 1 and not self._means.takes_direct(fd):
+            with told(self._root, "open", file.path):
+                buffered = self._system.create(path, os.O_RDWR)
+            self._opened[-1] = _Open(path, buffered, 1)
+            os.close(fd)
+
+    def _close(self) -> None:
+        for opened in self._opened:
+            os.close(opened.fd)
+
+    @property
+    def done_bytes(self) -> int:
+        return self._job.done_bytes
+
+    def cancel(self) -> None:
+        self._job.cancel()
+
+    def wait_captured(self) -> None:
+        while not self._job.wait_captured(POLL_S):
+            pass  # returns to Python in between, so that Ctrl-C is heard
+
+    def receipt(self) -> Receipt:
+        while not self._job.wait(POLL_S):
+            pass
+        try:
+            error = self._error() or self._sync_error()
+        finally:
+            self._close()
+        io = IoRecord(
+            backend=self._running.engine.backend, alignment=self._alignment,
+            request_bytes=self._means.options.request_bytes, queue_depth=self._running.queue_depth,
+            copied_bytes=self._job.copied_bytes, direct_bytes=self._job.direct_bytes,
+        )
+        digests = self._job.digests if error is None else np.zeros(0, np.uint64)
+        return Receipt(error, digests, io)
+
+    @property
+    def _alignment(self) -> int:
+        """Of all segments: once one is not written directly, no later one is."""
+        return min((opened.alignment for opened in self._opened), default=1)
+
+    def _error(self) -> FlowstoneError | None:
+        fault = self._job.fault
+        if fault is not None:
+            instead = self._means.give_up(self._running, fault, direct=self._alignment > 1)
+            return explain(
+                self._root, fault.operation, fault.errno, fault.path, reach=_reach(fault), needed_bytes=self._bytes,
+                remedy=None if instead is None else f"save again: {instead}",
+            )
+        if self._job.cancelled:
+            return CancelledError("the save was cancelled", next="save again")
+        return None
+
+    def _sync_error(self) -> FlowstoneError | None:
+        for opened in self._opened:
+            try:
+                self._system.sync(opened.fd)
+            except OSError as error:
+                code, needed = error.errno or 0, self._bytes
+                return explain(self._root, "fsync", code, str(opened.path), needed_bytes=needed)
+        return None
+
+
+class LocalReading:
+    """Extents of one load; owns the descriptors. Starts at once, raises what the system refuses before that.
+
+    Reading changes nothing on disk: when direct I/O or the engine is refused on the way, everything is
+    read again, by the means that are left.
+    """
+
+    def __init__(
+        self, root: Path, means: Means, paths: Sequence[str], rows: _native.ReadRows, arena: _native.Arena, *,
+        stop_at_bad: bool,
+    ) -> None:
+        self._root, self._means, self._paths, self._rows, self._arena = root, means, paths, rows, arena
+        self._stop_at_bad = stop_at_bad
+        self._opened: list[_Open] = []
+        self._touched: NDArray[np.bool_] | None = None  # by attempts that were given up
+        self._refusal: FlowstoneError | None = None  # of another attempt
+        self._begin()
+
+    def _begin(self) -> None:
+        self._running = self._means.running()
+        try:
+            for path in self._paths:
+                with told(self._root, "open", path):
+                    fd, alignment = self._means.open_to_read(self._root / path)
+                self._opened.append(_Open(self._root / path, fd, alignment))
+            options = self._means.options
+            natives = [opened.native() for opened in self._opened]
+            with told(self._root, "begin to read from", "", remedy=MORE_THREADS):
+                self._job = self._running.engine.read(
+                    self._arena, natives, self._rows, stop_at_bad=self._stop_at_bad,
+                    in_place=options.read_in_place, request_bytes=READ_REQUEST_BYTES,
+                )
+        except BaseException:
+            self._close()
+            raise
+
+    def _close(self) -> None:
+        for opened in self._opened:
+            os.close(opened.fd)
+        self._opened = []
+
+    @property
+    def done_bytes(self) -> int:
+        return self._job.done_bytes
+
+    def wait(self, timeout_s: float) -> bool:
+        if self._refusal is not None:
+            return True
+        return self._job.wait(timeout_s) and not self._begun_again()
+
+    def _begun_again(self) -> bool:
+        """Whether the job that ended was refused a means, and another one is on its way without that."""
+        job, fault = self._job, self._job.fault
+        direct = any(opened.alignment > 1 for opened in self._opened)
+        if fault is None or job.cancelled or self._means.give_up(self._running, fault, direct=direct) is None:
+            return False
+        self._touched = job.touched if self._touched is None else self._touched | job.touched
+        self._close()
+        try:
+            self._begin()
+        except FlowstoneError as error:
+            self._refusal = error
+            return False
+        return True
+
+    def cancel(self) -> None:
+        self._job.cancel()
+
+    def receipt(self) -> ReadReceipt:
+        while not self.wait(POLL_S):
+            pass
+        self._close()
+        job = self._job
+        touched = job.touched if self._touched is None else self._touched | job.touched
+        return ReadReceipt(
+            self._error(), job.bad_chunks, touched, job.requested_bytes, job.copied_bytes, job.direct_bytes,
+            job.requests,
+        )
+
+    def _error(self) -> FlowstoneError | None:
+        fault = self._job.fault
+        if self._refusal is not None:
+            return self._refusal
+        if fault is not None and fault.operation == "end of file":
+            return DamagedError(
+                f"{fault.path} has become shorter while it was read", range=_reach(fault),
+                next="restore the file from a copy, or load an older step",
+            )
+        if fault is not None:
+            return explain(self._root, fault.operation, fault.errno, fault.path, reach=_reach(fault))
+        if self._job.cancelled:
+            return CancelledError("the load was cancelled", next="load again before saving")
+        return None
+
+
+def _reach(fault: _native.Fault) -> str:
+    return f"bytes {fault.offset}..{fault.offset + fault.length}"

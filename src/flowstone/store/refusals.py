@@ -1,0 +1,74 @@
+"""The one place where a refusal of the system becomes an error of ours, with what to do next."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from flowstone.errors import FullError, StorageError
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_PLAIN_FILES = "a checkpoint holds plain files only; restore the file from a copy, or load an older step"
+MORE_THREADS = "raise the limits on threads and processes (ulimit -u, pids.max)"
+_REMEDIES = {
+    errno.EACCES: "give this user the permission, or choose another path",
+    errno.EPERM: "give this user the permission, or choose another path",
+    errno.EROFS: "mount the file system for writing, or choose another path",
+    errno.ELOOP: "a checkpoint holds no symbolic links; copy it with its files, not links to them",
+    errno.EISDIR: _PLAIN_FILES,
+    errno.ENXIO: _PLAIN_FILES,
+    errno.ENOENT: "check the path",
+    errno.EMFILE: "raise the limit on open files of a process (ulimit -n)",
+    errno.ENFILE: "raise the machine's limit on open files (fs.file-max)",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f), or use a file system that takes larger ones",
+    errno.EXDEV: "an overlay cannot rename what lies on its lower layer; copy the store to a file system of its own",
+    errno.EINVAL: 'the file system may refuse direct I/O here; use EngineOptions(direct="auto"), or "off"',
+    errno.ENOMEM: "free some memory, or raise the limits on it (ulimit -v, ulimit -l, memory.max)",
+}
+
+
+def explain(
+    root: Path, operation: str, code: int, path: str, *, reach: str = "", needed_bytes: int | None = None,
+    remedy: str | None = None,
+) -> StorageError:
+    """What the refusal `code` (an errno) of `operation` on `path` means to the user of the store at `root`.
+
+    reach         the range of the file, in words
+    needed_bytes  what was to be written in all, where that is known
+    remedy        what to do next, where the caller knows better than the errno tells
+    """
+    facts: dict[str, object] = {"reason": f"{os.strerror(code)} ({errno.errorcode.get(code, code)})"}
+    if reach:
+        facts["range"] = reach
+    if code in _NO_SPACE:
+        facts |= {"needed": f"{needed_bytes} bytes" if needed_bytes else "unknown", **_room(root)}
+        facts["next"] = "free some space, or prune old checkpoints; the previous checkpoint is untouched"
+        return FullError(f"no space to {operation} {path}", errno=code, **facts)
+    facts["next"] = remedy or _REMEDIES.get(code, "check the device and the file system's log")
+    return StorageError(f"cannot {operation} {path}", errno=code, **facts)
+
+
+@contextmanager
+def told(
+    root: Path, operation: str, path: str, *, needed_bytes: int | None = None, remedy: str | None = None
+) -> Iterator[None]:
+    """Turn an OSError into a StorageError that says what was being done, and to what. `path` is in the store."""
+    try:
+        yield
+    except OSError as error:
+        code, where = error.errno or 0, str(root / path)
+        raise explain(root, operation, code, where, needed_bytes=needed_bytes, remedy=remedy) from error
+
+
+def _room(root: Path) -> dict[str, object]:
+    try:
+        found = os.statvfs(root)
+    except OSError:
+        return {"free": "unknown"}  # safe: only a fact less in the message
+    room: dict[str, object] = {"free": f"{found.f_bavail * found.f_frsize} bytes"}
+    if found.f_files and not found.f_favail:  # else a full disk with room on it is a riddle
+        room["inodes"] = "none free: the file system takes no more files"
+    return room

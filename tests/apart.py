@@ -1,0 +1,62 @@
+"""Acts in a process of their own: for what binds a process for good, and for what may kill it or hang."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+# Torch is imported once, in a server that each process is forked from.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["flowstone", "torch"])
+
+
+def apart(act: Callable[..., Any], *arguments: object, timeout_s: float = 30.0) -> Any:
+    """What `act` (a module's function) returns there. It raises, is killed, or does not end: the test fails."""
+    told, out = PROCESSES.Pipe(duplex=False)
+    process = PROCESSES.Process(target=_run, args=(out, act, arguments), daemon=True)
+    process.start()
+    out.close()
+    try:
+        if not told.poll(timeout_s):
+            pytest.fail(f"{act.__name__} had no result after {timeout_s} s")
+        result, failure = told.recv()
+        process.join(timeout_s)
+        assert process.exitcode is not None, f"{act.__name__} had its result, and its process did not end"
+    except EOFError:
+        process.join(timeout_s)
+        code = process.exitcode or 0
+        pytest.fail(f"{act.__name__} was ended by {signal.Signals(-code).name if code < 0 else f'exit status {code}'}")
+    finally:
+        process.kill()
+        told.close()
+    assert failure is None, f"{act.__name__} raised, in its process:\n{failure}"
+    return result
+
+
+def _run(out: Connection, act: Callable[..., Any], arguments: tuple[object, ...]) -> None:
+    try:
+        out.send((act(*arguments), None))
+    except BaseException:
+        out.send((None, traceback.format_exc()))
+
+
+@contextmanager
+def warnings_heard() -> Iterator[list[str]]:
+    """What Flowstone's logger warns of meanwhile; where pytest's own ears are not."""
+    heard: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("flowstone")
+    logger.addHandler(handler)
+    try:
+        yield heard
+    finally:
+        logger.removeHandler(handler)

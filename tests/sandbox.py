@@ -1,0 +1,82 @@
+"""What a container, a kernel or a limit may refuse, refused for real: seccomp filters, limits, lost capabilities.
+
+Each call binds this process, and those it starts, for good: run it in a process of its own (apart.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import resource
+import struct
+from pathlib import Path
+
+# The same on every architecture: they came after the numbers were made common.
+CALLS = {"io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427}
+
+_ARCHITECTURES = {"x86_64": (0xC000003E, 317), "aarch64": (0xC00000B7, 277)}  # AUDIT_ARCH_*, number of seccomp(2)
+_PR_SET_NO_NEW_PRIVS = 38
+_SECCOMP_SET_MODE_FILTER, _SECCOMP_FILTER_FLAG_TSYNC = 1, 1
+_RET_ERRNO, _RET_ALLOW = 0x00050000, 0x7FFF0000
+_LOAD, _EQUAL, _GREATER, _RETURN = 0x20, 0x15, 0x25, 0x06  # BPF_LD|W|ABS, BPF_JMP|JEQ|K, BPF_JMP|JGT|K, BPF_RET|K
+_NUMBER_AT, _ARCHITECTURE_AT, _FIRST_ARGUMENT_AT = 0, 4, 16  # in struct seccomp_data, little-endian
+_CAP_IPC_LOCK, _CAP_SYS_ADMIN, _CAP_SYS_RESOURCE = 14, 21, 24
+_NOBODY_ELSE = 64_321  # a user of no other process
+_CAPABILITY_VERSION_3 = 0x20080522
+
+
+HAS_SECCOMP = platform.machine() in _ARCHITECTURES and "Seccomp_filters:" in Path("/proc/self/status").read_text()
+"""Whether `refuse` works here."""
+
+
+def refuse(call: str, code: int, *, above: int | None = None) -> None:
+    """From now on the system call fails with `code`, in every thread of this process.
+
+    above  only where the call's first argument is greater than this
+    """
+    architecture, seccomp = _ARCHITECTURES[platform.machine()]
+    condition = [] if above is None else [(_LOAD, 0, 0, _FIRST_ARGUMENT_AT), (_GREATER, 0, 1, above)]
+    # Each jump counts the instructions to skip, when true and when false; the last one allows.
+    body = [(_LOAD, 0, 0, _NUMBER_AT), (_EQUAL, 0, len(condition) + 1, CALLS[call]), *condition]
+    program = [
+        (_LOAD, 0, 0, _ARCHITECTURE_AT), (_EQUAL, 0, len(body) + 1, architecture), *body,
+        (_RETURN, 0, 0, _RET_ERRNO | code), (_RETURN, 0, 0, _RET_ALLOW),
+    ]
+    filters = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *instruction) for instruction in program))
+    header = struct.pack("@HP", len(program), ctypes.addressof(filters))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
+        raise _failure("prctl")
+    if libc.syscall(seccomp, _SECCOMP_SET_MODE_FILTER, _SECCOMP_FILTER_FLAG_TSYNC, header):
+        raise _failure("seccomp")
+
+
+def limit_locked_memory(limit_bytes: int) -> None:
+    """RLIMIT_MEMLOCK, without the right that would make it void for root."""
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (limit_bytes, limit_bytes))
+    _give_up(_CAP_IPC_LOCK)
+
+
+def count_threads() -> None:
+    """Let RLIMIT_NPROC count this process's threads and no others. It never binds root; files stay ours."""
+    os.setresuid(_NOBODY_ELSE, os.geteuid(), os.geteuid())
+    _give_up(_CAP_SYS_ADMIN, _CAP_SYS_RESOURCE)
+
+
+def _give_up(*capabilities: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = struct.pack("@Ii", _CAPABILITY_VERSION_3, 0)
+    sets = ctypes.create_string_buffer(24)  # effective, permitted, inheritable; the low words, then the high ones
+    if libc.capget(header, sets):
+        raise _failure("capget")
+    words = list(struct.unpack("@6I", sets.raw))
+    mask = sum(1 << capability for capability in capabilities)
+    words[:3] = [word & ~mask for word in words[:3]]
+    if libc.capset(header, struct.pack("@6I", *words)):
+        raise _failure("capset")
+
+
+def _failure(call: str) -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, f"{call}: {os.strerror(code)}")

@@ -30,7 +30,7 @@ bench: setup
 	sh tools/system_packages.sh fio
 	$(BIN)/python bench/run.py
 
-# Two hours; 5 GB, every rival and every goal; what docs/PERFORMANCE.md holds. Rivals' packages are installed
+# One to two hours; 5 GB, every rival and every goal; what docs/PERFORMANCE.md holds. Rivals' packages are installed
 # under runs/bench/environments. After an interruption: make bench-full BENCH=--resume
 bench-full: setup
 	sh tools/system_packages.sh fio

@@ -11,7 +11,6 @@ from bench import figures
 from bench.figures import Spread
 from bench.records import Run, SaveSample
 from bench.rivals import ENTRIES, OURS, Entry
-from bench.table import title_of
 
 WIDTH, LABEL_WIDTH, VALUE_WIDTH = 860, 330, 130
 BAR, GAP, TOP, BOTTOM = 16, 8, 64, 14
@@ -95,7 +94,7 @@ def _save_bars(run: Run, value: Callable[[SaveSample, int], float]) -> tuple[Bar
         series = figures.saves(run, entry.name, first=False)
         found = figures.spread(value(sample, payload) for samples in series.values() for sample in samples)
         if found is not None:
-            bars.append(Bar(title_of(run, entry), found, entry.is_ours))
+            bars.append(Bar(entry.title, found, entry.is_ours))
     return tuple(bars)
 
 
@@ -105,7 +104,7 @@ def _load_bars(run: Run) -> Iterator[Bar]:
             found = figures.spread(figures.load_rates(run, entry.name, how).values())
             if found is not None:
                 several = f", {how}" if len(entry.loads) > 1 else ""
-                yield Bar(title_of(run, entry) + several, found, entry.is_ours)
+                yield Bar(entry.title + several, found, entry.is_ours)
 
 
 def _device(run: Run, direction: str) -> float | None:

@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Flowstone, its rivals and the device, on one Llama-shaped state.",
-        epilog="The short set takes about a quarter of an hour on a disk of 2 GB/s, the full one about two hours.",
+        epilog="The short set takes about a quarter of an hour on a disk of 2 GB/s, the full one one to two hours.",
     )
     add = parser.add_argument
     add("--set", choices=SETS, default="short", help="short: what needs no installation; full: all, and all goals")

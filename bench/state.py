@@ -178,9 +178,9 @@ class Values:
             part.copy_(wanted)
 
     def fills(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether every byte is what `fill` would put there; as bytes, since a NaN is not equal to itself."""
-        stretches = self._stretches(name, tensor)
-        return all(torch.equal(part.view(torch.uint8), wanted.view(torch.uint8)) for part, wanted in stretches)
+        """Whether every byte is what `fill` would put there; as integers, since a NaN is not equal to itself."""
+        whole = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
+        return all(torch.equal(p.view(whole), wanted.view(whole)) for p, wanted in self._stretches(name, tensor))
 
     def _stretches(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         block, flat = self._blocks[tensor.dtype], tensor.view(-1)

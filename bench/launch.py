@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,7 +29,7 @@ def work(tasks: Sequence[Task], number: int, *, python: Path, io_uring: bool) ->
     first = tasks[0]
     with tempfile.TemporaryDirectory() as desk:
         workers = [_Worker(Path(desk, str(at)), task, python, io_uring) for at, task in enumerate(tasks)]
-        timer = threading.Timer(TIMEOUT_S, _kill, (workers,))
+        timer = threading.Timer(TIMEOUT_S, _stop, (workers,))
         timer.start()
         try:
             if first.gated:
@@ -40,13 +41,14 @@ def work(tasks: Sequence[Task], number: int, *, python: Path, io_uring: bool) ->
             return Measured(first.rival, number, None, f"{first.what}: {timed_out}")
         finally:
             timer.cancel()
-            _kill(workers)
+            for worker in workers:
+                worker.end()
     return Measured(first.rival, number, joined(outcomes))
 
 
-def _kill(workers: Sequence[_Worker]) -> None:
+def _stop(workers: Sequence[_Worker]) -> None:
     for worker in workers:
-        worker.kill()
+        worker.stop()
 
 
 def _open_gate(workers: Sequence[_Worker]) -> None:
@@ -58,7 +60,10 @@ def _open_gate(workers: Sequence[_Worker]) -> None:
 
 
 class _Worker:
-    """A running worker. Its standard error goes to a file: a full pipe would stop it."""
+    """A running worker, leader of a group with all that it starts; nothing of it outlives `end`.
+
+    Its standard error goes to a file: a full pipe would stop it.
+    """
 
     def __init__(self, desk: Path, task: Task, python: Path, io_uring: bool) -> None:
         desk.mkdir()
@@ -71,7 +76,8 @@ class _Worker:
         output = subprocess.PIPE if task.gated else subprocess.DEVNULL
         with self._said_path.open("wb") as said:
             self._process = subprocess.Popen(
-                command, cwd=ROOT, env=environment(), stdin=subprocess.PIPE, stdout=output, stderr=said, bufsize=0
+                command, cwd=ROOT, env=environment(), stdin=subprocess.PIPE, stdout=output, stderr=said, bufsize=0,
+                start_new_session=True,
             )
 
     def wait_ready(self) -> None:
@@ -89,20 +95,32 @@ class _Worker:
             raise WorkerError(self._last_words()) from error
 
     def outcome(self) -> Outcome:
-        if self._process.wait() != 0:
+        self._wait_exit()
+        if self._process.returncode != 0:
             raise WorkerError(self._last_words())
         return msgspec.json.decode(self._outcome_path.read_bytes(), type=Outcome)
 
-    def kill(self) -> None:
-        """And reap; nothing happens to one that has ended."""
-        self._process.kill()
+    def stop(self) -> None:
+        """Kill the group, from any thread. Only while the worker is not reaped: its number is still its own."""
+        if self._process.returncode is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Kill what is left, and reap."""
+        self.stop()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
 
+    def _wait_exit(self) -> None:
+        """Until the worker has ended by itself; then end what it has left behind."""
+        os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        self.end()
+
     def _last_words(self) -> str:
-        self._process.wait()
+        if self._process.returncode is None:
+            self._wait_exit()
         said = self._said_path.read_text(errors="replace").strip().splitlines()
         return said[-1] if said else f"ended with {self._process.returncode}"
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -44,6 +45,7 @@ TERMINAL_WIDTH = 150  # where there is no terminal to ask
 
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and so clean up
     if options.read is not None:
         run = msgspec.json.decode(options.read.read_bytes(), type=Run)
     else:

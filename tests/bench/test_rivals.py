@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import made_up
@@ -121,3 +123,33 @@ def test_an_environment_sees_the_packages_below_and_is_kept(tmp_path: Path, monk
 def test_the_programme_is_consistent() -> None:
     assert len({entry.name for entry in ENTRIES}) == len({entry.title for entry in ENTRIES}) == len(ENTRIES)
     assert set(SHORT) <= {entry.name for entry in ENTRIES if entry.environment is None}
+
+
+def test_nothing_outlives_a_conductor_that_is_told_to_stop(tmp_path: Path) -> None:
+    command = [
+        sys.executable, str(ROOT / "bench" / "run.py"), "--bytes", "2e6", "--only", "torch", "--settle-s", "60",
+        "--directory", str(tmp_path),
+    ]
+    environment = os.environ | {"PATH": "", "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as conductor:
+        while not (workers := _workers_in(tmp_path)):
+            assert conductor.poll() is None
+            time.sleep(0.05)
+        conductor.terminate()
+    assert conductor.returncode == 128 + 15
+    assert not any(Path("/proc", str(pid)).exists() for pid in workers)
+    assert list(tmp_path.iterdir()) == []
+
+
+def _workers_in(directory: Path) -> list[int]:
+    """Processes that rest before a timer: they have opened what their task names."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_text().split("\0")
+            task = next((Path(word) for word in words if word.endswith("task.json")), None)
+            if task is not None and str(directory) in task.read_text():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found

@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 SYSTEM_PACKAGES := liburing-dev libxxhash-dev libzstd-dev
 NATIVE_SOURCES := CMakeLists.txt $(shell find native -type f)
 
-.PHONY: demo test bench soak check check-native setup clean
+.PHONY: demo test bench bench-full soak check check-native setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -25,9 +25,17 @@ check: setup
 check-native: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh native/check.sh
 
+# A quarter of an hour; 2 GB; nothing is installed for it but fio.
 bench: setup
 	sh tools/system_packages.sh fio
 	$(BIN)/python bench/run.py
+
+# One to two hours; 5 GB, every rival and every goal; what docs/PERFORMANCE.md holds. Rivals' packages are installed
+# under runs/bench/environments. After an interruption: make bench-full BENCH=--resume
+bench-full: setup
+	sh tools/system_packages.sh fio
+	$(BIN)/python bench/run.py --set full --json runs/bench/full.json --update docs/PERFORMANCE.md \
+	    --plots docs/figures $(BENCH)
 
 soak: setup
 	$(BIN)/python -m pytest -m soak

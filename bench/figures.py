@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TypeVar
 
-from bench.records import LoadSample, Outcome, Run, SaveSample
+from bench.records import FioSample, LoadSample, Outcome, Run, SaveSample
 
 Sample = TypeVar("Sample")
 Series = Mapping[int, Sequence[Sample]]
@@ -51,18 +51,73 @@ def saves(run: Run, rival: str, *, first: bool) -> Series[SaveSample]:
     }
 
 
-def loads(run: Run, rival: str, how: str) -> Series[LoadSample]:
+def loads(run: Run, rival: str, how: str, *, first: bool = True) -> Series[LoadSample]:
+    """The first load of each process, or the later ones."""
     return {
-        at: [sample for outcome in outcomes for sample in outcome.loads if sample.how == how]
+        at: [
+            sample for outcome in outcomes for sample in outcome.loads
+            if sample.how == how and (sample.number == 1) == first
+        ]
         for at, outcomes in _outcomes(run, rival).items()
     }
+
+
+def save_rates(run: Run, rival: str, *, first: bool) -> dict[int, float]:
+    """Durable GB/s by round."""
+    payload = payload_bytes(run, rival)
+    return by_round(saves(run, rival, first=first), lambda s: payload / s.durable_s / 1e9)
+
+
+def load_rates(run: Run, rival: str, how: str, *, first: bool = True) -> dict[int, float]:
+    """GB/s by round."""
+    payload = payload_bytes(run, rival)
+    return by_round(loads(run, rival, how, first=first), lambda s: payload / s.load_s / 1e9)
 
 
 def device_rates(run: Run, direction: str) -> dict[int, float]:
     """fio's GB/s by round."""
     if run.device is None:
         return {}
-    samples = run.device.writes if direction == "write" else run.device.reads
+    return _rates(run.device.writes if direction == "write" else run.device.reads)
+
+
+def many_device_rates(run: Run, direction: str) -> dict[int, float]:
+    """GB/s by round of several fio jobs together."""
+    if run.device is None:
+        return {}
+    return _rates(run.device.many_writes if direction == "write" else run.device.many_reads)
+
+
+def save_cpu(run: Run, rival: str) -> list[float]:
+    """CPU-seconds per GB of later saves."""
+    payload = payload_bytes(run, rival)
+    return values(saves(run, rival, first=False), lambda s: s.cpu_s / payload * 1e9)
+
+
+def load_cpu(run: Run, rival: str, how: str) -> list[float]:
+    """CPU-seconds per GB."""
+    payload = payload_bytes(run, rival)
+    return values(loads(run, rival, how), lambda s: s.cpu_s / payload * 1e9)
+
+
+def payload_bytes(run: Run, rival: str) -> int:
+    """Of the state that this rival saved; the run's own where it did not come so far."""
+    outcomes = (m.outcome for m in run.measured if m.rival == rival and m.outcome is not None)
+    return next((outcome.payload_bytes for outcome in outcomes), run.state_bytes)
+
+
+def rounds(run: Run, rival: str) -> int:
+    """In which this rival did something."""
+    return len(_outcomes(run, rival))
+
+
+def note(run: Run, rival: str) -> str:
+    """How its bytes moved, by its own word in the last round."""
+    outcomes = (m.outcome for m in reversed(run.measured) if m.rival == rival and m.outcome is not None)
+    return next((outcome.note for outcome in outcomes if outcome.note), "")
+
+
+def _rates(samples: Sequence[FioSample]) -> dict[int, float]:
     return {at: sample.gb_per_s for at, sample in enumerate(samples, 1)}
 
 

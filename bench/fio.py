@@ -20,7 +20,6 @@ from statistics import median
 from bench.records import Device, FioSample
 
 MIB = 1 << 20
-NAME = "fio.bin"
 PLAIN, REGISTERED = "plain", "registered"
 MEMORY = (PLAIN, REGISTERED)
 REQUEST_BYTES = (1 * MIB, 4 * MIB, 8 * MIB)
@@ -48,15 +47,20 @@ def is_installed() -> bool:
     return shutil.which("fio") is not None
 
 
-def write(directory: Path, file_bytes: int, setting: Setting) -> FioSample:
-    """A fresh file, fsync inside the timer. The file stays, for `read`; fio allocates it before its timer starts."""
-    (directory / NAME).unlink(missing_ok=True)
-    return _run(directory, file_bytes, setting, "write", ("--rw=write", "--end_fsync=1"))
+def write(directory: Path, total_bytes: int, setting: Setting, jobs: int = 1) -> FioSample:
+    """Fresh files, fsync inside the timer. They stay, for `read`; fio allocates them before its timer starts."""
+    clear(directory)
+    return _run(directory, total_bytes, setting, "write", jobs)
 
 
-def read(directory: Path, file_bytes: int, setting: Setting) -> FioSample:
-    """The file that `write` left."""
-    return _run(directory, file_bytes, setting, "read", ("--rw=read",))
+def read(directory: Path, total_bytes: int, setting: Setting, jobs: int = 1) -> FioSample:
+    """The files that `write` left."""
+    return _run(directory, total_bytes, setting, "read", jobs)
+
+
+def clear(directory: Path) -> None:
+    for path in directory.glob("fio.*.bin"):
+        path.unlink()
 
 
 def choose(
@@ -87,19 +91,24 @@ def best(samples: Iterable[FioSample], direction: str, memory: Sequence[str] = M
 
 
 def measure_round(
-    directory: Path, file_bytes: int, candidates: Sequence[FioSample], settle: Callable[[], None]
+    directory: Path, file_bytes: int, candidates: Sequence[FioSample], settle: Callable[[], None], jobs: int
 ) -> Device:
-    """One sample of each kind."""
-    found: dict[tuple[str, bool], FioSample] = {}
-    for plain in (False, True):
+    """One sample of each kind. `jobs` at once share the bytes; 1: none are measured at once."""
+    found: dict[tuple[str, str], FioSample] = {}
+    kinds = [("best", MEMORY, 1), ("plain", (PLAIN,), 1), *([("many", MEMORY, jobs)] if jobs > 1 else ())]
+    for kind, memory, at_once in kinds:
         for direction, job in (("write", write), ("read", read)):
             settle()
-            setting = best(candidates, direction, (PLAIN,) if plain else MEMORY)
-            found[direction, plain] = job(directory, file_bytes, setting)
-    (directory / NAME).unlink()
+            setting = best(candidates, direction, memory)
+            found[direction, kind] = job(directory, file_bytes, setting, at_once)
+    clear(directory)
+
+    def of(direction: str, kind: str) -> tuple[FioSample, ...]:
+        return (found[direction, kind],) if (direction, kind) in found else ()
+
     return Device(
-        tuple(candidates), (found["write", False],), (found["read", False],), (found["write", True],),
-        (found["read", True],),
+        tuple(candidates), of("write", "best"), of("read", "best"), of("write", "plain"), of("read", "plain"),
+        of("write", "many"), of("read", "many"),
     )
 
 
@@ -107,15 +116,17 @@ def join(rounds: Sequence[Device]) -> Device:
     return Device(
         rounds[0].candidates, tuple(s for r in rounds for s in r.writes), tuple(s for r in rounds for s in r.reads),
         tuple(s for r in rounds for s in r.plain_writes), tuple(s for r in rounds for s in r.plain_reads),
+        tuple(s for r in rounds for s in r.many_writes), tuple(s for r in rounds for s in r.many_reads),
     )
 
 
-def _run(directory: Path, file_bytes: int, setting: Setting, direction: str, options: Sequence[str]) -> FioSample:
-    requests = -(-file_bytes // setting.request_bytes)
+def _run(directory: Path, total_bytes: int, setting: Setting, direction: str, jobs: int) -> FioSample:
+    requests = -(-total_bytes // jobs // setting.request_bytes)
     command = [
-        "fio", "--name=device", f"--filename={directory / NAME}", "--ioengine=io_uring", "--direct=1",
-        f"--bs={setting.request_bytes}", f"--iodepth={setting.depth}", f"--size={requests * setting.request_bytes}",
-        "--output-format=json", *options,
+        "fio", "--name=device", f"--directory={directory}", "--filename_format=fio.$jobnum.bin", f"--numjobs={jobs}",
+        "--ioengine=io_uring", "--direct=1", f"--rw={direction}", f"--bs={setting.request_bytes}",
+        f"--iodepth={setting.depth}", f"--size={requests * setting.request_bytes}", "--output-format=json",
+        *(("--end_fsync=1",) if direction == "write" else ()),
     ]
     environment = dict(os.environ)
     if setting.memory == REGISTERED:
@@ -124,7 +135,10 @@ def _run(directory: Path, file_bytes: int, setting: Setting, direction: str, opt
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode != 0:
         raise FioError(f"fio failed ({done.returncode}): {done.stderr.strip() or done.stdout.strip()}")
-    job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
-    moved, seconds = job[direction]["io_bytes"], max(job[direction]["runtime"], 1) / 1000
-    cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * seconds
-    return FioSample(direction, setting.memory, setting.request_bytes, setting.depth, moved, seconds, cpu_s)
+    rows = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
+    seconds = [max(row[direction]["runtime"], 1) / 1000 for row in rows]
+    cpu_s = sum((row["usr_cpu"] + row["sys_cpu"]) / 100 * taken for row, taken in zip(rows, seconds, strict=True))
+    moved = sum(row[direction]["io_bytes"] for row in rows)
+    return FioSample(
+        direction, setting.memory, setting.request_bytes, setting.depth, moved, max(seconds), cpu_s, jobs
+    )

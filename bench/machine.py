@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from bench.environments import pinned
 
-def describe(directory: Path) -> dict[str, str]:
-    """Facts for the machine line, in its order."""
+
+def describe(directory: Path, environments: Iterable[str]) -> dict[str, str]:
+    """Facts for the machine line, in its order; `environments` are those that rivals run in."""
     source, kind, device = _mount(directory)
     return {
         "CPU": _cpu(),
@@ -24,7 +27,7 @@ def describe(directory: Path) -> dict[str, str]:
         "safetensors": _version("safetensors"),
         "fio": _fio(),
         "flowstone": _flowstone(),
-    }
+    } | dict(pinned(name).split(" ", 1) for name in dict.fromkeys(environments))
 
 
 def _cpu() -> str:

@@ -15,7 +15,7 @@ _SYSCALL_CACHESTAT = 451  # the same number on every architecture; Linux 6.5 and
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What passed between `Meter()` and `read()`."""
+    """What passed between `Meter()` and `read()`, in this process and those below it."""
 
     seconds: float
     cpu_s: float
@@ -23,11 +23,12 @@ class Reading:
 
 
 class Meter:
-    """Started when made. Memory's high-water mark is reset then."""
+    """Started when made. Memory's high-water marks are reset then."""
 
     def __init__(self) -> None:
-        # 5 resets VmHWM to the present resident size (proc(5), since Linux 4.0).
-        Path("/proc/self/clear_refs").write_text("5")
+        for pid in (os.getpid(), *_descendants()):
+            # 5 resets VmHWM to the present resident size (proc(5), since Linux 4.0).
+            Path(f"/proc/{pid}/clear_refs").write_text("5")
         self._cpu_s = _cpu_s()
         self._started = time.monotonic()
 
@@ -36,24 +37,67 @@ class Meter:
 
     def read(self) -> Reading:
         seconds = self.seconds()
-        return Reading(seconds, _cpu_s() - self._cpu_s, _status_bytes("VmHWM"))
+        return Reading(seconds, _cpu_s() - self._cpu_s, _memory_bytes("VmHWM"))
 
 
 def resident_bytes() -> int:
-    return _status_bytes("VmRSS")
+    return _memory_bytes("VmRSS")
 
 
 def _cpu_s() -> float:
-    """User and system time of this process and its ended children; kernel threads that write back are nobody's."""
+    """User and system time of this process and all below it; kernel threads that write back are nobody's.
+
+    A child that ends in between moves from the living to the ended ones with all it used, so
+    differences stay right.
+    """
     usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages) + sum(map(_living_cpu_s, _descendants()))
 
 
-def _status_bytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {field}")
+def _living_cpu_s(pid: int) -> float:
+    try:
+        fields = _stat(pid)
+    except OSError:
+        return 0.0
+    # utime, stime, cutime, cstime are fields 14 to 17 of proc(5); the first two went with the name.
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
+def _memory_bytes(field: str) -> int:
+    """Of this process, and of those below it without what they share, which is counted where it was made."""
+    own = _status_bytes(os.getpid(), field)
+    return own + sum(
+        max(0, _status_bytes(pid, field) - _status_bytes(pid, "RssShmem")) for pid in _descendants()
+    )
+
+
+def _status_bytes(pid: int, field: str) -> int:
+    """0 where the process has just ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), 0)
+
+
+def _descendants() -> list[int]:
+    """Living processes below this one, found by their parents' numbers."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            try:
+                children.setdefault(int(_stat(int(path.name))[1]), []).append(int(path.name))
+            except OSError:
+                continue  # it has just ended
+    found = list(children.get(os.getpid(), ()))
+    for pid in found:  # which grows on the way
+        found += children.get(pid, ())
+    return found
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the third on: what comes before may hold spaces and parentheses."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def make_durable(directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -29,13 +30,15 @@ class SaveSample:
 
 @dataclass(frozen=True, slots=True)
 class LoadSample:
-    """One timed load, in a fresh process, of files that are not in the page cache, into touched tensors.
+    """One timed load of files that are not in the page cache, into touched tensors.
 
+    number      1 for the first load of its process, then 2, ...
     how         which of the rival's ways to load
     cold        whether the kernel confirmed that no page of the files was cached; None: it could not say
     exact       whether every byte of every tensor is what was saved
     """
 
+    number: int
     how: str
     load_s: float
     cpu_s: float
@@ -46,7 +49,11 @@ class LoadSample:
 
 @dataclass(frozen=True, slots=True)
 class FioSample:
-    """One fio job: its own runtime, which contains the fsync of a write."""
+    """Fio jobs that ran at once, each on a file of its own: their own runtime, which contains the fsync of a write.
+
+    bytes   of all jobs together
+    seconds of the slowest
+    """
 
     direction: str  # "write" or "read"
     memory: str  # where fio's buffers lie, see bench/fio.py
@@ -55,6 +62,7 @@ class FioSample:
     bytes: int
     seconds: float
     cpu_s: float
+    jobs: int = 1
 
     @property
     def gb_per_s(self) -> float:
@@ -63,24 +71,41 @@ class FioSample:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a worker process is to do."""
+    """What a worker process is to do.
+
+    times   how many saves, or loads, in this process
+    number  the save that a load is of
+    phase   where in its page each tensor of the state starts; None: wherever the allocator puts it
+    gated   whether to ask before every timer, so that several processes start at once
+    """
 
     rival: str
     what: str  # "save" or "load"
     how: str  # of a load
-    saves: int
+    times: int
+    number: int
+    shape: str  # "llama" or "small", see bench/state.py
     state_bytes: int
+    phase: int | None
     directory: str
     settle_s: float
+    gated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a worker process did. `payload_bytes` are the state's own."""
+    """What a worker process did, or several at once together.
+
+    payload_bytes  the state's own
+    note           how the bytes moved, if the rival can tell
+    parts          of several processes, what each did
+    """
 
     payload_bytes: int
     saves: tuple[SaveSample, ...] = ()
     loads: tuple[LoadSample, ...] = ()
+    note: str = ""
+    parts: tuple[Outcome, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +124,8 @@ class Device:
 
     writes, reads              with the best settings of all
     plain_writes, plain_reads  with the best settings for plain memory
+    many_writes, many_reads    as many jobs at once as the programme has processes at once, together
+                               as many bytes; empty where it has none
     """
 
     candidates: tuple[FioSample, ...]
@@ -106,11 +133,17 @@ class Device:
     reads: tuple[FioSample, ...]
     plain_writes: tuple[FioSample, ...]
     plain_reads: tuple[FioSample, ...]
+    many_writes: tuple[FioSample, ...] = ()
+    many_reads: tuple[FioSample, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Every raw number of a run. `device` is None where fio is not installed."""
+    """Every raw number of a run.
+
+    rounds  that were completed; a rival may have taken fewer
+    device  None where fio is not installed
+    """
 
     command: str
     started_utc: str
@@ -120,3 +153,28 @@ class Run:
     rounds: int
     device: Device | None
     measured: tuple[Measured, ...]
+
+
+def joined(parts: Sequence[Outcome]) -> Outcome:
+    """Several processes at once as one: bytes, files, CPU and memory add up, the slowest one's clock counts."""
+    if len(parts) == 1:
+        return parts[0]
+    saves = tuple(
+        SaveSample(
+            number=samples[0].number, blocked_s=max(s.blocked_s for s in samples),
+            durable_s=max(s.durable_s for s in samples), cpu_s=sum(s.cpu_s for s in samples),
+            extra_peak_bytes=sum(s.extra_peak_bytes for s in samples), files=sum(s.files for s in samples),
+            file_bytes=sum(s.file_bytes for s in samples),
+        )
+        for samples in zip(*(part.saves for part in parts), strict=True)
+    )
+    loads = tuple(
+        LoadSample(
+            number=samples[0].number, how=samples[0].how, load_s=max(s.load_s for s in samples),
+            cpu_s=sum(s.cpu_s for s in samples), extra_peak_bytes=sum(s.extra_peak_bytes for s in samples),
+            cold=None if any(s.cold is None for s in samples) else all(s.cold for s in samples),
+            exact=all(s.exact for s in samples),
+        )
+        for samples in zip(*(part.loads for part in parts), strict=True)
+    )
+    return Outcome(sum(part.payload_bytes for part in parts), saves, loads, parts[0].note, tuple(parts))

@@ -1,8 +1,12 @@
-"""The benchmark's conductor: rounds of one process for each rival, interleaved, then the tables.
+"""The benchmark's conductor: rounds of one process for each rival, interleaved, then tables, plots and goals.
 
-    PYTHONPATH=src python bench/run.py [--bytes 2.1e9] [--rounds 5] [--only NAME ...] [--json FILE] [--markdown FILE]
+    PYTHONPATH=src python bench/run.py                    # the short programme: 2.1 GB, no installs
+    PYTHONPATH=src python bench/run.py --set full --json runs/bench.json \\
+        --update docs/PERFORMANCE.md --plots docs/figures  # 5 GB, every rival, every goal
+    PYTHONPATH=src python bench/run.py --from runs/bench.json --update docs/PERFORMANCE.md --plots docs/figures
 
-A missed goal is a line of the output, not a failure; wrong bytes from Flowstone are one.
+A missed goal is a line of the output, not a failure; wrong bytes from Flowstone are one. `--json` is
+written after every round, so that an interrupted run is not lost.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
@@ -24,15 +28,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from bench import fio, machine, table
-from bench.records import Device, FioSample, Measured, Outcome, Run, Task
-from bench.rivals import ENTRIES, OURS, Entry
-from bench.state import choose_layout
+from bench import document, fio, machine, plots, table
+from bench.environments import CannotInstallError, Environment
+from bench.launch import work
+from bench.records import FioSample, Measured, Run, Task
+from bench.rivals import ENTRIES, SHORT, Entry
+from bench.state import Llama, choose_llama
 
-ROOT = Path(__file__).resolve().parent.parent
-TIMEOUT_S = 1800.0  # of one worker; the slowest rival needs a minute for 2 GB
+SETS = {"short": int(2.1e9), "full": int(5e9)}  # and the bytes of their states
 SETTLE_S = 1.0  # before every timer: deleted blocks are discarded and rate limits refill meanwhile
 MINIMUM_BYTES = 1_000_000
 TERMINAL_WIDTH = 150  # where there is no terminal to ask
@@ -40,78 +45,137 @@ TERMINAL_WIDTH = 150  # where there is no terminal to ask
 
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
-    entries = [entry for entry in ENTRIES if not options.only or entry.name in options.only]
-    options.directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=options.directory) as directory, progress() as bar:
-        run = measure(Path(directory), entries, options, bar)
-    if options.json:
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=1))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and so clean up
+    if options.read is not None:
+        run = msgspec.json.decode(options.read.read_bytes(), type=Run)
+    else:
+        options.directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="bench-", dir=options.directory) as directory, progress() as bar:
+            run = measure(Path(directory), options, bar)
     if options.markdown:
-        options.markdown.write_text(table.markdown(run))
+        options.markdown.write_text(document.section(run))
+    if options.update:
+        document.update(options.update, run, options.plots)
+    if options.plots:
+        plots.draw_all(run, options.plots)
     console = Console()
     table.print_tables(run, console if console.is_terminal else Console(width=TERMINAL_WIDTH))
     return 0 if is_sound(run) else 1
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Flowstone, its rivals and the device, on one Llama-shaped state.")
-    parser.add_argument("--bytes", type=lambda text: int(float(text)), default=int(2.1e9), help="of the state")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--directory", type=Path, default=Path("runs/bench"), help="on the device to measure")
-    parser.add_argument("--json", type=Path, help="every raw number")
-    parser.add_argument("--markdown", type=Path, help="the tables, as docs/PERFORMANCE.md embeds them")
-    parser.add_argument("--only", nargs="+", choices=[entry.name for entry in ENTRIES], metavar="NAME", help="rivals")
-    parser.add_argument("--passes", type=int, default=fio.PASSES, help="over fio's candidates, to choose among them")
-    parser.add_argument("--settle-s", type=float, default=SETTLE_S, help="rest before every timer")
+    parser = argparse.ArgumentParser(
+        description="Flowstone, its rivals and the device, on one Llama-shaped state.",
+        epilog="The short set takes about a quarter of an hour on a disk of 2 GB/s, the full one one to two hours.",
+    )
+    add = parser.add_argument
+    add("--set", choices=SETS, default="short", help="short: what needs no installation; full: all, and all goals")
+    add("--only", nargs="+", choices=[entry.name for entry in ENTRIES], metavar="NAME", help="rows of any set")
+    add("--bytes", type=lambda text: int(float(text)), help="of the state; the set's own otherwise")
+    add("--rounds", type=int, default=5)
+    add("--directory", type=Path, default=Path("runs/bench"), help="on the device to measure; environments are kept")
+    add("--json", type=Path, help="every raw number, written after every round")
+    add("--resume", action="store_true", help="go on with the rounds that --json holds, after an interruption")
+    add("--from", dest="read", type=Path, help="measure nothing: tables of what --json wrote")
+    add("--markdown", type=Path, help="the section of docs/PERFORMANCE.md")
+    add("--update", type=Path, help="the document whose section between the bench markers is replaced")
+    add("--plots", type=Path, help="where bar charts (SVG) are put")
+    add("--passes", type=int, default=fio.PASSES, help="over fio's candidates, to choose among them")
+    add("--settle-s", type=float, default=SETTLE_S, help="rest before every timer")
     options = parser.parse_args(arguments)
+    options.bytes = options.bytes or SETS[options.set]
+    if options.resume and options.json is None:
+        parser.error("--resume needs --json")
     if options.bytes < MINIMUM_BYTES or min(options.rounds, options.passes) < 1:
         parser.error(f"--bytes: at least {MINIMUM_BYTES}; --rounds, --passes: at least 1")
     return options
+
+
+def chosen(options: argparse.Namespace) -> list[Entry]:
+    if options.only:
+        return [entry for entry in ENTRIES if entry.name in options.only]
+    return [entry for entry in ENTRIES if options.set == "full" or entry.name in SHORT]
 
 
 def progress() -> Progress:
     """On a terminal's error stream; silent elsewhere."""
     console = Console(stderr=True)
     return Progress(
-        TextColumn("{task.description:<40}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        console=console, transient=True, disable=not console.is_terminal,
+        TextColumn("{task.description:<60}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal,
     )
 
 
-def measure(directory: Path, entries: Sequence[Entry], options: argparse.Namespace, bar: Progress) -> Run:
-    layout = choose_layout(options.bytes)
+def measure(directory: Path, options: argparse.Namespace, bar: Progress) -> Run:
+    entries, layout = chosen(options), choose_llama(options.bytes)
+    run = begun(options, layout)
     has_fio = fio.is_installed()
+    at_once = max(entry.processes for entry in entries)
     steps = (2 * len(fio.CANDIDATES) * options.passes + options.rounds) * has_fio
-    steps += options.rounds * sum(1 + len(entry.loads) for entry in entries)
-    shown = bar.add_task("fio: memory, request size, depth", total=steps)
+    steps += sum(min(options.rounds, entry.rounds or options.rounds) * (1 + len(entry.loads)) for entry in entries)
+    shown = bar.add_task("environments of rivals", total=steps)
+    tell = partial(_tell, bar, shown)
+    pythons, failed = find_pythons(entries, options.directory / "environments", tell)
+    candidates: tuple[FioSample, ...] = () if run is None or run.device is None else run.device.candidates
     settle = partial(rest, options.settle_s)
-    candidates: tuple[FioSample, ...] = ()
-    if has_fio:
+    if has_fio and not candidates:
+        bar.update(shown, description="fio: memory, request size, depth")
         candidates = fio.choose(
             directory, layout.state_bytes, passes=options.passes, settle=settle, on_done=partial(bar.advance, shown)
         )
-    device: list[Device] = []
-    measured: list[Measured] = []
-
-    def tell(what: str) -> None:
-        bar.update(shown, description=f"round {number}/{options.rounds}: {what}")
-        bar.advance(shown)
-
-    for number in range(1, options.rounds + 1):
+    device = [] if run is None or run.device is None else [run.device]
+    measured = list(failed) if run is None else list(run.measured)
+    described = machine.describe(directory, [name for name in pythons if name is not None])
+    for number in range(1 if run is None else run.rounds + 1, options.rounds + 1):
         if has_fio:
-            tell("fio")
-            device.append(fio.measure_round(directory, layout.state_bytes, candidates, settle))
+            tell(f"round {number}/{options.rounds}: fio", 1)
+            device.append(fio.measure_round(directory, layout.state_bytes, candidates, settle, at_once))
         for entry in entries:
-            measured += measure_rival(entry, number, directory, options, tell)
-    return Run(
-        command=command(options), started_utc=f"{datetime.now(UTC):%Y-%m-%d}", machine=machine.describe(directory),
-        layout=str(layout), state_bytes=layout.state_bytes, rounds=options.rounds,
-        device=fio.join(device) if device else None, measured=tuple(measured),
-    )
+            if entry.environment in pythons and number <= (entry.rounds or number):
+                measured += measure_rival(entry, number, directory, options, pythons[entry.environment], tell)
+        run = Run(
+            command=command(options), started_utc=f"{datetime.now(UTC):%Y-%m-%d}", machine=described,
+            layout=str(layout), state_bytes=layout.state_bytes, rounds=number,
+            device=fio.join(device) if device else None, measured=tuple(measured),
+        )
+        if options.json:
+            options.json.write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=1))
+    assert run is not None
+    return run
+
+
+def begun(options: argparse.Namespace, layout: Llama) -> Run | None:
+    """The rounds that an interrupted run has left behind, if they are wanted."""
+    if not options.resume or not options.json.exists():
+        return None
+    run = msgspec.json.decode(options.json.read_bytes(), type=Run)
+    if str(layout) != run.layout:
+        raise SystemExit(f"{options.json} is about another state: {run.layout}")
+    return run
+
+
+def _tell(bar: Progress, shown: object, what: str, steps: int) -> None:
+    bar.update(shown, description=what, advance=steps)  # type: ignore[arg-type]
+
+
+def find_pythons(
+    entries: Sequence[Entry], root: Path, tell: Callable[[str, int], None]
+) -> tuple[dict[str | None, Path], list[Measured]]:
+    """The interpreter of every environment that can be made, and for each rival of the others why not."""
+    pythons: dict[str | None, Path] = {None: Path(sys.executable)}
+    failed = []
+    for name in dict.fromkeys(entry.environment for entry in entries if entry.environment is not None):
+        tell(f"environment of {name}", 0)
+        try:
+            pythons[name] = Environment(root).python(name)
+        except CannotInstallError as error:
+            failed += [Measured(e.name, 1, None, f"cannot install: {error}") for e in entries if e.environment == name]
+    return pythons, failed
 
 
 def measure_rival(
-    entry: Entry, number: int, directory: Path, options: argparse.Namespace, tell: Callable[[str], None]
+    entry: Entry, number: int, directory: Path, options: argparse.Namespace, python: Path,
+    tell: Callable[[str, int], None],
 ) -> list[Measured]:
     """The saves in one process, each way to load in another; a failure ends this rival's round."""
     own = directory / "rival"
@@ -119,9 +183,9 @@ def measure_rival(
     measured = []
     try:
         for what, how in (("save", ""), *(("load", how) for how in entry.loads)):
-            tell(f"{entry.title}, {what}")
-            task = Task(entry.name, what, how, entry.saves, options.bytes, str(own), options.settle_s)
-            measured.append(work(task, number))
+            tell(f"round {number}/{options.rounds}: {entry.title}, {what}", 1)
+            tasks = [task(entry, what, how, own / str(at), options) for at in range(entry.processes)]
+            measured.append(work(tasks, number, python=python, io_uring=entry.io_uring))
             if measured[-1].error is not None:
                 break
     finally:
@@ -129,28 +193,14 @@ def measure_rival(
     return measured
 
 
-def work(task: Task, number: int) -> Measured:
-    """One worker process, from task to outcome."""
-    with tempfile.TemporaryDirectory() as desk:
-        task_path, outcome_path = Path(desk, "task.json"), Path(desk, "outcome.json")
-        task_path.write_bytes(msgspec.json.encode(task))
-        command = [sys.executable, "-m", "bench.worker", str(task_path), str(outcome_path)]
-        try:
-            done = subprocess.run(
-                command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-            )
-        except subprocess.TimeoutExpired:
-            return Measured(task.rival, number, None, f"{task.what}: no end after {TIMEOUT_S:.0f} s")
-        if done.returncode != 0:
-            said = done.stderr.strip().splitlines()
-            return Measured(task.rival, number, None, f"{task.what}: {said[-1] if said else done.returncode}")
-        return Measured(task.rival, number, msgspec.json.decode(outcome_path.read_bytes(), type=Outcome))
-
-
-def environment() -> dict[str, str]:
-    """The caller's, with its import paths made absolute, since workers start in the repository's root."""
-    paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *paths])}
+def task(entry: Entry, what: str, how: str, directory: Path, options: argparse.Namespace) -> Task:
+    directory.mkdir(exist_ok=True)
+    return Task(
+        rival=entry.name, what=what, how=how, times=entry.saves if what == "save" else entry.times_loaded,
+        number=entry.saves, shape=entry.shape, state_bytes=options.bytes // entry.processes,
+        phase=entry.phases[what == "load"], directory=str(directory), settle_s=options.settle_s,
+        gated=entry.processes > 1,
+    )
 
 
 def rest(settle_s: float) -> None:
@@ -161,14 +211,16 @@ def rest(settle_s: float) -> None:
 def command(options: argparse.Namespace) -> str:
     """What makes these numbers again; paths of this machine are nobody's business."""
     only = f" --only {' '.join(options.only)}" if options.only else ""
-    return f"PYTHONPATH=src python bench/run.py --bytes {options.bytes / 1e9:g}e9 --rounds {options.rounds}{only}"
+    size = f" --bytes {options.bytes / 1e9:g}e9" if options.bytes != SETS[options.set] else ""
+    return f"PYTHONPATH=src python bench/run.py --set {options.set}{size} --rounds {options.rounds}{only}"
 
 
 def is_sound(run: Run) -> bool:
-    """Whether Flowstone was measured without failure, and every load gave back what was saved."""
-    ours = [measured for measured in run.measured if measured.rival == OURS]
-    exact = all(load.exact for m in run.measured if m.outcome is not None for load in m.outcome.loads)
-    return exact and all(measured.error is None for measured in ours)
+    """Whether Flowstone was measured without failure, and every load of its gave back what was saved."""
+    ours = {entry.name for entry in ENTRIES if entry.is_ours}
+    measured = [m for m in run.measured if m.rival in ours]
+    exact = all(load.exact for m in measured if m.outcome is not None for load in m.outcome.loads)
+    return exact and all(m.error is None for m in measured)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""The Llama-shaped training state: names and shapes of a real Llama, scaled to the size that is asked for.
+"""The states that are saved and loaded.
 
-Weights in bf16, and for each of them a master copy and two moments in fp32: 14 bytes a parameter.
-Proportions are those of Llama-2-7B (hidden 4096, MLP 2.69 times that, vocabulary 7.8 times,
-a layer for each 128 of hidden size).
+"llama": names and shapes of a real Llama, scaled to the size that is asked for. Weights in bf16, and
+for each of them a master copy and two moments in fp32: 14 bytes a parameter. Proportions are those of
+Llama-2-7B (hidden 4096, MLP 2.69 times that, vocabulary 7.8 times, a layer for each 128 of hidden size).
+
+"small": 50,000 tensors of 4 KiB, where what is done for each tensor counts, not the bytes.
 """
 
 from __future__ import annotations
@@ -10,20 +12,33 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 BYTES_PER_PARAMETER = 2 + 3 * 4
 SLOTS = ("master", "exp_avg", "exp_avg_sq")
 HIDDEN_STEP = 64
+SMALL_COUNT, SMALL_ITEMS = 50_000, 1024
+PAGE_BYTES = 4096
 BLOCK_ITEMS = 1 << 22  # of random values, from which every tensor takes its own stretch
 
 Tensors = dict[str, torch.Tensor]
 State = dict[str, object]  # nested dictionaries of tensors
 
 
+class Layout(Protocol):
+    """What a state consists of."""
+
+    @property
+    def state_bytes(self) -> int: ...
+
+    def empty(self, phase: int | None) -> State:
+        """The state, its memory untouched."""
+
+
 @dataclass(frozen=True, slots=True)
-class Layout:
+class Llama:
     """Sizes of a Llama."""
 
     hidden: int
@@ -57,31 +72,66 @@ class Layout:
     def state_bytes(self) -> int:
         return BYTES_PER_PARAMETER * sum(torch.Size(shape).numel() for _, shape in self.parameters())
 
+    def empty(self, phase: int | None) -> State:
+        """Weights first, then each parameter's slots, as an optimizer makes them."""
+        shapes = dict(self.parameters())
+        model = {name: empty(shape, torch.bfloat16, phase) for name, shape in shapes.items()}
+        slots = {name: {slot: empty(shape, torch.float32, phase) for slot in SLOTS} for name, shape in shapes.items()}
+        return {"model": model, "optimizer": {"state": slots}}
+
     def __str__(self) -> str:
         tensors = (1 + len(SLOTS)) * sum(1 for _ in self.parameters())
         sizes = f"hidden size {self.hidden}, {self.layers} layers"
         return f"Llama-shaped state of {self.state_bytes / 1e9:.3f} GB in {tensors} tensors ({sizes})"
 
 
-def choose_layout(state_bytes: int) -> Layout:
-    """The layout nearest to `state_bytes` whose proportions are nearest to Llama's."""
+@dataclass(frozen=True, slots=True)
+class Small:
+    """Equal small tensors, each its own allocation."""
+
+    count: int
+
+    @property
+    def state_bytes(self) -> int:
+        return 4 * SMALL_ITEMS * self.count
+
+    def empty(self, phase: int | None) -> State:
+        return {"table": {f"{at:05d}": empty((SMALL_ITEMS,), torch.float32, phase) for at in range(self.count)}}
+
+
+def choose_layout(shape: str, state_bytes: int) -> Layout:
+    """The layout of that shape nearest to `state_bytes`; "small" has at most 50,000 tensors."""
+    if shape == "small":
+        return Small(min(SMALL_COUNT, max(1, state_bytes // (4 * SMALL_ITEMS))))
+    return choose_llama(state_bytes)
+
+
+def choose_llama(state_bytes: int) -> Llama:
+    """The Llama nearest to `state_bytes` whose proportions are nearest to the real one's."""
     hidden = HIDDEN_STEP
     while _proportioned(hidden + HIDDEN_STEP).state_bytes <= state_bytes:
         hidden += HIDDEN_STEP
-    one, two = Layout(hidden, 1).state_bytes, Layout(hidden, 2).state_bytes
-    return Layout(hidden, max(1, 1 + round((state_bytes - one) / (two - one))))
+    one, two = Llama(hidden, 1).state_bytes, Llama(hidden, 2).state_bytes
+    return Llama(hidden, max(1, 1 + round((state_bytes - one) / (two - one))))
 
 
-def _proportioned(hidden: int) -> Layout:
-    return Layout(hidden, max(1, hidden // 128))
+def _proportioned(hidden: int) -> Llama:
+    return Llama(hidden, max(1, hidden // 128))
 
 
-def build(layout: Layout) -> State:
-    """The state, built and touched: weights first, then each parameter's slots, as an optimizer makes them."""
-    shapes = dict(layout.parameters())
-    model = {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
-    slots = {name: {slot: torch.empty(shape) for slot in SLOTS} for name, shape in shapes.items()}
-    state: State = {"model": model, "optimizer": {"state": slots}}
+def empty(shape: tuple[int, ...], dtype: torch.dtype, phase: int | None) -> torch.Tensor:
+    """An untouched tensor that starts `phase` bytes behind a page boundary; None: where the allocator puts it."""
+    if phase is None:
+        return torch.empty(shape, dtype=dtype)
+    count = torch.Size(shape).numel() * dtype.itemsize
+    room = torch.empty(count + PAGE_BYTES, dtype=torch.uint8)
+    start = (phase - room.data_ptr()) % PAGE_BYTES
+    return room[start : start + count].view(dtype).view(shape)
+
+
+def build(layout: Layout, phase: int | None = None) -> State:
+    """The state, built and touched; its values depend on names alone."""
+    state = layout.empty(phase)
     values = Values()
     for name, tensor in flatten(state).items():
         values.fill(name, tensor)
@@ -113,12 +163,7 @@ def spoil(state: State) -> None:
 def is_exact(state: State) -> bool:
     """Whether every byte is what `build` makes."""
     values = Values()
-    for name, tensor in flatten(state).items():
-        wanted = torch.empty_like(tensor)
-        values.fill(name, wanted)
-        if not torch.equal(wanted.view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8)):
-            return False
-    return True
+    return all(values.fills(name, tensor) for name, tensor in flatten(state).items())
 
 
 class Values:
@@ -129,10 +174,19 @@ class Values:
         self._blocks = {dtype: block.to(dtype) for dtype in (torch.float32, torch.bfloat16)}
 
     def fill(self, name: str, tensor: torch.Tensor) -> None:
+        for part, wanted in self._stretches(name, tensor):
+            part.copy_(wanted)
+
+    def fills(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether every byte is what `fill` would put there; as integers, since a NaN is not equal to itself."""
+        whole = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
+        return all(torch.equal(p.view(whole), wanted.view(whole)) for p, wanted in self._stretches(name, tensor))
+
+    def _stretches(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         block, flat = self._blocks[tensor.dtype], tensor.view(-1)
         at = zlib.crc32(name.encode()) % BLOCK_ITEMS
         done = 0
         while done < flat.numel():
             count = min(flat.numel() - done, BLOCK_ITEMS - at)
-            flat[done : done + count] = block[at : at + count]
+            yield flat[done : done + count], block[at : at + count]
             done, at = done + count, 0

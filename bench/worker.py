@@ -1,4 +1,7 @@
-"""One measurement in a process of its own: `python -m bench.worker TASK.json OUTCOME.json`."""
+"""One measurement in a process of its own: `python -m bench.worker TASK.json OUTCOME.json`.
+
+It runs in any environment that has torch and msgspec: of the bench's modules it imports only those that need no more.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,20 @@ from bench.rivals import open_rival
 from bench.rivals.base import Rival
 from bench.state import State, build, choose_layout, is_exact, spoil
 
+READY = "ready"  # what a gated worker says on its output before every timer; one line on its input lets it start
+
 
 def perform(task: Task) -> Outcome:
     """Build the state, then save or load it under the meter."""
-    layout = choose_layout(task.state_bytes)
+    layout = choose_layout(task.shape, task.state_bytes)
     rival = open_rival(task.rival, Path(task.directory))
-    state = build(layout)
-    rival.prepare()
+    # For a load the state is laid out as for the save, as in a job that resumes; its values do not matter.
+    state = build(layout, task.phase) if task.what == "save" else layout.empty(task.phase)
     if task.what == "save":
-        outcome = Outcome(layout.state_bytes, saves=save_repeatedly(rival, state, task))
+        samples = save_repeatedly(rival, state, task)
+        outcome = Outcome(layout.state_bytes, saves=samples, note=rival.note(task.times))
     else:
-        outcome = Outcome(layout.state_bytes, loads=(load_once(rival, state, task),))
+        outcome = Outcome(layout.state_bytes, loads=load_repeatedly(rival, state, task))
     rival.close()
     return outcome
 
@@ -35,8 +41,10 @@ def save_repeatedly(rival: Rival, state: State, task: Task) -> tuple[SaveSample,
     samples = []
     gc.collect()
     before_bytes = resident_bytes()
-    for number in range(1, task.saves + 1):
+    rival.prepare(state, "save")
+    for number in range(1, task.times + 1):
         settle(task.settle_s)
+        pass_gate(task)
         meter = Meter()
         wait_durable = rival.save(state, number)
         blocked_s = meter.seconds()
@@ -53,26 +61,41 @@ def save_repeatedly(rival: Rival, state: State, task: Task) -> tuple[SaveSample,
     return tuple(samples)
 
 
-def load_once(rival: Rival, state: State, task: Task) -> LoadSample:
-    """The state was built as for the save, so memory is laid out as in a job that resumes; then it is spoiled."""
+def load_repeatedly(rival: Rival, state: State, task: Task) -> tuple[LoadSample, ...]:
+    """Each into tensors that were overwritten, from files that were dropped from the page cache."""
+    samples = []
     spoil(state)
     gc.collect()
-    settle(task.settle_s)
     before_bytes = resident_bytes()
-    cold = cool(files_below(rival.place(task.saves)))
-    meter = Meter()
-    rival.load(state, task.saves, task.how)
-    reading = meter.read()
-    return LoadSample(
-        how=task.how, load_s=reading.seconds, cpu_s=reading.cpu_s,
-        extra_peak_bytes=reading.peak_bytes - before_bytes, cold=cold, exact=is_exact(state),
-    )
+    rival.prepare(state, "load")
+    for number in range(1, task.times + 1):
+        if number > 1:
+            spoil(state)
+        settle(task.settle_s)
+        cold = cool(files_below(rival.place(task.number)))
+        pass_gate(task)
+        meter = Meter()
+        rival.load(state, task.number, task.how)
+        reading = meter.read()
+        samples.append(
+            LoadSample(
+                number=number, how=task.how, load_s=reading.seconds, cpu_s=reading.cpu_s,
+                extra_peak_bytes=reading.peak_bytes - before_bytes, cold=cold, exact=is_exact(state),
+            )
+        )
+    return tuple(samples)
 
 
 def settle(settle_s: float) -> None:
     """Nothing of what came before is left to write, and the device has rested."""
     os.sync()
     time.sleep(settle_s)
+
+
+def pass_gate(task: Task) -> None:
+    if task.gated:
+        print(READY, flush=True)
+        sys.stdin.readline()
 
 
 def main(task_path: str, outcome_path: str) -> None:

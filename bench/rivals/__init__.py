@@ -9,32 +9,124 @@ from pathlib import Path
 from bench.rivals.base import Rival
 
 OURS = "flowstone"
+PHASE = 64  # where large tensors of torch's own allocator mostly start in their page
+OTHER_PHASE = PHASE + 2048
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A rival in the programme.
+    """A row of the programme: a rival, or Flowstone, in one setting.
 
-    module  below this package; its `open_rival(name, directory)` gives the Rival
-    saves   in one process: the first is cold, later ones find what it left (memory, plans, caches)
-    loads   the ways to load what it saved; the first is the one that ratios are made of
+    module       below this package; its `open_rival(name, directory)` gives the Rival
+    saves        in one process: the first is cold, later ones find what it left (memory, plans, caches)
+    loads        the ways to load what it saved; the first is the one that ratios are made of
+    times_loaded in one process, for each way
+    environment  of bench/pins that its process runs in; None: the benchmark's own
+    rounds       at most so many, for rivals that are slow and that no goal is about; None: all
+    note         what a reader of its row has to know
+    shape        of the state, see bench/state.py
+    phases       where tensors start in their page at save and at load; None: where the allocator puts them
+    processes    so many at once, each with its share of the bytes and a store of its own
+    io_uring     False: the kernel refuses it
     """
 
     name: str
     title: str
     module: str
-    saves: int
-    loads: tuple[str, ...]
+    saves: int = 2
+    loads: tuple[str, ...] = ()
+    times_loaded: int = 1
+    environment: str | None = None
+    rounds: int | None = None
+    note: str = ""
+    shape: str = "llama"
+    phases: tuple[int | None, int | None] = (None, None)
+    processes: int = 1
+    io_uring: bool = True
+
+    @property
+    def is_ours(self) -> bool:
+        return self.module == "ours"
 
 
-ENTRIES = (
-    Entry(OURS, "Flowstone", "ours", 3, ("Checkpointer.load",)),
+_OURS = ("Checkpointer.load",)
+_FEWER = 3
+_BCP_NOTE = (
+    "framework ddp, one rank; on this torch, since the 2.5.0 that it asks for comes for this platform "
+    "with CUDA only. Its RPC server is started before the timer"
+)
+_TC_NOTE = (
+    "its defaults fail on ext4 (O_DIRECT from unaligned buffers: EINVAL), so use_direct_io=False; "
+    "its process and staging memory are made before the timer (prewarm_staging)"
+)
+_ORBAX_NOTE = "tensors are handed over as numpy views, and copied back after a restore"
+_DATASTATES_NOTE = (
+    "an EMULATION of the layout: DataStates-LLM's own engine needs CUDA. Tensors are copied into host memory "
+    "touched before the timer, one thread writes them through the page cache (open, seek, write, close for each); "
+    "fsync, which the engine leaves out, is added"
+)
+_EACH_NOTE = "as Gossman et al. (2512.24511) ran it: one take for each tensor, batching off"
+_ASYNC_NOTE = "async_take of 0.1.0 does not copy CPU tensors too large for its slabs: it writes what they hold later"
+
+FLOWSTONE = (
+    Entry(OURS, "Flowstone", "ours", 3, _OURS),
+    Entry(
+        "flowstone-direct", "Flowstone from host memory, loads in phase", "ours", 3, _OURS, phases=(PHASE, PHASE),
+        note="budget_bytes=32 MiB, so most is written from where it lies; read_in_place=True, and tensors start "
+        "where they started in their pages at the save",
+    ),
+    Entry(
+        "flowstone-arena", "Flowstone through the arena, loads out of phase", "ours", 3, _OURS,
+        phases=(PHASE, OTHER_PHASE),
+        note="write_in_place=False, an arena as large as the state; read_in_place=True, but tensors start elsewhere "
+        "in their pages, so loads go through the arena too",
+    ),
+    Entry(
+        "flowstone-arena-256", "Flowstone through an arena of 256 MiB", "ours", 3, phases=(PHASE, PHASE),
+        note="write_in_place=False, budget_bytes=256 MiB",
+    ),
+    Entry("flowstone-small", "Flowstone, 50,000 tensors of 4 KiB", "ours", 3, _OURS, 2, shape="small"),
+    Entry("flowstone-x4", "Flowstone, four processes at once", "ours", 3, _OURS, processes=4,
+          note="a quarter of the bytes each; the slowest one's time"),
+    Entry("flowstone-posix", "Flowstone, io_uring refused", "ours", 3, _OURS, io_uring=False,
+          note="by a seccomp filter, before the process's first instruction"),
+)
+
+RIVALS = (
     Entry("torch", "torch.save", "torch_save", 2, ("torch.load", "torch.load(mmap=True)")),
-    Entry("safetensors", "safetensors", "safetensors_file", 2, ("load_file",)),
+    Entry("torch-plain", "torch.save, no CRC", "torch_save", 2, ("torch.load(mmap=True)",), rounds=_FEWER,
+          note="torch.serialization.set_crc32_options(False)"),
+    Entry("safetensors", "safetensors", "safetensors_file", 2, ("load_file", "safe_open")),
     Entry("dcp-1", "DCP, 1 thread", "dcp", 2, ("dcp.load",)),
     Entry("dcp-2", "DCP, 2 threads", "dcp", 2, ("dcp.load",)),
     Entry("dcp-async", "DCP async", "dcp", 2, ("dcp.load",)),
+    Entry("dcp-async-best", "DCP async, 2 threads, plans cached", "dcp", 2, ("dcp.load",), rounds=_FEWER),
+    Entry("torchsnapshot", "TorchSnapshot take", "torchsnapshot_take", 2, ("restore",), environment="torchsnapshot"),
+    Entry("torchsnapshot-async", "TorchSnapshot async_take", "torchsnapshot_take", 2, ("restore",),
+          environment="torchsnapshot", note=_ASYNC_NOTE),
+    Entry("torchsnapshot-best", "TorchSnapshot take, batching off", "torchsnapshot_take", 2, ("restore",),
+          environment="torchsnapshot", rounds=_FEWER, note="TORCHSNAPSHOT_DISABLE_BATCHING=1"),
+    Entry("torchsnapshot-each", "TorchSnapshot, one snapshot per tensor", "torchsnapshot_take", 2, ("restore",),
+          environment="torchsnapshot", note=_EACH_NOTE),
+    Entry("datastates", "DataStates layout (emulation), file per tensor", "datastates_layout", 2, ("read",),
+          note=_DATASTATES_NOTE + "; one file for each tensor, as Gossman et al. ran the engine"),
+    Entry("datastates-section", "DataStates layout (emulation), file per section", "datastates_layout", 2, ("read",),
+          rounds=_FEWER, note=_DATASTATES_NOTE + "; one file for the model and one for the optimizer"),
+    Entry("bytecheckpoint", "ByteCheckpoint", "bytecheckpoint_save", 2, ("load",), environment="bytecheckpoint",
+          rounds=_FEWER, note=_BCP_NOTE),
+    Entry("bytecheckpoint-best", "ByteCheckpoint fast_saving, 2 workers", "bytecheckpoint_save", 2,
+          ("load(fast_loading=True)",), environment="bytecheckpoint", rounds=_FEWER, note=_BCP_NOTE),
+    Entry("torch-checkpointing", "torch_checkpointing, sync", "torch_checkpointing_manager", 2, ("load",),
+          environment="torch-checkpointing", rounds=_FEWER, note=_TC_NOTE),
+    Entry("torch-checkpointing-async", "torch_checkpointing, async, 2 threads", "torch_checkpointing_manager", 2,
+          ("load",), environment="torch-checkpointing", rounds=_FEWER, note=_TC_NOTE),
+    Entry("orbax", "Orbax", "orbax_pytree", 2, ("restore",), environment="orbax", rounds=_FEWER, note=_ORBAX_NOTE),
+    Entry("orbax-best", "Orbax, not compressed", "orbax_pytree", 2, ("restore",), environment="orbax", rounds=_FEWER,
+          note=_ORBAX_NOTE + "; use_compression=False"),
 )
+
+ENTRIES = FLOWSTONE + RIVALS  # in this order, so that what goals compare closely is measured side by side
+SHORT = (OURS, "torch", "safetensors", "dcp-1", "dcp-2", "dcp-async")
 
 
 def entry(name: str) -> Entry:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from bench.meter import make_durable
@@ -13,18 +14,24 @@ from bench.state import State, flatten
 
 
 class SafetensorsFile(SavesInDirectories):
-    def save(self, state: State, number: int) -> Callable[[], object]:
+    def save(self, state: State, number: int, /) -> Callable[[], object]:
         at = self.place(number)
         at.mkdir()
         save_file(flatten(state), at / "state.safetensors")
         make_durable(at)
         return already_durable
 
-    def load(self, state: State, number: int, _how: str, /) -> None:
-        """Then a copy into the state's tensors, as load_state_dict does."""
-        loaded = load_file(self.place(number) / "state.safetensors")
-        for name, tensor in flatten(state).items():
-            tensor.copy_(loaded.pop(name))
+    def load(self, state: State, number: int, how: str, /) -> None:
+        """Then a copy into the state's tensors, as load_state_dict does: of all at the end, or of each in turn."""
+        path = self.place(number) / "state.safetensors"
+        if how == "load_file":
+            loaded = load_file(path)
+            for name, tensor in flatten(state).items():
+                tensor.copy_(loaded.pop(name))
+        else:
+            with safe_open(path, framework="pt") as file:
+                for name, tensor in flatten(state).items():
+                    tensor.copy_(file.get_tensor(name))
 
 
 def open_rival(_name: str, directory: Path) -> SafetensorsFile:

@@ -1,4 +1,4 @@
-"""The benchmark runs end to end on a tiny state, and its arithmetic is right."""
+"""The benchmark's tables and instruments, and one run from end to end on a tiny state."""
 
 from __future__ import annotations
 
@@ -6,108 +6,156 @@ import json
 import os
 import subprocess
 import sys
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+import made_up
 import pytest
 import torch
+from made_up import GB, two_rounds
 
-from bench import figures, fio, meter, table
-from bench.records import Device, FioSample, LoadSample, Measured, Outcome, Run, SaveSample
+from bench import document, figures, fio, meter, plots, table
+from bench.records import FioSample, Outcome, joined
 from bench.rivals import ENTRIES
-from bench.state import build, choose_layout, flatten, is_exact, spoil
+from bench.state import build, choose_layout, choose_llama, flatten, is_exact, spoil
 
 ROOT = Path(__file__).resolve().parents[2]
-GB = 1_000_000_000
 
 
-def save(number: int, durable_s: float, blocked_s: float = 0.5) -> SaveSample:
-    return SaveSample(number, blocked_s, durable_s, cpu_s=0.2, extra_peak_bytes=3_000_000, files=4, file_bytes=2 * GB)
-
-
-def load(load_s: float, *, exact: bool = True) -> LoadSample:
-    return LoadSample("Checkpointer.load", load_s, cpu_s=0.1, extra_peak_bytes=0, cold=True, exact=exact)
-
-
-def device(direction: str, seconds: float) -> FioSample:
-    return FioSample(direction, fio.PLAIN, 4 << 20, 16, 2 * GB, seconds, cpu_s=0.2)
-
-
-@pytest.fixture
-def run() -> Run:
-    """Two rounds: the device is twice as slow in the second, and so is everybody else."""
-    measured = []
-    for at, slow in ((1, 1.0), (2, 2.0)):
-        ours = (save(1, 2.0 * slow), save(2, 1.25 * slow), save(3, 1.25 * slow))
-        measured += [
-            Measured("flowstone", at, Outcome(2 * GB, saves=ours)),
-            Measured("flowstone", at, Outcome(2 * GB, loads=(load(1.0 * slow),))),
-            Measured("torch", at, Outcome(2 * GB, saves=(save(1, 8.0 * slow, 8.0 * slow), save(2, 5.0 * slow)))),
-        ]
-    measured.append(Measured("dcp-1", 1, None, "save: OSError: no space"))
-    writes, reads = (tuple(device(way, seconds) for seconds in (1.0, 2.0)) for way in ("write", "read"))
-    rates = Device((), writes, reads, writes, reads)
-    return Run("bench", "2026-01-01", {"CPU": "x"}, "Llama", 2 * GB, 2, rates, tuple(measured))
-
-
-def test_ratios_pair_what_was_measured_in_the_same_round(run: Run) -> None:
-    later = figures.by_round(figures.saves(run, "flowstone", first=False), lambda s: 2.0 / s.durable_s)
+def test_ratios_pair_what_was_measured_in_the_same_round() -> None:
+    run = two_rounds()
+    later = figures.save_rates(run, "flowstone", first=False)
     assert later == {1: 1.6, 2: 0.8}
     assert figures.ratios(later, figures.device_rates(run, "write")) == pytest.approx([0.8, 0.8])
     assert figures.ratios({1: 4.0, 3: 1.0}, {1: 2.0, 2: 1.0}) == [2.0]
 
 
-def test_goals_tell_pass_from_miss(run: Run) -> None:
-    first, later, cold = table.goals(run)
-    assert not first.is_met
-    assert first.reached is not None
-    assert first.reached.median == pytest.approx(0.5)
-    assert not later.is_met
-    assert cold.is_met
-    assert str(cold).startswith("pass")
-    assert str(later).startswith("miss")
+def test_rates_are_of_the_rivals_own_bytes() -> None:
+    small = made_up.Measured("flowstone-small", 1, Outcome(GB // 5, saves=(made_up.save(1, 0.5),)))
+    run = made_up.run([*two_rounds().measured, small])
+    assert figures.save_rates(run, "flowstone-small", first=True) == {1: 0.4}
+    assert figures.save_rates(run, "flowstone", first=True) == {1: 1.0, 2: 0.5}
 
 
-def test_tables_hold_medians_spreads_ratios_and_failures(run: Run) -> None:
-    rows = {row[0]: row for row in table.save_table(run).rows}
-    assert rows["Flowstone, first"][2:5] == ("3.00 (2.00-4.00)", "0.75 (0.50-1.00)", "0.50")
-    assert rows["DCP, 1 thread, round 1: FAILED"][1] == "save: OSError: no space"
-    (against, failed) = table.against_table(run).rows
-    assert against[:4] == ("torch.save", "4.0x", "4.0x", "24.0 (16.0-32.0)x")
-    assert failed[1:] == ("-",) * 5
-    (loaded,) = table.load_table(run).rows
+def test_processes_at_once_add_up_and_the_slowest_counts() -> None:
+    parts = [
+        Outcome(GB, (made_up.save(1, seconds, blocked),), (made_up.load(seconds, exact=exact),), "posix")
+        for seconds, blocked, exact in ((1.0, 0.3, True), (2.0, 0.1, False))
+    ]
+    whole = joined(parts)
+    assert (whole.payload_bytes, whole.note, whole.parts) == (2 * GB, "posix", tuple(parts))
+    (saved,), (loaded,) = whole.saves, whole.loads
+    assert (saved.durable_s, saved.blocked_s, saved.cpu_s, saved.files) == (2.0, 0.3, 0.4, 8)
+    assert (loaded.load_s, loaded.cold, loaded.exact) == (2.0, True, False)
+    assert joined(parts[:1]) is parts[0]
+
+
+def test_tables_hold_medians_spreads_ratios_rounds_and_failures() -> None:
+    run = two_rounds()
+    found = {t.title.split(" (")[0]: {row[0]: row for row in t.rows} for t in table.tables(run)}
+    assert found["Save"]["Flowstone, first"][2:5] == ("3.00 (2.00-4.00)", "0.75 (0.50-1.00)", "0.50")
+    assert "DCP, 2 threads [1 of 2 rounds], later" in found["Save"]
+    assert found["What failed"]["DCP, 1 thread"] == ("DCP, 1 thread", "1", "save: OSError: no space")
+    against = found["Flowstone against its rivals"]
+    assert against["torch.save"][:4] == ("torch.save", "4.0x", "4.0x", "24.0 (16.0-32.0)x")
+    assert "DCP, 1 thread" not in against
+    loaded = found["Cold load into existing tensors"]["Flowstone, Checkpointer.load"]
     assert loaded[3] == "1.00"
     assert loaded[-2:] == ("yes", "yes")
 
 
-def test_markdown_is_framed_by_its_markers_and_names_its_command(run: Run) -> None:
-    text = table.markdown(run)
-    assert text.startswith(table.BEGIN)
-    assert text.rstrip().endswith(table.END)
+def test_rows_of_several_processes_are_compared_with_as_many_jobs() -> None:
+    four = made_up.Measured("flowstone-x4", 1, Outcome(2 * GB, saves=(made_up.save(1, 4.0),)))
+    run = made_up.run([four], rounds=1, devices=made_up.devices((2.0,), jobs=4))
+    (row,) = next(t.rows for t in table.tables(run) if t.title.startswith("Flowstone in other settings: save"))
+    assert row[4] == "0.50"
+    assert figures.many_device_rates(made_up.run([four], devices=made_up.devices((2.0,))), "write") == {}
+
+
+def test_the_document_keeps_all_but_its_section(tmp_path: Path) -> None:
+    path, figures_path = tmp_path / "docs" / "performance.md", tmp_path / "docs" / "figures"
+    path.parent.mkdir()
+    path.write_text(f"# Mine\n\n{document.BEGIN}\nold numbers\n{document.END}\n\nmine too\n")
+    document.update(path, two_rounds(), figures_path)
+    text = path.read_text()
+    assert text.startswith("# Mine\n\n")
+    assert text.endswith(f"{document.END}\n\nmine too\n")
+    assert "old numbers" not in text
     assert "`bench`, 2026-01-01" in text
     assert "| Flowstone, later | 0.50 |" in text
+    assert "](figures/durable-save.svg)" in text
+    document.update(path, two_rounds(), figures_path)
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize("text", ["no markers", f"{document.END}{document.BEGIN}", document.BEGIN,
+                                  f"{document.BEGIN}{document.END}{document.END}"])
+def test_a_document_without_its_markers_is_left_alone(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "performance.md"
+    path.write_text(text)
+    with pytest.raises(document.MarkerError):
+        document.update(path, two_rounds(), None)
+    assert path.read_text() == text
+
+
+def test_our_own_document_has_the_markers() -> None:
+    text = (ROOT / "docs" / "PERFORMANCE.md").read_text()
+    assert text.index(document.BEGIN) < text.index(document.END)
+
+
+def test_plots_draw_every_row_to_scale(tmp_path: Path) -> None:
+    run = two_rounds()
+    plots.draw_all(run, tmp_path)
+    assert {path.stem for path in tmp_path.iterdir()} == {chart.name for chart in plots.charts(run)}
+    tag = "{http://www.w3.org/2000/svg}"
+    drawn = ElementTree.parse(tmp_path / "durable-save.svg").getroot()  # which also says that it is well-formed
+    ours, *others = [float(rect.attrib["width"]) for rect in drawn.iter(f"{tag}rect")]
+    rates = figures.values({1: [1.2, 0.3, 0.5]}, float)  # medians: Flowstone, torch.save, DCP with 2 threads
+    assert len(others) == 2
+    assert others == pytest.approx([ours * rates[1] / rates[0], ours * rates[2] / rates[0]], abs=0.1)
+    assert "prefers-color-scheme: dark" in (tmp_path / "durable-save.svg").read_text()
 
 
 def test_fio_settings_are_those_with_the_best_median() -> None:
     slow, fast = fio.Setting(fio.PLAIN, 1 << 20, 8), fio.Setting(fio.REGISTERED, 8 << 20, 32)
     seconds = {slow: (0.5, 3.0, 3.0), fast: (1.0, 1.0, 9.0)}
-    samples = [
+    found = [
         FioSample("read", at.memory, at.request_bytes, at.depth, GB, s, 0.0) for at in seconds for s in seconds[at]
     ]
-    assert fio.best(samples, "read") == fast
-    assert fio.best(samples, "read", (fio.PLAIN,)) == slow
+    assert fio.best(found, "read") == fast
+    assert fio.best(found, "read", (fio.PLAIN,)) == slow
 
 
-def test_state_is_llama_shaped_near_the_size_and_the_same_everywhere() -> None:
+def test_fio_jobs_at_once_share_the_bytes(tmp_path: Path) -> None:
+    if not fio.is_installed():
+        pytest.skip("fio is not installed")
+    setting = fio.Setting(fio.PLAIN, 1 << 20, 8)
+    for job in (fio.write, fio.read):
+        sample = job(tmp_path, 8 << 20, setting, 4)
+        assert (sample.bytes, sample.jobs) == (8 << 20, 4)
+    assert [path.stat().st_size for path in tmp_path.iterdir()] == [2 << 20] * 4
+    fio.clear(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_llama_is_near_the_size_and_the_same_everywhere() -> None:
     for wanted in (5e6, 2.1e9, 98e9):
-        assert choose_layout(int(wanted)).state_bytes == pytest.approx(wanted, rel=0.15)
-    layout = choose_layout(3_000_000)
-    state = build(layout)
-    flat = flatten(state)
-    assert sum(tensor.numel() * tensor.element_size() for tensor in flat.values()) == layout.state_bytes
+        assert choose_llama(int(wanted)).state_bytes == pytest.approx(wanted, rel=0.15)
+    flat = flatten(build(choose_llama(3_000_000)))
     assert flat["model.model.layers.0.mlp.down_proj.weight"].dtype == torch.bfloat16
     assert flat["optimizer.state.lm_head.weight.exp_avg_sq"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("shape", ["llama", "small"])
+@pytest.mark.parametrize("phase", [None, 64, 2112])
+def test_states_have_their_size_and_phase_and_every_byte_counts(shape: str, phase: int | None) -> None:
+    layout = choose_layout(shape, 3_000_000)
+    state = build(layout, phase)
+    flat = flatten(state)
+    assert sum(tensor.numel() * tensor.element_size() for tensor in flat.values()) == layout.state_bytes
+    assert phase is None or {tensor.data_ptr() % 4096 for tensor in flat.values()} == {phase}
     assert is_exact(state)
-    flat["model.lm_head.weight"].view(torch.int16)[-1, -1] ^= 1
+    list(flat.values())[-1].view(-1).view(torch.int16)[-1] ^= 1
     assert not is_exact(state)
     spoil(state)
     assert not is_exact(state)
@@ -123,21 +171,48 @@ def test_cooled_files_are_not_in_the_page_cache(tmp_path: Path) -> None:
     assert meter.cool([path])
 
 
-def test_rivals_save_and_loads_exactly(tmp_path: Path) -> None:
-    told = tmp_path / "raw.json"
-    command = [
-        sys.executable, str(ROOT / "bench" / "run.py"), "--bytes", "2e6", "--rounds", "1",
-        "--settle-s", "0", "--passes", "1",
-        "--directory", str(tmp_path), "--json", str(told), "--markdown", str(tmp_path / "tables.md"),
-        "--only", "flowstone", "torch", "dcp-async",
+def test_the_meter_sees_what_a_living_child_uses() -> None:
+    work = (
+        "x = bytearray(64 << 20); x[::4096] = bytes(len(x) // 4096); "
+        "print(sum(range(10**7)), flush=True); input()"
+    )
+    before_bytes, watch = meter.resident_bytes(), meter.Meter()
+    with subprocess.Popen(
+        [sys.executable, "-c", work], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        alive = watch.read()
+        child.communicate("\n")
+    ended = watch.read()
+    assert alive.peak_bytes - before_bytes >= 64 << 20
+    assert alive.cpu_s > 0.05
+    assert ended.cpu_s >= alive.cpu_s - 0.02  # a tick of the kernel's clock for each of two numbers
+
+
+def test_a_run_from_end_to_end(tmp_path: Path) -> None:
+    told, tables, update = tmp_path / "raw.json", tmp_path / "tables.md", tmp_path / "doc.md"
+    update.write_text(f"{document.BEGIN}\n{document.END}\n")
+    program = [sys.executable, str(ROOT / "bench" / "run.py"), "--json", str(told), "--update", str(update)]
+    measure = [
+        *program, "--bytes", "2e6", "--rounds", "1", "--settle-s", "0", "--passes", "1", "--directory", str(tmp_path),
+        "--plots", str(tmp_path / "figures"), "--only", "flowstone", "torch", "flowstone-x4",
     ]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
+
+    def call(command: list[str]) -> str:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert "Flowstone against its rivals" in call(measure)
     raw = json.loads(told.read_text())
     assert [m["error"] for m in raw["measured"]] == [None] * 7
     assert all(sample["exact"] for m in raw["measured"] for sample in m["outcome"]["loads"])
     assert {e.name: e.saves for e in ENTRIES}["flowstone"] == len(raw["measured"][0]["outcome"]["saves"])
-    assert "Flowstone against its rivals" in done.stdout
-    assert (tmp_path / "tables.md").read_text().startswith(table.BEGIN)
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
+    assert [len(m["outcome"]["parts"]) for m in raw["measured"] if m["rival"] == "flowstone-x4"] == [4, 4]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["figures"]
+    call([*measure, "--resume"])  # all its rounds are there
+    assert json.loads(told.read_text()) == raw
+    call([*program[:2], "--from", str(told), "--markdown", str(tables)])
+    assert "four processes at once" in tables.read_text()

@@ -1,0 +1,168 @@
+"""What Flowstone was to reach, and whether it did: a line for each goal that this run can tell about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from bench import figures
+from bench.figures import Spread
+from bench.records import Run
+from bench.rivals import OURS, entry
+
+OF_DEVICE, FLOOR_OF_DEVICE = 0.95, 0.90
+TIMES_FASTER = (
+    ("torchsnapshot", 4.5), ("dcp-async", 7.0), ("torch", 6.0),
+    ("torchsnapshot-each", 7.6), ("datastates", 3.9),  # the setting of Gossman et al., 2512.24511
+)
+CPU_IN_PLACE, CPU_THROUGH_ARENA = 0.15, 0.30  # seconds for each GB, digests on
+ARENA_BYTES = (256 + 64) << 20  # the budget of "flowstone-arena-256", and what else may grow
+OF_UNBOUNDED_ARENA, OF_BULK, OF_URING = 0.90, 0.5, 0.90
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """Something that was to be reached; `reached` is None where it could not be measured.
+
+    wanted   at least, or at most
+    floor    what a miss must not fall below
+    """
+
+    text: str
+    reached: Spread | None
+    wanted: float
+    floor: float | None = None
+    at_most: bool = False
+    digits: int = 2
+
+    @property
+    def is_met(self) -> bool:
+        if self.reached is None:
+            return False
+        return self.reached.median <= self.wanted if self.at_most else self.reached.median >= self.wanted
+
+    def __str__(self) -> str:
+        verdict = "pass" if self.is_met else "miss"
+        bound = "at most" if self.at_most else "at least"
+        floor = "" if self.floor is None else f" (floor {self.floor:.{self.digits}f})"
+        wanted = f"{bound} {self.wanted:.{self.digits}f}{floor}"
+        return f"{verdict}  {self.text}: {cell(self.reached, self.digits)}, goal {wanted}"
+
+
+def cell(spread: Spread | None, digits: int = 2) -> str:
+    """Median (lowest-highest)."""
+    if spread is None:
+        return "-"
+    if spread.low == spread.high:
+        return f"{spread.median:.{digits}f}"
+    return f"{spread.median:.{digits}f} ({spread.low:.{digits}f}-{spread.high:.{digits}f})"
+
+
+def goals(run: Run) -> tuple[Goal, ...]:
+    """In the order of the goals' table. A goal about a row that was not asked for is left out."""
+    found = [*_against_device(run), *_against_rivals(run), *_cpu(run), *_arena(run), *_small(run)]
+    return (*found, *_at_once(run), *_without_uring(run))
+
+
+def _took_part(run: Run, *names: str) -> bool:
+    """Whether all were asked for; one that failed was."""
+    present = {measured.rival for measured in run.measured}
+    return all(name in present for name in names)
+
+
+def _when() -> Iterator[tuple[bool, str]]:
+    yield True, "first save of a process"
+    yield False, "later saves"
+
+
+def _how(name: str) -> str:
+    return entry(name).loads[0]
+
+
+def _against_device(run: Run) -> Iterator[Goal]:
+    if not _took_part(run, OURS):
+        return
+    write, read = figures.device_rates(run, "write"), figures.device_rates(run, "read")
+    for first, title in _when():
+        reached = figures.ratios(figures.save_rates(run, OURS, first=first), write)
+        text = f"durable save, {title}, of fio's write rate"
+        yield Goal(text, figures.spread(reached), OF_DEVICE, FLOOR_OF_DEVICE)
+    reached = figures.ratios(figures.load_rates(run, OURS, _how(OURS)), read)
+    text = "cold load into existing tensors, fresh process, of fio's read rate"
+    yield Goal(text, figures.spread(reached), OF_DEVICE, FLOOR_OF_DEVICE)
+
+
+def _against_rivals(run: Run) -> Iterator[Goal]:
+    for name, wanted in TIMES_FASTER:
+        if not _took_part(run, OURS, name):
+            continue
+        for first, title in _when():
+            ours, theirs = (figures.save_rates(run, who, first=first) for who in (OURS, name))
+            text = f"durable save, {title}, times the rate of {entry(name).title}"
+            yield Goal(text, figures.spread(figures.ratios(ours, theirs)), wanted, digits=1)
+
+
+def _cpu(run: Run) -> Iterator[Goal]:
+    for name, wanted, saved, loaded in (
+        ("flowstone-direct", CPU_IN_PLACE, "from host memory", "in phase"),
+        ("flowstone-arena", CPU_THROUGH_ARENA, "through the arena", "out of phase"),
+    ):
+        if not _took_part(run, name):
+            continue
+        text = f"CPU-seconds per GB, save {saved}, later saves"
+        yield Goal(text, figures.spread(figures.save_cpu(run, name)), wanted, at_most=True)
+        text = f"CPU-seconds per GB, load {loaded}"
+        yield Goal(text, figures.spread(figures.load_cpu(run, name, _how(name))), wanted, at_most=True)
+
+
+def _arena(run: Run) -> Iterator[Goal]:
+    bounded, unbounded = "flowstone-arena-256", "flowstone-arena"
+    if not _took_part(run, bounded, unbounded):
+        return
+    rates = [figures.save_rates(run, name, first=False) for name in (bounded, unbounded)]
+    text = "arena of 256 MiB, direct writes off, later saves, of the rate with an arena as large as the state"
+    yield Goal(text, figures.spread(figures.ratios(*rates)), OF_UNBOUNDED_ARENA)
+    peaks = [
+        peak for first, _ in _when()
+        for peak in figures.values(figures.saves(run, bounded, first=first), lambda s: s.extra_peak_bytes / 1e6)
+    ]
+    text = "arena of 256 MiB, direct writes off, extra peak memory in MB"
+    yield Goal(text, figures.spread(peaks), ARENA_BYTES / 1e6, at_most=True, digits=0)
+
+
+def _small(run: Run) -> Iterator[Goal]:
+    name = "flowstone-small"
+    if not _took_part(run, name, OURS):
+        return
+    saves = [figures.save_rates(run, who, first=False) for who in (name, OURS)]
+    text = "50,000 tensors of 4 KiB, later saves (plan cached), of the bulk rate"
+    yield Goal(text, figures.spread(figures.ratios(*saves)), OF_BULK)
+    bulk = figures.load_rates(run, OURS, _how(OURS))
+    loads = figures.load_rates(run, name, _how(name), first=False)
+    text = "50,000 tensors of 4 KiB, second cold load of a process, of the bulk rate"
+    yield Goal(text, figures.spread(figures.ratios(loads, bulk)), OF_BULK)
+
+
+def _at_once(run: Run) -> Iterator[Goal]:
+    name = "flowstone-x4"
+    if not _took_part(run, name):
+        return
+    write, read = figures.many_device_rates(run, "write"), figures.many_device_rates(run, "read")
+    for first, title in _when():
+        reached = figures.ratios(figures.save_rates(run, name, first=first), write)
+        yield Goal(f"four processes at once, {title}, of four fio jobs", figures.spread(reached), OF_DEVICE)
+    reached = figures.ratios(figures.load_rates(run, name, _how(name)), read)
+    yield Goal("four processes at once, cold loads, of four fio jobs", figures.spread(reached), OF_DEVICE)
+
+
+def _without_uring(run: Run) -> Iterator[Goal]:
+    name = "flowstone-posix"
+    if not _took_part(run, name, OURS):
+        return
+    for first, title in _when():
+        rates = [figures.save_rates(run, who, first=first) for who in (name, OURS)]
+        text = f"io_uring refused, {title}, of the rate with io_uring"
+        yield Goal(text, figures.spread(figures.ratios(*rates)), OF_URING)
+    rates = [figures.load_rates(run, who, _how(who)) for who in (name, OURS)]
+    text = "io_uring refused, cold load, of the rate with io_uring"
+    yield Goal(text, figures.spread(figures.ratios(*rates)), OF_URING)

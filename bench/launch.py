@@ -1,0 +1,131 @@
+"""Worker processes: from tasks to what was measured."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from bench.records import Measured, Outcome, Task, joined
+from bench.worker import READY
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMEOUT_S = 1800.0  # of one worker; the slowest rival needs minutes for 5 GB
+
+
+class WorkerError(Exception):
+    """A worker ended without an outcome; the last that it said."""
+
+
+def work(tasks: Sequence[Task], number: int, *, python: Path, io_uring: bool) -> Measured:
+    """One process for each task, all at once, and what they did together in round `number`."""
+    first = tasks[0]
+    with tempfile.TemporaryDirectory() as desk:
+        workers = [_Worker(Path(desk, str(at)), task, python, io_uring) for at, task in enumerate(tasks)]
+        timer = threading.Timer(TIMEOUT_S, _stop, (workers,))
+        timer.start()
+        try:
+            if first.gated:
+                for _ in range(first.times):
+                    _open_gate(workers)
+            outcomes = [worker.outcome() for worker in workers]
+        except WorkerError as error:
+            timed_out = f"no end after {TIMEOUT_S:.0f} s" if not timer.is_alive() else str(error)
+            return Measured(first.rival, number, None, f"{first.what}: {timed_out}")
+        finally:
+            timer.cancel()
+            for worker in workers:
+                worker.end()
+    return Measured(first.rival, number, joined(outcomes))
+
+
+def _stop(workers: Sequence[_Worker]) -> None:
+    for worker in workers:
+        worker.stop()
+
+
+def _open_gate(workers: Sequence[_Worker]) -> None:
+    """Once all are ready for their next timer, let all start."""
+    for worker in workers:
+        worker.wait_ready()
+    for worker in workers:
+        worker.let_start()
+
+
+class _Worker:
+    """A running worker, leader of a group with all that it starts; nothing of it outlives `end`.
+
+    Its standard error goes to a file: a full pipe would stop it.
+    """
+
+    def __init__(self, desk: Path, task: Task, python: Path, io_uring: bool) -> None:
+        desk.mkdir()
+        task_path, self._outcome_path = desk / "task.json", desk / "outcome.json"
+        self._said_path = desk / "said"
+        task_path.write_bytes(msgspec.json.encode(task))
+        command = [str(python), "-m", "bench.worker", str(task_path), str(self._outcome_path)]
+        if not io_uring:
+            command = [sys.executable, "-m", "bench.seccomp", *command]
+        output = subprocess.PIPE if task.gated else subprocess.DEVNULL
+        with self._said_path.open("wb") as said:
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, env=environment(), stdin=subprocess.PIPE, stdout=output, stderr=said, bufsize=0,
+                start_new_session=True,
+            )
+
+    def wait_ready(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.strip() == READY.encode():
+                return
+        raise WorkerError(self._last_words())
+
+    def let_start(self) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(b"\n")
+        except BrokenPipeError as error:
+            raise WorkerError(self._last_words()) from error
+
+    def outcome(self) -> Outcome:
+        self._wait_exit()
+        if self._process.returncode != 0:
+            raise WorkerError(self._last_words())
+        return msgspec.json.decode(self._outcome_path.read_bytes(), type=Outcome)
+
+    def stop(self) -> None:
+        """Kill the group, from any thread. Only while the worker is not reaped: its number is still its own."""
+        if self._process.returncode is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Kill what is left, and reap."""
+        self.stop()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def _wait_exit(self) -> None:
+        """Until the worker has ended by itself; then end what it has left behind."""
+        os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        self.end()
+
+    def _last_words(self) -> str:
+        if self._process.returncode is None:
+            self._wait_exit()
+        said = self._said_path.read_text(errors="replace").strip().splitlines()
+        return said[-1] if said else f"ended with {self._process.returncode}"
+
+
+def environment() -> dict[str, str]:
+    """The caller's, with its import paths made absolute, since workers start in the repository's root."""
+    paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *paths])}

@@ -1,0 +1,155 @@
+"""Every row of the programme saves and loads a tiny state exactly, where its package is installed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import made_up
+import pytest
+
+from bench import environments
+from bench.launch import work
+from bench.records import Outcome
+from bench.rivals import ENTRIES, FLOWSTONE, RIVALS, SHORT, Entry
+from bench.worker import perform
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENTS = ROOT / "runs" / "bench" / "environments"
+HERE = [entry for entry in ENTRIES if entry.environment is None and entry.io_uring]
+ELSEWHERE = [entry for entry in ENTRIES if entry.environment is not None]
+REFUSED = next(entry for entry in FLOWSTONE if not entry.io_uring)
+
+
+def check(saved: Outcome | None, loaded: list[Outcome | None]) -> None:
+    assert saved is not None
+    assert [sample.number for sample in saved.saves] == [1, 2]
+    for sample in saved.saves:
+        assert 0 < sample.blocked_s <= sample.durable_s
+        assert sample.files > 0
+        assert sample.file_bytes > 0.8 * saved.payload_bytes  # one rival compresses
+    for outcome in loaded:
+        assert outcome is not None
+        assert [(sample.number, sample.exact) for sample in outcome.loads] == [(1, True), (2, True)]
+        assert all(sample.cold is not False for sample in outcome.loads)
+
+
+@pytest.mark.parametrize("entry", HERE, ids=lambda entry: entry.name)
+def test_saves_and_loads_exactly(entry: Entry, tmp_path: Path) -> None:
+    saved = perform(made_up.task(entry, "save", "", tmp_path))
+    check(saved, [perform(made_up.task(entry, "load", how, tmp_path)) for how in entry.loads])
+
+
+@pytest.mark.parametrize("entry", ELSEWHERE, ids=lambda entry: entry.name)
+def test_saves_and_loads_exactly_in_its_own_environment(entry: Entry, tmp_path: Path) -> None:
+    assert entry.environment is not None
+    if not environments.is_made(ENVIRONMENTS / entry.environment, entry.environment):
+        pytest.skip(f"environment {entry.environment} is not made; `make bench-full` makes it")
+    python = environments.Environment(ENVIRONMENTS).python(entry.environment)
+    done = [
+        work([made_up.task(entry, what, how, tmp_path)], 1, python=python, io_uring=True)
+        for what, how in (("save", ""), *(("load", how) for how in entry.loads))
+    ]
+    assert [measured.error for measured in done] == [None] * len(done)
+    saved, *loaded = (measured.outcome for measured in done)
+    check(saved, loaded)
+
+
+def test_refused_io_uring_is_refused_and_flowstone_falls_back(tmp_path: Path) -> None:
+    python = Path(sys.executable)
+    done = work([made_up.task(REFUSED, "save", "", tmp_path)], 1, python=python, io_uring=False)
+    assert done.error is None
+    assert done.outcome is not None
+    assert done.outcome.note.startswith("posix")
+
+
+def test_the_filter_refuses_io_uring_and_nothing_else() -> None:
+    try_it = (
+        "import ctypes, errno; libc = ctypes.CDLL(None, use_errno=True); "
+        "room = ctypes.create_string_buffer(256); result = libc.syscall(425, 4, room); "
+        "print(result, errno.errorcode.get(ctypes.get_errno())); print(open('/proc/self/status').read())"
+    )
+    command = [sys.executable, "-m", "bench.seccomp", sys.executable, "-c", try_it]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    first, *status = done.stdout.splitlines()
+    assert first == "-1 EPERM"
+    assert "Seccomp:\t2" in status
+
+
+def test_a_worker_that_fails_is_a_row_with_its_last_words(tmp_path: Path) -> None:
+    task = made_up.task(RIVALS[0], "load", "torch.load", tmp_path)  # of nothing
+    done = work([task], 3, python=Path(sys.executable), io_uring=True)
+    assert (done.rival, done.round, done.outcome) == ("torch", 3, None)
+    assert done.error is not None
+    assert done.error.startswith("load: FileNotFoundError")
+
+
+def test_pins_are_exact_and_complete() -> None:
+    names = {entry.environment for entry in ENTRIES if entry.environment is not None}
+    assert {path.stem for path in environments.PINS.glob("*.txt")} == names
+    for name in names:
+        lines = (environments.PINS / f"{name}.txt").read_text().splitlines()
+        pinned = [line for line in lines if not line.startswith("#")]
+        assert all(line.count("==") == 1 for line in pinned)
+        assert environments.pinned(name) == pinned[0].replace("==", " ")
+
+
+def test_an_environment_that_cannot_be_made_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wrong.txt").write_text("no such requirement\n")
+    monkeypatch.setattr(environments, "PINS", tmp_path)
+    with pytest.raises(environments.CannotInstallError, match="Invalid requirement"):
+        environments.Environment(tmp_path / "made").python("wrong")
+    assert not environments.is_made(tmp_path / "made" / "wrong", "wrong")
+
+
+def test_an_environment_sees_the_packages_below_and_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "none.txt").write_text("")
+    monkeypatch.setattr(environments, "PINS", tmp_path)
+    made = environments.Environment(tmp_path / "made")
+    python = made.python("none")
+    command = [str(python), "-c", "import msgspec, sys; print(sys.prefix)"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == str(tmp_path / "made" / "none")
+    stamp = python.parent.stat().st_ctime_ns
+    assert made.python("none").parent.stat().st_ctime_ns == stamp
+    (tmp_path / "none.txt").write_text("# other pins\n")
+    assert made.python("none").parent.stat().st_ctime_ns != stamp
+
+
+def test_the_programme_is_consistent() -> None:
+    assert len({entry.name for entry in ENTRIES}) == len({entry.title for entry in ENTRIES}) == len(ENTRIES)
+    assert set(SHORT) <= {entry.name for entry in ENTRIES if entry.environment is None}
+
+
+def test_nothing_outlives_a_conductor_that_is_told_to_stop(tmp_path: Path) -> None:
+    command = [
+        sys.executable, str(ROOT / "bench" / "run.py"), "--bytes", "2e6", "--only", "torch", "--settle-s", "60",
+        "--directory", str(tmp_path),
+    ]
+    environment = os.environ | {"PATH": "", "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as conductor:
+        while not (workers := _workers_in(tmp_path)):
+            assert conductor.poll() is None
+            time.sleep(0.05)
+        conductor.terminate()
+    assert conductor.returncode == 128 + 15
+    assert not any(Path("/proc", str(pid)).exists() for pid in workers)
+    assert list(tmp_path.iterdir()) == []
+
+
+def _workers_in(directory: Path) -> list[int]:
+    """Processes that rest before a timer: they have opened what their task names."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_text().split("\0")
+            task = next((Path(word) for word in words if word.endswith("task.json")), None)
+            if task is not None and str(directory) in task.read_text():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found

@@ -34,7 +34,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpointer": _BASE
     | {"format", "plan", "store", "stage", "commit", "state", "ranks", "reader", "saves", "loading", "progress"}
     | {"_native"},
-    "cli": _BASE | {"format", "store", "commit", "reader", "progress", "demo"},
+    "study": _BASE | {"format", "plan", "store", "stage", "commit", "reader", "_native"},
+    "cli": _BASE | {"format", "store", "commit", "reader", "progress", "demo", "study"},
     "demo": {"flowstone", "events"},
     "__init__": _BASE | {"reader", "checkpointer", "loading", "saves", "state"},
     "__main__": {"cli"},

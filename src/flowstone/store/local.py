@@ -4,34 +4,41 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import shutil
 import stat
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
+import msgspec
 import numpy as np
 
 from flowstone import _native
-from flowstone.config import BLOCK_BYTES, KIB, POLL_S, READ_REQUEST_BYTES, EngineOptions
+from flowstone.config import BLOCK_BYTES, KIB, POLL_S, Direct, Direction, EngineOptions
 from flowstone.errors import CancelledError, FlowstoneError, FullError, LockedError, StorageError
 from flowstone.format.manifest import IoRecord
 from flowstone.store.base import FilePlan, ReadReceipt, Receipt
+from flowstone.store.settings import Settings, find_settings
 from flowstone.store.system import System
 
 LOCK_NAME = "flowstone.lock"
 _GAP_BYTES = 64 * KIB  # of padding that is cheaper to write than to split a request at
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
+_log = logging.getLogger("flowstone")
+
 
 class LocalStore:
     """See store.base.Store. Nothing is created or probed before the first write.
 
-    system  what the disk is changed by; tests put a simulation there
+    options  what the caller says of how bytes move; the rest is looked up once, when bytes first do
+    system   what the disk is changed by; tests put a simulation there
     """
 
     def __init__(
@@ -40,7 +47,8 @@ class LocalStore:
         self.root = Path(root).absolute()
         self.system = system or System()
         self._options = options or EngineOptions()
-        self._engine: _native.Engine | None = None
+        self._settings: Mapping[Direction, Settings] | None = None
+        self._engines: dict[tuple[str, int, int, int], _native.Engine] = {}  # by what they were made of
         self._lock_fd: int | None = None
         self._write_alignment: int | None = None
         self._read_alignment: int | None = None
@@ -163,9 +171,11 @@ class LocalStore:
     # Bulk bytes
 
     def write(self, files: Sequence[FilePlan], rows: _native.WriteRows, arena: _native.Arena) -> LocalWriting:
-        alignment = self._alignment_to_write()
+        settings = self.settings("write")
         opened: list[tuple[int, FilePlan]] = []
         needed = sum(file.bytes for file in files)
+        alignment = self._alignment_to_write(settings.direct_at(needed))
+        request_bytes = min(settings.tuning.request_bytes, arena.block_bytes)  # a tight budget has smaller blocks
         try:
             for file in files:
                 with self._told("create", file.path, needed_bytes=needed):
@@ -178,29 +188,39 @@ class LocalStore:
                 for fd, file in opened
             ]
             # These files are this job's alone, so that gaps between slots may be written as zeros.
-            job = self._open_engine().write(
-                arena, natives, rows, gap_bytes=_GAP_BYTES, in_place=self._options.write_in_place
-            )
+            engine = self._open_engine(settings, request_bytes)
+            job = engine.write(arena, natives, rows, gap_bytes=_GAP_BYTES, in_place=settings.tuning.in_place)
         except BaseException:
             for fd, _ in opened:
                 os.close(fd)
             raise
-        return LocalWriting(self, job, opened, alignment)
+        tuning = settings.tuning
+        io = IoRecord(
+            backend=engine.backend, alignment=alignment, request_bytes=request_bytes, queue_depth=tuning.queue_depth,
+            workers=tuning.workers, copied_bytes=0, direct_bytes=0, requests=0, origin=settings.origin,
+            explicit=settings.explicit,
+        )
+        return LocalWriting(self, job, opened, io)
 
     def read_extents(
-        self, paths: Sequence[str], rows: _native.ReadRows, arena: _native.Arena, *, stop_at_bad: bool = True
+        self, paths: Sequence[str], rows: _native.ReadRows, arena: _native.Arena, *, wanted_bytes: int,
+        stop_at_bad: bool = True, past_cache: bool = False,
     ) -> LocalReading:
+        settings = self.settings("read")
         fds: list[int] = []
+        direct = settings.direct if past_cache else settings.direct_at(wanted_bytes)
         try:
             natives = []
             for path in paths:
                 with self._told("open", path):
-                    fd, alignment = self._open_to_read(path)
+                    fd, alignment = self._open_to_read(path, direct)
                 fds.append(fd)
                 natives.append(_native.File(fd=fd, path=str(self.root / path), alignment=alignment))
-            job = self._open_engine().read(
-                arena, natives, rows, stop_at_bad=stop_at_bad, in_place=self._options.read_in_place,
-                request_bytes=READ_REQUEST_BYTES,
+            # Made as one for writing, so that both directions share it where they are tuned alike.
+            engine = self._open_engine(settings, self.settings("write").tuning.request_bytes)
+            job = engine.read(
+                arena, natives, rows, stop_at_bad=stop_at_bad, in_place=settings.tuning.in_place,
+                request_bytes=settings.tuning.request_bytes,
             )
         except BaseException:
             for fd in fds:
@@ -209,43 +229,57 @@ class LocalStore:
         return LocalReading(self, job, fds)
 
     def close(self) -> None:
-        """Stop the engine and give the lock back."""
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        """Stop the engines and give the lock back."""
+        while self._engines:
+            self._engines.popitem()[1].close()
         self.unlock()
 
     def forget(self) -> None:
         """In a forked child: threads are gone and the lock is the parent's; drop both, touch neither."""
-        self._engine = None
+        self._engines.clear()
         self.unlock()
+
+    # Settings and engines
 
     @property
     def options(self) -> EngineOptions:
         return self._options
 
-    def backend(self) -> str:
-        """The engine's backend, "io_uring" or "posix"; starts it."""
-        return self._open_engine().backend
+    def settings(self, direction: Direction) -> Settings:
+        if self._settings is None:
+            self._settings = find_settings(self.root, self._options)
+        return self._settings[direction]
 
-    def _open_engine(self) -> _native.Engine:
-        if self._engine is None:
-            backend = self._options.backend
-            if backend == "auto":
-                backend = "io_uring" if _native.has_io_uring() else "posix"
+    def _open_engine(self, settings: Settings, request_bytes: int) -> _native.Engine:
+        tuning, backend = settings.tuning, self._backend(settings)
+        made_of = (backend, tuning.queue_depth, request_bytes, tuning.workers)
+        if made_of not in self._engines:
             with self._told(f"start the {backend} engine", ""):
-                self._engine = _native.Engine(
-                    backend=backend, queue_depth=self._options.queue_depth,
-                    request_bytes=self._options.request_bytes, workers=self._options.workers,
+                self._engines[made_of] = _native.Engine(
+                    backend=backend, queue_depth=tuning.queue_depth, request_bytes=request_bytes,
+                    workers=tuning.workers,
                 )
-        return self._engine
+        return self._engines[made_of]
 
-    def _alignment_to_write(self) -> int:
-        """BLOCK_BYTES when O_DIRECT works here with real aligned buffers, else 1 (through the page cache)."""
+    def _backend(self, settings: Settings) -> Literal["io_uring", "posix"]:
+        """What the caller insists on; else what was tuned or is better, as far as it can be had here."""
+        wanted = settings.tuning.backend
+        if "backend" in settings.explicit and wanted != "auto":
+            return wanted
+        if wanted == "posix" or _native.has_io_uring():
+            return "posix" if wanted == "posix" else "io_uring"
+        if wanted == "io_uring":
+            _log.warning("%s is tuned for io_uring, which is refused here: POSIX threads instead", self.root)
+        return "posix"
+
+    def _alignment_to_write(self, direct: Direct) -> int:
+        """BLOCK_BYTES when O_DIRECT is wanted and works here with real aligned buffers, else 1 (the page cache)."""
+        if direct == "off":
+            return 1
         if self._write_alignment is None:
             with self._told("probe", ""):
-                needed = 0 if self._options.direct == "off" else _native.probe_direct(str(self.root))
-            if self._options.direct == "on" and not 0 < needed <= BLOCK_BYTES:
+                needed = _native.probe_direct(str(self.root))
+            if direct == "on" and not 0 < needed <= BLOCK_BYTES:
                 raise StorageError(
                     f"{self.root} refuses direct I/O (O_DIRECT)", expected="alignment up to 4096",
                     found=needed or "refused", next='use direct="auto", or another file system',
@@ -253,10 +287,10 @@ class LocalStore:
             self._write_alignment = BLOCK_BYTES if 0 < needed <= BLOCK_BYTES else 1
         return self._write_alignment
 
-    def _open_to_read(self, path: str) -> tuple[int, int]:
+    def _open_to_read(self, path: str, direct: Direct) -> tuple[int, int]:
         """A descriptor and its alignment; direct where a real aligned read of this file succeeds."""
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-        if self._options.direct != "off" and self._read_alignment != 1:
+        if direct != "off" and self._read_alignment != 1:
             try:
                 fd = os.open(self.root / path, flags | os.O_DIRECT)
             except OSError as error:
@@ -308,9 +342,9 @@ class LocalWriting:
     """Segments of one save on their way; owns their descriptors."""
 
     def __init__(
-        self, store: LocalStore, job: _native.WriteJob, opened: Sequence[tuple[int, FilePlan]], alignment: int
+        self, store: LocalStore, job: _native.WriteJob, opened: Sequence[tuple[int, FilePlan]], io: IoRecord
     ) -> None:
-        self._store, self._job, self._opened, self._alignment = store, job, opened, alignment
+        self._store, self._job, self._opened, self._io = store, job, opened, io
 
     @property
     def done_bytes(self) -> int:
@@ -331,12 +365,11 @@ class LocalWriting:
         finally:
             for fd, _ in self._opened:
                 os.close(fd)
-        options = self._store.options
-        io = IoRecord(
-            backend=self._store.backend(), alignment=self._alignment, request_bytes=options.request_bytes,
-            queue_depth=options.queue_depth, copied_bytes=self._job.copied_bytes, direct_bytes=self._job.direct_bytes,
+        job = self._job
+        io = msgspec.structs.replace(
+            self._io, copied_bytes=job.copied_bytes, direct_bytes=job.direct_bytes, requests=job.requests
         )
-        digests = self._job.digests if error is None else np.zeros(0, np.uint64)
+        digests = job.digests if error is None else np.zeros(0, np.uint64)
         return Receipt(error, digests, io)
 
     def _error(self) -> FlowstoneError | None:

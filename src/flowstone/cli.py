@@ -4,36 +4,48 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import Progress
 from rich.table import Table
 
 from flowstone._version import __version__
 from flowstone.commit import catalog
+from flowstone.config import MIB, Tuning
 from flowstone.errors import FlowstoneError, FormatError, NotAStoreError
-from flowstone.format.manifest import MANIFEST_NAME, step_directory
+from flowstone.format.manifest import MANIFEST_NAME, IoRecord, step_directory
 from flowstone.format.objects import Named, TensorRef
 from flowstone.progress import terminal_progress
 from flowstone.reader import Checkpoint, check_store, open_checkpoint
 from flowstone.store.local import LocalStore
+
+if TYPE_CHECKING:
+    from flowstone.study.search import Gain
+    from flowstone.study.tune import Found
 
 app = typer.Typer(
     help="Checkpoints of large-model training: list, look into, verify.", no_args_is_help=True,
     pretty_exceptions_enable=False, add_completion=False,
 )
 
+_UNFINISHED = (catalog.SAVING, catalog.DELETING, catalog.SUPERSEDED, catalog.TUNING)
 _SHOWN_TENSORS = 40  # rows that `show` prints unless asked for all
 _TEXT_MAX = 60  # characters of a plain value in a table
 
+OnTrial = Callable[[str, int, int], None]
 StorePath = Annotated[Path, typer.Argument(metavar="PATH", help="A store, or one checkpoint's own directory.")]
 Step = Annotated[int | None, typer.Option("--step", help="Which step; the newest if left out.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+bench_app = typer.Typer(help="Measure a file system.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
 
 
 def main() -> None:
@@ -92,9 +104,9 @@ def show(
     console.print(f"[bold]step {manifest.step}[/] in {escape(checkpoint.path)}")
     console.print(
         f"saved {_local(manifest.created)} by {manifest.writer} from {manifest.ranks} rank(s); {manifest.tensors:,} "
-        f"tensors, {_size(manifest.data_bytes)} in {len(manifest.segments)} segment(s); engine {manifest.io.backend}, "
-        f"{'direct' if manifest.io.alignment > 1 else 'buffered'}"
+        f"tensors, {_size(manifest.data_bytes)} in {len(manifest.segments)} segment(s)"
     )
+    console.print(f"written by {_io(manifest.io)}")
     table = Table("tensor", "dtype", "shape", "size", "pieces")
     names = list(tensors)
     for name in names if everything else names[:_SHOWN_TENSORS]:
@@ -156,6 +168,86 @@ def demo(
     raise typer.Exit(status)
 
 
+@bench_app.command()
+def tune(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A store, or any directory of the mount to be tuned.")],
+    store: Annotated[bool, typer.Option("--store", help="Keep the result in the store PATH.")] = False,
+    user: Annotated[bool, typer.Option("--user", help="Keep it in your own file for the whole mount.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="In less than a minute, instead of five.")] = False,
+    total_bytes: Annotated[
+        int | None, typer.Option("--bytes", min=2 * MIB, help="Of a trial; as many as the time allows.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure and tell, keep nothing.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Find what moves a store's bytes fastest on its mount, and keep it where it beats the defaults."""
+    from flowstone.study import tune as study  # only this verb needs what it measures with
+
+    if store and user:
+        raise typer.BadParameter("the result is kept by --store or by --user, not by both")
+    where: Literal["store", "user"] | None = "store" if store else "user" if user else None
+    with _told(as_json), _trials_shown() as on_progress:
+        report = study.tune(
+            path, where=where, total_bytes=total_bytes, quick=quick, dry_run=dry_run, on_progress=on_progress
+        )
+    if as_json:
+        _print_json(msgspec.to_builtins(report))
+        return
+    console = _console()
+    console.print(
+        f"{escape(report.place)}: {_size(report.bytes)} a trial, {report.seconds:.0f} s, "
+        f"{'direct I/O works' if report.direct else 'direct I/O is refused'}"
+    )
+    for found in (report.write, report.read):
+        _console_found(console, found)
+    if not report.cold:
+        console.print("\nfiles could not be kept out of the page cache: reads were not, or not surely, cold")
+    if report.stored is None:
+        console.print("\na dry run: nothing was kept")
+    else:
+        console.print(f"\nkept in {report.stored}; remove it to have the defaults back", markup=False, soft_wrap=True)
+
+
+def _console_found(console: Console, found: Found) -> None:
+    console.print(f"\n[bold]{found.direction}[/]")
+    console.print(f"  defaults  {_tuning(found.defaults)}")
+    if found.best != found.defaults:
+        console.print(f"  fastest   {_tuning(found.best)}")
+    if found.gain is not None:
+        console.print(f"  gain      {_ratio(found.gain)} times as fast as the defaults")
+    for size in found.sizes:
+        if size.gain.certain:
+            console.print(f"  {_size(size.bytes):<9} {_ratio(size.gain)} times as fast buffered as direct")
+    console.print(f"  kept      {found.verdict}")
+
+
+def _ratio(gain: Gain) -> str:
+    """A gain, and between what it lies with 95 % certainty."""
+    return f"{gain.ratio:.2f} ({gain.low:.2f} to {gain.high:.2f})"
+
+
+def _tuning(tuning: Tuning) -> str:
+    """Settings in words."""
+    start = tuning.direct_from_bytes
+    cache = "buffered" if start is None else f"direct from {_size(start)} on" if start else "direct"
+    place = ", in place" if tuning.in_place else ", through the arena"
+    return (
+        f"{tuning.request_bytes / MIB:.3g} MiB x {tuning.queue_depth}, {tuning.backend}, {tuning.workers} worker(s), "
+        f"{cache}{place}"
+    )
+
+
+@contextmanager
+def _trials_shown() -> Iterator[OnTrial | None]:
+    """A bar on a terminal; nothing where standard error is none."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda what, done, planned: bar.update(task, description=what, completed=done, total=planned)
+
+
 def _listing(path: Path) -> tuple[list[dict[str, object]], list[str]]:
     """A row for each checkpoint, newest last, and the names of what is none."""
     store = LocalStore(path)
@@ -170,7 +262,7 @@ def _listing(path: Path) -> tuple[list[dict[str, object]], list[str]]:
             rows.append(_row(open_checkpoint(path, step)))
         except FormatError as error:
             rows.append({"step": step, "directory": step_directory(step), "error": str(error)})
-    leftovers = [n for n in store.names() if n.startswith((catalog.SAVING, catalog.DELETING, catalog.SUPERSEDED))]
+    leftovers = [n for n in store.names() if n.startswith(_UNFINISHED)]
     return rows, leftovers
 
 
@@ -195,9 +287,21 @@ def _shown(checkpoint: Checkpoint) -> dict[str, object]:
         "writer": manifest.writer, "id": manifest.id, "files": files, "tensors": tensors,
         "objects": {section: _plain(value) for section, value in checkpoint.objects.items()},
         "per_rank": {section: [_plain(v) for v in vs] for section, vs in checkpoint.contents.per_rank.items()},
-        "io": {"backend": manifest.io.backend, "alignment": manifest.io.alignment,
-               "request_bytes": manifest.io.request_bytes, "queue_depth": manifest.io.queue_depth},
+        "io": {"direct": manifest.io.alignment > 1} | msgspec.structs.asdict(manifest.io),
     }
+
+
+def _io(io: IoRecord) -> str:
+    """How a checkpoint was written, in words; what its writer did not record is left out."""
+    words = [io.backend, "direct" if io.alignment > 1 else "buffered"]
+    words += [f"{io.queue_depth} requests of up to {io.request_bytes / MIB:g} MiB in flight"]
+    if io.workers is not None:
+        words.append(f"{io.workers} worker(s)")
+    if io.requests is not None:
+        words.append(f"{io.requests:,} requests in all")
+    origin = {None: "", "default": "; default settings", "tuned": "; tuned settings", "explicit": "; explicit settings"}
+    given = f", {', '.join(io.explicit)} as given" if io.explicit and io.origin != "explicit" else ""
+    return ", ".join(words) + origin.get(io.origin, "") + given
 
 
 def _plain(value: object) -> object:

@@ -126,10 +126,12 @@ def _read(path: Path) -> bytes | None:
     """The file's content; None where there is none. Never waits, as on a pipe of that name it would."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    with open(fd, "rb") as file:
+    try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode) or found.st_size > TUNING_BYTES_MAX:
             raise StorageError(f"{path} is not a tuning file")
-        return file.read(TUNING_BYTES_MAX)
+        return os.read(fd, TUNING_BYTES_MAX)
+    finally:
+        os.close(fd)

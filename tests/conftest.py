@@ -18,6 +18,13 @@ import flowstone as fs
 from flowstone.state import describe
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _config_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """An empty directory for the user's files: what somebody tuned on this machine is none of the tests' business."""
+    with mock.patch.dict(os.environ, XDG_CONFIG_HOME=str(tmp_path_factory.mktemp("config"))):
+        yield
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     """Where a store may be made; nothing is there yet."""

@@ -84,6 +84,33 @@ def test_show_json_says_everything(two: Path) -> None:
     assert {file["name"] for file in told["files"]} == {"index.safetensors", "objects.json", "rank-00000.safetensors"}
 
 
+def test_show_tells_how_it_was_written(store: Path) -> None:
+    engine = fs.EngineOptions(backend="posix", direct="off", queue_depth=3, request_bytes=4 << 20, workers=1,
+                              write_in_place=True)
+    with fs.Checkpointer(store, engine=engine) as checkpointer:
+        checkpointer.save(1, {"x": torch.ones(9)})
+    with fs.Checkpointer(store, engine=fs.EngineOptions(backend="posix", direct="off", queue_depth=5)) as checkpointer:
+        checkpointer.save(2, {"x": torch.ones(9)})
+    shown = run("show", store, "--step", 1).stdout.replace("\n", " ")
+    assert "posix, buffered, 3 requests of up to 4 MiB in flight, 1 worker(s)" in shown
+    assert "explicit settings" in shown
+    shown = run("show", store).stdout.replace("\n", " ")
+    assert "default settings, backend, direct, queue_depth as given" in shown
+    io = json.loads(run("show", store, "--step", 1, "--json").stdout)["io"]
+    assert (io["backend"], io["direct"], io["alignment"], io["queue_depth"], io["workers"]) == ("posix", False, 1, 3, 1)
+    assert (io["request_bytes"], io["origin"]) == (4 << 20, "explicit")
+    assert io["requests"] >= 1
+
+
+def test_show_leaves_out_what_an_earlier_writer_did_not_record(two: Path) -> None:
+    later = ("workers", "requests", "origin", "explicit")
+    edit_manifest(two / "step-00000008", lambda m: [m["io"].pop(name) for name in later])
+    done = run("show", two)
+    assert done.exit_code == 0
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("written by"))
+    assert line.endswith("in flight")
+
+
 def test_show_cuts_a_long_list_unless_asked(store: Path) -> None:
     with fs.Checkpointer(store) as checkpointer:
         checkpointer.save(1, {"m": [torch.ones(1)] + [torch.full((1,), float(i)) for i in range(50)]})

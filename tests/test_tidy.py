@@ -34,9 +34,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpointer": _BASE
     | {"format", "plan", "store", "stage", "commit", "state", "ranks", "reader", "saves", "loading", "progress"}
     | {"_native"},
-    "study": {"config", "errors", "_version", "_native"},
-    "cli": _BASE | {"format", "store", "commit", "reader", "progress", "demo", "cli_bench", "cli_output"},
+    "study": _BASE | {"format", "plan", "store", "stage", "commit", "reader", "_native"},
+    "cli": _BASE | {"format", "store", "commit", "reader", "progress", "demo", "cli_output"}
+    | {"cli_bench", "cli_tune"},
     "cli_bench": {"config", "progress", "study", "cli_output"},
+    "cli_tune": {"config", "study", "cli_bench", "cli_output"},
     "cli_output": {"errors"},
     "demo": {"flowstone", "events"},
     "__init__": _BASE | {"reader", "checkpointer", "loading", "saves", "state"},

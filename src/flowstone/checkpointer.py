@@ -62,7 +62,7 @@ from flowstone.ranks import only_rank
 from flowstone.reader import Checkpoint, check_store
 from flowstone.rules import Rule
 from flowstone.saves import Save
-from flowstone.stage.arena import default_budget_bytes, open_arena
+from flowstone.stage.arena import default_budget_bytes, open_write_arena
 from flowstone.stage.capture import Staged, start_capture
 from flowstone.state import describe
 from flowstone.store.base import Store
@@ -80,7 +80,7 @@ class Checkpointer:
     budget_bytes       memory for staging, all in all; None: a quarter of what is available at the first save
     on_error           "raise": a failed save raises at the next call; "continue": it is only an event,
                        until `max_unsaved_steps` steps have passed since the last committed one
-    engine             how bytes move; the defaults were measured
+    engine             how bytes move; what is left out is as tuned for the mount, else a measured default
     on_event           is told every event (see events.py), from the thread where it happens
 
     Not safe to use from several threads at once. A context manager; leaving it, or the end of
@@ -338,7 +338,7 @@ class Checkpointer:
         """The arena, growing towards `touched_bytes` in the background, within the budget."""
         if self._arena is None:
             budget = default_budget_bytes() if self._budget_bytes is None else self._budget_bytes
-            self._arena = open_arena(budget, self._options.request_bytes)
+            self._arena = open_write_arena(self._store, budget)
         self._arena.grow(touched_bytes)
         return self._arena
 

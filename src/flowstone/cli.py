@@ -6,17 +6,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from flowstone import cli_bench
+from flowstone import cli_tune as _cli_tune  # noqa: F401  (its verb joins those of `bench`)
 from flowstone._version import __version__
-from flowstone.cli_output import make_console, print_json, told
+from flowstone.cli_output import make_console, print_json, size_text, told
 from flowstone.commit import catalog
+from flowstone.config import MIB
 from flowstone.errors import FormatError, NotAStoreError
-from flowstone.format.manifest import MANIFEST_NAME, step_directory
+from flowstone.format.manifest import MANIFEST_NAME, IoRecord, step_directory
 from flowstone.format.objects import Named, TensorRef
 from flowstone.progress import terminal_progress
 from flowstone.reader import Checkpoint, check_store, open_checkpoint
@@ -28,6 +31,7 @@ app = typer.Typer(
 )
 app.add_typer(cli_bench.app, name="bench")
 
+_UNFINISHED = (catalog.SAVING, catalog.DELETING, catalog.SUPERSEDED, catalog.TUNING)
 _SHOWN_TENSORS = 40  # rows that `show` prints unless asked for all
 _TEXT_MAX = 60  # characters of a plain value in a table
 
@@ -60,8 +64,8 @@ def ls(path: StorePath, as_json: AsJson = False) -> None:
         for row in rows:
             cells = [str(row["step"])]
             if row["error"] is None:
-                cells += [_local(str(row["created"])), _size(row["bytes"]), f"{row['tensors']:,}", str(row["ranks"])]
-                cells += ["ok"]
+                cells += [_local(str(row["created"])), size_text(row["bytes"])]
+                cells += [f"{row['tensors']:,}", str(row["ranks"]), "ok"]
             else:
                 cells += ["", "", "", "", f"[red]damaged[/]: {escape(str(row['error']).splitlines()[0])}"]
             table.add_row(*cells)
@@ -92,15 +96,16 @@ def show(
     console.print(f"[bold]step {manifest.step}[/] in {escape(checkpoint.path)}")
     console.print(
         f"saved {_local(manifest.created)} by {manifest.writer} from {manifest.ranks} rank(s); {manifest.tensors:,} "
-        f"tensors, {_size(manifest.data_bytes)} in {len(manifest.segments)} segment(s); engine {manifest.io.backend}, "
-        f"{'direct' if manifest.io.alignment > 1 else 'buffered'}"
+        f"tensors, {size_text(manifest.data_bytes)} in {len(manifest.segments)} segment(s)"
     )
+    console.print(f"written by {_io(manifest.io)}")
     table = Table("tensor", "dtype", "shape", "size", "pieces")
     names = list(tensors)
     for name in names if everything else names[:_SHOWN_TENSORS]:
         entry = tensors[name]
         place = str(entry.pieces) if entry.alias_of is None else f"is {entry.alias_of}"
-        table.add_row(escape(name), entry.dtype, "x".join(map(str, entry.shape)) or "scalar", _size(entry.bytes), place)
+        shape = "x".join(map(str, entry.shape)) or "scalar"
+        table.add_row(escape(name), entry.dtype, shape, size_text(entry.bytes), place)
     console.print(table)
     if len(names) > _SHOWN_TENSORS and not everything:
         console.print(f"... and {len(names) - _SHOWN_TENSORS:,} more tensors (--all shows them)")
@@ -131,7 +136,7 @@ def verify(path: StorePath, step: Step = None, as_json: AsJson = False) -> None:
         for name in verified.extra:
             console.print(f"{name}: no part of the checkpoint (harmless)", markup=False)
         state = "every byte is as it was written" if verified.sound else f"damaged in {len(verified.findings)} place(s)"
-        console.print(f"step {verified.step}: {_size(verified.checked_bytes)} checked, {state}", markup=False)
+        console.print(f"step {verified.step}: {size_text(verified.checked_bytes)} checked, {state}", markup=False)
     if not verified.sound:
         raise typer.Exit(1)
 
@@ -170,7 +175,7 @@ def _listing(path: Path) -> tuple[list[dict[str, object]], list[str]]:
             rows.append(_row(open_checkpoint(path, step)))
         except FormatError as error:
             rows.append({"step": step, "directory": step_directory(step), "error": str(error)})
-    leftovers = [n for n in store.names() if n.startswith((catalog.SAVING, catalog.DELETING, catalog.SUPERSEDED))]
+    leftovers = [n for n in store.names() if n.startswith(_UNFINISHED)]
     return rows, leftovers
 
 
@@ -195,8 +200,7 @@ def _shown(checkpoint: Checkpoint) -> dict[str, object]:
         "writer": manifest.writer, "id": manifest.id, "files": files, "tensors": tensors,
         "objects": {section: _plain(value) for section, value in checkpoint.objects.items()},
         "per_rank": {section: [_plain(v) for v in vs] for section, vs in checkpoint.contents.per_rank.items()},
-        "io": {"backend": manifest.io.backend, "alignment": manifest.io.alignment,
-               "request_bytes": manifest.io.request_bytes, "queue_depth": manifest.io.queue_depth},
+        "io": {"direct": manifest.io.alignment > 1} | msgspec.structs.asdict(manifest.io),
     }
 
 
@@ -229,14 +233,18 @@ def _summary(value: object) -> str:
     return text if len(text) <= _TEXT_MAX else text[:_TEXT_MAX] + " ..."
 
 
-def _size(count: object) -> str:
-    size = float(count) if isinstance(count, int) else 0.0
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
-
-
 def _local(created: str) -> str:
     return created.replace("T", " ").replace("+00:00", " UTC")
+
+
+def _io(io: IoRecord) -> str:
+    """How a checkpoint was written, in words; what its writer did not record is left out."""
+    words = [io.backend, "direct" if io.alignment > 1 else "buffered"]
+    words += [f"{io.queue_depth} requests of up to {io.request_bytes / MIB:g} MiB in flight"]
+    if io.workers is not None:
+        words.append(f"{io.workers} worker(s)")
+    if io.requests is not None:
+        words.append(f"{io.requests:,} requests in all")
+    origin = {None: "", "default": "; default settings", "tuned": "; tuned settings", "explicit": "; explicit settings"}
+    given = f", {', '.join(io.explicit)} as given" if io.explicit and io.origin != "explicit" else ""
+    return ", ".join(words) + origin.get(io.origin, "") + given

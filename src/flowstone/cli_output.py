@@ -23,6 +23,16 @@ def print_json(value: object) -> None:
     typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
+def size_text(count: object) -> str:
+    """Bytes in a unit that reads well."""
+    size = float(count) if isinstance(count, int) else 0.0
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
 @contextmanager
 def told(as_json: bool) -> Iterator[None]:
     """End with status 1 and the error's own text, without a traceback."""

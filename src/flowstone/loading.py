@@ -9,13 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from flowstone.config import READ_ARENA_BYTES, READ_REQUEST_BYTES
 from flowstone.pieces import Piece
 from flowstone.plan.match import Match, match, rename, renamed
 from flowstone.plan.read import ReadPlan, plan_reads
 from flowstone.reader import Checkpoint
 from flowstone.rules import Rename, Rule
-from flowstone.stage.arena import open_arena
+from flowstone.stage.arena import open_read_arena
 from flowstone.stage.landing import Landing, land
 from flowstone.stage.scatter import Scattered, raise_damage, scatter
 from flowstone.state import Restoration, Stored, StoredTensor, prepare
@@ -91,7 +90,7 @@ def read(loading: Loading, store: Store, on_progress: Callable[[int], None]) -> 
 
     on_progress  is told the bytes done. Damage is in the result, not raised
     """
-    arena = open_arena(READ_ARENA_BYTES, READ_REQUEST_BYTES)
+    arena = open_read_arena(store)
     try:
         found = scatter(
             store, loading.checkpoint.segment_paths, loading.checkpoint.index, loading.plan, loading.wanted,

@@ -15,19 +15,22 @@ from flowstone.commit import catalog, contents
 from flowstone.commit.contents import inside
 from flowstone.commit.publish import read_marker
 from flowstone.commit.verify import Verified, verify
-from flowstone.config import READ_ARENA_BYTES, READ_REQUEST_BYTES, EngineOptions
+from flowstone.config import EngineOptions
 from flowstone.errors import DamagedError, NoCheckpointError, NotAStoreError, StorageError, UnsupportedStateError
 from flowstone.format.index import Index
 from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME, Manifest, step_directory
 from flowstone.pieces import Box, DType, Memory, Piece
 from flowstone.plan.read import plan_reads
-from flowstone.stage.arena import open_arena
+from flowstone.stage.arena import open_read_arena
 from flowstone.stage.scatter import raise_damage, scatter
 from flowstone.store.base import Store
 from flowstone.store.local import LOCK_NAME, LocalStore
+from flowstone.store.tuning import TUNING_NAME
 
 if TYPE_CHECKING:
     import torch
+
+_OURS = (LOCK_NAME, TUNING_NAME)  # that say nothing yet of a store
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +138,7 @@ class Checkpoint:
         result, memory = _fresh(dtype, box.shape, framework)
         piece = Piece(name, dtype, shape, box)
         plan = plan_reads(self.index, [piece], [row])
-        arena = open_arena(READ_ARENA_BYTES, READ_REQUEST_BYTES)
+        arena = open_read_arena(self._store)
         try:
             found = scatter(self._store, self.segment_paths, self.index, plan, [piece], [memory], arena)
         finally:
@@ -156,7 +159,7 @@ class Checkpoint:
 
     def inspect(self, on_progress: Callable[[int, int], None] | None = None) -> Verified:
         """As `verify`, but damage is in the result instead of raised."""
-        arena = open_arena(READ_ARENA_BYTES, READ_REQUEST_BYTES)
+        arena = open_read_arena(self._store)
         try:
             return verify(self._store, self._directory, arena, on_progress)
         finally:
@@ -203,7 +206,7 @@ def check_store(store: Store) -> None:
         read_marker(store)
         return
     try:
-        foreign = [name for name in store.names() if name != LOCK_NAME and catalog.leftover(name) is None]
+        foreign = [name for name in store.names() if name not in _OURS and catalog.leftover(name) is None]
         checkpoints = catalog.steps(store)
     except StorageError as error:
         if error.errno != errno.ENOTDIR:

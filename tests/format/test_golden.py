@@ -115,6 +115,21 @@ def test_todays_writer_names_version_1(store: Path) -> None:
     assert json.loads((store / "flowstone.json").read_bytes())["flowstone"] == 1
 
 
+def test_what_an_earlier_writer_did_not_record_of_its_io_is_none() -> None:
+    io = fs.open(GOLDEN / "v1").manifest.io
+    assert (io.workers, io.requests, io.origin, io.explicit) == (None, None, None, None)
+    assert io.request_bytes > 0
+
+
+def test_todays_writer_records_all_of_its_io(store: Path) -> None:
+    with fs.Checkpointer(store, engine=fs.EngineOptions(queue_depth=4)) as checkpointer:
+        checkpointer.save(1, {"x": torch.ones(3)})
+    io = json.loads((store / "step-00000001/manifest.json").read_bytes())["io"]
+    assert set(io) == set(fs.open(store).manifest.io.__struct_fields__)
+    assert (io["queue_depth"], io["origin"], io["explicit"]) == (4, "default", ["queue_depth"])
+    assert io["requests"] >= 1
+
+
 def test_golden_checkpoints_stay_small() -> None:
     for version in VERSIONS:
         assert sum(path.stat().st_size for path in (GOLDEN / version).rglob("*")) < 300_000

@@ -216,7 +216,7 @@ class StoreContract:
         assert receipt.error is None
         targets = [np.zeros_like(source) for source in sources]
         rows = read_rows([1, 0], [4096, 8200], targets, receipt.digests)
-        found = finish_reading(store.read_extents(["segment-1", "segment-0"], rows, arena))
+        found = finish_reading(store.read_extents(["segment-1", "segment-0"], rows, arena, wanted_bytes=200 * KIB))
         assert found.error is None
         assert found.bad.size == 0
         for source, target in zip(sources, targets, strict=True):
@@ -296,7 +296,7 @@ class StoreContract:
     def test_missing_segment_is_an_error_that_names_it(self, store: Store, arena: _native.Arena) -> None:
         rows = read_rows([0], [0], [random_bytes(10)], np.zeros(1, np.uint64))
         with pytest.raises(StorageError, match="missing") as caught:
-            store.read_extents(["missing"], rows, arena)
+            store.read_extents(["missing"], rows, arena, wanted_bytes=10)
         assert caught.value.errno == errno.ENOENT
 
     def _write(
@@ -321,4 +321,6 @@ class StoreContract:
         digests: NDArray[np.uint64], *, stop_at_bad: bool = True,
     ) -> ReadReceipt:
         rows = read_rows([0] * len(targets), offsets, targets, digests)
-        return finish_reading(store.read_extents([SEGMENT], rows, arena, stop_at_bad=stop_at_bad))
+        wanted = sum(target.nbytes for target in targets)
+        reading = store.read_extents([SEGMENT], rows, arena, wanted_bytes=wanted, stop_at_bad=stop_at_bad)
+        return finish_reading(reading)

@@ -90,7 +90,8 @@ def test_a_segment_that_shrinks_while_it_is_read_is_damage_that_names_what_was_w
         changed = {name for name in before if after[name] != before[name]}
         assert changed <= {_path(name) for name in caught.value.written}, "changed, and not said so"
         assert "rank-00000.safetensors" in str(caught.value)
-        assert "bytes " in str(caught.value.facts["range"])
+        # Met as the end of the file, or as a block that the shrinking took on the way: either way with its place.
+        assert "bytes " in str(caught.value)
         if caught.value.written:
             with pytest.raises(fs.DamagedError, match="the state must not be saved"):
                 checkpointer.save(2, into)

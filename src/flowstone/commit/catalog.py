@@ -11,12 +11,17 @@ from flowstone.config import Keep
 from flowstone.errors import NoCheckpointError, StorageError
 from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME, Manifest, step_directory, step_of_directory
 from flowstone.store.base import Store
+from flowstone.store.tuning import TUNING_NAME
 
-SAVING, DELETING, SUPERSEDED = ".saving-", ".deleting-", ".superseded-"
-_LEFTOVER_DIRECTORIES = {SAVING: "a save that never finished", DELETING: "a deletion that never finished"}
+SAVING, DELETING, SUPERSEDED, TUNING = ".saving-", ".deleting-", ".superseded-", ".flowstone-tuning-"
+_LEFTOVER_DIRECTORIES = {
+    SAVING: "a save that never finished", DELETING: "a deletion that never finished",
+    TUNING: "a measurement that never finished",
+}
 _LEFTOVER_FILES = {
     f".{MARKER_NAME}-": "a marker that was never put in place",
     ".flowstone-probe-": "a probe for direct I/O that never finished",
+    f".{TUNING_NAME}-": "a tuning that was never put in place",
 }
 
 

@@ -149,7 +149,8 @@ def _check_runs(
     paths = [inside(directory, row.name) for row in segments]
     total = sum(row.bytes for row in segments)
     tell = None if on_progress is None else lambda done: on_progress(done, total)
-    receipt = finish_reading(store.read_extents(paths, rows, arena, stop_at_bad=False), tell)
+    reading = store.read_extents(paths, rows, arena, wanted_bytes=total, stop_at_bad=False, past_cache=True)
+    receipt = finish_reading(reading, tell)
     for position in receipt.bad.tolist():
         run = runs[position]
         findings.append(Finding(segments[run.segment].name, f"{run.what}: not what was written"))

@@ -50,7 +50,13 @@ class FileRow(msgspec.Struct, frozen=True):
 
 
 class IoRecord(msgspec.Struct, frozen=True):
-    """How the segments were written; for people."""
+    """How the segments were written; for people. None: the writer did not say.
+
+    alignment     4096: past the page cache, 1: through it
+    copied_bytes  through the arena; direct_bytes from where they lay
+    origin        of the settings that the caller left open: "default" or "tuned"; "explicit" when none was
+    explicit      the settings that the caller gave, by name
+    """
 
     backend: str
     alignment: int
@@ -58,6 +64,10 @@ class IoRecord(msgspec.Struct, frozen=True):
     queue_depth: int
     copied_bytes: int
     direct_bytes: int
+    workers: int | None = None
+    requests: int | None = None
+    origin: str | None = None
+    explicit: tuple[str, ...] | None = None
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):

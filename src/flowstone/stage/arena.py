@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from flowstone import _native
-from flowstone.config import ARENA_SHARE_OF_AVAILABLE, BUDGET_BYTES_MIN
+from flowstone.config import ARENA_SHARE_OF_AVAILABLE, BUDGET_BYTES_MIN, READ_ARENA_BYTES, WRITE_DEFAULTS
 from flowstone.errors import BudgetError
+from flowstone.store.base import Store
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -40,11 +41,25 @@ def default_budget_bytes() -> int:
     return max(BUDGET_BYTES_MIN, available_bytes() // ARENA_SHARE_OF_AVAILABLE)
 
 
-def open_arena(budget_bytes: int, request_bytes: int) -> _native.Arena:
-    """The pool for at most `budget_bytes`, in blocks of one request. Maps address space, touches nothing.
+def open_write_arena(store: Store, budget_bytes: int) -> _native.Arena:
+    """The pool for saves into `store`, of at most `budget_bytes`. Maps address space, touches nothing.
 
     raises  BudgetError when the budget holds fewer than two requests, or the system has no room for it
     """
+    settings = store.settings("write")
+    request_bytes = settings.tuning.request_bytes
+    if settings.origin == "tuned" and "request_bytes" not in settings.explicit and budget_bytes < 2 * request_bytes:
+        request_bytes = WRITE_DEFAULTS.request_bytes  # a tuning must not make a budget too small that was none before
+    return _open_arena(budget_bytes, request_bytes)
+
+
+def open_read_arena(store: Store) -> _native.Arena:
+    """The pool for one load or check of what `store` holds; its caller closes it."""
+    return _open_arena(READ_ARENA_BYTES, store.settings("read").tuning.request_bytes)
+
+
+def _open_arena(budget_bytes: int, request_bytes: int) -> _native.Arena:
+    """In blocks of one request, so that the engine can fill each with one."""
     if budget_bytes < 2 * request_bytes:
         raise BudgetError(
             f"a budget of {budget_bytes} bytes cannot hold two requests of {request_bytes}",

@@ -63,7 +63,7 @@ def scatter(
         first=np.array(columns.first, np.uint64), last=np.array(columns.last, np.uint64),
         layout=np.array(columns.layout, np.int64), layouts=columns.layouts, digests=index.digest,
     )
-    receipt = finish_reading(store.read_extents(paths, rows, arena), on_progress)
+    receipt = finish_reading(store.read_extents(paths, rows, arena, wanted_bytes=plan.bytes), on_progress)
     targets = {plan.copies[columns.copy[row]].target for row in np.flatnonzero(receipt.touched)}
     return Scattered(receipt, tuple(sorted(targets)), locate_chunks(index, receipt))
 

@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowstone import _native
-from flowstone.config import POLL_S
+from flowstone.config import POLL_S, Direction
 from flowstone.errors import FlowstoneError
 from flowstone.format.manifest import IoRecord
+from flowstone.store.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,15 +138,24 @@ class Store(Protocol):
 
     def unlock(self) -> None: ...
 
+    def settings(self, direction: Direction) -> Settings:
+        """How bytes move here. An arena for this store has blocks of one request of that direction."""
+
     def write(self, files: Sequence[FilePlan], rows: _native.WriteRows, arena: _native.Arena) -> Writing:
-        """Create the segments with their full size and start writing them; returns without waiting."""
+        """Create the segments with their full size and start writing them; returns without waiting.
+
+        Requests are no longer than a block of the arena.
+        """
 
     def read_extents(
-        self, paths: Sequence[str], rows: _native.ReadRows, arena: _native.Arena, *, stop_at_bad: bool = True
+        self, paths: Sequence[str], rows: _native.ReadRows, arena: _native.Arena, *, wanted_bytes: int,
+        stop_at_bad: bool = True, past_cache: bool = False,
     ) -> Reading:
         """Start reading and checking extents of the files at `paths`; returns without waiting.
 
-        stop_at_bad  start nothing new once a digest differs; else read on and report all that do
+        wanted_bytes  of all chunks in `rows`: by it the settings choose
+        stop_at_bad   start nothing new once a digest differs; else read on and report all that do
+        past_cache    where it can be done, whatever was tuned: what is asked for is what the device holds
         """
 
     def close(self) -> None: ...

@@ -15,12 +15,13 @@ from io import FileIO
 from pathlib import Path
 
 from flowstone import _native
-from flowstone.config import EngineOptions
+from flowstone.config import Direction, EngineOptions
 from flowstone.errors import LockedError
 from flowstone.store.base import FilePlan
 from flowstone.store.means import Means, open_file
 from flowstone.store.moving import LocalReading, LocalWriting
 from flowstone.store.refusals import told
+from flowstone.store.settings import Settings
 from flowstone.store.system import System
 
 LOCK_NAME = "flowstone.lock"
@@ -160,12 +161,15 @@ class LocalStore:
         return LocalWriting(self.root, self.system, self._means, files, rows, arena)
 
     def read_extents(
-        self, paths: Sequence[str], rows: _native.ReadRows, arena: _native.Arena, *, stop_at_bad: bool = True
+        self, paths: Sequence[str], rows: _native.ReadRows, arena: _native.Arena, *, wanted_bytes: int,
+        stop_at_bad: bool = True, past_cache: bool = False,
     ) -> LocalReading:
-        return LocalReading(self.root, self._means, paths, rows, arena, stop_at_bad=stop_at_bad)
+        settings = self._means.settings("read")
+        direct = settings.direct if past_cache else settings.direct_at(wanted_bytes)
+        return LocalReading(self.root, self._means, paths, rows, arena, direct=direct, stop_at_bad=stop_at_bad)
 
     def close(self) -> None:
-        """Stop the engine and give the lock back."""
+        """Stop the engines and give the lock back."""
         self._means.close()
         self.unlock()
 
@@ -178,9 +182,12 @@ class LocalStore:
     def options(self) -> EngineOptions:
         return self._means.options
 
+    def settings(self, direction: Direction) -> Settings:
+        return self._means.settings(direction)
+
     def backend(self) -> str:
-        """The engine's backend, "io_uring" or "posix"; starts it."""
-        return self._means.running().engine.backend
+        """The engine that writes, "io_uring" or "posix"; starts it."""
+        return self._means.running("write").engine.backend
 
     def _told(self, operation: str, path: str, *, needed_bytes: int | None = None) -> AbstractContextManager[None]:
         return told(self.root, operation, path, needed_bytes=needed_bytes)

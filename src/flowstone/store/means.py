@@ -1,7 +1,8 @@
 """How one store's bytes move: by which engine, and past the page cache or through it.
 
-Both are probed at first use. What the system refuses later on is given up for the lesser way, for good
-and with one warning; the bytes on disk are the same. What the options insist on is not given up.
+Settings say which; the means are probed at first use. What the system refuses later on is given up for
+the lesser way, for good and with one warning; the bytes on disk are the same. What the options insist on
+is not given up.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ import logging
 import mmap
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
 from flowstone import _native
-from flowstone.config import BLOCK_BYTES, EngineOptions
+from flowstone.config import BLOCK_BYTES, Direct, Direction, EngineOptions, Tuning
 from flowstone.errors import StorageError
 from flowstone.store.refusals import MORE_THREADS, explain
+from flowstone.store.settings import Settings, find_settings
 
 _log = logging.getLogger("flowstone")
 
@@ -33,10 +35,22 @@ _RING_REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errn
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Running:
-    """An engine at work, and how deep its queue is: less than was asked for where the system refused that."""
+    """An engine at work for one direction.
+
+    queue_depth    less than was asked for where the system refused that
+    request_bytes  the longest request
+    settings       what it was chosen by
+    """
 
     engine: _native.Engine
     queue_depth: int
+    request_bytes: int
+    settings: Settings
+
+    @property
+    def insists(self) -> bool:
+        """Whether the caller has said that it must be this backend."""
+        return "backend" in self.settings.explicit
 
 
 class Means:
@@ -46,42 +60,65 @@ class Means:
         self.options = options
         self._root = root
         self._guard = Lock()
-        self._running: Running | None = None
+        self._settings: Mapping[Direction, Settings] | None = None
+        self._engines: dict[tuple[str, int, int, int], tuple[_native.Engine, int]] = {}  # by what was asked for
         self._retired: list[_native.Engine] = []
         self._ring_refused = False
         self._write_alignment: int | None = None
         self._read_alignment: int | None = None
 
-    # The engine
+    def settings(self, direction: Direction) -> Settings:
+        if self._settings is None:
+            self._settings = find_settings(self._root, self.options)
+        return self._settings[direction]
 
-    def running(self) -> Running:
-        """The engine, started if need be. Raises StorageError when none of those allowed can start."""
+    # The engines
+
+    def running(self, direction: Direction, request_bytes: int | None = None) -> Running:
+        """The engine for a direction, started if need be; directions that are tuned alike share one.
+
+        request_bytes  the longest request, where a tight budget has smaller blocks
+        raises         StorageError when none of those allowed can start
+        """
+        settings = self.settings(direction)
+        # Requests of reads are said job by job, so that both directions may share an engine.
+        longest = self.settings("write").tuning.request_bytes
+        if request_bytes is not None:
+            longest = min(longest, request_bytes)
+        own = longest if direction == "write" else settings.tuning.request_bytes
         with self._guard:
-            if self._running is None:
-                self._running = self._start()
-            return self._running
+            engine, depth = self._start(settings, longest)
+        return Running(engine, depth, own, settings)
 
-    def _start(self) -> Running:
-        wanted = self.options.backend
-        if wanted == "posix" or (wanted == "auto" and (self._ring_refused or not _native.has_io_uring())):
-            return self._start_within("posix")
-        try:
-            return self._start_within("io_uring")
-        except StorageError as error:
+    def _start(self, settings: Settings, request_bytes: int) -> tuple[_native.Engine, int]:
+        wanted, tuning = settings.tuning.backend, settings.tuning
+        if wanted == "io_uring" and "backend" in settings.explicit:
+            return self._start_within("io_uring", tuning, request_bytes)
+        if wanted == "posix" or self._ring_refused:
+            return self._start_within("posix", tuning, request_bytes)
+        if not _native.has_io_uring():
             if wanted == "io_uring":
-                raise
+                _log.warning("%s is tuned for io_uring, which is refused here: POSIX threads instead", self._root)
+            self._ring_refused = True
+            return self._start_within("posix", tuning, request_bytes)
+        try:
+            return self._start_within("io_uring", tuning, request_bytes)
+        except StorageError as error:
             self._ring_refused = True
             _log.warning("io_uring is refused (%s); going on with POSIX threads", error.facts["reason"])
-            return self._start_within("posix")
+            return self._start_within("posix", tuning, request_bytes)
 
-    def _start_within(self, backend: str) -> Running:
+    def _start_within(self, backend: str, tuning: Tuning, request_bytes: int) -> tuple[_native.Engine, int]:
         """With the queue depth that was asked for or, where that is too much, half of it, and so on down to one."""
-        depth = self.options.queue_depth
+        asked_for = (backend, tuning.queue_depth, request_bytes, tuning.workers)
+        if asked_for in self._engines:
+            return self._engines[asked_for]
+        depth = tuning.queue_depth
         while True:
             try:
                 engine = _native.Engine(
                     backend="io_uring" if backend == "io_uring" else "posix", queue_depth=depth,
-                    request_bytes=self.options.request_bytes, workers=self.options.workers,
+                    request_bytes=request_bytes, workers=tuning.workers,
                 )
             except OSError as error:
                 code = error.errno or 0
@@ -92,19 +129,25 @@ class Means:
                     self._root, f"start the {backend} engine for", code, str(self._root),
                     remedy=MORE_THREADS if code == errno.EAGAIN else _ALLOW if code in _RING_REFUSED else None,
                 ) from error
-            if depth < self.options.queue_depth:
-                asked = self.options.queue_depth
+            if depth < tuning.queue_depth:
+                asked = tuning.queue_depth
                 _log.warning("no %s engine of queue depth %d can start; going on with %d", backend, asked, depth)
-            return Running(engine, depth)
+            self._engines[asked_for] = engine, depth
+            return engine, depth
 
     # Past the page cache or through it
 
-    def alignment_to_write(self) -> int:
-        """BLOCK_BYTES when O_DIRECT works here with real aligned buffers, else 1. Raises OSError, StorageError."""
+    def alignment_to_write(self, direct: Direct) -> int:
+        """BLOCK_BYTES when O_DIRECT is wanted and works here with real aligned buffers, else 1.
+
+        raises  OSError, StorageError
+        """
+        if direct == "off":
+            return 1
         with self._guard:
             if self._write_alignment is None:
-                needed = 0 if self.options.direct == "off" else _native.probe_direct(str(self._root))
-                if self.options.direct == "on" and not 0 < needed <= BLOCK_BYTES:
+                needed = _native.probe_direct(str(self._root))
+                if direct == "on" and not 0 < needed <= BLOCK_BYTES:
                     raise self._direct_refused(found=needed or "refused")
                 self._write_alignment = BLOCK_BYTES if 0 < needed <= BLOCK_BYTES else 1
             return self._write_alignment
@@ -122,9 +165,9 @@ class Means:
         self._stop_writing_direct()
         return False
 
-    def open_to_read(self, path: Path) -> tuple[int, int]:
+    def open_to_read(self, path: Path, direct: Direct) -> tuple[int, int]:
         """A descriptor and its alignment; direct where a real aligned read succeeds. Raises OSError."""
-        if self.options.direct != "off" and self._read_alignment != 1:
+        if direct != "off" and self._read_alignment != 1:
             try:
                 fd = open_file(path, os.O_DIRECT)
             except OSError as error:
@@ -167,30 +210,32 @@ class Means:
                 _log.warning("%s refuses to be read with O_DIRECT; going on through the page cache", self._root)
             return "the next attempt goes through the page cache"
         refused = fault.errno in _RING_REFUSED and running.engine.backend == "io_uring"
-        if refused and self.options.backend == "auto":
+        if refused and not running.insists:
             self._retire(running, os.strerror(fault.errno))
             return "the next attempt uses POSIX threads instead of io_uring"
         return None
 
     def _retire(self, running: Running, reason: str) -> None:
+        """Give up io_uring. Other jobs may still be running on its engines."""
         with self._guard:
-            if self._running is not running:
+            kept = {asked: made for asked, made in self._engines.items() if asked[0] != "io_uring"}
+            if running.engine not in [engine for engine, _ in self._engines.values()]:
                 return  # another job on the same engine was here first
-            self._retired.append(running.engine)  # other jobs may be running on it
-            self._running, self._ring_refused = None, True
+            self._retired += [engine for asked, (engine, _) in self._engines.items() if asked not in kept]
+            self._engines, self._ring_refused = kept, True
         _log.warning("io_uring is refused (%s); going on with POSIX threads", reason)
 
     def close(self) -> None:
         """Wait for running jobs and stop the threads."""
         with self._guard:
-            engines = [*self._retired, *([self._running.engine] if self._running is not None else [])]
-            self._retired, self._running = [], None
+            engines = [*self._retired, *(engine for engine, _ in self._engines.values())]
+            self._retired, self._engines = [], {}
         for engine in engines:
             engine.close()
 
     def forget(self) -> None:
         """In a forked child: the threads are gone, and whoever held the lock with them."""
-        self._guard, self._running, self._retired = Lock(), None, []
+        self._guard, self._engines, self._retired = Lock(), {}, []
 
 
 def open_file(path: Path, flags: int = 0) -> int:

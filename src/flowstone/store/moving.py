@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowstone import _native
-from flowstone.config import KIB, POLL_S, READ_REQUEST_BYTES
+from flowstone.config import KIB, POLL_S, Direct
 from flowstone.errors import CancelledError, DamagedError, FlowstoneError
 from flowstone.format.manifest import IoRecord
 from flowstone.store.base import FilePlan, ReadReceipt, Receipt
@@ -43,16 +43,17 @@ class LocalWriting:
     ) -> None:
         self._root, self._system, self._means = root, system, means
         self._bytes = sum(file.bytes for file in files)
+        self._direct = means.settings("write").direct_at(self._bytes)
         self._opened: list[_Open] = []
         try:
             for file in files:
                 self._create(file)
-            self._running = means.running()
+            self._running = means.running("write", arena.block_bytes)
             natives = [(opened.native(), file.bytes) for opened, file in zip(self._opened, files, strict=True)]
             # These files are this job's alone, so that gaps between slots may be written as zeros.
             with told(root, "begin to write into", "", remedy=MORE_THREADS):
                 self._job = self._running.engine.write(
-                    arena, natives, rows, gap_bytes=_GAP_BYTES, in_place=means.options.write_in_place
+                    arena, natives, rows, gap_bytes=_GAP_BYTES, in_place=self._running.settings.tuning.in_place
                 )
         except BaseException:
             self._close()
@@ -61,7 +62,7 @@ class LocalWriting:
     def _create(self, file: FilePlan) -> None:
         path = self._root / file.path
         with told(self._root, "probe", ""):
-            alignment = self._means.alignment_to_write()
+            alignment = self._means.alignment_to_write(self._direct)
         with told(self._root, "create", file.path, needed_bytes=self._bytes):
             fd = self._system.create(path, os.O_RDWR | os.O_EXCL | (os.O_DIRECT if alignment > 1 else 0))
         self._opened.append(_Open(path, fd, alignment))
@@ -95,10 +96,11 @@ class LocalWriting:
             error = self._error() or self._sync_error()
         finally:
             self._close()
+        job, running, settings = self._job, self._running, self._running.settings
         io = IoRecord(
-            backend=self._running.engine.backend, alignment=self._alignment,
-            request_bytes=self._means.options.request_bytes, queue_depth=self._running.queue_depth,
-            copied_bytes=self._job.copied_bytes, direct_bytes=self._job.direct_bytes,
+            backend=running.engine.backend, alignment=self._alignment, request_bytes=running.request_bytes,
+            queue_depth=running.queue_depth, workers=settings.tuning.workers, copied_bytes=job.copied_bytes,
+            direct_bytes=job.direct_bytes, requests=job.requests, origin=settings.origin, explicit=settings.explicit,
         )
         digests = self._job.digests if error is None else np.zeros(0, np.uint64)
         return Receipt(error, digests, io)
@@ -139,28 +141,27 @@ class LocalReading:
 
     def __init__(
         self, root: Path, means: Means, paths: Sequence[str], rows: _native.ReadRows, arena: _native.Arena, *,
-        stop_at_bad: bool,
+        direct: Direct, stop_at_bad: bool,
     ) -> None:
         self._root, self._means, self._paths, self._rows, self._arena = root, means, paths, rows, arena
-        self._stop_at_bad = stop_at_bad
+        self._direct, self._stop_at_bad = direct, stop_at_bad
         self._opened: list[_Open] = []
         self._touched: NDArray[np.bool_] | None = None  # by attempts that were given up
         self._refusal: FlowstoneError | None = None  # of another attempt
         self._begin()
 
     def _begin(self) -> None:
-        self._running = self._means.running()
+        self._running = self._means.running("read")
         try:
             for path in self._paths:
                 with told(self._root, "open", path):
-                    fd, alignment = self._means.open_to_read(self._root / path)
+                    fd, alignment = self._means.open_to_read(self._root / path, self._direct)
                 self._opened.append(_Open(self._root / path, fd, alignment))
-            options = self._means.options
             natives = [opened.native() for opened in self._opened]
             with told(self._root, "begin to read from", "", remedy=MORE_THREADS):
                 self._job = self._running.engine.read(
                     self._arena, natives, self._rows, stop_at_bad=self._stop_at_bad,
-                    in_place=options.read_in_place, request_bytes=READ_REQUEST_BYTES,
+                    in_place=self._running.settings.tuning.in_place, request_bytes=self._running.request_bytes,
                 )
         except BaseException:
             self._close()

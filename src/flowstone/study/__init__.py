@@ -6,5 +6,7 @@ checkpoint on top. docs/STUDY.md says how to read it.
 
     prepare (probe, planning) -> campaign (-> crew -> worker -> _native) -> summary -> terminal, export, page
 
+    tune -> search, trials (saves and restores of a real store) -> store.tuning
+
 Nothing here is used by a save or a load, and nothing here needs torch.
 """

@@ -1,0 +1,96 @@
+"""Where a directory lies: the machine, its kernel, and the mount. What was measured there holds only there."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from pathlib import Path
+
+import msgspec
+
+from flowstone.errors import StorageError
+from flowstone.format.digest import digest
+
+_MACHINE_ID = Path("/etc/machine-id")
+_MOUNTS = Path("/proc/self/mountinfo")
+
+
+class Place(msgspec.Struct, frozen=True):
+    """A mount of a machine.
+
+    machine  a digest: of machine-id(5), which is not to be told, or the host's name; and of the number of processors
+    kernel   its release
+    device   what is mounted: "/dev/nvme0n1p1", "server:/export", "tmpfs"
+    """
+
+    machine: str
+    kernel: str
+    device: str
+    mount_point: str
+    file_system: str
+
+    def __str__(self) -> str:
+        return f"{self.file_system} on {self.device}, mounted at {self.mount_point}"
+
+    def differences(self, other: Place) -> list[str]:
+        """What `other` is another one of, for people."""
+        if self.machine != other.machine:
+            return ["another machine"]
+        pairs = {
+            "kernel": (self.kernel, other.kernel), "device": (self.device, other.device),
+            "mount point": (self.mount_point, other.mount_point),
+            "file system": (self.file_system, other.file_system),
+        }
+        return [f"another {what} ({theirs}, not {ours})" for what, (ours, theirs) in pairs.items() if ours != theirs]
+
+
+def place_of(path: Path) -> Place:
+    """Where `path` lies, or would lie once it is made. Raises StorageError when the mount cannot be told."""
+    device, mount_point, file_system = _mount(_existing(path))
+    return Place(
+        machine=_machine(), kernel=platform.release(), device=device, mount_point=mount_point, file_system=file_system
+    )
+
+
+def _existing(path: Path) -> Path:
+    # os.path, not Path: what may not be looked at is none, rather than an error.
+    return Path(os.path.realpath(next(at for at in (path.absolute(), *path.absolute().parents) if os.path.exists(at))))
+
+
+def _machine() -> str:
+    try:
+        identity = _MACHINE_ID.read_text().strip()
+    except OSError:
+        identity = ""  # safe: containers often have none, and the name stands in for it
+    return digest(f"{identity or platform.node()} {platform.machine()} {os.cpu_count()}".encode())
+
+
+def _mount(path: Path) -> tuple[str, str, str]:
+    """(device, mount point, file system) of the mount that holds `path`: the last one on the longest way to it.
+
+    Not by st_dev, which names no line of the table on btrfs and other systems of several volumes.
+    """
+    best: tuple[str, str, str] | None = None
+    try:
+        lines = _MOUNTS.read_text(errors="surrogateescape").splitlines()
+    except OSError as error:
+        raise StorageError(
+            f"cannot tell on which mount {path} lies: {_MOUNTS} is not readable", errno=error.errno or 0,
+            next="mount /proc",
+        ) from error
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        mount_point = Path(_plain(before.split(" ")[4]))
+        if path.is_relative_to(mount_point) and (best is None or len(str(mount_point)) >= len(best[1])):
+            file_system, device, *_ = after.split(" ")
+            best = _plain(device), str(mount_point), file_system
+    if best is None:
+        raise StorageError(f"cannot tell on which mount {path} lies", found=f"no line for it in {_MOUNTS}")
+    shown = [name.encode(errors="replace").decode() for name in best]  # JSON has no room for what is no text
+    return shown[0], shown[1], shown[2]
+
+
+def _plain(field: str) -> str:
+    """mountinfo writes blanks and backslashes as octal numbers."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)

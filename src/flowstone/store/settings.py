@@ -1,0 +1,67 @@
+"""How a store moves bytes, resolved: what the caller says, else what was tuned for here, else the defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from flowstone.config import READ_DEFAULTS, WRITE_DEFAULTS, Direct, Direction, EngineOptions, Tuning
+from flowstone.store.tuning import find_tuning
+
+Origin = Literal["default", "tuned", "explicit"]
+
+DEFAULTS: Mapping[Direction, Tuning] = {"write": WRITE_DEFAULTS, "read": READ_DEFAULTS}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How one direction moves its bytes.
+
+    tuning    what holds; backend "auto" is resolved when an engine starts
+    direct    what the caller says of the page cache; "auto": see `direct_at`
+    origin    of what the caller left open: "tuned" or "default"; "explicit" when nothing was
+    explicit  the options that the caller gave, by name
+    """
+
+    tuning: Tuning
+    direct: Direct
+    origin: Origin
+    explicit: tuple[str, ...]
+
+    def direct_at(self, total_bytes: int) -> Direct:
+        """What holds for a save or load of `total_bytes`: "on" must work, "auto" is tried, "off" is the page cache."""
+        start = self.tuning.direct_from_bytes
+        if self.direct == "auto" and (start is None or total_bytes < start):
+            return "off"
+        return self.direct
+
+
+def find_settings(root: Path, options: EngineOptions) -> Mapping[Direction, Settings]:
+    """The settings of the store at `root`, for each direction. Files are looked at only for what is left open."""
+    settled = {direction: resolve(direction, options, None) for direction in DEFAULTS}
+    if all(settings.origin == "explicit" for settings in settled.values()):
+        return settled
+    tuned = find_tuning(root)
+    return {direction: resolve(direction, options, tuned[direction]) for direction in DEFAULTS}
+
+
+def resolve(direction: Direction, options: EngineOptions, tuned: Tuning | None) -> Settings:
+    """One direction's settings. Pure."""
+    base = tuned or DEFAULTS[direction]
+    in_place = options.write_in_place if direction == "write" else options.read_in_place
+    given: dict[str, object] = {
+        "backend": options.backend, "direct": options.direct, "queue_depth": options.queue_depth,
+        "request_bytes": options.request_bytes, "workers": options.workers, f"{direction}_in_place": in_place,
+    }
+    explicit = tuple(name for name, value in given.items() if value not in (None, "auto"))
+    tuning = Tuning(
+        backend=base.backend if options.backend == "auto" else options.backend,
+        queue_depth=options.queue_depth or base.queue_depth,
+        request_bytes=options.request_bytes or base.request_bytes,
+        workers=options.workers or base.workers,
+        in_place=base.in_place if in_place is None else in_place, direct_from_bytes=base.direct_from_bytes,
+    )
+    left_open: Origin = "default" if tuned is None else "tuned"
+    return Settings(tuning, options.direct, "explicit" if len(explicit) == len(given) else left_open, explicit)

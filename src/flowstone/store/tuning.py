@@ -1,0 +1,137 @@
+"""tuning.json: what `flowstone bench tune` found, beside a store's marker or, for a whole mount, with the user's files.
+
+It is advice, believed only where it was measured. What cannot be believed is passed over with a
+warning that says what to do: a wrong tuning must cost speed at most, never a training job.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from flowstone.config import TUNING_BYTES_MAX, Direction, Tuning
+from flowstone.errors import DamagedError, FlowstoneError, StorageError, UnsupportedFormatError
+from flowstone.format.digest import digest
+from flowstone.format.sealed import seal, unseal
+from flowstone.store.place import Place, place_of
+
+TUNING_NAME = "tuning.json"
+TUNING_VERSION = 1
+
+_log = logging.getLogger("flowstone")
+
+
+class TuningFile(msgspec.Struct, frozen=True, kw_only=True):
+    """Sealed JSON. `trial_bytes` were moved in each trial; a direction is null where the defaults are as good."""
+
+    tuning: int = TUNING_VERSION
+    created: str
+    writer: str
+    place: Place
+    trial_bytes: int
+    write: Tuning | None
+    read: Tuning | None
+
+
+class _Version(msgspec.Struct):
+    tuning: int
+
+
+def encode_tuning(file: TuningFile) -> bytes:
+    return seal(file)
+
+
+def decode_tuning(data: bytes, *, path: str) -> TuningFile:
+    """Seal, then version, then fields and their ranges. Raises DamagedError or UnsupportedFormatError."""
+    text = unseal(data, path=path)
+    try:
+        version = msgspec.json.decode(text, type=_Version).tuning
+        if version > TUNING_VERSION:
+            raise UnsupportedFormatError(
+                f"{path} was written by a newer flowstone", expected=f"version up to {TUNING_VERSION}", found=version
+            )
+        return msgspec.json.decode(text, type=TuningFile)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise DamagedError(f"{path} is not valid: {error}") from error
+
+
+def find_tuning(root: Path) -> Mapping[Direction, Tuning | None]:
+    """What the store at `root` is to use where it is not told otherwise: its own file, else the mount's, else nothing.
+
+    Each file that is there and not believed is a logged warning.
+    """
+    nothing: Mapping[Direction, Tuning | None] = {"write": None, "read": None}
+    own = root / TUNING_NAME
+    folder = _user_folder()
+    if not os.path.lexists(own) and (folder is None or not os.path.isdir(folder)):
+        return nothing
+    try:
+        here = place_of(root)
+    except FlowstoneError as error:
+        _log.warning("no tuning is used: %s", error)
+        return nothing
+    for path in (own, user_file(here)):
+        found = None if path is None else _believed(path, here, root)
+        if found is not None:
+            return {"write": found.write, "read": found.read}
+    return nothing
+
+
+def user_file(place: Place) -> Path | None:
+    """The user's file for a mount; None where this user has no directory for configuration."""
+    folder = _user_folder()
+    key = "\0".join((place.machine, place.device, place.mount_point, place.file_system))
+    return None if folder is None else folder / f"tuning-{digest(key.encode())}.json"
+
+
+def _user_folder() -> Path | None:
+    """By the XDG base directory specification: a relative path counts as none."""
+    given = os.environ.get("XDG_CONFIG_HOME", "")
+    if os.path.isabs(given):
+        return Path(given) / "flowstone"
+    try:
+        return Path.home() / ".config" / "flowstone"
+    except RuntimeError:
+        return None  # no home: some containers run as a user whom nobody knows
+
+
+def _believed(path: Path, here: Place, root: Path) -> TuningFile | None:
+    try:
+        data = _read(path)
+        if data is None:
+            return None
+        file = decode_tuning(data, path=str(path))
+    except FlowstoneError as error:
+        why = error.message
+    except OSError as error:
+        why = f"{path} cannot be read: {error.strerror}"
+    else:
+        differences = here.differences(file.place)
+        if not differences:
+            return file
+        why = f"{path} was measured on {', '.join(differences)}"
+    _log.warning(
+        "tuning is ignored, defaults are used: %s; run `flowstone bench tune %s` here to measure again, or remove %s",
+        why, root, path,
+    )
+    return None
+
+
+def _read(path: Path) -> bytes | None:
+    """The file's content; None where there is none. Never waits, as on a pipe of that name it would."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > TUNING_BYTES_MAX:
+            raise StorageError(f"{path} is not a tuning file")
+        return os.read(fd, TUNING_BYTES_MAX)
+    finally:
+        os.close(fd)

@@ -1,0 +1,140 @@
+"""Where a tuning is measured, and where its result goes."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from flowstone._version import __version__
+from flowstone.commit import catalog, publish
+from flowstone.commit.contents import inside
+from flowstone.config import Tuning
+from flowstone.errors import LockedError, NotAStoreError, StorageError
+from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME
+from flowstone.reader import check_store
+from flowstone.store.base import Store
+from flowstone.store.local import LocalStore
+from flowstone.store.place import Place, place_of
+from flowstone.store.tuning import TUNING_NAME, TuningFile, encode_tuning, user_file
+
+Where = Literal["store", "user"]
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A directory, ours alone while it is measured. `scratch` lies in it and is removed afterwards."""
+
+    store: LocalStore
+    scratch: Path
+    place: Place
+    where: Where
+    holder: str
+
+    def free_bytes(self) -> int:
+        return self.store.free_bytes()
+
+    def put(self, trial_bytes: int, *, write: Tuning | None, read: Tuning | None) -> str:
+        """Store a result, None for the defaults, in the place of an earlier one; where it is then."""
+        file = TuningFile(
+            created=datetime.now(UTC).isoformat(timespec="seconds"), writer=f"flowstone {__version__}",
+            place=self.place, trial_bytes=trial_bytes, write=write, read=read,
+        )
+        if self.where == "store":
+            _lock(self.store, self.holder)  # held already where it was a store before
+            publish.open_store(self.store)  # makes an empty directory a store, as a first save does
+            _put(self.store, TUNING_NAME, file)
+            return f"{self.store.location}/{TUNING_NAME}"
+        path = user_file(self.place)
+        assert path is not None, "open_site has looked"
+        folder = LocalStore(path.parent)
+        folder.make_directory()
+        _put(folder, path.name, file)
+        return str(path)
+
+
+@contextmanager
+def open_site(directory: Path, where: Where | None) -> Iterator[Site]:
+    """Lock `directory` against jobs that save and others that measure, and make the scratch directory in it.
+
+    where  "store" or "user"; None: "store" if `directory` is one. See tune() for what is raised
+    """
+    store = LocalStore(directory)
+    is_store = _judge(store, where)
+    where = where or ("store" if is_store else "user")
+    place = place_of(directory)
+    if where == "user" and user_file(place) is None:
+        raise StorageError(
+            "there is no directory for this user's files", next="set XDG_CONFIG_HOME or HOME, or tune a store (--store)"
+        )
+    holder = f"process {os.getpid()} on {socket.gethostname()}, measuring"
+    if is_store:
+        _lock(store, holder)
+    try:
+        for name in store.names():
+            if name.startswith(catalog.TUNING):
+                _remove_dead(store, name, holder)
+        name = f"{catalog.TUNING}{secrets.token_hex(8)}"
+        store.make_directory(name)
+        scratch = LocalStore(store.root / name)
+        try:
+            _lock(scratch, holder)
+            yield Site(store, scratch.root, place, where, holder)
+        finally:
+            _remove(store, name)
+            scratch.close()
+    finally:
+        store.close()
+
+
+def _judge(store: LocalStore, where: Where | None) -> bool:
+    """Whether it is a store. Raises NotAStoreError where nothing can be measured, or no tuning be put."""
+    if not store.root.is_dir():
+        raise NotAStoreError(f"there is no directory {store.root}", next="check the path, or make the directory")
+    if store.exists(MANIFEST_NAME):
+        raise NotAStoreError(f"{store.root} is one checkpoint, not a store", next="tune the directory above it")
+    if where == "store":
+        check_store(store)
+    return store.exists(MARKER_NAME) or bool(catalog.steps(store))
+
+
+def _lock(store: LocalStore, holder: str) -> None:
+    try:
+        store.lock(holder)
+    except LockedError as error:
+        raise LockedError(
+            f"cannot measure in {store.root}: somebody saves or measures there", holder=error.facts["holder"],
+            next="wait for that to end: neither would get the device's full rate",
+        ) from error
+
+
+def _remove_dead(store: LocalStore, name: str, holder: str) -> None:
+    """What a killed tuner left. A living one holds its lock, and is an error."""
+    left = LocalStore(store.root / name)
+    try:
+        _lock(left, holder)
+        _remove(store, name)
+    finally:
+        left.close()
+
+
+def _remove(store: LocalStore, directory: str) -> None:
+    for name in store.names(directory):
+        store.remove(inside(directory, name))
+    store.remove(directory)
+
+
+def _put(store: Store, name: str, file: TuningFile) -> None:
+    """In the place of an older one. A crash in between leaves none, which costs no more than the tuning."""
+    draft = f".{TUNING_NAME}-{secrets.token_hex(8)}"
+    store.put(draft, encode_tuning(file))
+    if store.exists(name):
+        store.remove(name)
+    store.rename(draft, name)
+    store.sync_directory()

@@ -1,0 +1,303 @@
+"""Which settings hold: what the caller says, else what was tuned for here and can be believed, else the defaults."""
+
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tunings import READ_DEFAULTS, WRITE_DEFAULTS, edit, put_beside_marker, put_for_mount
+
+from flowstone.config import MIB, EngineOptions, Tuning
+from flowstone.errors import StorageError
+from flowstone.store import place
+from flowstone.store.place import place_of
+from flowstone.store.settings import Settings, find_settings, resolve
+from flowstone.store.tuning import user_file
+
+TUNED = replace(WRITE_DEFAULTS, queue_depth=5, request_bytes=4 * MIB, workers=3, direct_from_bytes=MIB)
+TUNED_READ = replace(READ_DEFAULTS, queue_depth=7, in_place=True)
+EVERYTHING = EngineOptions(
+    backend="posix", direct="off", queue_depth=1, request_bytes=2 * MIB, workers=1, write_in_place=True,
+    read_in_place=True,
+)
+
+
+@pytest.fixture(autouse=True)
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's own directory for files like these."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return tmp_path / "config"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+def depths(root: Path, options: EngineOptions | None = None) -> tuple[int, int]:
+    found = find_settings(root, options or EngineOptions())
+    return found["write"].tuning.queue_depth, found["read"].tuning.queue_depth
+
+
+# Resolution
+
+
+def test_defaults_hold_where_nothing_else_is_said() -> None:
+    assert resolve("write", EngineOptions(), None) == Settings(WRITE_DEFAULTS, "auto", "default", ())
+    assert resolve("read", EngineOptions(), None) == Settings(READ_DEFAULTS, "auto", "default", ())
+
+
+def test_tuning_holds_where_the_caller_says_nothing() -> None:
+    assert resolve("write", EngineOptions(), TUNED) == Settings(TUNED, "auto", "tuned", ())
+
+
+@pytest.mark.parametrize("tuned", [None, TUNED])
+def test_each_option_of_the_caller_holds_before_all_else(tuned: Tuning | None) -> None:
+    for name, value in (("queue_depth", 9), ("request_bytes", 16 * MIB), ("workers", 6), ("backend", "posix")):
+        found = resolve("write", EngineOptions(**{name: value}), tuned)  # type: ignore[arg-type]
+        assert found.tuning == replace(tuned or WRITE_DEFAULTS, **{name: value})
+        assert (found.origin, found.explicit) == ("tuned" if tuned else "default", (name,))
+
+
+def test_an_option_of_the_caller_holds_in_both_directions() -> None:
+    for direction in ("write", "read"):
+        assert resolve(direction, EngineOptions(request_bytes=2 * MIB), None).tuning.request_bytes == 2 * MIB  # type: ignore[arg-type]
+
+
+def test_in_place_is_said_for_each_direction() -> None:
+    options = EngineOptions(write_in_place=False, read_in_place=True)
+    for direction, in_place in (("write", False), ("read", True)):
+        found = resolve(direction, options, None)  # type: ignore[arg-type]
+        assert (found.tuning.in_place, found.explicit) == (in_place, (f"{direction}_in_place",))
+    only_read = EngineOptions(read_in_place=False)
+    assert resolve("write", only_read, None) == Settings(WRITE_DEFAULTS, "auto", "default", ())
+    assert not resolve("read", only_read, TUNED_READ).tuning.in_place
+
+
+def test_nothing_left_open_is_explicit() -> None:
+    assert resolve("write", EVERYTHING, TUNED).origin == "explicit"
+    assert resolve("read", EVERYTHING, TUNED_READ).origin == "explicit"
+    assert resolve("read", replace(EVERYTHING, read_in_place=None), TUNED_READ).origin == "tuned"
+
+
+@pytest.mark.parametrize(
+    ("start", "direct", "expected"),
+    [(0, "auto", ["auto"] * 3), (100, "auto", ["off", "auto", "auto"]), (None, "auto", ["off"] * 3),
+     (100, "on", ["on"] * 3), (None, "on", ["on"] * 3), (0, "off", ["off"] * 3)],
+)
+def test_size_decides_about_the_page_cache_unless_the_caller_does(start: int, direct: str, expected: list[str]) -> None:
+    settings = resolve("write", EngineOptions(direct=direct), replace(TUNED, direct_from_bytes=start))  # type: ignore[arg-type]
+    assert [settings.direct_at(total) for total in (99, 100, 1 << 40)] == expected
+
+
+# Files
+
+
+def test_stores_own_tuning_goes_before_the_mounts(root: Path) -> None:
+    assert depths(root) == (16, 16)
+    put_for_mount(root, write=replace(TUNED, queue_depth=2), read=replace(TUNED_READ, queue_depth=3))
+    assert depths(root) == (2, 3), "a store without a file of its own, not even made yet"
+    put_beside_marker(root, write=TUNED, read=None)
+    assert depths(root) == (5, 16), "a direction whose defaults were found best keeps them"
+    assert depths(root, EngineOptions(queue_depth=11)) == (11, 11)
+
+
+def test_tuning_tells_its_origin(root: Path) -> None:
+    put_beside_marker(root, write=TUNED)
+    found = find_settings(root, EngineOptions())
+    assert (found["write"].origin, found["read"].origin) == ("tuned", "default")
+
+
+def test_no_file_is_looked_at_when_nothing_is_left_open(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    put_beside_marker(root).write_text("broken")
+    assert depths(root, EVERYTHING) == (1, 1)
+    assert not caplog.records
+
+
+def _swap(fields: dict, **changes: object) -> None:
+    fields.update(changes)
+
+
+def _elsewhere(**changes: str) -> Callable[[Path], None]:
+    return lambda path: edit(path, lambda fields: fields["place"].update(changes))
+
+
+def _written(**changes: object) -> Callable[[Path], None]:
+    return lambda path: edit(path, lambda fields: fields["write"].update(changes))
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def _replace(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        path.unlink()
+        make(path)
+
+    return change
+
+
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "empty": (lambda path: path.write_bytes(b""), "truncated or was altered"),
+    "truncated": (lambda path: path.write_bytes(path.read_bytes()[:-40]), "truncated or was altered"),
+    "flipped": (_flip, "was altered"),
+    "no JSON": (lambda path: path.write_text("request_bytes = 8"), "truncated or was altered"),
+    "newer": (lambda path: edit(path, lambda fields: _swap(fields, tuning=2)), "newer flowstone"),
+    "no version": (lambda path: edit(path, lambda fields: fields.pop("tuning")), "missing required field"),
+    "no place": (lambda path: edit(path, lambda fields: fields.pop("place")), "missing required field"),
+    "another machine": (_elsewhere(machine="0" * 16), "another machine"),
+    "another kernel": (_elsewhere(kernel="2.6.32"), "another kernel"),
+    "another device": (_elsewhere(device="/dev/floppy"), "another device"),
+    "another mount": (_elsewhere(mount_point="/elsewhere"), "another mount point"),
+    "another file system": (_elsewhere(file_system="fat"), "another file system"),
+    "request too short": (_written(request_bytes=4096), "request_bytes 4096"),
+    "request not of blocks": (_written(request_bytes=4 * MIB + 1), "request_bytes 4194305"),
+    "request too long": (_written(request_bytes=1 << 40), "request_bytes"),
+    "no depth": (_written(queue_depth=0), "queue_depth 0"),
+    "too deep": (_written(queue_depth=100_000), "queue_depth 100000"),
+    "no workers": (_written(workers=0), "workers 0"),
+    "too many workers": (_written(workers=65), "workers 65"),
+    "unknown backend": (_written(backend="aio"), "aio"),
+    "negative size": (_written(direct_from_bytes=-1), "direct_from_bytes -1"),
+    "wrong type": (_written(queue_depth="16"), "Expected `int`"),
+    "fraction": (_written(workers=1.5), "Expected `int`"),
+    "too long": (lambda path: path.write_bytes(b" " * (1 << 20)), "not a tuning file"),
+    "directory": (_replace(lambda path: path.mkdir()), "not a tuning file"),
+    "pipe": (_replace(os.mkfifo), "not a tuning file"),
+    "link to nothing": (_replace(lambda path: path.symlink_to("nowhere")), ""),
+    "link to itself": (_replace(lambda path: path.symlink_to(path.name)), "cannot be read"),
+    "deep": (lambda path: path.write_bytes(b"[" * 60_000), "truncated or was altered"),
+}
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["store's", "mount's"])
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_tuning_is_passed_over_with_a_warning_that_helps(
+    root: Path, caplog: pytest.LogCaptureFixture, kind: str, own: bool
+) -> None:
+    spoil, reason = BAD[kind]
+    path = put_beside_marker(root, write=TUNED) if own else put_for_mount(root, write=TUNED)
+    assert depths(root) == (5, 16)
+    spoil(path)
+    assert depths(root) == (16, 16)
+    if kind == "link to nothing":
+        assert not caplog.records, "as where there is no file"
+        return
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert re.search(reason, record.getMessage()), record.getMessage()
+    assert str(path) in record.getMessage()
+    assert f"run `flowstone bench tune {root}` here" in record.getMessage()
+
+
+def test_a_bad_file_of_the_store_leaves_the_mounts_its_turn(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    put_for_mount(root, write=replace(TUNED, queue_depth=2))
+    put_beside_marker(root, write=TUNED).write_text("")
+    assert depths(root) == (2, 16)
+    assert len(caplog.records) == 1
+
+
+def test_fields_of_a_later_writer_are_skipped(root: Path) -> None:
+    edit(put_beside_marker(root, write=TUNED), lambda fields: _swap(fields, mood="good"))
+    assert depths(root) == (5, 16)
+
+
+def test_where_no_tuning_can_be_none_is_missed(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    put_for_mount(root, write=TUNED)
+    root.write_text("a file, and no directory")
+    open_before = len(os.listdir("/proc/self/fd"))
+    assert depths(root) == (5, 16)
+    assert not caplog.records
+    assert len(os.listdir("/proc/self/fd")) == open_before
+
+
+def test_unreadable_tuning_is_passed_over(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root reads everything")
+    put_beside_marker(root, write=TUNED).chmod(0)
+    assert depths(root) == (16, 16)
+    assert "Permission denied" in caplog.text
+
+
+# The user's directory
+
+
+def test_relative_config_home_counts_as_none(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", "config")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    found = user_file(place_of(root))
+    assert found is not None
+    assert found.parent == tmp_path / "home/.config/flowstone"
+
+
+def test_a_user_without_a_home_has_no_file(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000_000)  # nobody of that number is known
+    assert user_file(place_of(root)) is None
+    assert depths(root) == (16, 16)
+
+
+# Where a directory lies
+
+TABLE = r"""
+21 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
+22 21 0:30 / /data rw - nfs4 server:/export rw
+23 22 0:31 / /data/fast rw - xfs /dev/md0 rw
+24 22 0:32 / /data/fast rw - tmpfs tmp\040fs rw
+25 21 0:33 / /with\040blank rw - lustre 10.0.0.1@o2ib:/scratch rw
+""".strip()
+
+
+@pytest.fixture
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(TABLE)
+    monkeypatch.setattr(place, "_MOUNTS", mounts)
+    monkeypatch.setattr(place, "_existing", lambda path: path)
+    return mounts
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [("/", "ext4 on /dev/sda1, mounted at /"), ("/database", "ext4 on /dev/sda1, mounted at /"),
+     ("/data/run", "nfs4 on server:/export, mounted at /data"),
+     ("/data/fast/run", "tmpfs on tmp fs, mounted at /data/fast"),
+     ("/with blank/run", "lustre on 10.0.0.1@o2ib:/scratch, mounted at /with blank")],
+)
+def test_mount_is_the_last_one_on_the_longest_way(table: Path, path: str, expected: str) -> None:
+    assert str(place_of(Path(path))) == expected
+
+
+def test_a_path_lies_where_it_leads(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("/dev/shm")
+    if place_of(Path("/dev/shm")) == place_of(tmp_path):
+        pytest.skip("/dev/shm is no mount of its own here")
+    assert place_of(tmp_path / "link") == place_of(Path("/dev/shm"))
+    assert place_of(tmp_path / "not/yet/made") == place_of(tmp_path)
+
+
+def test_without_a_mount_table_no_tuning_is_believed(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    put_beside_marker(root, write=TUNED)
+    monkeypatch.setattr(place, "_MOUNTS", tmp_path / "nothing")
+    assert depths(root) == (16, 16)
+    assert "no tuning is used: cannot tell on which mount" in caplog.text
+    with pytest.raises(StorageError):
+        place_of(root)
+
+
+def test_machine_is_not_told_in_clear(root: Path) -> None:
+    try:
+        identity = Path("/etc/machine-id").read_text().strip()
+    except OSError:
+        pytest.skip("this machine has no machine-id")
+    assert identity
+    assert identity not in put_beside_marker(root).read_text()

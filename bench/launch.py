@@ -76,7 +76,7 @@ class _Worker:
         output = subprocess.PIPE if task.gated else subprocess.DEVNULL
         with self._said_path.open("wb") as said:
             self._process = subprocess.Popen(
-                command, cwd=ROOT, env=environment(), stdin=subprocess.PIPE, stdout=output, stderr=said, bufsize=0,
+                command, cwd=ROOT, env=environment(desk), stdin=subprocess.PIPE, stdout=output, stderr=said, bufsize=0,
                 start_new_session=True,
             )
 
@@ -125,7 +125,11 @@ class _Worker:
         return said[-1] if said else f"ended with {self._process.returncode}"
 
 
-def environment() -> dict[str, str]:
-    """The caller's, with its import paths made absolute, since workers start in the repository's root."""
+def environment(desk: Path) -> dict[str, str]:
+    """The caller's, with its import paths made absolute, since workers start in the repository's root.
+
+    Defaults are to be measured, not what somebody has tuned on this machine: the worker's own desk holds
+    the user's configuration, which is none.
+    """
     paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *paths])}
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *paths]), "XDG_CONFIG_HOME": str(desk)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -10,12 +11,14 @@ from pathlib import Path
 
 import made_up
 import pytest
+import tunings
 
 from bench import environments
 from bench.launch import work
 from bench.records import Outcome
 from bench.rivals import ENTRIES, FLOWSTONE, RIVALS, SHORT, Entry
 from bench.worker import perform
+from flowstone import _native
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENTS = ROOT / "runs" / "bench" / "environments"
@@ -78,6 +81,20 @@ def test_the_filter_refuses_io_uring_and_nothing_else() -> None:
     first, *status = done.stdout.splitlines()
     assert first == "-1 EPERM"
     assert "Seccomp:\t2" in status
+
+
+def test_what_was_tuned_on_this_machine_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    tunings.put_for_mount(tmp_path, write=dataclasses.replace(tunings.WRITE_DEFAULTS, backend="posix"))
+    here, there = (made_up.task(FLOWSTONE[0], "save", "", tmp_path / name) for name in ("here", "there"))
+    for task in (here, there):
+        Path(task.directory).mkdir()
+    if not _native.has_io_uring():
+        pytest.skip("io_uring is refused here: tuned and default are the same")
+    assert perform(here).note.startswith("posix"), "the tuning was not found"
+    done = work([there], 1, python=Path(sys.executable), io_uring=True)
+    assert done.outcome is not None, done.error
+    assert done.outcome.note.startswith("io_uring")
 
 
 def test_a_worker_that_fails_is_a_row_with_its_last_words(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.numpy import save as safetensors_bytes
 
 from flowstone.format.digest import chunk_digests, digest
-from flowstone.pieces import Box, Memory, Piece
+from flowstone.pieces import Box, Layout, Memory, Piece, Pieces, Places
 from flowstone.state.records import Described, PerRank, Shard
 
 
@@ -123,19 +123,22 @@ def _plain(value: object, path: str) -> dict[str, tuple[object, ...]]:
     return {path: (kind, repr(value))}
 
 
+def memory_at(pieces: Pieces, places: Places) -> list[Memory]:
+    """Where each piece lies, as records."""
+    return [places.memory(at, piece) for at, piece in enumerate(pieces)]
+
+
 def split_rows(described: Described, name: str, row: int) -> Described:
     """`described` as two ranks would hold it: the tensor `name` in two boxes, cut before `row`."""
-    at = next(i for i, piece in enumerate(described.pieces) if piece.name == name)
-    piece, memory = described.pieces[at], described.memory[at]
-    pieces, memories = [], []
-    for begin, end in ((0, row), (row, piece.shape[0])):
-        shape = (end - begin, *piece.shape[1:])
-        pieces.append(Piece(name, piece.dtype, piece.shape, Box((begin, *(0,) * (len(shape) - 1)), shape)))
-        address = memory.address + begin * memory.strides_bytes[0]
-        memories.append(Memory(memory.owner, address, shape, memory.strides_bytes, memory.item_bytes))
-    return replace(
-        described,
-        pieces=(*described.pieces[:at], *pieces, *described.pieces[at + 1 :]),
-        memory=(*described.memory[:at], *memories, *described.memory[at + 1 :]),
-        lazy=(*described.lazy[:at], described.lazy[at], *described.lazy[at:]),
-    )
+    pieces, lazy, memory = list(described.pieces), list(described.lazy), memory_at(described.pieces, described.places)
+    at = next(i for i, piece in enumerate(pieces) if piece.name == name)
+    whole, held = pieces[at], memory[at]
+    parts, halves = [], []
+    for begin, end in ((0, row), (row, whole.shape[0])):
+        shape = (end - begin, *whole.shape[1:])
+        parts.append(Piece(name, whole.dtype, whole.shape, Box((begin, *(0,) * (len(shape) - 1)), shape)))
+        address = held.address + begin * held.strides_bytes[0]
+        halves.append(Memory(held.owner, address, shape, held.strides_bytes, held.item_bytes))
+    pieces[at : at + 1], memory[at : at + 1], lazy[at : at + 1] = parts, halves, [lazy[at]] * 2
+    layout = Layout(Pieces.of(pieces), described.aliases, tuple(lazy))
+    return replace(described, layout=layout, places=Places.of(memory))

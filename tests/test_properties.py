@@ -45,7 +45,7 @@ def test_any_state_survives_in_several_segments(
     tmp_path_factory: pytest.TempPathFactory, state: State, header_bytes_max: int
 ) -> None:
     store = tmp_path_factory.mktemp("run")
-    state["_many"] = [torch.full((1,), float(i)) for i in range(40)]
+    state["_many"] = [torch.full((1,), float(i)) for i in range(200)]
     small = partial(plan_writes, header_bytes_max=header_bytes_max)
     with mock.patch("flowstone.checkpointer.plan_writes", small), fs.Checkpointer(store, engine=PLAIN) as checkpointer:
         checkpointer.save(1, state)
@@ -92,7 +92,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
     """A tensor of several chunks to a row and several rows to a chunk, in two boxes."""
     store = tmp_path_factory.mktemp("wide") / "run"
     table = torch.arange(7 * 211 * 1021, dtype=torch.int32).reshape(7, 211, 1021)
-    split = lambda state, rank: split_rows(describe(state, rank=rank), "w", 3)  # noqa: E731
+    split = lambda state, **how: split_rows(describe(state, **how), "w", 3)  # noqa: E731
     with mock.patch("flowstone.checkpointer.describe", split), fs.Checkpointer(store) as checkpointer:
         checkpointer.save(1, {"w": table})
     return store, table.numpy()

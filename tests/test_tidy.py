@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ranks": {"errors"},
     "reader": _BASE | {"format", "plan", "store", "stage", "commit", "state"},
     "saves": {"reader"},
-    "loading": _BASE | {"plan", "store", "stage", "state", "reader"},
+    "loading": _BASE | {"format", "plan", "store", "stage", "state", "reader"},
     "checkpointer": _BASE
     | {"format", "plan", "store", "stage", "commit", "state", "ranks", "reader", "saves", "loading", "progress"}
     | {"_native"},

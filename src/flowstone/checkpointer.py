@@ -55,8 +55,8 @@ from flowstone.events import (
 )
 from flowstone.format.manifest import MARKER_NAME, SegmentRow, step_directory
 from flowstone.loading import LoadReport
-from flowstone.pieces import Alias
-from flowstone.plan.write import WritePlan, index_of, plan_writes
+from flowstone.pieces import Layout
+from flowstone.plan.write import WritePlan, index_file, plan_writes
 from flowstone.progress import terminal_progress
 from flowstone.ranks import only_rank
 from flowstone.reader import Checkpoint, check_store
@@ -64,7 +64,7 @@ from flowstone.rules import Rule
 from flowstone.saves import Save
 from flowstone.stage.arena import default_budget_bytes, open_write_arena
 from flowstone.stage.capture import Staged, start_capture
-from flowstone.state import describe
+from flowstone.state import Described, describe
 from flowstone.store.base import Store
 from flowstone.store.local import LocalStore
 
@@ -107,7 +107,7 @@ class Checkpointer:
         self._on_error, self._max_unsaved_steps = on_error, max_unsaved_steps
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="flowstone-commit")
         self._arena: _native.Arena | None = None
-        self._plan: WritePlan | None = None
+        self._planned: tuple[Layout, WritePlan] | None = None  # the layout of the last save, and its plan
         self._store_id: str | None = None  # set once this job is the store's writer
         self._newest: int | None = None
         self._first_unsaved: int | None = None
@@ -233,12 +233,13 @@ class Checkpointer:
                 f"cannot save step {step} into {self._store.location}", found=f"newest step {self._newest}",
                 next=f"save a later step, or call rewind({step - 1 if step else 0}) first to set newer steps aside",
             )
-        described = describe(state, rank=self._rank)
-        objects = encode_objects(Objects(dict(described.objects), {n: [v] for n, v in described.per_rank.items()}))
-        described_at = time.monotonic()
-        cached = self._plan is not None and self._plan.pieces == described.pieces
-        plan = self._plan if cached and self._plan is not None else plan_writes(described.pieces, rank=self._rank)
-        self._plan = plan
+        known, plan = self._planned or (None, None)
+        described = describe(state, rank=self._rank, known=known)
+        layout, described_at = described.layout, time.monotonic()
+        cached = layout is known
+        if plan is None or not cached:
+            plan = plan_writes(layout.pieces, aliases=layout.aliases, rank=self._rank)
+            self._planned = layout, plan
         planned = time.monotonic()
         self._emit(
             SaveStarted(step, len(plan.pieces), plan.bytes, cached, described_at - waited, planned - described_at,
@@ -250,28 +251,31 @@ class Checkpointer:
             # Touching fresh pages is slower than writing from where the bytes lie: the first save
             # gets by with a few blocks, and the arena grows to the state's size behind its commit.
             arena = self._grown_arena(plan.file_bytes if cached else min(plan.file_bytes, FIRST_ARENA_BYTES))
-            staged = start_capture(self._store, draft.directory, plan, described.memory, arena)
-            self._wait_captured(staged)
+            staged = start_capture(self._store, draft.directory, plan, described.places, arena)
+            objects = self._encode_while_captured(staged, described)
         except BaseException:
             publish.discard(self._store, draft)
             raise
         self._pending = save
         save.captured.set_result(None)
         self._emit(Captured(step, time.monotonic() - started))
-        self._writer.submit(self._finish, save, draft, staged, plan, described.aliases, objects, started)
+        self._writer.submit(self._finish, save, draft, staged, plan, objects, started)
         return save
 
-    def _wait_captured(self, staged: Staged) -> None:
+    def _encode_while_captured(self, staged: Staged, described: Described) -> bytes:
+        """objects.json, encoded while bytes move; returns once all of them are captured."""
         try:
+            per_rank = {name: [value] for name, value in described.per_rank.items()}
+            objects = encode_objects(Objects(dict(described.objects), per_rank))
             staged.writing.wait_captured()
         except BaseException:
             staged.writing.cancel()
             staged.writing.receipt()
             raise
+        return objects
 
     def _finish(
-        self, save: Save, draft: publish.Draft, staged: Staged, plan: WritePlan, aliases: Sequence[Alias],
-        objects: bytes, started: float,
+        self, save: Save, draft: publish.Draft, staged: Staged, plan: WritePlan, objects: bytes, started: float
     ) -> None:
         """The background half of a save, on the writer thread: its outcome is the future's, whatever it is."""
         try:
@@ -288,8 +292,8 @@ class Checkpointer:
             assert self._store_id is not None, "only the store's writer saves"
             manifest = publish.publish(
                 self._store, draft, store_id=self._store_id, segments=segments,
-                index=index_of(plan, staged.offsets, receipt.digests, aliases), objects=objects, receipt=receipt,
-                writer=f"flowstone {__version__}", ranks=1,
+                index=index_file(plan, staged.offsets, receipt.digests), totals=plan.frame.totals, objects=objects,
+                receipt=receipt, writer=f"flowstone {__version__}", ranks=1,
             )
         except BaseException as error:
             try:

@@ -5,17 +5,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from flowstone.pieces import Piece
+from flowstone.format.index import Index
+from flowstone.pieces import Pieces
 from flowstone.plan.match import Match, match, rename, renamed
 from flowstone.plan.read import ReadPlan, plan_reads
 from flowstone.reader import Checkpoint
 from flowstone.rules import Rename, Rule
 from flowstone.stage.arena import open_read_arena
-from flowstone.stage.landing import Landing, land
+from flowstone.stage.landing import Landed, land
 from flowstone.stage.scatter import Scattered, raise_damage, scatter
 from flowstone.state import Restoration, Stored, StoredTensor, prepare
 from flowstone.store.base import Store
@@ -50,17 +51,17 @@ class LoadReport:
 class Loading:
     """A load that is ready to read: what the state wants and the checkpoint holds agree.
 
-    wanted    the pieces to be read
-    landings  parallel: where their bytes land
+    wanted  the pieces to be read
+    landed  parallel: where their bytes land
     """
 
     checkpoint: Checkpoint
     rules: Sequence[Rule]
     restoration: Restoration
     matched: Match
-    wanted: Sequence[Piece]
+    wanted: Pieces
     plan: ReadPlan
-    landings: Sequence[Landing]
+    landed: Landed
 
 
 def plan_load(
@@ -78,15 +79,15 @@ def plan_load(
         restoration.pieces, restoration.aliases, sections=restoration.sections, index=index, names=names,
         rules=rules, differences=others,
     )
-    wanted = [restoration.pieces[position] for position in matched.wanted]
-    targets = [restoration.memory[position] for position in matched.wanted]
+    wanted = restoration.pieces.take(matched.wanted)
     plan = plan_reads(index, wanted, matched.rows)
-    landings = land(wanted, targets, [index.dtypes[row] for row in matched.rows], stage=stage)
-    return Loading(checkpoint, rules, restoration, matched, wanted, plan, landings)
+    stored = [index.dtypes[row] for row in matched.rows]
+    landed = land(wanted, restoration.places.take(matched.wanted), stored, stage=stage)
+    return Loading(checkpoint, rules, restoration, matched, wanted, plan, landed)
 
 
 def read(loading: Loading, store: Store, on_progress: Callable[[int], None]) -> Scattered:
-    """Read into the landings. Blocks. `written` in the result are pieces whose memory in the state has changed.
+    """Read to where the bytes land. Blocks. `written` in the result are pieces whose memory in the state has changed.
 
     on_progress  is told the bytes done. Damage is in the result, not raised
     """
@@ -94,18 +95,18 @@ def read(loading: Loading, store: Store, on_progress: Callable[[int], None]) -> 
     try:
         found = scatter(
             store, loading.checkpoint.segment_paths, loading.checkpoint.index, loading.plan, loading.wanted,
-            [landing.memory for landing in loading.landings], arena, on_progress,
+            loading.landed.places, arena, on_progress,
         )
     finally:
         arena.close()
-    return replace(found, written=tuple(p for p in found.written if loading.landings[p].buffer is None))
+    return replace(found, written=tuple(p for p in found.written if p not in loading.landed.aside))
 
 
 def finish(loading: Loading, found: Scattered) -> None:
     """Move on what landed aside, then restore what is not bytes. Raises what the read `found` to be damaged."""
     checkpoint = loading.checkpoint
     raise_damage(found, checkpoint.index, loading.wanted, checkpoint.segment_paths, f"cannot load {checkpoint.path}")
-    for landing in loading.landings:
+    for landing in loading.landed.aside.values():
         landing.settle()
     loading.restoration.finish()
 
@@ -115,11 +116,31 @@ def report(loading: Loading, seconds: float) -> LoadReport:
     matched = loading.matched
     return LoadReport(
         step=loading.checkpoint.step, path=loading.checkpoint.path,
-        matched=tuple(piece.name for piece in loading.wanted), initialised=matched.initialised,
+        matched=loading.wanted.names, initialised=matched.initialised,
         skipped=matched.skipped, cast=matched.cast,
         renamed=_renamed_pairs(loading.checkpoint.index.rows(), loading.rules),
         notes=tuple(loading.restoration.notes), bytes=loading.plan.bytes, seconds=seconds,
     )
+
+
+class _Tensors(Mapping[str, StoredTensor]):
+    """The stored tensors by their names in the state; a record is made where one is asked for."""
+
+    def __init__(self, index: Index, rows: Mapping[str, int]) -> None:
+        self._index, self._rows = index, rows
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        row = self._rows[name]
+        return StoredTensor(self._index.dtypes[row], self._index.shapes[row])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
 
 def _stored(checkpoint: Checkpoint, names: Mapping[str, int], rules: Sequence[Rule], rank: int) -> Stored:
@@ -127,8 +148,7 @@ def _stored(checkpoint: Checkpoint, names: Mapping[str, int], rules: Sequence[Ru
     index, content = checkpoint.index, checkpoint.contents
     tied = {rename(alias, rules): rename(index.names[row], rules) for alias, row in index.aliases}
     return Stored(
-        tensors={name: StoredTensor(index.dtypes[row], index.shapes[row]) for name, row in names.items()},
-        objects=content.replicated,
+        tensors=_Tensors(index, names), objects=content.replicated,
         per_rank={section: values[rank % len(values)] for section, values in content.per_rank.items() if values},
         rename=partial(rename, rules=rules), tied=tied,
     )

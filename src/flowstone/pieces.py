@@ -2,13 +2,20 @@
 
 A *tensor* is a global name with a dtype and a shape. A *box* is a region of it, in elements.
 A *piece* is the box of a tensor that one rank holds. Nothing here knows torch, files or ranks.
+
+A state has tens of thousands of pieces, so they travel as columns: `Pieces` says what they are,
+`Places` where they lie. A `Layout` is all of a state that stays the same from save to save.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,3 +147,104 @@ class Alias:
 
     name: str
     target: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces(Sequence[Piece]):
+    """Pieces as columns of equal length; a Piece record is made where one is looked at.
+
+    shapes  of the global tensors
+    parts   position -> box, of those pieces that are not their whole tensor
+    """
+
+    names: tuple[str, ...]
+    dtypes: tuple[DType, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    parts: Mapping[int, Box] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece]) -> Pieces:
+        """The columns of `pieces`, which may be such columns already."""
+        if isinstance(pieces, Pieces):
+            return pieces
+        parts = {at: piece.box for at, piece in enumerate(pieces) if piece.box != Box.whole(piece.shape)}
+        columns = zip(*((piece.name, piece.dtype, piece.shape) for piece in pieces), strict=True)
+        names, dtypes, shapes = columns if pieces else ((), (), ())
+        return cls(names, dtypes, shapes, parts)
+
+    @overload
+    def __getitem__(self, position: int) -> Piece: ...
+    @overload
+    def __getitem__(self, position: slice) -> Sequence[Piece]: ...
+    def __getitem__(self, position: int | slice) -> Piece | Sequence[Piece]:
+        if isinstance(position, slice):
+            return tuple(self[at] for at in range(len(self))[position])
+        at = range(len(self))[position]
+        shape = tuple(self.shapes[at])
+        return Piece(self.names[at], self.dtypes[at], shape, self.parts.get(at) or Box.whole(shape))
+
+    def __iter__(self) -> Iterator[Piece]:
+        return (self[at] for at in range(len(self)))
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def take(self, positions: Sequence[int]) -> Pieces:
+        """The pieces at `positions`, which ascend."""
+        if len(positions) == len(self):
+            return self
+        moved = {old: new for new, old in enumerate(positions)} if self.parts else {}
+        return Pieces(
+            tuple(map(self.names.__getitem__, positions)), tuple(map(self.dtypes.__getitem__, positions)),
+            tuple(map(self.shapes.__getitem__, positions)),
+            {moved[at]: box for at, box in self.parts.items() if at in moved},
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Places:
+    """Where pieces lie, as columns.
+
+    address  of each piece's element (0, ..., 0), in this process
+    apart    position -> Memory, of those that are not one run of host bytes in row-major order
+    owners   keep the memory alive
+    """
+
+    address: NDArray[np.uint64]
+    apart: Mapping[int, Memory]
+    owners: Sequence[object]
+
+    @classmethod
+    def of(cls, memory: Sequence[Memory]) -> Places:
+        apart = {at: m for at, m in enumerate(memory) if m.device != "cpu" or not m.contiguous}
+        return cls(np.array([m.address for m in memory], np.uint64), apart, [m.owner for m in memory])
+
+    def memory(self, position: int, piece: Piece) -> Memory:
+        """The record of the place of `piece`, which is the one at `position`."""
+        shape, item = piece.box.shape, piece.dtype.item_bytes
+        strides = tuple(math.prod(shape[dim + 1 :]) * item for dim in range(len(shape)))
+        dense = Memory(self.owners[position], int(self.address[position]), shape, strides, item)
+        return self.apart.get(position, dense)
+
+    def take(self, positions: Sequence[int]) -> Places:
+        """The places at `positions`, which ascend."""
+        if len(positions) == len(self.address):
+            return self
+        moved = {old: new for new, old in enumerate(positions)} if self.apart else {}
+        apart = {moved[at]: memory for at, memory in self.apart.items() if at in moved}
+        return Places(self.address[np.asarray(positions, np.int64)], apart, [self.owners[at] for at in positions])
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a rank holds, and not where: plans are made from it, and kept as long as it stays the same.
+
+    pieces   in the order of the state; unique by (name, box)
+    aliases  further names of memory that is among the pieces: tied weights
+    lazy     per piece: whether only an optimizer's step changes it (parameters, optimizer state),
+             so that it may be captured after `save` returned
+    """
+
+    pieces: Pieces
+    aliases: tuple[Alias, ...]
+    lazy: tuple[bool, ...]

@@ -19,7 +19,7 @@ from flowstone.config import EngineOptions
 from flowstone.errors import DamagedError, NoCheckpointError, NotAStoreError, StorageError, UnsupportedStateError
 from flowstone.format.index import Index
 from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME, Manifest, step_directory
-from flowstone.pieces import Box, DType, Memory, Piece
+from flowstone.pieces import Box, DType, Memory, Piece, Pieces, Places
 from flowstone.plan.read import plan_reads
 from flowstone.stage.arena import open_read_arena
 from flowstone.stage.scatter import raise_damage, scatter
@@ -136,14 +136,14 @@ class Checkpoint:
         if not box.inside(shape):
             raise ValueError(f"box {box} does not lie in {name!r} of shape {shape}")
         result, memory = _fresh(dtype, box.shape, framework)
-        piece = Piece(name, dtype, shape, box)
-        plan = plan_reads(self.index, [piece], [row])
+        wanted = Pieces.of([Piece(name, dtype, shape, box)])
+        plan = plan_reads(self.index, wanted, [row])
         arena = open_read_arena(self._store)
         try:
-            found = scatter(self._store, self.segment_paths, self.index, plan, [piece], [memory], arena)
+            found = scatter(self._store, self.segment_paths, self.index, plan, wanted, Places.of([memory]), arena)
         finally:
             arena.close()
-        raise_damage(found, self.index, [piece], self.segment_paths, f"cannot read {name!r} of {self.path}")
+        raise_damage(found, self.index, wanted, self.segment_paths, f"cannot read {name!r} of {self.path}")
         return result
 
     def verify(self, on_progress: Callable[[int, int], None] | None = None) -> Verified:

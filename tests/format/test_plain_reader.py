@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import plain_reader
+from forge import memory_at, split_rows
 from hypothesis import HealthCheck, given, settings
 from strategies import State, raw_bytes, states
 
@@ -32,7 +33,7 @@ def test_plain_reader_reads_any_state(tmp_path_factory, state: State) -> None:
         checkpointer.save(1, state)
     tensors, objects, _ = plain_reader.read(store / "step-00000001")
     described = describe(state)
-    whole = {piece.name: memory for piece, memory in zip(described.pieces, described.memory, strict=True)}
+    whole = dict(zip(described.pieces.names, memory_at(described.pieces, described.places), strict=True))
     whole |= {alias.name: whole[alias.target] for alias in described.aliases}
     assert set(tensors) == set(whole)
     checkpoint = fs.open(store)
@@ -47,10 +48,9 @@ def test_plain_reader_puts_boxes_together(store: Path) -> None:
     from unittest import mock
 
     import torch
-    from forge import split_rows
 
     table = torch.arange(600_000, dtype=torch.float32).reshape(600, 1000)
-    split = lambda state, rank: split_rows(describe(state, rank=rank), "table", 70)  # noqa: E731
+    split = lambda state, **how: split_rows(describe(state, **how), "table", 70)  # noqa: E731
     with mock.patch("flowstone.checkpointer.describe", split), fs.Checkpointer(store) as checkpointer:
         checkpointer.save(1, {"table": table})
     tensors, _, _ = plain_reader.read(store / "step-00000001")

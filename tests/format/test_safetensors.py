@@ -89,7 +89,7 @@ def test_slices_of_a_sharded_tensor_are_named_by_their_box(store: Path) -> None:
 
     from flowstone.state import describe
 
-    split = lambda state, rank: split_rows(describe(state, rank=rank), "table", 2)  # noqa: E731
+    split = lambda state, **how: split_rows(describe(state, **how), "table", 2)  # noqa: E731
     with mock.patch("flowstone.checkpointer.describe", split), fs.Checkpointer(store) as checkpointer:
         checkpointer.save(1, {"table": torch.arange(12.0).reshape(4, 3)})
     found = safetensors.numpy.load_file(store / "step-00000001/rank-00000.safetensors")

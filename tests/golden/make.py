@@ -97,7 +97,7 @@ def filled() -> dict[str, object]:
 def main(version: str) -> None:
     store = GOLDEN / version
     # One tensor lies in two boxes, as two ranks would have saved it.
-    split = lambda state, rank: split_rows(describe(state, rank=rank), "table", 2)  # noqa: E731
+    split = lambda state, **how: split_rows(describe(state, **how), "table", 2)  # noqa: E731
     with mock.patch("flowstone.checkpointer.describe", split), fs.Checkpointer(store) as checkpointer:
         checkpointer.save(STEP, filled())
     (store / "flowstone.lock").unlink()

@@ -20,9 +20,9 @@ def piece(name: str, shape: tuple[int, ...] = (2,), kind: str = "float32") -> Pi
 
 
 def index(*pieces: Piece, aliases: Sequence[Alias] = (), digests: Sequence[int] = ()) -> Index:
-    plan = plan_writes(pieces)
+    plan = plan_writes(pieces, aliases=aliases)
     found = np.array(digests or range(plan.chunks), np.uint64)
-    return index_of(plan, place(plan, np.zeros(len(pieces), np.uint64)), found, aliases)
+    return index_of(plan, place(plan, np.zeros(len(pieces), np.uint64)), found)
 
 
 def matched(

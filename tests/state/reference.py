@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from forge import memory_at
 from strategies import raw_bytes, strided_bytes
 
 from flowstone.format import objects
@@ -64,10 +65,10 @@ def save(state: Mapping[str, object], *, rank: int = 0, into: Checkpoint | None 
 
 def store(described: Described, *, into: Checkpoint | None = None) -> Checkpoint:
     checkpoint = Checkpoint() if into is None else into
-    assert len(described.pieces) == len(described.memory) == len(described.lazy)
+    assert len(described.pieces) == len(described.places.address) == len(described.lazy)
     names = {(piece.name, piece.box) for piece in described.pieces} | {alias.name for alias in described.aliases}
     assert len(names) == len(described.pieces) + len(described.aliases), "a name twice"
-    for piece, memory in zip(described.pieces, described.memory, strict=True):
+    for piece, memory in zip(described.pieces, memory_at(described.pieces, described.places), strict=True):
         assert memory.shape == piece.box.shape
         assert memory.item_bytes == piece.dtype.item_bytes
         assert piece.box.inside(piece.shape)
@@ -108,7 +109,7 @@ def fill(checkpoint: Checkpoint, restoration: Restoration, *, rename: Callable[[
     """Put the bytes where they are wanted."""
     source = {rename(name): tensor for name, tensor in checkpoint.tensors.items()}
     source |= {rename(name): checkpoint.tensors[target] for name, target in checkpoint.tied.items()}
-    for piece, memory in zip(restoration.pieces, restoration.memory, strict=True):
+    for piece, memory in zip(restoration.pieces, memory_at(restoration.pieces, restoration.places), strict=True):
         write(memory, source[piece.name][_slices(piece.box)])
 
 

@@ -49,7 +49,7 @@ def test_a_tensor_lr_on_the_device_is_written_in_place() -> None:
 
 
 def test_memory_names_its_device() -> None:
-    memory = describe({"t": torch.arange(6.0, device="cuda").view(2, 3).t()}).memory[0]
+    memory = describe({"t": torch.arange(6.0, device="cuda").view(2, 3).t()}).places.apart[0]
     assert memory.device == "cuda:0"
     assert memory.strides_bytes == (4, 12)
 

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from flowstone.commit.contents import inside
 from flowstone.errors import FlowstoneError
 from flowstone.format.digest import chunk_digests
-from flowstone.format.index import Index, encode_index
+from flowstone.format.index import Totals
 from flowstone.format.manifest import (
     INDEX_NAME,
     MANIFEST_NAME,
@@ -78,7 +78,8 @@ def publish(
     *,
     store_id: str,
     segments: Sequence[SegmentRow],
-    index: Index,
+    index: bytes,
+    totals: Totals,
     objects: bytes,
     receipt: Receipt,
     writer: str,
@@ -89,15 +90,14 @@ def publish(
     The segments are durable already, which is what `receipt` says: it must carry no error.
     """
     assert receipt.error is None, "a failed receipt must not be published"
-    index_bytes = encode_index(index)
-    for name, data in ((INDEX_NAME, index_bytes), (OBJECTS_NAME, objects)):
+    for name, data in ((INDEX_NAME, index), (OBJECTS_NAME, objects)):
         store.put(inside(draft.directory, name), data)
     manifest = Manifest(
         step=draft.step, id=draft.id, store=store_id, created=_now(), writer=writer, ranks=ranks,
         segments=tuple(segments),
-        index=FileRow(INDEX_NAME, len(index_bytes), chunk_digests(index_bytes)),
+        index=FileRow(INDEX_NAME, len(index), chunk_digests(index)),
         objects=FileRow(OBJECTS_NAME, len(objects), chunk_digests(objects)),
-        tensors=len(index.names), pieces=len(index.tensor), data_bytes=int(index.length.sum()), io=receipt.io,
+        tensors=totals.tensors, pieces=totals.pieces, data_bytes=totals.data_bytes, io=receipt.io,
     )
     store.put(inside(draft.directory, MANIFEST_NAME), encode_manifest(manifest))
     # The entries too: a file whose name is not durable can vanish with a power loss.

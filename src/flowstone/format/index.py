@@ -7,10 +7,10 @@ vector operations. See docs/FORMAT.md, Index, for each column's meaning.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise, repeat
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ _COLUMNS = {
 }
 """Column name to numpy type, the widest first so that each lies aligned in the file."""
 
+_VARIABLE = ("piece.offset", "chunk.digest")  # in the order of the columns
 _SAFETENSORS = {"<u8": "U64", "<u4": "U32", "<u2": "U16", "u1": "U8"}
 
 CODEC_RAW = 0
@@ -64,76 +65,116 @@ class Index:
     first_piece: NDArray[np.int64] = field(init=False)  # per tensor, T + 1 entries
     first_chunk: NDArray[np.int64] = field(init=False)  # per piece, P + 1 entries
     first_box: NDArray[np.int64] = field(init=False)  # per piece, P + 1 entries, into boxes
+    first_byte: NDArray[np.int64] = field(init=False)  # per chunk, C + 1 entries, all stored bytes in one row
+    data_bytes: NDArray[np.int64] = field(init=False)  # per tensor, of the whole of it
+    _rows: Mapping[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        ndim = np.array([len(shape) for shape in self.shapes], np.int64)
+        ndim = np.array(list(map(len, self.shapes)), np.int64)
+        sides = np.array(list(chain.from_iterable(self.shapes)), np.uint64)
         item = np.array([dtype.item_bytes for dtype in self.dtypes], np.int64)
         set_ = object.__setattr__
         set_(self, "first_piece", np.searchsorted(self.tensor, np.arange(len(self.names) + 1)))
         set_(self, "first_box", _starts(2 * ndim[self.tensor]))
-        data_bytes = _products(self.boxes, self.first_box) * item[self.tensor]
-        set_(self, "first_chunk", _starts(-(-data_bytes // CHUNK_BYTES)))
+        elements = _products(self.boxes, self.first_box[:-1] + ndim[self.tensor], ndim[self.tensor])
+        set_(self, "first_chunk", _starts(-(-elements * item[self.tensor] // CHUNK_BYTES)))
+        set_(self, "first_byte", _starts(self.stored))
+        set_(self, "data_bytes", _products(sides, _starts(ndim)[:-1], ndim) * item)
+        set_(self, "_rows", dict(zip(self.names, range(len(self.names)), strict=True)) | dict(self.aliases))
 
     def box(self, piece: int) -> Box:
         numbers = self.boxes[self.first_box[piece] : self.first_box[piece + 1]].tolist()
         half = len(numbers) // 2
         return Box(tuple(numbers[:half]), tuple(numbers[half:]))
 
-    def rows(self) -> dict[str, int]:
+    def rows(self) -> Mapping[str, int]:
         """Every name, aliases included, to its tensor's row."""
-        rows = {name: row for row, name in enumerate(self.names)}
-        return rows | dict(self.aliases)
+        return self._rows
 
     def pieces_of(self, tensor: int) -> range:
         return range(int(self.first_piece[tensor]), int(self.first_piece[tensor + 1]))
 
 
-def _starts(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+def _starts(counts: NDArray[Any]) -> NDArray[np.int64]:
     starts = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=starts[1:])
     return starts
 
 
-def _products(boxes: U64, first_box: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Elements of each box. Empty products (scalars) are 1."""
-    counts = np.diff(first_box) // 2
-    elements = np.ones(len(counts), np.int64)
-    lengths_start = first_box[:-1] + counts
+def _products(numbers: U64, starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The product of each run of `counts` numbers, the first at its `starts`; an empty one (of a scalar) is 1."""
+    products = np.ones(len(counts), np.int64)
     for dim in range(int(counts.max(initial=0))):
         has = counts > dim
-        elements[has] *= boxes[lengths_start[has] + dim].astype(np.int64)
-    return elements
+        products[has] *= numbers[starts[has] + dim].astype(np.int64)
+    return products
 
 
-def encode_index(index: Index) -> bytes:
-    """The index file's bytes."""
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """How much an index lists."""
+
+    tensors: int
+    pieces: int
+    data_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Frame:
+    """An index file without what is new in every save of a layout: where pieces lie, and their digests.
+
+    parts  the file's bytes before, between and behind the columns piece.offset and chunk.digest
+    """
+
+    parts: tuple[bytes, bytes, bytes]
+    totals: Totals
+
+    def fill(self, offset: U64, digest: U64) -> bytes:
+        """The index file's bytes; one offset for each piece and one digest for each chunk, as in the frame's index."""
+        before, between, behind = self.parts
+        return b"".join([before, _bytes_of(offset, "<u8"), between, _bytes_of(digest, "<u8"), behind])
+
+
+def frame_of(index: Index) -> Frame:
+    """All of an index file that does not depend on `index.offset` and `index.digest`."""
     kinds = sorted({dtype.name for dtype in index.dtypes})
     position = {name: at for at, name in enumerate(kinds)}
     names = [name.encode() for name in index.names]
     aliases = [name.encode() for name, _ in index.aliases]
     columns: dict[str, object] = {
         "tensor.name": np.frombuffer(b"".join(names), np.uint8),
-        "tensor.name_bytes": [len(name) for name in names],
+        "tensor.name_bytes": list(map(len, names)),
         "tensor.dtype": [position[dtype.name] for dtype in index.dtypes],
-        "tensor.ndim": [len(shape) for shape in index.shapes],
-        "tensor.shape": [n for shape in index.shapes for n in shape],
+        "tensor.ndim": list(map(len, index.shapes)),
+        "tensor.shape": list(chain.from_iterable(index.shapes)),
         "alias.name": np.frombuffer(b"".join(aliases), np.uint8),
-        "alias.name_bytes": [len(name) for name in aliases],
+        "alias.name_bytes": list(map(len, aliases)),
         "alias.tensor": [row for _, row in index.aliases],
         "piece.tensor": index.tensor, "piece.box": index.boxes, "piece.segment": index.segment,
         "piece.offset": index.offset, "piece.bytes": index.length,
         "chunk.digest": index.digest, "chunk.bytes": index.stored, "chunk.codec": index.codec,
     }
     header: dict[str, object] = {METADATA_KEY: {"flowstone": "1", "dtypes": " ".join(kinds)}}
-    data, at = [], 0
+    parts: list[list[bytes]] = [[]]
+    at = 0
     for name, kind in _COLUMNS.items():
         column = np.asarray(columns[name], kind)
         header[name] = {"dtype": _SAFETENSORS[kind], "shape": [len(column)], "data_offsets": [at, at + column.nbytes]}
-        data.append(column.tobytes())
+        if name in _VARIABLE:
+            parts.append([])
+        else:
+            parts[-1].append(column.tobytes())
         at += column.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return b"".join([len(text).to_bytes(LENGTH_BYTES, "little"), text, *data])
+    parts[0][:0] = [len(text).to_bytes(LENGTH_BYTES, "little"), text]
+    before, between, behind = map(b"".join, parts)
+    totals = Totals(len(index.names), len(index.tensor), int(index.length.sum()))
+    return Frame((before, between, behind), totals)
+
+
+def _bytes_of(column: NDArray[np.generic], kind: str) -> bytes:
+    return column.astype(kind, copy=False).tobytes()
 
 
 def decode_index(data: bytes, *, segments: Sequence[SegmentRow], path: str) -> Index:
@@ -164,7 +205,6 @@ def _assemble(columns: dict[str, NDArray[np.generic]], kinds: list[str]) -> Inde
     ndim = columns["tensor.ndim"].astype(np.int64)
     if ndim.max(initial=0) > NDIM_MAX or int(ndim.sum()) != len(columns["tensor.shape"]):
         raise ValueError("tensor.ndim and tensor.shape disagree")
-    starts, lengths = _starts(ndim), columns["tensor.shape"].tolist()
     names = _names(columns["tensor.name"], columns["tensor.name_bytes"])
     aliases = _names(columns["alias.name"], columns["alias.name_bytes"])
     tensor = columns["piece.tensor"].astype(np.int64)
@@ -176,8 +216,8 @@ def _assemble(columns: dict[str, NDArray[np.generic]], kinds: list[str]) -> Inde
         raise ValueError("piece.box has the wrong length")
     return Index(
         names=names,
-        dtypes=tuple(DTYPES[kinds[at]] for at in columns["tensor.dtype"].tolist()),
-        shapes=tuple(tuple(lengths[a:b]) for a, b in pairwise(starts.tolist())),
+        dtypes=tuple(map([DTYPES[kind] for kind in kinds].__getitem__, columns["tensor.dtype"].tolist())),
+        shapes=_shapes(columns["tensor.shape"], ndim),
         aliases=tuple(zip(aliases, columns["alias.tensor"].tolist(), strict=True)),
         tensor=tensor, boxes=columns["piece.box"].astype(np.uint64), segment=columns["piece.segment"].astype(np.uint32),
         offset=columns["piece.offset"].astype(np.uint64), length=columns["piece.bytes"].astype(np.uint64),
@@ -190,8 +230,22 @@ def _names(text: NDArray[np.generic], lengths: NDArray[np.generic]) -> tuple[str
     sizes = lengths.astype(np.int64)
     if sizes.max(initial=0) > NAME_BYTES_MAX or int(sizes.sum()) != len(text):
         raise ValueError("names and their lengths disagree")
-    data = text.tobytes()
-    return tuple(data[a:b].decode() for a, b in pairwise(_starts(sizes).tolist()))
+    data, ends = text.tobytes(), _starts(sizes).tolist()
+    if data.isascii():  # cutting text costs half of cutting bytes and decoding each
+        whole = data.decode()
+        return tuple(whole[a:b] for a, b in pairwise(ends))
+    return tuple(data[a:b].decode() for a, b in pairwise(ends))
+
+
+def _shapes(sides: NDArray[np.generic], ndim: NDArray[np.int64]) -> tuple[tuple[int, ...], ...]:
+    """The shapes that lie one behind the other in `sides`: those of each number of dimensions at once."""
+    starts = _starts(ndim)[:-1]
+    streams: dict[int, Iterator[tuple[int, ...]]] = {}
+    for count in np.unique(ndim).tolist():
+        at = starts[ndim == count]
+        columns = [sides[at + dim].tolist() for dim in range(count)]
+        streams[count] = zip(*columns, strict=True) if count else repeat(())
+    return tuple(next(streams[count]) for count in ndim.tolist())
 
 
 def _check(index: Index, segments: Sequence[SegmentRow]) -> None:
@@ -213,9 +267,10 @@ def _check(index: Index, segments: Sequence[SegmentRow]) -> None:
 
 def _check_boxes(index: Index) -> None:
     item = np.array([dtype.item_bytes for dtype in index.dtypes], np.int64)
-    shape_starts = _starts(np.array([len(shape) for shape in index.shapes], np.int64))
-    shapes = np.array([n for shape in index.shapes for n in shape], np.uint64)
-    ndim = np.diff(index.first_box) // 2
+    dims = np.array(list(map(len, index.shapes)), np.int64)
+    shape_starts = _starts(dims)
+    shapes = np.array(list(chain.from_iterable(index.shapes)), np.uint64)
+    ndim = dims[index.tensor]
     for dim in range(int(ndim.max(initial=0))):
         has = ndim > dim
         offsets = index.boxes[index.first_box[:-1][has] + dim]
@@ -223,11 +278,22 @@ def _check_boxes(index: Index) -> None:
         limits = shapes[shape_starts[index.tensor[has]] + dim]
         if (offsets > limits).any() or (lengths > limits - offsets).any():
             raise ValueError("a box lies outside its tensor")
-    if any(math.prod(shape) >= 1 << 59 for shape in index.shapes):
+    if _is_immense(shapes, shape_starts[:-1], dims):
         raise ValueError("a tensor has more elements than any memory")  # and products of lengths would wrap
-    data_bytes = _products(index.boxes, index.first_box) * item[index.tensor]
+    data_bytes = _products(index.boxes, index.first_box[:-1] + ndim, ndim) * item[index.tensor]
     if (data_bytes != index.length.astype(np.int64)).any():
         raise ValueError("an extent has another length than its box")
+
+
+def _is_immense(sides: U64, starts: NDArray[np.int64], ndim: NDArray[np.int64]) -> bool:
+    """Whether some shape has 2^59 elements or more, within the precision of doubles."""
+    bits, empty = np.zeros(len(ndim)), np.zeros(len(ndim), np.bool_)
+    for dim in range(int(ndim.max(initial=0))):
+        has = ndim > dim
+        side = sides[starts[has] + dim]
+        bits[has] += np.log2(np.maximum(side, 1))
+        empty[has] |= side == 0
+    return bool((bits[~empty] >= 59).any())
 
 
 def _check_extents(index: Index, segments: Sequence[SegmentRow]) -> None:

@@ -52,8 +52,10 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from typing import Literal, TypeAlias, TypeVar, cast
 
+import msgspec
 import numpy as np
 
 from flowstone.errors import DamagedError, UnsupportedFormatError, UnsupportedStateError
@@ -78,12 +80,20 @@ _REF_TAGS: Mapping[str, RefKind] = {
 _TAG_OF_REF = {kind: tag for tag, kind in _REF_TAGS.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRef:
-    """Stands where a value lies in the tensor `name` of the index; `kind` is the value's type."""
+class TensorRef(msgspec.Struct, frozen=True, gc=False):
+    """Stands where a value lies in the tensor `name` of the index; `kind` is the value's type.
+
+    A Struct, as there may be one for each tensor: a frozen dataclass takes three times as long to make.
+    """
 
     name: str
     kind: RefKind
+
+
+def tensor_refs(names: Iterable[str]) -> list[TensorRef]:
+    """References to torch tensors, one for each name."""
+    kind: RefKind = "tensor"
+    return list(map(TensorRef, names, repeat(kind)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,7 @@ PAD_PREFIX = "__pad__."
 METADATA_KEY = "__metadata__"
 METADATA: Mapping[str, str] = {"format": "pt", "flowstone": "1"}
 LENGTH_BYTES = 8
-_DIGITS_MAX = 19  # of an offset; the room that is reserved for each
-_PAD_ENTRY_BYTES_MAX = len(f',"{PAD_PREFIX}":{{"dtype":"U8","shape":[],"data_offsets":[,]}}') + 4 * _DIGITS_MAX
+_PAD_ENTRY_BYTES = len(f',"{PAD_PREFIX}":{{"dtype":"U8","shape":[],"data_offsets":[,]}}')  # without its four numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,34 +48,65 @@ def entry_text(name: str, dtype: DType, shape: Sequence[int]) -> str:
     return f'{json.dumps(name, ensure_ascii=False)}:{{"dtype":"{dtype.stored}","shape":[{lengths}],"data_offsets":['
 
 
-def reserve(text_bytes: int, *, entries: int, pads: int) -> int:
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """The finished text of entries that lie one behind the other from `begin` to `end`, whatever moves around them."""
+
+    text: str
+    begin: int
+    end: int
+
+
+def pack_entries(texts: Iterable[str], lengths: Iterable[int], *, header_bytes: int, begin: int) -> Packed:
+    """Entries of `lengths` bytes, one behind the other from offset `begin` in the file; `texts` as by `entry_text`."""
+    parts, at = [], begin - header_bytes
+    for text, length in zip(texts, lengths, strict=True):
+        parts.append(f"{text}{at},{at + length}]}}")
+        at += length
+    return Packed(",".join(parts), begin, header_bytes + at)
+
+
+def reserve(text_bytes: int, *, entries: int, pads: int, file_bytes_max: int) -> int:
     """Bytes to reserve for a header (its length included): a multiple of BLOCK_BYTES.
 
-    text_bytes  of the entries' texts, in UTF-8
-    pads        the most padding entries that the plan can come to
+    text_bytes      of the entries' texts, in UTF-8
+    pads            the most padding entries that the plan can come to
+    file_bytes_max  no offset is beyond
     """
+    digits = len(str(file_bytes_max))
     fixed = LENGTH_BYTES + len(json.dumps({METADATA_KEY: METADATA})) + 2
-    most = fixed + text_bytes + entries * (2 * _DIGITS_MAX + len(",,]}")) + pads * _PAD_ENTRY_BYTES_MAX
+    most = fixed + text_bytes + entries * (2 * digits + len(",,]}")) + pads * (_PAD_ENTRY_BYTES + 4 * digits)
     return -(-most // BLOCK_BYTES) * BLOCK_BYTES
 
 
-def encode_header(rows: Iterable[tuple[str, int, int]], *, header_bytes: int, file_bytes: int) -> bytes:
+def encode_header(
+    rows: Iterable[tuple[str, int, int]], *, header_bytes: int, file_bytes: int, packed: Packed | None = None
+) -> bytes:
     """The first `header_bytes` bytes of a segment.
 
-    rows  (entry text, offset_bytes in the file, length in bytes), ascending, disjoint;
-          what they leave free becomes padding entries
+    rows    (entry text, offset_bytes in the file, length in bytes), ascending, disjoint;
+            what they leave free becomes padding entries
+    packed  further entries, behind all of the rows
     """
     parts = [json.dumps({METADATA_KEY: METADATA}, separators=(",", ":"))[:-1]]
     at, pads = header_bytes, 0
-    for text, offset, length in rows:
+
+    def skip_to(offset: int) -> None:
+        nonlocal pads
         assert offset >= at, "rows overlap or are not ascending"
         if offset > at:
             parts.append(_pad_entry(pads, at - header_bytes, offset - header_bytes))
             pads += 1
+
+    for text, offset, length in rows:
+        skip_to(offset)
         at = offset + length
         parts.append(f"{text}{offset - header_bytes},{at - header_bytes}]}}")
-    if file_bytes > at:
-        parts.append(_pad_entry(pads, at - header_bytes, file_bytes - header_bytes))
+    if packed is not None and packed.text:
+        skip_to(packed.begin)
+        parts.append(packed.text)
+        at = packed.end
+    skip_to(file_bytes)
     header = (",".join(parts) + "}").encode()
     room = header_bytes - LENGTH_BYTES
     assert len(header) <= room, "a plan reserved too little for its header"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from flowstone.errors import MismatchError
 from flowstone.format.index import Index
-from flowstone.pieces import Alias, Piece
+from flowstone.pieces import Alias, Piece, Pieces
 from flowstone.rules import Cast, Init, Rename, Rule, Skip
 
 _LISTED_MAX = 50  # differences of one kind that a message spells out; all are in the counts
@@ -34,9 +34,11 @@ def section_of(name: str) -> str:
     return name.partition(".")[0].partition("@")[0]
 
 
-def renamed(names: Mapping[str, int], rules: Sequence[Rule]) -> dict[str, int]:
+def renamed(names: Mapping[str, int], rules: Sequence[Rule]) -> Mapping[str, int]:
     """Stored names to rows, as the Rename rules call them; MismatchError where two become one."""
     renames = [rule for rule in rules if isinstance(rule, Rename)]
+    if not renames:
+        return names
     result: dict[str, int] = {}
     for name, row in names.items():
         new = rename(name, renames)
@@ -71,9 +73,11 @@ def match(
     raises       MismatchError that lists every difference
     """
     faults = list(differences)
-    wanted, rows, cast, initialised = [], [], [], []
-    for position, piece in enumerate(pieces):
-        row = names.get(piece.name)
+    pieces = Pieces.of(pieces)
+    found = list(map(names.get, pieces.names))
+    cast, initialised = [], []
+    for position in _suspects(pieces, found, index):
+        piece, row = pieces[position], found[position]
         if row is None:
             if _allowed(rules, Init, piece.name):
                 initialised.append(piece.name)
@@ -88,17 +92,32 @@ def match(
             else:
                 stored = index.dtypes[row].name
                 faults.append(f"dtype       {piece.name}: wanted {piece.dtype.name}, stored {stored}")
-        wanted.append(position)
-        rows.append(row)
     faults += _untied(aliases, names, index, rules)
     initialised += [alias.name for alias in aliases if alias.name not in names and _allowed(rules, Init, alias.name)]
-    used = {piece.name for piece in pieces} | {alias.name for alias in aliases}
+    used = set(pieces.names).union(alias.name for alias in aliases)
     unexpected = [n for n in names if n not in used and not _is_of_a_rank(n) and section_of(n) in sections]
-    skipped = [name for name in unexpected if _allowed(rules, Skip, name)]
-    faults += [f"unexpected  {name}: stored, wanted by nobody" for name in unexpected if name not in set(skipped)]
+    skipped = {name for name in unexpected if _allowed(rules, Skip, name)}
+    faults += [f"unexpected  {name}: stored, wanted by nobody" for name in unexpected if name not in skipped]
     if faults:
         _refuse(faults)
-    return Match(tuple(wanted), tuple(rows), tuple(cast), tuple(initialised), tuple(skipped))
+    return Match(
+        wanted=tuple(position for position, row in enumerate(found) if row is not None),
+        rows=tuple(row for row in found if row is not None),
+        cast=tuple(cast), initialised=tuple(initialised), skipped=tuple(n for n in unexpected if n in skipped),
+    )
+
+
+def _suspects(pieces: Pieces, rows: Sequence[int | None], index: Index) -> list[int]:
+    """Positions of the pieces that are not stored as they are wanted, ascending."""
+    stored = [row for row in rows if row is not None]
+    if len(stored) == len(rows):
+        shapes, dtypes = map(index.shapes.__getitem__, stored), map(index.dtypes.__getitem__, stored)
+        if (tuple(shapes), tuple(dtypes)) == (pieces.shapes, pieces.dtypes):
+            return []
+    return [
+        position for position, row in enumerate(rows)
+        if row is None or (index.shapes[row], index.dtypes[row]) != (pieces.shapes[position], pieces.dtypes[position])
+    ]
 
 
 def _is_of_a_rank(name: str) -> bool:

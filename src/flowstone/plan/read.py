@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,31 +11,27 @@ from numpy.typing import NDArray
 from flowstone.config import CHUNK_BYTES
 from flowstone.errors import CoverageError
 from flowstone.format.index import Index
-from flowstone.pieces import Box, Piece
+from flowstone.pieces import Box, Piece, Pieces
 from flowstone.plan.boxes import uncovered
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """Part of one stored piece for one wanted piece.
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadPlan:
+    """Everything to read, as columns: a row for each run of chunks of a stored piece that a wanted one needs.
 
-    piece   row in the index
-    target  position among the wanted pieces
-    common  the region both hold, in elements of the global tensor
-    chunks  half-open runs of the stored piece's chunks that hold it, ascending
+    piece        row in the index
+    target       position among the wanted pieces
+    first, last  the run, half-open, among the stored piece's chunks
+    common       row -> the region that both pieces hold, in elements of the global tensor, where that
+                 is not all of both
+    bytes        of the chunks, once for each row
     """
 
-    piece: int
-    target: int
-    common: Box
-    chunks: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ReadPlan:
-    """Everything to read. `bytes` counts the chunks, once for each copy that wants them."""
-
-    copies: tuple[Copy, ...]
+    piece: NDArray[np.int64]
+    target: NDArray[np.int64]
+    first: NDArray[np.int64]
+    last: NDArray[np.int64]
+    common: Mapping[int, Box]
     bytes: int
 
 
@@ -46,27 +42,48 @@ def plan_reads(index: Index, wanted: Sequence[Piece], rows: Sequence[int]) -> Re
     rows    the index row of each one's tensor, which has the same shape
     raises  CoverageError naming the first region that nobody stored
     """
-    copies: list[Copy] = []
-    total = 0
-    for target, (piece, row) in enumerate(zip(wanted, rows, strict=True)):
-        found = []
-        for stored in index.pieces_of(row):
-            box = index.box(stored)
-            common = box.intersect(piece.box)
-            if common is None:
-                continue
-            found.append(common)
-            chunks = chunk_runs(box.shape, common.within(box), index.dtypes[row].item_bytes)
-            copies.append(Copy(stored, target, common, chunks))
-            total += _bytes(index, stored, chunks)
-        hole = uncovered(piece.box, found)
-        if hole is not None:
-            raise CoverageError(
-                f"cannot load {piece.name!r}: {hole} is in no stored piece",
-                wanted=f"box {piece.box} of shape {piece.shape}",
-                next="run `flowstone verify` on the checkpoint, or load with a skip or init rule",
-            )
-    return ReadPlan(tuple(copies), total)
+    wanted, tensor = Pieces.of(wanted), np.array(rows, np.int64)
+    begin = index.first_piece[tensor]
+    alone = index.first_piece[tensor + 1] == begin + 1
+    begin[~alone] = 0  # of a tensor without pieces, it could lie behind the last one
+    same = alone if len(index.tensor) == 0 else alone & (index.length[begin] == index.data_bytes[tensor])
+    same[list(wanted.parts)] = False
+    target = np.flatnonzero(same)
+    piece = begin[target]
+    last = index.first_chunk[piece + 1] - index.first_chunk[piece]
+    some = last > 0
+    columns = [[piece[some], target[some], np.zeros(int(some.sum()), np.int64), last[some]]]
+    common: dict[int, Box] = {}
+    at = len(columns[0][0])
+    for position in np.flatnonzero(~same).tolist():
+        for stored, region, runs in _parts(index, wanted[position], int(tensor[position])):
+            first, stop = np.array(runs, np.int64).reshape(-1, 2).T
+            columns.append([np.full(len(runs), stored), np.full(len(runs), position), first, stop])
+            common |= dict.fromkeys(range(at, at + len(runs)), region)
+            at += len(runs)
+    piece, target, first, last = map(np.concatenate, zip(*columns, strict=True))
+    total = index.first_byte[index.first_chunk[piece] + last] - index.first_byte[index.first_chunk[piece] + first]
+    return ReadPlan(piece, target, first, last, common, int(total.sum()))
+
+
+def _parts(
+    index: Index, wanted: Piece, row: int
+) -> Iterator[tuple[int, Box, tuple[tuple[int, int], ...]]]:
+    """Each stored piece that holds part of `wanted`, the region, and the runs of chunks in which that lies."""
+    found = []
+    for stored in index.pieces_of(row):
+        box = index.box(stored)
+        region = box.intersect(wanted.box)
+        if region is not None:
+            found.append(region)
+            yield stored, region, chunk_runs(box.shape, region.within(box), index.dtypes[row].item_bytes)
+    hole = uncovered(wanted.box, found)
+    if hole is not None:
+        raise CoverageError(
+            f"cannot load {wanted.name!r}: {hole} is in no stored piece",
+            wanted=f"box {wanted.box} of shape {wanted.shape}",
+            next="run `flowstone verify` on the checkpoint, or load with a skip or init rule",
+        )
 
 
 def chunk_runs(shape: Sequence[int], box: Box, item_bytes: int) -> tuple[tuple[int, int], ...]:
@@ -104,7 +121,3 @@ def _runs(shape: Sequence[int], box: Box) -> tuple[NDArray[np.int64], int]:
         stride *= shape[outer]
     return begin, length
 
-
-def _bytes(index: Index, piece: int, runs: Sequence[tuple[int, int]]) -> int:
-    base = int(index.first_chunk[piece])
-    return sum(int(index.stored[base + first : base + last].sum()) for first, last in runs)

@@ -2,33 +2,41 @@
 
 A plan knows sizes, never addresses, so it is made once and reused for every save of the
 same layout. `place` then turns slots into offsets, once the memory's addresses are known.
+Whatever else the plan alone decides is made with it: the order in which rows lie in the files, the
+text of header entries that never move, and all of the index but offsets and digests.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flowstone.config import BLOCK_BYTES, CHUNK_BYTES, HEADER_BYTES_MAX, PACKED_BELOW_BYTES
 from flowstone.errors import CollisionError
-from flowstone.format.index import Index
-from flowstone.format.segment import entry_name, entry_text, reserve, reserved
-from flowstone.pieces import Alias, Box, Piece
+from flowstone.format.index import Frame, Index, frame_of
+from flowstone.format.segment import Packed, entry_name, entry_text, pack_entries, reserve, reserved
+from flowstone.pieces import Alias, Box, Piece, Pieces
 from flowstone.plan.boxes import check_tiling
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentPlan:
-    """One file to be written: `pieces` are positions in the plan, in file order."""
+    """One file to be written: `pieces` are positions in the plan, in file order, the slotted ones first.
+
+    packed  the header's entries of the other pieces
+    """
 
     name: str
     header_bytes: int
     bytes: int
     pieces: tuple[int, ...]
+    slotted: int  # how many of the pieces have a slot
+    packed: Packed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,9 +48,13 @@ class WritePlan:
     slot      offset_bytes in the segment's file: of the slot, or of the packed piece itself
     slotted   whether the piece may start up to BLOCK_BYTES - 1 behind `slot`
     chunk     the number of the piece's first chunk, over the whole plan
+    order     rows of all files in file order: number s is the header of segment s, and
+              number len(segments) + p is piece p
+    table     the index, with offsets and digests of 0
+    frame     the same, encoded
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: Pieces
     segments: tuple[SegmentPlan, ...]
     text: tuple[str, ...]
     segment: NDArray[np.uint32]
@@ -51,6 +63,11 @@ class WritePlan:
     slotted: NDArray[np.bool_]
     chunk: NDArray[np.uint64]
     chunks: int
+    order: NDArray[np.int64]
+    table: Index
+    frame: Frame
+    _piece_order: NDArray[np.int64]
+    _chunk_order: NDArray[np.int64]
 
     @property
     def bytes(self) -> int:
@@ -63,32 +80,45 @@ class WritePlan:
 
 
 def plan_writes(
-    pieces: Sequence[Piece], *, rank: int = 0, header_bytes_max: int = HEADER_BYTES_MAX
+    pieces: Sequence[Piece], *, aliases: Sequence[Alias] = (), rank: int = 0, header_bytes_max: int = HEADER_BYTES_MAX
 ) -> WritePlan:
     """Lay out `pieces` in as few segments as headers of `header_bytes_max` allow.
 
-    raises  CoverageError   a tensor's pieces overlap or leave a hole
-            CollisionError  two pieces make one entry or a reserved one, or differ in the tensor's dtype or shape
+    aliases  further names of some of them, for the index
+    raises   CoverageError   a tensor's pieces overlap or leave a hole
+             CollisionError  two pieces make one entry or a reserved one, or differ in the tensor's dtype or shape
     """
+    pieces = Pieces.of(pieces)
+    boxes = [pieces.parts[at].shape if at in pieces.parts else shape for at, shape in enumerate(pieces.shapes)]
     _check_tensors(pieces)
-    text = tuple(entry_text(entry_name(p.name, p.box, p.shape), p.dtype, p.box.shape) for p in pieces)
-    length = np.array([piece.bytes for piece in pieces], np.uint64)
+    text = tuple(
+        entry_text(entry_name(name, pieces.parts[at], shape) if at in pieces.parts else name, dtype, boxes[at])
+        for at, (name, dtype, shape) in enumerate(zip(pieces.names, pieces.dtypes, pieces.shapes, strict=True))
+    )
+    item = np.array([dtype.item_bytes for dtype in pieces.dtypes], np.uint64)
+    length = np.array(list(map(math.prod, boxes)), np.uint64) * item
     slotted = length >= PACKED_BELOW_BYTES
-    groups = _split(text, header_bytes_max)
     segment = np.zeros(len(pieces), np.uint32)
     slot = np.zeros(len(pieces), np.uint64)
     segments = []
-    for number, (members, header_bytes) in enumerate(groups):
-        order, at = _lay_out(pieces, members, slotted, header_bytes, slot)
+    for number, (members, header_bytes) in enumerate(_split(text, length, header_bytes_max)):
+        order, at = _lay_out(members, length, slotted, item, header_bytes, slot)
         segment[members] = number
+        large, small = np.split(order, [int(slotted[order].sum())])
+        packed = pack_entries(
+            map(text.__getitem__, small.tolist()), length[small].tolist(), header_bytes=header_bytes,
+            begin=int(slot[small[0]]) if len(small) else at,
+        )
         name = f"rank-{rank:05d}" + (f".{number:04d}" if number else "") + ".safetensors"
-        segments.append(SegmentPlan(name, header_bytes, _round_up(at), tuple(order)))
+        segments.append(SegmentPlan(name, header_bytes, _round_up(at), tuple(order.tolist()), len(large), packed))
     counts = (length + CHUNK_BYTES - 1) // CHUNK_BYTES  # unsigned: the -(-a // b) idiom would wrap
     chunk = np.zeros(len(pieces) + 1, np.uint64)
     np.cumsum(counts, out=chunk[1:])
+    table, piece_order, chunk_order = _tabulate(pieces, aliases, segment, length, chunk)
     return WritePlan(
-        pieces=tuple(pieces), segments=tuple(segments), text=text, segment=segment, slot=slot, length=length,
-        slotted=slotted, chunk=chunk[:-1], chunks=int(chunk[-1]),
+        pieces=pieces, segments=tuple(segments), text=text, segment=segment, slot=slot, length=length,
+        slotted=slotted, chunk=chunk[:-1], chunks=int(chunk[-1]), order=_row_order(segments), table=table,
+        frame=frame_of(table), _piece_order=piece_order, _chunk_order=chunk_order,
     )
 
 
@@ -101,77 +131,118 @@ def place(plan: WritePlan, phases: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return plan.slot + np.where(plan.slotted, phases, 0).astype(np.uint64)
 
 
-def index_of(
-    plan: WritePlan, offsets: NDArray[np.uint64], digests: NDArray[np.uint64], aliases: Sequence[Alias]
-) -> Index:
+def index_of(plan: WritePlan, offsets: NDArray[np.uint64], digests: NDArray[np.uint64]) -> Index:
     """The index of what was written: the plan's pieces at `offsets`, with `digests` in plan order."""
+    return replace(plan.table, offset=offsets[plan._piece_order], digest=digests[plan._chunk_order])
+
+
+def index_file(plan: WritePlan, offsets: NDArray[np.uint64], digests: NDArray[np.uint64]) -> bytes:
+    """The bytes of that index's file."""
+    return plan.frame.fill(offsets[plan._piece_order], digests[plan._chunk_order])
+
+
+def _tabulate(
+    pieces: Pieces, aliases: Sequence[Alias], segment: NDArray[np.uint32], length: NDArray[np.uint64],
+    chunk: NDArray[np.uint64],
+) -> tuple[Index, NDArray[np.int64], NDArray[np.int64]]:
+    """The index without offsets and digests, and the order of pieces and of chunks in it: grouped by tensor."""
     rows: dict[str, int] = {}
-    for piece in plan.pieces:
-        rows.setdefault(piece.name, len(rows))
-    first = {piece.name: piece for piece in reversed(plan.pieces)}
-    tensor = np.array([rows[piece.name] for piece in plan.pieces], np.int64)
+    for name in pieces.names:
+        rows.setdefault(name, len(rows))
+    tensor = np.array([rows[name] for name in pieces.names], np.int64)
     order = np.argsort(tensor, kind="stable")
-    boxes = [n for p in order for n in (*plan.pieces[p].box.offset, *plan.pieces[p].box.shape)]
-    counts = ((plan.length + CHUNK_BYTES - 1) // CHUNK_BYTES).astype(np.int64)
-    runs = [np.arange(int(plan.chunk[p]), int(plan.chunk[p]) + counts[p]) for p in order]
-    chunk_order = np.concatenate([np.zeros(0, np.int64), *runs])
-    stored = np.full(plan.chunks, CHUNK_BYTES, np.uint32)
-    some = plan.length > 0
-    stored[(plan.chunk[some] + counts[some].astype(np.uint64) - 1).astype(np.int64)] = (
-        (plan.length[some] - 1) % CHUNK_BYTES + 1
-    ).astype(np.uint32)
-    return Index(
-        names=tuple(rows), dtypes=tuple(first[name].dtype for name in rows),
-        shapes=tuple(first[name].shape for name in rows),
+    first = order[np.searchsorted(tensor[order], np.arange(len(rows)))]
+    boxes: list[int] = []
+    for at in order.tolist():
+        box = pieces.parts.get(at)
+        boxes += (*(0,) * len(pieces.shapes[at]), *pieces.shapes[at]) if box is None else (*box.offset, *box.shape)
+    first_chunk = chunk.astype(np.int64)
+    counts = np.diff(first_chunk)[order]
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    chunk_order = np.repeat(first_chunk[:-1][order], counts) + within
+    stored = np.full(len(chunk_order), CHUNK_BYTES, np.uint32)
+    some = counts > 0
+    stored[np.cumsum(counts)[some] - 1] = (length[order][some] - 1) % CHUNK_BYTES + 1
+    index = Index(
+        names=tuple(rows), dtypes=tuple(pieces.dtypes[at] for at in first.tolist()),
+        shapes=tuple(tuple(pieces.shapes[at]) for at in first.tolist()),
         aliases=tuple((alias.name, rows[alias.target]) for alias in aliases),
-        tensor=tensor[order], boxes=np.array(boxes, np.uint64), segment=plan.segment[order],
-        offset=offsets[order], length=plan.length[order], digest=digests[chunk_order], stored=stored[chunk_order],
-        codec=np.zeros(plan.chunks, np.uint8),
+        tensor=tensor[order], boxes=np.array(boxes, np.uint64), segment=segment[order],
+        offset=np.zeros(len(order), np.uint64), length=length[order], digest=np.zeros(len(chunk_order), np.uint64),
+        stored=stored, codec=np.zeros(len(chunk_order), np.uint8),
     )
+    return index, order, chunk_order
+
+
+def _row_order(segments: Sequence[SegmentPlan]) -> NDArray[np.int64]:
+    runs = [np.array([number, *(len(segments) + p for p in file.pieces)]) for number, file in enumerate(segments)]
+    return np.concatenate([np.zeros(0, np.int64), *runs])
 
 
 def _round_up(n: int) -> int:
     return -(-n // BLOCK_BYTES) * BLOCK_BYTES
 
 
-def _split(text: Sequence[str], header_bytes_max: int) -> list[tuple[list[int], int]]:
+def _split(
+    text: Sequence[str], length: NDArray[np.uint64], header_bytes_max: int
+) -> list[tuple[NDArray[np.int64], int]]:
     """Runs of pieces whose header fits, each with the room that its header needs."""
-    groups: list[tuple[list[int], int]] = []
-    members: list[int] = []
-    text_bytes = 0
-    for position, entry in enumerate(text):
-        size = len(entry.encode())
-        # At most one pad in front of each piece, and one at the end.
-        if members and reserve(text_bytes + size, entries=len(members) + 1, pads=len(members) + 2) > header_bytes_max:
-            groups.append((members, reserve(text_bytes, entries=len(members), pads=len(members) + 1)))
-            members, text_bytes = [], 0
-        members.append(position)
+    sizes = [len(entry.encode()) for entry in text]
+    large = (length >= PACKED_BELOW_BYTES).tolist()
+    # No file is longer than one that held all: each slot rounded up, and the largest header.
+    file_bytes_max = int(length.sum()) + 2 * BLOCK_BYTES * (sum(large) + 1) + HEADER_BYTES_MAX
+
+    def room(text_bytes: int, entries: int, slotted: int) -> int:
+        # At most one pad in front of each slotted piece, one in front of the packed ones, and one at the end.
+        return reserve(text_bytes, entries=entries, pads=slotted + 2, file_bytes_max=file_bytes_max)
+
+    everything = room(sum(sizes), len(text), sum(large))
+    if everything <= header_bytes_max:
+        return [(np.arange(len(text)), everything)]
+    groups: list[tuple[NDArray[np.int64], int]] = []
+    begin = text_bytes = slotted = 0
+    for at, size in enumerate(sizes):
+        if at > begin and room(text_bytes + size, at - begin + 1, slotted + large[at]) > header_bytes_max:
+            groups.append((np.arange(begin, at), room(text_bytes, at - begin, slotted)))
+            begin, text_bytes, slotted = at, 0, 0
         text_bytes += size
-    groups.append((members, reserve(text_bytes, entries=len(members), pads=len(members) + 1)))
+        slotted += large[at]
+    groups.append((np.arange(begin, len(text)), room(text_bytes, len(text) - begin, slotted)))
     return groups
 
 
 def _lay_out(
-    pieces: Sequence[Piece], members: Sequence[int], slotted: NDArray[np.bool_], at: int, slot: NDArray[np.uint64]
-) -> tuple[list[int], int]:
+    members: NDArray[np.int64], length: NDArray[np.uint64], slotted: NDArray[np.bool_], item: NDArray[np.uint64],
+    at: int, slot: NDArray[np.uint64],
+) -> tuple[NDArray[np.int64], int]:
     """Fill `slot` for one segment from offset `at`; the order in the file, and its end."""
-    large = [position for position in members if slotted[position]]
-    small = [position for position in members if not slotted[position]]
-    small.sort(key=lambda position: -pieces[position].dtype.item_bytes)  # stable: state order within a type
-    for position in large:
-        slot[position] = at
-        at += _round_up(pieces[position].bytes + BLOCK_BYTES)
-    for position in small:
-        slot[position] = at
-        at += pieces[position].bytes
-    return large + small, at
+    large, small = members[slotted[members]], members[~slotted[members]]
+    small = small[np.argsort(-item[small].astype(np.int64), kind="stable")]  # state order within a type's size
+    order = np.concatenate([large, small])
+    rooms = np.concatenate([(length[large] + 2 * BLOCK_BYTES - 1) // BLOCK_BYTES * BLOCK_BYTES, length[small]])
+    ends = at + np.cumsum(rooms.astype(np.int64))
+    slot[order] = ends - rooms.astype(np.int64)
+    return order, int(ends[-1]) if len(ends) else at
 
 
-def _check_tensors(pieces: Sequence[Piece]) -> None:
+def _check_tensors(pieces: Pieces) -> None:
     """One dtype and shape for each name, every element held once, every entry name its own."""
+    split = {pieces.names[at] for at in pieces.parts}
+    if len(set(pieces.names)) < len(pieces):
+        split |= {name for name, count in Counter(pieces.names).items() if count > 1}
+    entries = {name for name in pieces.names if name not in split} if split else set(pieces.names)
+    entries |= _check_split(pieces, split, entries)
+    for entry in entries:
+        if reserved(entry):
+            raise CollisionError(f"a segment keeps the entry {entry!r} for itself", next="rename that tensor")
+
+
+def _check_split(pieces: Pieces, split: set[str], entries: set[str]) -> set[str]:
+    """Tensors in several boxes, or not in the whole one: the entries of their boxes, none of them among `entries`."""
     boxes: dict[str, list[Box]] = defaultdict(list)
     first: dict[str, Piece] = {}
-    for piece in pieces:
+    for at in [at for at, name in enumerate(pieces.names) if name in split] if split else []:
+        piece = pieces[at]
         known = first.setdefault(piece.name, piece)
         if (known.dtype, known.shape) != (piece.dtype, piece.shape):
             raise CollisionError(
@@ -180,15 +251,13 @@ def _check_tensors(pieces: Sequence[Piece]) -> None:
                 next="give every shard of a tensor the same dtype and global shape",
             )
         boxes[piece.name].append(piece.box)
-    entries: set[str] = set()
+    found: set[str] = set()
     for name, parts in boxes.items():
         shape = first[name].shape
-        if len(parts) > 1 or parts[0] != Box.whole(shape):
-            check_tiling(name, shape, parts)
+        check_tiling(name, shape, parts)
         for box in parts:
             entry = entry_name(name, box, shape)
-            if reserved(entry):
-                raise CollisionError(f"a segment keeps the entry {entry!r} for itself", next="rename that tensor")
-            if entry in entries:
+            if entry in entries or entry in found:
                 raise CollisionError(f"two tensors make the segment entry {entry!r}", next="rename one of them")
-            entries.add(entry)
+            found.add(entry)
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,8 +13,8 @@ from flowstone import _native
 from flowstone.config import BLOCK_BYTES
 from flowstone.format.digest import digest
 from flowstone.format.segment import encode_header
-from flowstone.pieces import Memory
-from flowstone.plan.write import WritePlan, place
+from flowstone.pieces import Memory, Places
+from flowstone.plan.write import SegmentPlan, WritePlan, place
 from flowstone.store.base import FilePlan, Store, Writing
 
 _Number = TypeVar("_Number", bound=np.generic)
@@ -37,65 +36,65 @@ class Staged:
 
 
 def start_capture(
-    store: Store, directory: str, plan: WritePlan, memory: Sequence[Memory], arena: _native.Arena
+    store: Store, directory: str, plan: WritePlan, places: Places, arena: _native.Arena
 ) -> Staged:
-    """Start capturing `memory` (parallel to the plan's pieces) into segments in `directory`.
+    """Start capturing what lies at `places` (parallel to the plan's pieces) into segments in `directory`.
 
     Returns without waiting; the memory must stay alive and unchanged until
     `writing.wait_captured()` returns. Raises StorageError when the segments cannot be created.
     """
-    sources = [_on_host(m) for m in memory]
-    address = np.array([m.address for m in sources], np.uint64)
-    strided = np.array([not m.contiguous for m in sources], np.bool_)
-    phases = np.where(strided, 0, address % BLOCK_BYTES).astype(np.uint64)
-    offsets = place(plan, phases)
-    headers = [_header(plan, segment, offsets) for segment in range(len(plan.segments))]
-    layouts, layout = _layouts(sources, strided)
-    header_rows = np.array([np.frombuffer(h, np.uint8).ctypes.data for h in headers], np.uint64)
-    count = len(plan.segments)
-    nothing = np.zeros(count, np.uint64)
-    order = np.lexsort((  # headers first, then by offset; an empty piece before the one it shares its offset with
-        np.concatenate([nothing, plan.length]), np.concatenate([nothing, offsets]),
-        np.concatenate([np.arange(count), plan.segment]),
-    ))
+    address, layout, layouts, hosted = _on_host(places)
+    offsets = place(plan, np.where(layout < 0, address % BLOCK_BYTES, 0))
+    headers = [_header(plan, segment, offsets) for segment in plan.segments]
+    count = len(headers)
 
     def column(first: object, rest: NDArray[Any], kind: type[_Number]) -> NDArray[_Number]:
-        return np.concatenate([np.asarray(first, kind), rest.astype(kind)])[order]
+        return np.concatenate([np.asarray(first, kind), rest.astype(kind, copy=False)])[plan.order]
 
-    no_digest = np.full(count, _native.NO_DIGEST, np.uint64)
     rows = _native.WriteRows(
         file=column(np.arange(count), plan.segment, np.uint32),
-        offset=column(nothing, offsets, np.uint64),
+        offset=column(np.zeros(count), offsets, np.uint64),
         length=column([len(header) for header in headers], plan.length, np.uint64),
-        address=column(header_rows, address, np.uint64),
-        chunk=column(no_digest, plan.chunk, np.uint64),
+        address=column([np.frombuffer(header, np.uint8).ctypes.data for header in headers], address, np.uint64),
+        chunk=column(np.full(count, _native.NO_DIGEST, np.uint64), plan.chunk, np.uint64),
         layout=column(np.full(count, -1), layout, np.int64),
         layouts=layouts, chunks=plan.chunks,
     )
     files = [FilePlan(f"{directory}/{segment.name}", segment.bytes) for segment in plan.segments]
     writing = store.write(files, rows, arena)
-    return Staged(writing, offsets, tuple(map(digest, headers)), (tuple(sources), tuple(headers)))
+    return Staged(writing, offsets, tuple(map(digest, headers)), (places, hosted, tuple(headers)))
 
 
-def _header(plan: WritePlan, segment: int, offsets: NDArray[np.uint64]) -> bytes:
-    file = plan.segments[segment]
-    pieces = sorted(file.pieces, key=lambda p: (int(offsets[p]), int(plan.length[p])))
-    rows = ((plan.text[p], int(offsets[p]), int(plan.length[p])) for p in pieces)
-    return encode_header(rows, header_bytes=file.header_bytes, file_bytes=file.bytes)
+def _header(plan: WritePlan, file: SegmentPlan, offsets: NDArray[np.uint64]) -> bytes:
+    moving = file.pieces[: file.slotted]
+    rows = ((plan.text[p], int(offsets[p]), int(plan.length[p])) for p in moving)
+    return encode_header(rows, header_bytes=file.header_bytes, file_bytes=file.bytes, packed=file.packed)
 
 
-def _layouts(
-    sources: Sequence[Memory], strided: NDArray[np.bool_]
-) -> tuple[list[_native.GatherLayout], NDArray[np.int64]]:
-    layout = np.full(len(sources), -1, np.int64)
+def _on_host(
+    places: Places,
+) -> tuple[NDArray[np.uint64], NDArray[np.int64], list[_native.GatherLayout], list[Memory]]:
+    """Addresses on the host, and how strided memory is gathered; device memory is brought here first.
+
+    Also the memory that it was brought to: keep it alive.
+    """
+    address, layout = places.address, np.full(len(places.address), -1, np.int64)
     layouts: list[_native.GatherLayout] = []
-    for position in np.flatnonzero(strided).tolist():
-        memory = sources[position]
-        layout[position] = len(layouts)
-        layouts.append(
-            _native.GatherLayout(item_bytes=memory.item_bytes, shape=memory.shape, strides_bytes=memory.strides_bytes)
-        )
-    return layouts, layout
+    hosted: list[Memory] = []
+    for position, memory in places.apart.items():
+        if memory.device != "cpu":
+            memory = _host_copy(memory)
+            hosted.append(memory)
+            address = address.copy() if len(hosted) == 1 else address
+            address[position] = memory.address
+        if not memory.contiguous:
+            layout[position] = len(layouts)
+            layouts.append(
+                _native.GatherLayout(
+                    item_bytes=memory.item_bytes, shape=memory.shape, strides_bytes=memory.strides_bytes
+                )
+            )
+    return address, layout, layouts, hosted
 
 
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -118,10 +117,8 @@ def host_twin(memory: Memory) -> Memory:
     return Memory(host, host.data_ptr(), memory.shape, strides, memory.item_bytes)
 
 
-def _on_host(memory: Memory) -> Memory:
-    """Device memory is brought to the host first; host memory is taken from where it lies."""
-    if memory.device == "cpu":
-        return memory
+def _host_copy(memory: Memory) -> Memory:
+    """Device memory's elements, in fresh host memory."""
     twin = host_twin(memory)
     assert isinstance(twin.owner, torch.Tensor)
     twin.owner.copy_(on_device(memory))

@@ -7,14 +7,14 @@ staged load checks everything before it changes anything.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from flowstone.errors import BudgetError
-from flowstone.pieces import DType, Memory, Piece
+from flowstone.pieces import DType, Memory, Pieces, Places
 from flowstone.stage.arena import available_bytes
 from flowstone.stage.capture import host_twin, on_device
 from flowstone.state import tensors
@@ -22,16 +22,13 @@ from flowstone.state import tensors
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Landing:
-    """`memory` receives the bytes as stored; `settle` moves them on to the `target`, converted if need be."""
+    """A `buffer` that receives a piece's bytes as stored; `settle` moves them on, converted if need be."""
 
-    memory: Memory
+    buffer: torch.Tensor
     target: Memory
-    buffer: torch.Tensor | None  # None: the bytes land in the target itself
     wanted: DType
 
     def settle(self) -> None:
-        if self.buffer is None:
-            return
         values = self.buffer
         if tensors.dtype_of(values) != self.wanted:
             values = values.to(tensors.torch_dtype(self.wanted))
@@ -43,10 +40,20 @@ class Landing:
         _host_array(self.target)[...] = _host_array(source)
 
 
-def land(
-    wanted: Sequence[Piece], memory: Sequence[Memory], stored: Sequence[DType], *, stage: bool
-) -> tuple[Landing, ...]:
-    """A landing for each wanted piece. `stored` are the dtypes in the checkpoint; `stage` lands all aside.
+@dataclass(frozen=True, slots=True, eq=False)
+class Landed:
+    """Where the bytes of wanted pieces land.
+
+    places  parallel to the pieces, all on the host
+    aside   position -> Landing, of those that do not land in their target
+    """
+
+    places: Places
+    aside: Mapping[int, Landing]
+
+
+def land(wanted: Pieces, places: Places, stored: Sequence[DType], *, stage: bool) -> Landed:
+    """Choose where each wanted piece lands. `stored` are the dtypes in the checkpoint; `stage` lands all aside.
 
     raises  BudgetError when staging needs more than the memory that is available
     """
@@ -57,19 +64,24 @@ def land(
                 f"load(stage=True) needs {needed} bytes beside the state", found=f"{available} bytes available",
                 next="load with stage=False: every chunk is verified all the same, as it is read",
             )
-    landings = []
-    for piece, target, dtype in zip(wanted, memory, stored, strict=True):
-        if dtype != piece.dtype or stage:
+    device = {at for at, memory in places.apart.items() if memory.device != "cpu"}
+    address, apart, owners = places.address.copy(), dict(places.apart), list(places.owners)
+    aside = {}
+    for at, (dtype, kind) in enumerate(zip(stored, wanted.dtypes, strict=True)):
+        if dtype is kind and not stage and at not in device:
+            continue
+        piece = wanted[at]
+        target = places.memory(at, piece)
+        if dtype != kind or stage:
             buffer = tensors.empty(dtype, piece.box.shape)
-            landings.append(Landing(tensors.memory_of(buffer), target, buffer, piece.dtype))
-        elif target.device != "cpu":
+        else:
             twin = host_twin(target)
             assert isinstance(twin.owner, torch.Tensor)
             buffer = twin.owner.view(tensors.torch_dtype(dtype))
-            landings.append(Landing(twin, target, buffer, piece.dtype))
-        else:
-            landings.append(Landing(target, target, None, piece.dtype))
-    return tuple(landings)
+        apart.pop(at, None)
+        address[at], owners[at] = buffer.data_ptr(), buffer
+        aside[at] = Landing(buffer, target, kind)
+    return Landed(Places(address, apart, owners), aside)
 
 
 _CARRIERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}

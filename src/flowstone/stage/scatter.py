@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flowstone import _native
 from flowstone.errors import DamagedError, FlowstoneError
 from flowstone.format.index import Index
-from flowstone.pieces import Box, Memory, Piece
-from flowstone.plan.read import Copy, ReadPlan
+from flowstone.pieces import Box, Memory, Pieces, Places
+from flowstone.plan.read import ReadPlan
 from flowstone.store.base import ReadReceipt, Store, finish_reading
-
-
-@dataclass(slots=True)
-class _Columns:
-    """One row for each run of chunks of each copy."""
-
-    piece: list[int] = field(default_factory=list)
-    address: list[int] = field(default_factory=list)
-    first: list[int] = field(default_factory=list)
-    last: list[int] = field(default_factory=list)
-    layout: list[int] = field(default_factory=list)
-    copy: list[int] = field(default_factory=list)
-    layouts: list[_native.ScatterLayout] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,30 +30,27 @@ def scatter(
     paths: Sequence[str],
     index: Index,
     plan: ReadPlan,
-    wanted: Sequence[Piece],
-    memory: Sequence[Memory],
+    wanted: Pieces,
+    places: Places,
     arena: _native.Arena,
     on_progress: Callable[[int], None] | None = None,
 ) -> Scattered:
-    """Read `plan` into `memory` (parallel to `wanted`, on the host). Blocks.
+    """Read `plan` into `places` (parallel to `wanted`, on the host). Blocks.
 
     paths        in the store, of the segments, by id
     on_progress  is told the bytes done, every POLL_S
     Never raises for bad bytes or a failing store: that is in the result. Ctrl-C cancels and is raised.
     """
-    columns = _Columns()
-    for number, copy in enumerate(plan.copies):
-        _add(columns, number, copy, index, wanted[copy.target], memory[copy.target])
-    piece = np.array(columns.piece, np.int64)
+    piece = plan.piece
+    address, layout, layouts = _targets(index, plan, wanted, places)
     rows = _native.ReadRows(
-        file=index.segment[piece], offset=index.offset[piece], length=index.length[piece],
-        address=np.array(columns.address, np.uint64), chunk=index.first_chunk[piece].astype(np.uint64),
-        first=np.array(columns.first, np.uint64), last=np.array(columns.last, np.uint64),
-        layout=np.array(columns.layout, np.int64), layouts=columns.layouts, digests=index.digest,
+        file=index.segment[piece], offset=index.offset[piece], length=index.length[piece], address=address,
+        chunk=index.first_chunk[piece].astype(np.uint64), first=plan.first.astype(np.uint64),
+        last=plan.last.astype(np.uint64), layout=layout, layouts=layouts, digests=index.digest,
     )
     receipt = finish_reading(store.read_extents(paths, rows, arena, wanted_bytes=plan.bytes), on_progress)
-    targets = {plan.copies[columns.copy[row]].target for row in np.flatnonzero(receipt.touched)}
-    return Scattered(receipt, tuple(sorted(targets)), locate_chunks(index, receipt))
+    written = np.unique(plan.target[receipt.touched])
+    return Scattered(receipt, tuple(written.tolist()), locate_chunks(index, receipt))
 
 
 def locate_chunks(index: Index, receipt: ReadReceipt) -> tuple[tuple[int, int], ...]:
@@ -74,9 +59,9 @@ def locate_chunks(index: Index, receipt: ReadReceipt) -> tuple[tuple[int, int], 
     return tuple((int(p), int(c) - int(index.first_chunk[p])) for p, c in zip(pieces, receipt.bad, strict=True))
 
 
-def raise_damage(found: Scattered, index: Index, wanted: Sequence[Piece], paths: Sequence[str], what: str) -> None:
+def raise_damage(found: Scattered, index: Index, wanted: Pieces, paths: Sequence[str], what: str) -> None:
     """Raise what a receipt says went wrong, naming every tensor that was written; nothing if nothing did."""
-    written = tuple(wanted[position].name for position in found.written)
+    written = tuple(wanted.names[position] for position in found.written)
     changed = f"{len(written)} tensors" + (f": {', '.join(written[:5])}" + " ..." * (len(written) > 5)) * bool(written)
     if found.bad:
         lines = []
@@ -100,27 +85,38 @@ def raise_damage(found: Scattered, index: Index, wanted: Sequence[Piece], paths:
         raise error
 
 
-def _add(columns: _Columns, number: int, copy: Copy, index: Index, wanted: Piece, memory: Memory) -> None:
-    stored = index.box(copy.piece)
-    inside = copy.common.within(wanted.box)
+def _targets(
+    index: Index, plan: ReadPlan, wanted: Pieces, places: Places
+) -> tuple[NDArray[np.uint64], NDArray[np.int64], list[_native.ScatterLayout]]:
+    """Each row's address and layout. Most go whole into one run of bytes; the others are looked at one by one."""
+    address, layout = places.address[plan.target], np.full(len(plan.target), -1, np.int64)
+    layouts: list[_native.ScatterLayout] = []
+    made: dict[tuple[int, int], tuple[int, int]] = {}
+    strided = np.flatnonzero(np.isin(plan.target, list(places.apart))).tolist()
+    for row in sorted({*plan.common, *strided}):
+        piece, target = int(plan.piece[row]), int(plan.target[row])
+        if (piece, target) not in made:
+            # Bytes land as they are stored; what casts has chosen the place for that.
+            one = replace(wanted[target], dtype=index.dtypes[int(index.tensor[piece])])
+            common = plan.common.get(row, one.box)
+            start, scattered = _part(index.box(piece), common, one.box, places.memory(target, one))
+            made[piece, target] = (start, -1 if scattered is None else len(layouts))
+            layouts += [] if scattered is None else [scattered]
+        address[row], layout[row] = made[piece, target]
+    return address, layout, layouts
+
+
+def _part(stored: Box, common: Box, wanted: Box, memory: Memory) -> tuple[int, _native.ScatterLayout | None]:
+    """Where the region `common` of the stored box begins in the wanted box's memory, and how it lies there."""
+    inside = common.within(wanted)
     address = memory.address + sum(o * s for o, s in zip(inside.offset, memory.strides_bytes, strict=True))
-    layout = -1
-    if copy.common != stored or not _dense(copy.common, memory):
-        layout = len(columns.layouts)
-        part = copy.common.within(stored)
-        columns.layouts.append(
-            _native.ScatterLayout(
-                item_bytes=memory.item_bytes, extent_shape=stored.shape, offset=part.offset, shape=part.shape,
-                strides_bytes=memory.strides_bytes,
-            )
-        )
-    for first, last in copy.chunks:
-        columns.piece.append(copy.piece)
-        columns.address.append(address)
-        columns.first.append(first)
-        columns.last.append(last)
-        columns.layout.append(layout)
-        columns.copy.append(number)
+    if common == stored and _dense(common, memory):
+        return address, None
+    part = common.within(stored)
+    return address, _native.ScatterLayout(
+        item_bytes=memory.item_bytes, extent_shape=stored.shape, offset=part.offset, shape=part.shape,
+        strides_bytes=memory.strides_bytes,
+    )
 
 
 def _dense(box: Box, memory: Memory) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import cast
 
@@ -11,22 +11,32 @@ import numpy as np
 import torch
 
 from flowstone.format import objects
-from flowstone.format.objects import TensorRef, unsupported
-from flowstone.pieces import DTYPES
+from flowstone.format.objects import TensorRef, tensor_refs, unsupported
+from flowstone.pieces import DTYPES, Layout, Places
 from flowstone.state import constants, generators, modules, optimizers, tensors
 from flowstone.state.ledger import Ledger
-from flowstone.state.names import Place, check_sections, section_place
+from flowstone.state.names import Place, check_sections, names_below, section_place
 from flowstone.state.records import Described, PerRank, Shard
-from flowstone.state.survey import Kind, Parameters, Survey, classify, collector_paused, refuse_failed_call, survey
+from flowstone.state.survey import (
+    Kind,
+    Parameters,
+    Survey,
+    classify,
+    collector_paused,
+    only_tensors,
+    refuse_failed_call,
+    survey,
+)
 
 BYTES_INLINE_MAX = 64 * 1024
 """Longer bytes lie in a tensor: objects are read whole, as text, whenever a checkpoint is opened."""
 
 
 @collector_paused()
-def describe(state: Mapping[str, object], *, rank: int = 0) -> Described:
+def describe(state: Mapping[str, object], *, rank: int = 0, known: Layout | None = None) -> Described:
     """Describe everything in `state`, as `rank` holds it.
 
+    known   the layout of an earlier description; it is the result's own, the very object, where nothing differs
     raises  UnsupportedStateError, naming the path, for what cannot be stored;
             CollisionError when two paths make one name
 
@@ -42,16 +52,8 @@ def describe(state: Mapping[str, object], *, rank: int = 0) -> Described:
             per_rank[section] = describer.node(value.value, section_place(section, rank))
         else:
             shared[section] = describer.node(value, section_place(section))
-    ledger = describer.ledger
-    return Described(
-        tuple(ledger.pieces),
-        tuple(ledger.memory),
-        tuple(ledger.aliases),
-        shared,
-        per_rank,
-        tuple(ledger.lazy),
-        describer.survey.optimizers,
-    )
+    layout, places = describer.close(known)
+    return Described(layout, places, shared, per_rank, describer.survey.optimizers)
 
 
 class Describer:
@@ -66,6 +68,12 @@ class Describer:
     def parameters(self) -> Parameters:
         return self.survey.parameters()
 
+    def close(self, known: Layout | None) -> tuple[Layout, Places]:
+        """What was entered, once everything has been."""
+        columns = self.ledger.look(hold=True)
+        apart = {at: tensors.memory_of(tensors.resolved(self.ledger.tensors[at])) for at in columns.odd}
+        return self.ledger.close(columns, apart, known)
+
     def node(self, value: object, place: Place) -> object:
         """The object that stands for `value`, whose tensors go into the ledger."""
         match classify(value):
@@ -74,10 +82,10 @@ class Describer:
             case Kind.CONTAINER:
                 return self._container(value, place)
             case Kind.TENSOR:
-                self.ledger.describe_tensor(place, cast("torch.Tensor", value))
+                self.ledger.enter(place, cast("torch.Tensor", value))
                 return TensorRef(place.name, "tensor")
             case Kind.ARRAY:
-                self.ledger.describe_array(place, cast("np.ndarray", value))
+                self.ledger.add_array(place, cast("np.ndarray", value))
                 return TensorRef(place.name, "ndarray")
             case Kind.SHARD:
                 return self._shard(cast("Shard", value), place)
@@ -94,9 +102,9 @@ class Describer:
 
     def _shard(self, shard: Shard, place: Place) -> TensorRef:
         if isinstance(shard.tensor, torch.Tensor):
-            self.ledger.describe_tensor(place, shard.tensor, within=shard)
+            self.ledger.enter(place, shard.tensor, within=shard)
             return TensorRef(place.name, "tensor")
-        self.ledger.describe_array(place, shard.tensor, within=shard)
+        self.ledger.add_array(place, shard.tensor, within=shard)
         return TensorRef(place.name, "ndarray")
 
     def _stateful(self, value: object, place: Place) -> object:
@@ -109,7 +117,10 @@ class Describer:
     def _container(self, value: object, place: Place) -> object:
         self._enter(value, place)
         built: object
-        if isinstance(value, dict):
+        only = only_tensors(value)
+        if only is not None:
+            built = self._references(value, place, *only)
+        elif isinstance(value, dict):
             pairs = [(self.key(key, place), self.node(item, place.child(key))) for key, item in value.items()]
             built = OrderedDict(pairs) if type(value) is OrderedDict else dict(pairs)
         else:
@@ -117,6 +128,17 @@ class Describer:
             built = items if type(value) is list else tuple(items)
         self._open.discard(id(value))
         return built
+
+    def _references(
+        self, value: object, place: Place, keys: Sequence[object], values: Sequence[torch.Tensor]
+    ) -> object:
+        """What stands for a container of nothing but tensors."""
+        names = names_below(place.name, keys)
+        self.ledger.enter_all(place, keys, names, values)
+        references = tensor_refs(names)
+        if isinstance(value, dict):
+            return type(value)(zip([self.key(key, place) for key in keys], references, strict=True))
+        return references if type(value) is list else tuple(references)
 
     def _enter(self, value: object, place: Place) -> None:
         if id(value) in self._open:

@@ -1,87 +1,154 @@
-"""The ledger: every tensor that a walk over the state came by, with its name and its memory."""
+"""The ledger: every tensor that a walk over the state came by, with its name and its memory.
+
+Tensors are entered as they are, and looked into all at once when the walk is over: a state has
+tens of thousands of them, and what a column costs is mostly the first look at each.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import repeat
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from flowstone.errors import CollisionError, UnsupportedStateError
-from flowstone.pieces import Alias, Box, DType, Memory, Piece
+from flowstone.pieces import Alias, Box, DType, Layout, Memory, Pieces, Places
 from flowstone.state import tensors
 from flowstone.state.names import Place, valid_name
 from flowstone.state.records import Shard
 
+_NO_TENSOR = torch.empty(0)  # stands where memory was entered without a tensor
+
 
 class Ledger:
-    """Collects pieces in order. The same memory under a second name becomes an alias."""
+    """Collects entries in order. The same memory under a second name becomes an alias."""
 
     def __init__(self) -> None:
-        self.pieces: list[Piece] = []
-        self.memory: list[Memory] = []
-        self.lazy: list[bool] = []
-        self.aliases: list[Alias] = []
-        self._places: dict[str, Place] = {}
-        self._names: dict[tuple[object, ...], str] = {}
-        self._whole: dict[tuple[int, ...], Box] = {}
+        self.names: list[str] = []
+        self.tensors: list[torch.Tensor] = []
+        self._lazy: list[bool] = []
+        self._given: dict[int, tuple[DType, Memory]] = {}
+        self._within: dict[int, Shard] = {}
+        self._runs: list[tuple[int, Place, Sequence[object] | None]] = []
 
-    def add(
-        self, place: Place, dtype: DType, memory: Memory, *, within: Shard | None = None, lazy: bool = False
+    def enter(self, place: Place, tensor: torch.Tensor, *, within: Shard | None = None, lazy: bool = False) -> None:
+        """Enter a tensor under the place's name; `within` says which box of a larger tensor it is."""
+        if within is not None:
+            self._within[len(self.names)] = within
+        self._runs.append((len(self.names), place, None))
+        self.names.append(place.name)
+        self.tensors.append(tensor)
+        self._lazy.append(lazy)
+
+    def enter_all(
+        self, place: Place, keys: Sequence[object], names: Sequence[str], values: Sequence[torch.Tensor], *,
+        lazy: Sequence[bool] = (),
     ) -> None:
-        """Enter memory under the place's name; `within` says which box of a larger tensor it is.
+        """Enter tensors of one place, each under its own of the `names`, and reached by its own of the `keys`."""
+        if names:
+            self._runs.append((len(self.names), place, keys))
+            self.names.extend(names)
+            self.tensors.extend(values)
+            self._lazy.extend(lazy or repeat(False, len(names)))
 
-        raises  CollisionError when another place has the name, UnsupportedStateError when it is no name
-        """
-        name = place.name
-        self.claim(place)
-        shape = memory.shape
-        identity = (
-            memory.address,
-            shape,
-            memory.strides_bytes,
-            dtype.name,
-            memory.device,
-            None if within is None else (within.shape, within.offset),
-        )
-        # Tensors without elements share the null address, not memory.
-        if 0 not in shape:
-            first = self._names.setdefault(identity, name)
-            if first is not name:
-                self.aliases.append(Alias(name, first))
-                return
-        if within is None:
-            box = self._whole.get(shape)
-            if box is None:
-                box = self._whole[shape] = Box.whole(shape)
-            self.pieces.append(Piece(name, dtype, shape, box))
-        else:
-            self.pieces.append(Piece(name, dtype, within.shape, Box(within.offset, shape)))
-        self.memory.append(memory)
-        self.lazy.append(lazy)
+    def add(self, place: Place, dtype: DType, memory: Memory, *, within: Shard | None = None) -> None:
+        """Enter memory that is no tensor's."""
+        self._given[len(self.names)] = (dtype, memory)
+        self.enter(place, _NO_TENSOR, within=within)
 
-    def claim(self, place: Place) -> None:
-        """Make the place's name its own."""
-        other = self._places.setdefault(place.name, place)
-        if other is not place:
-            raise CollisionError(
-                f"two paths of the state make the name '{place.name}'",
-                first=other.path,
-                second=place.path,
-                next="rename one of the keys",
-            )
-        if not valid_name(place.name):
-            raise UnsupportedStateError(
-                f"{place.name!r} cannot name a tensor", expected="UTF-8 without NUL", next="rename that key"
-            )
-
-    def describe_tensor(
-        self, place: Place, tensor: torch.Tensor, *, within: Shard | None = None, lazy: bool = False
-    ) -> None:
-        """Enter a tensor that is to be saved."""
-        dtype = tensors.check_tensor(tensor, place.name)
-        memory = tensors.memory_of(tensors.resolved(tensor))
-        self.add(place, dtype, memory, within=within, lazy=lazy)
-
-    def describe_array(self, place: Place, array: np.ndarray, *, within: Shard | None = None) -> None:
+    def add_array(self, place: Place, array: np.ndarray, *, within: Shard | None = None) -> None:
         """Enter an array that is to be saved."""
         dtype = tensors.check_array(array, place.name)
         self.add(place, dtype, tensors.array_memory(tensors.ascending(array)), within=within)
+
+    def place(self, position: int) -> Place:
+        """The place of an entry."""
+        start, place, keys = self._runs[bisect_right(self._runs, position, key=lambda run: run[0]) - 1]
+        return place if keys is None else place.called(self.names[position], keys[position - start])
+
+    def look(self, *, hold: bool) -> tensors.Columns:
+        """Look into every tensor; see `tensors.columns`."""
+        return tensors.columns(self.tensors, self.names, hold=hold)
+
+    def close(
+        self, columns: tensors.Columns, apart: Mapping[int, Memory], known: Layout | None = None
+    ) -> tuple[Layout, Places]:
+        """The layout of all entries, and where each piece lies.
+
+        apart   the memory of each of the columns' odd tensors
+        known   a layout from before: returned itself when it is still the layout
+        raises  CollisionError when two places have one name, UnsupportedStateError for what is no name
+        """
+        dtypes, shapes, address = list(columns.dtypes), list(columns.shapes), columns.address.copy()
+        owners = list(columns.owners)
+        memory = dict(apart)
+        for position, (dtype, given) in self._given.items():
+            dtypes[position], shapes[position] = dtype, given.shape
+            memory[position] = given
+        for position, one in memory.items():
+            address[position], owners[position] = one.address, one.owner
+        ties = self._ties(dtypes, shapes, address, memory)
+        pieces = Pieces(tuple(self.names), tuple(dtypes), tuple(shapes))
+        places = Places(address, {at: m for at, m in memory.items() if m.device != "cpu" or not m.contiguous}, owners)
+        aliases = tuple(Alias(self.names[at], self.names[first]) for at, first in ties.items())
+        kept = [at for at in range(len(self.names)) if at not in ties] if ties else range(len(self.names))
+        lazy = [self._lazy[at] for at in kept] if ties else self._lazy
+        layout = Layout(self._boxed(pieces).take(kept), aliases, tuple(lazy))
+        if known is not None and known == layout:
+            return known, places.take(kept)  # whose names have been checked
+        self._check_names()
+        return layout, places.take(kept)
+
+    def _boxed(self, pieces: Pieces) -> Pieces:
+        """`pieces` with the global shapes and the boxes of those that are shards."""
+        if not self._within:
+            return pieces
+        shapes, parts = list(pieces.shapes), {}
+        for position, shard in self._within.items():
+            box = Box(shard.offset, tuple(shapes[position]))
+            shapes[position] = shard.shape
+            if box != Box.whole(shard.shape):
+                parts[position] = box
+        return Pieces(pieces.names, pieces.dtypes, tuple(shapes), parts)
+
+    def _ties(
+        self, dtypes: Sequence[DType], shapes: Sequence[tuple[int, ...]], address: NDArray[np.uint64],
+        memory: Mapping[int, Memory],
+    ) -> dict[int, int]:
+        """Entries that are the same elements in memory as an earlier one, and which."""
+        ordered = np.sort(address)
+        again = ordered[1:][ordered[1:] == ordered[:-1]]
+        ties: dict[int, int] = {}
+        if not again.any():  # tensors without elements share the null address, not memory
+            return ties
+        seen: dict[tuple[object, ...], int] = {}
+        for position in np.flatnonzero(np.isin(address, again)).tolist():
+            if 0 in shapes[position]:
+                continue
+            one = memory.get(position) or tensors.memory_of(self.tensors[position])
+            shard = self._within.get(position)
+            box = None if shard is None else (shard.shape, shard.offset)
+            identity = (one.address, one.shape, one.strides_bytes, dtypes[position].name, one.device, box)
+            first = seen.setdefault(identity, position)
+            if first != position:
+                ties[position] = first
+        return ties
+
+    def _check_names(self) -> None:
+        if len(set(self.names)) != len(self.names):
+            seen: dict[str, int] = {}
+            for position, name in enumerate(self.names):
+                first = seen.setdefault(name, position)
+                if first != position:
+                    raise CollisionError(
+                        f"two paths of the state make the name '{name}'", first=self.place(first).path,
+                        second=self.place(position).path, next="rename one of the keys",
+                    )
+        if not valid_name("".join(self.names)):
+            wrong = next(name for name in self.names if not valid_name(name))
+            raise UnsupportedStateError(
+                f"{wrong!r} cannot name a tensor", expected="UTF-8 without NUL", next="rename that key"
+            )

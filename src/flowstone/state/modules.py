@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -13,7 +13,7 @@ from flowstone.errors import StateError
 from flowstone.format.objects import TensorRef
 from flowstone.state import tensors
 from flowstone.state.fresh import Fresh, kind_of, refers_to_tensors
-from flowstone.state.names import Place, strip_wrappers
+from flowstone.state.names import Place, names_below, strip_wrappers
 from flowstone.state.records import MISSING, Phase
 from flowstone.state.survey import refuse_failed_call
 
@@ -31,6 +31,11 @@ def describe(describer: Describer, module: torch.nn.Module, place: Place) -> dic
     Tensors that are no parameter or buffer's own memory (made by a state_dict hook, or extra state)
     stand in the result as references, so that a reader can tell them.
     """
+    tree = describer.survey.tree(module)
+    if tree is not None and place.rank is None:
+        lazy = [type(value) is torch.nn.Parameter or isinstance(value, torch.nn.Parameter) for value in tree.values]
+        describer.ledger.enter_all(place, tree.keys, names_below(place.name, tree.names), tree.values, lazy=lazy)
+        return {}
     entries = state_dict(module, place)
     live = Live(module)
     extra: dict[str, object] = {}
@@ -38,7 +43,7 @@ def describe(describer: Describer, module: torch.nn.Module, place: Place) -> dic
         name = strip_wrappers(key)
         inner = place.called(f"{place.name}.{name}", key)
         if live.has(value):
-            describer.ledger.describe_tensor(
+            describer.ledger.enter(
                 inner, cast("torch.Tensor", value), lazy=isinstance(value, torch.nn.Parameter)
             )
             if place.rank is not None:
@@ -55,6 +60,11 @@ def restore(restorer: Restorer, module: torch.nn.Module, node: object, place: Pl
         restorer.differ("kind", place.name, "a module", kind_of(node))
         return
     extra = cast("dict[str, object]", {} if node is MISSING else node)
+    tree = restorer.survey.tree(module)
+    if tree is not None and place.rank is None:
+        restorer.into_tensors(place, tree.keys, names_below(place.name, tree.names), tree.values)
+        _differ_extra(restorer, extra, set(tree.names), place)
+        return
     entries = state_dict(module, place)
     live = Live(module)
     fresh = Fresh(restorer)
@@ -74,15 +84,20 @@ def restore(restorer: Restorer, module: torch.nn.Module, node: object, place: Pl
         else:
             fresh.want(own, inner)
             late[key] = partial(fresh.build, own, inner.name)
-    for name, item in extra.items():
-        if name not in names and not refers_to_tensors(item):
-            restorer.differ("unexpected", f"{place.name}.{name}", "nothing of that name", kind_of(item))
+    _differ_extra(restorer, extra, names, place)
     if late:
         metadata = getattr(entries, "_metadata", None)
         restorer.later(
             Phase.MODULES,
             lambda: load_entries(module, {key: built() for key, built in late.items()}, metadata, place),
         )
+
+
+def _differ_extra(restorer: Restorer, extra: Mapping[str, object], names: Collection[str], place: Place) -> None:
+    """Stored entries that the module does not have. Tensors among them are reported with all others."""
+    for name, item in extra.items():
+        if name not in names and not refers_to_tensors(item):
+            restorer.differ("unexpected", f"{place.name}.{name}", "nothing of that name", kind_of(item))
 
 
 def _tensor_aside(restorer: Restorer, value: torch.Tensor, node: object, place: Place) -> Callable[[], object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from flowstone.errors import UnsupportedStateError
@@ -11,6 +11,9 @@ from flowstone.format.objects import key_text, valid_text
 
 # Wrappers put their own component into the names of what they wrap; a checkpoint does not care.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|module|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+
+PLAIN_KEYS = frozenset({str, int})
+"""Types of keys that stand for themselves, and whose text is their component of a name."""
 
 
 class Place(NamedTuple):
@@ -39,6 +42,13 @@ class Place(NamedTuple):
             keys.append(place.key)
             place = place.parent
         return "state" + "".join(f"[{key!r}]" for key in reversed(keys))
+
+
+def names_below(name: str, keys: Sequence[object]) -> list[str]:
+    """The names of the places that `keys` lead to from the place called `name`."""
+    if PLAIN_KEYS.issuperset(map(type, keys)):
+        return [f"{name}.{key}" for key in keys]
+    return [f"{name}.{key_text(key)}" for key in keys]
 
 
 def section_place(section: str, rank: int | None = None) -> Place:

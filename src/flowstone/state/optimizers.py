@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
@@ -31,8 +31,7 @@ NOT_OPTIONS = frozenset({"params", "param_names"})
 """Keys of a group that belong to the order of its members, not to its settings."""
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(NamedTuple):
     """A parameter in a group, as one optimizer sees it."""
 
     parameter: torch.Tensor
@@ -77,19 +76,19 @@ def dissect(optimizer: torch.optim.Optimizer, parameters: Parameters, place: Pla
     except Exception as error:
         raise refuse_failed_call(place, "state_dict", error) from error
     groups: list[tuple[Member, ...]] = []
-    paths: dict[str, str] = {}
+    paths: dict[str, tuple[int, int]] = {}
     for i, group in enumerate(optimizer.param_groups):
         found = []
         for j, parameter in enumerate(group["params"]):
             home = parameters.home(parameter) or _home_by_name(group, i, j, place)
-            if home.path in paths:
+            first = paths.setdefault(home.path, (i, j))
+            if first != (i, j):
                 raise CollisionError(
                     f"two parameters of '{place.name}' have the name '{home.path}'",
-                    first=paths[home.path],
+                    first=f"group {first[0]}, parameter {first[1]}",
                     second=f"group {i}, parameter {j}",
                     next="put their module into the state, or give param_names that differ",
                 )
-            paths[home.path] = f"group {i}, parameter {j}"
             found.append(Member(parameter, home, state.pop(members[i][j], {})))
         groups.append(tuple(found))
     options = tuple({k: v for k, v in group.items() if k not in NOT_OPTIONS} for group in packed_groups)
@@ -113,11 +112,13 @@ def describe(describer: Describer, optimizer: torch.optim.Optimizer, place: Plac
     """Enter an optimizer's tensors; returns its object, as drawn at the top."""
     anatomy = dissect(optimizer, describer.parameters, place)
     inside = place.child("state")
+    slots = _Slots(describer, inside)
     state: dict[str, object] = {}
     for member in anatomy.members():
-        listed = _describe_slots(describer, member, inside)
+        listed = slots.describe(member)
         if listed:
             state[member.home.path] = listed
+    slots.enter()
     options_place = place.child("param_groups")
     groups = [
         {
@@ -134,24 +135,44 @@ def describe(describer: Describer, optimizer: torch.optim.Optimizer, place: Plac
     }
 
 
-def _describe_slots(describer: Describer, member: Member, inside: Place) -> dict[object, object]:
-    """Enter a parameter's slots; returns those that have to be listed."""
-    listed: dict[object, object] = {}
-    path, shard = member.home
-    base = f"{inside.name}.{path}."
-    for slot, value in member.slots.items():
-        key = describer.key(slot, inside)
-        if implicit(key) and isinstance(value, torch.Tensor):
-            place = inside.called(base + cast("str", key), (path, key))
-            within = shard if shard is not None and value.shape == member.parameter.shape else None
-            describer.ledger.describe_tensor(place, value, within=within, lazy=True)
-            if inside.rank is None:
+class _Slots:
+    """Enters the slots of one parameter after the other; those that their names tell, many at a time."""
+
+    def __init__(self, describer: Describer, inside: Place) -> None:
+        self._describer, self._inside = describer, inside
+        self._keys: list[object] = []
+        self._names: list[str] = []
+        self._values: list[torch.Tensor] = []
+
+    def describe(self, member: Member) -> dict[object, object]:
+        """Enter a parameter's slots; returns those that have to be listed."""
+        listed: dict[object, object] = {}
+        inside, (path, shard) = self._inside, member.home
+        base = f"{inside.name}.{path}."
+        for slot, value in member.slots.items():
+            if not implicit(slot) or not isinstance(value, torch.Tensor):
+                self.enter()
+                plain = self._describer.key(slot, inside)
+                listed[plain] = self._describer.node(value, inside.child(path).child(plain))
                 continue
-            # Another rank may take this entry, and could not tell the slots from the names.
-            listed[key] = TensorRef(place.name, "tensor")
-        else:
-            listed[key] = describer.node(value, inside.child(path).child(key))
-    return listed
+            name, key = base + cast("str", slot), (path, slot)
+            if shard is not None and value.shape == member.parameter.shape:
+                self.enter()
+                self._describer.ledger.enter(inside.called(name, key), value, within=shard, lazy=True)
+            else:
+                self._names.append(name)
+                self._keys.append(key)
+                self._values.append(value)
+            if inside.rank is not None:
+                # Another rank may take this entry, and could not tell the slots from the names.
+                listed[slot] = TensorRef(name, "tensor")
+        return listed
+
+    def enter(self) -> None:
+        """Enter what has been collected: before anything else is, so that pieces stay in the state's order."""
+        lazy = [True] * len(self._names)
+        self._describer.ledger.enter_all(self._inside, self._keys, self._names, self._values, lazy=lazy)
+        self._keys, self._names, self._values = [], [], []
 
 
 def implicit(key: object) -> bool:

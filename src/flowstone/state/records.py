@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from flowstone.errors import UnsupportedStateError
-from flowstone.pieces import Alias, DType, Memory, Piece
+from flowstone.pieces import Alias, DType, Layout, Pieces, Places
 
 DifferenceKind: TypeAlias = Literal["missing", "unexpected", "shape", "dtype", "kind"]
 
@@ -51,27 +51,34 @@ class Shard:
         return f"Shard(<{tuple(self.tensor.shape)}>, shape={self.shape}, offset={self.offset})"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Described:
     """A state, taken apart. The memory is the user's: valid until the state is changed.
 
-    pieces      in the order of the state; unique by (name, box)
-    memory      parallel: where each piece lies
-    lazy        parallel: whether only an optimizer's step changes it (parameters, optimizer state),
-                so that it may be captured after `save` returned
-    aliases     further names of memory that is among the pieces: tied weights
+    layout      what there is: pieces, aliases, and which of them are lazy
+    places      parallel to its pieces: where each lies
     objects     section -> plain values, with TensorRef and Named leaves; none of it is the user's
     per_rank    the same for sections that this rank keeps for itself
     optimizers  every optimizer of the state: each may change lazy pieces in its step
     """
 
-    pieces: tuple[Piece, ...]
-    memory: tuple[Memory, ...]
-    aliases: tuple[Alias, ...]
+    layout: Layout
+    places: Places
     objects: Mapping[str, object]
     per_rank: Mapping[str, object]
-    lazy: tuple[bool, ...]
     optimizers: tuple[torch.optim.Optimizer, ...]
+
+    @property
+    def pieces(self) -> Pieces:
+        return self.layout.pieces
+
+    @property
+    def aliases(self) -> tuple[Alias, ...]:
+        return self.layout.aliases
+
+    @property
+    def lazy(self) -> tuple[bool, ...]:
+        return self.layout.lazy
 
 
 @dataclass(frozen=True, slots=True)

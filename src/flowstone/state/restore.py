@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from functools import cached_property, partial
 from typing import cast
 
@@ -14,13 +14,23 @@ import torch
 from flowstone.errors import StateError
 from flowstone.format import objects
 from flowstone.format.objects import TensorRef, unsupported
-from flowstone.pieces import Alias, Memory, Piece
+from flowstone.pieces import Alias, Layout, Memory, Pieces, Places
 from flowstone.state import generators, modules, optimizer_restore, tensors
 from flowstone.state.fresh import Fitting, Fresh, constant_free, kind_of, refers_to_tensors, without_tensors
 from flowstone.state.ledger import Ledger
-from flowstone.state.names import Place, check_sections, section_place
+from flowstone.state.names import PLAIN_KEYS, Place, check_sections, names_below, section_place
 from flowstone.state.records import MISSING, Difference, DifferenceKind, PerRank, Phase, Shard, Stored
-from flowstone.state.survey import CONTAINERS, Kind, Parameters, Survey, classify, collector_paused, items_of, survey
+from flowstone.state.survey import (
+    CONTAINERS,
+    Kind,
+    Parameters,
+    Survey,
+    classify,
+    collector_paused,
+    items_of,
+    only_tensors,
+    survey,
+)
 
 _ONE_VALUE = frozenset({Kind.MODULE, Kind.OPTIMIZER, Kind.GENERATOR, Kind.STATEFUL})
 
@@ -31,7 +41,7 @@ Replacement = Callable[[], object]
 class Restoration:
     """Where a checkpoint's bytes go, how the state differs from it, and what is left to do after.
 
-    pieces, memory  wanted tensors and where their bytes go, each memory once; memory is the user's, or
+    pieces, places  wanted tensors and where their bytes go, each memory once; memory is the user's, or
                     new and owned by this object until `finish`
     aliases         further wanted names of memory that is among the pieces
     differences     between the state's and the checkpoint's objects; tensors are not compared here
@@ -40,9 +50,10 @@ class Restoration:
     """
 
     def __init__(self, restorer: Restorer, sections: tuple[str, ...]) -> None:
-        self.pieces: tuple[Piece, ...] = tuple(restorer.ledger.pieces)
-        self.memory: tuple[Memory, ...] = tuple(restorer.ledger.memory)
-        self.aliases: tuple[Alias, ...] = tuple(restorer.ledger.aliases)
+        layout, places = restorer.close()
+        self.pieces: Pieces = layout.pieces
+        self.places: Places = places
+        self.aliases: tuple[Alias, ...] = layout.aliases
         self.differences: tuple[Difference, ...] = tuple(restorer.differences)
         self.notes: tuple[str, ...] = tuple(restorer.notes)
         self.sections = sections
@@ -189,12 +200,19 @@ class Restorer:
         if node is not MISSING and (type(node) not in CONTAINERS or isinstance(node, dict) != mapping):
             self.differ("kind", place.name, kind_of(value), kind_of(node))
             return None
-        stored = {} if node is MISSING else {constant_free(k, place.name): item for k, item in items_of(node)}
+        stored = {} if node is MISSING else _by_key(node, place)
         replaced: dict[object, Replacement] = {}
-        for key, item in items_of(value):
-            replacement = self.node(item, stored.pop(key, MISSING), place.child(key))
-            if replacement is not None:
-                replaced[key] = replacement
+        only = only_tensors(value) if place.rank is None else None
+        if only is not None:
+            keys, wanted = only
+            self.into_tensors(place, keys, names_below(place.name, keys), wanted)
+            known = set(keys)
+            stored = {key: item for key, item in stored.items() if key not in known}
+        else:
+            for key, item in items_of(value):
+                replacement = self.node(item, stored.pop(key, MISSING), place.child(key))
+                if replacement is not None:
+                    replaced[key] = replacement
         for key, item in stored.items():
             if not refers_to_tensors(item):
                 self.differ("unexpected", place.child(key).name, "nothing of that name", kind_of(item))
@@ -207,9 +225,9 @@ class Restorer:
     def want(self, place: Place, made: torch.Tensor | np.ndarray) -> None:
         """Want memory of our own making."""
         if isinstance(made, torch.Tensor):
-            self.ledger.describe_tensor(place, made)
+            self.ledger.enter(place, made)
         else:
-            self.ledger.describe_array(place, made)
+            self.ledger.add_array(place, made)
 
     def _named(self, node: object, place: Place) -> Place:
         """Where a wanted tensor is stored: by its own name; per rank, by the name of the rank that saved it."""
@@ -219,18 +237,30 @@ class Restorer:
 
     def into_tensor(self, tensor: torch.Tensor, node: object, place: Place, *, within: Shard | None = None) -> None:
         """Want a tensor's elements in its own memory, which has to hold each of them by itself."""
-        place = self._named(node, place)
-        dtype = tensors.check_tensor(tensor, place.name)
         self.written.append(tensor)
-        if tensors.deferred(tensor):
-            aside = tensors.empty(dtype, tensor.shape, device=tensor.device)
-            self.ledger.add(place, dtype, tensors.memory_of(aside), within=within)
-            self.later(Phase.VALUES, partial(_copy_into, tensor, aside))
-            return
-        memory = tensors.memory_of(tensor)
-        if not tensor.is_contiguous():
-            self._check_apart(memory, tensor, place)
-        self.ledger.add(place, dtype, memory, within=within)
+        self.ledger.enter(self._named(node, place), tensor, within=within)
+
+    def into_tensors(
+        self, place: Place, keys: Sequence[object], names: Sequence[str], values: Sequence[torch.Tensor]
+    ) -> None:
+        """Want the elements of tensors of one place, that no rank keeps for itself, each in its own memory."""
+        self.written += values
+        self.ledger.enter_all(place, keys, names, values)
+
+    def close(self) -> tuple[Layout, Places]:
+        """What is wanted, once everything has been. Tensors that only note their sign get their values later."""
+        columns = self.ledger.look(hold=False)
+        apart = {}
+        for position in columns.odd:
+            tensor = self.ledger.tensors[position]
+            if tensors.deferred(tensor):
+                aside = tensors.empty(columns.dtypes[position], tensor.shape, device=tensor.device)
+                self.later(Phase.VALUES, partial(_copy_into, tensor, aside))
+                apart[position] = tensors.memory_of(aside)
+            else:
+                apart[position] = tensors.memory_of(tensor)
+                self._check_apart(apart[position], tensor, self.ledger.names[position])
+        return self.ledger.close(columns, apart)
 
     def into_array(self, array: np.ndarray, node: object, place: Place, *, within: Shard | None = None) -> None:
         """Want an array's elements in its own memory."""
@@ -240,15 +270,15 @@ class Restorer:
             raise unsupported(place.name, array, "cannot be loaded into: it is read-only", "pass a copy() of it")
         aside = tensors.ascending(array)
         memory = tensors.array_memory(aside)
-        self._check_apart(memory, array, place)
+        self._check_apart(memory, array, place.name)
         self.ledger.add(place, dtype, memory, within=within)
         if aside is not array:
             self.later(Phase.VALUES, partial(np.copyto, array, aside))
 
-    def _check_apart(self, memory: Memory, value: object, place: Place) -> None:
+    def _check_apart(self, memory: Memory, value: object, name: str) -> None:
         if tensors.overlaps_itself(memory):
             raise unsupported(
-                place.name, value, "cannot be loaded into: its elements share memory", "pass a contiguous copy of it"
+                name, value, "cannot be loaded into: its elements share memory", "pass a contiguous copy of it"
             )
 
     def _shard(self, shard: Shard, node: object, place: Place) -> None:
@@ -279,6 +309,13 @@ class Restorer:
         fresh = Fresh(self)
         fresh.want(node, place)
         self.later(Phase.STATEFUL, lambda: _load_state(value, fresh.build(node, place.name), place))
+
+
+def _by_key(node: object, place: Place) -> dict[object, object]:
+    """A stored container's items by the keys that the state's own container would have."""
+    if PLAIN_KEYS.issuperset(map(type, cast("Iterable[object]", node) if isinstance(node, dict) else ())):
+        return dict(items_of(node))
+    return {constant_free(key, place.name): item for key, item in items_of(node)}
 
 
 def _rebuilt(value: tuple[object, ...], replaced: Mapping[object, Replacement]) -> tuple[object, ...]:

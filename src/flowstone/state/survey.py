@@ -7,8 +7,10 @@ import enum
 import gc
 import random
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import compress
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -16,8 +18,10 @@ import torch
 
 from flowstone.errors import UnsupportedStateError
 from flowstone.format.objects import DEPTH_MAX, unsupported
-from flowstone.state.names import Place, section_place, strip_wrappers
+from flowstone.state.names import Place, names_below, section_place, strip_wrappers
 from flowstone.state.records import PerRank, Shard
+from flowstone.state.tensors import DENSE_TYPES
+from flowstone.state.trees import Tree, tree_of
 
 
 class Kind(enum.Enum):
@@ -87,46 +91,66 @@ class Home(NamedTuple):
     shard: Shard | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Survey:
     """What a state contains, found without calling into any of it.
 
-    live  ids of containers that hold, at any depth, something to write in place
+    tensors  those outside of modules: of each place the keys that lead on to them, None when it is a tensor's own
+    shards   path -> the shard that lies there
+    live     ids of containers that hold, at any depth, something to write in place
     """
 
     modules: tuple[tuple[Place, torch.nn.Module], ...]
-    tensors: tuple[tuple[Place, torch.Tensor, Shard | None], ...]
+    tensors: tuple[tuple[Place, Sequence[object] | None, Sequence[torch.Tensor]], ...]
+    shards: Mapping[str, Shard]
     optimizers: tuple[torch.optim.Optimizer, ...]
     live: frozenset[int]
+    _trees: dict[int, Tree | None] = field(default_factory=dict)
+
+    def tree(self, module: torch.nn.Module) -> Tree | None:
+        """The tree below a module of the state, walked once."""
+        if id(module) not in self._trees:
+            self._trees[id(module)] = tree_of(module)
+        return self._trees[id(module)]
 
     def parameters(self) -> Parameters:
         """An index of everything that an optimizer could own."""
-        index = Parameters({}, {})
+        paths: list[str] = []
+        owned: list[torch.Tensor] = []
         for place, module in self.modules:
+            base, tree = _global_name(place), self.tree(module)
+            if tree is None:
+                for key, parameter in module.named_parameters(remove_duplicate=False):
+                    paths.append(f"{base}.{strip_wrappers(key)}")
+                    owned.append(parameter)
+            else:
+                paths += [f"{base}.{name}" for name in compress(tree.names, tree.parameters)]
+                owned.extend(compress(tree.values, tree.parameters))
+        for place, keys, tensors in self.tensors:
             base = _global_name(place)
-            for key, parameter in module.named_parameters(remove_duplicate=False):
-                index.enter(parameter, Home(f"{base}.{strip_wrappers(key)}", None))
-        for place, tensor, shard in self.tensors:
-            index.enter(tensor, Home(_global_name(place), shard))
-        return index
+            paths += [base] if keys is None else names_below(base, keys)
+            owned.extend(tensors)
+        return Parameters(paths, owned, self.shards)
 
 
-@dataclass(frozen=True, slots=True)
 class Parameters:
     """Parameters by identity and by path. Tied ones have several paths; the first names them."""
 
-    _homes: dict[int, Home]
-    _by_path: dict[str, torch.Tensor]
-
-    def enter(self, parameter: torch.Tensor, home: Home) -> None:
-        self._homes.setdefault(id(parameter), home)
-        self._by_path.setdefault(home.path, parameter)
+    def __init__(self, paths: Sequence[str], owned: Sequence[torch.Tensor], shards: Mapping[str, Shard]) -> None:
+        self._paths, self._owned, self._shards = paths, owned, shards
+        # The last of equal keys stays in a dict: backwards, that is the first.
+        self._path_of = dict(zip(map(id, reversed(owned)), reversed(paths), strict=True))
 
     def home(self, parameter: torch.Tensor) -> Home | None:
-        return self._homes.get(id(parameter))
+        path = self._path_of.get(id(parameter))
+        return None if path is None else Home(path, self._shards.get(path))
 
     def at(self, path: str) -> torch.Tensor | None:
         return self._by_path.get(path)
+
+    @cached_property
+    def _by_path(self) -> dict[str, torch.Tensor]:
+        return dict(zip(reversed(self._paths), reversed(self._owned), strict=True))
 
 
 def _global_name(place: Place) -> str:
@@ -145,13 +169,16 @@ def survey(state: Mapping[str, object], rank: int) -> Survey:
         own = rank if isinstance(value, PerRank) else None
         inner = value.value if isinstance(value, PerRank) else value
         walk.visit(inner, section_place(section, own))
-    return Survey(tuple(walk.modules), tuple(walk.tensors), tuple(walk.optimizers), frozenset(walk.live))
+    return Survey(
+        tuple(walk.modules), tuple(walk.tensors), walk.shards, tuple(walk.optimizers), frozenset(walk.live)
+    )
 
 
 class _Walk:
     def __init__(self) -> None:
         self.modules: list[tuple[Place, torch.nn.Module]] = []
-        self.tensors: list[tuple[Place, torch.Tensor, Shard | None]] = []
+        self.tensors: list[tuple[Place, Sequence[object] | None, Sequence[torch.Tensor]]] = []
+        self.shards: dict[str, Shard] = {}
         self.optimizers: list[torch.optim.Optimizer] = []
         self.live: set[int] = set()
         self._open: set[int] = set()
@@ -164,7 +191,7 @@ class _Walk:
         if kind is Kind.CONTAINER:
             return self._container(value, place)
         if kind is Kind.TENSOR:
-            self.tensors.append((place, cast("torch.Tensor", value), None))
+            self.tensors.append((place, None, [cast("torch.Tensor", value)]))
         elif kind is Kind.SHARD:
             self._shard(cast("Shard", value), place)
         elif kind is Kind.MODULE:
@@ -179,13 +206,19 @@ class _Walk:
         if place.rank is not None:
             raise unsupported(place.name, shard, "is a shard of what every rank keeps for itself", "drop PerRank")
         if isinstance(shard.tensor, torch.Tensor):
-            self.tensors.append((place, shard.tensor, shard))
+            self.tensors.append((place, None, [shard.tensor]))
+            self.shards[_global_name(place)] = shard
 
     def _container(self, value: object, place: Place) -> bool:
         if id(value) in self._open:
             raise unsupported(place.name, value, "contains itself", "break the cycle, or leave it out of the state")
         if place.depth >= DEPTH_MAX:
             raise unsupported(place.name, value, f"lies more than {DEPTH_MAX} levels deep", "flatten it")
+        only = only_tensors(value)
+        if only is not None:
+            self.tensors.append((place, *only))
+            self.live.add(id(value))
+            return True
         self._open.add(id(value))
         live = False
         for key, item in items_of(value):
@@ -196,6 +229,15 @@ class _Walk:
         if live:
             self.live.add(id(value))
         return live
+
+
+def only_tensors(value: object) -> tuple[Sequence[object], Sequence[torch.Tensor]] | None:
+    """The keys and the tensors of a container that holds nothing else, and is not empty."""
+    items = list(value.values()) if isinstance(value, dict) else cast("Sequence[object]", value)
+    if not items or type(items[0]) not in DENSE_TYPES or not DENSE_TYPES.issuperset(map(type, items)):
+        return None
+    keys = list(value) if isinstance(value, dict) else range(len(items))
+    return keys, cast("Sequence[torch.Tensor]", items)
 
 
 def items_of(value: object) -> Iterable[tuple[object, object]]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from flowstone.errors import UnsupportedStateError
 from flowstone.format.objects import unsupported
@@ -20,8 +23,12 @@ _NUMPY_NAMES = frozenset(
     ["bool", "float16", "float32", "float64", "complex64", "complex128"]
     + [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 )
-_DENSE_TYPES = (torch.Tensor, torch.nn.Parameter)
+DENSE_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Types of tensors that lie in memory as they are; subclasses may not."""
 _ARRAY_TYPES = (np.ndarray, np.memmap)
+_COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
+_dtype, _is_cpu = attrgetter("dtype"), attrgetter("is_cpu")
+_BLOCK = 256  # tensors whose own records stay in the processor's cache while they are looked at
 _CONVERT = "convert it to a dense tensor (to_dense(), dequantize(), full_tensor(), ...), or leave it out of the state"
 
 
@@ -72,11 +79,72 @@ def memory_of(tensor: torch.Tensor) -> Memory:
     )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Columns:
+    """What tensors are, one row each.
+
+    address  of element (0, ..., 0)
+    owners   keep the memory alive
+    odd      positions of those whose elements are not one run of host bytes in row-major order,
+             or whose memory holds other values than they show; ascending
+    """
+
+    dtypes: Sequence[DType]
+    shapes: Sequence[tuple[int, ...]]
+    address: NDArray[np.uint64]
+    owners: Sequence[object]
+    odd: Sequence[int]
+
+
+def columns(tensors: Sequence[torch.Tensor], names: Sequence[str], *, hold: bool) -> Columns:
+    """Look at each tensor once.
+
+    hold    let storages own the memory, which outlive `tensor.data = other`, instead of the tensors
+    raises  UnsupportedStateError, by name, for a tensor that `check_tensor` refuses
+
+    What `check_tensor` asks is answered by less: a tensor that is sparse, opaque or nested has no address
+    or no shape and raises, a meta or zero tensor has the null address, only complex ones are conjugate.
+    What is left open, empty tensors and views of a storage that may be freed, is asked one by one.
+    """
+    dtypes: list[torch.dtype] = []
+    shapes: list[tuple[int, ...]] = []
+    address = np.zeros(len(tensors), np.uint64)
+    owners: list[object] = []
+    odd: list[int] = []
+    try:
+        for start in range(0, len(tensors), _BLOCK):
+            block = tensors[start : start + _BLOCK]
+            if not DENSE_TYPES.issuperset(map(type, block)):
+                raise TypeError("a subclass")
+            own = list(map(_dtype, block))
+            found = np.fromiter(map(torch.Tensor.data_ptr, block), np.uint64, len(block))
+            dtypes += own
+            shapes.extend(map(torch.Tensor.size, block))
+            owners.extend(map(torch.Tensor.untyped_storage, block) if hold else block)
+            address[start : start + len(block)] = found
+            usual = all(map(torch.Tensor.is_contiguous, block)) and all(map(_is_cpu, block))
+            if not usual or any(map(torch.Tensor.is_neg, block)) or not _COMPLEX.isdisjoint(own):
+                odd += [at for at, one in enumerate(block, start) if _is_odd(one)]
+            if not found.all() or any(map(torch.Tensor.storage_offset, block)):
+                for at, one in enumerate(block):
+                    if not found[at] or one.storage_offset():
+                        check_tensor(one, names[start + at])
+        return Columns([TORCH_DTYPES[dtype] for dtype in dtypes], shapes, address, owners, odd)
+    except (TypeError, KeyError, RuntimeError):
+        for one, name in zip(tensors, names, strict=True):
+            check_tensor(one, name)
+        raise
+
+
+def _is_odd(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_contiguous() and tensor.is_cpu) or deferred(tensor)
+
+
 def check_tensor(tensor: torch.Tensor, name: str) -> DType:
     """The dtype of a tensor whose elements lie in memory, each by itself; else UnsupportedStateError."""
     dtype = TORCH_DTYPES.get(tensor.dtype)
     if (
-        type(tensor) in _DENSE_TYPES
+        type(tensor) in DENSE_TYPES
         and dtype is not None
         and tensor.layout is torch.strided
         and not (tensor.is_nested or tensor.is_meta or tensor._is_zerotensor())
@@ -90,7 +158,7 @@ def _refusal(tensor: torch.Tensor, name: str) -> UnsupportedStateError:
     """Why `check_tensor` refuses, most telling cause first."""
     if uninitialized(tensor):
         return unsupported(name, tensor, "is not initialized", "run one forward pass before saving or loading")
-    if type(tensor) not in _DENSE_TYPES:
+    if type(tensor) not in DENSE_TYPES:
         return unsupported(name, tensor, "is a kind of tensor that cannot be stored", _CONVERT)
     if tensor.is_meta:
         return unsupported(name, tensor, "is on the meta device, without memory", "give it memory with to_empty()")

@@ -1,0 +1,92 @@
+"""Module trees: what state_dict() and named_parameters() of an ordinary module say, found in one walk.
+
+Torch's own walks cost two calls and a dictionary for every module, several times a save. This one
+is for trees in which every module leaves state_dict() as torch wrote it; others are asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from flowstone.state.names import strip_wrappers
+
+_DEPTH_MAX = 500  # beyond, torch's own recursion has the word
+_METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tree:
+    """A module's parameters and persistent buffers, in the order of its state_dict(keep_vars=True).
+
+    keys        as state_dict() has them
+    names       the same without wrappers
+    values      the module's very tensors
+    parameters  per entry: whether it is registered as a parameter
+    """
+
+    keys: Sequence[str]
+    names: Sequence[str]
+    values: Sequence[torch.Tensor]
+    parameters: Sequence[bool]
+
+
+def tree_of(module: torch.nn.Module) -> Tree | None:
+    """The tree below `module`; None when some module in it has a state_dict() of its own, hooks, or extra state."""
+    keys: list[str] = []
+    names: list[str] = []
+    values: list[torch.Tensor] = []
+    parameters: list[bool] = []
+    ordinary: dict[type, bool] = {}
+    waiting: list[tuple[torch.nn.Module, str, str, int]] = [(module, "", "", 0)]
+    while waiting:
+        one, prefix, bare, depth = waiting.pop()
+        kind, fields = type(one), vars(one)
+        if kind not in ordinary:
+            ordinary[kind] = _leaves_state_dict_alone(kind)
+        if not ordinary[kind] or depth > _DEPTH_MAX or _hooked(fields):
+            return None
+        for name, value in fields["_parameters"].items():
+            if value is not None:
+                if "." in name:
+                    return None
+                keys.append(prefix + name)
+                names.append(bare + name)
+                values.append(value)
+                parameters.append(True)
+        if fields["_buffers"]:
+            passing = fields["_non_persistent_buffers_set"]
+            for name, value in fields["_buffers"].items():
+                if value is not None and name not in passing:
+                    if "." in name:
+                        return None
+                    keys.append(prefix + name)
+                    names.append(bare + name)
+                    values.append(value)
+                    parameters.append(False)
+        inner: dict[str, torch.nn.Module | None] = fields["_modules"]
+        if inner:
+            waiting += [
+                (child, f"{prefix}{name}.", f"{bare}{strip_wrappers(name + '.')}", depth + 1)
+                for name, child in reversed(inner.items()) if child is not None
+            ]
+    if len(set(keys)) < len(keys) or not all(issubclass(kind, torch.Tensor) for kind in set(map(type, values))):
+        return None
+    return Tree(keys, names, values, parameters)
+
+
+def _leaves_state_dict_alone(kind: type) -> bool:
+    methods = all(getattr(kind, name, None) is getattr(torch.nn.Module, name) for name in _METHODS)
+    return methods and not any(hasattr(kind, name) for name in _TABLES)
+
+
+def _hooked(fields: Mapping[str, object]) -> bool:
+    """Whether a module, by its attributes, does more in state_dict() than its class says."""
+    if fields.get("_state_dict_hooks", True) or fields.get("_state_dict_pre_hooks", True):
+        return True
+    if "state_dict" in fields or "_save_to_state_dict" in fields:
+        return True
+    return not all(isinstance(fields.get(name), dict) for name in _TABLES)

@@ -64,7 +64,7 @@ from flowstone.rules import Rule
 from flowstone.saves import Save
 from flowstone.stage.arena import default_budget_bytes, open_write_arena
 from flowstone.stage.capture import Staged, start_capture
-from flowstone.state import Described, describe
+from flowstone.state import Described, collector_paused, describe
 from flowstone.store.base import Store
 from flowstone.store.local import LocalStore
 
@@ -171,6 +171,7 @@ class Checkpointer:
                 return report
         raise NoCheckpointError(f"no checkpoint in {self._store.location}", next="check the path")
 
+    @collector_paused()
     def _load(self, step: int, state: Mapping[str, object], rules: Sequence[Rule], stage: bool) -> LoadReport:
         started = time.monotonic()
         checkpoint = Checkpoint(self._store, step_directory(step), self._options)

@@ -108,8 +108,8 @@ def test_a_region_that_nobody_stored_is_named() -> None:
     half = Index(**{
         name: getattr(index, name)[:1] if name in ("tensor", "segment", "offset", "length", "digest", "stored", "codec")
         else getattr(index, name)[:4] if name == "boxes" else getattr(index, name)
-        for name in ("names", "dtypes", "shapes", "aliases", "tensor", "boxes", "segment", "offset", "length", "digest",
-                     "stored", "codec")
+        for name in ("names", "dtypes", "ndim", "sides", "aliases", "tensor", "boxes", "segment", "offset", "length",
+                     "digest", "stored", "codec")
     })
     with pytest.raises(CoverageError) as caught:
         plan_reads(half, [Piece("w", DTYPES["float32"], (4, 4), Box((1, 1), (3, 2)))], [0])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
+
+import msgspec
 
 from flowstone.config import MANIFEST_BYTES_MAX, OBJECTS_BYTES_MAX
 from flowstone.errors import DamagedError, NoCheckpointError
@@ -67,23 +68,22 @@ def read_objects(store: Store, directory: str, manifest: Manifest) -> Objects:
     data = _vouched(store, directory, manifest.objects, OBJECTS_NAME)
     path = f"{store.location}/{inside(directory, OBJECTS_NAME)}"
     try:
-        nodes = json.loads(data)
+        nodes = msgspec.json.decode(data)
         replicated = {name: objects.decode(node, name) for name, node in nodes["replicated"].items()}
         per_rank = {
             name: [objects.decode(node, name) for node in entries] for name, entries in nodes["per_rank"].items()
         }
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (msgspec.DecodeError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DamagedError(f"{path} is not what its digest promises: {error}", next="use an older step") from error
     return Objects(replicated, per_rank)
 
 
 def encode_objects(content: Objects) -> bytes:
     """The text of objects.json. Raises UnsupportedStateError naming the path of what has no encoding."""
-    nodes = {
-        "replicated": {name: objects.encode(value, name) for name, value in content.replicated.items()},
-        "per_rank": {name: [objects.encode(v, name) for v in values] for name, values in content.per_rank.items()},
-    }
-    return json.dumps(nodes, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    return msgspec.json.encode({
+        "replicated": {name: objects.encode_text(value, name) for name, value in content.replicated.items()},
+        "per_rank": {name: [objects.encode_text(v, name) for v in values] for name, values in content.per_rank.items()},
+    })
 
 
 def check_segments(store: Store, directory: str, manifest: Manifest) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flowstone import _native
 from flowstone.commit import contents
@@ -42,15 +42,27 @@ class Verified:
         return not self.findings
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """A run of at most CHUNK_BYTES of a segment and the digest that it must have."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Runs:
+    """Runs of at most CHUNK_BYTES of a segment, as columns, each with the digest that it must have.
 
-    segment: int
-    offset: int
-    length: int
-    digest: int
-    what: str
+    piece  row in the index of the piece that the run is a chunk of; -1 for padding
+    chunk  the run's number in that piece
+    """
+
+    offset: NDArray[np.int64]
+    length: NDArray[np.int64]
+    digest: NDArray[np.uint64]
+    piece: NDArray[np.int64]
+    chunk: NDArray[np.int64]
+
+    def told(self, at: int, index: Index) -> str:
+        """What a run is, for a finding."""
+        begin, piece = int(self.offset[at]), int(self.piece[at])
+        reach = f"bytes {begin}..{begin + int(self.length[at])}"
+        if piece < 0:
+            return f"padding, {reach}"
+        return f"tensor {index.names[int(index.tensor[piece])]!r}, chunk {int(self.chunk[at])}, {reach}"
 
 
 def verify(
@@ -113,13 +125,16 @@ def _check_entries(store: Store, directory: str, row: SegmentRow, index: Index, 
         findings.append(Finding(row.name, str(error)))
         return
     expected = {}
-    for piece in np.flatnonzero(index.segment == row.id).tolist():
-        tensor = int(index.tensor[piece])
-        dtype, box = index.dtypes[tensor], index.box(piece)
-        shape = (*box.shape, dtype.item_bytes) if dtype.as_bytes else box.shape
-        begin = int(index.offset[piece]) - start
-        name = entry_name(index.names[tensor], box, index.shapes[tensor])
-        expected[name] = (dtype.stored, shape, begin, begin + int(index.length[piece]))
+    pieces = np.flatnonzero(index.segment == row.id)
+    whole = (index.box_bytes == index.data_bytes[index.tensor])[pieces]
+    begins = index.offset[pieces].astype(np.int64) - start
+    columns = (pieces, index.tensor[pieces], whole, begins, begins + index.length[pieces].astype(np.int64))
+    for piece, tensor, is_whole, begin, end in zip(*(column.tolist() for column in columns), strict=True):
+        name, dtype, shape = index.names[tensor], index.dtypes[tensor], index.shapes[tensor]
+        if not is_whole or 0 in shape:
+            box = index.box(piece)
+            name, shape = entry_name(name, box, shape), box.shape
+        expected[name] = (dtype.stored, (*shape, dtype.item_bytes) if dtype.as_bytes else shape, begin, end)
     found = {e.name: (e.dtype, e.shape, e.begin, e.end) for e in entries.values() if not e.name.startswith(PAD_PREFIX)}
     differing = [name for name in sorted(expected.keys() | found.keys()) if expected.get(name) != found.get(name)]
     findings += [Finding(row.name, f"entry {name!r} differs between header and index") for name in differing]
@@ -136,52 +151,63 @@ def _check_runs(
     findings: list[Finding],
     on_progress: Callable[[int, int], None] | None,
 ) -> None:
-    runs = [run for at, row in enumerate(segments) for run in _runs(index, row, at)]
-    count = len(runs)
+    runs = [_runs(index, row) for row in segments]
+    counts = [len(run.offset) for run in runs]
+    none = np.zeros(0, np.int64)  # for a checkpoint without a healthy segment
+    offset, length, digests = (
+        np.concatenate([none.astype(np.uint64), *(getattr(run, name).astype(np.uint64) for run in runs)])
+        for name in ("offset", "length", "digest")
+    )
+    count = len(offset)
     rows = _native.ReadRows(
-        file=np.array([run.segment for run in runs], np.uint32),
-        offset=np.array([run.offset for run in runs], np.uint64),
-        length=np.array([run.length for run in runs], np.uint64),
+        file=np.repeat(np.arange(len(segments), dtype=np.uint32), counts), offset=offset, length=length,
         address=np.full(count, _native.VERIFY_ONLY, np.uint64), chunk=np.arange(count, dtype=np.uint64),
         first=np.zeros(count, np.uint64), last=np.ones(count, np.uint64), layout=np.full(count, -1, np.int64),
-        layouts=[], digests=np.array([run.digest for run in runs], np.uint64),
+        layouts=[], digests=digests,
     )
     paths = [inside(directory, row.name) for row in segments]
     total = sum(row.bytes for row in segments)
     tell = None if on_progress is None else lambda done: on_progress(done, total)
     reading = store.read_extents(paths, rows, arena, wanted_bytes=total, stop_at_bad=False, past_cache=True)
     receipt = finish_reading(reading, tell)
+    ends = np.cumsum(counts)
     for position in receipt.bad.tolist():
-        run = runs[position]
-        findings.append(Finding(segments[run.segment].name, f"{run.what}: not what was written"))
+        segment = int(np.searchsorted(ends, position, side="right"))
+        at = position - (int(ends[segment]) - counts[segment])
+        findings.append(Finding(segments[segment].name, f"{runs[segment].told(at, index)}: not what was written"))
     if receipt.error is not None:
         findings.append(Finding(directory, str(receipt.error)))
 
 
-def _runs(index: Index, row: SegmentRow, at: int) -> list[_Run]:
+def _runs(index: Index, row: SegmentRow) -> _Runs:
     """Every chunk, and every run of padding, of one segment behind its header; ascending."""
     pieces = np.flatnonzero((index.segment == row.id) & (index.length > 0))
     pieces = pieces[np.argsort(index.offset[pieces])]
-    marks = [(row.header_bytes, 0), *((int(index.offset[p]), int(index.length[p])) for p in pieces), (row.bytes, 0)]
-    runs = []
-    for position, ((offset, length), (after, _)) in enumerate(pairwise(marks)):
-        if position:
-            runs += _chunks(index, int(pieces[position - 1]), at)
-        for begin in range(offset + length, after, CHUNK_BYTES):
-            size = min(CHUNK_BYTES, after - begin)
-            runs.append(_Run(at, begin, size, zero_digest(size), f"padding, bytes {begin}..{begin + size}"))
-    return runs
+    begins = index.offset[pieces].astype(np.int64)
+    ends = begins + index.length[pieces].astype(np.int64)
+    counts = np.diff(index.first_chunk)[pieces]
+    piece, chunk = np.repeat(pieces, counts), _counted(counts)
+    number = index.first_chunk[piece] + chunk
+    gap_begins, gap_ends = np.append(row.header_bytes, ends), np.append(begins, row.bytes)
+    cuts = -(-(gap_ends - gap_begins) // CHUNK_BYTES)
+    gap_offset = np.repeat(gap_begins, cuts) + _counted(cuts) * CHUNK_BYTES
+    gap_length = np.minimum(CHUNK_BYTES, np.repeat(gap_ends, cuts) - gap_offset)
+    zeros = {length: zero_digest(length) for length in set(gap_length.tolist())}
+    gap_digest = np.array([zeros[length] for length in gap_length.tolist()], np.uint64)
+    into = index.first_byte[number] - index.first_byte[index.first_chunk[piece]]
+    offset = np.concatenate([index.offset[piece].astype(np.int64) + into, gap_offset])
+    order = np.argsort(offset)
+    nothing = np.zeros(len(gap_offset), np.int64)
+    return _Runs(
+        offset[order], np.concatenate([index.stored[number].astype(np.int64), gap_length])[order],
+        np.concatenate([index.digest[number], gap_digest])[order],
+        np.concatenate([piece, nothing - 1])[order], np.concatenate([chunk, nothing])[order],
+    )
 
 
-def _chunks(index: Index, piece: int, at: int) -> list[_Run]:
-    name = index.names[int(index.tensor[piece])]
-    runs, begin = [], int(index.offset[piece])
-    for number, chunk in enumerate(range(int(index.first_chunk[piece]), int(index.first_chunk[piece + 1]))):
-        size = int(index.stored[chunk])
-        what = f"tensor {name!r}, chunk {number}, bytes {begin}..{begin + size}"
-        runs.append(_Run(at, begin, size, int(index.digest[chunk]), what))
-        begin += size
-    return runs
+def _counted(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """0, 1, ... up to each of the counts, one behind the other."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def _bytes(store: Store, directory: str, manifest: Manifest) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise, repeat
+from itertools import pairwise, repeat
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,8 @@ CODEC_RAW = 0
 class Index:
     """All rows of one checkpoint. Positions: T tensors, A aliases, P pieces, C chunks.
 
-    names, dtypes, shapes  per tensor
+    names, dtypes, ndim  per tensor
+    sides                all shapes, one behind the other
     aliases                (name, tensor row)
     tensor                 per piece: its tensor's row, ascending
     boxes                  per piece: ndim offsets, then ndim lengths, one piece behind the other
@@ -52,7 +53,8 @@ class Index:
 
     names: tuple[str, ...]
     dtypes: tuple[DType, ...]
-    shapes: tuple[tuple[int, ...], ...]
+    ndim: NDArray[np.int64]
+    sides: U64
     aliases: tuple[tuple[str, int], ...]
     tensor: NDArray[np.int64]
     boxes: U64
@@ -66,20 +68,24 @@ class Index:
     first_chunk: NDArray[np.int64] = field(init=False)  # per piece, P + 1 entries
     first_box: NDArray[np.int64] = field(init=False)  # per piece, P + 1 entries, into boxes
     first_byte: NDArray[np.int64] = field(init=False)  # per chunk, C + 1 entries, all stored bytes in one row
+    shapes: tuple[tuple[int, ...], ...] = field(init=False)  # per tensor
+    first_side: NDArray[np.int64] = field(init=False)  # per tensor, T + 1 entries, into sides
     data_bytes: NDArray[np.int64] = field(init=False)  # per tensor, of the whole of it
+    box_bytes: NDArray[np.int64] = field(init=False)  # per piece, of its box
     _rows: Mapping[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        ndim = np.array(list(map(len, self.shapes)), np.int64)
-        sides = np.array(list(chain.from_iterable(self.shapes)), np.uint64)
-        item = np.array([dtype.item_bytes for dtype in self.dtypes], np.int64)
+        item = np.fromiter((dtype.item_bytes for dtype in self.dtypes), np.int64, len(self.dtypes))
         set_ = object.__setattr__
+        set_(self, "shapes", _shapes(self.sides, self.ndim))
+        set_(self, "first_side", _starts(self.ndim))
+        set_(self, "data_bytes", _products(self.sides, self.first_side[:-1], self.ndim) * item)
         set_(self, "first_piece", np.searchsorted(self.tensor, np.arange(len(self.names) + 1)))
-        set_(self, "first_box", _starts(2 * ndim[self.tensor]))
-        elements = _products(self.boxes, self.first_box[:-1] + ndim[self.tensor], ndim[self.tensor])
-        set_(self, "first_chunk", _starts(-(-elements * item[self.tensor] // CHUNK_BYTES)))
+        ndim, item = self.ndim[self.tensor], item[self.tensor]
+        set_(self, "first_box", _starts(2 * ndim))
+        set_(self, "box_bytes", _products(self.boxes, self.first_box[:-1] + ndim, ndim) * item)
+        set_(self, "first_chunk", _starts(-(-self.box_bytes // CHUNK_BYTES)))
         set_(self, "first_byte", _starts(self.stored))
-        set_(self, "data_bytes", _products(sides, _starts(ndim)[:-1], ndim) * item)
         set_(self, "_rows", dict(zip(self.names, range(len(self.names)), strict=True)) | dict(self.aliases))
 
     def box(self, piece: int) -> Box:
@@ -145,8 +151,7 @@ def frame_of(index: Index) -> Frame:
         "tensor.name": np.frombuffer(b"".join(names), np.uint8),
         "tensor.name_bytes": list(map(len, names)),
         "tensor.dtype": [position[dtype.name] for dtype in index.dtypes],
-        "tensor.ndim": list(map(len, index.shapes)),
-        "tensor.shape": list(chain.from_iterable(index.shapes)),
+        "tensor.ndim": index.ndim, "tensor.shape": index.sides,
         "alias.name": np.frombuffer(b"".join(aliases), np.uint8),
         "alias.name_bytes": list(map(len, aliases)),
         "alias.tensor": [row for _, row in index.aliases],
@@ -217,7 +222,7 @@ def _assemble(columns: dict[str, NDArray[np.generic]], kinds: list[str]) -> Inde
     return Index(
         names=names,
         dtypes=tuple(map([DTYPES[kind] for kind in kinds].__getitem__, columns["tensor.dtype"].tolist())),
-        shapes=_shapes(columns["tensor.shape"], ndim),
+        ndim=ndim, sides=columns["tensor.shape"].astype(np.uint64),
         aliases=tuple(zip(aliases, columns["alias.tensor"].tolist(), strict=True)),
         tensor=tensor, boxes=columns["piece.box"].astype(np.uint64), segment=columns["piece.segment"].astype(np.uint32),
         offset=columns["piece.offset"].astype(np.uint64), length=columns["piece.bytes"].astype(np.uint64),
@@ -241,7 +246,7 @@ def _shapes(sides: NDArray[np.generic], ndim: NDArray[np.int64]) -> tuple[tuple[
     """The shapes that lie one behind the other in `sides`: those of each number of dimensions at once."""
     starts = _starts(ndim)[:-1]
     streams: dict[int, Iterator[tuple[int, ...]]] = {}
-    for count in np.unique(ndim).tolist():
+    for count in np.flatnonzero(np.bincount(ndim)).tolist():
         at = starts[ndim == count]
         columns = [sides[at + dim].tolist() for dim in range(count)]
         streams[count] = zip(*columns, strict=True) if count else repeat(())
@@ -266,22 +271,17 @@ def _check(index: Index, segments: Sequence[SegmentRow]) -> None:
 
 
 def _check_boxes(index: Index) -> None:
-    item = np.array([dtype.item_bytes for dtype in index.dtypes], np.int64)
-    dims = np.array(list(map(len, index.shapes)), np.int64)
-    shape_starts = _starts(dims)
-    shapes = np.array(list(chain.from_iterable(index.shapes)), np.uint64)
-    ndim = dims[index.tensor]
+    ndim = np.diff(index.first_box) // 2
     for dim in range(int(ndim.max(initial=0))):
         has = ndim > dim
         offsets = index.boxes[index.first_box[:-1][has] + dim]
         lengths = index.boxes[index.first_box[:-1][has] + ndim[has] + dim]
-        limits = shapes[shape_starts[index.tensor[has]] + dim]
+        limits = index.sides[index.first_side[index.tensor[has]] + dim]
         if (offsets > limits).any() or (lengths > limits - offsets).any():
             raise ValueError("a box lies outside its tensor")
-    if _is_immense(shapes, shape_starts[:-1], dims):
+    if _is_immense(index.sides, index.first_side[:-1], index.ndim):
         raise ValueError("a tensor has more elements than any memory")  # and products of lengths would wrap
-    data_bytes = _products(index.boxes, index.first_box[:-1] + ndim, ndim) * item[index.tensor]
-    if (data_bytes != index.length.astype(np.int64)).any():
+    if (index.box_bytes != index.length.astype(np.int64)).any():
         raise ValueError("an extent has another length than its box")
 
 

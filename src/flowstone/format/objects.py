@@ -49,7 +49,7 @@ import re
 import struct
 import sys
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -136,6 +136,11 @@ def encode(value: object, path: str) -> Node:
     return _Encoder().node(value, path)
 
 
+def encode_text(value: object, path: str) -> msgspec.Raw:
+    """The JSON text of a value's node, in UTF-8; raises as `encode` does."""
+    return msgspec.Raw(msgspec.json.encode(_Encoder(in_text=True).node(value, path)))
+
+
 def decode(node: object, path: str) -> object:
     """The value of a node that came from a JSON reader. `node` may be hostile.
 
@@ -147,10 +152,14 @@ def decode(node: object, path: str) -> object:
 
 
 class _Encoder:
-    """One walk over one value; knows how deep it is, and which containers it is inside of."""
+    """One walk over one value; knows how deep it is, and which containers it is inside of.
 
-    def __init__(self) -> None:
+    in_text  containers of references may come out as finished JSON text, which only msgspec can write
+    """
+
+    def __init__(self, *, in_text: bool = False) -> None:
         self._open: set[int] = set()
+        self._in_text = in_text
 
     def node(self, value: object, path: str) -> Node:
         kind = type(value)
@@ -169,6 +178,10 @@ class _Encoder:
             raise unsupported(path, value, "contains itself", "break the cycle, or leave it out of the state")
         if len(self._open) >= DEPTH_MAX:
             raise unsupported(path, value, f"lies more than {DEPTH_MAX} levels deep", "flatten it")
+        if self._in_text and type(value) in _TEXTS:
+            text = _references_text(value)
+            if text is not None:
+                return cast("Node", msgspec.Raw(text.encode()))
         self._open.add(id(value))
         try:
             return _CONTAINERS[type(value)](self, value, path)
@@ -251,6 +264,41 @@ _CONTAINERS: Mapping[type, Callable[..., Node]] = {
 }
 
 
+_TEXTS: Mapping[type, tuple[str, str]] = {
+    dict: ("{", "}"),
+    OrderedDict: ('{"$ordered":[', "]}"),
+    list: ("[", "]"),
+    tuple: ('{"$tuple":[', "]}"),
+}
+"""Of containers that a state may have of ten thousands of tensors: how their JSON begins and ends."""
+
+
+def _references_text(value: object) -> str | None:
+    """The JSON of a container of nothing but references; None where it is not, or some text needs escapes."""
+    items = list(value.values()) if isinstance(value, dict) else cast("list[object]", value)
+    if len(items) < 2 or set(map(type, items)) != {TensorRef}:
+        return None
+    references = cast("list[TensorRef]", items)
+    keys = list(value) if isinstance(value, dict) else []
+    names = [one.name for one in references]
+    if {one.kind for one in references} != {"tensor"} or set(map(type, keys)) - {str} or not _plain([*keys, *names]):
+        return None
+    if type(value) is dict:
+        parts = [f'"{key}":{{"$tensor":"{name}"}}' for key, name in zip(keys, names, strict=True)]
+    elif keys:
+        parts = [f'["{key}",{{"$tensor":"{name}"}}]' for key, name in zip(keys, names, strict=True)]
+    else:
+        parts = [f'{{"$tensor":"{name}"}}' for name in names]
+    begin, end = _TEXTS[type(value)]
+    return begin + ",".join(parts) + end
+
+
+def _plain(texts: list[str]) -> bool:
+    """Whether JSON shows all of them as they are, and none could be a tag."""
+    together = "".join(texts)
+    return together.isascii() and together.isprintable() and not any(mark in together for mark in '"\\$')
+
+
 def _damaged(path: str, expected: str, found: object) -> DamagedError:
     text = repr(found)
     return DamagedError(
@@ -295,11 +343,15 @@ class _Decoder:
         raise _damaged(path, "a JSON value", type(node))
 
     def _object(self, node: dict[object, object], path: str) -> object:
-        if not all(type(key) is str and valid_text(key) for key in node):
+        entries = cast("dict[str, object]", node)
+        if set(map(type, node)) - {str} or not valid_text("".join(entries)):
             raise _damaged(path, "keys that are text", list(node))
-        tags = [cast("str", key) for key in node if cast("str", key)[:1] == "$"]
+        tags = [key for key in entries if key[:1] == "$"]
         if not tags:
-            return {cast("str", key): self.value(item, f"{path}.{key}") for key, item in node.items()}
+            references = _references(entries.values())
+            if references is not None:
+                return dict(zip(entries, references, strict=True))
+            return {key: self.value(item, f"{path}.{key}") for key, item in entries.items()}
         if len(tags) > 1:
             raise _damaged(path, "one tag", tags)
         tag = tags[0]
@@ -312,7 +364,7 @@ class _Decoder:
         try:
             if tag in _LEAF_TAGS and len(node) == 1:
                 return _LEAF_TAGS[tag](node[tag])
-            return self._tagged(tag, cast("dict[str, object]", node), path)
+            return self._tagged(tag, entries, path)
         except (ValueError, TypeError, OverflowError) as error:
             raise _damaged(path, f"a valid {tag} ({error})", node[tag]) from error
 
@@ -352,14 +404,21 @@ class _Decoder:
         raise ValueError(f"with the keys {sorted(node)}")
 
     def values(self, node: object, path: str) -> list[object]:
+        references = _references(_checked(node, list))
+        if references is not None:
+            return cast("list[object]", references)
         return [self.value(item, f"{path}.{i}") for i, item in enumerate(_checked(node, list))]
 
     def pairs(self, node: object, path: str) -> dict[object, object]:
         found: dict[object, object] = {}
-        for pair in _checked(node, list):
-            key, value = _checked(pair, list)
-            name = self.value(key, f"{path} key")
-            found[name] = self.value(value, f"{path}.{key_text(name)}")
+        pairs = [_pair(pair) for pair in _checked(node, list)]
+        references = _references([value for _, value in pairs])
+        if references is not None:
+            found = dict(zip(self.values([key for key, _ in pairs], f"{path} key"), references, strict=True))
+        else:
+            for key, value in pairs:
+                name = self.value(key, f"{path} key")
+                found[name] = self.value(value, f"{path}.{key_text(name)}")
         if len(found) != len(cast("list[object]", node)):
             raise ValueError("a key twice")
         return found
@@ -387,6 +446,22 @@ def _checked(node: object, kind: type[T]) -> T:
     if type(node) is not kind:
         raise TypeError(f"{kind.__name__} expected")
     return node
+
+
+def _pair(node: object) -> tuple[object, object]:
+    key, value = _checked(node, list)
+    return key, value
+
+
+def _references(nodes: Collection[object]) -> list[TensorRef] | None:
+    """The values of nodes that are all references to torch tensors, as they are in states of many; else None."""
+    if set(map(type, nodes)) != {dict}:
+        return None
+    dicts = cast("Collection[dict[str, object]]", nodes)
+    if set(map(len, dicts)) != {1}:
+        return None
+    names = [one.get("$tensor") for one in dicts]
+    return tensor_refs(cast("list[str]", names)) if set(map(type, names)) == {str} else None
 
 
 def _three(parts: list[object]) -> list[object]:

@@ -9,6 +9,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from flowstone.config import BLOCK_BYTES, HEADER_BYTES_MAX
 from flowstone.errors import DamagedError
 from flowstone.pieces import Box, DType
@@ -20,8 +22,7 @@ LENGTH_BYTES = 8
 _PAD_ENTRY_BYTES = len(f',"{PAD_PREFIX}":{{"dtype":"U8","shape":[],"data_offsets":[,]}}')  # without its four numbers
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True, gc=False):
     """One entry of a header: `begin` and `end` in bytes from the start of the data."""
 
     name: str
@@ -147,6 +148,7 @@ def _entry(name: str, fields: Mapping[str, object]) -> Entry:
     if not isinstance(dtype, str) or not isinstance(shape, list) or not isinstance(offsets, list):
         raise ValueError(f"entry {name!r} is malformed")
     begin, end = offsets
-    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+    numbers = [*shape, begin, end]
+    if set(map(type, numbers)) != {int} or min(numbers) < 0:
         raise ValueError(f"entry {name!r} has a negative or broken number")
     return Entry(name, dtype, tuple(shape), begin, end)

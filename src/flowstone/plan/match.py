@@ -74,7 +74,8 @@ def match(
     """
     faults = list(differences)
     pieces = Pieces.of(pieces)
-    found = list(map(names.get, pieces.names))
+    alike = tuple(names) == pieces.names  # as for most: the state that was saved, and nothing else
+    found: list[int | None] = [*names.values()] if alike else [*map(names.get, pieces.names)]
     cast, initialised = [], []
     for position in _suspects(pieces, found, index):
         piece, row = pieces[position], found[position]
@@ -94,7 +95,7 @@ def match(
                 faults.append(f"dtype       {piece.name}: wanted {piece.dtype.name}, stored {stored}")
     faults += _untied(aliases, names, index, rules)
     initialised += [alias.name for alias in aliases if alias.name not in names and _allowed(rules, Init, alias.name)]
-    used = set(pieces.names).union(alias.name for alias in aliases)
+    used = set(pieces.names).union(alias.name for alias in aliases) if not alike else names
     unexpected = [n for n in names if n not in used and not _is_of_a_rank(n) and section_of(n) in sections]
     skipped = {name for name in unexpected if _allowed(rules, Skip, name)}
     faults += [f"unexpected  {name}: stored, wanted by nobody" for name in unexpected if name not in skipped]

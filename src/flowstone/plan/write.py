@@ -163,9 +163,10 @@ def _tabulate(
     stored = np.full(len(chunk_order), CHUNK_BYTES, np.uint32)
     some = counts > 0
     stored[np.cumsum(counts)[some] - 1] = (length[order][some] - 1) % CHUNK_BYTES + 1
+    shapes = [pieces.shapes[at] for at in first.tolist()]
     index = Index(
         names=tuple(rows), dtypes=tuple(pieces.dtypes[at] for at in first.tolist()),
-        shapes=tuple(tuple(pieces.shapes[at]) for at in first.tolist()),
+        ndim=np.array(list(map(len, shapes)), np.int64), sides=np.array([n for s in shapes for n in s], np.uint64),
         aliases=tuple((alias.name, rows[alias.target]) for alias in aliases),
         tensor=tensor[order], boxes=np.array(boxes, np.uint64), segment=segment[order],
         offset=np.zeros(len(order), np.uint64), length=length[order], digest=np.zeros(len(chunk_order), np.uint64),

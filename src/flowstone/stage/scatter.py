@@ -49,8 +49,9 @@ def scatter(
         last=plan.last.astype(np.uint64), layout=layout, layouts=layouts, digests=index.digest,
     )
     receipt = finish_reading(store.read_extents(paths, rows, arena, wanted_bytes=plan.bytes), on_progress)
-    written = np.unique(plan.target[receipt.touched])
-    return Scattered(receipt, tuple(written.tolist()), locate_chunks(index, receipt))
+    written = np.zeros(len(wanted), np.bool_)
+    written[plan.target[receipt.touched]] = True
+    return Scattered(receipt, tuple(np.flatnonzero(written).tolist()), locate_chunks(index, receipt))
 
 
 def locate_chunks(index: Index, receipt: ReadReceipt) -> tuple[tuple[int, int], ...]:

@@ -8,6 +8,7 @@ from flowstone.state.describe import BYTES_INLINE_MAX, describe
 from flowstone.state.generators import rng
 from flowstone.state.records import Described, Difference, PerRank, Shard, Stored, StoredTensor
 from flowstone.state.restore import Restoration, prepare
+from flowstone.state.survey import collector_paused
 
 __all__ = [
     "BYTES_INLINE_MAX",
@@ -18,6 +19,7 @@ __all__ = [
     "Shard",
     "Stored",
     "StoredTensor",
+    "collector_paused",
     "describe",
     "prepare",
     "rng",

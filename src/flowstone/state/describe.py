@@ -15,7 +15,7 @@ from flowstone.format.objects import TensorRef, tensor_refs, unsupported
 from flowstone.pieces import DTYPES, Layout, Places
 from flowstone.state import constants, generators, modules, optimizers, tensors
 from flowstone.state.ledger import Ledger
-from flowstone.state.names import Place, check_sections, names_below, section_place
+from flowstone.state.names import PLAIN_KEYS, Place, check_sections, names_below, section_place
 from flowstone.state.records import Described, PerRank, Shard
 from flowstone.state.survey import (
     Kind,
@@ -137,7 +137,8 @@ class Describer:
         self.ledger.enter_all(place, keys, names, values)
         references = tensor_refs(names)
         if isinstance(value, dict):
-            return type(value)(zip([self.key(key, place) for key in keys], references, strict=True))
+            plain = PLAIN_KEYS.issuperset(map(type, keys))
+            return type(value)(zip(keys if plain else [self.key(key, place) for key in keys], references, strict=True))
         return references if type(value) is list else tuple(references)
 
     def _enter(self, value: object, place: Place) -> None:

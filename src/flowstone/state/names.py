@@ -9,8 +9,9 @@ from typing import NamedTuple
 from flowstone.errors import UnsupportedStateError
 from flowstone.format.objects import key_text, valid_text
 
-# Wrappers put their own component into the names of what they wrap; a checkpoint does not care.
-_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|module|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
+WRAPPERS = frozenset({"_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+"""Components that wrappers put into the names of what they wrap; a checkpoint does not care."""
+_WRAPPERS = re.compile(rf"(?:^|(?<=\.))(?:{'|'.join(sorted(WRAPPERS))})\.")
 
 PLAIN_KEYS = frozenset({str, int})
 """Types of keys that stand for themselves, and whose text is their component of a name."""

@@ -167,13 +167,26 @@ class _Rebuild:
         stored = self.restorer.stored
         prefix = f"{self.place.name}.state."
         known = {stored.rename(name) for slots in listed.values() for name in _names_in(slots)}
-        for name, tensor in stored.tensors.items():
-            if not name.startswith(prefix) or name in known:
-                continue
-            path, _, slot = name[len(prefix) :].rpartition(".")
-            member = self._find(path, stored.rename(path))
-            if member is not None:  # else wanted by nobody, which is reported with all such tensors
-                self._want_slot(member, slot, name, tensor)
+        names: list[str] = []
+        keys: list[tuple[str, str]] = []
+        values: list[torch.Tensor] = []
+        before, member = "", None
+        for name in [name for name in stored.tensors if name.startswith(prefix) and name not in known]:
+            head, _, slot = name.rpartition(".")
+            if head != before:  # a parameter's slots follow each other
+                path = head[len(prefix) :]
+                before, member = head, self._find(path, stored.rename(path))
+            if member is None:
+                continue  # wanted by nobody, which is reported with all such tensors
+            current = member.slots.get(slot)
+            if isinstance(current, torch.Tensor) and member.home.shard is None:
+                names.append(name)
+                keys.append((member.home.path, slot))
+                values.append(current)
+                self.slots.setdefault(id(member.parameter), {})[slot] = _constant(current)
+            else:
+                self._want_slot(member, slot, name, stored.tensors[name])
+        self.restorer.into_tensors(self.place, keys, names, values)
 
     def _want_slot(self, member: Member, slot: object, name: str, stored: StoredTensor) -> None:
         """A tensor slot: the optimizer's own where there is one, else a new one of the stored form."""

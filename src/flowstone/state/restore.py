@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import cached_property, partial
 from typing import cast
 
@@ -69,8 +69,7 @@ class Restoration:
         """
         assert not self._finished, "a restoration finishes once"
         self._finished = True
-        # Bytes went in behind autograd's back: a graph that saved the old values has to notice.
-        torch.autograd.graph.increment_version([one for one in self._written if not one.is_inference()])
+        _count_as_written(self._written)
         for phase in Phase:
             for action in self._actions[phase]:
                 action()
@@ -200,15 +199,14 @@ class Restorer:
         if node is not MISSING and (type(node) not in CONTAINERS or isinstance(node, dict) != mapping):
             self.differ("kind", place.name, kind_of(value), kind_of(node))
             return None
-        stored = {} if node is MISSING else _by_key(node, place)
         replaced: dict[object, Replacement] = {}
         only = only_tensors(value) if place.rank is None else None
         if only is not None:
             keys, wanted = only
             self.into_tensors(place, keys, names_below(place.name, keys), wanted)
-            known = set(keys)
-            stored = {key: item for key, item in stored.items() if key not in known}
+            stored = _beside(node, keys, place)
         else:
+            stored = _by_key(node, place)
             for key, item in items_of(value):
                 replacement = self.node(item, stored.pop(key, MISSING), place.child(key))
                 if replacement is not None:
@@ -313,9 +311,27 @@ class Restorer:
 
 def _by_key(node: object, place: Place) -> dict[object, object]:
     """A stored container's items by the keys that the state's own container would have."""
-    if PLAIN_KEYS.issuperset(map(type, cast("Iterable[object]", node) if isinstance(node, dict) else ())):
-        return dict(items_of(node))
+    if node is MISSING:
+        return {}
     return {constant_free(key, place.name): item for key, item in items_of(node)}
+
+
+def _beside(node: object, keys: Sequence[object], place: Place) -> dict[object, object]:
+    """A stored container's items that are not at one of `keys`, which are a container's of the same kind."""
+    if isinstance(node, (list, tuple)):
+        return dict(list(enumerate(node))[len(keys) :])
+    if isinstance(node, dict) and PLAIN_KEYS.issuperset(map(type, node)) and list(node) == keys:
+        return {}  # as it nearly always is
+    wanted = set(keys)
+    return {key: item for key, item in _by_key(node, place).items() if key not in wanted}
+
+
+def _count_as_written(written: Sequence[torch.Tensor]) -> None:
+    """Bytes went in behind autograd's back: a graph that saved the old values has to notice."""
+    try:
+        torch.autograd.graph.increment_version(written)
+    except RuntimeError:  # some are inference tensors, which have no version; to count the others twice is harmless
+        torch.autograd.graph.increment_version([one for one in written if not one.is_inference()])
 
 
 def _rebuilt(value: tuple[object, ...], replaced: Mapping[object, Replacement]) -> tuple[object, ...]:

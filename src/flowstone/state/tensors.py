@@ -27,6 +27,7 @@ DENSE_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 """Types of tensors that lie in memory as they are; subclasses may not."""
 _ARRAY_TYPES = (np.ndarray, np.memmap)
 _COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
+_LOW = np.uint64(1 << 40)  # memory nearly always lies above, and no storage was ever this long
 _dtype, _is_cpu = attrgetter("dtype"), attrgetter("is_cpu")
 _BLOCK = 256  # tensors whose own records stay in the processor's cache while they are looked at
 _CONVERT = "convert it to a dense tensor (to_dense(), dequantize(), full_tensor(), ...), or leave it out of the state"
@@ -103,8 +104,9 @@ def columns(tensors: Sequence[torch.Tensor], names: Sequence[str], *, hold: bool
     raises  UnsupportedStateError, by name, for a tensor that `check_tensor` refuses
 
     What `check_tensor` asks is answered by less: a tensor that is sparse, opaque or nested has no address
-    or no shape and raises, a meta or zero tensor has the null address, only complex ones are conjugate.
-    What is left open, empty tensors and views of a storage that may be freed, is asked one by one.
+    or no shape and raises, only complex ones are conjugate, and where there is no memory (meta and zero
+    tensors, freed storages) the address is null, or as far from it as the tensor is into its storage:
+    those of low addresses are asked one by one.
     """
     dtypes: list[torch.dtype] = []
     shapes: list[tuple[int, ...]] = []
@@ -125,10 +127,8 @@ def columns(tensors: Sequence[torch.Tensor], names: Sequence[str], *, hold: bool
             usual = all(map(torch.Tensor.is_contiguous, block)) and all(map(_is_cpu, block))
             if not usual or any(map(torch.Tensor.is_neg, block)) or not _COMPLEX.isdisjoint(own):
                 odd += [at for at, one in enumerate(block, start) if _is_odd(one)]
-            if not found.all() or any(map(torch.Tensor.storage_offset, block)):
-                for at, one in enumerate(block):
-                    if not found[at] or one.storage_offset():
-                        check_tensor(one, names[start + at])
+            for at in np.flatnonzero(found < _LOW).tolist():
+                check_tensor(block[at], names[start + at])
         return Columns([TORCH_DTYPES[dtype] for dtype in dtypes], shapes, address, owners, odd)
     except (TypeError, KeyError, RuntimeError):
         for one, name in zip(tensors, names, strict=True):

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-from flowstone.state.names import strip_wrappers
+from flowstone.state.names import WRAPPERS
 
 _DEPTH_MAX = 500  # beyond, torch's own recursion has the word
 _METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
 _TABLES = ("_parameters", "_buffers", "_modules")
+_OVERRIDES = frozenset({"state_dict", "_save_to_state_dict"})  # also where a single module has one of its own
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,32 +48,32 @@ def tree_of(module: torch.nn.Module) -> Tree | None:
         kind, fields = type(one), vars(one)
         if kind not in ordinary:
             ordinary[kind] = _leaves_state_dict_alone(kind)
-        if not ordinary[kind] or depth > _DEPTH_MAX or _hooked(fields):
+        if not ordinary[kind] or depth > _DEPTH_MAX or not _OVERRIDES.isdisjoint(fields):
             return None
-        for name, value in fields["_parameters"].items():
+        own, buffers, inner = map(fields.get, _TABLES)
+        if type(own) is not dict or type(buffers) is not dict or type(inner) is not dict or _hooked(fields):
+            return None
+        for name, value in own.items():
             if value is not None:
+                if "." in name:
+                    return None  # torch allows none; what they come to, state_dict() says
+                keys.append(prefix + name)
+                names.append(bare + name)
+                values.append(value)
+                parameters.append(True)
+        for name, value in buffers.items():
+            if value is not None and name not in fields["_non_persistent_buffers_set"]:
                 if "." in name:
                     return None
                 keys.append(prefix + name)
                 names.append(bare + name)
                 values.append(value)
-                parameters.append(True)
-        if fields["_buffers"]:
-            passing = fields["_non_persistent_buffers_set"]
-            for name, value in fields["_buffers"].items():
-                if value is not None and name not in passing:
-                    if "." in name:
-                        return None
-                    keys.append(prefix + name)
-                    names.append(bare + name)
-                    values.append(value)
-                    parameters.append(False)
-        inner: dict[str, torch.nn.Module | None] = fields["_modules"]
-        if inner:
-            waiting += [
-                (child, f"{prefix}{name}.", f"{bare}{strip_wrappers(name + '.')}", depth + 1)
-                for name, child in reversed(inner.items()) if child is not None
-            ]
+                parameters.append(False)
+        for name, child in reversed(inner.items()):
+            if child is not None:
+                if "." in name:
+                    return None
+                waiting.append((child, f"{prefix}{name}.", bare if name in WRAPPERS else f"{bare}{name}.", depth + 1))
     if len(set(keys)) < len(keys) or not all(issubclass(kind, torch.Tensor) for kind in set(map(type, values))):
         return None
     return Tree(keys, names, values, parameters)
@@ -84,9 +85,5 @@ def _leaves_state_dict_alone(kind: type) -> bool:
 
 
 def _hooked(fields: Mapping[str, object]) -> bool:
-    """Whether a module, by its attributes, does more in state_dict() than its class says."""
-    if fields.get("_state_dict_hooks", True) or fields.get("_state_dict_pre_hooks", True):
-        return True
-    if "state_dict" in fields or "_save_to_state_dict" in fields:
-        return True
-    return not all(isinstance(fields.get(name), dict) for name in _TABLES)
+    """Whether a module's state_dict() calls hooks."""
+    return bool(fields.get("_state_dict_hooks", True) or fields.get("_state_dict_pre_hooks", True))

@@ -1,0 +1,184 @@
+"""What a tensor costs: the phases of a save and of a load of many small tensors, in microseconds for each.
+
+    python -m bench.small_tensors DIRECTORY [--tensors 50000] [--bytes 4096] [--rounds 5]
+
+For states of plain dictionaries, of a module, and of AdamW, each round saves (the plan is kept from
+the first save on), then loads into existing tensors with a new Checkpointer. The medians of the
+rounds are printed: by the clock, and by the processor time of the thread that calls, which other
+processes disturb less. Phases that overlap with writing or reading say so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import shutil
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+import flowstone as fs
+
+State = dict[str, object]
+
+SAVE = {
+    "describe": "flowstone.checkpointer.describe", "plan": "flowstone.checkpointer.plan_writes",
+    "begin": "flowstone.commit.publish.begin", "stage": "flowstone.checkpointer.start_capture",
+    "objects (while writing)": "flowstone.checkpointer.encode_objects",
+    "index": "flowstone.checkpointer.index_file", "publish": "flowstone.commit.publish.publish",
+}
+LOAD = {
+    "open": "flowstone.reader.Checkpoint.check", "prepare": "flowstone.loading.prepare",
+    "match": "flowstone.loading.match", "plan": "flowstone.loading.plan_reads", "land": "flowstone.loading.land",
+    "scatter (with reading)": "flowstone.loading.scatter", "finish": "flowstone.loading.finish",
+    "report": "flowstone.loading.report",
+}
+
+
+@dataclass
+class Spent:
+    """Seconds by the clock, and of the calling thread's processor time."""
+
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+
+
+class Clock:
+    """What the functions of a table take, summed by label."""
+
+    def __init__(self, table: Mapping[str, str]) -> None:
+        self.spent: dict[str, Spent] = defaultdict(Spent)
+        self._table = table
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Time every call of the table's functions meanwhile."""
+        patches = [mock.patch(path, self._timed(label, _resolved(path))) for label, path in self._table.items()]
+        for patch in patches:
+            patch.start()
+        try:
+            yield
+        finally:
+            for patch in patches:
+                patch.stop()
+
+    @contextmanager
+    def timing(self, label: str) -> Iterator[None]:
+        wall, cpu = time.perf_counter(), time.thread_time()
+        try:
+            yield
+        finally:
+            self.spent[label].wall_s += time.perf_counter() - wall
+            self.spent[label].cpu_s += time.thread_time() - cpu
+
+    def _timed(self, label: str, function: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **more: object) -> object:
+            with self.timing(label):
+                return function(*args, **more)
+
+        return call
+
+
+def _resolved(path: str) -> Callable[..., object]:
+    target: object = fs
+    for part in path.split(".")[1:]:
+        target = getattr(target, part)
+    assert callable(target)
+    return target
+
+
+def plain(tensors: int, elements: int) -> State:
+    """One dictionary of tensors."""
+    return {"model": {f"layers.{i}.weight": torch.randn(elements) for i in range(tensors)}}
+
+
+def module(tensors: int, elements: int) -> State:
+    """A module of modules with two parameters each."""
+    side = max(1, elements // 2)
+    layers = [_Pair(side) for _ in range(tensors // 2)]
+    return {"model": torch.nn.ModuleDict({"layers": torch.nn.ModuleList(layers)})}
+
+
+class _Pair(torch.nn.Module):
+    def __init__(self, side: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(2, side))
+        self.bias = torch.nn.Parameter(torch.randn(2 * side))
+
+
+def adamw(tensors: int, elements: int) -> State:
+    """A module and its AdamW after a step: four tensors for each parameter."""
+    model = torch.nn.ParameterList([torch.randn(elements) for _ in range(tensors // 4)])
+    for parameter in model:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer, "step": 1}
+
+
+STATES = {"plain": plain, "module": module, "adamw": adamw}
+
+
+def measure(state: State, directory: Path, rounds: int) -> tuple[list[Clock], list[Clock]]:
+    """What each round's save and load took; the first save, which plans, is not among them."""
+    saves, loads = [], []
+    shutil.rmtree(directory, ignore_errors=True)
+    with fs.Checkpointer(directory, keep=fs.Keep(last=1)) as checkpointer:
+        checkpointer.save(0, state)
+        checkpointer.wait()
+        for step in range(1, rounds + 1):
+            gc.collect()
+            clock = Clock(SAVE)
+            with clock.running(), clock.timing("= durable"):
+                with clock.timing("= blocked"):
+                    save = checkpointer.save(step, state)
+                save.committed.result()
+            checkpointer.wait()
+            saves.append(clock)
+    for _ in range(rounds):
+        with fs.Checkpointer(directory) as fresh:
+            gc.collect()
+            clock = Clock(LOAD)
+            with clock.running(), clock.timing("= loaded"):
+                fresh.load(state)
+            loads.append(clock)
+    shutil.rmtree(directory)
+    return saves, loads
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path, help="absent or empty; removed afterwards")
+    parser.add_argument("--tensors", type=int, default=50_000)
+    parser.add_argument("--bytes", type=int, default=4096, help="of each tensor")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--states", nargs="+", choices=STATES, default=list(STATES))
+    options = parser.parse_args()
+    for name in options.states:
+        state = STATES[name](options.tensors, options.bytes // 4)
+        for what, clocks in zip(("save", "load"), measure(state, options.directory, options.rounds), strict=True):
+            print(f"{what} of {options.tensors:,} tensors of {options.bytes:,} bytes, {name}")
+            print_table(clocks, options.tensors)
+
+
+def print_table(clocks: Sequence[Clock], tensors: int) -> None:
+    """The medians, phases first, in the order in which they end."""
+    print(f"  {'':<24} {'ms':>8} {'us a tensor':>12} {'cpu ms':>8} {'us a tensor':>12}")
+    for label in sorted(clocks[0].spent, key=lambda label: label[0] == "="):
+        wall_s = statistics.median(clock.spent[label].wall_s for clock in clocks)
+        cpu_s = statistics.median(clock.spent[label].cpu_s for clock in clocks)
+        print(
+            f"  {label:<24} {wall_s * 1e3:8.1f} {wall_s / tensors * 1e6:12.2f} {cpu_s * 1e3:8.1f} "
+            f"{cpu_s / tensors * 1e6:12.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -81,7 +81,7 @@ def plan_load(
     )
     wanted = restoration.pieces.take(matched.wanted)
     plan = plan_reads(index, wanted, matched.rows)
-    stored = [index.dtypes[row] for row in matched.rows]
+    stored = tuple(map(index.dtypes.__getitem__, matched.rows))
     landed = land(wanted, restoration.places.take(matched.wanted), stored, stage=stage)
     return Loading(checkpoint, rules, restoration, matched, wanted, plan, landed)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise, repeat
+from itertools import islice, pairwise, repeat
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,7 @@ class Index:
     _rows: Mapping[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        item = np.fromiter((dtype.item_bytes for dtype in self.dtypes), np.int64, len(self.dtypes))
+        item = np.fromiter(map(attrgetter("item_bytes"), self.dtypes), np.int64, len(self.dtypes))
         set_ = object.__setattr__
         set_(self, "shapes", _shapes(self.sides, self.ndim))
         set_(self, "first_side", _starts(self.ndim))
@@ -238,8 +239,8 @@ def _names(text: NDArray[np.generic], lengths: NDArray[np.generic]) -> tuple[str
     data, ends = text.tobytes(), _starts(sizes).tolist()
     if data.isascii():  # cutting text costs half of cutting bytes and decoding each
         whole = data.decode()
-        return tuple(whole[a:b] for a, b in pairwise(ends))
-    return tuple(data[a:b].decode() for a, b in pairwise(ends))
+        return tuple([whole[a:b] for a, b in pairwise(ends)])
+    return tuple([data[a:b].decode() for a, b in pairwise(ends)])
 
 
 def _shapes(sides: NDArray[np.generic], ndim: NDArray[np.int64]) -> tuple[tuple[int, ...], ...]:
@@ -250,7 +251,10 @@ def _shapes(sides: NDArray[np.generic], ndim: NDArray[np.int64]) -> tuple[tuple[
         at = starts[ndim == count]
         columns = [sides[at + dim].tolist() for dim in range(count)]
         streams[count] = zip(*columns, strict=True) if count else repeat(())
-    return tuple(next(streams[count]) for count in ndim.tolist())
+    if len(streams) == 1:
+        (stream,) = streams.values()
+        return tuple(islice(stream, len(ndim)))
+    return tuple([next(streams[count]) for count in ndim.tolist()])
 
 
 def _check(index: Index, segments: Sequence[SegmentRow]) -> None:

@@ -53,6 +53,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
+from operator import itemgetter
 from typing import Literal, TypeAlias, TypeVar, cast
 
 import msgspec
@@ -460,7 +461,10 @@ def _references(nodes: Collection[object]) -> list[TensorRef] | None:
     dicts = cast("Collection[dict[str, object]]", nodes)
     if set(map(len, dicts)) != {1}:
         return None
-    names = [one.get("$tensor") for one in dicts]
+    try:
+        names = list(map(itemgetter("$tensor"), dicts))
+    except KeyError:
+        return None
     return tensor_refs(cast("list[str]", names)) if set(map(type, names)) == {str} else None
 
 

@@ -101,9 +101,9 @@ def match(
     faults += [f"unexpected  {name}: stored, wanted by nobody" for name in unexpected if name not in skipped]
     if faults:
         _refuse(faults)
+    rows = [row for row in found if row is not None]
     return Match(
-        wanted=tuple(position for position, row in enumerate(found) if row is not None),
-        rows=tuple(row for row in found if row is not None),
+        wanted=tuple([position for position, row in enumerate(found) if row is not None]), rows=tuple(rows),
         cast=tuple(cast), initialised=tuple(initialised), skipped=tuple(n for n in unexpected if n in skipped),
     )
 

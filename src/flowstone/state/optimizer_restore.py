@@ -83,6 +83,7 @@ class _Rebuild:
     anatomy: Anatomy
     place: Place
     slots: dict[int, dict[object, Built]] = field(default_factory=dict)  # by id of the parameter
+    kept: dict[int, set[object]] = field(default_factory=dict)  # by id: slots whose own tensors take the bytes
     options: dict[int, dict[str, Built]] = field(default_factory=dict)  # by index of the optimizer's group
     shared: Built = dict
     extra: Built = dict
@@ -174,16 +175,17 @@ class _Rebuild:
         for name in [name for name in stored.tensors if name.startswith(prefix) and name not in known]:
             head, _, slot = name.rpartition(".")
             if head != before:  # a parameter's slots follow each other
-                path = head[len(prefix) :]
-                before, member = head, self._find(path, stored.rename(path))
+                path, before = head[len(prefix) :], head
+                member = self._find(path, stored.rename(path))
+                kept = set() if member is None else self.kept.setdefault(id(member.parameter), set())
             if member is None:
                 continue  # wanted by nobody, which is reported with all such tensors
             current = member.slots.get(slot)
-            if isinstance(current, torch.Tensor) and member.home.shard is None:
+            if type(current) in tensors.DENSE_TYPES and member.home.shard is None:
                 names.append(name)
                 keys.append((member.home.path, slot))
-                values.append(current)
-                self.slots.setdefault(id(member.parameter), {})[slot] = _constant(current)
+                values.append(current)  # type: ignore[arg-type]
+                kept.add(slot)
             else:
                 self._want_slot(member, slot, name, stored.tensors[name])
         self.restorer.into_tensors(self.place, keys, names, values)
@@ -252,7 +254,7 @@ class _Rebuild:
             return
         state = cast("dict[object, dict[object, object]]", self.optimizer.state)
         for member in self.anatomy.members():
-            built = {slot: make() for slot, make in self.slots.get(id(member.parameter), {}).items()}
+            built = self._built(member)
             if not built:
                 state.pop(member.parameter, None)
                 continue
@@ -265,6 +267,13 @@ class _Rebuild:
         state.update(cast("dict[object, dict[object, object]]", self.shared()))
         for i, options in self.options.items():
             self.optimizer.param_groups[i].update({key: make() for key, make in options.items()})
+
+    def _built(self, member: Member) -> dict[object, object]:
+        """What a parameter's slots will be: those whose own tensors took the bytes, and those made anew."""
+        kept = self.kept.get(id(member.parameter))
+        built = {slot: value for slot, value in member.slots.items() if slot in kept} if kept else {}
+        anew = self.slots.get(id(member.parameter))
+        return built if anew is None else built | {slot: make() for slot, make in anew.items()}
 
     def _hand_over(self) -> None:
         """Give the optimizer the state_dict() that it would have had, in the order of its parameters now."""
@@ -280,7 +289,7 @@ class _Rebuild:
             packed["params"] = list(range(number, number + len(members)))
             groups.append(packed)
             for member in members:
-                built = {slot: make() for slot, make in self.slots.get(id(member.parameter), {}).items()}
+                built = self._built(member)
                 if built:
                     state[number] = built
                 number += 1

@@ -60,7 +60,11 @@ class Job:
         return rows
 
     def train(self) -> None:
-        self.model(torch.randn(4, 3)).square().mean().backward()
+        """One step of the optimizer, whatever dtype the parameters have by now; moments follow them."""
+        for parameter in self.model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+            slots = self.optimizer.state[parameter]
+            slots.update({key: slots[key].to(parameter.dtype) for key in ("exp_avg", "exp_avg_sq") if key in slots})
         self.optimizer.step()
         self.state["step"] = int(self.state["step"]) + 1  # type: ignore[call-overload]
 

@@ -101,11 +101,13 @@ def test_save_returns_before_the_checkpoint_exists_and_committed_after(store: Pa
     assert found.read("x").tolist() == [3, 3, 3, 3]
 
 
-def test_a_state_changed_right_after_save_does_not_change_the_checkpoint(store: Path) -> None:
-    """Also what is written from where it lies: most of this state, with this budget."""
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_state_changed_right_after_save_does_not_change_the_checkpoint(store: Path, in_place: bool) -> None:
+    """Also what waits for room in the arena, or is written from where it lies: most of it, with this budget."""
     x = torch.arange(24 * MIB, dtype=torch.float32)
     expected = x.clone()
-    with fs.Checkpointer(store, budget_bytes=32 * MIB) as checkpointer:
+    options = fs.EngineOptions(write_in_place=in_place)
+    with fs.Checkpointer(store, budget_bytes=32 * MIB, engine=options) as checkpointer:
         save = checkpointer.save(1, {"x": x})
         x.zero_()
         save.committed.result()

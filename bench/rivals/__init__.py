@@ -72,8 +72,8 @@ FLOWSTONE = (
     Entry(OURS, "Flowstone", "ours", 3, _OURS),
     Entry(
         "flowstone-direct", "Flowstone from host memory, loads in phase", "ours", 3, _OURS, phases=(PHASE, PHASE),
-        note="budget_bytes=32 MiB, so most is written from where it lies; read_in_place=True, and tensors start "
-        "where they started in their pages at the save",
+        note="write_in_place=True, budget_bytes=32 MiB, so most is written from where it lies; read_in_place=True, and "
+        "tensors start where they started in their pages at the save",
     ),
     Entry(
         "flowstone-arena", "Flowstone through the arena, loads out of phase", "ours", 3, _OURS,

@@ -19,7 +19,7 @@ POSIX = "flowstone-posix"
 # Engine options by name: an option that this version lacks is an error that says so, in the row.
 SETTINGS: Mapping[str, tuple[int | None, Mapping[str, bool]]] = {
     "flowstone": (None, {}),
-    "flowstone-direct": (LEAST_ARENA_BYTES, {"read_in_place": True}),
+    "flowstone-direct": (LEAST_ARENA_BYTES, {"read_in_place": True, "write_in_place": True}),
     "flowstone-arena": (UNBOUNDED_ARENA_BYTES, {"read_in_place": True, "write_in_place": False}),
     "flowstone-arena-256": (SMALL_ARENA_BYTES, {"write_in_place": False}),
     "flowstone-small": (None, {}),

@@ -208,7 +208,7 @@ class Checkpointer:
         """Save `state` as `step`. Returns once the state may change; the write goes on in the background.
 
         In this version everything is captured before `save` returns: copied as far as the budget
-        allows, then written from where it lies at the device's speed. `fence` says who waits
+        allows, then as room comes free, at the device's speed. `fence` says who waits
         when captures become lazy: "auto" the optimizers' steps, "manual" the caller, by `fence()`.
 
         raises  StepExistsError        `step` is not above the newest one; see `rewind`

@@ -81,9 +81,9 @@ class Tuning:
 
 
 # Measured on ext4 over a virtio disk of 2 to 4 GB/s: no request size and depth is faster beyond the noise, and
-# direct is 1.4 to 2 times as fast as buffered from 4 MiB on, and not slower down to 256 KiB. Where the arena is half
-# of the state, writing through it alone is 1.14 to 1.18 times as fast as also in place, for a copy's processor time.
-WRITE_DEFAULTS = Tuning(backend="auto", queue_depth=16, request_bytes=8 * MIB, workers=2, in_place=True)
+# direct is 1.4 to 2 times as fast as buffered from 4 MiB on, and not slower down to 256 KiB. Writing through the arena
+# alone is 1.1 to 1.3 times as fast as also in place, for a copy's processor time (docs/decisions/006).
+WRITE_DEFAULTS = Tuning(backend="auto", queue_depth=16, request_bytes=8 * MIB, workers=2, in_place=False)
 READ_DEFAULTS = Tuning(backend="auto", queue_depth=16, request_bytes=READ_REQUEST_BYTES, workers=2, in_place=False)
 
 
@@ -98,7 +98,8 @@ class EngineOptions:
     queue_depth     requests in flight; 1 to 1024
     request_bytes   longest request, a multiple of 4096 from 2 MiB; more than 64 MiB gains nothing anywhere we know
     workers         threads that copy and digest; more than two only help above 10 GB/s
-    write_in_place  what finds no room in the arena is written from where it lies; off: it waits for room
+    write_in_place  what finds no room in the arena is written from where it lies: a third less processor time.
+                    By default off: it waits for room, and the arena's huge, registered pages write faster
     read_in_place   loads read straight into memory at the file's phase: a third less CPU time. By default off:
                     the heap's small pages make small device requests, and the arena's huge ones read faster
     """

@@ -112,8 +112,8 @@ class Stored:
 class Trials:
     """Times saves and restores in a directory. Each is what a Checkpointer does with its segments, and nothing else.
 
-    A save: files created and reserved, half of the bytes staged, half written from where they lie (what a
-    steady save and a save beyond its budget do), digests, fsync, the directory's fsync; the arena is
+    A save: files created and reserved, an arena of half the bytes, the rest waiting for room in it or
+    written from where it lies (what a save beyond its budget does), digests, fsync, the directory's fsync; the arena is
     touched before. A restore: the arena made, extents read cold, digests checked, bytes put in their place.
 
     direct  what direct I/O does here: "on", or "off" where it is refused

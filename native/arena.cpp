@@ -64,10 +64,11 @@ std::uint64_t Arena::free_bytes() const {
     return free_.size() * block_bytes_;
 }
 
-void Arena::grow(std::uint64_t total_bytes) {
+void Arena::grow(std::uint64_t total_bytes, bool when_idle) {
     const std::lock_guard lock(mutex_);
     const std::uint64_t blocks = total_bytes / block_bytes_ + (total_bytes % block_bytes_ != 0);
-    wanted_ = std::max(wanted_, std::min(blocks, block_count_));
+    std::uint64_t& wanted = when_idle ? wanted_idle_ : wanted_;
+    wanted = std::max(wanted, std::min(blocks, block_count_));
     grown_.notify_all();
 }
 
@@ -111,7 +112,7 @@ void Arena::enter() {
 void Arena::leave() {
     const std::lock_guard lock(mutex_);
     assert(jobs_ > 0);
-    --jobs_;
+    if (--jobs_ == 0) grown_.notify_all();
 }
 
 bool Arena::closed() const {
@@ -139,7 +140,7 @@ void Arena::touch_loop(const std::stop_token& stop) {
     std::unique_lock lock(mutex_);
     while (!stop.stop_requested()) {
         // closed_ too: close() decides under the lock that no block is out, and none may appear later.
-        if (!grown_.wait(lock, stop, [&] { return closed_ || touched_ < wanted_; }) || closed_) return;
+        if (!grown_.wait(lock, stop, [&] { return closed_ || may_touch_locked(); }) || closed_) return;
         const auto index = static_cast<std::uint32_t>(touched_);
         lock.unlock();
         touch(index);

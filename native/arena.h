@@ -52,8 +52,9 @@ public:
     std::uint64_t touched_bytes() const;
     std::uint64_t free_bytes() const;
 
-    /// Ask for `total_bytes` touched in all, never above the budget. Does not block.
-    void grow(std::uint64_t total_bytes);
+    /// Ask for `total_bytes` touched in all, never above the budget. Does not block. `when_idle`: only
+    /// while no job runs, for touching fresh pages takes processor time and memory bandwidth from it.
+    void grow(std::uint64_t total_bytes, bool when_idle = false);
 
     /// A free block now, or nothing.
     std::optional<Block> try_acquire();
@@ -76,6 +77,7 @@ public:
 private:
     friend class Block;
     void touch_loop(const std::stop_token& stop);
+    bool may_touch_locked() const { return touched_ < wanted_ || (touched_ < wanted_idle_ && jobs_ == 0); }
     void touch(std::uint32_t index);
     void give_back(std::uint32_t index);
     std::optional<Block> take_free_locked();
@@ -93,6 +95,7 @@ private:
     std::vector<std::uint32_t> free_;       // last in, first out
     std::uint64_t touched_ = 0;             // blocks
     std::uint64_t wanted_ = 0;              // blocks
+    std::uint64_t wanted_idle_ = 0;         // blocks, while no job runs
     std::size_t jobs_ = 0;
     bool closed_ = false;
     std::jthread toucher_;

@@ -237,7 +237,9 @@ void bind_memory(nb::module_& module) {
         .def_prop_ro("block_bytes", [](const PyArena& arena) { return arena.held->block_bytes(); })
         .def_prop_ro("touched_bytes", [](const PyArena& arena) { return arena.held->touched_bytes(); })
         .def_prop_ro("free_bytes", [](const PyArena& arena) { return arena.held->free_bytes(); })
-        .def("grow", [](const PyArena& arena, std::uint64_t total_bytes) { arena.held->grow(total_bytes); }, "total_bytes"_a)
+        .def("grow", [](const PyArena& arena, std::uint64_t total_bytes, bool when_idle) {
+            arena.held->grow(total_bytes, when_idle);
+        }, "total_bytes"_a, nb::kw_only(), "when_idle"_a = false)
         .def("close", [](const PyArena& arena) { const Unlocked unlocked; arena.held->close(); });
     nb::class_<PyFile>(module, "File")
         .def("__init__", [](PyFile* self, int fd, std::string path, std::uint32_t alignment) {

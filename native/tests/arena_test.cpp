@@ -1,6 +1,7 @@
 #include <doctest/doctest.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <set>
 #include <stdexcept>
@@ -42,6 +43,20 @@ TEST_CASE("nothing is touched before grow, and never more than the budget") {
     CHECK_FALSE(arena.try_acquire());
     CHECK(arena.touched_bytes() == 3 * block);
     CHECK(arena.free_bytes() == 0);
+}
+
+TEST_CASE("what is to grow when idle waits for the last job") {
+    Arena arena(8 * block, block);
+    arena.enter();
+    arena.grow(4 * block, true);
+    arena.grow(2 * block);
+    std::vector<Block> blocks;
+    for (int i = 0; i < 2; ++i) blocks.push_back(*arena.acquire(never));
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));  // of touching, were there any
+    CHECK(arena.touched_bytes() == 2 * block);
+    arena.leave();
+    for (int i = 0; i < 2; ++i) blocks.push_back(*arena.acquire(never));
+    CHECK(arena.touched_bytes() == 4 * block);
 }
 
 TEST_CASE("the block given back last is taken first") {

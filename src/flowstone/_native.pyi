@@ -77,8 +77,11 @@ class Arena:
     def touched_bytes(self) -> int: ...
     @property
     def free_bytes(self) -> int: ...  # touched and in no job's hands
-    def grow(self, total_bytes: int) -> None:
-        """Ask for `total_bytes` touched in all (never above the budget). Returns at once."""
+    def grow(self, total_bytes: int, *, when_idle: bool = False) -> None:
+        """Ask for `total_bytes` touched in all (never above the budget). Returns at once.
+
+        when_idle  only while no job uses the arena: touching takes time from it
+        """
     def close(self) -> None:
         """Stop the toucher, unmap. ValueError while a job runs."""
 

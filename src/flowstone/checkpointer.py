@@ -249,9 +249,8 @@ class Checkpointer:
         draft = publish.begin(self._store, step)
         save = Save(step)
         try:
-            # Touching fresh pages is slower than writing from where the bytes lie: the first save
-            # gets by with a few blocks, and the arena grows to the state's size behind its commit.
-            arena = self._grown_arena(plan.file_bytes if cached else min(plan.file_bytes, FIRST_ARENA_BYTES))
+            arena = self._opened_arena()
+            arena.grow(min(plan.file_bytes, FIRST_ARENA_BYTES))
             staged = start_capture(self._store, draft.directory, plan, described.places, arena)
             objects = self._encode_while_captured(staged, described)
         except BaseException:
@@ -306,7 +305,10 @@ class Checkpointer:
         self._newest, self._first_unsaved = save.step, None
         self._emit(Committed(save.step, plan.file_bytes, time.monotonic() - started))
         save.committed.set_result(Checkpoint(self._store, step_directory(save.step), self._options, manifest))
-        self._grown_arena(plan.file_bytes)
+        # A larger arena shortens what a save waits for. But touching fresh pages is slower than a device:
+        # no save waits for it, and none is slowed down by it.
+        assert self._arena is not None
+        self._arena.grow(plan.file_bytes, when_idle=True)
         self._prune()
 
     def _prune(self) -> None:
@@ -339,12 +341,11 @@ class Checkpointer:
             catalog.rewind(self._store, self._superseded_above)
             self._newest, self._superseded_above = self._superseded_above, None
 
-    def _grown_arena(self, touched_bytes: int) -> _native.Arena:
-        """The arena, growing towards `touched_bytes` in the background, within the budget."""
+    def _opened_arena(self) -> _native.Arena:
+        """The arena for saves. It grows in the background, within the budget."""
         if self._arena is None:
             budget = default_budget_bytes() if self._budget_bytes is None else self._budget_bytes
             self._arena = open_write_arena(self._store, budget)
-        self._arena.grow(touched_bytes)
         return self._arena
 
     # Waiting and ending

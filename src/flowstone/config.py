@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,8 +30,9 @@ POLL_S = 0.1
 ARENA_SHARE_OF_AVAILABLE = 4  # the default budget is a quarter of the memory that is available
 READ_ARENA_BYTES = 256 * MIB  # loads and checks never need more to reach the device's rate
 FIRST_ARENA_BYTES = 128 * MIB  # of staging memory for a first save: sixteen requests of 8 MiB
-# Four whole chunks at any phase. Measured: 4 MiB and 16 in flight read as fast as 8 MiB, from half the fresh memory.
-READ_REQUEST_BYTES = 4 * MIB + 2 * BLOCK_BYTES
+READ_REQUEST_BYTES = 8 * MIB + 2 * BLOCK_BYTES  # eight whole chunks at any phase
+# Threads that copy and digest. One keeps up with 5 GB/s; on two cores a second one takes time from the conductor.
+WORKERS_DEFAULT = max(1, min(2, len(os.sched_getaffinity(0)) - 1))
 # Below this, a gather of windows cannot keep even a slow device busy.
 BUDGET_BYTES_MIN = 32 * MIB
 REQUEST_BYTES_MIN = 2 * MIB  # a block of the arena holds a request, and any chunk with its block's head and tail
@@ -83,8 +85,10 @@ class Tuning:
 # Measured on ext4 over a virtio disk of 2 to 4 GB/s: no request size and depth is faster beyond the noise, and
 # direct is 1.4 to 2 times as fast as buffered from 4 MiB on, and not slower down to 256 KiB. Writing through the arena
 # alone is 1.1 to 1.3 times as fast as also in place, for a copy's processor time (docs/decisions/006).
-WRITE_DEFAULTS = Tuning(backend="auto", queue_depth=16, request_bytes=8 * MIB, workers=2, in_place=False)
-READ_DEFAULTS = Tuning(backend="auto", queue_depth=16, request_bytes=READ_REQUEST_BYTES, workers=2, in_place=False)
+WRITE_DEFAULTS = Tuning(backend="auto", queue_depth=16, request_bytes=8 * MIB, workers=WORKERS_DEFAULT, in_place=False)
+READ_DEFAULTS = Tuning(
+    backend="auto", queue_depth=16, request_bytes=READ_REQUEST_BYTES, workers=WORKERS_DEFAULT, in_place=False
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +101,7 @@ class EngineOptions:
     direct          past the page cache ("auto": where O_DIRECT works, probed with real buffers, and pays)
     queue_depth     requests in flight; 1 to 1024
     request_bytes   longest request, a multiple of 4096 from 2 MiB; more than 64 MiB gains nothing anywhere we know
-    workers         threads that copy and digest; more than two only help above 10 GB/s
+    workers         threads that copy and digest; by default two, one where there are but two cores
     write_in_place  what finds no room in the arena is written from where it lies: a third less processor time.
                     By default off: it waits for room, and the arena's huge, registered pages write faster
     read_in_place   loads read straight into memory at the file's phase: a third less CPU time. By default off:

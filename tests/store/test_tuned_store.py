@@ -15,7 +15,7 @@ from tunings import READ_DEFAULTS, WRITE_DEFAULTS, put_beside_marker, put_for_mo
 import flowstone as fs
 from flowstone import _native
 from flowstone.commit import catalog, publish
-from flowstone.config import BLOCK_BYTES, KIB, MIB, Tuning
+from flowstone.config import BLOCK_BYTES, KIB, MIB, WORKERS_DEFAULT, Tuning
 from flowstone.format.manifest import IoRecord
 from flowstone.store.local import LocalStore
 from flowstone.store.place import place_of
@@ -47,7 +47,7 @@ def needs_direct(at: Path) -> None:
 
 def test_manifest_tells_what_a_save_used_and_why(store: Path, state: Mapping[str, object]) -> None:
     plain = save(store, state)
-    assert (plain.request_bytes, plain.queue_depth, plain.workers) == (8 * MIB, 16, 2)
+    assert (plain.request_bytes, plain.queue_depth, plain.workers) == (8 * MIB, 16, WORKERS_DEFAULT)
     assert (plain.origin, plain.explicit) == ("default", ())
     tuning = Tuning("posix", queue_depth=3, request_bytes=2 * MIB, workers=1, in_place=False, direct_from_bytes=None)
     put_beside_marker(store, write=tuning)

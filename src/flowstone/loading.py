@@ -99,7 +99,8 @@ def read(loading: Loading, store: Store, on_progress: Callable[[int], None]) -> 
         )
     finally:
         arena.close()
-    return replace(found, written=tuple(p for p in found.written if p not in loading.landed.aside))
+    aside = loading.landed.aside
+    return replace(found, written=tuple([p for p in found.written if p not in aside])) if aside else found
 
 
 def finish(loading: Loading, found: Scattered) -> None:

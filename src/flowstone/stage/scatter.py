@@ -62,6 +62,8 @@ def locate_chunks(index: Index, receipt: ReadReceipt) -> tuple[tuple[int, int], 
 
 def raise_damage(found: Scattered, index: Index, wanted: Pieces, paths: Sequence[str], what: str) -> None:
     """Raise what a receipt says went wrong, naming every tensor that was written; nothing if nothing did."""
+    if not found.bad and found.receipt.error is None:
+        return
     written = tuple(wanted.names[position] for position in found.written)
     changed = f"{len(written)} tensors" + (f": {', '.join(written[:5])}" + " ..." * (len(written) > 5)) * bool(written)
     if found.bad:

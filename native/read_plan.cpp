@@ -69,11 +69,17 @@ private:
     std::size_t shared_run(std::size_t at) const {
         const WantedChunk& first = plan_.chunks[at];
         std::uint64_t end = first.end();
+        std::uint64_t needed = first.length;
+        std::uint64_t skipped = 0;
         std::size_t last = at + 1;
         for (; last < plan_.chunks.size(); ++last) {
             const WantedChunk& next = plan_.chunks[last];
             if (next.file != first.file || !fits(first.begin, std::max(end, next.end()))) break;
-            if (next.begin > end && next.begin - end > read_gap_bytes_max) break;
+            // Blocks that only this gap would have read; those at its ends are read in any case.
+            const std::uint64_t gap = std::max(block_floor(next.begin), block_ceil(end)) - block_ceil(end);
+            needed += next.length;
+            skipped += gap;
+            if (gap != 0 && skipped * read_gap_part > needed) break;
             if (in_place_ && next.length >= direct_read_bytes_min && is_in_phase(rows_.rows[next.row])) break;
             end = std::max(end, next.end());
         }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from specimen import STEP, state
 
 import flowstone as fs
 from flowstone.events import Event, FellBack
+from flowstone.store.base import ReadReceipt, finish_reading
 
 # One request at a time and in order, so that the chunks in front of a bad one have arrived when it is found.
 ONE_BY_ONE = fs.EngineOptions(queue_depth=1, request_bytes=2 << 20, workers=1)
@@ -22,6 +25,41 @@ def changed(before: dict[str, tuple[object, ...]], after: dict[str, tuple[object
     """Names of the leaves that differ, as a checkpoint names tensors."""
     paths = {path for path in before if before[path] != after.get(path)}
     return {path.removeprefix("state[").rstrip("]").replace("'", "").replace("][", ".") for path in paths}
+
+
+# What is read
+
+
+@pytest.mark.parametrize("gap_bytes", [0, 4 << 10, 60 << 10])
+def test_part_of_a_checkpoint_costs_its_chunks_and_two_percent(store: Path, gap_bytes: int) -> None:
+    """Weights alone, then one box, from between moments and what else there is."""
+    def model() -> dict[str, torch.Tensor]:
+        return {f"w{at}": torch.randn(96 << 10) for at in range(50)} | {f"n{at}": torch.randn(100) for at in range(50)}
+
+    model_state, between = model(), torch.zeros(gap_bytes, dtype=torch.uint8)
+    rest = {"moments": model(), "gap": {str(at): between.clone() for at in range(20)}}
+    with fs.Checkpointer(store) as checkpointer:
+        checkpoint = checkpointer.save(1, {"model": model_state, **rest}).committed.result()
+    receipts: list[ReadReceipt] = []
+
+    def noted(reading: object, on_progress: Callable[[int], None] | None) -> ReadReceipt:
+        receipts.append(finish_reading(reading, on_progress))  # type: ignore[arg-type]
+        return receipts[-1]
+
+    with mock.patch("flowstone.stage.scatter.finish_reading", noted):
+        blank = {name: torch.zeros_like(tensor) for name, tensor in model_state.items()}
+        with fs.Checkpointer(store) as checkpointer:
+            report = checkpointer.load({"model": blank})
+        box = fs.Box((64 << 10,), (8 << 10,))
+        part = checkpoint.read("model.w7", box)
+    assert all(torch.equal(blank[name], tensor) for name, tensor in model_state.items())
+    assert torch.equal(part, model_state["w7"][64 << 10 : 72 << 10])
+    weights, boxed = receipts
+    assert report.bytes == sum(tensor.nbytes for tensor in model_state.values())
+    assert report.bytes <= weights.requested_bytes <= 1.02 * report.bytes
+    assert weights.requests <= 5, "they lie together: 19 MB in requests of 8 MiB, and the small ones"
+    assert boxed.requests == 1
+    assert boxed.requested_bytes <= 1.02 * model_state["w7"].nbytes, "a chunk, for that is what a digest covers"
 
 
 # Damage on the way

@@ -145,6 +145,22 @@ TEST_CASE("reading large neighbours asks for at most 2 percent more") {
     CHECK(static_cast<double>(asked) < 1.02 * static_cast<double>(wanted));
 }
 
+TEST_CASE("gaps are read across only where they are few against what is wanted") {
+    const auto count = [](std::uint64_t length, std::uint64_t gap) {
+        ReadRows rows;
+        for (std::uint64_t i = 0; i < 100; ++i) rows.rows.push_back(read_row(i * (length + gap), length, 0x10000000));
+        std::uint64_t asked = 0;
+        const ReadPlan plan = plan_reads(rows, 8 * mib, false);
+        for (const ReadWindow& window : plan.windows) asked += window.end - window.begin;
+        CHECK(static_cast<double>(asked) <= 1.02 * static_cast<double>(100 * length));
+        return plan.windows.size();
+    };
+    CHECK(count(page, page) == 100);
+    CHECK(count(page, 15 * page) == 100);
+    CHECK(count(64 * page, page) < 5);
+    CHECK(count(128 * page, 3 * page) == 34);
+}
+
 TEST_CASE("small neighbours share a window") {
     ReadRows rows;
     for (std::uint64_t i = 0; i < 100; ++i) rows.rows.push_back(read_row(i * 1000, 900, 0x10000000));

@@ -20,27 +20,35 @@ class MarkerError(Exception):
 
 def section(run: Run, figures: str | None = None) -> str:
     """Markers included. `figures` is where the plots lie, as the document says it; None: there are none."""
-    parts = [BEGIN, f"`{run.command}`, {run.started_utc}", machine_line(run) + ".", conditions(run)]
+    parts = [BEGIN, f"`{run.command}`, {run.started_utc}", machine_line(run.machine) + ".", conditions(run)]
     parts.append("**Goals**\n\n" + "\n".join(f"- {goal}" for goal in goals(run)))
     if figures is not None:
         parts += [f"![{chart.title}]({figures}/{chart.name}.svg)" for chart in plots.charts(run)]
-    parts += [f"**{table.title}**\n\n{_markdown(table)}" for table in tables(run)]
+    parts += [f"**{table.title}**\n\n{markdown(table)}" for table in tables(run)]
     parts.append("\n".join(f"- {note}" for note in notes(run)))
     return "\n\n".join((*filter(None, parts), END)) + "\n"
 
 
 def update(path: Path, run: Run, figures: Path | None) -> None:
     """Replace the section in place; the rest of the document stays as it is."""
-    text = path.read_text()
-    before, begin, rest = text.partition(BEGIN)
-    old, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in old + after or END in before + after:
-        raise MarkerError(f"{path} needs the lines {BEGIN} and {END}, in this order, once each")
-    shown = None if figures is None else Path(os.path.relpath(figures, path.parent)).as_posix()
-    path.write_text(before + section(run, shown).rstrip("\n") + after)
+    replace(path, BEGIN, END, section(run, as_linked(figures, path)))
 
 
-def _markdown(table: Table) -> str:
+def as_linked(figures: Path | None, path: Path) -> str | None:
+    """Where the plots lie, as the document at `path` says it."""
+    return None if figures is None else Path(os.path.relpath(figures, path.parent)).as_posix()
+
+
+def replace(path: Path, begin: str, end: str, section: str) -> None:
+    """Put `section`, which holds the markers `begin` and `end`, in the place of what lies between them."""
+    before, begun, rest = path.read_text().partition(begin)
+    old, ended, after = rest.partition(end)
+    if not begun or not ended or begin in old + after or end in before + after:
+        raise MarkerError(f"{path} needs the lines {begin} and {end}, in this order, once each")
+    path.write_text(before + section.rstrip("\n") + after)
+
+
+def markdown(table: Table) -> str:
     def line(cells: Sequence[str]) -> str:
         return "| " + " | ".join(text.replace("|", "\\|") for text in cells) + " |"
 

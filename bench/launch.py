@@ -10,11 +10,14 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import msgspec
 
 from bench.records import Measured, Outcome, Task, joined
 from bench.worker import READY
+
+Result = TypeVar("Result")
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 1800.0  # of one worker; the slowest rival needs minutes for 5 GB
@@ -28,7 +31,10 @@ def work(tasks: Sequence[Task], number: int, *, python: Path, io_uring: bool) ->
     """One process for each task, all at once, and what they did together in round `number`."""
     first = tasks[0]
     with tempfile.TemporaryDirectory() as desk:
-        workers = [_Worker(Path(desk, str(at)), task, python, io_uring) for at, task in enumerate(tasks)]
+        workers = [
+            _Worker(Path(desk, str(at)), "bench.worker", task, Outcome, python, io_uring=io_uring, gated=task.gated)
+            for at, task in enumerate(tasks)
+        ]
         timer = threading.Timer(TIMEOUT_S, _stop, (workers,))
         timer.start()
         try:
@@ -46,12 +52,29 @@ def work(tasks: Sequence[Task], number: int, *, python: Path, io_uring: bool) ->
     return Measured(first.rival, number, joined(outcomes))
 
 
-def _stop(workers: Sequence[_Worker]) -> None:
+def call(module: str, task: object, result: type[Result], *, python: Path, timeout_s: float) -> Result:
+    """One process of `python -m MODULE TASK.json RESULT.json`; what it wrote. Raises WorkerError."""
+    with tempfile.TemporaryDirectory() as desk:
+        worker = _Worker(Path(desk, "0"), module, task, result, python)
+        timer = threading.Timer(timeout_s, worker.stop)
+        timer.start()
+        try:
+            return worker.outcome()
+        except WorkerError as error:
+            if timer.is_alive():
+                raise
+            raise WorkerError(f"no end after {timeout_s:.0f} s") from error
+        finally:
+            timer.cancel()
+            worker.end()
+
+
+def _stop(workers: Sequence[_Worker[Outcome]]) -> None:
     for worker in workers:
         worker.stop()
 
 
-def _open_gate(workers: Sequence[_Worker]) -> None:
+def _open_gate(workers: Sequence[_Worker[Outcome]]) -> None:
     """Once all are ready for their next timer, let all start."""
     for worker in workers:
         worker.wait_ready()
@@ -59,21 +82,25 @@ def _open_gate(workers: Sequence[_Worker]) -> None:
         worker.let_start()
 
 
-class _Worker:
+class _Worker(Generic[Result]):
     """A running worker, leader of a group with all that it starts; nothing of it outlives `end`.
 
     Its standard error goes to a file: a full pipe would stop it.
     """
 
-    def __init__(self, desk: Path, task: Task, python: Path, io_uring: bool) -> None:
+    def __init__(
+        self, desk: Path, module: str, task: object, result: type[Result], python: Path, *, io_uring: bool = True,
+        gated: bool = False,
+    ) -> None:
         desk.mkdir()
+        self._result = result
         task_path, self._outcome_path = desk / "task.json", desk / "outcome.json"
         self._said_path = desk / "said"
         task_path.write_bytes(msgspec.json.encode(task))
-        command = [str(python), "-m", "bench.worker", str(task_path), str(self._outcome_path)]
+        command = [str(python), "-m", module, str(task_path), str(self._outcome_path)]
         if not io_uring:
             command = [sys.executable, "-m", "bench.seccomp", *command]
-        output = subprocess.PIPE if task.gated else subprocess.DEVNULL
+        output = subprocess.PIPE if gated else subprocess.DEVNULL
         with self._said_path.open("wb") as said:
             self._process = subprocess.Popen(
                 command, cwd=ROOT, env=environment(desk), stdin=subprocess.PIPE, stdout=output, stderr=said, bufsize=0,
@@ -94,11 +121,11 @@ class _Worker:
         except BrokenPipeError as error:
             raise WorkerError(self._last_words()) from error
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> Result:
         self._wait_exit()
         if self._process.returncode != 0:
             raise WorkerError(self._last_words())
-        return msgspec.json.decode(self._outcome_path.read_bytes(), type=Outcome)
+        return msgspec.json.decode(self._outcome_path.read_bytes(), type=self._result)
 
     def stop(self) -> None:
         """Kill the group, from any thread. Only while the worker is not reaped: its number is still its own."""

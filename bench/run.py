@@ -28,11 +28,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from bench import document, fio, machine, plots, table
 from bench.environments import CannotInstallError, Environment
 from bench.launch import work
+from bench.progress import progress
 from bench.records import FioSample, Measured, Run, Task
 from bench.rivals import ENTRIES, SHORT, Entry
 from bench.state import Llama, choose_llama
@@ -95,15 +96,6 @@ def chosen(options: argparse.Namespace) -> list[Entry]:
     if options.only:
         return [entry for entry in ENTRIES if entry.name in options.only]
     return [entry for entry in ENTRIES if options.set == "full" or entry.name in SHORT]
-
-
-def progress() -> Progress:
-    """On a terminal's error stream; silent elsewhere."""
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description:<60}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal,
-    )
 
 
 def measure(directory: Path, options: argparse.Namespace, bar: Progress) -> Run:

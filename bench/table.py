@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -175,8 +175,8 @@ def notes(run: Run) -> tuple[str, ...]:
     return tuple(found)
 
 
-def machine_line(run: Run) -> str:
-    return ", ".join(f"{name} {value}" if name != "CPU" else value for name, value in run.machine.items())
+def machine_line(machine: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {value}" if name != "CPU" else value for name, value in machine.items())
 
 
 def conditions(run: Run) -> str:
@@ -187,19 +187,24 @@ def conditions(run: Run) -> str:
 
 
 def print_tables(run: Run, console: Console) -> None:
-    console.print(machine_line(run), style="dim")
+    console.print(machine_line(run.machine), style="dim")
     console.print(conditions(run), style="dim")
     for table in tables(run):
-        drawn = RichTable(title=table.title, title_justify="left")
-        for position, column in enumerate(table.columns):
-            drawn.add_column(column, justify="right" if position else "left", overflow="fold")
-        for row in table.rows:
-            drawn.add_row(*row)
-        console.print(drawn)
+        console.print(drawn(table))
     for note in notes(run):
         console.print(note, style="dim", markup=False)
     for goal in goals(run):
         console.print(str(goal), style="green" if goal.is_met else "red", markup=False)
+
+
+def drawn(table: Table) -> RichTable:
+    """For a terminal."""
+    found = RichTable(title=table.title, title_justify="left")
+    for position, column in enumerate(table.columns):
+        found.add_column(column, justify="right" if position else "left", overflow="fold")
+    for row in table.rows:
+        found.add_row(*row)
+    return found
 
 
 def _cell(series: Series[figures.Sample], value: Callable[[figures.Sample], float], digits: int = 2) -> str:

@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 SYSTEM_PACKAGES := liburing-dev libxxhash-dev libzstd-dev
 NATIVE_SOURCES := CMakeLists.txt $(shell find native -type f)
 
-.PHONY: demo test bench bench-full soak check check-native setup clean
+.PHONY: demo test bench bench-full bench-interference soak check check-native setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -35,6 +35,12 @@ bench: setup
 bench-full: setup
 	sh tools/system_packages.sh fio
 	$(BIN)/python bench/run.py --set full --json runs/bench/full.json --update docs/PERFORMANCE.md \
+	    --plots docs/figures $(BENCH)
+
+# An hour and a half: GPT-2 trained with saves and without. After an interruption: make bench-interference BENCH=--resume
+bench-interference: setup
+	mkdir -p runs/bench
+	$(BIN)/python bench/interference.py --json runs/bench/interference.json --update docs/PERFORMANCE.md \
 	    --plots docs/figures $(BENCH)
 
 soak: setup

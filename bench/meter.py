@@ -44,6 +44,17 @@ def resident_bytes() -> int:
     return _memory_bytes("VmRSS")
 
 
+def shared_bytes() -> int:
+    """Resident shared memory of this process: memfds, /dev/shm and the like."""
+    return _status_bytes(os.getpid(), "RssShmem")
+
+
+def dirty_bytes() -> int:
+    """Of the whole machine: pages of files not yet written, and those being written."""
+    lines = (line.partition(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return sum(int(value.split()[0]) * 1024 for name, _, value in lines if name in ("Dirty", "Writeback"))
+
+
 def _cpu_s() -> float:
     """User and system time of this process and all below it; kernel threads that write back are nobody's.
 

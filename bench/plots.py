@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -53,8 +53,13 @@ class Chart:
 
 
 def draw_all(run: Run, directory: Path) -> None:
+    write(charts(run), directory)
+
+
+def write(charts: Sequence[Chart], directory: Path) -> None:
+    """One file for each, by its name."""
     directory.mkdir(parents=True, exist_ok=True)
-    for chart in charts(run):
+    for chart in charts:
         (directory / f"{chart.name}.svg").write_text(draw(chart))
 
 

@@ -1,0 +1,249 @@
+"""What saves do to training: steps, waits and total time with saves and without, for Flowstone and its rivals.
+
+    PYTHONPATH=src python bench/interference.py --quick    # whether it all works; a minute, numbers mean nothing
+    PYTHONPATH=src python bench/interference.py --json runs/interference.json \\
+        --update docs/PERFORMANCE.md --plots docs/figures  # GPT-2 of 124 million parameters, every goal
+    PYTHONPATH=src python bench/interference.py --from runs/interference.json --update docs/PERFORMANCE.md
+
+A real GPT-2 learns real text. In a process of its own each rival trains blocks with saves beside blocks
+without; then it saves once more, trains on, and its checkpoint is compared with what the state was.
+A missed goal is a line of the output, not a failure; a failed save or wrong bytes of Flowstone's are one.
+`--json` is written after every process, so that an interrupted run is not lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+# A script finds its own folder there, and would not find the package that holds it.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress
+
+from bench import document, machine, plots
+from bench.environments import CannotInstallError, Environment
+from bench.goals import Goal
+from bench.launch import Result, WorkerError, call
+from bench.progress import progress
+from bench.rivals import Entry
+from bench.table import machine_line
+from bench.training import tables
+from bench.training.goals import goals
+from bench.training.programme import FULL, PARTICIPANTS, QUICK, Drill, Programme
+from bench.training.records import (
+    Calibration,
+    CalibrationTask,
+    Drilled,
+    DrillOutcome,
+    Run,
+    Trained,
+    TrainingOutcome,
+    TrainingTask,
+)
+
+TIMEOUT_S = 3600.0  # of one process; the longest trains for a quarter of an hour
+TERMINAL_WIDTH = 170  # where there is no terminal to ask
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = parse(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and so clean up
+    if options.read is not None:
+        run = msgspec.json.decode(options.read.read_bytes(), type=Run)
+    else:
+        options.directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="bench-", dir=options.directory) as directory, progress() as bar:
+            run = Conductor(options, Path(directory), bar).run()
+    if options.update:
+        linked = document.as_linked(options.plots, options.update)
+        document.replace(options.update, tables.BEGIN, tables.END, section(run, linked))
+    if options.plots:
+        plots.write(tables.charts(run), options.plots)
+    console = Console()
+    tables.print_tables(run, console if console.is_terminal else Console(width=TERMINAL_WIDTH))
+    return 0 if is_sound(run) else 1
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Saves beside a real training: step times, waits, memory, exactness.",
+        epilog="The whole takes about an hour and a half where a step takes two seconds.",
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="a tiny model and few steps, to see that it works")
+    add("--only", nargs="+", choices=[entry.name for entry in PARTICIPANTS], metavar="NAME", help="rivals to train")
+    add("--rounds", type=int, help="the programme's own otherwise")
+    add("--directory", type=Path, default=Path("runs/bench"), help="on the device to measure; environments are kept")
+    add("--json", type=Path, help="every raw number, written after every process")
+    add("--resume", action="store_true", help="go on behind what --json holds, after an interruption")
+    add("--from", dest="read", type=Path, help="measure nothing: tables of what --json wrote")
+    add("--update", type=Path, help="the document whose section between the interference markers is replaced")
+    add("--plots", type=Path, help="where bar charts (SVG) are put")
+    options = parser.parse_args(arguments)
+    options.programme = QUICK if options.quick else FULL
+    options.rounds = options.programme.rounds if options.rounds is None else options.rounds
+    if options.resume and options.json is None:
+        parser.error("--resume needs --json")
+    if options.quick and options.update:
+        parser.error("--quick is a check: its numbers belong into no document")
+    if options.rounds < 1:
+        parser.error("--rounds: at least 1")
+    return options
+
+
+class Conductor:
+    """Rounds of one process for each rival and drill; what was measured so far is `Run`, and on disk."""
+
+    def __init__(self, options: argparse.Namespace, directory: Path, bar: Progress) -> None:
+        self._options, self._directory, self._bar = options, directory, bar
+        self._programme: Programme = options.programme
+        self._entries = [entry for entry in PARTICIPANTS if options.only is None or entry.name in options.only]
+        self._pythons: dict[str | None, Path] = {None: Path(sys.executable)}
+        self._missing: dict[str | None, str] = {}
+
+    def run(self) -> Run:
+        rounds = range(1, self._options.rounds + 1)
+        shown = self._bar.add_task("", total=sum(1 for at in rounds for _ in self._work(at)))
+        self._find_pythons(shown)
+        run = self._begun() or self._started(shown)
+        for at in rounds:
+            for title, do in self._work(at):
+                self._bar.update(shown, description=f"round {at}/{self._options.rounds}: {title}")
+                run = do(replace(run, rounds=at))
+                self._bar.advance(shown)
+                if self._options.json:
+                    self._options.json.write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=1))
+        return run
+
+    def _work(self, at: int) -> Iterator[tuple[str, Callable[[Run], Run]]]:
+        """Of round `at`: titles, and what adds to a run what it lacks."""
+        for entry in self._entries:
+            yield entry.title, lambda run, entry=entry: self._train(run, entry, at)
+        for drill in self._programme.drills:
+            if at <= (drill.rounds or at):
+                yield drill.title, lambda run, drill=drill: self._drill(run, drill, at)
+
+    def _find_pythons(self, shown: object) -> None:
+        for name in {entry.environment for entry in self._entries} - {None}:
+            self._bar.update(shown, description=f"environment of {name}")  # type: ignore[arg-type]
+            try:
+                self._pythons[name] = Environment(self._options.directory / "environments").python(name)
+            except CannotInstallError as error:
+                self._missing[name] = f"cannot install: {error}"
+
+    def _begun(self) -> Run | None:
+        """What an interrupted run has left behind, if it is wanted; what failed in it is tried again."""
+        path = self._options.json
+        if not self._options.resume or not path.exists():
+            return None
+        run = msgspec.json.decode(path.read_bytes(), type=Run)
+        if run.programme != self._programme.name or run.shape != self._programme.shape:
+            raise SystemExit(f"{path} is of another programme: {run.programme}")
+        trained = tuple(trained for trained in run.trained if trained.error is None)
+        return replace(run, trained=trained, drilled=tuple(d for d in run.drilled if d.error is None))
+
+    def _started(self, shown: object) -> Run:
+        programme = self._programme
+        if programme.window is None:
+            self._bar.update(shown, description="calibration")  # type: ignore[arg-type]
+            task = CalibrationTask(programme.shape, programme.target_s)
+            calibration = self._call(task, Calibration, self._pythons[None])
+        else:
+            calibration = Calibration(programme.window)
+        environments = [name for name in self._pythons if name is not None]
+        return Run(
+            command=command(self._options), started_utc=f"{datetime.now(UTC):%Y-%m-%d}",
+            machine=machine.describe(self._directory, environments), programme=programme.name, shape=programme.shape,
+            calibration=calibration, rounds=0,
+        )
+
+    def _train(self, run: Run, entry: Entry, at: int) -> Run:
+        if any((trained.rival, trained.round) == (entry.name, at) for trained in run.trained):
+            return run
+        if entry.environment in self._missing:
+            found = Trained(entry.name, at, None, self._missing[entry.environment])
+        else:
+            with _Room(self._directory) as room:
+                task = TrainingTask(
+                    entry.name, run.shape, run.calibration.window, self._programme.legs(entry.name), str(room),
+                    self._programme.settle_s,
+                )
+                try:
+                    outcome = self._call(task, TrainingOutcome, self._pythons[entry.environment])
+                    found = Trained(entry.name, at, outcome)
+                except WorkerError as error:
+                    found = Trained(entry.name, at, None, str(error))
+        return replace(run, trained=(*run.trained, found))
+
+    def _drill(self, run: Run, drill: Drill, at: int) -> Run:
+        if any((drilled.drill, drilled.round) == (drill.name, at) for drilled in run.drilled):
+            return run
+        with _Room(self._directory) as room:
+            task = drill.task(str(room), self._programme.settle_s)
+            try:
+                found = Drilled(drill.name, at, self._call(task, DrillOutcome, self._pythons[None]))
+            except WorkerError as error:
+                found = Drilled(drill.name, at, None, str(error))
+        return replace(run, drilled=(*run.drilled, found))
+
+    def _call(self, task: object, result: type[Result], python: Path) -> Result:
+        named = {type(task).__name__: task}
+        return call("bench.training.worker", named, result, python=python, timeout_s=TIMEOUT_S)
+
+
+class _Room:
+    """A directory of its own for one process; gone afterwards."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / "room"
+
+    def __enter__(self) -> Path:
+        self._path.mkdir()
+        return self._path
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self._path)
+        os.sync()  # what it left behind is not the next one's to write
+
+
+def command(options: argparse.Namespace) -> str:
+    """What makes these numbers again; paths of this machine are nobody's business."""
+    quick = " --quick" if options.quick else ""
+    only = f" --only {' '.join(options.only)}" if options.only else ""
+    return f"PYTHONPATH=src python bench/interference.py{quick} --rounds {options.rounds}{only}"
+
+
+def section(run: Run, figures: str | None) -> str:
+    """Of docs/PERFORMANCE.md, markers included. `figures`: where the charts lie, as the document says it."""
+    found: Sequence[Goal] = goals(run)
+    parts = [tables.BEGIN, f"`{run.command}`, {run.started_utc}", machine_line(run.machine) + "."]
+    parts += [tables.conditions(run), "**Goals**\n\n" + "\n".join(f"- {goal}" for goal in found)]
+    if figures is not None:
+        parts += [f"![{chart.title}]({figures}/{chart.name}.svg)" for chart in tables.charts(run)]
+    parts += [f"**{table.title}**\n\n{document.markdown(table)}" for table in tables.tables(run)]
+    parts.append("\n".join(f"- {note}" for note in tables.notes(run)))
+    return "\n\n".join((*parts, tables.END)) + "\n"
+
+
+def is_sound(run: Run) -> bool:
+    """Whether Flowstone trained and drilled without failure, and brought back what was saved."""
+    ours = {entry.name for entry in PARTICIPANTS if entry.is_ours}
+    trained = [t for t in run.trained if t.rival in ours]
+    exact = all(t.outcome is not None and not t.outcome.differing for t in trained)
+    saved = all(s.error is None for t in trained if t.outcome for block in t.outcome.blocks for s in block.saves)
+    return exact and saved and all(d.outcome is not None and not d.outcome.failures for d in run.drilled)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,102 @@
+"""What lazy capture was to reach, and whether it did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from bench.figures import Spread, ratios, spread
+from bench.goals import Goal
+from bench.rivals import OURS
+from bench.training import figures
+from bench.training.programme import DIRECT, FLAT, GOAL_EVERY, MANY, PROGRAMMES
+from bench.training.records import DrillOutcome, Run
+
+BLOCKED_MS, FIRST_BLOCKED_MS, SAVE_AND_FENCE_MS = 10.0, 100.0, 20.0
+TOTAL, P95 = 1.03, 1.10  # of no saves
+TIMES_PERCEIVED = 500.0  # of torch.save's; DataStates-LLM reports 48
+FLAT_MB = 16.0  # a line through noise is not quite flat; a leak of one state or one budget is far above this
+CPU_PER_GB = 0.25
+
+
+def goals(run: Run) -> tuple[Goal, ...]:
+    """In the order of the goals' table. One about a row that was not run is left out."""
+    return (*_blocked(run), *_training(run), *_flat(run), *_direct(run))
+
+
+def drills(run: Run, name: str) -> list[DrillOutcome]:
+    return [drilled.outcome for drilled in run.drilled if drilled.drill == name and drilled.outcome is not None]
+
+
+def _asked(run: Run, name: str) -> bool:
+    return any(drilled.drill == name for drilled in run.drilled)
+
+
+def _blocked(run: Run) -> Iterator[Goal]:
+    if not _asked(run, MANY):
+        return
+    title = PROGRAMMES[run.programme].drill(MANY).title
+    samples = [sample for outcome in drills(run, MANY) for sample in outcome.samples]
+    for first, wanted, when in ((False, BLOCKED_MS, "plan cached"), (True, FIRST_BLOCKED_MS, "first save")):
+        reached = spread(sample.save_s * 1e3 for sample in samples if (sample.number == 1) == first)
+        yield Goal(f"`save` of {title} blocks, {when}, ms", reached, wanted, at_most=True, digits=1)
+
+
+def _training(run: Run) -> Iterator[Goal]:
+    if not any(trained.rival == OURS for trained in run.trained):
+        return
+    every = f"a save every {GOAL_EVERY} steps"
+    saves = [save for of in figures.later_saves(run, OURS, GOAL_EVERY).values() for save in of]
+    reached = spread(save.blocked_s * 1e3 for save in saves)
+    yield Goal(f"blocked in total (save and fence), {every}, ms", reached, SAVE_AND_FENCE_MS, at_most=True, digits=1)
+    legs = figures.pairs(run, OURS, GOAL_EVERY)
+    reached = spread(figures.total_ratios(legs))
+    yield Goal(f"training time, {every}, of no saves", reached, TOTAL, at_most=True, digits=3)
+    reached = spread(figures.percentile_ratios(legs, 95))
+    yield Goal(f"p95 of the steps, {every}, of no saves", reached, P95, at_most=True, digits=3)
+    if any(trained.rival == "torch" for trained in run.trained):
+        reached = times_perceived(run, "torch", GOAL_EVERY)
+        yield Goal(f"perceived throughput, {every}, of torch.save's", reached, TIMES_PERCEIVED, digits=0)
+
+
+def times_perceived(run: Run, rival: str, every: int) -> Spread | None:
+    """Ours to a rival's: bytes over blocked time, medians of each round. The states are the same."""
+    ours, theirs = (
+        {at: median_s for at, of in figures.later_saves(run, who, every).items()
+         if (median_s := _median(save.blocked_s for save in of)) is not None}
+        for who in (OURS, rival)
+    )
+    return spread(ratios(theirs, ours))
+
+
+def _median(values: Iterator[float]) -> float | None:
+    found = spread(values)
+    return None if found is None else found.median
+
+
+def _flat(run: Run) -> Iterator[Goal]:
+    if not _asked(run, FLAT):
+        return
+    found = drills(run, FLAT)
+    drill = PROGRAMMES[run.programme].drill(FLAT)
+    for title, values in (
+        ("resident memory", [[s.peak_bytes for s in outcome.samples] for outcome in found]),
+        ("shared memory", [[s.shared_bytes for s in outcome.samples] for outcome in found]),
+        ("dirty pages", [[s.dirty_bytes for s in outcome.samples] for outcome in found]),
+    ):
+        grown = (figures.growth(outcome.samples, of) for outcome, of in zip(found, values, strict=True))
+        reached = spread(bytes_ / 1e6 for bytes_ in grown if bytes_ is not None)
+        text = f"{drill.saves} saves of {drill.title}: {title} grows by MB"
+        yield Goal(text, reached, FLAT_MB, at_most=True, digits=1)
+    failed = spread(float(len(outcome.failures)) for outcome in found)
+    yield Goal(f"{drill.saves} saves of {drill.title}: failures", failed, 0.0, at_most=True, digits=0)
+
+
+def _direct(run: Run) -> Iterator[Goal]:
+    if not _asked(run, DIRECT):
+        return
+    reached = spread(
+        sample.cpu_s / outcome.payload_bytes * 1e9
+        for outcome in drills(run, DIRECT) for sample in outcome.samples if sample.number > 1
+    )
+    text = "CPU-seconds per GB, written from where it lies, digest before and after, later saves"
+    yield Goal(text, reached, CPU_PER_GB, at_most=True)

@@ -82,8 +82,8 @@ def calibrate(task: CalibrationTask) -> Calibration:
         known[BATCH * tried] = _measure(trainer, Window(BATCH, tried))
     window, laps = Window(BATCH, length), known[BATCH * length]
     for _ in range(CALIBRATION_TRIES):
-        wanted = _solve({count: median(laps) for count, laps in known.items()}, task.target_s)
-        window = _window_of(wanted, task.shape.context)
+        wanted = solve({count: median(laps) for count, laps in known.items()}, task.target_s)
+        window = window_of(wanted, task.shape.context)
         laps = _measure(trainer, window)
         known[window.batch * window.length] = laps
     return Calibration(window, laps)
@@ -95,7 +95,7 @@ def _measure(trainer: Trainer, window: Window) -> tuple[float, ...]:
     return tuple(trainer.step().seconds for _ in range(1 + CALIBRATION_STEPS))[1:]
 
 
-def _solve(known: dict[int, float], target_s: float) -> float:
+def solve(known: dict[int, float], target_s: float) -> float:
     """Tokens for `target_s`, on the line through the two known counts nearest to it in time."""
     (one, one_s), (two, two_s) = sorted(known.items(), key=lambda item: abs(item[1] - target_s))[:2]
     slope = (two_s - one_s) / (two - one)
@@ -104,7 +104,8 @@ def _solve(known: dict[int, float], target_s: float) -> float:
     return one + (target_s - one_s) / slope
 
 
-def _window_of(tokens: float, context: int) -> Window:
+def window_of(tokens: float, context: int) -> Window:
+    """The one nearest to so many tokens, as short as a context allows."""
     batch = BATCH
     while tokens / batch > context:
         batch *= 2

@@ -84,10 +84,19 @@ std::optional<Block> Arena::try_acquire() {
     return take_free_locked();
 }
 
-std::optional<Block> Arena::acquire(const std::function<bool()>& give_up) {
+std::optional<Block> Arena::acquire(const Question& may_take, const Question& give_up) {
     std::unique_lock lock(mutex_);
-    available_.wait(lock, [&] { return closed_ || !free_.empty() || give_up(); });
-    return take_free_locked();
+    bool may = false;
+    available_.wait(lock, [&] {
+        may = may_take();
+        return closed_ || (may && !free_.empty()) || give_up();
+    });
+    return may ? take_free_locked() : std::nullopt;
+}
+
+void Arena::wait(std::chrono::steady_clock::time_point deadline, const Question& enough) {
+    std::unique_lock lock(mutex_);
+    available_.wait_until(lock, deadline, [&] { return closed_ || enough(); });
 }
 
 void Arena::wake() {
@@ -100,7 +109,7 @@ void Arena::give_back(std::uint32_t index) {
     const std::lock_guard lock(mutex_);
     assert(!closed_ && free_.size() < touched_);
     free_.push_back(index);
-    available_.notify_one();
+    available_.notify_all();  // whoever wakes may be one that must not take it
 }
 
 void Arena::enter() {
@@ -148,7 +157,7 @@ void Arena::touch_loop(const std::stop_token& stop) {
         if (closed_) return;
         ++touched_;
         free_.push_back(index);
-        available_.notify_one();
+        available_.notify_all();
     }
 }
 

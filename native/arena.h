@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -59,11 +60,19 @@ public:
     /// A free block now, or nothing.
     std::optional<Block> try_acquire();
 
-    /// Blocks until a block is free, or until `give_up()` is true. `give_up` runs under the arena's
-    /// lock at every `wake`: it reads atomics, it takes no lock.
-    std::optional<Block> acquire(const std::function<bool()>& give_up);
+    /// What a waiter asks under the arena's lock, at every `wake`: it reads atomics, it takes no lock.
+    using Question = std::function<bool()>;
 
-    /// Make every waiting `acquire` ask its `give_up` again.
+    /// Blocks until a block is free and `may_take()`, or until `give_up()`; a block whenever there is one to take.
+    std::optional<Block> acquire(const Question& may_take, const Question& give_up);
+    std::optional<Block> acquire(const Question& give_up) {
+        return acquire([] { return true; }, give_up);
+    }
+
+    /// Blocks until `enough()`, or until the deadline.
+    void wait(std::chrono::steady_clock::time_point deadline, const Question& enough);
+
+    /// Make every waiter ask again.
     void wake();
 
     /// A job's stay: the arena cannot close during it. `enter` throws std::invalid_argument once closed.

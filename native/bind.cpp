@@ -124,7 +124,7 @@ PyScatter make_scatter(std::uint64_t item_bytes, const Sizes& extent_shape, cons
 
 PyWriteRows make_write_rows(const Array& file, const Array& offset, const Array& length, const Array& address,
                             const Array& chunk, const Array& layout, const std::vector<const PyGather*>& layouts,
-                            std::uint64_t chunks) {
+                            std::uint64_t chunks, const std::optional<Array>& lazy) {
     const std::size_t count = row_count(file);
     const auto files = column<std::uint32_t>(file, "file", count);
     const auto offsets = column<std::uint64_t>(offset, "offset", count);
@@ -132,12 +132,13 @@ PyWriteRows make_write_rows(const Array& file, const Array& offset, const Array&
     const auto addresses = column<std::uint64_t>(address, "address", count);
     const auto first_chunks = column<std::uint64_t>(chunk, "chunk", count);
     const auto numbers = column<std::int64_t>(layout, "layout", count);
+    const auto flags = lazy ? column<bool>(*lazy, "lazy", count) : std::vector<bool>(count, false);
     auto rows = std::make_shared<WriteRows>();
     rows->layouts = layouts_of(layouts);
     rows->chunks = chunks;
     rows->rows.reserve(count);
     for (std::size_t i = 0; i < count; ++i)
-        rows->rows.push_back({offsets[i], lengths[i], addresses[i], first_chunks[i], numbers[i], files[i]});
+        rows->rows.push_back({offsets[i], lengths[i], addresses[i], first_chunks[i], numbers[i], files[i], flags[i]});
     return {{std::move(rows)}};
 }
 
@@ -166,12 +167,12 @@ PyReadRows make_read_rows(const Array& file, const Array& offset, const Array& l
 
 PyWriteJob start_write(const PyEngine& engine, const PyArena& arena,
                        const std::vector<std::tuple<const PyFile*, std::uint64_t>>& files, const PyWriteRows& rows,
-                       std::uint64_t gap_bytes, bool in_place) {
+                       std::uint64_t gap_bytes, bool in_place, std::optional<std::uint32_t> blocks, std::uint64_t bytes_per_s) {
     std::vector<TargetFile> targets;
     for (const auto& [file, bytes] : files) targets.push_back({file->held, bytes});
     PyWriteJob job;
     const Unlocked unlocked;
-    job.held = engine.held->write(arena.held, targets, rows.held, {gap_bytes, in_place});
+    job.held = engine.held->write(arena.held, targets, rows.held, {gap_bytes, in_place, blocks.value_or(UINT32_MAX), bytes_per_s});
     return job;
 }
 
@@ -259,9 +260,11 @@ void bind_rows(nb::module_& module) {
         }, nb::kw_only(), "item_bytes"_a, "extent_shape"_a, "offset"_a, "shape"_a, "strides_bytes"_a);
     nb::class_<PyWriteRows>(module, "WriteRows")
         .def("__init__", [](PyWriteRows* self, const Array& file, const Array& offset, const Array& length, const Array& address,
-                            const Array& chunk, const Array& layout, const std::vector<const PyGather*>& layouts, std::uint64_t chunks) {
-            new (self) PyWriteRows(make_write_rows(file, offset, length, address, chunk, layout, layouts, chunks));
-        }, nb::kw_only(), "file"_a, "offset"_a, "length"_a, "address"_a, "chunk"_a, "layout"_a, "layouts"_a, "chunks"_a);
+                            const Array& chunk, const Array& layout, const std::vector<const PyGather*>& layouts, std::uint64_t chunks,
+                            const std::optional<Array>& lazy) {
+            new (self) PyWriteRows(make_write_rows(file, offset, length, address, chunk, layout, layouts, chunks, lazy));
+        }, nb::kw_only(), "file"_a, "offset"_a, "length"_a, "address"_a, "chunk"_a, "layout"_a, "layouts"_a, "chunks"_a,
+           "lazy"_a = nb::none());
     nb::class_<PyReadRows>(module, "ReadRows")
         .def("__init__", [](PyReadRows* self, const Array& file, const Array& offset, const Array& length, const Array& address,
                             const Array& chunk, const Array& first, const Array& last, const Array& layout,
@@ -283,6 +286,11 @@ void bind_jobs(nb::module_& module) {
                    "', offset=" + std::to_string(fault.offset) + ", length=" + std::to_string(fault.length) + ")";
         });
     bind_job<PyWriteJob>(module, "WriteJob")
+        .def("hurry", [](const PyWriteJob& job) { const Unlocked unlocked; job.held->hurry(); })
+        .def("wait_early", [](const PyWriteJob& job, double timeout_s) {
+            const Unlocked unlocked;
+            return job.held->wait_early(timeout_s);
+        }, "timeout_s"_a)
         .def("wait_captured", [](const PyWriteJob& job, double timeout_s) {
             const Unlocked unlocked;
             return job.held->wait_captured(timeout_s);
@@ -307,7 +315,7 @@ void bind_engine(nb::module_& module) {
         }, nb::kw_only(), "backend"_a, "queue_depth"_a, "request_bytes"_a, "workers"_a)
         .def_prop_ro("backend", [](const PyEngine& engine) { return engine.held->backend(); })
         .def("write", &start_write, "arena"_a, "files"_a, "rows"_a, nb::kw_only(), "gap_bytes"_a = 0,
-             "in_place"_a = true)
+             "in_place"_a = true, "blocks"_a = nb::none(), "bytes_per_s"_a = 0)
         .def("read", &start_read, "arena"_a, "files"_a, "rows"_a, nb::kw_only(), "stop_at_bad"_a = true,
              "in_place"_a = true, "request_bytes"_a = 0)
         .def("close", [](const PyEngine& engine) { const Unlocked unlocked; engine.held->close(); });

@@ -80,6 +80,20 @@ void Job::release_sources() {
     }
 }
 
+void Job::expect_early(std::size_t windows) {
+    const std::lock_guard lock(mutex_);
+    early_left_ = windows;
+    early_captured_ = windows == 0;
+    changed_.notify_all();
+}
+
+void Job::release_early() {
+    const std::lock_guard lock(mutex_);
+    assert(early_left_ > 0);
+    early_captured_ = --early_left_ == 0;
+    if (early_captured_) changed_.notify_all();
+}
+
 void Job::end_window() {
     const std::lock_guard lock(mutex_);
     assert(under_way_ > 0);
@@ -98,7 +112,7 @@ void Job::finish() {
     arena_->leave();
     machine_.workers.reset();
     machine_.backend.reset();
-    captured_ = finished_ = true;
+    early_captured_ = captured_ = finished_ = true;
     changed_.notify_all();
 }
 

@@ -61,6 +61,9 @@ protected:
     /// `reads_source`: the job is not captured before `release_sources`.
     void begin_window(bool reads_source);
     void release_sources();
+    /// How many windows must be captured before the caller goes on; each is released once, before its sources are.
+    void expect_early(std::size_t windows);
+    void release_early();
     void end_window();
     /// The coordinator's last words: blocks until every window has ended, then lets `wait` return.
     void finish();
@@ -71,6 +74,7 @@ protected:
     Registered& registered() { return *registered_; }
 
     bool wait_until_captured(double timeout_s) { return wait_until(timeout_s, captured_); }
+    bool wait_until_early(double timeout_s) { return wait_until(timeout_s, early_captured_); }
 
     Machine machine_;
     const std::shared_ptr<Arena> arena_;
@@ -85,6 +89,7 @@ private:
     bool wait_until(double timeout_s, const bool& state);
 
     bool captured_ = false;  // under mutex_
+    bool early_captured_ = false;  // under mutex_
     bool finished_ = false;  // under mutex_
     std::atomic<bool> cancelled_{false};
     std::unique_ptr<Registered> registered_;
@@ -92,6 +97,7 @@ private:
     std::condition_variable changed_;
     std::uint32_t under_way_ = 0;
     std::uint32_t reading_sources_ = 0;
+    std::size_t early_left_ = 0;
     bool fed_ = false;  // the coordinator begins no more windows
     std::optional<Fault> fault_;
 };

@@ -14,6 +14,14 @@ namespace flowstone {
 
 std::uint64_t xxh3_64(const void* bytes, std::size_t length) { return XXH3_64bits(bytes, length); }
 
+std::uint64_t xxh3_64(const void* first, std::size_t first_length, const void* second, std::size_t second_length) {
+    XXH3_state_t state;
+    XXH3_64bits_reset(&state);
+    XXH3_64bits_update(&state, first, first_length);
+    XXH3_64bits_update(&state, second, second_length);
+    return XXH3_64bits_digest(&state);
+}
+
 namespace {
 
 std::uint64_t multiply(std::uint64_t a, std::uint64_t b) {

@@ -10,6 +10,8 @@ namespace flowstone {
 
 /// XXH3-64, seed 0 (https://github.com/Cyan4973/xxHash).
 std::uint64_t xxh3_64(const void* bytes, std::size_t length);
+/// Of two runs of bytes as if they were one.
+std::uint64_t xxh3_64(const void* first, std::size_t first_length, const void* second, std::size_t second_length);
 
 /// A box of a packed (row-major) array matched with strided memory.
 ///

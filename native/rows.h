@@ -19,6 +19,7 @@ struct WriteRow {
     std::uint64_t chunk;  // index of the first chunk's digest, or no_digest
     std::int64_t layout;  // index into WriteRows::layouts, or contiguous
     std::uint32_t file;
+    bool lazy = false;  // may be captured after the caller has gone on; its source is watched
 
     std::uint64_t end() const { return offset + length; }
     const std::byte* source() const { return reinterpret_cast<const std::byte*>(address); }

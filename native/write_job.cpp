@@ -1,12 +1,20 @@
 #include "write_job.h"
 
+#include <algorithm>
 #include <cassert>
+#include <chrono>
 #include <optional>
+#include <string>
 #include <utility>
 
 #include "bounds.h"
 
 namespace flowstone {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+}  // namespace
 
 /// Either copied (it holds an arena block) or direct (it holds a plan and its bounce buffer).
 struct WriteJob::Window {
@@ -15,17 +23,24 @@ struct WriteJob::Window {
     int memory_slot = -1;  // of the block
     std::optional<DirectPlan> direct;
     AlignedBytes bounce;
+    bool lazy = false;
     std::atomic<std::size_t> ops_left{0};
 };
 
-/// Whose turn it is. Copied windows go from the front, direct ones from the back; what the back
-/// finds unfit to be written directly is set aside, and gets the next blocks, having no other way.
+/// Whose turn it is. Early windows go first. Copied ones go from the front, direct ones from the back;
+/// what the back finds unfit to be written directly is set aside, and gets the next blocks, having no other way.
 class WriteJob::Order {
 public:
     Order(const WriteRows& rows, std::uint64_t request_bytes, const WriteOptions& options)
-        : rows_(rows), options_(options), windows_(plan_windows(rows, request_bytes)), back_(windows_.size()) {}
+        : rows_(rows), options_(options), windows_(plan_windows(rows, request_bytes)), back_(windows_.size()) {
+        const auto lazy = std::stable_partition(windows_.begin(), windows_.end(), [](const WriteWindow& w) { return !w.lazy; });
+        early_ = static_cast<std::size_t>(lazy - windows_.begin());
+    }
 
     bool empty() const { return front_ == back_ && aside_.empty(); }
+    std::size_t early() const { return early_; }
+    /// Whether the window that the next block is for must be captured before the caller goes on.
+    bool next_is_early() const { return front_is_early() || (!aside_.empty() && aside_.back() < early_); }
 
     /// Whether some window can be written directly; take_direct gives it.
     bool find_direct() {
@@ -36,6 +51,8 @@ public:
         return direct_.has_value();
     }
 
+    bool direct_is_lazy() const { return windows_[back_ - 1].lazy; }
+
     DirectPlan take_direct() {
         assert(direct_ && front_ < back_);
         --back_;
@@ -44,7 +61,7 @@ public:
 
     const WriteWindow& take_copied() {
         assert(!empty());
-        if (!aside_.empty()) {
+        if (!aside_.empty() && !front_is_early()) {
             const std::size_t window = aside_.back();
             aside_.pop_back();
             return windows_[window];
@@ -55,13 +72,34 @@ public:
     }
 
 private:
+    bool front_is_early() const { return front_ < std::min(early_, back_); }
+
     const WriteRows& rows_;
     const WriteOptions options_;
-    const std::vector<WriteWindow> windows_;
+    std::vector<WriteWindow> windows_;
+    std::size_t early_ = 0;  // windows before it are
     std::size_t front_ = 0;
     std::size_t back_;
     std::optional<DirectPlan> direct_;  // of windows_[back_ - 1]
-    std::vector<std::size_t> aside_;
+    std::vector<std::size_t> aside_;  // descending: early ones at its end
+};
+
+/// When the next lazy window is due at `bytes_per_s`; time that nothing was written in is not made up for.
+class WriteJob::Pace {
+public:
+    explicit Pace(std::uint64_t bytes_per_s) : bytes_per_s_(bytes_per_s) {}
+
+    Clock::time_point due() const { return due_; }
+
+    void began(std::uint64_t bytes) {
+        if (bytes_per_s_ == 0) return;
+        const std::chrono::duration<double> share(static_cast<double>(bytes) / static_cast<double>(bytes_per_s_));
+        due_ = std::max(due_, Clock::now()) + std::chrono::duration_cast<Clock::duration>(share);
+    }
+
+private:
+    const std::uint64_t bytes_per_s_;
+    Clock::time_point due_{};
 };
 
 WriteJob::WriteJob(Machine machine, std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<const File>> files,
@@ -69,7 +107,8 @@ WriteJob::WriteJob(Machine machine, std::shared_ptr<Arena> arena, std::vector<st
     : Job(std::move(machine), std::move(arena), std::move(files)),
       rows_(std::move(rows)),
       options_(options),
-      digests_(rows_->chunks, 0) {
+      digests_(rows_->chunks, 0),
+      watch_(*rows_) {
     coordinator_ = std::jthread([this] { feed(); });
 }
 
@@ -78,40 +117,63 @@ WriteJob::~WriteJob() {
     coordinator_.join();
 }
 
+void WriteJob::hurry() {
+    hurry_ = true;
+    arena_->wake();
+}
+
 /// The coordinator: which window next, and how.
 void WriteJob::feed() {
     register_files();
     Order order(*rows_, machine_.request_bytes, options_);
+    Pace pace(options_.bytes_per_s);
+    expect_early(order.early());
     // How far the arena grows is the caller's policy; with nothing at all nothing would ever move.
     if (!order.empty() && arena_->touched_bytes() == 0) arena_->grow(2 * arena_->block_bytes());
     while (!order.empty() && !stopping()) {
-        std::optional<Block> block = arena_->try_acquire();
-        if (!block) {
-            const bool has_direct = order.find_direct();
-            block = arena_->acquire([&] { return stopping() || (has_direct && has_direct_room()); });
-        }
+        if (!order.next_is_early()) arena_->wait(pace.due(), [this] { return hurry_ || stopping(); });
+        std::optional<Block> block = take_block(order);
         if (stopping()) break;
-        if (block)
+        pace.began(machine_.request_bytes);
+        if (block) {
             begin_copied(order.take_copied(), std::move(*block));
-        else
-            begin_direct(order.take_direct());
+        } else {
+            const bool lazy = order.direct_is_lazy();
+            begin_direct(order.take_direct(), lazy);
+        }
     }
     finish();
+}
+
+/// A block for the next window; nothing when a window is to be written from where it lies, or the job stops.
+std::optional<Block> WriteJob::take_block(Order& order) {
+    const bool early = order.next_is_early();
+    std::uint32_t blocks = options_.blocks;
+    const auto may_copy = [&] { return early || hurry_ || copied_under_way_ < blocks; };
+    if (may_copy())
+        if (std::optional<Block> block = arena_->try_acquire()) return block;
+    // A lazy window does not go ahead of an early one that waits for its block.
+    const bool has_direct = order.find_direct() && !(early && order.direct_is_lazy());
+    if (!has_direct) blocks = std::max(blocks, 1U);  // there is no other way
+    return arena_->acquire(may_copy, [&] { return stopping() || (has_direct && has_direct_room()); });
 }
 
 void WriteJob::begin_copied(const WriteWindow& planned, Block block) {
     const auto window = std::make_shared<Window>();
     window->planned = planned;
+    window->lazy = planned.lazy;
     window->memory_slot = registered().block(block, arena_->block_bytes());
     window->block = std::move(block);
+    if (window->lazy) ++copied_under_way_;
     begin_window(true);
     machine_.workers->post([this, window] { capture_copied(window); });
 }
 
-void WriteJob::begin_direct(DirectPlan plan) {
+void WriteJob::begin_direct(DirectPlan plan, bool lazy) {
     const auto window = std::make_shared<Window>();
     window->bounce = allocate_aligned(plan.bounce_bytes);
     window->direct = std::move(plan);
+    window->lazy = lazy;
     ++direct_under_way_;
     begin_window(true);
     machine_.workers->post([this, window] { capture_direct(window); });
@@ -119,16 +181,17 @@ void WriteJob::begin_direct(DirectPlan plan) {
 
 void WriteJob::capture_copied(const std::shared_ptr<Window>& window) {
     if (stopping()) {
-        release_sources();
+        release(*window);
         return end(window);
     }
     const std::vector<WriteRun> runs = split_runs(*rows_, window->planned, options_.gap_bytes);
     const auto image = [&](const WriteRun& run) { return window->block.bytes() + (run.begin - window->planned.begin); };
     for (const WriteRun& run : runs) {
-        capture_run(*rows_, run, image(run), digests_);
+        capture_run(*rows_, run, image(run), digests_, watch_);
         copied_bytes_ += row_bytes(*rows_, run);
     }
-    release_sources();
+    take_change();
+    release(*window);
     window->ops_left = runs.size();
     for (const WriteRun& run : runs) submit(window, run, {{image(run), run.end - run.begin}});
 }
@@ -173,16 +236,42 @@ void WriteJob::submit(const std::shared_ptr<Window>& window, const WriteRun& run
 void WriteJob::end_op(const std::shared_ptr<Window>& window, std::uint64_t bytes, const Outcome& outcome) {
     take_outcome(outcome);
     if (!outcome.fault && !outcome.dropped) done_bytes_ += bytes;
-    if (--window->ops_left == 0) end(window);
+    if (--window->ops_left != 0) return;
+    if (window->direct && window->lazy && !stopping())
+        machine_.workers->post([this, window] { confirm(window); });
+    else
+        end(window);
+}
+
+/// The device has read lazy sources by itself: were they still what was digested?
+void WriteJob::confirm(const std::shared_ptr<Window>& window) {
+    for (const DirectRun& direct : window->direct->runs) confirm_run(*rows_, direct.run, digests_, watch_);
+    take_change();
+    end(window);
+}
+
+void WriteJob::take_change() {
+    const std::optional<Watch::Change> change = watch_.change();
+    if (!change) return;
+    const WriteRow& row = rows_->rows[change->row];
+    const std::string& path = files_[row.file]->path;
+    take_outcome({Fault{"capture", 0, path, row.offset + change->begin, change->end - change->begin}, false});
+}
+
+void WriteJob::release(const Window& window) {
+    if (!window.lazy) release_early();
+    release_sources();
 }
 
 void WriteJob::end(const std::shared_ptr<Window>& window) {
-    window->block.release();
     if (window->direct) {
         --direct_under_way_;
-        release_sources();
-        arena_->wake();
+        release(*window);
+    } else if (window->lazy) {
+        --copied_under_way_;
     }
+    window->block.release();
+    arena_->wake();
     end_window();  // last: the job may be gone after it
 }
 

@@ -8,20 +8,29 @@
 
 #include "aligned.h"
 #include "job.h"
+#include "watch.h"
 #include "write_plan.h"
 
 namespace flowstone {
 
 /// gap_bytes  runs of untouched blocks between two rows, up to this long, are written as zero; longer
 ///            ones are left as they are
-/// in_place   write from where the rows lie when no block is free; else wait for a block
+/// in_place   write from where the rows lie when no block may be had; else wait for a block
+/// blocks     how many arena blocks lazy windows may hold at once, until `hurry`
+/// bytes_per_s  how fast lazy windows may begin, until `hurry`; 0 is no limit
 struct WriteOptions {
     std::uint64_t gap_bytes = 0;
     bool in_place = true;
+    std::uint32_t blocks = UINT32_MAX;
+    std::uint64_t bytes_per_s = 0;
 };
 
 /// Sources stay alive and unchanged until captured; rows, files and arena are the job's.
 /// The destructor cancels and waits.
+///
+/// Windows with a row that is not lazy come first, as fast as they can. The others follow within
+/// `options`, until somebody waits for them. A lazy source that has changed before it was captured is a
+/// fault ("capture", with the place in the file), never a silent mixture.
 class WriteJob final : public Job {
 public:
     /// Starts at once. `rows` have passed check_rows; the arena's blocks hold a request.
@@ -29,6 +38,10 @@ public:
              std::shared_ptr<const WriteRows> rows, const WriteOptions& options);
     ~WriteJob();
 
+    /// Whether no source of a row that is not lazy will be read any more, after at most `timeout_s`.
+    bool wait_early(double timeout_s) { return wait_until_early(timeout_s); }
+    /// From now on capture as fast as memory and device allow: somebody waits. Does not block; any thread.
+    void hurry();
     /// Whether no source will be read any more, after at most `timeout_s`.
     bool wait_captured(double timeout_s) { return wait_until_captured(timeout_s); }
 
@@ -38,20 +51,28 @@ public:
 private:
     class Order;    // of the windows still to begin
     struct Window;  // one on its way
+    class Pace;     // at which lazy windows begin
 
     void feed();
+    std::optional<Block> take_block(Order& order);
     void begin_copied(const WriteWindow& planned, Block block);
-    void begin_direct(DirectPlan plan);
+    void begin_direct(DirectPlan plan, bool lazy);
     void capture_copied(const std::shared_ptr<Window>& window);
     void capture_direct(const std::shared_ptr<Window>& window);
     void submit(const std::shared_ptr<Window>& window, const WriteRun& run, std::vector<iovec> parts);
     void end_op(const std::shared_ptr<Window>& window, std::uint64_t bytes, const Outcome& outcome);
+    void confirm(const std::shared_ptr<Window>& window);
+    void take_change();
+    void release(const Window& window);
     void end(const std::shared_ptr<Window>& window);
     bool has_direct_room() const { return direct_under_way_.load() < machine_.queue_depth; }
 
     const std::shared_ptr<const WriteRows> rows_;
     const WriteOptions options_;
     std::vector<std::uint64_t> digests_;
+    Watch watch_;
+    std::atomic<bool> hurry_{false};
+    std::atomic<std::uint32_t> copied_under_way_{0};  // of lazy windows
     std::atomic<std::uint32_t> direct_under_way_{0};
     std::jthread coordinator_;  // last: it uses all of the above
 };

@@ -20,14 +20,6 @@ const Layout* layout_of(const WriteRows& rows, const WriteRow& row) {
     return row.layout == contiguous ? nullptr : &rows.layouts[static_cast<std::size_t>(row.layout)];
 }
 
-/// Row bytes [begin, end), counted from the row's start, to `out`.
-void copy_row(const WriteRows& rows, const WriteRow& row, std::uint64_t begin, std::uint64_t end, std::byte* out) {
-    if (const Layout* layout = layout_of(rows, row))
-        layout->gather(begin, end, row.source(), out);
-    else
-        std::memcpy(out, row.source() + begin, end - begin);
-}
-
 /// Row bytes [begin, end) as one run of memory: the source itself, or `room` filled with them.
 const std::byte* row_run(const WriteRows& rows, const WriteRow& row, std::uint64_t begin, std::uint64_t end, std::byte* room) {
     if (row.layout == contiguous) return row.source() + begin;
@@ -45,27 +37,51 @@ Span overlap(const WriteRow& row, std::uint64_t begin, std::uint64_t end) {
     return {std::max(row.offset, begin), std::min(row.end(), end)};
 }
 
-/// One row's share [low, high) of a run, chunk by chunk: digested where a chunk starts, then copied
-/// while its bytes are in the cache. `out` is where file offset `low` belongs.
-void capture_row(const WriteRows& rows, const WriteRow& row, Span share, std::byte* out, std::span<std::uint64_t> digests) {
+/// A chunk of a row, and the part of it that a run holds; bytes counted from the row's start.
+struct ChunkShare {
+    std::size_t row;
+    std::uint64_t chunk;
+    std::uint64_t begin;  // of the chunk
+    std::uint64_t end;
+    std::uint64_t low;  // of the part
+    std::uint64_t high;
+
+    bool starts_here() const { return low == begin; }
+    bool ends_here() const { return high == end; }
+};
+
+/// The chunks that a share [low, high) of a row touches.
+template <class Each> void for_chunks(const WriteRows& rows, std::size_t row_index, Span share, Each each) {
+    const WriteRow& row = rows.rows[row_index];
     const std::uint64_t low = share.low - row.offset;
     const std::uint64_t high = share.high - row.offset;
     for (std::uint64_t chunk = low / chunk_bytes; chunk * chunk_bytes < high; ++chunk) {
         const std::uint64_t begin = chunk * chunk_bytes;
         const std::uint64_t end = std::min(begin + chunk_bytes, row.length);
-        const std::uint64_t copy_begin = std::max(begin, low);
-        const std::uint64_t copy_end = std::min(end, high);
-        std::byte* const image = out + (copy_begin - low);
-        if (begin < low || row.chunk == no_digest) {
-            copy_row(rows, row, copy_begin, copy_end, image);
-            continue;
-        }
-        // A strided chunk that fits is gathered where it goes, any other one beside it.
-        std::byte* const room = end <= high ? image : scratch();
-        const std::byte* const bytes = row_run(rows, row, begin, end, room);
-        digests[row.chunk + chunk] = xxh3_64(bytes, end - begin);
-        if (bytes != image) std::memcpy(image, bytes, copy_end - copy_begin);
+        each(ChunkShare{row_index, chunk, begin, end, std::max(begin, low), std::min(end, high)});
     }
+}
+
+/// One chunk's part to its place in the image, digested there while it is in the cache.
+void capture_chunk(const WriteRows& rows, const ChunkShare& part, std::byte* image, std::span<std::uint64_t> digests, Watch& watch) {
+    const WriteRow& row = rows.rows[part.row];
+    copy_row(rows, row, part.low, part.high, image);
+    if (row.chunk == no_digest) return;
+    watch.compare(part.row, part.low, part.high, image);
+    const std::uint64_t bytes = part.high - part.low;
+    if (!part.starts_here()) {
+        if (part.ends_here()) watch.note_seam(part.row, part.low, xxh3_64(image, bytes));
+        return;
+    }
+    std::uint64_t& digest = digests[row.chunk + part.chunk];
+    if (part.ends_here()) {
+        digest = xxh3_64(image, bytes);
+        return;
+    }
+    const std::uint64_t rest = part.end - part.high;
+    copy_row(rows, row, part.high, part.end, scratch());
+    digest = xxh3_64(image, bytes, scratch(), rest);
+    watch.note_seam(part.row, part.high, xxh3_64(scratch(), rest));
 }
 
 /// First row in the run that ends after `offset`.
@@ -76,7 +92,7 @@ std::size_t first_row_after(const WriteRows& rows, const WriteRun& run, std::uin
     return static_cast<std::size_t>(found - rows.rows.begin());
 }
 
-/// Walk the rows of [begin, end) in order: `gap(low, high)` for bytes of no row, `share(row, span)` for the others.
+/// Walk the rows of [begin, end) in order: `gap(low, high)` for bytes of no row, `share(row index, span)` for the others.
 template <class Gap, class Share>
 void walk(const WriteRows& rows, const WriteRun& run, std::uint64_t begin, std::uint64_t end, Gap gap, Share share) {
     std::uint64_t cursor = begin;
@@ -86,10 +102,19 @@ void walk(const WriteRows& rows, const WriteRun& run, std::uint64_t begin, std::
         if (span.empty()) continue;
         assert(span.low >= cursor);
         if (cursor < span.low) gap(cursor, span.low);
-        share(row, span);
+        share(i, span);
         cursor = span.high;
     }
     if (cursor < end) gap(cursor, end);
+}
+
+/// The chunks with digests that a run touches.
+template <class Each> void for_digests(const WriteRows& rows, const WriteRun& run, Each each) {
+    walk(
+        rows, run, run.begin, run.end, [](std::uint64_t, std::uint64_t) {},
+        [&](std::size_t row, Span span) {
+            if (rows.rows[row].chunk != no_digest) for_chunks(rows, row, span, each);
+        });
 }
 
 /// Whether the row's bytes can be written from where they lie.
@@ -117,6 +142,13 @@ DirectRun plan_direct_run(const WriteRows& rows, const WriteRun& run) {
 
 }  // namespace
 
+void copy_row(const WriteRows& rows, const WriteRow& row, std::uint64_t begin, std::uint64_t end, std::byte* out) {
+    if (const Layout* layout = layout_of(rows, row))
+        layout->gather(begin, end, row.source(), out);
+    else
+        std::memcpy(out, row.source() + begin, end - begin);
+}
+
 std::vector<WriteWindow> plan_windows(const WriteRows& rows, std::uint64_t request_bytes) {
     std::vector<WriteWindow> windows;
     const std::vector<WriteRow>& all = rows.rows;
@@ -132,9 +164,13 @@ std::vector<WriteWindow> plan_windows(const WriteRows& rows, std::uint64_t reque
         const std::uint64_t limit = begin + request_bytes;
         std::uint64_t end = begin;
         std::size_t last = i;
-        for (; last < all.size() && all[last].file == all[i].file && block_floor(all[last].offset) < limit; ++last)
-            if (all[last].length != 0) end = std::min(limit, block_ceil(all[last].end()));
-        windows.push_back({all[i].file, begin, end, i, last});
+        bool lazy = true;
+        for (; last < all.size() && all[last].file == all[i].file && block_floor(all[last].offset) < limit; ++last) {
+            if (all[last].length == 0) continue;
+            end = std::min(limit, block_ceil(all[last].end()));
+            lazy = lazy && all[last].lazy;
+        }
+        windows.push_back({all[i].file, begin, end, i, last, lazy});
         planned = end;  // a row that goes on past the window comes again, the others are passed over
     }
     return windows;
@@ -148,7 +184,7 @@ std::vector<WriteRun> split_runs(const WriteRows& rows, const WriteWindow& windo
         const std::uint64_t begin = block_floor(span.low);
         const std::uint64_t end = block_ceil(span.high);
         if (runs.empty() || (begin > runs.back().end && begin - runs.back().end > gap_bytes))
-            runs.push_back({window.file, begin, end, i, i + 1});
+            runs.push_back({window.file, begin, end, i, i + 1, window.lazy});
         else
             runs.back().end = end, runs.back().last_row = i + 1;
     }
@@ -168,32 +204,46 @@ std::optional<DirectPlan> plan_direct(const WriteRows& rows, const WriteWindow& 
     return plan;
 }
 
-void capture_run(const WriteRows& rows, const WriteRun& run, std::byte* image, std::span<std::uint64_t> digests) {
+void capture_run(const WriteRows& rows, const WriteRun& run, std::byte* image, std::span<std::uint64_t> digests, Watch& watch) {
     walk(
         rows, run, run.begin, run.end,
         [&](std::uint64_t low, std::uint64_t high) { std::memset(image + (low - run.begin), 0, high - low); },
-        [&](const WriteRow& row, Span span) { capture_row(rows, row, span, image + (span.low - run.begin), digests); });
+        [&](std::size_t row, Span span) {
+            for_chunks(rows, row, span, [&](const ChunkShare& part) {
+                capture_chunk(rows, part, image + (rows.rows[row].offset + part.low - run.begin), digests, watch);
+            });
+        });
 }
 
 void digest_run(const WriteRows& rows, const WriteRun& run, std::span<std::uint64_t> digests) {
-    walk(
-        rows, run, run.begin, run.end, [](std::uint64_t, std::uint64_t) {},
-        [&](const WriteRow& row, Span span) {
-            if (row.chunk == no_digest) return;
-            const std::uint64_t first = chunk_count(span.low - row.offset);
-            for (std::uint64_t chunk = first; chunk * chunk_bytes < span.high - row.offset; ++chunk) {
-                const std::uint64_t begin = chunk * chunk_bytes;
-                const std::uint64_t end = std::min(begin + chunk_bytes, row.length);
-                digests[row.chunk + chunk] = xxh3_64(row_run(rows, row, begin, end, scratch()), end - begin);
-            }
-        });
+    for_digests(rows, run, [&](const ChunkShare& part) {
+        const WriteRow& row = rows.rows[part.row];
+        if (!part.starts_here()) return;
+        digests[row.chunk + part.chunk] = xxh3_64(row_run(rows, row, part.begin, part.end, scratch()), part.end - part.begin);
+    });
+}
+
+void confirm_run(const WriteRows& rows, const WriteRun& run, std::span<const std::uint64_t> digests, Watch& watch) {
+    for_digests(rows, run, [&](const ChunkShare& part) {
+        const WriteRow& row = rows.rows[part.row];
+        const std::uint64_t begin = part.starts_here() ? part.begin : part.low;
+        const std::byte* const bytes = row_run(rows, row, begin, part.end, scratch());
+        watch.compare(part.row, begin, part.end, bytes);
+        if (!part.starts_here()) {
+            if (part.ends_here()) watch.note_seam(part.row, part.low, xxh3_64(bytes, part.end - begin));
+            return;
+        }
+        if (xxh3_64(bytes, part.end - begin) != digests[row.chunk + part.chunk]) watch.report(part.row, begin, part.end);
+        if (!part.ends_here()) watch.note_seam(part.row, part.high, xxh3_64(bytes + (part.high - begin), part.end - part.high));
+    });
 }
 
 void image_range(const WriteRows& rows, const WriteRun& run, std::uint64_t begin, std::uint64_t end, std::byte* image) {
     walk(
         rows, run, begin, end,
         [&](std::uint64_t low, std::uint64_t high) { std::memset(image + (low - begin), 0, high - low); },
-        [&](const WriteRow& row, Span span) {
+        [&](std::size_t i, Span span) {
+            const WriteRow& row = rows.rows[i];
             copy_row(rows, row, span.low - row.offset, span.high - row.offset, image + (span.low - begin));
         });
 }
@@ -202,7 +252,7 @@ std::uint64_t row_bytes(const WriteRows& rows, const WriteRun& run) {
     std::uint64_t bytes = 0;
     walk(
         rows, run, run.begin, run.end, [](std::uint64_t, std::uint64_t) {},
-        [&](const WriteRow&, Span span) { bytes += span.high - span.low; });
+        [&](std::size_t, Span span) { bytes += span.high - span.low; });
     return bytes;
 }
 

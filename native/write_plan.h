@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "rows.h"
+#include "watch.h"
 
 namespace flowstone {
 
@@ -20,6 +21,7 @@ struct WriteWindow {
     std::uint64_t end;
     std::size_t first_row;
     std::size_t last_row;
+    bool lazy = false;  // all its rows are
 };
 
 /// The part of a window that one request writes: no gap of untouched blocks longer than gap_bytes.
@@ -51,12 +53,19 @@ struct DirectPlan {
 /// (strided, at another phase, or too much to bounce).
 std::optional<DirectPlan> plan_direct(const WriteRows& rows, const WriteWindow& window, std::uint64_t gap_bytes);
 
-/// Make `image` the run's exact bytes, gaps zero, and digest every chunk that starts in the run
-/// (also where it goes on past the run's end).
-void capture_run(const WriteRows& rows, const WriteRun& run, std::byte* image, std::span<std::uint64_t> digests);
+/// Row bytes [begin, end), counted from the row's start, to `out`.
+void copy_row(const WriteRows& rows, const WriteRow& row, std::uint64_t begin, std::uint64_t end, std::byte* out);
 
-/// The digests alone.
+/// Make `image` the run's exact bytes, gaps zero, and digest every chunk that starts in the run
+/// (also where it goes on past the run's end). What is digested is the image, not the source, so the
+/// digests are those of what will be written whatever happens to the source; `watch` is told what was seen.
+void capture_run(const WriteRows& rows, const WriteRun& run, std::byte* image, std::span<std::uint64_t> digests, Watch& watch);
+
+/// The digests alone, of a run that is about to be written from where it lies.
 void digest_run(const WriteRows& rows, const WriteRun& run, std::span<std::uint64_t> digests);
+
+/// The run has been written from where it lies: `watch` is told where the sources are not what was digested.
+void confirm_run(const WriteRows& rows, const WriteRun& run, std::span<const std::uint64_t> digests, Watch& watch);
 
 /// The image of [begin, end) inside the run alone.
 void image_range(const WriteRows& rows, const WriteRun& run, std::uint64_t begin, std::uint64_t end, std::byte* image);

@@ -50,8 +50,10 @@ def xxh3_64(data: bytes | bytearray | memoryview | NDArray[np.uint8], /) -> int:
 class Fault:
     """Why a job failed: one system call on one range of one file."""
 
-    operation: str  # "write", "read", "end of file" (a read that met the file's end too early)
-    errno: int  # 0 for "end of file"
+    # "write", "read", "end of file" (a read that met the file's end too early), "capture" (a lazy source
+    # had changed; offset and length say where in the file it belongs)
+    operation: str
+    errno: int  # 0 for "end of file" and "capture"
     path: str
     offset: int  # bytes
     length: int  # bytes
@@ -119,12 +121,14 @@ class WriteRows:
     layout[i] is an index into `layouts`, or -1 when the source is contiguous.
     chunk[i] is the index in the job's digests of the row's first chunk; the row fills
     ceil(length / CHUNK_BYTES) of them. A row of length 0 has no chunk.
+    lazy[i]: the row may be captured after the caller has gone on (None: no row may). A few lines of every
+    chunk of such a row are read when the job starts, and compared with what is captured.
     """
 
     def __init__(
         self, *, file: NDArray[np.uint32], offset: NDArray[np.uint64], length: NDArray[np.uint64],
         address: NDArray[np.uint64], chunk: NDArray[np.uint64], layout: NDArray[np.int64],
-        layouts: Sequence[GatherLayout], chunks: int,
+        layouts: Sequence[GatherLayout], chunks: int, lazy: NDArray[np.bool_] | None = None,
     ) -> None: ...
 
 class ReadRows:
@@ -145,8 +149,17 @@ class ReadRows:
     ) -> None: ...
 
 class WriteJob:
-    """Bytes on their way to files. Keep every source alive and unchanged until captured."""
+    """Bytes on their way to files. Keep every source alive and unchanged until captured.
 
+    What is not lazy is captured first, at once. The rest follows within the limits of Engine.write,
+    until somebody waits for it and says `hurry`. A lazy source that changed before it was captured is
+    the fault "capture".
+    """
+
+    def wait_early(self, timeout_s: float) -> bool:
+        """Whether no source that is not lazy will be read any more."""
+    def hurry(self) -> None:
+        """From now on capture as fast as memory and device allow. Returns at once."""
     def wait_captured(self, timeout_s: float) -> bool:
         """Whether no source will be read any more (also true once the job failed or was cancelled)."""
     def wait(self, timeout_s: float) -> bool:
@@ -209,7 +222,7 @@ class Engine:
     def backend(self) -> str: ...
     def write(
         self, arena: Arena, files: Sequence[tuple[File, int]], rows: WriteRows, *, gap_bytes: int = 0,
-        in_place: bool = True,
+        in_place: bool = True, blocks: int | None = None, bytes_per_s: int = 0,
     ) -> WriteJob:
         """Start writing; `files` are (file, size in bytes). Returns at once.
 
@@ -224,6 +237,8 @@ class Engine:
                    first row and after its last are never written. Only for a file whose rows
                    are all in this job, or that no other job writes in between.
         in_place   False: everything waits for a block, nothing is written from where it lies
+        blocks     how many arena blocks lazy rows may hold at once before `hurry`; None: any number
+        bytes_per_s  how fast lazy rows may begin before `hurry`; 0: as fast as they can
         """
     def read(
         self, arena: Arena, files: Sequence[File], rows: ReadRows, *,

@@ -29,10 +29,10 @@ import flowstone as fs
 State = dict[str, object]
 
 SAVE = {
-    "describe": "flowstone.checkpointer.describe", "plan": "flowstone.checkpointer.plan_writes",
-    "begin": "flowstone.commit.publish.begin", "stage": "flowstone.checkpointer.start_capture",
-    "objects (while writing)": "flowstone.checkpointer.encode_objects",
-    "index": "flowstone.checkpointer.index_file", "publish": "flowstone.commit.publish.publish",
+    "describe": "flowstone.checkpointer.describe", "plan": "flowstone.saving.plan_writes",
+    "begin": "flowstone.commit.publish.begin", "stage": "flowstone.saving.start_capture",
+    "objects (while writing)": "flowstone.saving.encode_objects",
+    "index": "flowstone.saving.index_file", "publish": "flowstone.commit.publish.publish",
 }
 LOAD = {
     "open": "flowstone.reader.Checkpoint.check", "prepare": "flowstone.loading.prepare",

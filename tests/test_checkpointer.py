@@ -138,10 +138,11 @@ def test_wait_returns_once_everything_is_durable(store: Path) -> None:
         assert fs.open(store).step == 1
 
 
-def test_a_new_save_waits_for_the_one_before_it(store: Path) -> None:
-    with fs.Checkpointer(store) as checkpointer:
+@pytest.mark.parametrize("limit", [1, 3])
+def test_a_new_save_waits_when_too_many_are_in_flight(store: Path, limit: int) -> None:
+    with fs.Checkpointer(store, saves_in_flight=limit) as checkpointer:
         saves = [checkpointer.save(step, filled(step)) for step in range(1, 6)]
-        assert all(save.committed.done() for save in saves[:-1])
+        assert all(save.committed.done() for save in saves[: -limit])
     assert steps(store) == [f"step-{step:08d}" for step in range(1, 6)]
 
 
@@ -296,7 +297,7 @@ def failing(times: int) -> Callable[..., object]:
 def test_a_failed_save_raises_at_the_next_call_and_only_once(store: Path) -> None:
     told: list[Event] = []
     failure = mock.patch("flowstone.commit.publish.publish", failing(1))
-    with failure, fs.Checkpointer(store, on_event=told.append) as one:
+    with failure, fs.Checkpointer(store, saves_in_flight=1, on_event=told.append) as one:
         one.save(1, filled(1))
         with pytest.raises(fs.SaveFailedError) as caught:
             one.save(2, filled(2))
@@ -347,7 +348,7 @@ def test_a_timeout_is_no_sight_of_the_failure(store: Path) -> None:
 def test_on_error_continue_goes_on_until_too_many_steps_are_unsaved(store: Path) -> None:
     with (
         mock.patch("flowstone.commit.publish.publish", failing(4)),
-        fs.Checkpointer(store, on_error="continue", max_unsaved_steps=20) as checkpointer,
+        fs.Checkpointer(store, saves_in_flight=1, on_error="continue", max_unsaved_steps=20) as checkpointer,
     ):
         checkpointer.save(10, filled(10))
         checkpointer.save(20, filled(20))

@@ -136,6 +136,58 @@ def test_an_uncaught_exception_still_saves_what_was_captured(store: Path, script
     assert fs.open(store).verify().step == 1
 
 
+# A save that captures at leisure, of which there is no end until somebody hurries.
+_LEISURE = """
+import atexit, sys, torch, flowstone as fs
+from flowstone.store.base import Pace
+from flowstone.saving import Captures
+Captures.pace = lambda *_: Pace(1, 1)
+model = torch.nn.Linear(1024, 1024)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+state = {'model': model, 'optimizer': optimizer}
+def train(path):
+    checkpointer = fs.Checkpointer(path, engine=fs.EngineOptions(request_bytes=2 << 20))
+    model(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+    print(checkpointer.save(1, state).captured.done(), flush=True)
+    return checkpointer
+"""
+
+
+def test_the_end_of_a_script_ends_all_leisure(store: Path, script: Script) -> None:
+    assert finished(script(_LEISURE + "checkpointer = train(sys.argv[1])\n", store)) == (0, "False\n", "")
+    assert fs.open(store).verify().step == 1
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_the_end_of_a_process_of_multiprocessing_ends_all_leisure(store: Path, script: Script, method: str) -> None:
+    text = _LEISURE + (
+        "import multiprocessing\n"
+        "if __name__ == '__main__':\n"
+        f"    child = multiprocessing.get_context('{method}').Process(target=train, args=(sys.argv[1],))\n"
+        "    child.start()\n"
+        "    child.join()\n"
+        "    print(child.exitcode)\n"
+    )
+    assert finished(script(text, store)) == (0, "False\n0\n", "")
+    assert fs.open(store).verify().step == 1
+
+
+def test_a_save_that_comes_after_the_end_is_refused(store: Path, script: Script) -> None:
+    text = _LEISURE + (
+        "checkpointer = train(sys.argv[1])\n"
+        "def late():\n"
+        "    try:\n        checkpointer.save(2, state)\n"
+        "    except fs.ClosedError as error:\n        print(error)\n"
+        "atexit.register(late)\n"
+    )
+    status, out, err = finished(script(text, store))
+    assert (status, err) == (0, ""), err
+    assert "cannot save step 2: Python is ending" in out
+    assert fs.open(store).verify().step == 1
+    assert not list(store.glob(".saving-*"))
+
+
 def test_a_killed_process_leaves_the_checkpoint_before(store: Path, script: Script) -> None:
     text = _SLOW_COMMIT + (
         "checkpointer = fs.Checkpointer(sys.argv[1])\n"

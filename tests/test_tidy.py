@@ -30,9 +30,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ranks": {"errors"},
     "reader": _BASE | {"format", "plan", "store", "stage", "commit", "state"},
     "saves": {"reader"},
+    "saving": _BASE | {"format", "plan", "store", "stage", "commit", "state", "saves", "_native"},
     "loading": _BASE | {"format", "plan", "store", "stage", "state", "reader"},
     "checkpointer": _BASE
-    | {"format", "plan", "store", "stage", "commit", "state", "ranks", "reader", "saves", "loading", "progress"}
+    | {"format", "store", "stage", "commit", "state", "ranks", "reader", "saves", "saving", "loading", "progress"}
     | {"_native"},
     "study": _BASE | {"format", "plan", "store", "stage", "commit", "reader", "_native"},
     "cli": _BASE | {"format", "store", "commit", "reader", "progress", "demo", "cli_output"}

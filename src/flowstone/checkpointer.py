@@ -13,18 +13,18 @@ import os
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
 from types import TracebackType
 from typing import Literal
 
-from flowstone import _native, loading
-from flowstone._version import __version__
+from flowstone import _native, loading, saving
 from flowstone.commit import catalog, publish
-from flowstone.commit.contents import Objects, encode_objects
 from flowstone.config import (
-    FIRST_ARENA_BYTES,
+    COPY_BYTES_PER_S,
+    FENCE_WAIT_S,
     STEP_MAX,
     EngineOptions,
     Keep,
@@ -40,7 +40,6 @@ from flowstone.errors import (
     StorageError,
 )
 from flowstone.events import (
-    Captured,
     Committed,
     Event,
     FellBack,
@@ -53,18 +52,17 @@ from flowstone.events import (
     SaveStarted,
     Written,
 )
-from flowstone.format.manifest import MARKER_NAME, SegmentRow, step_directory
+from flowstone.format.manifest import MARKER_NAME, step_directory
 from flowstone.loading import LoadReport
-from flowstone.pieces import Layout
-from flowstone.plan.write import WritePlan, index_file, plan_writes
 from flowstone.progress import terminal_progress
 from flowstone.ranks import only_rank
 from flowstone.reader import Checkpoint, check_store
 from flowstone.rules import Rule
-from flowstone.saves import Save
+from flowstone.saves import Save, call_at_exit
+from flowstone.saving import Captures, Flight, Planned
 from flowstone.stage.arena import default_budget_bytes, open_write_arena
-from flowstone.stage.capture import Staged, start_capture
-from flowstone.state import Described, collector_paused, describe
+from flowstone.stage.fence import Fence
+from flowstone.state import collector_paused, describe
 from flowstone.store.base import Store
 from flowstone.store.local import LocalStore
 
@@ -81,10 +79,11 @@ class Checkpointer:
     on_error           "raise": a failed save raises at the next call; "continue": it is only an event,
                        until `max_unsaved_steps` steps have passed since the last committed one
     engine             how bytes move; what is left out is as tuned for the mount, else a measured default
+    saves_in_flight    how many saves may be under way at once; `save` waits when there are more
     on_event           is told every event (see events.py), from the thread where it happens
 
     Not safe to use from several threads at once. A context manager; leaving it, or the end of
-    the process, waits for the save in flight; a failure that nobody has seen ends the process with 1.
+    the process, waits for saves in flight; a failure that nobody has seen ends the process with 1.
     """
 
     def __init__(
@@ -96,22 +95,29 @@ class Checkpointer:
         on_error: Literal["raise", "continue"] = "raise",
         max_unsaved_steps: int | None = None,
         engine: EngineOptions | None = None,
+        saves_in_flight: int = 2,
         on_event: OnEvent | None = None,
     ) -> None:
         if on_error not in ("raise", "continue"):
             raise ValueError(f"on_error {on_error!r} is neither 'raise' nor 'continue'")
+        if saves_in_flight < 1:
+            raise ValueError(f"saves_in_flight {saves_in_flight} is less than one")
         self._rank = only_rank()
         self._options = engine or EngineOptions()
         self._store: Store = LocalStore(path, self._options) if isinstance(path, str | os.PathLike) else path
         self._keep, self._budget_bytes, self._on_event = keep, budget_bytes, on_event
         self._on_error, self._max_unsaved_steps = on_error, max_unsaved_steps
+        self._saves_in_flight = saves_in_flight
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="flowstone-commit")
+        self._watcher = ThreadPoolExecutor(1, thread_name_prefix="flowstone-capture")
+        self._fence = Fence(self._before_step)
         self._arena: _native.Arena | None = None
-        self._planned: tuple[Layout, WritePlan] | None = None  # the layout of the last save, and its plan
+        self._planned: Planned | None = None  # for the last save
         self._store_id: str | None = None  # set once this job is the store's writer
         self._newest: int | None = None
         self._first_unsaved: int | None = None
-        self._pending: Save | None = None
+        self._in_flight: deque[Save] = deque()  # started, and not yet settled
+        self._captures = Captures()
         self._unsound: str | None = None  # why the state must not be saved
         self._superseded_above: int | None = None
         self._closed = False
@@ -126,7 +132,7 @@ class Checkpointer:
         Waits for a save in flight, as `load` does, so that the answer does not depend on timing.
         """
         self._check_open()
-        self._await_pending()
+        self._await_saves()
         manifest = catalog.newest(self._store)
         if manifest is None:
             return None
@@ -153,7 +159,7 @@ class Checkpointer:
                                      changed, and saving is refused until a load succeeds
         """
         self._check_open()
-        self._await_pending()
+        self._await_saves()
         check_store(self._store)
         newest = catalog.find(self._store, step)
         candidates = [s for s in reversed(catalog.steps(self._store)) if s <= newest] if fallback else [newest]
@@ -205,11 +211,17 @@ class Checkpointer:
     # Save
 
     def save(self, step: int, state: Mapping[str, object], *, fence: Literal["auto", "manual"] = "auto") -> Save:
-        """Save `state` as `step`. Returns once the state may change; the write goes on in the background.
+        """Save `state` as `step`. Returns at once; what the next step will change is captured meanwhile.
 
-        In this version everything is captured before `save` returns: copied as far as the budget
-        allows, then as room comes free, at the device's speed. `fence` says who waits
-        when captures become lazy: "auto" the optimizers' steps, "manual" the caller, by `fence()`.
+        Captured lazily, while forward and backward run (DataStates-LLM, arXiv 2406.10707): parameters of
+        modules and states of optimizers. Captured before this returns: buffers, tensors below 64 KiB,
+        those of unknown objects, Python values; and everything, when nobody would wait for the rest.
+        A lazily captured tensor that changes all the same fails this save, by name; which changes are
+        noticed, and with which odds, is in docs/LIMITS.md.
+
+        fence   "auto": the next step of any optimizer in `state` waits until all of it is captured.
+                "manual": the caller promises to call `fence()` before anything of `state` changes;
+                then every tensor from 64 KiB on is captured lazily
 
         raises  StepExistsError        `step` is not above the newest one; see `rewind`
                 UnsupportedStateError  an object that cannot be saved, by path
@@ -226,89 +238,91 @@ class Checkpointer:
         started = time.monotonic()
         self._check_open()
         self._check_sound()
-        self._settle()
+        self._settle(leave=self._saves_in_flight - 1)
         waited = time.monotonic()
         self._become_writer()
-        if self._newest is not None and step <= self._newest:
+        self._check_new(step)
+        known = self._planned
+        described = describe(state, rank=self._rank, known=None if known is None else known.layout)
+        described_at = time.monotonic()
+        self._planned = planned = saving.plan_save(described, known, fence=fence, rank=self._rank)
+        plan, planned_at = planned.plan, time.monotonic()
+        self._emit(
+            SaveStarted(step, len(plan.pieces), plan.bytes, planned is known, described_at - waited,
+                        planned_at - described_at, waited - started)
+        )
+        arena, pace = self._opened_arena(), self._captures.pace(plan, self._store.settings("write").tuning)
+        if planned.waiter == "optimizers" and plan.lazy_bytes:
+            self._fence.guard(described.optimizers)
+        flight = saving.start(self._store, Save(step), plan, described, arena, pace, started)
+        self._go_on_without_caller(flight)
+        return flight.save
+
+    def _go_on_without_caller(self, flight: Flight) -> None:
+        """The rest of a save is for the watcher's thread, and for the writer's."""
+        save, is_lazy = flight.save, flight.plan.lazy_bytes > 0
+        # All that are under way: the writer's thread takes them in order, so that one waits for those before it.
+        save.captured.hurry = save.committed.hurry = self._hurry
+        try:
+            if is_lazy:
+                self._watcher.submit(self._watch, flight)
+            else:
+                self._tell_captured(flight)
+            self._writer.submit(self._finish, flight)
+        except RuntimeError as error:
+            saving.give_up(flight, self._store)
+            raise ClosedError(
+                f"cannot save step {save.step}: Python is ending", reason=str(error),
+                next="save before the script ends, not in an exit handler",
+            ) from error
+        self._in_flight.append(save)
+        if is_lazy:
+            self._captures.add(flight)
+
+    def _check_new(self, step: int) -> None:
+        newest = max((save.step for save in self._in_flight), default=self._newest)
+        if newest is not None and step <= newest:
             raise StepExistsError(
-                f"cannot save step {step} into {self._store.location}", found=f"newest step {self._newest}",
+                f"cannot save step {step} into {self._store.location}", found=f"newest step {newest}",
                 next=f"save a later step, or call rewind({step - 1 if step else 0}) first to set newer steps aside",
             )
-        known, plan = self._planned or (None, None)
-        described = describe(state, rank=self._rank, known=known)
-        layout, described_at = described.layout, time.monotonic()
-        cached = layout is known
-        if plan is None or not cached:
-            plan = plan_writes(layout.pieces, aliases=layout.aliases, rank=self._rank)
-            self._planned = layout, plan
-        planned = time.monotonic()
-        self._emit(
-            SaveStarted(step, len(plan.pieces), plan.bytes, cached, described_at - waited, planned - described_at,
-                        waited - started)
-        )
-        draft = publish.begin(self._store, step)
-        save = Save(step)
-        try:
-            arena = self._opened_arena()
-            arena.grow(min(plan.file_bytes, FIRST_ARENA_BYTES))
-            staged = start_capture(self._store, draft.directory, plan, described.places, arena)
-            objects = self._encode_while_captured(staged, described)
-        except BaseException:
-            publish.discard(self._store, draft)
-            raise
-        self._pending = save
-        save.captured.set_result(None)
-        self._emit(Captured(step, time.monotonic() - started))
-        self._writer.submit(self._finish, save, draft, staged, plan, objects, started)
-        return save
 
-    def _encode_while_captured(self, staged: Staged, described: Described) -> bytes:
-        """objects.json, encoded while bytes move; returns once all of them are captured."""
+    def _watch(self, flight: Flight) -> None:
+        """On a watcher thread: tell when the last lazy byte is captured."""
         try:
-            per_rank = {name: [value] for name, value in described.per_rank.items()}
-            objects = encode_objects(Objects(dict(described.objects), per_rank))
-            staged.writing.wait_captured()
-        except BaseException:
-            staged.writing.cancel()
-            staged.writing.receipt()
-            raise
-        return objects
+            flight.writing.wait_captured()
+        finally:
+            self._tell_captured(flight)
 
-    def _finish(
-        self, save: Save, draft: publish.Draft, staged: Staged, plan: WritePlan, objects: bytes, started: float
-    ) -> None:
+    def _tell_captured(self, flight: Flight) -> None:
+        try:
+            self._emit(flight.captured())
+        finally:  # whatever happens, somebody may be waiting
+            flight.save.captured.set_result(None)
+
+    def _finish(self, flight: Flight) -> None:
         """The background half of a save, on the writer thread: its outcome is the future's, whatever it is."""
+        save, plan = flight.save, flight.plan
         try:
-            receipt = staged.writing.receipt()
-            if receipt.error is not None:
-                raise receipt.error
+            receipt = saving.receipt_of(flight)
             self._emit(
-                Written(save.step, receipt.io.copied_bytes, receipt.io.direct_bytes, time.monotonic() - started)
+                Written(save.step, receipt.io.copied_bytes, receipt.io.direct_bytes, time.monotonic() - flight.started)
             )
-            segments = [
-                SegmentRow(at, None, file.name, file.bytes, file.header_bytes, header)
-                for at, (file, header) in enumerate(zip(plan.segments, staged.headers, strict=True))
-            ]
             assert self._store_id is not None, "only the store's writer saves"
-            manifest = publish.publish(
-                self._store, draft, store_id=self._store_id, segments=segments,
-                index=index_file(plan, staged.offsets, receipt.digests), totals=plan.frame.totals, objects=objects,
-                receipt=receipt, writer=f"flowstone {__version__}", ranks=1,
-            )
+            manifest = saving.commit(flight, receipt, self._store, self._store_id)
         except BaseException as error:
             try:
-                publish.discard(self._store, draft)
-            finally:  # whatever happens, somebody may be waiting
+                publish.discard(self._store, flight.draft)
+            finally:
                 self._emit(SaveFailed(save.step, str(error)))
                 save.committed.set_exception(error)
             return
-        self._newest, self._first_unsaved = save.step, None
-        self._emit(Committed(save.step, plan.file_bytes, time.monotonic() - started))
+        self._emit(Committed(save.step, plan.file_bytes, time.monotonic() - flight.started))
         save.committed.set_result(Checkpoint(self._store, step_directory(save.step), self._options, manifest))
         # A larger arena shortens what a save waits for. But touching fresh pages is slower than a device:
-        # no save waits for it, and none is slowed down by it.
+        # no save waits for it, and none is slowed down by it. Lazy bytes need none, unless a fence has to wait.
         assert self._arena is not None
-        self._arena.grow(plan.file_bytes, when_idle=True)
+        self._arena.grow(plan.file_bytes - plan.lazy_bytes, when_idle=True)
         self._prune()
 
     def _prune(self) -> None:
@@ -323,7 +337,7 @@ class Checkpointer:
     def _become_writer(self) -> None:
         """At the first save: lock, sweep, and learn the newest step. Then, what a fallback left to set aside."""
         if self._store_id is None:
-            self._start_writer()
+            self._start_threads()
             if not self._store.exists(MARKER_NAME):
                 self._store.make_directory()
             self._store.lock(f"process {os.getpid()} on {socket.gethostname()}")
@@ -351,10 +365,31 @@ class Checkpointer:
     # Waiting and ending
 
     def fence(self) -> None:
-        """Wait until the state may change: every save so far is captured."""
+        """Wait until the state may change: every save so far is captured. Told as the event Fenced."""
         self._check_open()
-        if self._pending is not None:
-            self._pending.captured.result()
+        self._pass_fence()
+
+    def _before_step(self) -> None:
+        """An optimizer is about to step."""
+        if not self._closed and os.getpid() == self._pid:
+            self._pass_fence()
+
+    def _hurry(self) -> None:
+        """Somebody waits for what is not captured yet. Any thread."""
+        if os.getpid() == self._pid:  # a fork's copies of native objects have no threads behind them
+            self._captures.hurry()
+
+    def _pass_fence(self) -> None:
+        fenced = self._captures.fence()
+        if fenced is None:
+            return
+        self._emit(fenced)
+        if fenced.waited_s > FENCE_WAIT_S:
+            # Steps are shorter than writes: next time there is more memory to copy into.
+            assert self._arena is not None
+            assert self._planned is not None
+            more = self._arena.touched_bytes + int(fenced.waited_s * COPY_BYTES_PER_S)
+            self._arena.grow(min(more, self._planned.plan.file_bytes), when_idle=True)
 
     def wait(self) -> None:
         """Wait until every save so far is durable; raises SaveFailedError if one failed unseen."""
@@ -372,13 +407,15 @@ class Checkpointer:
         self._newest = step
 
     def close(self) -> None:
-        """Wait for the save in flight, give the store and the memory back. Raises what `wait` raises."""
+        """Wait for saves in flight, give the store and the memory back. Raises what `wait` raises."""
         if self._closed or os.getpid() != self._pid:
             return
         try:
             self._settle()
         finally:
             self._closed = True
+            self._fence.lift()
+            self._watcher.shutdown()
             self._writer.shutdown()
             atexit.unregister(self._at_exit)
             if self._arena is not None:
@@ -398,43 +435,48 @@ class Checkpointer:
                 raise
             _log.error("while another error was on its way: %s", failure)  # which must not be masked
 
-    def _await_pending(self) -> Save | None:
-        """The save in flight, once it has ended one way or the other."""
-        if self._pending is not None:
-            wait_futures([self._pending.committed])
-        return self._pending
+    def _await_saves(self) -> None:
+        """Until the saves in flight have ended one way or the other."""
+        self._hurry()
+        wait_futures([save.committed for save in self._in_flight])
 
-    def _settle(self) -> None:
-        """Wait for the save in flight; raise its failure if nobody has seen it and failures are to be raised."""
-        pending = self._await_pending()
-        if pending is None:
+    def _settle(self, leave: int = 0) -> None:
+        """Wait until at most `leave` saves are in flight; raise the first failure that nobody has seen."""
+        while self._in_flight and (len(self._in_flight) > leave or self._in_flight[0].committed.done()):
+            self._hurry()
+            wait_futures([self._in_flight[0].committed])
+            self._settle_one(self._in_flight.popleft())
+
+    def _settle_one(self, ended: Save) -> None:
+        if not ended.committed.failed():
+            self._newest, self._first_unsaved = ended.step, None
             return
-        self._pending = None
-        failure = pending.committed.failure()
-        if pending.committed.failed():
-            self._first_unsaved = pending.step if self._first_unsaved is None else self._first_unsaved
-            existing = catalog.steps(self._store)  # the store knows how far the failed save had come
-            self._newest = existing[-1] if existing else None
+        self._first_unsaved = ended.step if self._first_unsaved is None else self._first_unsaved
+        existing = catalog.steps(self._store)  # the store knows how far the failed save had come
+        self._newest = existing[-1] if existing else None
+        failure = ended.committed.failure()
         if failure is None:
             return
-        behind = pending.step - (self._newest if self._newest is not None else self._first_unsaved or 0)
+        behind = ended.step - (self._newest if self._newest is not None else self._first_unsaved or 0)
         limit = self._max_unsaved_steps
         if self._on_error == "continue" and (limit is None or behind <= limit):
-            _log.warning("step %d was not saved, going on: %s", pending.step, failure)
+            _log.warning("step %d was not saved, going on: %s", ended.step, failure)
             return
         raise SaveFailedError(
-            f"step {pending.step} was not saved: {failure}",
+            f"step {ended.step} was not saved: {failure}",
             newest="none" if self._newest is None else f"step {self._newest}",
             next="see the cause; earlier checkpoints are untouched, and the next save may succeed",
         ) from failure
 
-    def _start_writer(self) -> None:
-        """Start the writer's thread while nothing depends on it: a captured save could not be finished without."""
+    def _start_threads(self) -> None:
+        """Start both threads while nothing depends on them: a save under way could not be finished without."""
         try:
             self._drain_writer()
+            self._watcher.submit(int).result()
+            call_at_exit(self._hurry)
         except RuntimeError as error:
             raise StorageError(
-                "cannot start the thread that commits saves", errno=errno.EAGAIN, reason=str(error),
+                "cannot start the threads that end saves", errno=errno.EAGAIN, reason=str(error),
                 next="raise the limits on threads and processes (ulimit -u, pids.max)",
             ) from error
 

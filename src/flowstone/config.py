@@ -33,6 +33,12 @@ FIRST_ARENA_BYTES = 128 * MIB  # of staging memory for a first save: sixteen req
 READ_REQUEST_BYTES = 8 * MIB + 2 * BLOCK_BYTES  # eight whole chunks at any phase
 # Threads that copy and digest. One keeps up with 5 GB/s; on two cores a second one takes time from the conductor.
 WORKERS_DEFAULT = max(1, min(2, len(os.sched_getaffinity(0)) - 1))
+
+# Lazy capture aims to be done when this much of the time from `save` to the fence has passed.
+CAPTURE_SHARE_OF_LEISURE = 0.8
+FENCE_WAIT_S = 0.005  # a longer wait makes the arena grow
+COPY_BYTES_PER_S = 4e9  # into touched memory, by two cores that train meanwhile; sizes that growth
+
 # Below this, a gather of windows cannot keep even a slow device busy.
 BUDGET_BYTES_MIN = 32 * MIB
 REQUEST_BYTES_MIN = 2 * MIB  # a block of the arena holds a request, and any chunk with its block's head and tail

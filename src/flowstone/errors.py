@@ -16,6 +16,7 @@ FlowstoneError
 │   └── UnsupportedFormatError   written by a newer version, or needs an unknown feature
 ├── StorageError             the operating system refused: operation, errno, path, range
 │   └── FullError                no space: bytes needed and free
+├── StateChangedError        the state changed before it was captured: a mutation escaped the fence
 ├── BudgetError              a declared memory limit cannot hold what was asked for
 ├── CancelledError           stopped before the end
 └── SaveFailedError          an earlier save failed in the background
@@ -119,6 +120,20 @@ class StorageError(FlowstoneError):
 
 class FullError(StorageError):
     """No space is left: the facts say how many bytes are needed and how many are free."""
+
+
+class StateChangedError(FlowstoneError):
+    """Bytes of the state changed between `save` and their capture, so that save holds nothing.
+
+    path, offset, length  where in the files of that save they would have been
+    names                 of the tensors, once they are known
+    """
+
+    def __init__(
+        self, message: str, *, path: str, offset: int, length: int, names: tuple[str, ...] = (), **facts: object
+    ) -> None:
+        super().__init__(message, **facts)
+        self.path, self.offset, self.length, self.names = path, offset, length, names
 
 
 class BudgetError(FlowstoneError):

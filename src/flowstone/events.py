@@ -21,15 +21,33 @@ class SaveStarted:
     plan_cached: bool
     described_s: float
     planned_s: float
-    waited_s: float  # for the save before this one to become durable
+    waited_s: float  # for an earlier save to become durable, when too many were in flight
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """The state may change from here on; `blocked_s` is what the caller waited in `save`, all told."""
+    """The state may change from here on.
+
+    blocked_s     what the caller waited in `save`, all told
+    captured_s    since `save` was called
+    early_bytes   captured before `save` returned; the others lazily, for which see Written
+    """
 
     step: int
     blocked_s: float
+    captured_s: float
+    early_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fenced:
+    """A step, or a call of `fence`, waited for what was not captured yet.
+
+    step  of the newest save that was waited for
+    """
+
+    step: int
+    waited_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +120,7 @@ class RemovalFailed:
 
 
 Event = (
-    SaveStarted | Captured | Written | Committed | SaveFailed | LoadProgress | Loaded | FellBack | Removed
+    SaveStarted | Captured | Fenced | Written | Committed | SaveFailed | LoadProgress | Loaded | FellBack | Removed
     | RemovalFailed
 )
 OnEvent = Callable[[Event], None]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -11,7 +14,29 @@ from flowstone.reader import Checkpoint
 _Result = TypeVar("_Result")
 
 
-class ReportedFuture(Future[_Result], Generic[_Result]):
+class HurriedFuture(Future[_Result], Generic[_Result]):
+    """A Future that lets it be known when somebody waits for it. A save under way is not called off by `cancel`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_running_or_notify_cancel()
+        self.hurry: Callable[[], None] = _nothing
+
+    def result(self, timeout: float | None = None) -> _Result:
+        if not self.done():
+            self.hurry()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        if not self.done():
+            self.hurry()
+        return super().exception(timeout)
+
+
+def _nothing() -> None: ...
+
+
+class ReportedFuture(HurriedFuture[_Result], Generic[_Result]):
     """A Future that knows whether its failure was handed to anybody."""
 
     def __init__(self) -> None:
@@ -44,11 +69,32 @@ class ReportedFuture(Future[_Result], Generic[_Result]):
 class Save:
     """One save.
 
+    Waiting for one of them by `result` or `exception` ends all leisure of the capture, of this save and of
+    those before it.
+
     captured   done once the state may change
     committed  done once the checkpoint is durable; its result is the Checkpoint, and it raises
                whatever ended the save
     """
 
     step: int
-    captured: Future[None] = field(default_factory=Future)
+    captured: HurriedFuture[None] = field(default_factory=HurriedFuture)
     committed: ReportedFuture[Checkpoint] = field(default_factory=ReportedFuture)
+
+
+def call_at_exit(method: Callable[[], None]) -> None:
+    """Call a bound method, if its object is alive, when the script has ended and Python begins to wait for threads.
+
+    What `atexit` calls comes after the threads of executors have come to their ends, and in a process of
+    `multiprocessing` not at all. Python has no public name for the moment before; where it has none at all
+    this does nothing.
+    """
+    register = getattr(threading, "_register_atexit", None)
+    if register is not None:
+        register(_call, weakref.WeakMethod(method))
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    alive = method()
+    if alive is not None:
+        alive()

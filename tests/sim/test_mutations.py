@@ -60,7 +60,8 @@ MUTANTS = {
     ),
     "retention_comes_before_the_commit": Mutant(
         Checkpointer, "_finish",
-        (("receipt = staged.writing.receipt()", "receipt = staged.writing.receipt(); self._prune_all()"),), "retention",
+        (("receipt = saving.receipt_of(flight)", "receipt = saving.receipt_of(flight); self._prune_all()"),),
+        "retention",
     ),
     "deletion_is_not_synced_before_files_go": Mutant(
         catalog, "prune", (("store.sync_directory()", "pass"),), "retention", start=".deleting-00000002"

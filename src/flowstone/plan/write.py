@@ -47,6 +47,7 @@ class WritePlan:
     segment   position in `segments`
     slot      offset_bytes in the segment's file: of the slot, or of the packed piece itself
     slotted   whether the piece may start up to BLOCK_BYTES - 1 behind `slot`
+    lazy      whether the piece may be captured after `save` has returned
     chunk     the number of the piece's first chunk, over the whole plan
     order     rows of all files in file order: number s is the header of segment s, and
               number len(segments) + p is piece p
@@ -61,6 +62,7 @@ class WritePlan:
     slot: NDArray[np.uint64]
     length: NDArray[np.uint64]
     slotted: NDArray[np.bool_]
+    lazy: NDArray[np.bool_]
     chunk: NDArray[np.uint64]
     chunks: int
     order: NDArray[np.int64]
@@ -75,16 +77,24 @@ class WritePlan:
         return int(self.length.sum())
 
     @property
+    def lazy_bytes(self) -> int:
+        """Of the pieces that may be captured after `save` has returned."""
+        return int(self.length[self.lazy].sum())
+
+    @property
     def file_bytes(self) -> int:
         return sum(segment.bytes for segment in self.segments)
 
 
 def plan_writes(
-    pieces: Sequence[Piece], *, aliases: Sequence[Alias] = (), rank: int = 0, header_bytes_max: int = HEADER_BYTES_MAX
+    pieces: Sequence[Piece], *, aliases: Sequence[Alias] = (), lazy: Sequence[bool] = (), rank: int = 0,
+    header_bytes_max: int = HEADER_BYTES_MAX,
 ) -> WritePlan:
     """Lay out `pieces` in as few segments as headers of `header_bytes_max` allow.
 
     aliases  further names of some of them, for the index
+    lazy     parallel to `pieces`: which may be captured late. They lie apart from the others, so that
+             capturing those early touches few windows. Packed pieces are never lazy. Empty: none is
     raises   CoverageError   a tensor's pieces overlap or leave a hole
              CollisionError  two pieces make one entry or a reserved one, or differ in the tensor's dtype or shape
     """
@@ -98,11 +108,12 @@ def plan_writes(
     item = np.array([dtype.item_bytes for dtype in pieces.dtypes], np.uint64)
     length = np.array(list(map(math.prod, boxes)), np.uint64) * item
     slotted = length >= PACKED_BELOW_BYTES
+    late = slotted & np.array(lazy, np.bool_) if len(lazy) else np.zeros(len(pieces), np.bool_)
     segment = np.zeros(len(pieces), np.uint32)
     slot = np.zeros(len(pieces), np.uint64)
     segments = []
     for number, (members, header_bytes) in enumerate(_split(text, length, header_bytes_max)):
-        order, at = _lay_out(members, length, slotted, item, header_bytes, slot)
+        order, at = _lay_out(members, length, slotted, late, item, header_bytes, slot)
         segment[members] = number
         large, small = np.split(order, [int(slotted[order].sum())])
         packed = pack_entries(
@@ -117,7 +128,7 @@ def plan_writes(
     table, piece_order, chunk_order = _tabulate(pieces, aliases, segment, length, chunk)
     return WritePlan(
         pieces=pieces, segments=tuple(segments), text=text, segment=segment, slot=slot, length=length,
-        slotted=slotted, chunk=chunk[:-1], chunks=int(chunk[-1]), order=_row_order(segments), table=table,
+        slotted=slotted, lazy=late, chunk=chunk[:-1], chunks=int(chunk[-1]), order=_row_order(segments), table=table,
         frame=frame_of(table), _piece_order=piece_order, _chunk_order=chunk_order,
     )
 
@@ -213,11 +224,12 @@ def _split(
 
 
 def _lay_out(
-    members: NDArray[np.int64], length: NDArray[np.uint64], slotted: NDArray[np.bool_], item: NDArray[np.uint64],
-    at: int, slot: NDArray[np.uint64],
+    members: NDArray[np.int64], length: NDArray[np.uint64], slotted: NDArray[np.bool_], lazy: NDArray[np.bool_],
+    item: NDArray[np.uint64], at: int, slot: NDArray[np.uint64],
 ) -> tuple[NDArray[np.int64], int]:
     """Fill `slot` for one segment from offset `at`; the order in the file, and its end."""
     large, small = members[slotted[members]], members[~slotted[members]]
+    large = np.concatenate([large[lazy[large]], large[~lazy[large]]])  # those captured early beside the small ones
     small = small[np.argsort(-item[small].astype(np.int64), kind="stable")]  # state order within a type's size
     order = np.concatenate([large, small])
     rooms = np.concatenate([(length[large] + 2 * BLOCK_BYTES - 1) // BLOCK_BYTES * BLOCK_BYTES, length[small]])

@@ -15,7 +15,7 @@ from flowstone.format.digest import digest
 from flowstone.format.segment import encode_header
 from flowstone.pieces import Memory, Places
 from flowstone.plan.write import SegmentPlan, WritePlan, place
-from flowstone.store.base import FilePlan, Store, Writing
+from flowstone.store.base import UNPACED, FilePlan, Pace, Store, Writing
 
 _Number = TypeVar("_Number", bound=np.generic)
 
@@ -36,12 +36,13 @@ class Staged:
 
 
 def start_capture(
-    store: Store, directory: str, plan: WritePlan, places: Places, arena: _native.Arena
+    store: Store, directory: str, plan: WritePlan, places: Places, arena: _native.Arena, pace: Pace = UNPACED
 ) -> Staged:
     """Start capturing what lies at `places` (parallel to the plan's pieces) into segments in `directory`.
 
-    Returns without waiting; the memory must stay alive and unchanged until
-    `writing.wait_captured()` returns. Raises StorageError when the segments cannot be created.
+    Returns without waiting; the memory must stay alive until `writing.wait_captured()` returns, and
+    unchanged, but for what is not lazy: that may change once `writing.wait_early()` returns.
+    Raises StorageError when the segments cannot be created.
     """
     address, layout, layouts, hosted = _on_host(places)
     offsets = place(plan, np.where(layout < 0, address % BLOCK_BYTES, 0))
@@ -59,9 +60,11 @@ def start_capture(
         chunk=column(np.full(count, _native.NO_DIGEST, np.uint64), plan.chunk, np.uint64),
         layout=column(np.full(count, -1), layout, np.int64),
         layouts=layouts, chunks=plan.chunks,
+        # Headers are ours and do not change, but somebody who waits for everything waits for them, too.
+        lazy=column(np.full(count, plan.lazy.any()), plan.lazy, np.bool_),
     )
     files = [FilePlan(f"{directory}/{segment.name}", segment.bytes) for segment in plan.segments]
-    writing = store.write(files, rows, arena)
+    writing = store.write(files, rows, arena, pace)
     return Staged(writing, offsets, tuple(map(digest, headers)), (places, hosted, tuple(headers)))
 
 

@@ -55,8 +55,29 @@ class ReadReceipt:
     requests: int
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What lazy capture may take until somebody waits for it.
+
+    blocks       of the arena, at once; None for all
+    bytes_per_s  None for what the device gives
+    """
+
+    blocks: int | None = None
+    bytes_per_s: int | None = None
+
+
+UNPACED = Pace()
+
+
 class Writing(Protocol):
     """Segments on their way to the store."""
+
+    def wait_early(self) -> None:
+        """Block until no source that is not lazy will be read any more."""
+
+    def hurry(self) -> None:
+        """Capture the rest as fast as memory and device allow; returns at once."""
 
     def wait_captured(self) -> None:
         """Block until no source will be read any more."""
@@ -141,7 +162,9 @@ class Store(Protocol):
     def settings(self, direction: Direction) -> Settings:
         """How bytes move here. An arena for this store has blocks of one request of that direction."""
 
-    def write(self, files: Sequence[FilePlan], rows: _native.WriteRows, arena: _native.Arena) -> Writing:
+    def write(
+        self, files: Sequence[FilePlan], rows: _native.WriteRows, arena: _native.Arena, pace: Pace = UNPACED
+    ) -> Writing:
         """Create the segments with their full size and start writing them; returns without waiting.
 
         Requests are no longer than a block of the arena.

@@ -17,7 +17,7 @@ from pathlib import Path
 from flowstone import _native
 from flowstone.config import Direction, EngineOptions
 from flowstone.errors import LockedError
-from flowstone.store.base import FilePlan
+from flowstone.store.base import UNPACED, FilePlan, Pace
 from flowstone.store.means import Means, open_file
 from flowstone.store.moving import LocalReading, LocalWriting
 from flowstone.store.refusals import told
@@ -157,8 +157,10 @@ class LocalStore:
 
     # Bulk bytes
 
-    def write(self, files: Sequence[FilePlan], rows: _native.WriteRows, arena: _native.Arena) -> LocalWriting:
-        return LocalWriting(self.root, self.system, self._means, files, rows, arena)
+    def write(
+        self, files: Sequence[FilePlan], rows: _native.WriteRows, arena: _native.Arena, pace: Pace = UNPACED
+    ) -> LocalWriting:
+        return LocalWriting(self.root, self.system, self._means, files, rows, arena, pace)
 
     def read_extents(
         self, paths: Sequence[str], rows: _native.ReadRows, arena: _native.Arena, *, wanted_bytes: int,

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from flowstone import _native
 from flowstone.config import KIB, POLL_S, Direct
-from flowstone.errors import CancelledError, DamagedError, FlowstoneError
+from flowstone.errors import CancelledError, DamagedError, FlowstoneError, StateChangedError
 from flowstone.format.manifest import IoRecord
-from flowstone.store.base import FilePlan, ReadReceipt, Receipt
+from flowstone.store.base import FilePlan, Pace, ReadReceipt, Receipt
 from flowstone.store.means import Means
 from flowstone.store.refusals import MORE_THREADS, explain, told
 from flowstone.store.system import System
@@ -39,7 +39,7 @@ class LocalWriting:
 
     def __init__(
         self, root: Path, system: System, means: Means, files: Sequence[FilePlan], rows: _native.WriteRows,
-        arena: _native.Arena,
+        arena: _native.Arena, pace: Pace,
     ) -> None:
         self._root, self._system, self._means = root, system, means
         self._bytes = sum(file.bytes for file in files)
@@ -53,7 +53,8 @@ class LocalWriting:
             # These files are this job's alone, so that gaps between slots may be written as zeros.
             with told(root, "begin to write into", "", remedy=MORE_THREADS):
                 self._job = self._running.engine.write(
-                    arena, natives, rows, gap_bytes=_GAP_BYTES, in_place=self._running.settings.tuning.in_place
+                    arena, natives, rows, gap_bytes=_GAP_BYTES, in_place=self._running.settings.tuning.in_place,
+                    blocks=pace.blocks, bytes_per_s=pace.bytes_per_s or 0,
                 )
         except BaseException:
             self._close()
@@ -85,6 +86,13 @@ class LocalWriting:
     def cancel(self) -> None:
         self._job.cancel()
 
+    def hurry(self) -> None:
+        self._job.hurry()
+
+    def wait_early(self) -> None:
+        while not self._job.wait_early(POLL_S):
+            pass
+
     def wait_captured(self) -> None:
         while not self._job.wait_captured(POLL_S):
             pass  # returns to Python in between, so that Ctrl-C is heard
@@ -112,6 +120,10 @@ class LocalWriting:
 
     def _error(self) -> FlowstoneError | None:
         fault = self._job.fault
+        if fault is not None and fault.operation == "capture":
+            return StateChangedError(
+                "the state changed before it was captured", path=fault.path, offset=fault.offset, length=fault.length
+            )
         if fault is not None:
             instead = self._means.give_up(self._running, fault, direct=self._alignment > 1)
             return explain(

@@ -15,8 +15,6 @@ from bench.training.records import DrillOutcome, DrillSample, DrillTask
 from bench.worker import settle
 from flowstone import Checkpointer, EngineOptions, Keep, Save, events
 
-_FENCED = getattr(events, "Fenced", ())
-
 
 @dataclass
 class _Told:
@@ -96,7 +94,7 @@ class Drill:
 
     def _on_event(self, event: events.Event) -> None:
         """From any thread: each writes fields of its own."""
-        if isinstance(event, _FENCED):
+        if isinstance(event, events.Fenced):
             self.told[event.step].fence_s += event.waited_s
         elif isinstance(event, events.Written):
             told = self.told[event.step]

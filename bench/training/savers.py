@@ -89,7 +89,7 @@ class Ours:
         import flowstone
         from flowstone import events
 
-        self._committed, self._fenced = events.Committed, getattr(events, "Fenced", ())
+        self._committed, self._fenced = events.Committed, events.Fenced
         self._log = _Log()
         self._saves: list[flowstone.Save] = []
         self._durable_s: dict[int, float] = {}

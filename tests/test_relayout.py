@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import raw_bytes, strided_bytes
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import flowstone as fs
 from flowstone.events import Event, SaveStarted
@@ -73,6 +74,8 @@ class Job:
 
 
 def flat(value: object, name: str) -> list[tuple[str, object]]:
+    if isinstance(value, TwoTensor):
+        return [(f"{name}.a", value.a), (f"{name}.b", value.b)]
     if isinstance(value, (torch.Tensor, np.ndarray, fs.Shard)):
         return [(name, value.tensor if isinstance(value, fs.Shard) else value)]
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
@@ -196,6 +199,8 @@ CHANGES: dict[str, Callable[[Job], object]] = {
     "an array": put(lambda: np.arange(3.0), "array"),
     "an array backwards": put(lambda: np.arange(3.0)[::-1], "array"),
     "a shard that is the whole": put(lambda: fs.Shard(torch.randn(2, 2), (2, 2), (0, 0)), "shard"),
+    "a tensor of two": put(lambda: TwoTensor(torch.randn(2), torch.randn(2)), "two"),
+    "a tensor of two whose parts are others": put(lambda: TwoTensor(torch.randn(3), torch.randn(3)), "two"),
     "a parameter outside a module": put(lambda: nn.Parameter(torch.randn(3))),
     "a nested container": put(lambda: {"x": [torch.randn(1), 5], "y": (torch.randn(2),)}),
     "a value beside tensors": put(lambda: "text", "text"),

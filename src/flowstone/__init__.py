@@ -24,6 +24,7 @@ from flowstone.errors import (
     MismatchError,
     NoCheckpointError,
     NotAStoreError,
+    ProviderError,
     SaveFailedError,
     StateChangedError,
     StateError,
@@ -41,14 +42,30 @@ if TYPE_CHECKING:
     from flowstone.checkpointer import Checkpointer
     from flowstone.loading import LoadReport
     from flowstone.saves import Save
-    from flowstone.state import PerRank, Shard, rng
+    from flowstone.state import (
+        ObjectPart,
+        Part,
+        PerRank,
+        Provider,
+        Registration,
+        Shard,
+        SplitTensor,
+        register_provider,
+        rng,
+    )
 
 _NEED_TORCH = {
     "Checkpointer": "flowstone.checkpointer",
     "LoadReport": "flowstone.loading",
     "Save": "flowstone.saves",
+    "ObjectPart": "flowstone.state",
+    "Part": "flowstone.state",
     "PerRank": "flowstone.state",
+    "Provider": "flowstone.state",
+    "Registration": "flowstone.state",
     "Shard": "flowstone.state",
+    "SplitTensor": "flowstone.state",
+    "register_provider": "flowstone.state",
     "rng": "flowstone.state",
 }
 
@@ -82,12 +99,18 @@ __all__ = [
     "MismatchError",
     "NoCheckpointError",
     "NotAStoreError",
+    "ObjectPart",
+    "Part",
     "PerRank",
+    "Provider",
+    "ProviderError",
+    "Registration",
     "Rename",
     "Save",
     "SaveFailedError",
     "Shard",
     "Skip",
+    "SplitTensor",
     "StateChangedError",
     "StateError",
     "StepExistsError",
@@ -97,5 +120,6 @@ __all__ = [
     "Box",
     "__version__",
     "open",
+    "register_provider",
     "rng",
 ]

@@ -20,7 +20,7 @@ from flowstone.commit import catalog
 from flowstone.config import MIB
 from flowstone.errors import FormatError, NotAStoreError
 from flowstone.format.manifest import MANIFEST_NAME, IoRecord, step_directory
-from flowstone.format.objects import Named, TensorRef
+from flowstone.format.objects import Named, Provided, TensorRef
 from flowstone.progress import terminal_progress
 from flowstone.reader import Checkpoint, check_store, open_checkpoint
 from flowstone.store.local import LocalStore
@@ -208,6 +208,9 @@ def _plain(value: object) -> object:
     """A value as JSON can show it; what has no JSON form is shown as text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Provided):
+        parts = {name: part.name for name, part in value.parts.items()}
+        return {"provided": value.kind, "parts": parts, "objects": _plain(value.objects)}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if value is None or isinstance(value, bool | int | str):
@@ -221,6 +224,8 @@ def _text(value: object) -> str:
     """What Python shows; but what stands for a tensor or a constant, by its name."""
     if isinstance(value, TensorRef):
         return f"{value.kind} {value.name}"
+    if isinstance(value, Provided):
+        return f"{value.kind}: {', '.join([*value.parts, *value.objects])}"
     return f"{value.kind} {value.text}" if isinstance(value, Named) else repr(value)
 
 

@@ -8,6 +8,7 @@ FlowstoneError
 ├── ClosedError              the Checkpointer was closed
 ├── StateError               the state itself
 │   ├── UnsupportedStateError    an object that cannot be described
+│   │   └── ProviderError            a provider that does not keep its contract
 │   ├── CollisionError           two paths make one name
 │   └── MismatchError            state and checkpoint differ (missing, unexpected, shape, dtype)
 ├── CoverageError            no stored piece holds what was asked for
@@ -69,6 +70,10 @@ class StateError(FlowstoneError):
 
 class UnsupportedStateError(StateError):
     """An object in the state cannot be described; names its path and the remedy."""
+
+
+class ProviderError(UnsupportedStateError):
+    """A provider, or its registration, does not keep the contract; names provider and path."""
 
 
 class CollisionError(StateError):

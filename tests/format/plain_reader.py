@@ -59,8 +59,8 @@ def value(node, tensors):
         return [value(item, tensors) for item in node]
     tag = next((key for key in node if key[:1] == "$"), None) if isinstance(node, dict) else None
     match tag, node[tag] if tag else node:
-        case None, inner:
-            return {key: value(item, tensors) for key, item in inner.items()} if isinstance(inner, dict) else inner
+        case (None | "$provided"), _:
+            return {key: value(item, tensors) for key, item in node.items()} if isinstance(node, dict) else node
         case ("$tensor" | "$ndarray" | "$bytes_at" | "$bytearray_at"), name:
             return tensors[name] if tag in ("$tensor", "$ndarray") else tensors[name].tobytes()
         case ("$int" | "$float"), digits:

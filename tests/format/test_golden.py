@@ -10,7 +10,7 @@ import numpy as np
 import plain_reader
 import pytest
 import torch
-from golden import make
+from golden import make, make_provided
 from strategies import assert_same, raw_bytes
 
 import flowstone as fs
@@ -133,3 +133,34 @@ def test_todays_writer_records_all_of_its_io(store: Path) -> None:
 def test_golden_checkpoints_stay_small() -> None:
     for version in VERSIONS:
         assert sum(path.stat().st_size for path in (GOLDEN / version).rglob("*")) < 300_000
+
+
+PROVIDED = GOLDEN / "provided-1"
+
+
+def test_what_providers_said_loads_bit_for_bit() -> None:
+    before = tree_digest(PROVIDED)
+    state, expected = make_provided.blank(), make_provided.filled()
+    with (
+        fs.register_provider(make_provided.Reel, make_provided.ReelProvider()),
+        fs.Checkpointer(PROVIDED) as checkpointer,
+    ):
+        checkpointer.load(state)
+    mine, theirs = state["w"]["q"], expected["w"]["q"]
+    assert_same(mine.codes, theirs.codes)
+    assert_same(mine.scale, theirs.scale)
+    reel, wanted = state["reel"][0], expected["reel"][0]
+    assert_same(np.concatenate(reel.blocks), np.concatenate(wanted.blocks))
+    assert_same(reel.lasts, wanted.lasts)
+    assert (reel.at, state["step"]) == (wanted.at, make.STEP)
+    assert tree_digest(PROVIDED) == before, "a load wrote into the store"
+
+
+def test_plain_reader_reads_what_providers_said() -> None:
+    tensors, objects, _ = plain_reader.read(PROVIDED / CHECKPOINT)
+    assert set(tensors) == {"w.q.codes", "w.q.scale", "reel.0.frames", "reel.0.lasts"}
+    reel, split = objects["reel"][0], objects["w"]["q"]
+    assert (reel["$provided"], reel["objects"]) == ("reel", {"at": {"frame": 3, "cut": (1, 2)}, "rate": 24})
+    assert reel["parts"]["frames"].tolist() == np.arange(15).reshape(5, 3).tolist()
+    assert split["$provided"] == split["objects"]["outer"]["type"] == "quantised.RowInt8"
+    assert split["objects"]["outer"]["shape"] == (4, 3)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from flowstone.errors import DamagedError, FlowstoneError, UnsupportedFormatError, UnsupportedStateError
 from flowstone.format import objects
-from flowstone.format.objects import DEPTH_MAX, Named, TensorRef, decode, encode
+from flowstone.format.objects import DEPTH_MAX, Named, Provided, TensorRef, decode, encode
 
 
 def through_text(value: object) -> object:
@@ -67,6 +67,8 @@ VALUES: list[object] = [
     np.timedelta64(5, "ns"), np.datetime64("NaT"), np.str_("s\ud800"), np.bytes_(b"\x00a"),
     TensorRef("model.w", "tensor"), TensorRef("a", "ndarray"), TensorRef("b", "bytes"), TensorRef("c", "bytearray"),
     Named("torch.dtype", "bfloat16"), {Named("torch.dtype", "float32"): 1},
+    Provided("kind", {}, {}), Provided("é", {"a.b": TensorRef("s.a.b", "tensor")}, {"n": (1, {2: [None]}), "$": 1}),
+    [Provided("a", {"x": TensorRef("x", "ndarray"), "y": TensorRef("y", "tensor")}, {"in": Provided("b", {}, {})})],
 ]
 
 
@@ -227,6 +229,12 @@ MALFORMED: list[object] = [
     {"$numpy": 3, "hex": "00"}, {"$numpy": "V8", "hex": "00" * 8}, {"$numpy": "str", "text": b"a"},
     {"$named": "torch.dtype"}, {"$named": 1, "text": "a"}, {"$named": "a", "text": 1}, {"$tensor": 1},
     {"$ndarray": None}, {"$bytes_at": []}, {"$tensor": "a", "kind": "b"},
+    {"$provided": "k"}, {"$provided": "k", "parts": {}}, {"$provided": "k", "objects": {}},
+    {"$provided": 3, "parts": {}, "objects": {}}, {"$provided": "k", "parts": [], "objects": {}},
+    {"$provided": "k", "parts": {}, "objects": 1}, {"$provided": "k", "parts": {"a": 1}, "objects": {}},
+    {"$provided": "k", "parts": {"a": {"$bytes_at": "n"}}, "objects": {}},
+    {"$provided": "k", "parts": {}, "objects": {"$dict": [[1, 2]]}},
+    {"$provided": "k", "parts": {}, "objects": {"$ordered": [["a", 2]]}},
 ]
 
 
@@ -241,9 +249,11 @@ JSON = st.recursive(
     lambda inner: st.one_of(
         st.lists(inner, max_size=3),
         st.dictionaries(
-            st.sampled_from([*objects._LEAF_TAGS, *objects._NODE_TAGS, "a", "maxlen", "text", "hex", "data"]),
+            st.sampled_from([
+                *objects._LEAF_TAGS, *objects._NODE_TAGS, "a", "maxlen", "text", "hex", "data", "parts", "objects"
+            ]),
             inner,
-            max_size=2,
+            max_size=3,
         ),
     ),
     max_leaves=10,

@@ -35,6 +35,8 @@ Everything else is an object with exactly one key that begins with `$`, its tag:
 | `{"$tensor": name}`                           | a torch tensor, which lies under `name` in the index     |
 | `{"$ndarray": name}`                          | a numpy array, the same                                  |
 | `{"$bytes_at": name}`, `{"$bytearray_at": n}` | bytes, bytearray: too long for here; a uint8 tensor      |
+| `{"$provided": kind, "parts": a, "objects": b}` | what a provider calls `kind` (text): a is an object of   |
+|                                               | `$tensor` and `$ndarray`, b one of any nodes             |
 
 No node lies deeper than `DEPTH_MAX` values. An unknown tag is a feature of a newer version; any
 other departure from the tables is damage.
@@ -103,6 +105,19 @@ class Named:
 
     kind: str  # "torch.dtype", "torch.device", "torch.Size", "numpy.dtype", ...
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Provided:
+    """What a provider said of an object: `kind` is what it calls such objects. Nothing here makes one.
+
+    parts    its tensors by their names below the object's own; where a part lies in the index
+    objects  its other values by name
+    """
+
+    kind: str
+    parts: dict[str, TensorRef]
+    objects: dict[str, object]
 
 
 def unsupported(path: str, value: object, why: str = "cannot be stored", remedy: str = "") -> UnsupportedStateError:
@@ -204,6 +219,10 @@ class _Encoder:
         # A set's own order differs between processes; its nodes' text does not.
         return sorted((self.node(item, f"{path} item") for item in value), key=json.dumps)
 
+    def _provided(self, value: Provided, path: str) -> Node:
+        parts, values = self.node(value.parts, path), self.node(value.objects, path)
+        return {"$provided": value.kind, "parts": parts, "objects": values}
+
     def _deque(self, value: deque[object], path: str) -> Node:
         return {"$deque": self._nodes(value, path), "maxlen": value.maxlen}
 
@@ -261,6 +280,7 @@ _CONTAINERS: Mapping[type, Callable[..., Node]] = {
     set: lambda encoder, value, path: {"$set": encoder._set(value, path)},
     frozenset: lambda encoder, value, path: {"$frozenset": encoder._set(value, path)},
     deque: _Encoder._deque,
+    Provided: _Encoder._provided,
     slice: lambda encoder, part, path: {"$slice": encoder._nodes((part.start, part.stop, part.step), path)},
 }
 
@@ -402,6 +422,8 @@ class _Decoder:
                 return np.str_(_checked(self.value(node["text"], path), str))
             case "$numpy", ["data"] if part == "bytes":
                 return np.bytes_(_unbase64(node["data"]))
+            case "$provided", ["objects", "parts"]:
+                return self._provided(part, node["parts"], node["objects"], path)
         raise ValueError(f"with the keys {sorted(node)}")
 
     def values(self, node: object, path: str) -> list[object]:
@@ -435,6 +457,15 @@ class _Decoder:
         for key, count in self.pairs(node, path).items():
             found[key] = cast("int", count)  # any value: a Counter does not check either
         return found
+
+    def _provided(self, kind: object, parts: object, values: object, path: str) -> Provided:
+        found, others = (_checked(self.value(one, path), dict) for one in (parts, values))
+        if set(map(type, (*found, *others))) - {str}:
+            raise TypeError("names that are text")
+        for part in found.values():
+            if _checked(part, TensorRef).kind not in ("tensor", "ndarray"):
+                raise ValueError("tensors or arrays expected")
+        return Provided(_checked(kind, str), found, others)
 
     def _deque(self, node: object, maxlen: object, path: str) -> deque[object]:
         items = self.values(node, path)
@@ -520,5 +551,5 @@ _LEAF_TAGS: Mapping[str, Callable[[object], object]] = {
 }
 _NODE_TAGS = frozenset({
     "$complex", "$counter", "$deque", "$dict", "$frozenset", "$named",
-    "$numpy", "$ordered", "$range", "$set", "$slice", "$tuple",
+    "$numpy", "$ordered", "$provided", "$range", "$set", "$slice", "$tuple",
 })

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import cast
 
@@ -11,19 +11,20 @@ import numpy as np
 import torch
 
 from flowstone.format import objects
-from flowstone.format.objects import TensorRef, tensor_refs, unsupported
+from flowstone.format.objects import Provided, TensorRef, tensor_refs, unsupported
 from flowstone.pieces import DTYPES, Layout, Places
-from flowstone.state import constants, generators, modules, optimizers, tensors
+from flowstone.state import constants, generators, modules, optimizers, provided, tensors
+from flowstone.state.kinds import Kind
 from flowstone.state.ledger import Ledger
 from flowstone.state.names import PLAIN_KEYS, Place, check_sections, names_below, section_place
 from flowstone.state.records import Described, PerRank, Shard
 from flowstone.state.survey import (
-    Kind,
     Parameters,
     Survey,
     classify,
     collector_paused,
     only_tensors,
+    provider_of,
     refuse_failed_call,
     survey,
 )
@@ -53,15 +54,19 @@ def describe(state: Mapping[str, object], *, rank: int = 0, known: Layout | None
         else:
             shared[section] = describer.node(value, section_place(section))
     layout, places = describer.close(known)
-    return Described(layout, places, shared, per_rank, describer.survey.optimizers)
+    return Described(layout, places, shared, per_rank, describer.survey.optimizers, describer.late)
 
 
 class Describer:
-    """One description under way: enters tensors into the ledger, returns objects."""
+    """One description under way: enters tensors into the ledger, returns objects.
 
-    def __init__(self, found: Survey) -> None:
+    late  what fills in the small objects of providers, once bytes move: then the ledger is sealed
+    """
+
+    def __init__(self, found: Survey, ledger: Ledger | None = None) -> None:
         self.survey = found
-        self.ledger = Ledger()
+        self.ledger = ledger or Ledger()
+        self.late: deque[Callable[[], None]] = deque()
         self._open: set[int] = set()
 
     @cached_property
@@ -72,6 +77,7 @@ class Describer:
         """What was entered, once everything has been."""
         columns = self.ledger.look(hold=True)
         apart = {at: tensors.memory_of(tensors.resolved(self.ledger.tensors[at])) for at in columns.odd}
+        self.ledger.sealed = True
         return self.ledger.close(columns, apart, known)
 
     def node(self, value: object, place: Place) -> object:
@@ -97,8 +103,16 @@ class Describer:
                 return self.node(generators.state_of(value, place.name), place)
             case Kind.STATEFUL:
                 return self._stateful(value, place)
+            case Kind.PROVIDED:
+                return self.provided(value, place)
             case Kind.PER_RANK:
                 raise unsupported(place.name, value, "lies inside another value", "make it a section of the state")
+
+    def provided(self, value: object, place: Place, *, lazy: bool = False) -> Provided:
+        """What a provider says of `value`; `lazy` when only an optimizer's step changes any of it."""
+        served = provider_of(value)
+        assert served is not None, "who asks for it has seen that there is a provider"
+        return provided.describe(self, served, value, place, lazy=lazy)
 
     def _shard(self, shard: Shard, place: Place) -> TensorRef:
         if isinstance(shard.tensor, torch.Tensor):

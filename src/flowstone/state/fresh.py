@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import torch
 
-from flowstone.errors import DamagedError
-from flowstone.format.objects import Named, TensorRef
+from flowstone.errors import DamagedError, ProviderError
+from flowstone.format.objects import Named, Provided, TensorRef
 from flowstone.state import constants, tensors
 from flowstone.state.names import Place
 from flowstone.state.records import StoredTensor
+from flowstone.state.registry import REGISTRY
+from flowstone.state.split import SplitTensor
 
 if TYPE_CHECKING:
     from flowstone.state.restore import Restorer
@@ -39,6 +41,8 @@ class Fresh:
         """Allocate what `node` refers to, and enter it as wanted. Missing tensors become differences."""
         if isinstance(node, TensorRef):
             self._want_ref(node, place)
+        elif isinstance(node, Provided):
+            self._want_provided(node, place)
         elif isinstance(node, dict):
             for key, item in node.items():
                 constant_free(key, place.name)
@@ -48,6 +52,21 @@ class Fresh:
                 self.want(item, place.child(i))
         else:
             constant_free(node, place.name)  # for its errors: `build` comes too late for them
+
+    def _want_provided(self, node: Provided, place: Place) -> None:
+        served = REGISTRY.of_kind(node.kind)
+        if served is None or not served.provider.creates:
+            why = "is registered" if served is None else "can make one"
+            expected = f"an object there, or a provider that creates '{node.kind}'"
+            self._restorer.differ("kind", place.name, expected, f"{kind_of(node)}, of which no provider {why}")
+            return
+        split = isinstance(served.provider, SplitTensor)
+        refusal = cast("SplitTensor", served.provider).refuses(node.objects.get("outer")) if split else None
+        if refusal is not None:
+            self._restorer.differ("kind", place.name, "a tensor there", f"{kind_of(node)}, not to be made: {refusal}")
+            return
+        for name, item in [*node.parts.items(), *node.objects.items()]:
+            self.want(item, place.called(f"{place.name}.{name}", name))
 
     def _want_ref(self, ref: TensorRef, place: Place) -> None:
         stored = self._restorer.stored
@@ -84,6 +103,8 @@ class Fresh:
         kind = type(node)
         if kind is TensorRef:
             return self._built_ref(cast("TensorRef", node))
+        if kind is Provided:
+            return self._built_provided(cast("Provided", node), path)
         if kind is Named:
             return constants.value_of(cast("Named", node), path)
         if kind in (dict, OrderedDict):
@@ -106,6 +127,20 @@ class Fresh:
         if kind is bytearray:
             return bytearray(cast("bytearray", node))
         return constant_free(node, path)
+
+    def _built_provided(self, node: Provided, path: str) -> object:
+        served = REGISTRY.of_kind(node.kind)
+        assert served is not None, "wanted with a provider that was there"
+        items = [*node.parts.items(), *node.objects.items()]
+        found = {name: self.build(item, f"{path}.{name}") for name, item in items}
+        try:
+            return served.provider.create(found)
+        except Exception as error:
+            raise ProviderError(
+                f"cannot restore '{path}'", provider=served.title,
+                found=f"its create() raised {type(error).__name__}: {error}",
+                next="mend it; tensors in their own memory, and what comes before it in the state, are restored",
+            ) from error
 
     def _built_ref(self, ref: TensorRef) -> object:
         made = self._made[self._names[self._restorer.stored.rename(ref.name)]]
@@ -182,6 +217,8 @@ def refers_to_tensors(node: object) -> bool:
     """Whether a stored object holds tensors or arrays (long bytes are plain values)."""
     if isinstance(node, TensorRef):
         return node.kind in ("tensor", "ndarray")
+    if isinstance(node, Provided):
+        return bool(node.parts)
     if isinstance(node, dict):
         return any(refers_to_tensors(item) for item in node.values())
     return isinstance(node, (list, tuple, deque)) and any(refers_to_tensors(item) for item in node)
@@ -191,6 +228,8 @@ def without_tensors(node: object) -> object:
     """The plain part of a stored object, for comparing what two places were saved with."""
     if isinstance(node, TensorRef):
         return node.kind
+    if isinstance(node, Provided):
+        return [node.kind, sorted(node.parts), without_tensors(node.objects)]
     if isinstance(node, dict):
         return {key: without_tensors(item) for key, item in node.items()}
     return [without_tensors(item) for item in node] if isinstance(node, (list, tuple, deque)) else node
@@ -200,6 +239,8 @@ def kind_of(node: object) -> str:
     """What a stored object is, in words for a difference."""
     if isinstance(node, TensorRef):
         return f"a {node.kind}"
+    if isinstance(node, Provided):
+        return f"'{node.kind}'"
     if isinstance(node, Named):
         return f"a {node.kind}"
     return type(node).__name__

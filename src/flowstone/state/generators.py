@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from flowstone.format.objects import TensorRef, unsupported
+from flowstone.state.kinds import ProcessGenerators
 from flowstone.state.records import PerRank, Stored
-from flowstone.state.survey import ProcessGenerators
 
 
 def rng() -> PerRank:

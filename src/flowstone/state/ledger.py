@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from flowstone.errors import CollisionError, UnsupportedStateError
+from flowstone.format.objects import unsupported
 from flowstone.pieces import Alias, Box, DType, Layout, Memory, Pieces, Places
 from flowstone.state import tensors
 from flowstone.state.names import Place, valid_name
@@ -26,16 +27,21 @@ _NO_TENSOR = torch.empty(0)  # stands where memory was entered without a tensor
 class Ledger:
     """Collects entries in order. The same memory under a second name becomes an alias."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, sealed: bool = False) -> None:
+        """A `sealed` one takes nothing: what is described then is written while bytes already move."""
+        self.sealed = sealed
         self.names: list[str] = []
         self.tensors: list[torch.Tensor] = []
         self._lazy: list[bool] = []
         self._given: dict[int, tuple[DType, Memory]] = {}
         self._within: dict[int, Shard] = {}
         self._runs: list[tuple[int, Place, Sequence[object] | None]] = []
+        self.split: set[str] = set()  # names of tensors that one object holds in several boxes
 
     def enter(self, place: Place, tensor: torch.Tensor, *, within: Shard | None = None, lazy: bool = False) -> None:
         """Enter a tensor under the place's name; `within` says which box of a larger tensor it is."""
+        if self.sealed:
+            raise unsupported(place.name, tensor, "is a tensor, or as long as one", "describe it as a Part")
         if within is not None:
             self._within[len(self.names)] = within
         self._runs.append((len(self.names), place, None))
@@ -49,20 +55,26 @@ class Ledger:
     ) -> None:
         """Enter tensors of one place, each under its own of the `names`, and reached by its own of the `keys`."""
         if names:
+            if self.sealed:
+                self.enter(place.called(names[0], keys[0]), values[0])
             self._runs.append((len(self.names), place, keys))
             self.names.extend(names)
             self.tensors.extend(values)
             self._lazy.extend(lazy or repeat(False, len(names)))
 
-    def add(self, place: Place, dtype: DType, memory: Memory, *, within: Shard | None = None) -> None:
+    def add(
+        self, place: Place, dtype: DType, memory: Memory, *, within: Shard | None = None, lazy: bool = False
+    ) -> None:
         """Enter memory that is no tensor's."""
         self._given[len(self.names)] = (dtype, memory)
-        self.enter(place, _NO_TENSOR, within=within)
+        self.enter(place, _NO_TENSOR, within=within, lazy=lazy)
 
-    def add_array(self, place: Place, array: np.ndarray, *, within: Shard | None = None) -> None:
+    def add_array(
+        self, place: Place, array: np.ndarray, *, within: Shard | None = None, lazy: bool = False
+    ) -> None:
         """Enter an array that is to be saved."""
         dtype = tensors.check_array(array, place.name)
-        self.add(place, dtype, tensors.array_memory(tensors.ascending(array)), within=within)
+        self.add(place, dtype, tensors.array_memory(tensors.ascending(array)), within=within, lazy=lazy)
 
     def place(self, position: int) -> Place:
         """The place of an entry."""
@@ -126,8 +138,8 @@ class Ledger:
             return ties
         seen: dict[tuple[object, ...], int] = {}
         for position in np.flatnonzero(np.isin(address, again)).tolist():
-            if 0 in shapes[position]:
-                continue
+            if 0 in shapes[position] or self.names[position] in self.split:
+                continue  # an alias names a whole tensor, no box of one
             one = memory.get(position) or tensors.memory_of(self.tensors[position])
             shard = self._within.get(position)
             box = None if shard is None else (shard.shape, shard.offset)
@@ -142,7 +154,7 @@ class Ledger:
             seen: dict[str, int] = {}
             for position, name in enumerate(self.names):
                 first = seen.setdefault(name, position)
-                if first != position:
+                if first != position and not self._are_boxes(first, position):
                     raise CollisionError(
                         f"two paths of the state make the name '{name}'", first=self.place(first).path,
                         second=self.place(position).path, next="rename one of the keys",
@@ -152,3 +164,8 @@ class Ledger:
             raise UnsupportedStateError(
                 f"{wrong!r} cannot name a tensor", expected="UTF-8 without NUL", next="rename that key"
             )
+
+    def _are_boxes(self, one: int, other: int) -> bool:
+        """Whether two entries of one name are boxes that one object holds of one tensor."""
+        boxed = one in self._within and other in self._within and self.names[one] in self.split
+        return boxed and self.place(one).parent is self.place(other).parent

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from flowstone.errors import StateError
-from flowstone.format.objects import TensorRef
+from flowstone.format.objects import Provided, TensorRef
 from flowstone.state import tensors
 from flowstone.state.fresh import Fresh, kind_of, refers_to_tensors
 from flowstone.state.names import Place, names_below, strip_wrappers
 from flowstone.state.records import MISSING, Phase
-from flowstone.state.survey import refuse_failed_call
+from flowstone.state.split import empty_like, splits
+from flowstone.state.survey import provider_of_tensor, refuse_failed_call
 
 if TYPE_CHECKING:
     from flowstone.state.describe import Describer
@@ -29,10 +30,10 @@ def describe(describer: Describer, module: torch.nn.Module, place: Place) -> dic
     """Enter a module's tensors; returns what else its state_dict() holds, by stripped key.
 
     Tensors that are no parameter or buffer's own memory (made by a state_dict hook, or extra state)
-    stand in the result as references, so that a reader can tell them.
+    stand in the result as references, so that a reader can tell them; so do those that a provider describes.
     """
     tree = describer.survey.tree(module)
-    if tree is not None and place.rank is None:
+    if tree is not None and tree.dense and place.rank is None:
         lazy = [type(value) is torch.nn.Parameter or isinstance(value, torch.nn.Parameter) for value in tree.values]
         describer.ledger.enter_all(place, tree.keys, names_below(place.name, tree.names), tree.values, lazy=lazy)
         return {}
@@ -42,7 +43,9 @@ def describe(describer: Describer, module: torch.nn.Module, place: Place) -> dic
     for key, value in entries.items():
         name = strip_wrappers(key)
         inner = place.called(f"{place.name}.{name}", key)
-        if live.has(value):
+        if provider_of_tensor(value) is not None:
+            extra[name] = describer.provided(value, inner, lazy=isinstance(value, torch.nn.Parameter))
+        elif live.has(value):
             describer.ledger.enter(
                 inner, cast("torch.Tensor", value), lazy=isinstance(value, torch.nn.Parameter)
             )
@@ -61,9 +64,12 @@ def restore(restorer: Restorer, module: torch.nn.Module, node: object, place: Pl
         return
     extra = cast("dict[str, object]", {} if node is MISSING else node)
     tree = restorer.survey.tree(module)
-    if tree is not None and place.rank is None:
+    if tree is not None and tree.dense and place.rank is None:
         restorer.into_tensors(place, tree.keys, names_below(place.name, tree.names), tree.values)
         _differ_extra(restorer, extra, set(tree.names), place)
+        for name in extra.keys() & set(tree.names):
+            if isinstance(extra[name], Provided):
+                restorer.differ("kind", f"{place.name}.{name}", "a tensor", kind_of(extra[name]))
         return
     entries = state_dict(module, place)
     live = Live(module)
@@ -75,7 +81,11 @@ def restore(restorer: Restorer, module: torch.nn.Module, node: object, place: Pl
         names.add(name)
         inner = place.called(f"{place.name}.{name}", key)
         own = extra.get(name, MISSING)
-        if live.has(value):
+        if provider_of_tensor(value) is not None and live.has(value):
+            restorer.node(value, own, inner)
+        elif live.has(value):
+            if isinstance(own, Provided):
+                restorer.differ("kind", inner.name, "a tensor", kind_of(own))
             restorer.into_tensor(cast("torch.Tensor", value), own, inner)
         elif isinstance(value, torch.Tensor) and not key.endswith(_EXTRA_STATE):
             late[key] = _tensor_aside(restorer, value, own, inner)
@@ -102,6 +112,12 @@ def _differ_extra(restorer: Restorer, extra: Mapping[str, object], names: Collec
 
 def _tensor_aside(restorer: Restorer, value: torch.Tensor, node: object, place: Place) -> Callable[[], object]:
     """Want a tensor like `value` in memory of its own."""
+    if splits(type(value)) and provider_of_tensor(value) is not None:
+        split = empty_like(value)
+        restorer.node(split, node, place)
+        return lambda: split
+    if isinstance(node, Provided):
+        restorer.differ("kind", place.name, "a tensor", kind_of(node))
     made = tensors.empty(tensors.check_tensor(value, place.name), value.shape, device=value.device)
     restorer.into_tensor(made, node, place)
     return lambda: made

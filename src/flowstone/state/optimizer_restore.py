@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from flowstone.errors import StateError
-from flowstone.format.objects import TensorRef
+from flowstone.format.objects import Provided, TensorRef
 from flowstone.state import tensors
 from flowstone.state.fresh import Fresh, constant_free, kind_of
 from flowstone.state.names import Place
 from flowstone.state.optimizers import NOT_OPTIONS, Anatomy, Member, dissect
 from flowstone.state.records import MISSING, Phase, Shard, StoredTensor
+from flowstone.state.survey import provider_of_tensor
 
 if TYPE_CHECKING:
     from flowstone.state.restore import Restorer
@@ -195,6 +196,10 @@ class _Rebuild:
         place = self.place.called(name, (member.home.path, slot))
         parameter, shard = member.parameter, member.home.shard
         current = member.slots.get(slot)
+        served = provider_of_tensor(current)
+        if served is not None:
+            self.restorer.differ("kind", name, f"'{served.kind}'", "a tensor")
+            return
         if not isinstance(current, torch.Tensor):
             whole = parameter.shape if shard is None else shard.shape
             same = stored.shape == tuple(whole)
@@ -235,6 +240,11 @@ class _Rebuild:
                     if name in stored.tensors:
                         self._want_slot(member, slot, name, stored.tensors[name])
                         continue
+                current = member.slots.get(slot)
+                if isinstance(node, Provided) and current is not None:
+                    self.restorer.node(current, node, place)
+                    self.slots.setdefault(key, {})[slot] = _constant(current)
+                    continue
                 anew.want(node, place)
                 self.slots.setdefault(key, {})[slot] = _building(anew, node, place)
 
@@ -331,12 +341,16 @@ _LOAD_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_di
 
 def _strides_like(parameter: torch.Tensor) -> tuple[int, ...] | None:
     """The strides that zeros_like() would give: the parameter's own where it is dense in some order."""
+    if type(parameter) not in tensors.DENSE_TYPES:
+        return None
     return torch.empty_like(parameter, device="meta", requires_grad=False).stride()
 
 
 def _names_in(node: object) -> list[str]:
     if isinstance(node, TensorRef):
         return [node.name]
+    if isinstance(node, Provided):
+        return [part.name for part in node.parts.values()]
     if isinstance(node, dict):
         return [name for item in node.values() for name in _names_in(item)]
     return [name for item in node for name in _names_in(item)] if isinstance(node, (list, tuple)) else []

@@ -3,7 +3,7 @@
 An optimizer's object:
 
     {"param_groups": [{"params": [path, ...], "options": {...}}, ...],
-     "state":  {path: {slot: value}},    every slot that is not a tensor under a plain name
+     "state":  {path: {slot: value}},    every slot that is not a dense tensor under a plain name
      "shared": {key: value},             state that belongs to no parameter
      "extra":  {key: value}}             what a subclass adds to its state_dict()
 
@@ -22,7 +22,8 @@ import torch
 from flowstone.errors import CollisionError, UnsupportedStateError
 from flowstone.format.objects import TensorRef
 from flowstone.state.names import Place
-from flowstone.state.survey import Home, Parameters, refuse_failed_call
+from flowstone.state.survey import Home, Parameters, provider_of_tensor, refuse_failed_call
+from flowstone.state.tensors import DENSE_TYPES
 
 if TYPE_CHECKING:
     from flowstone.state.describe import Describer
@@ -150,19 +151,22 @@ class _Slots:
         inside, (path, shard) = self._inside, member.home
         base = f"{inside.name}.{path}."
         for slot, value in member.slots.items():
-            if not implicit(slot) or not isinstance(value, torch.Tensor):
+            if not implicit(slot) or type(value) not in DENSE_TYPES:
                 self.enter()
                 plain = self._describer.key(slot, inside)
-                listed[plain] = self._describer.node(value, inside.child(path).child(plain))
+                inner = inside.child(path).child(plain)
+                own = provider_of_tensor(value) is not None
+                node = self._describer.provided(value, inner, lazy=True) if own else self._describer.node(value, inner)
+                listed[plain] = node
                 continue
             name, key = base + cast("str", slot), (path, slot)
-            if shard is not None and value.shape == member.parameter.shape:
+            if shard is not None and value.shape == member.parameter.shape:  # type: ignore[attr-defined]
                 self.enter()
-                self._describer.ledger.enter(inside.called(name, key), value, within=shard, lazy=True)
+                self._describer.ledger.enter(inside.called(name, key), value, within=shard, lazy=True)  # type: ignore[arg-type]
             else:
                 self._names.append(name)
                 self._keys.append(key)
-                self._values.append(value)
+                self._values.append(value)  # type: ignore[arg-type]
             if inside.rank is not None:
                 # Another rank may take this entry, and could not tell the slots from the names.
                 listed[slot] = TensorRef(name, "tensor")

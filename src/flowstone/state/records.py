@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -57,16 +58,35 @@ class Described:
 
     layout      what there is: pieces, aliases, and which of them are lazy
     places      parallel to its pieces: where each lies
-    objects     section -> plain values, with TensorRef and Named leaves; none of it is the user's
-    per_rank    the same for sections that this rank keeps for itself
     optimizers  every optimizer of the state: each may change lazy pieces in its step
+
+    What is not bytes comes by `objects` and `per_rank`. Providers make theirs when these are first asked for:
+    ask once the bytes of the pieces move, and before the state changes.
     """
 
     layout: Layout
     places: Places
-    objects: Mapping[str, object]
-    per_rank: Mapping[str, object]
+    _objects: Mapping[str, object]
+    _per_rank: Mapping[str, object]
     optimizers: tuple[torch.optim.Optimizer, ...]
+    _late: deque[Callable[[], None]] = field(default_factory=deque)
+
+    @property
+    def objects(self) -> Mapping[str, object]:
+        """Section to plain values, with TensorRef and Named leaves; none of it is the user's. Raises ProviderError."""
+        self._fill_in()
+        return self._objects
+
+    @property
+    def per_rank(self) -> Mapping[str, object]:
+        """The same for sections that this rank keeps for itself."""
+        self._fill_in()
+        return self._per_rank
+
+    def _fill_in(self) -> None:
+        while self._late:
+            self._late[0]()  # stays where it is when it fails: nobody gets objects that lack something
+            self._late.popleft()
 
     @property
     def pieces(self) -> Pieces:

@@ -13,26 +13,29 @@ import torch
 
 from flowstone.errors import StateError
 from flowstone.format import objects
-from flowstone.format.objects import TensorRef, unsupported
+from flowstone.format.objects import Provided, TensorRef, unsupported
 from flowstone.pieces import Alias, Layout, Memory, Pieces, Places
-from flowstone.state import generators, modules, optimizer_restore, tensors
+from flowstone.state import generators, modules, optimizer_restore, provided, tensors
+from flowstone.state.describe import Describer
 from flowstone.state.fresh import Fitting, Fresh, constant_free, kind_of, refers_to_tensors, without_tensors
+from flowstone.state.kinds import CONTAINERS, Kind
 from flowstone.state.ledger import Ledger
 from flowstone.state.names import PLAIN_KEYS, Place, check_sections, names_below, section_place
 from flowstone.state.records import MISSING, Difference, DifferenceKind, PerRank, Phase, Shard, Stored
+from flowstone.state.registry import REGISTRY
+from flowstone.state.split import type_name
 from flowstone.state.survey import (
-    CONTAINERS,
-    Kind,
     Parameters,
     Survey,
     classify,
     collector_paused,
     items_of,
     only_tensors,
+    provider_of,
     survey,
 )
 
-_ONE_VALUE = frozenset({Kind.MODULE, Kind.OPTIMIZER, Kind.GENERATOR, Kind.STATEFUL})
+_ONE_VALUE = frozenset({Kind.MODULE, Kind.OPTIMIZER, Kind.GENERATOR, Kind.STATEFUL, Kind.PROVIDED})
 
 Replacement = Callable[[], object]
 """Makes, once all bytes are in place, the value that takes another's place in its container."""
@@ -145,6 +148,9 @@ class Restorer:
     def node(self, value: object, node: object, place: Place) -> Replacement | None:
         """Plan to restore `value` from the stored `node`, in place; or what is to take its place."""
         kind = classify(value)
+        if isinstance(node, Provided) and kind is not Kind.PROVIDED:
+            self.differ("kind", place.name, kind_of(value), self._unprovided(value, node))
+            return None
         if kind in _ONE_VALUE:
             self._check_once(value, node, place)
         match kind:
@@ -168,9 +174,24 @@ class Restorer:
                 self._generator(value, node, place)
             case Kind.STATEFUL:
                 self._stateful(value, node, place)
+            case Kind.PROVIDED:
+                served = provider_of(value)
+                assert served is not None, "that is what the kind says"
+                provided.restore(self, served, value, node, place)
             case Kind.PER_RANK:
                 raise unsupported(place.name, value, "lies inside another value", "make it a section of the state")
         return None
+
+    def _unprovided(self, value: object, node: Provided) -> str:
+        """What a provider saved, where none has the word now."""
+        served = REGISTRY.of_kind(node.kind)
+        if served is None:
+            return f"{kind_of(node)}, whose provider is not registered: call register_provider() before load()"
+        return f"{kind_of(node)}, whose provider serves {type_name(served.own)}, not {type_name(type(value))}"
+
+    def plain(self, value: object, place: Place) -> object:
+        """An object of the state as a checkpoint would have it; no tensors."""
+        return Describer(self.survey, Ledger(sealed=True)).node(value, place)
 
     def _check_once(self, value: object, node: object, place: Place) -> None:
         """An object in two places of the state can take one value only: both were saved with the same."""

@@ -3,85 +3,53 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import gc
-import random
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
 from typing import NamedTuple, cast
 
-import numpy as np
 import torch
 
 from flowstone.errors import UnsupportedStateError
 from flowstone.format.objects import DEPTH_MAX, unsupported
+from flowstone.state.kinds import CONTAINERS, KINDS, PLAIN, STATEFUL, Kind
 from flowstone.state.names import Place, names_below, section_place, strip_wrappers
 from flowstone.state.records import PerRank, Shard
+from flowstone.state.registry import REGISTRY, Served
 from flowstone.state.tensors import DENSE_TYPES
 from flowstone.state.trees import Tree, tree_of
-
-
-class Kind(enum.Enum):
-    """What a value is to us; decides which provider describes and restores it."""
-
-    TENSOR = enum.auto()
-    ARRAY = enum.auto()
-    SHARD = enum.auto()
-    MODULE = enum.auto()
-    OPTIMIZER = enum.auto()
-    GENERATOR = enum.auto()
-    STATEFUL = enum.auto()  # anything else with state_dict and load_state_dict
-    CONTAINER = enum.auto()  # may hold any of these
-    PER_RANK = enum.auto()
-    PLAIN = enum.auto()  # a value of its own
-
-
-class ProcessGenerators:
-    """The generators that belong to the process: python's, numpy's, torch's on the CPU and on every GPU."""
-
-    __slots__ = ()
-
-
-CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
-_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, range})
-_GENERATORS = (
-    torch.Generator,
-    random.Random,
-    np.random.Generator,
-    np.random.RandomState,
-    np.random.BitGenerator,
-    ProcessGenerators,
-)
-_KINDS: tuple[tuple[type | tuple[type, ...], Kind], ...] = (
-    (torch.Tensor, Kind.TENSOR),
-    (np.ndarray, Kind.ARRAY),
-    (torch.nn.Module, Kind.MODULE),
-    (torch.optim.Optimizer, Kind.OPTIMIZER),
-    (Shard, Kind.SHARD),
-    (PerRank, Kind.PER_RANK),
-    (_GENERATORS, Kind.GENERATOR),
-)
 
 
 def classify(value: object) -> Kind:
     """The kind of a value; PLAIN also for what turns out to be unsupported."""
     own = type(value)
-    if own in _PLAIN:
+    if own in PLAIN:
         return Kind.PLAIN
     if own in CONTAINERS:
         return Kind.CONTAINER
-    for types, kind in _KINDS:
+    if own in DENSE_TYPES:
+        return Kind.TENSOR
+    if provider_of(value) is not None:
+        return Kind.PROVIDED
+    for types, kind in KINDS:
         if isinstance(value, types):
             return kind
-    if isinstance(value, type) or not all(callable(getattr(value, name, None)) for name in _STATEFUL):
+    if isinstance(value, type) or not all(callable(getattr(value, name, None)) for name in STATEFUL):
         return Kind.PLAIN
     return Kind.STATEFUL
 
 
-_STATEFUL = ("state_dict", "load_state_dict")
+def provider_of(value: object) -> Served | None:
+    """The provider that has the word on `value`, if it is not one of the library's own kinds."""
+    return REGISTRY.of_type(type(value))
+
+
+def provider_of_tensor(value: object) -> Served | None:
+    """The provider of a tensor that does not lie in memory as it is."""
+    own = type(value)
+    return provider_of(value) if own not in DENSE_TYPES and issubclass(own, torch.Tensor) else None
 
 
 class Home(NamedTuple):
@@ -190,7 +158,7 @@ class _Walk:
             return False
         if kind is Kind.CONTAINER:
             return self._container(value, place)
-        if kind is Kind.TENSOR:
+        if kind is Kind.TENSOR or (kind is Kind.PROVIDED and isinstance(value, torch.Tensor)):
             self.tensors.append((place, None, [cast("torch.Tensor", value)]))
         elif kind is Kind.SHARD:
             self._shard(cast("Shard", value), place)
@@ -223,7 +191,7 @@ class _Walk:
         live = False
         for key, item in items_of(value):
             # Plain leaves are the many; a place is made only for what may matter.
-            if type(item) not in _PLAIN and self.visit(item, place.child(key)):
+            if type(item) not in PLAIN and self.visit(item, place.child(key)):
                 live = True
         self._open.discard(id(value))
         if live:

@@ -67,6 +67,15 @@ def empty(
         return torch.empty_strided(tuple(shape), tuple(strides), dtype=own, device=device)
 
 
+def over(raw: np.ndarray, dtype: DType, shape: Sequence[int]) -> torch.Tensor:
+    """The tensor whose elements are the bytes of `raw`, an array of uint8."""
+    if not raw.size:
+        return empty(dtype, shape)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it may be read-only: whoever writes has to ask
+        return torch.from_numpy(raw).view(torch_dtype(dtype)).view(tuple(shape))
+
+
 def memory_of(tensor: torch.Tensor) -> Memory:
     """Where a dense tensor's elements lie. The owner is its storage, which outlives `tensor.data = other`."""
     item_bytes = tensor.element_size()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from flowstone.state.names import WRAPPERS
+from flowstone.state.tensors import DENSE_TYPES
 
 _DEPTH_MAX = 500  # beyond, torch's own recursion has the word
 _METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
@@ -27,12 +28,14 @@ class Tree:
     names       the same without wrappers
     values      the module's very tensors
     parameters  per entry: whether it is registered as a parameter
+    dense       whether all values are tensors that lie in memory as they are
     """
 
     keys: Sequence[str]
     names: Sequence[str]
     values: Sequence[torch.Tensor]
     parameters: Sequence[bool]
+    dense: bool
 
 
 def tree_of(module: torch.nn.Module) -> Tree | None:
@@ -74,9 +77,10 @@ def tree_of(module: torch.nn.Module) -> Tree | None:
                 if "." in name:
                     return None
                 waiting.append((child, f"{prefix}{name}.", bare if name in WRAPPERS else f"{bare}{name}.", depth + 1))
-    if len(set(keys)) < len(keys) or not all(issubclass(kind, torch.Tensor) for kind in set(map(type, values))):
+    kinds = set(map(type, values))
+    if len(set(keys)) < len(keys) or not all(issubclass(kind, torch.Tensor) for kind in kinds):
         return None
-    return Tree(keys, names, values, parameters)
+    return Tree(keys, names, values, parameters, kinds <= DENSE_TYPES)
 
 
 def _leaves_state_dict_alone(kind: type) -> bool:

@@ -1,0 +1,245 @@
+"""What a provider says of one object, and the chunks that it hands over: checked, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NoReturn, TypeVar
+
+import numpy as np
+import torch
+
+from flowstone.config import NDIM_MAX
+from flowstone.errors import ProviderError, StateError
+from flowstone.pieces import DTYPES, Box
+from flowstone.state import tensors
+from flowstone.state.names import Place, valid_name
+from flowstone.state.provider import AnyPart, ObjectPart, Part
+from flowstone.state.records import MISSING
+from flowstone.state.registry import Served
+from flowstone.state.split import type_name
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(slots=True)
+class Drawn:
+    """An object's description, and its chunks, taken one after the other.
+
+    parts, objects  what the provider describes, checked
+    split           full names of tensors that lie in several boxes
+    """
+
+    served: Served
+    value: object
+    place: Place
+    parts: list[Part] = field(default_factory=list)
+    objects: list[ObjectPart] = field(default_factory=list)
+    split: set[str] = field(default_factory=set)
+    _places: dict[str, Place] = field(default_factory=dict)
+    _chunks: Iterator[object] | None = None
+
+    def __post_init__(self) -> None:
+        provider = self.served.provider
+        described = self.called("describe", lambda: list(provider.describe(self.value)))
+        first: dict[str, list[Part]] = {}
+        for part in described:
+            if not isinstance(part, (Part, ObjectPart)):
+                self.refuse("describes no part", "Part or ObjectPart", repr(part)[:80], "correct its describe()")
+            _check_name(self, part.name)
+            if isinstance(part, ObjectPart):
+                self.objects.append(part)
+                continue
+            if self.objects:
+                self.refuse(f"describes the tensor '{part.name}' after an object", "Parts, then ObjectParts",
+                            self.objects[-1].name, "let objects follow: they are taken while bytes move already")
+            _check_part(self, part)
+            self.parts.append(part)
+            first.setdefault(part.name, []).append(part)
+        _check_names(self, first)
+        self._keep_promises({**{part.name: part for part in self.parts}, **{one.name: one for one in self.objects}})
+        self.split = {f"{self.place.name}.{name}" for name, boxes in first.items() if len(boxes) > 1}
+
+    def _keep_promises(self, parts: Mapping[str, AnyPart]) -> None:
+        before = self.served.promises.before(self.value)
+        for name, known in before.items():
+            part = parts.get(name)
+            if part is None or _promise(part) != _promise(known):
+                self.refuse(
+                    f"describes '{name}' otherwise than before", _words(known),
+                    "nothing of that name" if part is None else _words(part),
+                    "describe the same for as long as an object lives; lengths may change where resizable=True",
+                )
+        self.served.promises.note(self.value, parts)
+
+    def place_of(self, part: AnyPart) -> Place:
+        """Where a part lies: all boxes of a tensor in one place."""
+        inner = self._places.get(part.name)
+        if inner is None:
+            inner = self._places[part.name] = self.place.called(f"{self.place.name}.{part.name}", part.name)
+        return inner
+
+    def memory(self, *, writable: bool = False) -> Iterator[tuple[Part, torch.Tensor | np.ndarray]]:
+        """Each part with its memory, which is as described; `writable` when bytes are to go into it."""
+        chunks = self.called("chunks", lambda: iter(self.served.provider.chunks(self.value)))
+        self._chunks = chunks
+        for at, part in enumerate(self.parts):
+            yield part, _as_described(self, part, self._next(at), writable and not part.resizable)
+
+    def values(self) -> Iterator[tuple[ObjectPart, object]]:
+        """Each small object with its value; after `memory`."""
+        for at, part in enumerate(self.objects, len(self.parts)):
+            yield part, self._next(at)
+
+    def _next(self, at: int) -> object:
+        assert self._chunks is not None, "chunks are taken in order"
+        chunks = self._chunks
+        chunk = self.called("chunks", lambda: next(chunks, MISSING))
+        if chunk is MISSING:
+            described = len(self.parts) + len(self.objects)
+            self.refuse("gives too few chunks", f"{described}, one for each part", str(at), "correct its chunks()")
+        return chunk
+
+    def end(self) -> None:
+        """Nothing may be left."""
+        assert self._chunks is not None, "chunks are taken in order"
+        chunks = self._chunks
+        if self.called("chunks", lambda: next(chunks, MISSING)) is not MISSING:
+            described = len(self.parts) + len(self.objects)
+            self.refuse("gives too many chunks", f"{described}, one for each part", "more", "correct its chunks()")
+
+    def close(self) -> None:
+        """Take no more of them."""
+        close = getattr(self._chunks, "close", None)
+        if close is not None:
+            self.called("chunks", close)
+
+    def called(self, method: str, call: Callable[[], _Result]) -> _Result:
+        """What the provider's code returns; what it raises is an error that says whose it is."""
+        try:
+            return call()
+        except Exception as error:
+            raise ProviderError(
+                f"cannot describe '{self.place.name}'", provider=self.served.title,
+                found=f"its {method}() raised {type(error).__name__}: {error}",
+                next=f"mend that {method}(), or leave the object out of the state",
+            ) from error
+
+    def checked(self, what: str, call: Callable[[object, Place], object], value: object, inner: Place) -> object:
+        """A small object as the state layer describes it."""
+        try:
+            return call(value, inner)
+        except StateError as error:
+            found = f"{error.message}: {error.facts.get('found', 'see the cause')}"
+            remedy = "let chunks() give plain values; for a split tensor derive SplitTensor, and change context_of()"
+            self.refuse(what, "plain values, without tensors", found, remedy, error)
+
+    def refuse(
+        self, what: str, expected: str, found: str, remedy: str, error: Exception | None = None
+    ) -> NoReturn:
+        raise ProviderError(
+            f"the provider of '{self.place.name}' {what}", provider=self.served.title,
+            type=type_name(type(self.value)), expected=expected, found=found, next=remedy,
+        ) from error
+
+
+def _check_name(drawn: Drawn, name: object) -> None:
+    if type(name) is not str or not valid_name(name) or not all(name.split(".")):
+        drawn.refuse(f"describes a part named {name!r}", "dotted components, none empty, UTF-8 without NUL", repr(name),
+                     "rename the part")
+
+
+def _check_part(drawn: Drawn, part: Part) -> None:
+    title = f"describes '{part.name}' as what no tensor is"
+    if part.dtype not in DTYPES:
+        drawn.refuse(title, "a dtype of docs/FORMAT.md, such as 'float32'", repr(part.dtype), "correct its dtype")
+    shape = part.shape
+    if not isinstance(shape, tuple) or len(shape) > NDIM_MAX or any(type(n) is not int or n < 0 for n in shape):
+        drawn.refuse(title, f"a tuple of at most {NDIM_MAX} lengths from 0", f"shape {shape!r}", "correct its shape")
+    if part.box is not None and not part.box.inside(shape):
+        drawn.refuse(title, f"a box inside shape {shape}", f"box {part.box}", "correct its box")
+
+
+def _check_names(drawn: Drawn, parts: Mapping[str, list[Part]]) -> None:
+    """Names are told apart; one name for several parts is that of boxes that share no element."""
+    names = set(parts)
+    for one in drawn.objects:
+        if one.name in names:
+            drawn.refuse(f"gives two parts the name '{one.name}'", "a name for each", "the same", "rename one")
+        names.add(one.name)
+    for name, boxes in parts.items():
+        if len(boxes) == 1:
+            continue
+        if len({(part.dtype, part.shape, part.lazy, part.resizable) for part in boxes}) > 1:
+            drawn.refuse(f"describes boxes of '{name}' that differ", "one dtype, one shape, the same flags",
+                         " and ".join(sorted({_words(part) for part in boxes})), "rename one, or correct them")
+        overlap = _overlap([part.box or Box.whole(part.shape) for part in boxes])
+        if overlap is not None:
+            drawn.refuse(f"describes boxes of '{name}' that overlap", "each element once",
+                         f"{overlap[0]} and {overlap[1]}", "correct the boxes, or rename one part")
+
+
+def _overlap(boxes: list[Box]) -> tuple[Box, Box] | None:
+    """Two boxes that share an element. By the first dimension, where blocks follow each other."""
+    ordered = sorted(boxes, key=lambda box: box.offset)
+    for at, box in enumerate(ordered):
+        for other in ordered[at + 1 :]:
+            if box.offset and other.offset[0] >= box.end[0]:
+                break
+            if box == other or box.intersect(other) is not None:
+                return box, other
+    return None
+
+
+def _promise(part: AnyPart) -> object:
+    """What of a part's description stays as it is for as long as the object lives."""
+    if isinstance(part, ObjectPart):
+        return part.constant
+    return part.dtype, len(part.shape) if part.resizable else part.shape, part.lazy, part.resizable
+
+
+def _words(part: AnyPart) -> str:
+    if isinstance(part, ObjectPart):
+        return "a constant object" if part.constant else "an object"
+    return f"{part.dtype} {part.shape}{', lazy' * part.lazy}{', resizable' * part.resizable}"
+
+
+def _as_described(drawn: Drawn, part: Part, chunk: object, writable: bool) -> torch.Tensor | np.ndarray:
+    """A chunk as a tensor or an array, of the described dtype and shape."""
+    shape = part.shape if part.box is None else part.box.shape
+    expected = f"{part.dtype} {shape}"
+    if isinstance(chunk, torch.Tensor):
+        if type(chunk) not in tensors.DENSE_TYPES:
+            drawn.refuse(f"gives for '{part.name}' a tensor that is no run of memory", "a plain tensor",
+                         type_name(type(chunk)), "describe and give the tensors that it is made of")
+    elif not isinstance(chunk, np.ndarray):
+        return _of_buffer(drawn, part, shape, chunk, writable)
+    found = f"{str(chunk.dtype).removeprefix('torch.')} {tuple(chunk.shape)}"
+    if found != expected:
+        drawn.refuse(f"gives for '{part.name}' another chunk than it describes", expected, found,
+                     "let describe() and chunks() agree")
+    return chunk
+
+
+def _of_buffer(
+    drawn: Drawn, part: Part, shape: tuple[int, ...], chunk: object, writable: bool
+) -> torch.Tensor | np.ndarray:
+    """Memory with the buffer protocol, seen as what the part says it is."""
+    try:
+        view = memoryview(chunk)  # type: ignore[arg-type]
+        if not view.c_contiguous:
+            raise BufferError("not contiguous")
+    except (TypeError, BufferError) as error:
+        drawn.refuse(f"gives for '{part.name}' what is no memory", "a tensor, an array, or a contiguous buffer",
+                     f"{type_name(type(chunk))} ({error})", "describe it as an ObjectPart, or give its memory", error)
+    bytes_described = Box.whole(shape).elements * DTYPES[part.dtype].item_bytes
+    if view.nbytes != bytes_described:
+        drawn.refuse(f"gives for '{part.name}' another chunk than it describes", f"{bytes_described} bytes",
+                     f"{view.nbytes} bytes", "let describe() and chunks() agree")
+    if writable and view.readonly:
+        drawn.refuse(f"gives for '{part.name}' memory that cannot be loaded into", "writable memory",
+                     f"a read-only {type_name(type(chunk))}", "give a writable buffer, or describe it as resizable")
+    raw = np.frombuffer(view, np.uint8) if view.nbytes else np.empty(0, np.uint8)
+    if tensors.numpy_has(DTYPES[part.dtype]):
+        return raw.view(part.dtype).reshape(shape)
+    return tensors.over(raw, DTYPES[part.dtype], shape)

@@ -209,6 +209,12 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
         [fs.Part("a", "float32", (3,), Box((0,), (2,))), fs.Part("a", "float32", (3,), Box((1,), (2,)))], [ONES, ONES],
         r"\[0:2\] and \[1:3\]",
     ),
+    "boxes that overlap, others between them": (
+        [fs.Part("a", "float32", (4, 9), Box(at, (2, 2))) for at in ((0, 0), (0, 5), (1, 1), (2, 7))],
+        [torch.ones(2, 2)] * 4, r"\[0:2,0:2\] and \[1:3,1:3\]",
+    ),
+    "an empty tensor twice": ([fs.Part("a", "float32", (0,))] * 2, [torch.ones(0)] * 2, "boxes of 'a' that overlap"),
+    "a number twice": ([fs.Part("a", "float32", ())] * 2, [torch.ones(())] * 2, "boxes of 'a' that overlap"),
     "boxes of two shapes": (
         [fs.Part("a", "float32", (4,), Box((0,), (2,))), fs.Part("a", "float32", (5,), Box((2,), (2,)))], [ONES, ONES],
         "boxes of 'a' that differ",

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from quantised import Momentum8, Net, RowInt8
 from reference import Checkpoint, fingerprint, load, save, stored
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import flowstone as fs
@@ -154,9 +157,10 @@ def test_a_graph_that_saved_the_old_values_notices() -> None:
     target = {"s": two()}
     leaf = torch.ones(3, 4, requires_grad=True)
     product = (leaf * target["s"].a).sum()
-    versions = target["s"]._version, target["s"].a._version
+    versions = [one._version for one in (target["s"], target["s"].a, target["s"].b)]
     load(save({"s": two(1)}), target)
-    assert (target["s"]._version, target["s"].a._version) > versions
+    now = [one._version for one in (target["s"], target["s"].a, target["s"].b)]
+    assert all(after > before for before, after in zip(versions, now, strict=True))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
 
@@ -169,8 +173,7 @@ def test_what_differs_is_listed_by_path_and_nothing_changes() -> None:
     before = fingerprint(codes.codes, codes.scale)
     found = prepare({"s": target}, stored(checkpoint)).differences
     assert [(d.kind, d.name) for d in found] == [("kind", "s.w.outer")]
-    assert "signed" in found[0].expected
-    assert found[0].expected != found[0].found
+    assert (found[0].expected, found[0].found) == ("context signed False", "context signed True")
     assert fingerprint(codes.codes, codes.scale) == before
     wider = {"w": RowInt8.of(torch.randn(3, 5)), "n": 1, "t": torch.ones(1)}
     assert kinds(wider, checkpoint) == [("kind", "s.w.outer")]  # and the codes' shape, which is found with all tensors'
@@ -315,6 +318,14 @@ def test_what_does_not_split_is_refused_as_before() -> None:
         describe({"s": jagged})
     with pytest.raises(TypeError, match="__tensor_flatten__"):
         fs.SplitTensor(Bare)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        whole = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])
+        with pytest.raises(UnsupportedStateError, match=r"'s\.0' is a kind of tensor") as caught:
+            describe({"s": [whole]})
+        assert "full_tensor()" in str(caught.value)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_every_rank_keeps_its_own() -> None:

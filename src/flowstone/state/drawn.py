@@ -184,10 +184,10 @@ def _overlap(boxes: list[Box]) -> tuple[Box, Box] | None:
     ordered = sorted(boxes, key=lambda box: box.offset)
     for at, box in enumerate(ordered):
         for other in ordered[at + 1 :]:
-            if box.offset and other.offset[0] >= box.end[0]:
-                break
             if box == other or box.intersect(other) is not None:
                 return box, other
+            if box.offset and other.offset[0] >= box.end[0]:
+                break
     return None
 
 

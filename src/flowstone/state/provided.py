@@ -130,13 +130,14 @@ def _compare_objects(restorer: Restorer, drawn: Drawn, node: Provided) -> None:
 
 
 def _apart(mine: object, stored: object) -> tuple[str, str]:
-    """Two nodes as a difference shows them: of dictionaries only what differs."""
-    if isinstance(mine, dict) and isinstance(stored, dict):
-        names = [name for name in {**mine, **stored} if mine.get(name, MISSING) != stored.get(name, MISSING)]
-        sides = ({name: one[name] for name in names if name in one} for one in (mine, stored))
-        one, other = (", ".join(f"{name} {item!r:.200}" for name, item in side.items()) or "nothing" for side in sides)
-        return one, other
-    return f"{mine!r:.200}", f"{stored!r:.200}"
+    """Two nodes that differ, as a difference shows them: of dictionaries, at any depth, only what is not the same."""
+    if not (isinstance(mine, dict) and isinstance(stored, dict) and mine.keys() == stored.keys()):
+        return f"{mine!r:.200}", f"{stored!r:.200}"
+    inside = {name: _apart(mine[name], stored[name]) for name in mine if mine[name] != stored[name]}
+    return (
+        ", ".join(f"{name} {one}" for name, (one, _) in inside.items()),
+        ", ".join(f"{name} {other}" for name, (_, other) in inside.items()),
+    )
 
 
 def _hand_over(drawn: Drawn, fresh: Fresh, anew: Mapping[str, TensorRef], node: Provided) -> None:

@@ -13,12 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 import torch
-from torch.nested._internal.nested_tensor import NestedTensor
 
 from flowstone.format.objects import Named
 from flowstone.state import tensors
 from flowstone.state.provider import AnyPart, ObjectPart, Part, Provider
 
+# Nested tensors, whose shape is no numbers, and DTensors, which are lists of boxes on a mesh of ranks.
+_APART = ("torch.nested.", "torch.distributed.")
 _OUTER, _STRIDES = "outer", "outer_strides"
 _ENUM, _RECORD = "enum", "record"  # what a context may hold, for comparison only: no file makes such values
 
@@ -28,9 +29,9 @@ def splits(own: type) -> bool:
     return (
         issubclass(own, torch.Tensor)
         and own not in tensors.DENSE_TYPES
-        and not issubclass(own, NestedTensor)  # whose shape is no numbers
         and hasattr(own, "__tensor_flatten__")
         and hasattr(own, "__tensor_unflatten__")
+        and not any(base.__module__.startswith(_APART) for base in own.__mro__)
     )
 
 

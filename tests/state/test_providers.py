@@ -538,6 +538,16 @@ def test_every_rank_keeps_its_own() -> None:
             assert torch.equal(target.fixed, torch.full((2, 2), float(rank % 2)))
 
 
+def test_parts_of_a_rank_that_nobody_wants_are_listed() -> None:
+    less = Says([fs.ObjectPart("note"), fs.ObjectPart("size", constant=True)], [1, 7])
+    less.kind = "thing"
+    with fs.register_provider(Thing, Good()):
+        checkpoint = save({"s": fs.PerRank(Thing())})
+    with fs.register_provider(Thing, less):
+        found = prepare({"s": fs.PerRank(Thing())}, stored(checkpoint)).differences
+    assert sorted((d.kind, d.name) for d in found) == [("unexpected", "s@0.fixed"), ("unexpected", "s@0.inner.table")]
+
+
 def test_no_call_for_each_tensor_is_made_where_no_provider_has_the_word() -> None:
     """The walk is by columns: a thousand tensors more are no thousand calls of Python more."""
 

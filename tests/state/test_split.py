@@ -225,6 +225,14 @@ class Keeper:
         self.value = state["value"]
 
 
+def test_a_tensor_may_become_another_under_its_identity() -> None:
+    value = two()
+    with fs.register_provider(TwoTensor, fs.SplitTensor(TwoTensor)):
+        assert describe({"s": value}).pieces[0].shape == (3, 4)
+        torch.utils.swap_tensors(value, two(rows=5))  # refused where somebody watches
+        assert describe({"s": value}).pieces[0].shape == (5, 4)
+
+
 def test_tensors_in_a_loaders_tree_are_made_of_a_registered_type() -> None:
     checkpoint = save({"s": Keeper([two(), 5])})
     assert kinds(Keeper(), checkpoint) == [("kind", "s.value.0")]

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from typer.testing import CliRunner
 import flowstone as fs
 from flowstone.cli import app
 from flowstone.events import Event, SaveStarted
+from flowstone.saving import Captures
+from flowstone.store.base import Pace
 
 
 def reel(lasts: int = 4) -> Reel:
@@ -186,6 +189,50 @@ def test_the_plan_is_kept_as_long_as_descriptions_stay(store: Path) -> None:
     assert [event.plan_cached for event in told if isinstance(event, SaveStarted)] == [False, True, False, True]
     assert fs.open(store).read("reel.lasts", framework="numpy").tolist() == list(range(9))
     assert fs.open(store).objects["reel"].objects["at"] == 3  # type: ignore[attr-defined]
+
+
+class Weights:
+    """What an optimizer's step changes, and what may change at any time; 6 MiB each."""
+
+    def __init__(self) -> None:
+        self.stepped, self.free = (np.ones(6 << 18, np.float32) for _ in range(2))
+
+
+class WeightsProvider(fs.Provider[Weights]):
+    def describe(self, value: Weights) -> Sequence[fs.Part]:
+        return [fs.Part.of("stepped", value.stepped, lazy=True), fs.Part.of("free", value.free)]
+
+    def chunks(self, value: Weights) -> Iterable[object]:
+        return [value.stepped, value.free]
+
+    def restore(self, value: Weights, found: Mapping[str, object]) -> None: ...
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["copied", "direct"])
+def test_lazy_parts_are_captured_before_the_step_and_all_others_before_save_returns(
+    store: Path, in_place: bool
+) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], 0.1)
+    weights = Weights()
+    state = {"w": weights, "p": [parameter], "optimizer": optimizer}
+    engine = fs.EngineOptions(request_bytes=2 << 20, write_in_place=in_place)
+    crawl = mock.patch.object(Captures, "pace", return_value=Pace(blocks=1, bytes_per_s=1))
+    with (
+        fs.register_provider(Weights, WeightsProvider()), crawl,
+        fs.Checkpointer(store, engine=engine, budget_bytes=4 << 20) as checkpointer,
+    ):
+        save = checkpointer.save(1, state)
+        weights.free[:] = 2
+        assert not save.captured.done()
+        optimizer.step()
+        weights.stepped[:] = 2
+        found = save.committed.result()
+        assert set(found.read("w.stepped").tolist()) == set(found.read("w.free").tolist()) == {1.0}
+        save = checkpointer.save(2, state)
+        weights.stepped[:] = 3  # which the provider has promised not to do
+        with pytest.raises(fs.StateChangedError, match=r"w\.stepped"):
+            save.committed.result()
 
 
 class Counts(fs.Provider[Any]):

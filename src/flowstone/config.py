@@ -31,7 +31,7 @@ ARENA_SHARE_OF_AVAILABLE = 4  # the default budget is a quarter of the memory th
 READ_ARENA_BYTES = 256 * MIB  # loads and checks never need more to reach the device's rate
 FIRST_ARENA_BYTES = 128 * MIB  # of staging memory for a first save: sixteen requests of 8 MiB
 READ_REQUEST_BYTES = 8 * MIB + 2 * BLOCK_BYTES  # eight whole chunks at any phase
-# Threads that copy and digest. One keeps up with 5 GB/s; on two cores a second one takes time from the conductor.
+# Threads that copy and digest. On two cores a second one takes time from the conductor.
 WORKERS_DEFAULT = max(1, min(2, len(os.sched_getaffinity(0)) - 1))
 
 # Lazy capture aims to be done when this much of the time from `save` to the fence has passed.
@@ -90,7 +90,7 @@ class Tuning:
 
 # Measured on ext4 over a virtio disk of 2 to 4 GB/s: no request size and depth is faster beyond the noise, and
 # direct is 1.4 to 2 times as fast as buffered from 4 MiB on, and not slower down to 256 KiB. Writing through the arena
-# alone is 1.1 to 1.3 times as fast as also in place, for a copy's processor time (docs/decisions/006).
+# alone is 1.1 to 1.4 times as fast as also in place, for a copy's processor time (docs/decisions/006).
 WRITE_DEFAULTS = Tuning(backend="auto", queue_depth=16, request_bytes=8 * MIB, workers=WORKERS_DEFAULT, in_place=False)
 READ_DEFAULTS = Tuning(
     backend="auto", queue_depth=16, request_bytes=READ_REQUEST_BYTES, workers=WORKERS_DEFAULT, in_place=False

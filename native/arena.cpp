@@ -30,7 +30,7 @@ void Block::release() {
     if (Arena* arena = std::exchange(arena_, nullptr)) arena->give_back(index_);
 }
 
-Arena::Arena(std::uint64_t budget_bytes, std::uint64_t block_bytes) : block_bytes_(block_bytes) {
+Arena::Arena(std::uint64_t budget_bytes, std::uint64_t block_bytes, Priority priority) : block_bytes_(block_bytes) {
     if (block_bytes < huge_page_bytes || block_bytes % block_alignment_bytes != 0 || block_bytes > request_bytes_max)
         throw std::invalid_argument("block_bytes must be a multiple of 4096, from 2 MiB to 1 GiB");
     block_count_ = std::max<std::uint64_t>(2, budget_bytes / block_bytes);
@@ -46,7 +46,7 @@ Arena::Arena(std::uint64_t budget_bytes, std::uint64_t block_bytes) : block_byte
     // inherits pages that it never looks at.
     (void)::madvise(mapping_, mapping_bytes_, MADV_HUGEPAGE);
     (void)::madvise(mapping_, mapping_bytes_, MADV_DONTFORK);
-    toucher_ = std::jthread([this](const std::stop_token& stop) { touch_loop(stop); });
+    toucher_ = std::jthread([this, priority](const std::stop_token& stop) { touch_loop(stop, priority); });
 }
 
 Arena::~Arena() {
@@ -145,7 +145,8 @@ void Arena::close() {
     ::munmap(mapping_, mapping_bytes_);
 }
 
-void Arena::touch_loop(const std::stop_token& stop) {
+void Arena::touch_loop(const std::stop_token& stop, Priority priority) {
+    assume(priority);
     std::unique_lock lock(mutex_);
     while (!stop.stop_requested()) {
         // closed_ too: close() decides under the lock that no block is out, and none may appear later.

@@ -13,6 +13,8 @@
 #include <utility>
 #include <vector>
 
+#include "priority.h"
+
 namespace flowstone {
 
 class Arena;
@@ -42,8 +44,8 @@ private:
 /// All members may be called from any thread.
 class Arena {
 public:
-    /// Throws std::invalid_argument (sizes), std::system_error (no address space).
-    Arena(std::uint64_t budget_bytes, std::uint64_t block_bytes);
+    /// `priority` is the toucher's. Throws std::invalid_argument (sizes), std::system_error (no address space).
+    Arena(std::uint64_t budget_bytes, std::uint64_t block_bytes, Priority priority = Priority::normal);
     ~Arena();
     Arena(const Arena&) = delete;
     Arena& operator=(const Arena&) = delete;
@@ -85,7 +87,7 @@ public:
 
 private:
     friend class Block;
-    void touch_loop(const std::stop_token& stop);
+    void touch_loop(const std::stop_token& stop, Priority priority);
     bool may_touch_locked() const { return touched_ < wanted_ || (touched_ < wanted_idle_ && jobs_ == 0); }
     void touch(std::uint32_t index);
     void give_back(std::uint32_t index);

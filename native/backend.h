@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "fault.h"
+#include "priority.h"
 
 namespace flowstone {
 
@@ -91,8 +92,10 @@ public:
 };
 
 /// Throws std::system_error when io_uring cannot start or is not in this build.
-std::unique_ptr<Backend> make_uring_backend(std::uint32_t queue_depth, Troubles troubles = nullptr);
-std::unique_ptr<Backend> make_posix_backend(std::uint32_t queue_depth, Troubles troubles = nullptr);
+std::unique_ptr<Backend> make_uring_backend(std::uint32_t queue_depth, Troubles troubles = nullptr,
+                                            Priority priority = Priority::normal);
+std::unique_ptr<Backend> make_posix_backend(std::uint32_t queue_depth, Troubles troubles = nullptr,
+                                            Priority priority = Priority::normal);
 /// One call after the other, inside submit: what a plain loop over pwrite does. For comparison.
 std::unique_ptr<Backend> make_sync_backend();
 

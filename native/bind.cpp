@@ -109,6 +109,8 @@ template <class Kind> std::vector<Layout> layouts_of(const std::vector<const Kin
     return layouts;
 }
 
+Priority priority_of(bool background) { return background ? Priority::background : Priority::normal; }
+
 using Sizes = std::vector<std::uint64_t>;
 using Strides = std::vector<std::int64_t>;
 
@@ -167,12 +169,14 @@ PyReadRows make_read_rows(const Array& file, const Array& offset, const Array& l
 
 PyWriteJob start_write(const PyEngine& engine, const PyArena& arena,
                        const std::vector<std::tuple<const PyFile*, std::uint64_t>>& files, const PyWriteRows& rows,
-                       std::uint64_t gap_bytes, bool in_place, std::optional<std::uint32_t> blocks, std::uint64_t bytes_per_s) {
+                       std::uint64_t gap_bytes, bool in_place, std::optional<std::uint32_t> blocks, std::uint64_t bytes_per_s,
+                       std::uint64_t cap_bytes_per_s) {
     std::vector<TargetFile> targets;
     for (const auto& [file, bytes] : files) targets.push_back({file->held, bytes});
     PyWriteJob job;
     const Unlocked unlocked;
-    job.held = engine.held->write(arena.held, targets, rows.held, {gap_bytes, in_place, blocks.value_or(UINT32_MAX), bytes_per_s});
+    const WriteOptions options{gap_bytes, in_place, blocks.value_or(UINT32_MAX), bytes_per_s, cap_bytes_per_s};
+    job.held = engine.held->write(arena.held, targets, rows.held, options);
     return job;
 }
 
@@ -231,9 +235,9 @@ template <class Job> nb::class_<Job> bind_job(nb::module_& module, const char* n
 
 void bind_memory(nb::module_& module) {
     nb::class_<PyArena>(module, "Arena")
-        .def("__init__", [](PyArena* self, std::uint64_t budget_bytes, std::uint64_t block_bytes) {
-            new (self) PyArena{{std::make_shared<Arena>(budget_bytes, block_bytes)}};
-        }, nb::kw_only(), "budget_bytes"_a, "block_bytes"_a)
+        .def("__init__", [](PyArena* self, std::uint64_t budget_bytes, std::uint64_t block_bytes, bool background) {
+            new (self) PyArena{{std::make_shared<Arena>(budget_bytes, block_bytes, priority_of(background))}};
+        }, nb::kw_only(), "budget_bytes"_a, "block_bytes"_a, "background"_a = false)
         .def_prop_ro("budget_bytes", [](const PyArena& arena) { return arena.held->budget_bytes(); })
         .def_prop_ro("block_bytes", [](const PyArena& arena) { return arena.held->block_bytes(); })
         .def_prop_ro("touched_bytes", [](const PyArena& arena) { return arena.held->touched_bytes(); })
@@ -308,14 +312,15 @@ void bind_jobs(nb::module_& module) {
 void bind_engine(nb::module_& module) {
     nb::class_<PyEngine>(module, "Engine")
         .def("__init__", [](PyEngine* self, std::string backend, std::uint32_t queue_depth, std::uint64_t request_bytes,
-                            std::uint32_t workers) {
-            auto engine = std::make_shared<Engine>(EngineOptions{std::move(backend), queue_depth, request_bytes, workers});
+                            std::uint32_t workers, bool background) {
+            auto engine = std::make_shared<Engine>(
+                EngineOptions{std::move(backend), queue_depth, request_bytes, workers, nullptr, priority_of(background)});
             new (self) PyEngine();
             self->held = std::move(engine);
-        }, nb::kw_only(), "backend"_a, "queue_depth"_a, "request_bytes"_a, "workers"_a)
+        }, nb::kw_only(), "backend"_a, "queue_depth"_a, "request_bytes"_a, "workers"_a, "background"_a = false)
         .def_prop_ro("backend", [](const PyEngine& engine) { return engine.held->backend(); })
         .def("write", &start_write, "arena"_a, "files"_a, "rows"_a, nb::kw_only(), "gap_bytes"_a = 0,
-             "in_place"_a = true, "blocks"_a = nb::none(), "bytes_per_s"_a = 0)
+             "in_place"_a = true, "blocks"_a = nb::none(), "bytes_per_s"_a = 0, "cap_bytes_per_s"_a = 0)
         .def("read", &start_read, "arena"_a, "files"_a, "rows"_a, nb::kw_only(), "stop_at_bad"_a = true,
              "in_place"_a = true, "request_bytes"_a = 0)
         .def("close", [](const PyEngine& engine) { const Unlocked unlocked; engine.held->close(); });

@@ -31,12 +31,13 @@ void check_options(const EngineOptions& options) {
 Engine::Engine(const EngineOptions& options) : backend_name_(options.backend) {
     check_options(options);
     if (options.backend == "io_uring")
-        machine_.backend = make_uring_backend(options.queue_depth, options.troubles);
+        machine_.backend = make_uring_backend(options.queue_depth, options.troubles, options.priority);
     else if (options.backend == "posix")
-        machine_.backend = make_posix_backend(options.queue_depth, options.troubles);
+        machine_.backend = make_posix_backend(options.queue_depth, options.troubles, options.priority);
     else
         throw std::invalid_argument("backend must be 'io_uring' or 'posix', not '" + options.backend + "'");
-    machine_.workers = std::make_shared<Workers>(options.workers);
+    machine_.workers = std::make_shared<Workers>(options.workers, options.priority);
+    machine_.priority = options.priority;
     machine_.request_bytes = options.request_bytes;
     machine_.queue_depth = options.queue_depth;
 }

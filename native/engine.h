@@ -18,6 +18,7 @@ struct EngineOptions {
     std::uint64_t request_bytes = 0;  // a multiple of 4096
     std::uint32_t workers = 0;
     Troubles troubles = nullptr;      // tests only
+    Priority priority = Priority::normal;  // of all its threads
 };
 
 /// A planned file: its size is fixed before the first byte is written.

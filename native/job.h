@@ -23,6 +23,7 @@ struct Machine {
     std::shared_ptr<Workers> workers;
     std::uint64_t request_bytes = 0;
     std::uint32_t queue_depth = 0;
+    Priority priority = Priority::normal;
 };
 
 /// A coordinator thread (the derived class's) begins windows; workers and the backend end them.

@@ -47,10 +47,14 @@ void carry_out_or_drop(std::unique_ptr<Op> op, const Troubles* troubles) {
 
 class PosixBackend final : public Backend {
 public:
-    PosixBackend(std::uint32_t queue_depth, Troubles troubles) : troubles_(std::move(troubles)) {
+    PosixBackend(std::uint32_t queue_depth, Troubles troubles, Priority priority) : troubles_(std::move(troubles)) {
         const std::size_t count = std::min<std::size_t>(queue_depth, posix_threads_max);
         threads_.reserve(count);
-        for (std::size_t i = 0; i < count; ++i) threads_.emplace_back([this] { run(); });
+        for (std::size_t i = 0; i < count; ++i)
+            threads_.emplace_back([this, priority] {
+                assume(priority);
+                run();
+            });
     }
 
     ~PosixBackend() override {
@@ -102,8 +106,8 @@ public:
 
 std::unique_ptr<Backend> make_sync_backend() { return std::make_unique<SyncBackend>(); }
 
-std::unique_ptr<Backend> make_posix_backend(std::uint32_t queue_depth, Troubles troubles) {
-    return std::make_unique<PosixBackend>(queue_depth, std::move(troubles));
+std::unique_ptr<Backend> make_posix_backend(std::uint32_t queue_depth, Troubles troubles, Priority priority) {
+    return std::make_unique<PosixBackend>(queue_depth, std::move(troubles), priority);
 }
 
 }  // namespace flowstone

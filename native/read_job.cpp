@@ -47,6 +47,7 @@ std::uint64_t ReadJob::chunk_number(const WantedChunk& chunk) const {
 
 /// The coordinator: windows in file order, as many under way as keep queue and workers busy.
 void ReadJob::feed() {
+    assume(machine_.priority);
     register_files();
     plan_ = plan_reads(*rows_, machine_.request_bytes, options_.in_place);
     const auto windows_max = static_cast<std::uint32_t>(machine_.queue_depth + machine_.workers->count());

@@ -60,14 +60,18 @@ private:
 
 class UringBackend final : public Backend {
 public:
-    UringBackend(std::uint32_t queue_depth, Troubles troubles) : queue_depth_(queue_depth), troubles_(std::move(troubles)) {
+    UringBackend(std::uint32_t queue_depth, Troubles troubles, Priority priority)
+        : queue_depth_(queue_depth), troubles_(std::move(troubles)) {
         // One entry more than the depth, for the NOP that stops the reaper.
         const int error = ::io_uring_queue_init(queue_depth + 1, &ring_, 0);
         if (error < 0) throw std::system_error(-error, std::generic_category(), "io_uring_queue_init");
         // Kernels before 5.19 have no sparse tables: there nothing can be registered.
         if (::io_uring_register_buffers_sparse(&ring_, memory_slots) == 0) memory_.open(memory_slots);
         if (::io_uring_register_files_sparse(&ring_, file_slots) == 0) files_.open(file_slots);
-        reaper_ = std::jthread([this] { reap(); });
+        reaper_ = std::jthread([this, priority] {
+            assume(priority);
+            reap();
+        });
     }
 
     ~UringBackend() override {
@@ -241,8 +245,8 @@ private:
 
 }  // namespace
 
-std::unique_ptr<Backend> make_uring_backend(std::uint32_t queue_depth, Troubles troubles) {
-    return std::make_unique<UringBackend>(queue_depth, std::move(troubles));
+std::unique_ptr<Backend> make_uring_backend(std::uint32_t queue_depth, Troubles troubles, Priority priority) {
+    return std::make_unique<UringBackend>(queue_depth, std::move(troubles), priority);
 }
 
 }  // namespace flowstone

@@ -4,9 +4,13 @@
 
 namespace flowstone {
 
-Workers::Workers(std::size_t count) {
+Workers::Workers(std::size_t count, Priority priority) {
     threads_.reserve(count);
-    for (std::size_t i = 0; i < count; ++i) threads_.emplace_back([this] { run(); });
+    for (std::size_t i = 0; i < count; ++i)
+        threads_.emplace_back([this, priority] {
+            assume(priority);
+            run();
+        });
 }
 
 Workers::~Workers() {

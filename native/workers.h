@@ -9,13 +9,15 @@
 #include <thread>
 #include <vector>
 
+#include "priority.h"
+
 namespace flowstone {
 
 /// A first-in first-out queue of tasks and `count` threads. The queue has no bound of its own:
 /// every task holds an arena block or one of its job's places, and those are bounded.
 class Workers {
 public:
-    explicit Workers(std::size_t count);
+    explicit Workers(std::size_t count, Priority priority = Priority::normal);
     /// Runs what is queued, then joins.
     ~Workers();
     Workers(const Workers&) = delete;

@@ -124,17 +124,21 @@ void WriteJob::hurry() {
 
 /// The coordinator: which window next, and how.
 void WriteJob::feed() {
+    assume(machine_.priority);
     register_files();
     Order order(*rows_, machine_.request_bytes, options_);
     Pace pace(options_.bytes_per_s);
+    Pace cap(options_.cap_bytes_per_s);
     expect_early(order.early());
     // How far the arena grows is the caller's policy; with nothing at all nothing would ever move.
     if (!order.empty() && arena_->touched_bytes() == 0) arena_->grow(2 * arena_->block_bytes());
     while (!order.empty() && !stopping()) {
         if (!order.next_is_early()) arena_->wait(pace.due(), [this] { return hurry_ || stopping(); });
+        arena_->wait(cap.due(), [this] { return stopping(); });
         std::optional<Block> block = take_block(order);
         if (stopping()) break;
         pace.began(machine_.request_bytes);
+        cap.began(machine_.request_bytes);
         if (block) {
             begin_copied(order.take_copied(), std::move(*block));
         } else {

@@ -18,11 +18,13 @@ namespace flowstone {
 /// in_place   write from where the rows lie when no block may be had; else wait for a block
 /// blocks     how many arena blocks lazy windows may hold at once, until `hurry`
 /// bytes_per_s  how fast lazy windows may begin, until `hurry`; 0 is no limit
+/// cap_bytes_per_s  how fast any window may begin, whoever waits; 0 is no limit
 struct WriteOptions {
     std::uint64_t gap_bytes = 0;
     bool in_place = true;
     std::uint32_t blocks = UINT32_MAX;
     std::uint64_t bytes_per_s = 0;
+    std::uint64_t cap_bytes_per_s = 0;
 };
 
 /// Sources stay alive and unchanged until captured; rows, files and arena are the job's.

@@ -116,6 +116,23 @@ TEST_CASE("lazy rows that could be written directly wait for their pace, though 
     }
 }
 
+TEST_CASE("a cap holds for early rows and for lazy ones, whoever waits") {
+    for (const Setup& setup : setups())
+        for (const bool lazy : {false, true}) {
+            CAPTURE(setup.backend);
+            CAPTURE(lazy);
+            const Sample sample = plain_sample(6 * mib);
+            Bed bed(setup, sample.file_bytes, nullptr, 8);
+            const auto job = start(bed, lazy ? all_lazy(sample.rows) : sample.rows, {.in_place = false, .cap_bytes_per_s = crawl});
+            wait_until_copied(*job);
+            job->hurry();
+            CHECK_FALSE(job->wait_captured(0.05));
+            CHECK(job->copied_bytes() <= mib);
+            job->cancel();
+            REQUIRE(job->wait(forever_s));
+        }
+}
+
 TEST_CASE("a source that changes before it is captured fails the job, and says where") {
     for (const Setup& setup : setups())
         for (const std::uint32_t blocks : {0U, 2U}) {

@@ -66,10 +66,10 @@ class Arena:
     with huge pages where the system gives them, and are not inherited by fork.
     """
 
-    def __init__(self, *, budget_bytes: int, block_bytes: int) -> None:
+    def __init__(self, *, budget_bytes: int, block_bytes: int, background: bool = False) -> None:
         """`block_bytes` is a multiple of 4096, from 2 MiB (a huge page) to 1 GiB.
 
-        The engine needs blocks of at least its request_bytes.
+        The engine needs blocks of at least its request_bytes. `background`: see Engine.
         """
     @property
     def budget_bytes(self) -> int: ...  # rounded down to whole blocks, at least two blocks
@@ -212,10 +212,12 @@ class Engine:
     queue_depth    requests in flight, at most
     request_bytes  the window: the longest run of a file moved by one request (a multiple of 4096)
     workers        threads that copy and digest
+    background     all its threads give way to others: niceness 5 more, lowest best-effort I/O priority
     """
 
     def __init__(
         self, *, backend: Literal["io_uring", "posix"], queue_depth: int, request_bytes: int, workers: int,
+        background: bool = False,
     ) -> None:
         """Raises OSError when the backend cannot start."""
     @property
@@ -223,6 +225,7 @@ class Engine:
     def write(
         self, arena: Arena, files: Sequence[tuple[File, int]], rows: WriteRows, *, gap_bytes: int = 0,
         in_place: bool = True, blocks: int | None = None, bytes_per_s: int = 0,
+        cap_bytes_per_s: int = 0,
     ) -> WriteJob:
         """Start writing; `files` are (file, size in bytes). Returns at once.
 
@@ -239,6 +242,7 @@ class Engine:
         in_place   False: everything waits for a block, nothing is written from where it lies
         blocks     how many arena blocks lazy rows may hold at once before `hurry`; None: any number
         bytes_per_s  how fast lazy rows may begin before `hurry`; 0: as fast as they can
+        cap_bytes_per_s  how fast anything may begin, whoever waits; 0: as fast as it can
         """
     def read(
         self, arena: Arena, files: Sequence[File], rows: ReadRows, *,

@@ -117,7 +117,7 @@ class Checkpointer:
         self._newest: int | None = None
         self._first_unsaved: int | None = None
         self._in_flight: deque[Save] = deque()  # started, and not yet settled
-        self._captures = Captures()
+        self._captures = Captures(self._options.write_bytes_per_s)
         self._unsound: str | None = None  # why the state must not be saved
         self._superseded_above: int | None = None
         self._closed = False

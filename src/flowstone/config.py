@@ -112,6 +112,8 @@ class EngineOptions:
                     By default off: it waits for room, and the arena's huge, registered pages write faster
     read_in_place   loads read straight into memory at the file's phase: a third less CPU time. By default off:
                     the heap's small pages make small device requests, and the arena's huge ones read faster
+    write_bytes_per_s  what saves of this process may take of a shared device or network, whoever waits for them;
+                    None: all. Without it, too, a lazy save is no faster than it must be to end before the fence
     """
 
     backend: Backend = "auto"
@@ -121,8 +123,11 @@ class EngineOptions:
     workers: int | None = None
     write_in_place: bool | None = None
     read_in_place: bool | None = None
+    write_bytes_per_s: int | None = None
 
     def __post_init__(self) -> None:
+        if self.write_bytes_per_s is not None and self.write_bytes_per_s < REQUEST_BYTES_MIN:
+            raise ValueError(f"write_bytes_per_s {self.write_bytes_per_s} is less than one request of 2 MiB a second")
         if self.direct not in ("auto", "on", "off"):
             raise ValueError(f"direct {self.direct!r} is none of 'auto', 'on', 'off'")
         _check_engine(self.backend, self.queue_depth, self.request_bytes, self.workers)

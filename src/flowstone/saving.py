@@ -67,7 +67,9 @@ class Flight:
 class Captures:
     """Captures that go on beside training. Their leisure, from `save` on, ends with the fence."""
 
-    def __init__(self) -> None:
+    def __init__(self, cap: int | None) -> None:
+        """`cap` is what saves may write, in bytes per second; None for what the device gives."""
+        self._cap = cap
         self._flights: list[Flight] = []  # replaced, never changed: `hurry` may come from any thread
         self._left_alone: float | None = None  # since when the last save leaves training alone
         self._leisures_s: deque[float] = deque(maxlen=4)
@@ -83,7 +85,7 @@ class Captures:
         """
         blocks = tuning.queue_depth + tuning.workers
         leisure_s = CAPTURE_SHARE_OF_LEISURE * min(self._leisures_s, default=0.0)
-        return Pace(blocks, int(plan.bytes / leisure_s) + 1 if leisure_s else None)
+        return Pace(blocks, int(plan.bytes / leisure_s) + 1 if leisure_s else None, self._cap)
 
     def hurry(self) -> None:
         """Somebody waits for what is not captured yet. Any thread."""

@@ -66,7 +66,7 @@ def _open_arena(budget_bytes: int, request_bytes: int) -> _native.Arena:
             next="raise budget_bytes, or lower request_bytes in EngineOptions",
         )
     try:
-        return _native.Arena(budget_bytes=budget_bytes, block_bytes=request_bytes)
+        return _native.Arena(budget_bytes=budget_bytes, block_bytes=request_bytes, background=True)
     except OSError as error:
         raise BudgetError(
             f"the system refuses {budget_bytes} bytes of staging memory", reason=error.strerror,

@@ -57,14 +57,16 @@ class ReadReceipt:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What lazy capture may take until somebody waits for it.
+    """What lazy capture may take until somebody waits for it, and what a save may take at most.
 
     blocks       of the arena, at once; None for all
     bytes_per_s  None for what the device gives
+    cap          in bytes per second, of everything, and whoever waits; None for what the device gives
     """
 
     blocks: int | None = None
     bytes_per_s: int | None = None
+    cap: int | None = None
 
 
 UNPACED = Pace()

@@ -118,7 +118,7 @@ class Means:
             try:
                 engine = _native.Engine(
                     backend="io_uring" if backend == "io_uring" else "posix", queue_depth=depth,
-                    request_bytes=request_bytes, workers=tuning.workers,
+                    request_bytes=request_bytes, workers=tuning.workers, background=True,
                 )
             except OSError as error:
                 code = error.errno or 0

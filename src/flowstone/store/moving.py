@@ -55,6 +55,7 @@ class LocalWriting:
                 self._job = self._running.engine.write(
                     arena, natives, rows, gap_bytes=_GAP_BYTES, in_place=self._running.settings.tuning.in_place,
                     blocks=pace.blocks, bytes_per_s=pace.bytes_per_s or 0,
+                    cap_bytes_per_s=pace.cap or 0,
                 )
         except BaseException:
             self._close()

@@ -1,0 +1,33 @@
+#include "priority.h"
+
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+
+namespace flowstone {
+namespace {
+
+// A third of the processor time of a thread that competes at the normal level; all of what nobody wants.
+constexpr int background_nice = 5;
+constexpr int nice_max = 19;
+
+// linux/ioprio.h, which older systems do not install.
+constexpr int ioprio_who_process = 1;
+constexpr int ioprio_best_effort_lowest = (2 << 13) | 7;
+
+}  // namespace
+
+void assume(Priority priority) {
+    if (priority == Priority::normal) return;
+    // Both calls are about one thread here, whatever their names say. A job may already run at low priority.
+    const auto self = static_cast<id_t>(::syscall(SYS_gettid));
+    errno = 0;
+    const int nice = ::getpriority(PRIO_PROCESS, self);
+    if (errno == 0) (void)::setpriority(PRIO_PROCESS, self, std::min(nice + background_nice, nice_max));
+    (void)::syscall(SYS_ioprio_set, ioprio_who_process, 0, ioprio_best_effort_lowest);
+}
+
+}  // namespace flowstone

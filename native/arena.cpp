@@ -99,6 +99,16 @@ void Arena::wait(std::chrono::steady_clock::time_point deadline, const Question&
     available_.wait_until(lock, deadline, [&] { return closed_ || enough(); });
 }
 
+void Arena::pin(const Block& block, const std::shared_ptr<Device>& device) {
+    {
+        const std::lock_guard lock(mutex_);
+        if (pinned_.contains(block.index())) return;
+    }
+    const bool pinned = device->pin(block.bytes(), block_bytes_);
+    const std::lock_guard lock(mutex_);
+    pinned_[block.index()] = pinned ? device : nullptr;
+}
+
 void Arena::wake() {
     // Under the lock: a waiter between its test and its sleep would miss a bare notify.
     const std::lock_guard lock(mutex_);
@@ -140,6 +150,9 @@ void Arena::close() {
     toucher_.request_stop();
     toucher_.join();
     const std::lock_guard lock(mutex_);
+    for (const auto& [index, device] : pinned_)
+        if (device != nullptr) device->unpin(address(index));
+    pinned_.clear();
     free_.clear();
     touched_ = 0;
     ::munmap(mapping_, mapping_bytes_);

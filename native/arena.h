@@ -7,12 +7,15 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "device.h"
 #include "priority.h"
 
 namespace flowstone {
@@ -74,6 +77,9 @@ public:
     /// Blocks until `enough()`, or until the deadline.
     void wait(std::chrono::steady_clock::time_point deadline, const Question& enough);
 
+    /// Let `device` reach a block by itself, from its first use on until the arena closes. The block is in the caller's hands.
+    void pin(const Block& block, const std::shared_ptr<Device>& device);
+
     /// Make every waiter ask again.
     void wake();
 
@@ -108,6 +114,7 @@ private:
     std::uint64_t wanted_ = 0;              // blocks
     std::uint64_t wanted_idle_ = 0;         // blocks, while no job runs
     std::size_t jobs_ = 0;
+    std::map<std::uint32_t, std::shared_ptr<Device>> pinned_;  // by whom; null: it was refused
     bool closed_ = false;
     std::jthread toucher_;
 };

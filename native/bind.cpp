@@ -9,7 +9,10 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <chrono>
+#include <future>
 #include <memory>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -17,8 +20,9 @@
 #include <utility>
 #include <vector>
 
-#include "engine.h"
 #include "bounds.h"
+#include "delayed_device.h"
+#include "engine.h"
 #include "probe.h"
 #include "requests.h"
 
@@ -50,6 +54,10 @@ template <class T> struct Held {
 };
 struct PyArena : Held<Arena> {};
 struct PyFile : Held<const File> {};
+struct PyDevice : Held<Device> {};
+struct PyDelayedDevice : PyDevice {
+    DelayedDevice& delayed() const { return static_cast<DelayedDevice&>(*held); }
+};
 struct PyWriteRows : Held<const WriteRows> {};
 struct PyReadRows : Held<const ReadRows> {};
 struct PyGather { Layout layout; };
@@ -124,9 +132,28 @@ PyScatter make_scatter(std::uint64_t item_bytes, const Sizes& extent_shape, cons
     return {Layout::box(item_bytes, extent_shape, offset, shape, strides_bytes)};
 }
 
+std::vector<std::shared_ptr<Device>> devices_of(const std::vector<const PyDevice*>& found) {
+    std::vector<std::shared_ptr<Device>> devices;
+    for (const PyDevice* device : found) devices.push_back(device->held);
+    return devices;
+}
+
+/// Lines in memory that stays the caller's.
+std::vector<std::span<const Line>> lines_of(const std::vector<Array>& samples) {
+    std::vector<std::span<const Line>> lines;
+    for (const Array& one : samples) {
+        const bool fits = one.ndim() == 1 && one.dtype() == nb::dtype<std::uint8_t>() && one.shape(0) % sizeof(Line) == 0;
+        if (!fits || (one.shape(0) != 0 && one.stride(0) != 1))
+            throw std::invalid_argument("samples: wrong dtype, length or number of dimensions");
+        lines.emplace_back(static_cast<const Line*>(one.data()), one.shape(0) / sizeof(Line));
+    }
+    return lines;
+}
+
 PyWriteRows make_write_rows(const Array& file, const Array& offset, const Array& length, const Array& address,
                             const Array& chunk, const Array& layout, const std::vector<const PyGather*>& layouts,
-                            std::uint64_t chunks, const std::optional<Array>& lazy) {
+                            std::uint64_t chunks, const std::optional<Array>& lazy, const std::optional<Array>& device,
+                            const std::vector<const PyDevice*>& devices, const std::vector<Array>& samples) {
     const std::size_t count = row_count(file);
     const auto files = column<std::uint32_t>(file, "file", count);
     const auto offsets = column<std::uint64_t>(offset, "offset", count);
@@ -135,18 +162,23 @@ PyWriteRows make_write_rows(const Array& file, const Array& offset, const Array&
     const auto first_chunks = column<std::uint64_t>(chunk, "chunk", count);
     const auto numbers = column<std::int64_t>(layout, "layout", count);
     const auto flags = lazy ? column<bool>(*lazy, "lazy", count) : std::vector<bool>(count, false);
+    const auto places = device ? column<std::int32_t>(*device, "device", count) : std::vector<std::int32_t>(count, on_host);
     auto rows = std::make_shared<WriteRows>();
+    rows->devices = devices_of(devices);
+    rows->samples = lines_of(samples);
     rows->layouts = layouts_of(layouts);
     rows->chunks = chunks;
     rows->rows.reserve(count);
     for (std::size_t i = 0; i < count; ++i)
-        rows->rows.push_back({offsets[i], lengths[i], addresses[i], first_chunks[i], numbers[i], files[i], flags[i]});
+        rows->rows.push_back(
+            {offsets[i], lengths[i], addresses[i], first_chunks[i], numbers[i], files[i], flags[i], places[i]});
     return {{std::move(rows)}};
 }
 
 PyReadRows make_read_rows(const Array& file, const Array& offset, const Array& length, const Array& address,
                           const Array& chunk, const Array& first, const Array& last, const Array& layout,
-                          const std::vector<const PyScatter*>& layouts, const Array& digests) {
+                          const std::vector<const PyScatter*>& layouts, const Array& digests, const std::optional<Array>& device,
+                          const std::vector<const PyDevice*>& devices) {
     const std::size_t count = row_count(file);
     const auto files = column<std::uint32_t>(file, "file", count);
     const auto offsets = column<std::uint64_t>(offset, "offset", count);
@@ -157,13 +189,15 @@ PyReadRows make_read_rows(const Array& file, const Array& offset, const Array& l
     const auto lasts = column<std::uint64_t>(last, "last", count);
     const auto numbers = column<std::int64_t>(layout, "layout", count);
     if (digests.ndim() != 1) throw std::invalid_argument("digests: wrong dtype or number of dimensions");
+    const auto places = device ? column<std::int32_t>(*device, "device", count) : std::vector<std::int32_t>(count, on_host);
     auto rows = std::make_shared<ReadRows>();
+    rows->devices = devices_of(devices);
     rows->layouts = layouts_of(layouts);
     rows->digests = column<std::uint64_t>(digests, "digests", digests.shape(0));
     rows->rows.reserve(count);
     for (std::size_t i = 0; i < count; ++i)
         rows->rows.push_back(
-            {offsets[i], lengths[i], addresses[i], zero_chunks[i], firsts[i], lasts[i], numbers[i], files[i]});
+            {offsets[i], lengths[i], addresses[i], zero_chunks[i], firsts[i], lasts[i], numbers[i], files[i], places[i]});
     return {{std::move(rows)}};
 }
 
@@ -252,6 +286,38 @@ void bind_memory(nb::module_& module) {
         }, nb::kw_only(), "fd"_a, "path"_a, "alignment"_a);
 }
 
+void bind_devices(nb::module_& module) {
+    nb::class_<PyDevice>(module, "Device");
+    module.def("cuda_device", [](std::uintptr_t stream, std::string name) {
+        return PyDevice{{make_cuda_device(stream, std::move(name))}};
+    }, nb::kw_only(), "stream"_a, "name"_a);
+    nb::class_<PyDelayedDevice, PyDevice>(module, "DelayedDevice")
+        .def("__init__", [](PyDelayedDevice* self, std::uint64_t memory_bytes, double delay_s) {
+            const std::chrono::microseconds delay(static_cast<std::int64_t>(delay_s * 1e6));
+            new (self) PyDelayedDevice{{{std::make_shared<DelayedDevice>(memory_bytes, delay)}}};
+        }, nb::kw_only(), "memory_bytes"_a, "delay_s"_a = 0.0)
+        .def_prop_ro("address", [](const PyDelayedDevice& device) { return device.delayed().address(); })
+        .def_prop_ro("inside", [](const PyDelayedDevice& device) {
+            return reinterpret_cast<std::uintptr_t>(device.delayed().inside());
+        })
+        .def_prop_ro("copies", [](const PyDelayedDevice& device) { return device.delayed().copies(); })
+        .def_prop_ro("pinned_bytes", [](const PyDelayedDevice& device) { return device.delayed().pinned_bytes(); })
+        .def("hold", [](const PyDelayedDevice& device, bool held) { device.delayed().hold(held); }, "held"_a)
+        .def("fail_after", [](const PyDelayedDevice& device, std::uint64_t copies) { device.delayed().fail_after(copies); }, "copies"_a)
+        .def("synchronize", [](const PyDelayedDevice& device) {
+            const Unlocked unlocked;
+            std::promise<void> reached;
+            device.held->then([&](int) { reached.set_value(); });
+            reached.get_future().wait();
+        });
+    module.def("line_begins", [](std::uint64_t row_bytes) {
+        std::vector<std::uint64_t> begins(chunk_count(row_bytes) * lines_per_chunk);
+        for (std::size_t line = 0; line < begins.size(); ++line) begins[line] = line_begin(row_bytes, line);
+        return to_numpy(std::move(begins));
+    }, "row_bytes"_a);
+    module.attr("LINE_BYTES") = sizeof(Line);
+}
+
 void bind_rows(nb::module_& module) {
     nb::class_<PyGather>(module, "GatherLayout")
         .def("__init__", [](PyGather* self, std::uint64_t item_bytes, const Sizes& shape, const Strides& strides_bytes) {
@@ -265,17 +331,21 @@ void bind_rows(nb::module_& module) {
     nb::class_<PyWriteRows>(module, "WriteRows")
         .def("__init__", [](PyWriteRows* self, const Array& file, const Array& offset, const Array& length, const Array& address,
                             const Array& chunk, const Array& layout, const std::vector<const PyGather*>& layouts, std::uint64_t chunks,
-                            const std::optional<Array>& lazy) {
-            new (self) PyWriteRows(make_write_rows(file, offset, length, address, chunk, layout, layouts, chunks, lazy));
+                            const std::optional<Array>& lazy, const std::optional<Array>& device,
+                            const std::vector<const PyDevice*>& devices, const std::vector<Array>& samples) {
+            new (self) PyWriteRows(
+                make_write_rows(file, offset, length, address, chunk, layout, layouts, chunks, lazy, device, devices, samples));
         }, nb::kw_only(), "file"_a, "offset"_a, "length"_a, "address"_a, "chunk"_a, "layout"_a, "layouts"_a, "chunks"_a,
-           "lazy"_a = nb::none());
+           "lazy"_a = nb::none(), "device"_a = nb::none(), "devices"_a = std::vector<const PyDevice*>(), "samples"_a = std::vector<Array>());
     nb::class_<PyReadRows>(module, "ReadRows")
         .def("__init__", [](PyReadRows* self, const Array& file, const Array& offset, const Array& length, const Array& address,
                             const Array& chunk, const Array& first, const Array& last, const Array& layout,
-                            const std::vector<const PyScatter*>& layouts, const Array& digests) {
-            new (self) PyReadRows(make_read_rows(file, offset, length, address, chunk, first, last, layout, layouts, digests));
+                            const std::vector<const PyScatter*>& layouts, const Array& digests,
+                            const std::optional<Array>& device, const std::vector<const PyDevice*>& devices) {
+            new (self) PyReadRows(
+                make_read_rows(file, offset, length, address, chunk, first, last, layout, layouts, digests, device, devices));
         }, nb::kw_only(), "file"_a, "offset"_a, "length"_a, "address"_a, "chunk"_a, "first"_a, "last"_a, "layout"_a,
-           "layouts"_a, "digests"_a);
+           "layouts"_a, "digests"_a, "device"_a = nb::none(), "devices"_a = std::vector<const PyDevice*>());
 }
 
 void bind_jobs(nb::module_& module) {
@@ -294,6 +364,10 @@ void bind_jobs(nb::module_& module) {
         .def("wait_early", [](const PyWriteJob& job, double timeout_s) {
             const Unlocked unlocked;
             return job.held->wait_early(timeout_s);
+        }, "timeout_s"_a)
+        .def("wait_queued", [](const PyWriteJob& job, double timeout_s) {
+            const Unlocked unlocked;
+            return job.held->wait_queued(timeout_s);
         }, "timeout_s"_a)
         .def("wait_captured", [](const PyWriteJob& job, double timeout_s) {
             const Unlocked unlocked;
@@ -348,6 +422,7 @@ NB_MODULE(_native, module) {
                "file"_a, "offset"_a, "address"_a, "length"_a, "register"_a = false);
     module.def("xxh3_64", &digest_buffer);
     bind_memory(module);
+    bind_devices(module);
     bind_rows(module);
     bind_jobs(module);
     bind_engine(module);

@@ -68,7 +68,16 @@ void Job::begin_window(bool reads_source) {
     const std::lock_guard lock(mutex_);
     assert(!fed_);
     ++under_way_;
-    if (reads_source) ++reading_sources_;
+    if (reads_source) ++queueing_sources_, ++reading_sources_;
+}
+
+void Job::queue_sources() {
+    const std::lock_guard lock(mutex_);
+    assert(queueing_sources_ > 0);
+    if (--queueing_sources_ == 0 && fed_) {
+        queued_ = true;
+        changed_.notify_all();
+    }
 }
 
 void Job::release_sources() {
@@ -104,6 +113,7 @@ void Job::end_window() {
 void Job::finish() {
     std::unique_lock lock(mutex_);
     fed_ = true;
+    queued_ = queueing_sources_ == 0;
     captured_ = reading_sources_ == 0;
     changed_.notify_all();
     changed_.wait(lock, [&] { return under_way_ == 0; });
@@ -112,7 +122,7 @@ void Job::finish() {
     arena_->leave();
     machine_.workers.reset();
     machine_.backend.reset();
-    early_captured_ = captured_ = finished_ = true;
+    early_captured_ = queued_ = captured_ = finished_ = true;
     changed_.notify_all();
 }
 

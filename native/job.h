@@ -59,8 +59,9 @@ protected:
 
     /// Blocks until fewer than `windows_max` windows are under way, or the job is stopping.
     void wait_for_room(std::uint32_t windows_max);
-    /// `reads_source`: the job is not captured before `release_sources`.
+    /// `reads_source`: all are not queued before `queue_sources`, and not captured before `release_sources` after it.
     void begin_window(bool reads_source);
+    void queue_sources();
     void release_sources();
     /// How many windows must be captured before the caller goes on; each is released once, before its sources are.
     void expect_early(std::size_t windows);
@@ -75,6 +76,7 @@ protected:
     Registered& registered() { return *registered_; }
 
     bool wait_until_captured(double timeout_s) { return wait_until(timeout_s, captured_); }
+    bool wait_until_queued(double timeout_s) { return wait_until(timeout_s, queued_); }
     bool wait_until_early(double timeout_s) { return wait_until(timeout_s, early_captured_); }
 
     Machine machine_;
@@ -89,6 +91,7 @@ protected:
 private:
     bool wait_until(double timeout_s, const bool& state);
 
+    bool queued_ = false;  // under mutex_
     bool captured_ = false;  // under mutex_
     bool early_captured_ = false;  // under mutex_
     bool finished_ = false;  // under mutex_
@@ -97,6 +100,7 @@ private:
     mutable std::mutex mutex_;
     std::condition_variable changed_;
     std::uint32_t under_way_ = 0;
+    std::uint32_t queueing_sources_ = 0;
     std::uint32_t reading_sources_ = 0;
     std::size_t early_left_ = 0;
     bool fed_ = false;  // the coordinator begins no more windows

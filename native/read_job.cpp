@@ -16,6 +16,8 @@ struct ReadJob::Window {
     Block block;
     AlignedBytes head;
     AlignedBytes tail;
+    std::vector<bool> used;                // devices that copy out of the block
+    std::atomic<std::size_t> storing{0};  // devices
 };
 
 ReadJob::ReadJob(Machine machine, std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<const File>> files,
@@ -134,12 +136,32 @@ void ReadJob::deliver(const std::shared_ptr<Window>& window) {
                                                 : window->block.bytes() + (chunk.begin - planned.begin);
         if (!check(chunk, bytes)) continue;
         // Once one chunk is bad the load has failed: report the others, but change no more memory.
-        if (!planned.direct && !damaged_.load()) store(chunk, bytes);
+        if (!planned.direct && !damaged_.load()) store(*window, chunk, bytes);
         (planned.direct ? direct_bytes_ : copied_bytes_) += chunk.length;
         done_bytes_ += chunk.length;
     }
-    window->block.release();
-    end_window();  // last: the job may be gone after it
+    end(window);
+}
+
+/// The block is given back when no device copies out of it any more.
+void ReadJob::end(const std::shared_ptr<Window>& window) {
+    window->storing = 1 + static_cast<std::size_t>(std::count(window->used.begin(), window->used.end(), true));
+    const auto stored = [this, window] {
+        if (--window->storing != 0) return;
+        window->block.release();
+        end_window();  // last: the job may be gone after it
+    };
+    for (std::size_t i = 0; i < window->used.size(); ++i) {
+        if (!window->used[i]) continue;
+        const Device* const device = rows_->devices[i].get();
+        rows_->devices[i]->then([this, window, device, stored](int error) {
+            const ReadWindow& planned = *window->planned;
+            if (error != 0)
+                take_outcome({device_fault(*device, error, *files_[planned.file], planned.begin, planned.end - planned.begin), false});
+            stored();
+        });
+    }
+    stored();
 }
 
 void ReadJob::copy_edges(const Window& window) {
@@ -170,12 +192,19 @@ bool ReadJob::check(const WantedChunk& chunk, const std::byte* bytes) {
     return false;
 }
 
-void ReadJob::store(const WantedChunk& chunk, const std::byte* bytes) {
+void ReadJob::store(Window& window, const WantedChunk& chunk, const std::byte* bytes) {
     const ReadRow& row = rows_->rows[chunk.row];
     if (row.address == verify_only) return;
     touched_[chunk.row] = true;
     const std::uint64_t begin = chunk.begin - row.offset;
-    if (row.layout == contiguous)
+    if (row.device != on_host) {
+        const std::shared_ptr<Device>& device = rows_->devices[static_cast<std::size_t>(row.device)];
+        arena_->pin(window.block, device);
+        window.used.resize(rows_->devices.size(), false);
+        window.used[static_cast<std::size_t>(row.device)] = true;
+        if (const int error = device->from_host(row.address + begin, bytes, chunk.length))
+            take_outcome({device_fault(*device, error, *files_[row.file], chunk.begin, chunk.length), false});
+    } else if (row.layout == contiguous)
         std::memcpy(row.target() + begin, bytes, chunk.length);
     else
         rows_->layouts[static_cast<std::size_t>(row.layout)].scatter(begin, begin + chunk.length, bytes, row.target());

@@ -23,6 +23,7 @@ struct ReadOptions {
     std::uint64_t request_bytes = 0;
 };
 
+/// What is for a device is queued to be copied there out of its block, once it has been checked.
 /// Targets stay alive until wait() has returned true; rows, files and arena are the job's.
 /// The destructor cancels and waits.
 ///
@@ -51,7 +52,8 @@ private:
     void deliver(const std::shared_ptr<Window>& window);
     void copy_edges(const Window& window);
     bool check(const WantedChunk& chunk, const std::byte* bytes);
-    void store(const WantedChunk& chunk, const std::byte* bytes);
+    void store(Window& window, const WantedChunk& chunk, const std::byte* bytes);
+    void end(const std::shared_ptr<Window>& window);
     std::uint64_t chunk_number(const WantedChunk& chunk) const;
 
     const std::shared_ptr<const ReadRows> rows_;

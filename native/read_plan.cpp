@@ -26,7 +26,8 @@ std::vector<WantedChunk> list_chunks(const ReadRows& rows) {
 }
 
 bool is_in_phase(const ReadRow& row) {
-    return row.layout == contiguous && row.address != verify_only && (row.address - row.offset) % block_alignment_bytes == 0;
+    return row.device == on_host && row.layout == contiguous && row.address != verify_only &&
+           (row.address - row.offset) % block_alignment_bytes == 0;
 }
 
 class Planner {

@@ -1,9 +1,8 @@
 #include "rows.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
-
-#include "bounds.h"
 
 namespace flowstone {
 namespace {
@@ -27,19 +26,44 @@ bool is_inside(std::uint64_t first, std::uint64_t count, std::uint64_t total) {
     return first <= total && count <= total - first;
 }
 
+void check_device(std::int32_t device, std::int64_t layout, std::size_t devices, std::size_t row) {
+    if (device == on_host) return;
+    require(device >= 0 && static_cast<std::size_t>(device) < devices, row, "device is no index into devices");
+    require(layout == contiguous, row, "a device's memory must be contiguous");
+}
+
+/// Spreads line numbers over the places they may take, so that no stride of the data hides from all of them.
+std::uint64_t scattered(std::uint64_t number) {
+    number *= 0x9E3779B97F4A7C15U;  // 2^64 / golden ratio
+    return number ^ (number >> 29);
+}
+
 }  // namespace
+
+std::uint64_t line_begin(std::uint64_t row_bytes, std::uint64_t line) {
+    constexpr std::uint64_t quarter = chunk_bytes / lines_per_chunk;
+    constexpr std::uint64_t line_bytes = sizeof(Line);
+    const std::uint64_t whole_lines = row_bytes / line_bytes;
+    if (whole_lines == 0) return 0;
+    const std::uint64_t low = std::min(line * quarter / line_bytes, whole_lines - 1);
+    const std::uint64_t high = std::min(low + quarter / line_bytes, whole_lines);
+    return (low + scattered(line) % (high - low)) * line_bytes;
+}
 
 void check_rows(const WriteRows& rows, std::span<const std::uint64_t> file_bytes) {
     for (const std::uint64_t bytes : file_bytes)
         if (bytes % block_alignment_bytes != 0 || bytes > file_bytes_max)
             throw std::invalid_argument("a file's size must be a multiple of 4096");
     const WriteRow* before = nullptr;
+    std::vector<std::uint64_t> lines(rows.devices.size(), 0);
     for (std::size_t i = 0; i < rows.rows.size(); ++i) {
         const WriteRow& row = rows.rows[i];
         require(row.file < file_bytes.size(), i, "file is no index into files");
         check_range(row.offset, row.length, i);
         require(row.end() <= file_bytes[row.file], i, "the range ends beyond the file's size");
         check_layout(row.layout, rows.layouts, row.length, i);
+        check_device(row.device, row.layout, rows.devices.size(), i);
+        if (row.device != on_host && row.lazy) lines[static_cast<std::size_t>(row.device)] += chunk_count(row.length) * lines_per_chunk;
         require(row.length == 0 || row.address != 0, i, "address is null");
         if (row.chunk != no_digest) require(is_inside(row.chunk, chunk_count(row.length), rows.chunks), i, "chunk is beyond chunks");
         if (before != nullptr) {
@@ -48,6 +72,9 @@ void check_rows(const WriteRows& rows, std::span<const std::uint64_t> file_bytes
         }
         before = &row;
     }
+    const bool fit = std::equal(lines.begin(), lines.end(), rows.samples.begin(), rows.samples.end(),
+                                [](std::uint64_t wanted, std::span<const Line> given) { return wanted == given.size(); });
+    if (!fit) throw std::invalid_argument("samples are not those of the devices' lazy rows");
 }
 
 void check_rows(const ReadRows& rows, std::size_t file_count) {
@@ -57,6 +84,7 @@ void check_rows(const ReadRows& rows, std::size_t file_count) {
         require(row.file < file_count, i, "file is no index into files");
         check_range(row.offset, row.length, i);
         check_layout(row.layout, rows.layouts, row.length, i);
+        check_device(row.device, row.layout, rows.devices.size(), i);
         require(row.first <= row.last && row.last <= chunk_count(row.length), i, "first..last are no chunks of the extent");
         if (row.first < row.last) require(is_inside(row.chunk, row.last, rows.digests.size()), i, "chunk is beyond digests");
     }

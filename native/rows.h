@@ -1,15 +1,28 @@
 // What a caller asks for: rows, each a byte range of a file and its place in memory.
 #pragma once
 
+#include <array>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
+#include "bounds.h"
+#include "device.h"
 #include "kernels.h"
 
 namespace flowstone {
 
 inline constexpr std::int64_t contiguous = -1;  // the layout of a row that lies in one run of memory
+inline constexpr std::int32_t on_host = -1;     // the device of a row that lies in the processor's memory
+
+/// A few bytes of a lazy row as they were when the save began: one cache line, so one miss.
+using Line = std::array<std::byte, 64>;
+inline constexpr std::uint64_t lines_per_chunk = 4;  // 20,000 misses for 5 GB: about a millisecond
+
+/// Where line number `line` of a row begins, a multiple of its length: somewhere in its quarter of its chunk, or in
+/// the last line where the row ends before that.
+std::uint64_t line_begin(std::uint64_t row_bytes, std::uint64_t line);
 
 /// `length` bytes at `offset` of file number `file`, taken from `address`.
 struct WriteRow {
@@ -20,6 +33,7 @@ struct WriteRow {
     std::int64_t layout;  // index into WriteRows::layouts, or contiguous
     std::uint32_t file;
     bool lazy = false;  // may be captured after the caller has gone on; its source is watched
+    std::int32_t device = on_host;  // whose memory `address` is in; a device's rows are contiguous
 
     std::uint64_t end() const { return offset + length; }
     const std::byte* source() const { return reinterpret_cast<const std::byte*>(address); }
@@ -30,6 +44,10 @@ struct WriteRows {
     std::vector<WriteRow> rows;
     std::vector<Layout> layouts;  // gather
     std::uint64_t chunks = 0;     // length of the job's digests
+    std::vector<std::shared_ptr<Device>> devices = {};
+    // Of each device's lazy rows, in order: lines_per_chunk of every chunk. On the host; there when the first copy
+    // from that device is, and until all is captured.
+    std::vector<std::span<const Line>> samples = {};
 };
 
 /// Chunks [first, last) of the extent of `length` bytes at `offset` of file number `file`.
@@ -42,6 +60,7 @@ struct ReadRow {
     std::uint64_t last;
     std::int64_t layout;    // index into ReadRows::layouts, or contiguous
     std::uint32_t file;
+    std::int32_t device = on_host;  // whose memory `address` is in; a device's rows are contiguous
 
     std::uint64_t end() const { return offset + length; }
     std::byte* target() const { return reinterpret_cast<std::byte*>(address); }
@@ -52,6 +71,7 @@ struct ReadRows {
     std::vector<ReadRow> rows;
     std::vector<Layout> layouts;  // scatter
     std::vector<std::uint64_t> digests;
+    std::vector<std::shared_ptr<Device>> devices = {};
 };
 
 /// Check what a plan rests on: the invariants above and all indices; throws std::invalid_argument

@@ -9,46 +9,48 @@
 namespace flowstone {
 namespace {
 
-/// Spreads line numbers over the places they may take, so that no stride of the data hides from all of them.
-std::uint64_t scattered(std::uint64_t number) {
-    number *= 0x9E3779B97F4A7C15U;  // 2^64 / golden ratio
-    return number ^ (number >> 29);
-}
+constexpr std::uint64_t quarter = chunk_bytes / lines_per_chunk;
+
+bool is_watched(const WriteRow& row) { return row.lazy && row.length != 0; }
+std::uint64_t line_count(const WriteRow& row) { return chunk_count(row.length) * lines_per_chunk; }
+std::uint64_t line_end(const WriteRow& row, std::uint64_t begin) { return std::min(begin + sizeof(Line), row.length); }
 
 }  // namespace
 
-Watch::Watch(const WriteRows& rows) : rows_(rows), first_line_(rows.rows.size(), unwatched) {
+Watch::Watch(const WriteRows& rows) : rows_(rows), first_line_(rows.rows.size(), nullptr) {
+    std::uint64_t count = 0;
+    for (const WriteRow& row : rows.rows)
+        if (is_watched(row) && row.device == on_host) count += line_count(row);
+    lines_.resize(count);
+    Line* next = lines_.data();
+    std::vector<const Line*> next_sample;
+    for (const std::span<const Line> samples : rows.samples) next_sample.push_back(samples.data());
     for (std::size_t i = 0; i < rows.rows.size(); ++i) {
         const WriteRow& row = rows.rows[i];
-        if (!row.lazy || row.length == 0) continue;
-        first_line_[i] = lines_.size();
-        const std::uint64_t count = chunk_count(row.length) * lines_per_chunk;
-        for (std::uint64_t line = 0; line < count; ++line) {
-            const Place where = place(row.length, line);
-            copy_row(rows, row, where.begin, where.end, lines_.emplace_back().data());
+        if (!is_watched(row)) continue;
+        if (row.device != on_host) {
+            const Line*& samples = next_sample[static_cast<std::size_t>(row.device)];
+            first_line_[i] = samples;
+            samples += line_count(row);
+            continue;
+        }
+        first_line_[i] = next;
+        for (std::uint64_t line = 0; line < line_count(row); ++line, ++next) {
+            const std::uint64_t begin = line_begin(row.length, line);
+            copy_row(rows, row, begin, line_end(row, begin), next->data());
         }
     }
 }
 
-/// A line somewhere in its quarter of its chunk; empty where the row ends before.
-Watch::Place Watch::place(std::uint64_t row_bytes, std::uint64_t line) {
-    constexpr std::uint64_t quarter = chunk_bytes / lines_per_chunk;
-    const std::uint64_t low = std::min(line * quarter, row_bytes);
-    const std::uint64_t high = std::min(low + quarter, row_bytes);
-    if (high - low <= line_bytes) return {low, high};
-    const std::uint64_t begin = low + scattered(line) % (high - low - line_bytes + 1);
-    return {begin, begin + line_bytes};
-}
-
 void Watch::compare(std::size_t row, std::uint64_t begin, std::uint64_t end, const std::byte* bytes) {
-    if (first_line_[row] == unwatched) return;
-    constexpr std::uint64_t quarter = chunk_bytes / lines_per_chunk;
+    const Line* const lines = first_line_[row];
+    if (lines == nullptr) return;
     for (std::uint64_t line = begin / quarter; line * quarter < end; ++line) {
-        const Place where = place(rows_.rows[row].length, line);
-        const std::uint64_t low = std::max(begin, where.begin);
-        const std::uint64_t high = std::min(end, where.end);
+        const std::uint64_t line_low = line_begin(rows_.rows[row].length, line);
+        const std::uint64_t low = std::max(begin, line_low);
+        const std::uint64_t high = std::min(end, line_end(rows_.rows[row], line_low));
         if (low >= high) continue;
-        const std::byte* const sample = lines_[first_line_[row] + line].data() + (low - where.begin);
+        const std::byte* const sample = lines[line].data() + (low - line_low);
         if (std::memcmp(bytes + (low - begin), sample, high - low) != 0) report(row, low, high);
     }
 }

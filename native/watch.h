@@ -1,7 +1,6 @@
 // Whether sources are still what they were when the save began.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <map>
 #include <mutex>
@@ -14,14 +13,14 @@
 namespace flowstone {
 
 /// Rows captured after the caller went on must not have changed by then. Two means, both cheap:
-///   samples  a few lines of every chunk of a lazy row, copied when the job starts, compared with what
+///   samples  a few lines of every chunk of a lazy row, copied when the save starts, compared with what
 ///            was captured
 ///   seams    a chunk that two windows share is digested by the first and captured in part by the second;
 ///            both note a digest of that part
 /// All members but the constructor: any thread.
 class Watch {
 public:
-    /// Reads the samples from the rows' sources.
+    /// Reads the samples of rows on the host from their sources.
     explicit Watch(const WriteRows& rows);
 
     /// The job captures row bytes [begin, end), counted from the row's start, as `bytes`.
@@ -42,20 +41,9 @@ public:
     std::optional<Change> change() const;
 
 private:
-    static constexpr std::uint64_t line_bytes = 64;     // one cache line: one miss
-    static constexpr std::uint64_t lines_per_chunk = 4;  // 20,000 misses for 5 GB: about a millisecond
-    using Line = std::array<std::byte, line_bytes>;
-    static constexpr std::size_t unwatched = ~std::size_t{0};
-
-    struct Place {
-        std::uint64_t begin;
-        std::uint64_t end;
-    };
-    static Place place(std::uint64_t row_bytes, std::uint64_t line);
-
     const WriteRows& rows_;
-    std::vector<std::size_t> first_line_;  // per row, or unwatched
-    std::vector<Line> lines_;
+    std::vector<Line> lines_;               // of rows on the host
+    std::vector<const Line*> first_line_;  // per row; null: unwatched
     mutable std::mutex mutex_;
     std::map<std::pair<std::size_t, std::uint64_t>, std::uint64_t> seams_;  // (row, begin) -> digest
     std::optional<Change> change_;

@@ -24,6 +24,8 @@ struct WriteJob::Window {
     std::optional<DirectPlan> direct;
     AlignedBytes bounce;
     bool lazy = false;
+    std::byte* rest = nullptr;             // of what was fetched: see fetch_run; null: nothing was
+    std::atomic<std::size_t> fetching{0};  // devices
     std::atomic<std::size_t> ops_left{0};
 };
 
@@ -31,8 +33,8 @@ struct WriteJob::Window {
 /// what the back finds unfit to be written directly is set aside, and gets the next blocks, having no other way.
 class WriteJob::Order {
 public:
-    Order(const WriteRows& rows, std::uint64_t request_bytes, const WriteOptions& options)
-        : rows_(rows), options_(options), windows_(plan_windows(rows, request_bytes)), back_(windows_.size()) {
+    Order(const WriteRows& rows, std::uint64_t window_bytes, const WriteOptions& options)
+        : rows_(rows), options_(options), windows_(plan_windows(rows, window_bytes)), back_(windows_.size()) {
         const auto lazy = std::stable_partition(windows_.begin(), windows_.end(), [](const WriteWindow& w) { return !w.lazy; });
         early_ = static_cast<std::size_t>(lazy - windows_.begin());
     }
@@ -126,7 +128,7 @@ void WriteJob::hurry() {
 void WriteJob::feed() {
     assume(machine_.priority);
     register_files();
-    Order order(*rows_, machine_.request_bytes, options_);
+    Order order(*rows_, window_bytes(), options_);
     Pace pace(options_.bytes_per_s);
     Pace cap(options_.cap_bytes_per_s);
     expect_early(order.early());
@@ -170,7 +172,13 @@ void WriteJob::begin_copied(const WriteWindow& planned, Block block) {
     window->block = std::move(block);
     if (window->lazy) ++copied_under_way_;
     begin_window(true);
-    machine_.workers->post([this, window] { capture_copied(window); });
+    machine_.workers->post([this, window] { needs_fetch(*rows_, window->planned) ? fetch(window) : capture_copied(window); });
+}
+
+/// A block also has room for the rest of a chunk that a fetched window cuts.
+std::uint64_t WriteJob::window_bytes() const {
+    if (rows_->devices.empty()) return machine_.request_bytes;
+    return std::min(machine_.request_bytes, arena_->block_bytes() - chunk_bytes);
 }
 
 void WriteJob::begin_direct(DirectPlan plan, bool lazy) {
@@ -183,6 +191,42 @@ void WriteJob::begin_direct(DirectPlan plan, bool lazy) {
     machine_.workers->post([this, window] { capture_direct(window); });
 }
 
+/// Queue what lies on devices, and copy what lies beside it on the host.
+void WriteJob::fetch(const std::shared_ptr<Window>& window) {
+    window->rest = window->block.bytes() + (arena_->block_bytes() - chunk_bytes);
+    std::vector<bool> used(rows_->devices.size(), false);
+    const auto queue_copy = [&](const WriteRow& row, std::uint64_t begin, std::uint64_t bytes, std::byte* out) {
+        const std::shared_ptr<Device>& device = rows_->devices[static_cast<std::size_t>(row.device)];
+        arena_->pin(window->block, device);
+        used[static_cast<std::size_t>(row.device)] = true;
+        if (const int error = device->to_host(out, row.address + begin, bytes))
+            take_outcome({device_fault(*device, error, *files_[row.file], row.offset + begin, bytes), false});
+    };
+    for (const WriteRun& run : split_runs(*rows_, window->planned, options_.gap_bytes))
+        if (!stopping()) fetch_run(*rows_, run, window->block.bytes() + (run.begin - window->planned.begin), window->rest, queue_copy);
+    queue(*window);
+    await_fetched(window, used);
+}
+
+/// Go on when all is there that was queued, also if it went wrong: until then the block is the devices'.
+void WriteJob::await_fetched(const std::shared_ptr<Window>& window, const std::vector<bool>& used) {
+    window->fetching = 1 + static_cast<std::size_t>(std::count(used.begin(), used.end(), true));
+    const auto arrived = [this, window] {
+        if (--window->fetching == 0) machine_.workers->post([this, window] { capture_copied(window); });
+    };
+    for (std::size_t i = 0; i < used.size(); ++i) {
+        if (!used[i]) continue;
+        const Device* const device = rows_->devices[i].get();
+        rows_->devices[i]->then([this, window, device, arrived](int error) {
+            const WriteWindow& planned = window->planned;
+            if (error != 0)
+                take_outcome({device_fault(*device, error, *files_[planned.file], planned.begin, planned.end - planned.begin), false});
+            arrived();
+        });
+    }
+    arrived();
+}
+
 void WriteJob::capture_copied(const std::shared_ptr<Window>& window) {
     if (stopping()) {
         release(*window);
@@ -191,7 +235,7 @@ void WriteJob::capture_copied(const std::shared_ptr<Window>& window) {
     const std::vector<WriteRun> runs = split_runs(*rows_, window->planned, options_.gap_bytes);
     const auto image = [&](const WriteRun& run) { return window->block.bytes() + (run.begin - window->planned.begin); };
     for (const WriteRun& run : runs) {
-        capture_run(*rows_, run, image(run), digests_, watch_);
+        capture_run(*rows_, run, image(run), window->rest, digests_, watch_);
         copied_bytes_ += row_bytes(*rows_, run);
     }
     take_change();
@@ -262,8 +306,14 @@ void WriteJob::take_change() {
     take_outcome({Fault{"capture", 0, path, row.offset + change->begin, change->end - change->begin}, false});
 }
 
-void WriteJob::release(const Window& window) {
+/// Nothing on the host is read for it any more, and nothing more of a device is queued.
+void WriteJob::queue(const Window& window) {
     if (!window.lazy) release_early();
+    queue_sources();
+}
+
+void WriteJob::release(const Window& window) {
+    if (window.rest == nullptr) queue(window);
     release_sources();
 }
 

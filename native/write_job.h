@@ -31,7 +31,8 @@ struct WriteOptions {
 /// The destructor cancels and waits.
 ///
 /// Windows with a row that is not lazy come first, as fast as they can. The others follow within
-/// `options`, until somebody waits for them. A lazy source that has changed before it was captured is a
+/// `options`, until somebody waits for them. What lies on a device is queued to be copied into a block, and goes on
+/// like everything else once it is there. A lazy source that has changed before it was captured is a
 /// fault ("capture", with the place in the file), never a silent mixture.
 class WriteJob final : public Job {
 public:
@@ -40,10 +41,14 @@ public:
              std::shared_ptr<const WriteRows> rows, const WriteOptions& options);
     ~WriteJob();
 
-    /// Whether no source of a row that is not lazy will be read any more, after at most `timeout_s`.
+    /// Whether no source on the host of a row that is not lazy will be read any more, and those on devices are
+    /// queued, after at most `timeout_s`.
     bool wait_early(double timeout_s) { return wait_until_early(timeout_s); }
     /// From now on capture as fast as memory and device allow: somebody waits. Does not block; any thread.
     void hurry();
+    /// Whether no source on the host will be read any more, and all on devices are queued, after at most `timeout_s`.
+    /// What a device does after what its queue holds now may then change them.
+    bool wait_queued(double timeout_s) { return wait_until_queued(timeout_s); }
     /// Whether no source will be read any more, after at most `timeout_s`.
     bool wait_captured(double timeout_s) { return wait_until_captured(timeout_s); }
 
@@ -59,13 +64,17 @@ private:
     std::optional<Block> take_block(Order& order);
     void begin_copied(const WriteWindow& planned, Block block);
     void begin_direct(DirectPlan plan, bool lazy);
+    void fetch(const std::shared_ptr<Window>& window);
+    void await_fetched(const std::shared_ptr<Window>& window, const std::vector<bool>& used);
     void capture_copied(const std::shared_ptr<Window>& window);
     void capture_direct(const std::shared_ptr<Window>& window);
     void submit(const std::shared_ptr<Window>& window, const WriteRun& run, std::vector<iovec> parts);
     void end_op(const std::shared_ptr<Window>& window, std::uint64_t bytes, const Outcome& outcome);
     void confirm(const std::shared_ptr<Window>& window);
     void take_change();
+    void queue(const Window& window);
     void release(const Window& window);
+    std::uint64_t window_bytes() const;
     void end(const std::shared_ptr<Window>& window);
     bool has_direct_room() const { return direct_under_way_.load() < machine_.queue_depth; }
 

@@ -63,9 +63,10 @@ template <class Each> void for_chunks(const WriteRows& rows, std::size_t row_ind
 }
 
 /// One chunk's part to its place in the image, digested there while it is in the cache.
-void capture_chunk(const WriteRows& rows, const ChunkShare& part, std::byte* image, std::span<std::uint64_t> digests, Watch& watch) {
+void capture_chunk(const WriteRows& rows, const ChunkShare& part, std::byte* image, const std::byte* fetched,
+                   std::span<std::uint64_t> digests, Watch& watch) {
     const WriteRow& row = rows.rows[part.row];
-    copy_row(rows, row, part.low, part.high, image);
+    if (fetched == nullptr) copy_row(rows, row, part.low, part.high, image);
     if (row.chunk == no_digest) return;
     watch.compare(part.row, part.low, part.high, image);
     const std::uint64_t bytes = part.high - part.low;
@@ -78,10 +79,11 @@ void capture_chunk(const WriteRows& rows, const ChunkShare& part, std::byte* ima
         digest = xxh3_64(image, bytes);
         return;
     }
-    const std::uint64_t rest = part.end - part.high;
-    copy_row(rows, row, part.high, part.end, scratch());
-    digest = xxh3_64(image, bytes, scratch(), rest);
-    watch.note_seam(part.row, part.high, xxh3_64(scratch(), rest));
+    const std::uint64_t rest_bytes = part.end - part.high;
+    if (fetched == nullptr) copy_row(rows, row, part.high, part.end, scratch());
+    const std::byte* const rest = fetched == nullptr ? scratch() : fetched;
+    digest = xxh3_64(image, bytes, rest, rest_bytes);
+    watch.note_seam(part.row, part.high, xxh3_64(rest, rest_bytes));
 }
 
 /// First row in the run that ends after `offset`.
@@ -143,6 +145,7 @@ DirectRun plan_direct_run(const WriteRows& rows, const WriteRun& run) {
 }  // namespace
 
 void copy_row(const WriteRows& rows, const WriteRow& row, std::uint64_t begin, std::uint64_t end, std::byte* out) {
+    assert(row.device == on_host);
     if (const Layout* layout = layout_of(rows, row))
         layout->gather(begin, end, row.source(), out);
     else
@@ -191,7 +194,14 @@ std::vector<WriteRun> split_runs(const WriteRows& rows, const WriteWindow& windo
     return runs;
 }
 
+bool needs_fetch(const WriteRows& rows, const WriteWindow& window) {
+    const auto begin = rows.rows.begin() + static_cast<std::ptrdiff_t>(window.first_row);
+    const auto end = rows.rows.begin() + static_cast<std::ptrdiff_t>(window.last_row);
+    return !rows.devices.empty() && std::any_of(begin, end, [](const WriteRow& row) { return row.device != on_host; });
+}
+
 std::optional<DirectPlan> plan_direct(const WriteRows& rows, const WriteWindow& window, std::uint64_t gap_bytes) {
+    if (needs_fetch(rows, window)) return std::nullopt;
     DirectPlan plan;
     std::size_t parts = 0;
     for (const WriteRun& run : split_runs(rows, window, gap_bytes)) {
@@ -204,13 +214,35 @@ std::optional<DirectPlan> plan_direct(const WriteRows& rows, const WriteWindow& 
     return plan;
 }
 
-void capture_run(const WriteRows& rows, const WriteRun& run, std::byte* image, std::span<std::uint64_t> digests, Watch& watch) {
+void fetch_run(const WriteRows& rows, const WriteRun& run, std::byte* image, std::byte* rest, const Fetch& fetch) {
+    const auto get = [&](const WriteRow& row, std::uint64_t begin, std::uint64_t end, std::byte* out) {
+        if (row.device == on_host)
+            copy_row(rows, row, begin, end, out);
+        else
+            fetch(row, begin, end - begin, out);
+    };
+    walk(
+        rows, run, run.begin, run.end, [](std::uint64_t, std::uint64_t) {},
+        [&](std::size_t i, Span span) {
+            const WriteRow& row = rows.rows[i];
+            const std::uint64_t low = span.low - row.offset;
+            const std::uint64_t high = span.high - row.offset;
+            get(row, low, high, image + (span.low - run.begin));
+            // Of a chunk that began before the run, the rest is another window's.
+            const std::uint64_t chunk = round_down(high, chunk_bytes);
+            if (row.chunk != no_digest && high < row.length && chunk < high && chunk >= low)
+                get(row, high, std::min(chunk + chunk_bytes, row.length), rest);
+        });
+}
+
+void capture_run(const WriteRows& rows, const WriteRun& run, std::byte* image, const std::byte* rest,
+                 std::span<std::uint64_t> digests, Watch& watch) {
     walk(
         rows, run, run.begin, run.end,
         [&](std::uint64_t low, std::uint64_t high) { std::memset(image + (low - run.begin), 0, high - low); },
         [&](std::size_t row, Span span) {
             for_chunks(rows, row, span, [&](const ChunkShare& part) {
-                capture_chunk(rows, part, image + (rows.rows[row].offset + part.low - run.begin), digests, watch);
+                capture_chunk(rows, part, image + (rows.rows[row].offset + part.low - run.begin), rest, digests, watch);
             });
         });
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <span>
 #include <vector>
@@ -29,6 +30,9 @@ using WriteRun = WriteWindow;
 
 std::vector<WriteWindow> plan_windows(const WriteRows& rows, std::uint64_t request_bytes);
 
+/// Whether a row of the window lies on a device.
+bool needs_fetch(const WriteRows& rows, const WriteWindow& window);
+
 std::vector<WriteRun> split_runs(const WriteRows& rows, const WriteWindow& window, std::uint64_t gap_bytes);
 
 /// [begin, end) of a file, from `source` where it lies, or from a bounce buffer when source is null.
@@ -50,16 +54,25 @@ struct DirectPlan {
 };
 
 /// How to write the window from where it lies, or nothing when its rows do not allow it
-/// (strided, at another phase, or too much to bounce).
+/// (on a device, strided, at another phase, or too much to bounce).
 std::optional<DirectPlan> plan_direct(const WriteRows& rows, const WriteWindow& window, std::uint64_t gap_bytes);
 
-/// Row bytes [begin, end), counted from the row's start, to `out`.
+/// Row bytes [begin, end), counted from the row's start, to `out`. The row is on the host.
 void copy_row(const WriteRows& rows, const WriteRow& row, std::uint64_t begin, std::uint64_t end, std::byte* out);
 
 /// Make `image` the run's exact bytes, gaps zero, and digest every chunk that starts in the run
 /// (also where it goes on past the run's end). What is digested is the image, not the source, so the
 /// digests are those of what will be written whatever happens to the source; `watch` is told what was seen.
-void capture_run(const WriteRows& rows, const WriteRun& run, std::byte* image, std::span<std::uint64_t> digests, Watch& watch);
+/// `rest` is null, or fetch_run has filled both.
+void capture_run(const WriteRows& rows, const WriteRun& run, std::byte* image, const std::byte* rest,
+                 std::span<std::uint64_t> digests, Watch& watch);
+
+/// To copy `bytes` from a row on a device, later; until then their place must stay.
+using Fetch = std::function<void(const WriteRow& row, std::uint64_t begin, std::uint64_t bytes, std::byte* out)>;
+
+/// All that capture_run will look at: the run's bytes into `image`, and those of the chunk that goes on past its end into
+/// `rest`, with room for a chunk. Rows on the host are copied, those on devices are left to `fetch`.
+void fetch_run(const WriteRows& rows, const WriteRun& run, std::byte* image, std::byte* rest, const Fetch& fetch);
 
 /// The digests alone, of a run that is about to be written from where it lies.
 void digest_run(const WriteRows& rows, const WriteRun& run, std::span<std::uint64_t> digests);

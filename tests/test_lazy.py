@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import flowstone as fs
+from flowstone import _native
 from flowstone.events import Captured, Event, Fenced, Written
 from flowstone.saving import Captures
 from flowstone.store.base import Pace
@@ -459,6 +460,35 @@ def test_a_dense_change_is_noticed_whoever_makes_it(tmp_path: Path, way: str, es
         assert checkpointer.latest() is None
 
 
+@pytest.mark.parametrize("row_bytes", [MIB, 5 * MIB, 64 * 1024, 300_000, 7 * MIB + 4])
+def test_one_byte_of_4096_is_looked_at(row_bytes: int) -> None:
+    begins = _native.line_begins(row_bytes)
+    assert _native.LINE_BYTES * len(set(begins.tolist())) >= row_bytes / 4096
+    assert begins.max() + _native.LINE_BYTES <= row_bytes
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+def test_a_change_of_one_byte_is_noticed_where_it_is_looked_at_and_nowhere_else(
+    tmp_path: Path, way: str, sampled: bool
+) -> None:
+    """The odds that docs/LIMITS.md states: what is not looked at is saved as it was when it was captured."""
+    state = training()
+    weight = state["model"].body[1].weight  # type: ignore[attr-defined]
+    begins = _native.line_begins(weight.nbytes).tolist()
+    byte = begins[1] if sampled else begins[1] + _native.LINE_BYTES
+    assert sampled or byte not in begins
+    with opened(tmp_path, way, on_error="continue") as checkpointer:
+        save = checkpointer.save(1, state)
+        weight.data.view(-1).view(torch.uint8)[byte] ^= 1
+        error = save.committed.exception(60)
+    if sampled:
+        assert isinstance(error, fs.StateChangedError)
+        assert error.names == ("model.body.1.weight",)
+    else:
+        assert error is None
+        assert torch.equal(fs.open(tmp_path).read("model.body.1.weight"), weight)
+
+
 # Honesty
 
 
@@ -474,7 +504,7 @@ def test_every_one_of_a_thousand_checkpoints_holds_exactly_one_value(tmp_path: P
 
 
 def hold_one_value(path: Path, seed: int, *, saves: int) -> None:
-    """Random arenas, limits, paces, swaps and reallocations; the fence is all that keeps it honest."""
+    """Random arenas, limits, paces, delays, swaps and reallocations; the fence is all that keeps it honest."""
     chance = random.Random(seed)
     state = training()
     model, optimizer = state["model"], state["optimizer"]
@@ -485,6 +515,7 @@ def hold_one_value(path: Path, seed: int, *, saves: int) -> None:
         request_bytes=chance.choice((2, 4)) * MIB, queue_depth=chance.choice((1, 4, 16)),
         write_in_place=chance.random() < 0.5, direct=chance.choice(("auto", "off")),
         backend=chance.choice(("auto", "posix")),
+        write_bytes_per_s=chance.choice((None, 100 * MIB, 300 * MIB)),  # a writer that is late
     )
     with fs.Checkpointer(
         path, engine=engine, budget_bytes=chance.choice((8, 16, 64)) * MIB, saves_in_flight=chance.randint(1, 3),

@@ -111,6 +111,40 @@ class ScatterLayout:
         shape: Sequence[int], strides_bytes: Sequence[int],
     ) -> None: ...
 
+class Device:
+    """A queue of copies between an accelerator's memory and the host's, made in order by the accelerator."""
+
+def cuda_device(*, stream: int, name: str) -> Device:
+    """Copies on a CUDA stream (its handle), which outlives the device. Raises OSError where there is no driver."""
+
+class DelayedDevice(Device):
+    """For tests: memory that only the device reaches, by a thread that makes each copy `delay_s` late.
+
+    address  of its memory, as rows mean it: whoever else touches it there is killed
+    inside   the same memory, for whoever plays the device's own work
+    """
+
+    def __init__(self, *, memory_bytes: int, delay_s: float = 0.0) -> None: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def inside(self) -> int: ...
+    @property
+    def copies(self) -> int: ...
+    @property
+    def pinned_bytes(self) -> int: ...
+    def hold(self, held: bool) -> None:
+        """Begin nothing, until hold(False)."""
+    def fail_after(self, copies: int) -> None: ...
+    def synchronize(self) -> None:
+        """Wait until everything that is queued now has been made."""
+
+LINE_BYTES: int
+"""A sample of a lazy row."""
+
+def line_begins(row_bytes: int) -> NDArray[np.uint64]:
+    """Where the samples of a row begin, multiples of LINE_BYTES: four of each chunk."""
+
 class WriteRows:
     """Columns of equal length n; row i puts `length[i]` bytes at `offset[i]` of file `file[i]`.
 
@@ -123,12 +157,17 @@ class WriteRows:
     ceil(length / CHUNK_BYTES) of them. A row of length 0 has no chunk.
     lazy[i]: the row may be captured after the caller has gone on (None: no row may). A few lines of every
     chunk of such a row are read when the job starts, and compared with what is captured.
+    device[i]: index into `devices`, whose memory `address[i]` is in, or -1 for the host's (None: all are).
+    samples: for each device, LINE_BYTES at each of the `line_begins` of its lazy rows, in the order of the rows;
+    there before the device's first copy is made, and kept by the caller until all is captured.
     """
 
     def __init__(
         self, *, file: NDArray[np.uint32], offset: NDArray[np.uint64], length: NDArray[np.uint64],
         address: NDArray[np.uint64], chunk: NDArray[np.uint64], layout: NDArray[np.int64],
         layouts: Sequence[GatherLayout], chunks: int, lazy: NDArray[np.bool_] | None = None,
+        device: NDArray[np.int32] | None = None, devices: Sequence[Device] = (),
+        samples: Sequence[NDArray[np.uint8]] = (),
     ) -> None: ...
 
 class ReadRows:
@@ -138,6 +177,7 @@ class ReadRows:
     chunk           index in `digests` of the extent's chunk 0
     address         where the extent's byte 0 belongs (layout -1: contiguous memory),
                     or the box's first element (layout >= 0), or VERIFY_ONLY
+    device          index into `devices`, whose memory the address is in; such rows have layout -1
     Rows may be in any order; the engine sorts and merges them.
     """
 
@@ -145,7 +185,7 @@ class ReadRows:
         self, *, file: NDArray[np.uint32], offset: NDArray[np.uint64], length: NDArray[np.uint64],
         address: NDArray[np.uint64], chunk: NDArray[np.uint64], first: NDArray[np.uint64],
         last: NDArray[np.uint64], layout: NDArray[np.int64], layouts: Sequence[ScatterLayout],
-        digests: NDArray[np.uint64],
+        digests: NDArray[np.uint64], device: NDArray[np.int32] | None = None, devices: Sequence[Device] = (),
     ) -> None: ...
 
 class WriteJob:
@@ -157,7 +197,9 @@ class WriteJob:
     """
 
     def wait_early(self, timeout_s: float) -> bool:
-        """Whether no source that is not lazy will be read any more."""
+        """Whether no source that is not lazy will be read any more; those on devices: is queued."""
+    def wait_queued(self, timeout_s: float) -> bool:
+        """Whether no source on the host will be read any more, and all those on devices are queued."""
     def hurry(self) -> None:
         """From now on capture as fast as memory and device allow. Returns at once."""
     def wait_captured(self, timeout_s: float) -> bool:

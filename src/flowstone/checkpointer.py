@@ -260,7 +260,7 @@ class Checkpointer:
 
     def _go_on_without_caller(self, flight: Flight) -> None:
         """The rest of a save is for the watcher's thread, and for the writer's."""
-        save, is_lazy = flight.save, flight.plan.lazy_bytes > 0
+        save, is_lazy = flight.save, flight.outlasts_save
         # All that are under way: the writer's thread takes them in order, so that one waits for those before it.
         save.captured.hurry = save.committed.hurry = self._hurry
         try:
@@ -387,9 +387,8 @@ class Checkpointer:
         if fenced.waited_s > FENCE_WAIT_S:
             # Steps are shorter than writes: next time there is more memory to copy into.
             assert self._arena is not None
-            assert self._planned is not None
             more = self._arena.touched_bytes + int(fenced.waited_s * COPY_BYTES_PER_S)
-            self._arena.grow(min(more, self._planned.plan.file_bytes), when_idle=True)
+            self._arena.grow(min(more, self._captures.arena_bytes), when_idle=True)
 
     def wait(self) -> None:
         """Wait until every save so far is durable; raises SaveFailedError if one failed unseen."""

@@ -82,7 +82,8 @@ def plan_load(
     wanted = restoration.pieces.take(matched.wanted)
     plan = plan_reads(index, wanted, matched.rows)
     stored = tuple(map(index.dtypes.__getitem__, matched.rows))
-    landed = land(wanted, restoration.places.take(matched.wanted), stored, stage=stage)
+    cut = {int(plan.target[row]) for row in plan.common}
+    landed = land(wanted, restoration.places.take(matched.wanted), stored, cut, stage=stage)
     return Loading(checkpoint, rules, restoration, matched, wanted, plan, landed)
 
 
@@ -92,10 +93,13 @@ def read(loading: Loading, store: Store, on_progress: Callable[[int], None]) -> 
     on_progress  is told the bytes done. Damage is in the result, not raised
     """
     arena = open_read_arena(store)
+    for stream in loading.landed.streams.values():
+        stream.follow()
     try:
         found = scatter(
             store, loading.checkpoint.segment_paths, loading.checkpoint.index, loading.plan, loading.wanted,
             loading.landed.places, arena, on_progress,
+            {name: stream.native for name, stream in loading.landed.streams.items()},
         )
     finally:
         arena.close()

@@ -17,7 +17,7 @@ from flowstone import _native
 from flowstone._version import __version__
 from flowstone.commit import publish
 from flowstone.commit.contents import Objects, encode_objects
-from flowstone.config import CAPTURE_SHARE_OF_LEISURE, FIRST_ARENA_BYTES, Tuning
+from flowstone.config import CAPTURE_SHARE_OF_LEISURE, CHUNK_BYTES, FIRST_ARENA_BYTES, Tuning
 from flowstone.errors import StateChangedError
 from flowstone.events import Captured, Fenced
 from flowstone.format.manifest import Manifest, SegmentRow
@@ -43,19 +43,40 @@ class Planned:
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A save under way. `started` is in seconds of the monotonic clock, `blocked_s` what its caller waited."""
+    """A save under way.
+
+    arena_bytes  what would hold all of it
+    started      in seconds of the monotonic clock
+    blocked_s    what the caller of `save` waited
+    """
 
     save: Save
     draft: publish.Draft
     staged: Staged
     plan: WritePlan
     objects: bytes
+    arena_bytes: int
     started: float
     blocked_s: float
 
     @property
     def writing(self) -> Writing:
         return self.staged.writing
+
+    @property
+    def outlasts_save(self) -> bool:
+        """Whether sources are still read when `save` returns."""
+        return self.plan.lazy_bytes > 0 or bool(self.staged.streams)
+
+    def release_sources(self) -> None:
+        """Wait until the caller may change the state, on the host or by its current stream of a device."""
+        if not self.staged.streams:
+            self.save.captured.result()  # which hurries
+            return
+        self.writing.hurry()
+        self.writing.wait_queued()
+        for stream in self.staged.streams:
+            stream.lead()
 
     def captured(self) -> Captured:
         """Everything has been captured: the sources are let go of."""
@@ -73,10 +94,12 @@ class Captures:
         self._flights: list[Flight] = []  # replaced, never changed: `hurry` may come from any thread
         self._left_alone: float | None = None  # since when the last save leaves training alone
         self._leisures_s: deque[float] = deque(maxlen=4)
+        self.arena_bytes = 0  # that would hold all of the last save
 
     def add(self, flight: Flight) -> None:
         self._flights = [*(other for other in self._flights if not other.save.captured.done()), flight]
         self._left_alone = time.monotonic()
+        self.arena_bytes = flight.arena_bytes
 
     def pace(self, plan: WritePlan, tuning: Tuning) -> Pace:
         """Lazy capture is to be done when the fence comes, and no sooner: training has the machine.
@@ -93,7 +116,7 @@ class Captures:
             flight.writing.hurry()
 
     def fence(self) -> Fenced | None:
-        """Wait until all is captured; None when it was."""
+        """Wait until the state may change; None when it might."""
         started = time.monotonic()
         if self._left_alone is not None:
             self._leisures_s.append(started - self._left_alone)
@@ -102,7 +125,7 @@ class Captures:
         if not waiting:
             return None
         for flight in waiting:
-            flight.save.captured.result()  # which hurries
+            flight.release_sources()
         self._flights = []
         return Fenced(waiting[-1].save.step, time.monotonic() - started)
 
@@ -126,24 +149,35 @@ def start(
     """Start a save. Blocks until what is not lazy is captured; what fails up to then leaves no draft."""
     draft = publish.begin(store, save.step)
     try:
-        arena.grow(min(plan.file_bytes, FIRST_ARENA_BYTES))
         staged = start_capture(store, draft.directory, plan, described.places, arena, pace)
-        objects = _encode_while_captured(staged.writing, plan, described)
+        arena_bytes = _arena_bytes(plan, staged, arena)
+        arena.grow(min(arena_bytes, FIRST_ARENA_BYTES))
+        objects = _encode_while_captured(staged, plan, described)
     except BaseException:
         publish.discard(store, draft)
         raise
-    return Flight(save, draft, staged, plan, objects, started, time.monotonic() - started)
+    return Flight(save, draft, staged, plan, objects, arena_bytes, started, time.monotonic() - started)
 
 
-def _encode_while_captured(writing: Writing, plan: WritePlan, described: Described) -> bytes:
-    """objects.json, encoded while bytes move; returns once those that are not lazy are captured."""
+def _arena_bytes(plan: WritePlan, staged: Staged, arena: _native.Arena) -> int:
+    """What would hold all of a save. With bytes from a device, a block keeps room for the rest of a chunk."""
+    if not staged.streams:
+        return plan.file_bytes
+    return plan.file_bytes * arena.block_bytes // (arena.block_bytes - CHUNK_BYTES)
+
+
+def _encode_while_captured(staged: Staged, plan: WritePlan, described: Described) -> bytes:
+    """objects.json, encoded while bytes move; returns once what is not lazy may change."""
+    writing = staged.writing
     try:
         per_rank = {name: [value] for name, value in described.per_rank.items()}
         objects = encode_objects(Objects(dict(described.objects), per_rank))
-        if plan.lazy_bytes:
+        if plan.lazy_bytes or staged.streams:
             writing.wait_early()
         else:
             writing.wait_captured()
+        for stream in staged.streams:
+            stream.lead()
     except BaseException:
         writing.cancel()
         writing.receipt()

@@ -15,6 +15,7 @@ from flowstone.format.digest import digest
 from flowstone.format.segment import encode_header
 from flowstone.pieces import Memory, Places
 from flowstone.plan.write import SegmentPlan, WritePlan, place
+from flowstone.stage.streams import SideStream, side_stream
 from flowstone.store.base import UNPACED, FilePlan, Pace, Store, Writing
 
 _Number = TypeVar("_Number", bound=np.generic)
@@ -27,12 +28,14 @@ class Staged:
     offsets  file offset of each piece's bytes, in plan order
     headers  the digest of each segment's header
     sources  what the writers read from: keep it until captured
+    streams  of the devices that some of it lies on: that memory is read when they come to it
     """
 
     writing: Writing
     offsets: NDArray[np.uint64]
     headers: tuple[str, ...]
     sources: tuple[object, ...]
+    streams: tuple[SideStream, ...]
 
 
 def start_capture(
@@ -41,13 +44,16 @@ def start_capture(
     """Start capturing what lies at `places` (parallel to the plan's pieces) into segments in `directory`.
 
     Returns without waiting; the memory must stay alive until `writing.wait_captured()` returns, and
-    unchanged, but for what is not lazy: that may change once `writing.wait_early()` returns.
+    unchanged, but for what is not lazy: that may change once `writing.wait_early()` returns. What lies on a
+    device is copied after what its current stream holds now, and may be changed by what that stream is given
+    after `writing.wait_queued()` (or, if it is not lazy, `wait_early`) and the `lead` of its side stream.
     Raises StorageError when the segments cannot be created.
     """
-    address, layout, layouts, hosted = _on_host(places)
-    offsets = place(plan, np.where(layout < 0, address % BLOCK_BYTES, 0))
+    address, layout, layouts, device, streams, hosted = _within_reach(places)
+    offsets = place(plan, np.where((layout < 0) & (device < 0), address % BLOCK_BYTES, 0))
     headers = [_header(plan, segment, offsets) for segment in plan.segments]
     count = len(headers)
+    samples = [_samples(at, stream, plan, device, places) for at, stream in enumerate(streams)]
 
     def column(first: object, rest: NDArray[Any], kind: type[_Number]) -> NDArray[_Number]:
         return np.concatenate([np.asarray(first, kind), rest.astype(kind, copy=False)])[plan.order]
@@ -62,10 +68,15 @@ def start_capture(
         layouts=layouts, chunks=plan.chunks,
         # Headers are ours and do not change, but somebody who waits for everything waits for them, too.
         lazy=column(np.full(count, plan.lazy.any()), plan.lazy, np.bool_),
+        device=column(np.full(count, -1), device, np.int32), devices=[stream.native for stream in streams],
+        samples=samples,
     )
+    for stream in streams:
+        stream.follow()
     files = [FilePlan(f"{directory}/{segment.name}", segment.bytes) for segment in plan.segments]
     writing = store.write(files, rows, arena, pace)
-    return Staged(writing, offsets, tuple(map(digest, headers)), (places, hosted, tuple(headers)))
+    sources = (places, hosted, tuple(headers), samples)
+    return Staged(writing, offsets, tuple(map(digest, headers)), sources, streams)
 
 
 def _header(plan: WritePlan, file: SegmentPlan, offsets: NDArray[np.uint64]) -> bytes:
@@ -74,18 +85,28 @@ def _header(plan: WritePlan, file: SegmentPlan, offsets: NDArray[np.uint64]) -> 
     return encode_header(rows, header_bytes=file.header_bytes, file_bytes=file.bytes, packed=file.packed)
 
 
-def _on_host(
-    places: Places,
-) -> tuple[NDArray[np.uint64], NDArray[np.int64], list[_native.GatherLayout], list[Memory]]:
-    """Addresses on the host, and how strided memory is gathered; device memory is brought here first.
+def _within_reach(places: Places) -> tuple[
+    NDArray[np.uint64], NDArray[np.int64], list[_native.GatherLayout], NDArray[np.int32], tuple[SideStream, ...],
+    list[Memory],
+]:
+    """Where the engine gets each piece from: address, how strided memory is gathered, and on which device.
 
-    Also the memory that it was brought to: keep it alive.
+    Device memory that no side stream can copy as it lies is brought to the host here. The last is the memory
+    that it was brought to: keep it alive.
     """
     address, layout = places.address, np.full(len(places.address), -1, np.int64)
+    device = np.full(len(places.address), -1, np.int32)
     layouts: list[_native.GatherLayout] = []
+    streams: list[SideStream] = []
     hosted: list[Memory] = []
     for position, memory in places.apart.items():
         if memory.device != "cpu":
+            stream = side_stream(memory.device) if memory.contiguous and 0 not in memory.shape else None
+            if stream is not None:
+                if stream not in streams:
+                    streams.append(stream)
+                device[position] = streams.index(stream)
+                continue
             memory = _host_copy(memory)
             hosted.append(memory)
             address = address.copy() if len(hosted) == 1 else address
@@ -97,7 +118,18 @@ def _on_host(
                     item_bytes=memory.item_bytes, shape=memory.shape, strides_bytes=memory.strides_bytes
                 )
             )
-    return address, layout, layouts, hosted
+    return address, layout, layouts, device, tuple(streams), hosted
+
+
+def _samples(
+    at: int, stream: SideStream, plan: WritePlan, device: NDArray[np.int32], places: Places
+) -> NDArray[np.uint8]:
+    """What the engine compares the lazy rows of device number `at` with: lines of each, in the order of rows."""
+    order = plan.order - len(plan.segments)
+    order = order[order >= 0]  # the others are headers
+    lazy = order[plan.lazy[order] & (device[order] == at)]
+    rows = [places.apart[position] for position in lazy.tolist()]
+    return stream.sample(rows) if rows else np.zeros(0, np.uint8)
 
 
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}

@@ -1,13 +1,13 @@
 """Where read bytes land first, when they cannot go straight into the memory that wants them.
 
-That is so when values are converted (cast), when the memory is a device's, and when a
-staged load checks everything before it changes anything.
+That is so when values are converted (cast), when a device cannot take them as they are stored, and when
+a staged load checks everything before it changes anything.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from flowstone.errors import BudgetError
 from flowstone.pieces import DType, Memory, Pieces, Places
 from flowstone.stage.arena import available_bytes
 from flowstone.stage.capture import host_twin, on_device
+from flowstone.stage.streams import SideStream, side_stream
 from flowstone.state import tensors
 
 
@@ -44,17 +45,24 @@ class Landing:
 class Landed:
     """Where the bytes of wanted pieces land.
 
-    places  parallel to the pieces, all on the host
-    aside   position -> Landing, of those that do not land in their target
+    places   parallel to the pieces
+    aside    position -> Landing, of those that do not land in their target
+    streams  of the devices that places are on, by name
     """
 
     places: Places
     aside: Mapping[int, Landing]
+    streams: Mapping[str, SideStream]
 
 
-def land(wanted: Pieces, places: Places, stored: Sequence[DType], *, stage: bool) -> Landed:
-    """Choose where each wanted piece lands. `stored` are the dtypes in the checkpoint; `stage` lands all aside.
+def land(
+    wanted: Pieces, places: Places, stored: Sequence[DType], cut: Container[int] = (), *, stage: bool
+) -> Landed:
+    """Choose where each wanted piece lands.
 
+    stored  the dtypes in the checkpoint
+    cut     positions of the wanted that no one stored piece fills
+    stage   all land aside
     raises  BudgetError when staging needs more than the memory that is available
     """
     if stage:
@@ -64,9 +72,11 @@ def land(wanted: Pieces, places: Places, stored: Sequence[DType], *, stage: bool
                 f"load(stage=True) needs {needed} bytes beside the state", found=f"{available} bytes available",
                 next="load with stage=False: every chunk is verified all the same, as it is read",
             )
-    device = {at for at, memory in places.apart.items() if memory.device != "cpu"}
+    far = {at: memory for at, memory in places.apart.items() if memory.device != "cpu"}
+    streams = _streams(far, cut)
+    device = {at for at, memory in far.items() if memory.device not in streams or not memory.contiguous or at in cut}
     if not stage and not device and tuple(stored) == wanted.dtypes:
-        return Landed(places, {})
+        return Landed(places, {}, streams)
     address, apart, owners = places.address.copy(), dict(places.apart), list(places.owners)
     aside = {}
     for at, (dtype, kind) in enumerate(zip(stored, wanted.dtypes, strict=True)):
@@ -83,7 +93,14 @@ def land(wanted: Pieces, places: Places, stored: Sequence[DType], *, stage: bool
         apart.pop(at, None)
         address[at], owners[at] = buffer.data_ptr(), buffer
         aside[at] = Landing(buffer, target, kind)
-    return Landed(Places(address, apart, owners), aside)
+    left = {memory.device for memory in apart.values()}
+    return Landed(Places(address, apart, owners), aside, {name: s for name, s in streams.items() if name in left})
+
+
+def _streams(far: Mapping[int, Memory], cut: Container[int]) -> Mapping[str, SideStream]:
+    """Those that can take something straight from the engine."""
+    names = dict.fromkeys(memory.device for at, memory in far.items() if memory.contiguous and at not in cut)
+    return {name: stream for name in names if (stream := side_stream(name)) is not None}
 
 
 _CARRIERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}

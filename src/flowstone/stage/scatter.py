@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,10 +35,12 @@ def scatter(
     places: Places,
     arena: _native.Arena,
     on_progress: Callable[[int], None] | None = None,
+    devices: Mapping[str, _native.Device] = MappingProxyType({}),
 ) -> Scattered:
-    """Read `plan` into `places` (parallel to `wanted`, on the host). Blocks.
+    """Read `plan` into `places` (parallel to `wanted`). Blocks.
 
     paths        in the store, of the segments, by id
+    devices      those that places are on, by name. What lies there is dense, and stored in one piece
     on_progress  is told the bytes done, every POLL_S
     Never raises for bad bytes or a failing store: that is in the result. Ctrl-C cancels and is raised.
     """
@@ -47,6 +50,7 @@ def scatter(
         file=index.segment[piece], offset=index.offset[piece], length=index.length[piece], address=address,
         chunk=index.first_chunk[piece].astype(np.uint64), first=plan.first.astype(np.uint64),
         last=plan.last.astype(np.uint64), layout=layout, layouts=layouts, digests=index.digest,
+        device=_devices(plan, places, list(devices)), devices=list(devices.values()),
     )
     receipt = finish_reading(store.read_extents(paths, rows, arena, wanted_bytes=plan.bytes), on_progress)
     written = np.zeros(len(wanted), np.bool_)
@@ -107,6 +111,16 @@ def _targets(
             layouts += [] if scattered is None else [scattered]
         address[row], layout[row] = made[piece, target]
     return address, layout, layouts
+
+
+def _devices(plan: ReadPlan, places: Places, devices: Sequence[str]) -> NDArray[np.int32]:
+    """Each row's device; -1 for the host."""
+    found = np.full(len(places.address), -1, np.int32)
+    if devices:
+        for position, memory in places.apart.items():
+            if memory.device != "cpu":
+                found[position] = devices.index(memory.device)
+    return found[plan.target]
 
 
 def _part(stored: Box, common: Box, wanted: Box, memory: Memory) -> tuple[int, _native.ScatterLayout | None]:

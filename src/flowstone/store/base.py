@@ -76,7 +76,10 @@ class Writing(Protocol):
     """Segments on their way to the store."""
 
     def wait_early(self) -> None:
-        """Block until no source that is not lazy will be read any more."""
+        """Block until no source that is not lazy will be read any more; until it is queued, if on a device."""
+
+    def wait_queued(self) -> None:
+        """Block until no source on the host will be read any more, and every one on a device is queued."""
 
     def hurry(self) -> None:
         """Capture the rest as fast as memory and device allow; returns at once."""

@@ -94,6 +94,10 @@ class LocalWriting:
         while not self._job.wait_early(POLL_S):
             pass
 
+    def wait_queued(self) -> None:
+        while not self._job.wait_queued(POLL_S):
+            pass
+
     def wait_captured(self) -> None:
         while not self._job.wait_captured(POLL_S):
             pass  # returns to Python in between, so that Ctrl-C is heard

@@ -1,0 +1,52 @@
+// Memory that the processor cannot reach: an accelerator's.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "backend.h"
+
+namespace flowstone {
+
+/// One queue of copies between a device and the host; they are made in the order they were queued in.
+/// Addresses on the device are the device's own. Any thread.
+class Device {
+public:
+    /// How the copies went: 0, or an error number of the device's own.
+    using Done = std::function<void(int error)>;
+
+    virtual ~Device() = default;
+
+    /// Queue one copy. 0, or the device's error: then nothing is queued. Blocks only where the host's memory
+    /// is not pinned. Both places stay as they are until a later `then` has called back.
+    virtual int to_host(std::byte* target, std::uint64_t source, std::uint64_t bytes) = 0;
+    virtual int from_host(std::uint64_t target, const std::byte* source, std::uint64_t bytes) = 0;
+
+    /// Call `done` exactly once, whatever happens, when everything queued so far is over: on a thread of the
+    /// device's, or inside `then`. It must not block, nor use the device.
+    virtual void then(Done done) = 0;
+
+    /// Let the device reach host memory by itself, until `unpin` before it is unmapped. False where that is
+    /// refused: copies then take a detour.
+    virtual bool pin(std::byte*, std::uint64_t) { return false; }
+    virtual void unpin(std::byte*) {}
+
+    /// "cuda:0"
+    virtual std::string name() const = 0;
+    /// What an error number means, in the device's words.
+    virtual std::string describe(int error) const = 0;
+};
+
+/// A copy between `device` and memory for [offset, offset + length) of a file has failed.
+inline Fault device_fault(const Device& device, int error, const File& file, std::uint64_t offset, std::uint64_t length) {
+    return {"copy from or to " + device.name() + " (" + device.describe(error) + ")", EIO, file.path, offset, length};
+}
+
+/// Copies on the CUDA stream `stream` (a CUstream). The driver is loaded when asked for: nothing links to it.
+/// Throws std::system_error (ENOSYS) where there is no driver, or it knows no such stream.
+std::shared_ptr<Device> make_cuda_device(std::uintptr_t stream, std::string name);
+
+}  // namespace flowstone

@@ -1,0 +1,261 @@
+// Rows that lie on a device: nobody but the device touches them, in either direction.
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <thread>
+
+#include "bed.h"
+#include "delayed_device.h"
+
+namespace flowstone {
+namespace {
+
+using std::chrono::microseconds;
+
+/// A sample of which every other contiguous row lies on a device.
+struct Far {
+    std::shared_ptr<DelayedDevice> device;
+    std::vector<std::uint64_t> place;  // per row, in the device's memory; or nowhere
+    std::vector<Line> samples;
+    WriteRows rows;
+
+    static constexpr std::uint64_t nowhere = ~std::uint64_t{0};
+
+    explicit Far(const Sample& sample, microseconds delay = microseconds(0)) : place(sample.rows.rows.size(), nowhere), rows(sample.rows) {
+        std::uint64_t bytes = 0;
+        for (std::size_t i = 0; i < rows.rows.size(); ++i)
+            if (rows.rows[i].layout == contiguous && i % 2 == 0) place[i] = bytes, bytes += rows.rows[i].length + i % 7;
+        device = std::make_shared<DelayedDevice>(bytes + 1, delay);
+        rows.devices = {device};
+        rows.samples = {{}};
+        for (std::size_t i = 0; i < rows.rows.size(); ++i) {
+            if (place[i] == nowhere) continue;
+            WriteRow& row = rows.rows[i];
+            std::memcpy(device->inside() + place[i], row.source(), row.length);
+            row.address = device->address() + place[i];
+            row.device = 0;
+        }
+    }
+
+    /// Let all rows be captured lazily; the device's are sampled now.
+    void be_lazy() {
+        for (std::size_t i = 0; i < rows.rows.size(); ++i) {
+            WriteRow& row = rows.rows[i];
+            row.lazy = true;
+            if (row.device == on_host) continue;
+            for (std::uint64_t line = 0; line < chunk_count(row.length) * lines_per_chunk; ++line) {
+                const std::uint64_t begin = line_begin(row.length, line);
+                const std::uint64_t bytes = std::min<std::uint64_t>(sizeof(Line), row.length - begin);
+                std::memcpy(samples.emplace_back().data(), device->inside() + place[i] + begin, bytes);
+            }
+        }
+        rows.samples = {samples};
+    }
+};
+
+std::shared_ptr<WriteJob> start(Bed& bed, const WriteRows& rows, const WriteOptions& options = {}) {
+    return bed.engine.write(bed.arena, {{bed.scratch.file(), bed.file_bytes}}, std::make_shared<WriteRows>(rows), options);
+}
+
+}  // namespace
+
+TEST_CASE("lines of a row lie in its quarters, whole and in order") {
+    for (const std::uint64_t bytes : {std::uint64_t{64}, 65 * kib, mib, mib + 1, 3 * mib + 100, 7 * mib + 64})
+        for (std::uint64_t line = 0; line < chunk_count(bytes) * lines_per_chunk; ++line) {
+            CAPTURE(bytes);
+            CAPTURE(line);
+            const std::uint64_t begin = line_begin(bytes, line);
+            CHECK(begin % sizeof(Line) == 0);
+            CHECK(begin + sizeof(Line) <= bytes);
+            const std::uint64_t quarter = chunk_bytes / lines_per_chunk;
+            if ((line + 1) * quarter <= bytes) CHECK(begin / quarter == line);
+        }
+    CHECK(line_begin(0, 0) == 0);
+    CHECK(line_begin(63, 0) == 0);
+}
+
+TEST_CASE("rows on a device come back, among rows on the host") {
+    for (const Setup& setup : setups())
+        for (std::uint64_t seed = 0; seed < 8; ++seed) {
+            CAPTURE(setup.backend);
+            CAPTURE(setup.direct);
+            CAPTURE(seed);
+            const Sample sample = random_sample(seed, 24);
+            Far far(sample, microseconds(seed % 2 ? 100 : 0));
+            if (seed % 4 > 1) far.be_lazy();
+            Bed bed(setup, sample.file_bytes, nullptr, seed % 3 ? 3 : 20);
+            const auto job = start(bed, far.rows, {.in_place = seed % 2 == 0});
+            REQUIRE(job->wait_early(forever_s));
+            if (seed > 5) job->hurry();
+            REQUIRE(job->wait(forever_s));
+            REQUIRE_FALSE(job->fault());
+            REQUIRE(bed.scratch.contents() == sample.expected);
+
+            std::vector<Memory> targets;
+            ReadRows back = read_back(sample, job->digests(), targets, seed);
+            std::vector<std::byte*> inside(back.rows.size(), nullptr);
+            std::uint64_t bytes = 1;
+            for (const ReadRow& row : back.rows) bytes += row.length;
+            const auto device = std::make_shared<DelayedDevice>(bytes, microseconds(10));
+            std::uint64_t at = 1;
+            back.devices = {device};
+            for (std::size_t i = 0; i < back.rows.size(); ++i) {
+                ReadRow& row = back.rows[i];
+                if (row.layout != contiguous || i % 3 == 0) continue;
+                inside[i] = device->inside() + at;
+                row.address = device->address() + at;
+                row.device = 0;
+                at += row.length;
+            }
+            const auto load = bed.run(back);
+            REQUIRE_FALSE(load->fault());
+            for (std::size_t i = 0; i < back.rows.size(); ++i)
+                if (inside[i] != nullptr) REQUIRE(std::memcmp(inside[i], sample.stored[i].data(), sample.stored[i].size()) == 0);
+        }
+}
+
+TEST_CASE("a fence need not wait for copies that are queued") {
+    const Sample sample = plain_sample(5 * mib + 1000);
+    Far far(sample);
+    far.be_lazy();
+    Bed bed(setups().front(), sample.file_bytes, nullptr, 8);
+    bed.arena->grow(8 * huge_page_bytes);
+    far.device->hold(true);
+    const auto job = start(bed, far.rows);
+    job->hurry();
+    REQUIRE(job->wait_queued(forever_s));
+    CHECK_FALSE(job->wait_captured(0));
+    CHECK(far.device->copies() == 0);
+    // What the device does from here on comes after those copies.
+    far.device->then([&](int) { std::memset(far.device->inside(), 0, 5 * mib); });
+    far.device->hold(false);
+    REQUIRE(job->wait(forever_s));
+    REQUIRE_FALSE(job->fault());
+    CHECK(bed.scratch.contents() == sample.expected);
+}
+
+TEST_CASE("while the arena is full, a fence waits for copies that are not queued") {
+    const Sample sample = plain_sample(9 * mib);
+    Far far(sample);
+    far.be_lazy();
+    Bed bed(setups().front(), sample.file_bytes, nullptr, 2);
+    far.device->hold(true);
+    const auto job = start(bed, far.rows);
+    job->hurry();
+    CHECK_FALSE(job->wait_queued(0.05));
+    far.device->hold(false);
+    REQUIRE(job->wait_queued(forever_s));
+    REQUIRE(job->wait(forever_s));
+    CHECK(bed.scratch.contents() == sample.expected);
+}
+
+TEST_CASE("early rows on a device are queued, not waited for") {
+    const Sample sample = plain_sample(mib);
+    Far far(sample);
+    Bed bed(setups().front(), sample.file_bytes, nullptr, 2);
+    far.device->hold(true);
+    const auto job = start(bed, far.rows);
+    REQUIRE(job->wait_early(forever_s));
+    CHECK_FALSE(job->wait_captured(0));
+    far.device->hold(false);
+    REQUIRE(job->wait(forever_s));
+    CHECK(bed.scratch.contents() == sample.expected);
+}
+
+TEST_CASE("a change on the device that came before its copy is found") {
+    for (const std::uint64_t length : {2 * mib, 2 * mib + 17}) {
+        const Sample sample = plain_sample(length);
+        Far far(sample);
+        far.be_lazy();
+        for (std::uint64_t i = 0; i < length; ++i) far.device->inside()[i] ^= std::byte{1};
+        Bed bed(setups().front(), sample.file_bytes);
+        const auto job = bed.run(far.rows);
+        REQUIRE(job->fault());
+        CHECK(job->fault()->operation == "capture");
+        CHECK(job->fault()->length <= sizeof(Line));
+    }
+}
+
+TEST_CASE("a device that fails ends the job, with its name, and gives every block back") {
+    for (std::uint64_t copies = 0; copies < 8; ++copies) {
+        CAPTURE(copies);
+        const Sample sample = plain_sample(9 * mib);
+        Far far(sample, microseconds(50));
+        Bed bed(setups().front(), sample.file_bytes, nullptr, 3);
+        far.device->fail_after(copies);
+        const auto job = bed.run(far.rows);
+        REQUIRE(job->fault());
+        CHECK(job->fault()->operation == "copy from or to delayed:0 (DELAYED_ERROR)");
+        CHECK(job->fault()->error == EIO);
+        CHECK(bed.arena->free_bytes() == bed.arena->touched_bytes());
+
+        // Into a device that fails, too.
+        Bed other(setups().front(), sample.file_bytes, nullptr, 3);
+        const auto written = other.run(sample.rows);
+        std::vector<Memory> targets;
+        ReadRows back = read_back(sample, written->digests(), targets, 0);
+        const auto device = std::make_shared<DelayedDevice>(9 * mib, microseconds(50));
+        device->fail_after(copies);
+        back.devices = {device};
+        back.rows[0].address = device->address();
+        back.rows[0].device = 0;
+        const auto load = other.run(back);
+        REQUIRE(load->fault());
+        CHECK(load->fault()->error == EIO);
+        CHECK(load->touched()[0]);
+        CHECK(other.arena->free_bytes() == other.arena->touched_bytes());
+    }
+}
+
+TEST_CASE("blocks are pinned for the device until the arena closes") {
+    const Sample sample = plain_sample(5 * mib);
+    Far far(sample);
+    {
+        Bed bed(setups().front(), sample.file_bytes, nullptr, 2);
+        REQUIRE_FALSE(bed.run(far.rows)->fault());
+        CHECK(far.device->pinned_bytes() > 0);
+        CHECK(far.device->pinned_bytes() <= 2 * huge_page_bytes);
+        REQUIRE_FALSE(bed.run(far.rows)->fault());
+        bed.arena->close();
+        CHECK(far.device->pinned_bytes() == 0);
+    }
+}
+
+TEST_CASE("cancelled while the device holds its copies, a job ends when they do") {
+    const Sample sample = plain_sample(9 * mib);
+    Far far(sample);
+    Bed bed(setups().front(), sample.file_bytes, nullptr, 2);
+    far.device->hold(true);
+    const auto job = start(bed, far.rows);
+    REQUIRE_FALSE(job->wait_queued(0.02));
+    job->cancel();
+    CHECK_FALSE(job->wait(0.02));  // the blocks are the device's
+    far.device->hold(false);
+    REQUIRE(job->wait(forever_s));
+    CHECK(job->cancelled());
+    CHECK(bed.arena->free_bytes() == bed.arena->touched_bytes());
+}
+
+TEST_CASE("rows that name no device, or strided ones on a device, are refused") {
+    const Sample sample = plain_sample(mib);
+    Far far(sample);
+    Bed bed(setups().front(), sample.file_bytes);
+    WriteRows rows = far.rows;
+    rows.rows[0].device = 1;
+    CHECK_THROWS_AS((void)bed.start(rows), std::invalid_argument);
+    rows = far.rows;
+    rows.rows[0].lazy = true;
+    CHECK_THROWS_AS((void)bed.start(rows), std::invalid_argument);  // without samples
+}
+
+TEST_CASE("where there is no CUDA driver, asking for its device says so") {
+    try {
+        (void)make_cuda_device(0, "cuda:0");
+        MESSAGE("this machine has CUDA: tests/state/test_cuda.py uses it");
+    } catch (const std::system_error& error) {
+        CHECK(error.code().value() == ENOSYS);
+    }
+}
+
+}  // namespace flowstone

@@ -1,0 +1,113 @@
+"""Side streams: copies between a device and the host, beside the device's own work.
+
+The engine queues them, from its own threads; here is what only the framework knows: in which order they come with
+what the caller has put on the device's current stream.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from threading import Lock
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flowstone import _native
+from flowstone.pieces import Memory
+
+_log = logging.getLogger(__name__)
+
+
+class SideStream(Protocol):
+    """One device's. Everything is said on the thread, and so about the current stream, of whoever saves or loads."""
+
+    @property
+    def native(self) -> _native.Device: ...
+
+    def follow(self) -> None:
+        """What is copied from now on is copied after all that the current stream holds now."""
+
+    def lead(self) -> None:
+        """What the current stream is given from now on comes after the copies that are queued now."""
+
+    def sample(self, rows: Sequence[Memory]) -> NDArray[np.uint8]:
+        """A few lines of each chunk of dense rows, as they are on the current stream: `_native.line_begins`.
+
+        The array is filled in before the first copy that comes after a `follow`. Rows have a line at least.
+        """
+
+
+class CudaStream:
+    """A CUDA stream. The copies are the driver's; torch's caching allocator is told of none of them, for whoever
+    queues them keeps their memory until they are made.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._device = torch.device(name)
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self.native = _native.cuda_device(stream=self._stream.cuda_stream, name=name)
+        self._lines: dict[int, torch.Tensor] = {}  # by length of a row in bytes: the numbers of its lines
+
+    def follow(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def lead(self) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def sample(self, rows: Sequence[Memory]) -> NDArray[np.uint8]:
+        with torch.cuda.device(self._device), torch.no_grad():
+            lines = [self._lines_of(row_bytes(row)) for row in rows]
+            found = torch.empty((sum(map(len, lines)), _native.LINE_BYTES), dtype=torch.uint8, device=self._device)
+            at = 0
+            for row, numbers in zip(rows, lines, strict=True):
+                torch.index_select(_as_lines(row), 0, numbers, out=found[at : at + len(numbers)])
+                at += len(numbers)
+            host = torch.empty(found.shape, dtype=torch.uint8, pin_memory=True)
+            return host.copy_(found, non_blocking=True).numpy().reshape(-1)
+
+    def _lines_of(self, length: int) -> torch.Tensor:
+        if length not in self._lines:
+            numbers = _native.line_begins(length).astype(np.int64) // _native.LINE_BYTES
+            self._lines[length] = torch.from_numpy(numbers).to(self._device)
+        return self._lines[length]
+
+
+def row_bytes(row: Memory) -> int:
+    """Length of dense memory."""
+    return int(np.prod(row.shape, dtype=np.int64)) * row.item_bytes
+
+
+def _as_lines(row: Memory) -> torch.Tensor:
+    """Dense device memory as rows of one line each; what is less than a line at its end is left out."""
+    assert isinstance(row.owner, torch.UntypedStorage), "device memory is owned by its storage"
+    start, shape = row.address - row.owner.data_ptr(), (row_bytes(row) // _native.LINE_BYTES, _native.LINE_BYTES)
+    return torch.empty(0, dtype=torch.uint8, device=row.device).set_(row.owner, start, shape, (_native.LINE_BYTES, 1))
+
+
+openers: dict[str, Callable[[str], SideStream]] = {"cuda": CudaStream}
+"""By the kind of device. Memory of other kinds is copied by torch, through host memory of its own."""
+
+_open: dict[str, SideStream | None] = {}
+_guard = Lock()
+
+
+def side_stream(device: str) -> SideStream | None:
+    """The side stream of a device ("cuda:0"), opened at its first use; None where there can be none."""
+    with _guard:
+        if device not in _open:
+            _open[device] = _opened(device)
+        return _open[device]
+
+
+def _opened(device: str) -> SideStream | None:
+    opener = openers.get(device.partition(":")[0])
+    if opener is None:
+        return None
+    try:
+        return opener(device)
+    except OSError as error:
+        _log.warning("no side stream on %s (%s): its memory is copied before save returns", device, error)
+        return None

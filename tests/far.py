@@ -1,0 +1,101 @@
+"""Tensors on a device that there is none of: `_native.DelayedDevice` plays it, and torch sees its memory from inside.
+
+To Flowstone such a tensor lies at an address where whoever touches it is killed, on the device "delayed:0". Everything
+from there on is the way that CUDA memory goes; only the stream is another one, and the device's own work is done by
+the processor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flowstone import _native
+from flowstone.pieces import Memory
+from flowstone.stage import streams
+from flowstone.state import tensors
+
+NAME = "delayed:0"
+
+
+class Far:
+    """The device, and its side stream.
+
+    sync  the processor waits in `lead` for the copies that are queued, as a device's current stream would. Off: a test
+          looks at what is queued, and waits by itself
+    """
+
+    def __init__(self, memory_bytes: int, delay_s: float = 0.0) -> None:
+        self.native = _native.DelayedDevice(memory_bytes=memory_bytes, delay_s=delay_s)
+        self.sync = True
+        self.leads = 0
+        self._bytes = memory_bytes
+        self._used = 0
+
+    def follow(self) -> None:
+        """The processor has done its work by the time that it saves."""
+
+    def lead(self) -> None:
+        self.leads += 1
+        if self.sync:
+            self.native.synchronize()
+
+    def sample(self, rows: Sequence[Memory]) -> NDArray[np.uint8]:
+        lines = []
+        for row in rows:
+            inside = row.address - self.native.address + self.native.inside
+            raw = (ctypes.c_uint8 * streams.row_bytes(row)).from_address(inside)
+            whole = np.frombuffer(raw, np.uint8)
+            lines += [whole[b : b + _native.LINE_BYTES] for b in _native.line_begins(len(whole)).tolist()]
+        return np.concatenate(lines)
+
+    def tensor(self, like: torch.Tensor) -> torch.Tensor:
+        """A copy of a dense tensor, on the device."""
+        size = like.numel() * like.element_size()
+        start, self._used = self._used, self._used + -(-size // 512) * 512
+        assert self._used <= self._bytes
+        raw = (ctypes.c_uint8 * size).from_address(self.native.inside + start)
+        made = torch.frombuffer(raw, dtype=like.dtype).view(like.shape)
+        return made.copy_(like.detach())
+
+    def take(self, module: torch.nn.Module) -> None:
+        """Move a module to the device."""
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.data = self.tensor(tensor)
+
+    def take_slots(self, optimizer: torch.optim.Optimizer) -> None:
+        for slots in optimizer.state.values():
+            for name, value in slots.items():
+                if value.dim():
+                    slots[name] = self.tensor(value)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return 0 <= tensor.data_ptr() - self.native.inside < self._bytes
+
+
+@contextmanager
+def shown(far: Far) -> Iterator[Far]:
+    """Let Flowstone see the tensors of `far` where a device's would be."""
+    own, is_odd = tensors.memory_of, tensors._is_odd
+
+    def memory_of(tensor: torch.Tensor) -> Memory:
+        memory = own(tensor)
+        if not far.holds(tensor):
+            return memory
+        return replace(memory, address=memory.address - far.native.inside + far.native.address, device=NAME)
+
+    with (
+        mock.patch.object(tensors, "memory_of", memory_of),
+        mock.patch.object(tensors, "_is_odd", lambda tensor: far.holds(tensor) or is_odd(tensor)),
+        mock.patch.object(tensors, "_is_cpu", lambda tensor: not far.holds(tensor)),
+        mock.patch.dict(streams.openers, delayed=lambda _: far),
+        mock.patch.dict(streams._open, clear=True),
+    ):
+        yield far

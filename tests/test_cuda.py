@@ -1,0 +1,112 @@
+"""What only a GPU can show of capture and restore; `test_device_memory.py` has the same way on a made-up device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import flowstone as fs
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+MIB = 1 << 20
+
+
+def training(**options: object) -> dict[str, object]:
+    """Some 200 MB of parameters and slots."""
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(4)), nn.LayerNorm(2048)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), **options)  # type: ignore[arg-type]
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    step(state)
+    return state
+
+
+def step(state: dict[str, object]) -> None:
+    x = torch.randn(8, 2048, device="cuda")
+    state["model"](x).square().mean().backward()  # type: ignore[operator]
+    state["optimizer"].step()  # type: ignore[attr-defined]
+
+
+def held(state: dict[str, object]) -> list[torch.Tensor]:
+    slots = [slot for of in state["optimizer"].state.values() for slot in of.values()]  # type: ignore[attr-defined]
+    return [*(parameter.data for parameter in state["model"].parameters()), *slots]  # type: ignore[attr-defined]
+
+
+def fill(state: dict[str, object], value: float) -> None:
+    for tensor in held(state):
+        tensor.fill_(value)
+    state["step"] = int(value)
+
+
+def values(checkpoint: fs.Checkpoint) -> set[float]:
+    checkpoint.verify()
+    found = {value for name in checkpoint.tensors for value in checkpoint.read(name).unique().tolist()}
+    return found | {float(checkpoint.objects["step"])}
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"capturable": True}], ids=str)
+def test_what_is_loaded_is_what_was_saved(store: Path, options: dict[str, object]) -> None:
+    state = training(**options)
+    with fs.Checkpointer(store, budget_bytes=32 * MIB) as checkpointer:
+        save = checkpointer.save(1, state)
+        expected = [tensor.clone() for tensor in held(state)]
+        step(state)
+        save.committed.result().verify()
+        checkpointer.load(state)
+    assert all(map(torch.equal, held(state), expected))
+
+
+@pytest.mark.parametrize("budget_mib", [32, 512])
+def test_every_checkpoint_holds_exactly_one_value(store: Path, budget_mib: int) -> None:
+    state, saves = training(), []
+    with fs.Checkpointer(store, budget_bytes=budget_mib * MIB, saves_in_flight=3) as checkpointer:
+        for number in range(1, 11):
+            torch.cuda._sleep(10_000_000)  # what `fill` and `save` put on the stream is still to come
+            fill(state, number)
+            saves.append(checkpointer.save(number, state))
+            step(state)  # waits, on the host for what is not queued and on the device for what is not copied
+    for save in saves:
+        checkpoint = save.committed.result()
+        assert values(checkpoint) == {float(checkpoint.step)}
+
+
+def test_save_does_not_wait_for_what_the_stream_holds(store: Path) -> None:
+    state = training()
+    with fs.Checkpointer(store) as checkpointer:
+        checkpointer.save(1, state).committed.result()
+        torch.cuda.synchronize()
+        torch.cuda._sleep(2_000_000_000)
+        busy = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        busy.record()
+        save = checkpointer.save(2, state)
+        assert not busy.query(), "save has waited for the device"
+        save.committed.result().verify()
+
+
+def test_a_change_that_escapes_is_noticed_or_came_too_late(store: Path) -> None:
+    state = training()
+    fill(state, 1)
+    with fs.Checkpointer(store, budget_bytes=16 * MIB, on_error="continue") as checkpointer:
+        save = checkpointer.save(1, state)
+        with torch.no_grad():
+            for parameter in state["model"].parameters():  # type: ignore[attr-defined]
+                parameter.add_(1)
+        error = save.committed.exception(60)
+        if error is None:
+            assert values(save.committed.result()) == {1.0}
+        else:
+            assert isinstance(error, fs.StateChangedError)
+            assert error.names
+
+
+def test_parts_casts_and_strides_reach_the_device(store: Path) -> None:
+    tensor = torch.randn(512, 1024, device="cuda")
+    with fs.Checkpointer(store) as checkpointer:
+        checkpointer.save(1, {"x": tensor, "y": tensor.t()}).committed.result()
+        target = {"x": torch.zeros_like(tensor, dtype=torch.float64), "y": torch.zeros(512, 1024, device="cuda").t()}
+        checkpointer.load(target, rules=[fs.Cast("*")])
+    assert torch.equal(target["x"], tensor.double())
+    assert torch.equal(target["y"], tensor.t())

@@ -1,0 +1,198 @@
+"""States on a device: captured and restored by its side stream, without anybody else touching its memory."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from far import Far, shown
+from torch import nn
+
+import flowstone as fs
+from flowstone.events import Captured, Event
+
+MIB = 1 << 20
+
+
+class Net(nn.Module):
+    """Some 6 MB of parameters, more than a chunk each and less, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(600, 700), nn.Linear(700, 500), nn.Linear(500, 600), nn.Linear(600, 300))
+        self.register_buffer("table", torch.zeros(100_000))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.body(x)
+        return out
+
+
+@pytest.fixture
+def far() -> Iterator[Far]:
+    with shown(Far(64 * MIB, delay_s=0.0005)) as device:
+        yield device
+
+
+def training(far: Far, *, slots: bool = True) -> dict[str, object]:
+    """A model on the device, stepped once. `slots`: its optimizer's are there, too, and else on the host."""
+    model = Net()
+    far.take(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step({"model": model, "optimizer": optimizer})
+    if slots:
+        far.take_slots(optimizer)
+    return {"model": model, "optimizer": optimizer, "step": 0}
+
+
+def step(state: dict[str, object]) -> None:
+    state["model"](torch.randn(2, 600)).square().mean().backward()  # type: ignore[operator]
+    state["optimizer"].step()  # type: ignore[attr-defined]
+
+
+def held(state: dict[str, object]) -> list[torch.Tensor]:
+    model, optimizer = state["model"], state["optimizer"]
+    assert isinstance(model, nn.Module)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    slots = [slot for of in optimizer.state.values() for slot in of.values()]
+    return [*(parameter.data for parameter in model.parameters()), *model.buffers(), *slots]
+
+
+def opened(path: Path, **options: object) -> fs.Checkpointer:
+    engine = fs.EngineOptions(request_bytes=2 * MIB)
+    return fs.Checkpointer(path, engine=engine, **{"budget_bytes": 8 * MIB, **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("slots", [True, False], ids=["slots on the device", "slots on the host"])
+def test_what_is_loaded_is_what_was_saved(store: Path, far: Far, slots: bool) -> None:
+    state = training(far, slots=slots)
+    expected = [tensor.clone() for tensor in held(state)]
+    with opened(store) as checkpointer:
+        saved = checkpointer.save(1, state).committed.result()
+        saved.verify()
+        copies = far.native.copies
+        assert copies > 0
+        for tensor in held(state):
+            tensor.fill_(-1)
+        checkpointer.load(state)
+    assert all(map(torch.equal, held(state), expected))
+    assert far.native.copies > copies
+
+
+def test_a_state_on_the_device_is_stored_as_one_on_the_host_is(tmp_path: Path, far: Far) -> None:
+    state = training(far)
+    with opened(tmp_path / "far") as checkpointer:
+        checkpointer.save(1, state)
+    for parameter in state["model"].parameters():  # type: ignore[attr-defined]
+        parameter.data = parameter.data.clone()
+    with opened(tmp_path / "near") as checkpointer:
+        checkpointer.save(1, state)
+    one, other = fs.open(tmp_path / "far"), fs.open(tmp_path / "near")
+    assert list(one.tensors) == list(other.tensors)
+    for name in one.tensors:
+        assert torch.equal(one.read(name), other.read(name)), name
+
+
+def test_save_and_fence_do_not_wait_for_copies_that_are_queued(store: Path, far: Far) -> None:
+    state = training(far)
+    far.sync = False
+    with opened(store, budget_bytes=64 * MIB) as checkpointer:
+        checkpointer.save(1, state).committed.result()
+        far.native.hold(True)
+        copies, leads = far.native.copies, far.leads
+        save = checkpointer.save(2, state)
+        assert far.leads > leads, "what is not lazy is copied before what comes next on the current stream"
+        leads = far.leads
+        checkpointer.fence()
+        assert far.leads > leads
+        assert far.native.copies == copies
+        assert not save.captured.done()
+        far.native.hold(False)
+        save.captured.result(60)
+        save.committed.result(60).verify()
+
+
+def test_without_an_optimizer_the_state_may_change_on_the_stream_as_soon_as_save_returns(
+    store: Path, far: Far
+) -> None:
+    tensor = far.tensor(torch.full((MIB,), 1.0))
+    with opened(store) as checkpointer:
+        save = checkpointer.save(1, {"x": tensor})
+        tensor.fill_(2)
+        found = save.committed.result().read("x")
+    assert found.unique().tolist() == [1.0]
+
+
+def test_every_checkpoint_of_a_training_holds_exactly_one_value(store: Path, far: Far) -> None:
+    chance, state, saves = random.Random(5), training(far), []
+    with opened(store, saves_in_flight=3) as checkpointer:
+        for number in range(1, 9):
+            for tensor in held(state):
+                tensor.fill_(number)
+            state["step"] = number
+            saves.append(checkpointer.save(number, state))
+            chance.choice((lambda: step(state), checkpointer.fence, save_wait(saves[-1])))()
+    for save in saves:
+        checkpoint = save.committed.result()
+        checkpoint.verify()
+        found = {value for name in checkpoint.tensors for value in checkpoint.read(name).unique().tolist()}
+        assert found == {float(checkpoint.step)} == {float(checkpoint.objects["step"])}
+
+
+def save_wait(save: fs.Save) -> object:
+    return lambda: save.captured.result(60)
+
+
+def test_a_change_that_escapes_the_fence_fails_that_save_by_name(store: Path, far: Far) -> None:
+    state = training(far)
+    far.sync = False
+    with opened(store, on_error="continue") as checkpointer:
+        checkpointer.save(1, state).committed.result()
+        far.native.hold(True)
+        save = checkpointer.save(2, state)
+        state["model"].body[1].weight.data.add_(1)  # type: ignore[attr-defined]
+        far.native.hold(False)
+        error = save.committed.exception(60)
+        assert isinstance(error, fs.StateChangedError)
+        assert error.names == ("model.body.1.weight",)
+        latest = checkpointer.latest()
+        assert latest is not None
+        assert latest.step == 1
+
+
+def test_a_device_that_fails_fails_the_save_and_the_load_by_its_name(store: Path, far: Far) -> None:
+    state = training(far)
+    with opened(store, on_error="continue") as checkpointer:
+        checkpointer.save(1, state).committed.result()
+        far.native.fail_after(2)
+        error = checkpointer.save(2, state).committed.exception(60)
+        assert isinstance(error, fs.StorageError)
+        assert "copy from or to delayed:0 (DELAYED_ERROR)" in str(error)
+        with pytest.raises(fs.FlowstoneError, match="delayed:0"):
+            checkpointer.load(state)
+        with pytest.raises(fs.DamagedError):
+            checkpointer.save(3, state)
+
+
+def test_memory_stays_inside_the_budget_and_is_pinned_once(store: Path, far: Far) -> None:
+    state = training(far)
+    seen: list[Event] = []
+    checkpointer = opened(store, on_event=seen.append)
+    for number in range(1, 6):
+        checkpointer.save(number, state).committed.result()
+    assert 0 < far.native.pinned_bytes <= 8 * MIB
+    checkpointer.close()
+    assert far.native.pinned_bytes == 0
+    assert all(event.early_bytes < 2 * MIB for event in seen if isinstance(event, Captured))
+
+
+def test_a_part_of_a_state_is_loaded_onto_the_device(store: Path, far: Far) -> None:
+    state = training(far)
+    with opened(store) as checkpointer:
+        checkpointer.save(1, state).committed.result()
+        bias = far.tensor(torch.zeros(700))
+        checkpointer.load({"model": {"body": {"0": {"bias": bias}}}}, rules=[fs.Skip("*")])
+    assert torch.equal(bias, state["model"].body[0].bias.data)  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "stage": {"config", "errors", "pieces", "format", "plan", "store", "state", "_native"},
     "state": {"config", "errors", "pieces", "format"},
     "commit": {"config", "errors", "pieces", "format", "store", "_native"},
-    "ranks": {"errors"},
+    "ranks": {"config", "errors"},
     "reader": _BASE | {"format", "plan", "store", "stage", "commit", "state"},
     "saves": {"reader"},
     "saving": _BASE | {"format", "plan", "store", "stage", "commit", "state", "saves", "_native"},

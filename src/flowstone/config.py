@@ -39,6 +39,15 @@ CAPTURE_SHARE_OF_LEISURE = 0.8
 FENCE_WAIT_S = 0.005  # a longer wait makes the arena grow
 COPY_BYTES_PER_S = 4e9  # into touched memory, by two cores that train meanwhile; sizes that growth
 
+# How ranks agree. Values of a torch.distributed store may have 8 MiB; smaller ones hold up others less.
+MESSAGE_BYTES_MAX = 1 * MIB
+TREE_FAN = 16  # messages that one rank reads in an agreement: 8,192 ranks are three levels below rank 0
+DEADLINE_S = 600.0  # for the slowest rank to come to an agreement
+DEADLINE_MARGIN_S = 2.0  # for each level of the tree: who is further from the cause gives up later
+PULSE_S = 2.0  # between two signs of life of a rank
+SILENCE_S = 60.0  # without any, a rank is taken for dead: it was killed, or is frozen
+HEARTBEAT_S = 10.0  # between two lines in the log of who waits for whom
+
 # Below this, a gather of windows cannot keep even a slow device busy.
 BUDGET_BYTES_MIN = 32 * MIB
 REQUEST_BYTES_MIN = 2 * MIB  # a block of the arena holds a request, and any chunk with its block's head and tail

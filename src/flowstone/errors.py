@@ -19,6 +19,7 @@ FlowstoneError
 │   └── FullError                no space: bytes needed and free
 ├── StateChangedError        the state changed before it was captured: a mutation escaped the fence
 ├── BudgetError              a declared memory limit cannot hold what was asked for
+├── RankError                another rank failed, or was not heard of: which one, in what
 ├── CancelledError           stopped before the end
 └── SaveFailedError          an earlier save failed in the background
 
@@ -143,6 +144,22 @@ class StateChangedError(FlowstoneError):
 
 class BudgetError(FlowstoneError):
     """A declared memory limit cannot hold what was asked for."""
+
+
+class RankError(FlowstoneError):
+    """A rank of the job failed, or was not heard of in time. The same error on every rank.
+
+    rank   the one that it began on
+    phase  what the ranks were agreeing on
+    kind   the name of the error's class there
+    errno  the system's reason, or 0
+    """
+
+    def __init__(
+        self, message: str, *, rank: int, phase: str, kind: str = "RankError", errno: int = 0, **facts: object
+    ) -> None:
+        super().__init__(message, phase=phase, **({"kind": kind} if kind != "RankError" else {}), **facts)
+        self.rank, self.phase, self.kind, self.errno = rank, phase, kind, errno
 
 
 class CancelledError(FlowstoneError):

@@ -1,0 +1,82 @@
+"""The board: a job's key-value store, and messages on it of any length."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from flowstone.config import MESSAGE_BYTES_MAX
+
+_POLL_FIRST_S, _POLL_LAST_S = 0.001, 0.25  # doubling: near as soon as it is there, and thousands of ranks cost little
+
+
+class Board(Protocol):
+    """What is used of a torch.distributed store (TCPStore, FileStore, HashStore, PrefixStore of one).
+
+    One connection serves one call after the other, and a `wait` that runs out warns on the terminal. So nobody
+    waits in the store: keys are looked for, ever more rarely.
+    """
+
+    def set(self, key: str, value: bytes, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+    def delete_key(self, key: str, /) -> bool: ...
+
+
+class Mail:
+    """Messages on a board. What is longer than one value may be is put there in parts, the count last."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self.sent = self.sent_bytes = 0  # values, and bytes of them
+
+    def post(self, key: str, message: bytes) -> None:
+        """Put a message up. Nobody sees a part of it."""
+        parts = [message[at : at + MESSAGE_BYTES_MAX] for at in range(0, len(message), MESSAGE_BYTES_MAX)]
+        for number, part in enumerate(parts):
+            self._set(f"{key}#{number}", part)
+        self._set(key, str(len(parts)).encode())
+
+    def is_posted(self, key: str) -> bool:
+        return self._board.check([key])
+
+    def read(self, key: str) -> bytes:
+        """A message that is posted."""
+        return b"".join([self._board.get(f"{key}#{number}") for number in range(int(self._board.get(key)))])
+
+    def claim(self, key: str) -> bool:
+        """Whether this is the first claim of the key, by anybody."""
+        return self._board.add(key, 1) == 1
+
+    def unclaim(self, key: str) -> None:
+        """Forget all claims."""
+        self._board.delete_key(key)
+
+    def remove(self, key: str) -> None:
+        """Take a message down, if it is there."""
+        if self.is_posted(key):
+            count = int(self._board.get(key))
+            self._board.delete_key(key)
+            for number in range(count):
+                self._board.delete_key(f"{key}#{number}")
+
+    def await_posted(self, keys: list[str], *, tick: Callable[[list[str], float], None], since: float) -> None:
+        """Wait until all `keys` are posted.
+
+        since  of the monotonic clock, from when waits are counted
+        tick   is told again and again what is still missing, and how long it has been waited for, in seconds; it
+               raises when that is too long
+        """
+        pause = _POLL_FIRST_S
+        missing = list(keys)
+        while missing := [key for key in missing if not self.is_posted(key)]:
+            tick(missing, time.monotonic() - since)
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_LAST_S)
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._board.set(key, value)
+        self.sent += 1
+        self.sent_bytes += len(value)

@@ -1,0 +1,178 @@
+"""Shards: which boxes of a global tensor one rank's local tensor holds.
+
+A DTensor is a list of boxes, not one: where a dimension is split twice in an order that its mesh does not have
+(`_StridedShard`: FSDP over tensor parallelism), what is one block of memory is several regions of the tensor. So is a
+range of a flattened tensor (FSDP1, ZeRO).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+from flowstone.errors import UnsupportedStateError
+from flowstone.pieces import Box
+from flowstone.state.records import Shard
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+Runs: TypeAlias = tuple[tuple[int, int], ...]
+"""Half-open ranges of one dimension, disjoint, in the order in which a local tensor holds them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One dimension's split over one dimension of a mesh: into `parts`, as torch.chunk does; ours is number `mine`.
+
+    factor  the dimension is cut into so many first, and every one of them split: ours of each, one after the other
+    """
+
+    parts: int
+    mine: int
+    factor: int = 1
+
+
+@lru_cache(maxsize=4096)
+def runs_of(length: int, splits: tuple[Split, ...]) -> Runs:
+    """What is left of a dimension of `length` after one split after the other."""
+    runs: Runs = ((0, length),)
+    for split in splits:
+        held = sum(stop - begin for begin, stop in runs)
+        cut = [part for whole in _chunks(0, held, split.factor) for part in _chunk(whole, split.parts, split.mine)]
+        runs = tuple(run for begin, stop in cut for run in _slice(runs, begin, stop))
+    return _joined(runs)
+
+
+def boxes_of(shape: Sequence[int], splits: Sequence[tuple[Split, ...]]) -> Iterator[tuple[Box, Box]]:
+    """The regions of a tensor of `shape` that are held, and where each lies in the local tensor. In local order.
+
+    splits  of each dimension
+    """
+    runs = [runs_of(length, of) for length, of in zip(shape, splits, strict=True)]
+    starts = [list(itertools.accumulate((stop - begin for begin, stop in of), initial=0)) for of in runs]
+    for at in itertools.product(*(range(len(of)) for of in runs)):
+        chosen = [of[i] for of, i in zip(runs, at, strict=True)]
+        lengths = tuple(stop - begin for begin, stop in chosen)
+        local = tuple(of[i] for of, i in zip(starts, at, strict=True))
+        yield Box(tuple(begin for begin, _ in chosen), lengths), Box(local, lengths)
+
+
+def flat_boxes(shape: Sequence[int], begin: int, stop: int) -> Iterator[tuple[Box, int]]:
+    """Elements [begin, stop) of a row-major tensor as boxes, and at which element of the range each begins.
+
+    In order, each one dense: at most 2 x ndim - 1 of them.
+    """
+    if not 0 <= begin <= stop <= math.prod(shape):
+        raise ValueError(f"elements {begin}..{stop} do not lie in a tensor of shape {tuple(shape)}")
+    at = begin
+    while at < stop:
+        box = _longest(shape, at, stop)
+        yield box, at - begin
+        at += box.elements
+
+
+def _longest(shape: Sequence[int], at: int, stop: int) -> Box:
+    """The largest box that begins at element `at`, is dense, and ends at `stop` or before."""
+    inner = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    offset = [at // inner[dim] % shape[dim] for dim in range(len(shape))]
+    for dim in range(len(shape)):
+        rest = (stop - at) // inner[dim]  # whole rows of this dimension that are still wanted
+        if rest and not any(offset[dim + 1 :]):
+            count = min(rest, shape[dim] - offset[dim])
+            return Box(tuple(offset), (*(1,) * dim, count, *shape[dim + 1 :]))
+    return Box(tuple(offset), (1,) * len(shape))
+
+
+def _chunks(begin: int, stop: int, parts: int) -> Iterator[tuple[int, int]]:
+    """As torch.chunk cuts: all of one size, but for the last; there may be fewer than `parts`."""
+    size = -(-(stop - begin) // parts)
+    while begin < stop:
+        yield begin, min(begin + size, stop)
+        begin += size
+
+
+def _chunk(whole: tuple[int, int], parts: int, number: int) -> list[tuple[int, int]]:
+    """The one chunk; nothing where there are not so many."""
+    return list(itertools.islice(_chunks(*whole, parts), number, number + 1))
+
+
+def _slice(runs: Runs, begin: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Elements [begin, stop) of what the runs hold together."""
+    before = 0
+    for low, high in runs:
+        first, last = max(begin - before, 0), min(stop - before, high - low)
+        if first < last:
+            yield low + first, low + last
+        before += high - low
+
+
+def _joined(runs: Runs) -> Runs:
+    """The same with neighbours made one."""
+    joined: list[tuple[int, int]] = []
+    for begin, stop in runs:
+        if joined and joined[-1][1] == begin:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((begin, stop))
+    return tuple(joined)
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether a value is a DTensor. Costs nothing where nobody has imported them."""
+    return type(value).__module__.startswith("torch.distributed.") and hasattr(value, "placements")
+
+
+def shards_of(tensor: DTensor, name: str) -> list[Shard]:
+    """What this rank holds of a DTensor, in boxes; nothing where it has no part in the mesh, or an empty one.
+
+    raises  UnsupportedStateError for a placement that is no shard and no replica (Partial), and where the local tensor
+            is not what the placements say
+    """
+    from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
+
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return []
+    splits: list[list[Split]] = [[] for _ in tensor.shape]
+    for placement, parts, mine in zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=True):
+        if isinstance(placement, (Shard, _StridedShard)):
+            factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+            splits[placement.dim].append(Split(parts, mine, factor))
+        elif not isinstance(placement, Replicate):
+            raise UnsupportedStateError(
+                f"{name!r} is a DTensor placed {tensor.placements}: {placement} is neither shard nor replica",
+                next="redistribute() it before it becomes part of the state",
+            )
+    local = _local(tensor)
+    shape = tuple(tensor.shape)
+    found = list(boxes_of(shape, [tuple(of) for of in splits]))
+    runs = [runs_of(length, tuple(of)) for length, of in zip(shape, splits, strict=True)]
+    held = tuple(sum(stop - begin for begin, stop in of) for of in runs)
+    if held != tuple(local.shape):
+        raise UnsupportedStateError(
+            f"the local tensor of {name!r} is not what its placements {tensor.placements} say",
+            expected=f"shape {held}", found=f"shape {tuple(local.shape)}",
+            next="make DTensors with distribute_tensor(), or give from_local() the global shape",
+        )
+    return [_shard(local, whole, inside, shape) for whole, inside in found if whole.elements]
+
+
+def _local(tensor: DTensor) -> torch.Tensor:
+    with torch.no_grad():
+        local = tensor.to_local()
+    wait = getattr(local, "wait", None)  # of a tensor that a collective is still to fill
+    return wait() if wait is not None else local
+
+
+def _shard(local: torch.Tensor, whole: Box, inside: Box, shape: tuple[int, ...]) -> Shard:
+    part = local
+    for dim, (offset, length) in enumerate(zip(inside.offset, inside.shape, strict=True)):
+        part = part.narrow(dim, offset, length) if length != local.shape[dim] else part
+    return Shard(part, shape, whole.offset)

@@ -1,0 +1,178 @@
+"""Agreements: everybody learns the same, whatever happens to anybody."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import pytest
+from conftest import Job
+
+from flowstone.errors import FullError, RankError
+from flowstone.ranks import Agreement, Decision, Pulse
+from flowstone.ranks.agree import Agreed
+
+MIB = 1 << 20
+
+
+def joined(said: Sequence[bytes]) -> Decision:
+    return Decision(b",".join(said), [b"for " + one for one in said])
+
+
+def name(rank: Agreement) -> bytes:
+    return f"{rank.rank}".encode()
+
+
+@pytest.mark.parametrize(("size", "fan"), [(1, 2), (2, 2), (3, 1), (5, 2), (13, 3), (40, 16)])
+def test_everybody_learns_what_rank_0_decides_and_its_own(size: int, fan: int) -> None:
+    job = Job(size, fan=fan)
+    everything = b",".join(f"{rank}".encode() for rank in range(size))
+    for _ in range(3):
+        found = job.run(lambda rank: rank.agree("roll call", name(rank), joined))
+        assert found == [Agreed(everything, f"for {rank}".encode()) for rank in range(size)]
+
+
+def test_a_job_of_one_rank_needs_no_board() -> None:
+    assert Agreement(None, 0, 1).agree("alone", b"me", joined) == Agreed(b"me", b"for me")
+    with pytest.raises(FullError):
+        Agreement(None, 0, 1).agree("alone", FullError("no space"), joined)
+
+
+def test_messages_may_be_longer_than_a_value_of_the_store() -> None:
+    job = Job(4, fan=1)
+    long = [bytes([rank]) * (2 * MIB + rank) for rank in range(4)]
+    found = job.run(lambda rank: rank.agree("long", long[rank.rank], lambda said: Decision(b"".join(said))))
+    assert {one.common for one in found} == {b"".join(long)}
+
+
+def test_nothing_is_left_on_the_board_but_the_last_verdict() -> None:
+    job = Job(7, fan=2)
+    counts = []
+    for _ in range(5):
+        job.run(lambda rank: rank.agree("again", b"x" * (MIB + 1), joined))
+        counts.append(job.server.num_keys())
+    assert counts[0] == counts[-1]
+    assert counts[0] <= 2 * 7 + 10 + 7  # for each rank its own message, in two parts; the common one, in eight
+
+
+@pytest.mark.parametrize("failing", [0, 1, 6])
+def test_a_failure_reaches_every_rank_as_the_same_error(failing: int) -> None:
+    job = Job(7, fan=2)
+
+    def act(rank: Agreement) -> Agreed:
+        error = FullError("no space to write segment 3", errno=28, needed="5 bytes", next="free some")
+        return rank.agree("commit", error if rank.rank == failing else b"fine", joined)
+
+    errors = job.run(act)
+    assert all(isinstance(error, RankError) for error in errors)
+    assert {str(error) for error in errors} == {str(errors[0])}
+    error = errors[0]
+    assert (error.rank, error.phase, error.errno, error.kind) == (failing, "commit", 28, "FullError")
+    assert f"rank {failing} failed: no space to write segment 3" in str(error)
+    assert "free some" in str(error)
+    assert isinstance(errors[failing].__cause__, FullError)
+    assert job.run(lambda rank: rank.agree("next", b"", joined))[0] == Agreed(b"," * 6, b"for ")
+
+
+def test_of_several_failures_everybody_learns_the_same_one() -> None:
+    job = Job(7, fan=2)
+    errors = job.run(lambda rank: rank.agree("commit", OSError(rank.rank, "bad") if rank.rank > 2 else b"", joined))
+    assert {error.rank for error in errors} == {3}
+
+
+def test_what_rank_0_cannot_decide_everybody_learns() -> None:
+    def refuse(said: Sequence[bytes]) -> Decision:
+        raise ValueError("two of them differ")
+
+    errors = Job(3).run(lambda rank: rank.agree("plan", b"", refuse))
+    assert {str(error) for error in errors} == {str(errors[0])}
+    assert "rank 0 failed: ValueError: two of them differ" in str(errors[0])
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("absent", [1, 4, 6])
+def test_a_rank_that_never_comes_is_named_by_all_and_may_come_later(absent: int) -> None:
+    job = Job(7, fan=2, deadline_s=0.3)
+    others = [rank for rank in range(7) if rank != absent]
+    started = time.monotonic()
+    errors = job.run(lambda rank: rank.agree("save 12", b"", joined), ranks=others)
+    assert time.monotonic() - started < 10
+    assert {str(error) for error in errors} == {str(errors[0])}
+    assert errors[0].rank == absent
+    assert f"rank {absent} did not come to 'save 12'" in str(errors[0])
+    late = job.run(lambda rank: rank.agree("save 12", b"", joined), ranks=[absent])
+    assert str(late[0]) == str(errors[0])
+    assert all(isinstance(one, Agreed) for one in job.run(lambda rank: rank.agree("save 13", b"", joined)))
+
+
+@pytest.mark.usefixtures("impatient")
+def test_without_rank_0_the_others_say_so() -> None:
+    job = Job(4, fan=2, deadline_s=0.2)
+    errors = job.run(lambda rank: rank.agree("save", b"", joined), ranks=[1, 2, 3])
+    assert {error.rank for error in errors} == {0}
+    assert all("rank 0 did not decide on 'save'" in str(error) for error in errors)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_rank_0_that_comes_after_the_others_have_given_up_decides_nothing() -> None:
+    job = Job(4, fan=2, deadline_s=0.2)
+    given_up = job.run(lambda rank: rank.agree("save", b"", joined), ranks=[1, 2, 3])
+    decided: list[object] = []
+    late = job.run(lambda rank: rank.agree("save", b"", lambda said: decided.append(said) or Decision()), ranks=[0])
+    assert {str(error) for error in (*given_up, *late)} == {str(late[0])}
+    assert not decided
+    assert all(isinstance(one, Agreed) for one in job.run(lambda rank: rank.agree("save", b"", joined)))
+
+
+@pytest.mark.usefixtures("impatient")
+def test_while_rank_0_decides_nobody_gives_up_on_it() -> None:
+    job = Job(3, deadline_s=0.6)
+
+    def slowly(said: Sequence[bytes]) -> Decision:
+        time.sleep(1.3)  # longer than anybody would wait for it to begin
+        return joined(said)
+
+    assert {one.common for one in job.run(lambda rank: rank.agree("save", b"x", slowly))} == {b"x,x,x"}
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_silent_rank_is_known_long_before_the_deadline() -> None:
+    job = Job(3, deadline_s=600, silence_s=0.5)
+    pulses = [Pulse(job.boards[rank], rank, every_s=0.05) for rank in (0, 1)]  # and rank 2 was killed
+    started = time.monotonic()
+    errors = job.run(lambda rank: rank.agree("save", b"", joined), ranks=[0, 1])
+    assert time.monotonic() - started < 20
+    assert {error.rank for error in errors} == {2}
+    assert "nothing heard of rank 2" in str(errors[0])
+    for pulse in pulses:
+        pulse.stop()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_slow_rank_that_is_alive_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(3, deadline_s=600, silence_s=0.3, heartbeat_s=0.2)
+    pulses = [Pulse(board, rank, every_s=0.02) for rank, board in enumerate(job.boards)]
+
+    def act(rank: Agreement) -> Agreed:
+        time.sleep(1.0 if rank.rank == 2 else 0)
+        return rank.agree("save 7", b"", joined)
+
+    with caplog.at_level(logging.WARNING, "flowstone"):
+        assert all(isinstance(one, Agreed) for one in job.run(act))
+    for pulse in pulses:
+        pulse.stop()
+    assert any("rank 0, save 7: waiting for rank 2 (" in record.getMessage() for record in caplog.records)
+    assert any("rank 1, save 7: waiting for rank 0 to decide" in record.getMessage() for record in caplog.records)
+
+
+def test_ranks_that_agree_on_different_things_are_told() -> None:
+    errors = Job(3).run(lambda rank: rank.agree("load" if rank.rank == 2 else "save", b"", joined))
+    assert all("rank 2 is in 'load' while rank 0 is in 'save'" in str(error) for error in errors)
+
+
+def test_a_rank_reads_few_messages_however_many_ranks_there_are() -> None:
+    job = Job(40, fan=4)
+    job.run(lambda rank: rank.agree("count", b"", lambda said: Decision(b"")))
+    sent = [rank.mail.sent for rank in job.ranks if rank.mail is not None]
+    assert max(sent) <= 3

@@ -1,0 +1,176 @@
+"""Who writes what: every element once, whoever holds it, and nobody much more than the others."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowstone.errors import CollisionError, CoverageError
+from flowstone.pieces import DTYPES, Box
+from flowstone.plan import share as sharing
+from flowstone.plan.share import Held, Names, Share, share
+
+F32 = DTYPES["float32"]
+
+
+def held(pieces: Sequence[tuple[str, tuple[int, ...], Box | None]]) -> Held:
+    """What a rank holds: (name, global shape, box, or None for all of it)."""
+    names = Names(tuple(p[0] for p in pieces), (F32,) * len(pieces), tuple(p[1] for p in pieces))
+    parts = [at for at, p in enumerate(pieces) if p[2] is not None]
+    boxes = [n for p in pieces if p[2] is not None for n in (*p[2].offset, *p[2].shape)]
+    return Held(names, np.array(parts, np.int64), np.array(boxes, np.int64))
+
+
+def boxes(one: Held) -> list[tuple[str, Box]]:
+    """The pieces of a rank, as records."""
+    found, at = [], 0
+    parts = set(one.parts.tolist())
+    for position, (name, shape) in enumerate(zip(one.names.names, one.names.shapes, strict=True)):
+        box = Box.whole(shape)
+        if position in parts:
+            n = len(shape)
+            numbers = one.boxes[at : at + 2 * n].tolist()
+            box, at = Box(tuple(numbers[:n]), tuple(numbers[n:])), at + 2 * n
+        found.append((name, box))
+    return found
+
+
+def check(ranks: Sequence[Held], found: Share) -> None:
+    """Every element of every tensor is written once, by a rank that holds it."""
+    counts: dict[str, np.ndarray] = {}
+    for one, writes in zip(ranks, found.writes, strict=True):
+        pieces = boxes(one)
+        assert writes.tolist() == sorted(set(writes.tolist()))
+        for at in writes.tolist():
+            name, box = pieces[at]
+            shape = dict(zip(one.names.names, one.names.shapes, strict=True))[name]
+            count = counts.setdefault(name, np.zeros(shape, int))
+            count[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))] += 1
+    for one in ranks:
+        for name, shape in zip(one.names.names, one.names.shapes, strict=True):
+            if math.prod(shape):
+                assert (counts[name] == 1).all(), name
+    sums = [sum(4 * boxes(o)[at][1].elements for at in w.tolist()) for o, w in zip(ranks, found.writes, strict=True)]
+    assert found.bytes.tolist() == sums
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> list[Held]:
+    """Tensors cut in random ways, each part on one rank or more."""
+    chance = random.Random(draw(st.integers(0, 2**32)))
+    ranks: list[list[tuple[str, tuple[int, ...], Box | None]]] = [[] for _ in range(draw(st.integers(1, 7)))]
+    for number in range(draw(st.integers(0, 6))):
+        shape = tuple(chance.randint(0, 7) for _ in range(chance.randint(0, 3)))
+        for box in _cut(Box.whole(shape), chance, chance.randint(0, 4)):
+            for rank in chance.sample(range(len(ranks)), chance.randint(1, len(ranks))):
+                ranks[rank].append((f"t{number}", shape, None if box == Box.whole(shape) else box))
+    return [held(pieces) for pieces in ranks]
+
+
+def _cut(box: Box, chance: random.Random, times: int) -> list[Box]:
+    longest = [dim for dim, n in enumerate(box.shape) if n > 1]
+    if not times or not longest:
+        return [box]
+    dim = chance.choice(longest)
+    at = chance.randint(1, box.shape[dim] - 1)
+    low, high = list(box.shape), list(box.shape)
+    low[dim], high[dim] = at, box.shape[dim] - at
+    offset = list(box.offset)
+    offset[dim] += at
+    halves = (Box(box.offset, tuple(low)), Box(tuple(offset), tuple(high)))
+    return [part for half in halves for part in _cut(half, chance, times - 1)]
+
+
+@given(jobs(), st.booleans())
+def test_every_element_is_written_once(ranks: list[Held], alike: bool) -> None:
+    nodes = [rank // 2 for rank in range(len(ranks))]
+    if alike:  # all keys of pieces are equal: who is whose replica is then found out the slow way
+        with mock.patch.object(sharing, "_MIX", np.zeros(2, np.uint64)):
+            check(ranks, share(ranks, nodes))
+    else:
+        check(ranks, share(ranks, nodes))
+
+
+def test_replicas_are_spread_by_bytes() -> None:
+    chance = random.Random(1)
+    pieces = [(f"layer{i}", (chance.randint(1, 100_000),), None) for i in range(300)]
+    found = share([held(pieces)] * 8)
+    largest = max(4 * shape[0] for _, shape, _ in pieces)
+    assert found.bytes.max() - found.bytes.min() <= largest
+    assert found.bytes.sum() == sum(4 * shape[0] for _, shape, _ in pieces)
+
+
+def test_what_one_rank_alone_holds_counts_before_replicas_are_spread() -> None:
+    common = [(f"common{i}", (1000,), None) for i in range(30)]
+    ranks = [held([*common, ("own", (10_000,), None)]), held(common), held(common)]
+    found = share(ranks)
+    check(ranks, found)
+    assert found.bytes.tolist() == [4 * 14_000, 4 * 13_000, 4 * 13_000] or max(found.bytes) - min(found.bytes) <= 4000
+
+
+def test_no_node_writes_more_than_its_part() -> None:
+    pieces = [(f"layer{i}", (1000,), None) for i in range(120)]
+    nodes = [0, 0, 0, 0, 1, 1]  # four ranks on one node, two on the other
+    found = share([held(pieces)] * 6, nodes)
+    by_node = np.bincount(nodes, found.bytes)
+    assert by_node[0] == by_node[1]
+
+
+def test_hybrid_sharding_spreads_each_group_of_replicas() -> None:
+    """Two replicas of a tensor in four shards, on eight ranks."""
+    shapes = [(f"w{i}", (64, 8)) for i in range(50)]
+    ranks = [
+        held([(name, shape, Box((16 * (rank % 4), 0), (16, 8))) for name, shape in shapes]) for rank in range(8)
+    ]
+    found = share(ranks)
+    check(ranks, found)
+    assert found.bytes.max() == found.bytes.min()
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ([Box((0, 0), (4, 4)), Box((3, 0), (5, 4))], "overlap"),
+        ([Box((0, 0), (4, 4)), Box((5, 0), (3, 4))], r"no shard holds \[4:5,0:4\]"),
+        ([Box((0, 0), (8, 3))], r"no shard holds \[0:8,3:4\]"),
+        ([Box((0, 0), (8, 4)), Box((2, 2), (1, 1))], "overlap"),
+    ],
+)
+def test_boxes_that_do_not_tile_are_refused_by_name(parts: list[Box], words: str) -> None:
+    ranks = [held([("w", (8, 4), box)]) for box in parts]
+    with pytest.raises(CoverageError, match=words):
+        share(ranks)
+
+
+def test_boxes_that_tile_without_lining_up_are_taken() -> None:
+    """A pinwheel: no line cuts it in two."""
+    pinwheel = [Box((0, 0), (1, 2)), Box((0, 2), (2, 1)), Box((2, 1), (1, 2)), Box((1, 0), (2, 1)), Box((1, 1), (1, 1))]
+    ranks = [held([("w", (3, 3), box)]) for box in pinwheel]
+    check(ranks, share(ranks))
+
+
+def test_ranks_that_disagree_on_a_tensor_are_told_which() -> None:
+    ranks = [held([("w", (8, 4), None)]), held([("w", (4, 8), None)])]
+    with pytest.raises(CollisionError, match="ranks describe 'w' differently") as caught:
+        share(ranks)
+    assert "(4, 8) on rank 1" in str(caught.value)
+
+
+def test_a_grid_of_many_ranks_is_proved_quickly() -> None:
+    """Tensor parallelism by FSDP: 16 x 64 boxes of each tensor, as columns, without a box in Python."""
+    names = Names(tuple(f"w{i}" for i in range(40)), (F32,) * 40, ((4096, 512),) * 40)
+    parts = np.arange(40)
+    ranks = []
+    for tp, dp in itertools.product(range(16), range(64)):
+        ranks.append(Held(names, parts, np.tile(np.array([64 * dp, 32 * tp, 64, 32]), 40)))
+    with mock.patch.object(sharing, "check_tiling", side_effect=AssertionError("the slow way")):
+        found = share(ranks)
+    assert set(found.bytes.tolist()) == {40 * 64 * 32 * 4}

@@ -8,11 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from quantised import Momentum8, Net, RowInt8
 from reference import Checkpoint, fingerprint, load, save, stored
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import flowstone as fs
@@ -326,14 +323,6 @@ def test_what_does_not_split_is_refused_as_before() -> None:
         describe({"s": jagged})
     with pytest.raises(TypeError, match="__tensor_flatten__"):
         fs.SplitTensor(Bare)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        whole = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])
-        with pytest.raises(UnsupportedStateError, match=r"'s\.0' is a kind of tensor") as caught:
-            describe({"s": [whole]})
-        assert "full_tensor()" in str(caught.value)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_every_rank_keeps_its_own() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import repeat
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -20,6 +21,10 @@ from flowstone.pieces import Alias, Box, DType, Layout, Memory, Pieces, Places
 from flowstone.state import tensors
 from flowstone.state.names import Place, valid_name
 from flowstone.state.records import Shard
+from flowstone.state.shards import is_dtensor, shards_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _NO_TENSOR = torch.empty(0)  # stands where memory was entered without a tensor
 
@@ -39,15 +44,28 @@ class Ledger:
         self.split: set[str] = set()  # names of tensors that one object holds in several boxes
 
     def enter(self, place: Place, tensor: torch.Tensor, *, within: Shard | None = None, lazy: bool = False) -> None:
-        """Enter a tensor under the place's name; `within` says which box of a larger tensor it is."""
+        """Enter a tensor under the place's name; `within`: the box of a larger one that it is. DTensors tell it."""
         if self.sealed:
             raise unsupported(place.name, tensor, "is a tensor, or as long as one", "describe it as a Part")
+        if is_dtensor(tensor):
+            self._enter_shards(place, tensor, lazy=lazy)
+            return
         if within is not None:
             self._within[len(self.names)] = within
         self._runs.append((len(self.names), place, None))
         self.names.append(place.name)
         self.tensors.append(tensor)
         self._lazy.append(lazy)
+
+    def _enter_shards(self, place: Place, tensor: torch.Tensor, *, lazy: bool) -> None:
+        """Enter what this rank holds of a DTensor: nothing, or a box, or several."""
+        if place.rank is not None:
+            raise unsupported(place.name, tensor, "is a part of what every rank keeps for itself", "drop PerRank")
+        held = shards_of(cast("DTensor", tensor), place.name)
+        if len(held) > 1:
+            self.split.add(place.name)
+        for shard in held:
+            self.enter(place, cast("torch.Tensor", shard.tensor), within=shard, lazy=lazy)
 
     def enter_all(
         self, place: Place, keys: Sequence[object], names: Sequence[str], values: Sequence[torch.Tensor], *,

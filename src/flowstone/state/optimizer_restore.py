@@ -16,6 +16,7 @@ from flowstone.state.fresh import Fresh, constant_free, kind_of
 from flowstone.state.names import Place
 from flowstone.state.optimizers import NOT_OPTIONS, Anatomy, Member, dissect
 from flowstone.state.records import MISSING, Phase, Shard, StoredTensor
+from flowstone.state.shards import is_dtensor
 from flowstone.state.survey import provider_of_tensor
 
 if TYPE_CHECKING:
@@ -200,6 +201,9 @@ class _Rebuild:
         if served is not None:
             self.restorer.differ("kind", name, f"'{served.kind}'", "a tensor")
             return
+        if not isinstance(current, torch.Tensor) and is_dtensor(parameter) and stored.shape == tuple(parameter.shape):
+            # Where the parameter lies, and as it is sharded.
+            current = torch.empty_like(parameter, dtype=tensors.torch_dtype(stored.dtype), requires_grad=False)
         if not isinstance(current, torch.Tensor):
             whole = parameter.shape if shard is None else shard.shape
             same = stored.shape == tuple(whole)

@@ -22,6 +22,7 @@ import torch
 from flowstone.errors import CollisionError, UnsupportedStateError
 from flowstone.format.objects import TensorRef
 from flowstone.state.names import Place
+from flowstone.state.shards import is_dtensor
 from flowstone.state.survey import Home, Parameters, provider_of_tensor, refuse_failed_call
 from flowstone.state.tensors import DENSE_TYPES
 
@@ -151,6 +152,10 @@ class _Slots:
         inside, (path, shard) = self._inside, member.home
         base = f"{inside.name}.{path}."
         for slot, value in member.slots.items():
+            if type(value) not in DENSE_TYPES and implicit(slot) and is_dtensor(value):
+                self.enter()
+                self._describer.ledger.enter(inside.called(f"{base}{slot}", (path, slot)), value, lazy=True)  # type: ignore[arg-type]
+                continue
             if not implicit(slot) or type(value) not in DENSE_TYPES:
                 self.enter()
                 plain = self._describer.key(slot, inside)

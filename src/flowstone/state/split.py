@@ -18,7 +18,7 @@ from flowstone.format.objects import Named
 from flowstone.state import tensors
 from flowstone.state.provider import AnyPart, ObjectPart, Part, Provider
 
-# Nested tensors, whose shape is no numbers, and DTensors, which are lists of boxes on a mesh of ranks.
+# Nested tensors, whose shape is no numbers, and DTensors, which are boxes on a mesh of ranks (shards.py).
 _APART = ("torch.nested.", "torch.distributed.")
 _OUTER, _STRIDES = "outer", "outer_strides"
 _ENUM, _RECORD = "enum", "record"  # what a context may hold, for comparison only: no file makes such values

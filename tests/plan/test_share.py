@@ -99,6 +99,24 @@ def test_every_element_is_written_once(ranks: list[Held], alike: bool) -> None:
         check(ranks, share(ranks, nodes))
 
 
+@given(jobs(), st.randoms())
+def test_ranks_that_have_begun_keep_what_they_write(ranks: list[Held], chance: random.Random) -> None:
+    before = share(ranks)
+    begun = [rank for rank in range(len(ranks)) if chance.random() < 0.5]
+    found = share(ranks, kept={rank: before.writes[rank] for rank in begun})
+    check(ranks, found)
+    for rank in begun:
+        assert found.writes[rank].tolist() == before.writes[rank].tolist()
+
+
+def test_what_nobody_can_write_any_more_is_told() -> None:
+    both = [held([("w", (4,), None)])] * 2
+    with pytest.raises(CoverageError, match="'w' is held by ranks alone that have begun"):
+        share(both, kept={0: np.zeros(0, np.int64), 1: np.zeros(0, np.int64)})
+    with pytest.raises(CoverageError, match="two ranks have begun to write 'w'"):
+        share(both, kept={0: np.array([0]), 1: np.array([0])})
+
+
 def test_replicas_are_spread_by_bytes() -> None:
     chance = random.Random(1)
     pieces = [(f"layer{i}", (chance.randint(1, 100_000),), None) for i in range(300)]

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,12 +60,16 @@ class Share:
     bytes: NDArray[np.int64]
 
 
-def share(held: Sequence[Held], nodes: Sequence[int] | None = None) -> Share:
+def share(
+    held: Sequence[Held], nodes: Sequence[int] | None = None,
+    kept: Mapping[int, NDArray[np.int64]] = MappingProxyType({}),
+) -> Share:
     """Choose a writer for each distinct piece.
 
     nodes   the node of each rank; None: all on one
+    kept    rank -> what it writes, whatever the others do: it has begun
     raises  CollisionError  two ranks give one tensor different dtypes or shapes
-            CoverageError   a tensor's boxes overlap without being equal, or leave a hole
+            CoverageError   a tensor's boxes overlap without being equal, or leave a hole; or what is kept leaves one
     """
     table = _table(held)
     group, first = _replicas(table)
@@ -75,6 +80,8 @@ def share(held: Sequence[Held], nodes: Sequence[int] | None = None) -> Share:
     by_group = np.argsort(group, kind="stable")  # rows ascend by rank within a group
     starts = np.cumsum(count) - count
     writer_row = by_group[starts]
+    if kept:
+        by_group, starts, count = _keep(table, kept, by_group, group, writer_row)
     several = np.flatnonzero(count > 1)
     loads = np.bincount(table.rank[writer_row[count == 1]], length[count == 1], ranks).astype(np.int64)
     if len(several):
@@ -87,6 +94,39 @@ def share(held: Sequence[Held], nodes: Sequence[int] | None = None) -> Share:
     rows = writer_row[order]
     cuts = np.searchsorted(table.rank[rows], np.arange(1, ranks))
     return Share(tuple(np.split(table.position[rows], cuts)), loads)
+
+
+def _keep(
+    table: _Table, kept: Mapping[int, NDArray[np.int64]], by_group: NDArray[np.int64], group: NDArray[np.int64],
+    writer_row: NDArray[np.int64],
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """The rows that may still be chosen, where those of each group begin, and how many there are.
+
+    One for a group that a rank has begun to write; of the others those of ranks that have not begun.
+    """
+    begun = np.zeros(len(group), np.bool_)
+    first_row = np.searchsorted(table.rank, np.arange(int(table.rank.max(initial=0)) + 1))
+    for rank, positions in kept.items():
+        if len(positions):
+            begun[first_row[rank] + positions] = True
+    twice = np.bincount(group[begun], minlength=len(writer_row)) > 1
+    if twice.any():
+        name = table.names[int(table.tensor[writer_row[np.flatnonzero(twice)[0]]])]
+        raise CoverageError(f"two ranks have begun to write {name!r}", next="save again: the next plan is a new one")
+    taken = np.zeros(len(writer_row), np.bool_)
+    taken[group[begun]] = True
+    free = ~np.isin(table.rank, list(kept)) & ~taken[group]
+    chosen = by_group[(begun | free)[by_group]]
+    count = np.bincount(group[chosen], minlength=len(writer_row))
+    if (count == 0).any():
+        name = table.names[int(table.tensor[writer_row[np.flatnonzero(count == 0)[0]]])]
+        raise CoverageError(
+            f"{name!r} is held by ranks alone that have begun to write without it",
+            next="save again: the next plan is a new one",
+        )
+    starts = np.cumsum(count) - count
+    writer_row[:] = chosen[starts]
+    return chosen, starts, count
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,6 +11,7 @@ that lives learns the same. There are no collectives, and every wait has an end.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -104,7 +105,7 @@ class Agreement:
         decide      on rank 0 only; from what each rank has said, in their order
         deadline_s  for the slowest rank to say its own
         raises      RankError, the same on every rank: the first failure, of a rank or of `decide`; a rank that is
-                    silent or late
+                    silent or late. Where it happened, the very error that it was
         """
         if self.mail is None:
             if isinstance(mine, Exception):
@@ -125,8 +126,28 @@ class Agreement:
                 one.judge(said, decide)
         verdict = one.learn()
         if verdict.failure is not None:
-            raise verdict.failure.error() from (mine if isinstance(mine, Exception) else None)
+            own = mine if isinstance(mine, Exception) else one.refusal
+            if own is not None and verdict.failure.rank == self.rank and not verdict.failure.is_silence:
+                raise own
+            raise verdict.failure.error() from own
         return Agreed(verdict.common, one.own() if verdict.has_each else b"")
+
+    def leave(self) -> None:
+        """The last agreement. Rank 0, whose process may hold the board, goes when all others have read all."""
+        if self.mail is None:
+            return
+        self.agree("close", b"", lambda _: Decision())
+        if self.rank != 0:
+            self.mail.post(f"bye/{self.rank}", b"")
+            return
+        limit_s = self._deadline_s
+
+        def tick(missing: list[str], waited_s: float) -> None:
+            if waited_s > limit_s:
+                raise _TooLateError(_Failure(0, "close", "RankError", f"{len(missing)} ranks did not say goodbye"))
+
+        with contextlib.suppress(_TooLateError):  # they were told; more cannot be done for them
+            self.mail.await_posted([f"bye/{r}" for r in range(1, self.size)], tick=tick, since=time.monotonic())
 
     def _clear(self) -> None:
         for one in self._decided:
@@ -147,6 +168,7 @@ class _Exchange:
         self._deadline_s, self._heartbeat_s = deadline_s, heartbeat_s
         self._since = time.monotonic()
         self._told = self._looked = 0.0
+        self.refusal: Exception | None = None  # of rank 0, to decide
         self._eaches = 0  # messages that were posted for one rank each
         self._is_decided = False  # or is about to be, by somebody else
 
@@ -214,7 +236,7 @@ class _Exchange:
                 decision = decide([one.payload for one in sorted(said, key=lambda one: one.rank)])
                 assert len(decision.each) in (0, self._size), "one for each rank, or none"
             except Exception as error:
-                failure = _failure(0, self._phase, error)
+                self.refusal, failure = error, _failure(0, self._phase, error)
                 decision = Decision()
         for rank, message in enumerate(decision.each):
             self._mail.post(self._down(rank), message)

@@ -16,19 +16,21 @@ using Stream = void*;  // CUstream
 using Context = void*;  // CUcontext
 using Callback = void (*)(Stream, Result, void*);
 
+constexpr int relaxed = 2;        // CU_STREAM_CAPTURE_MODE_RELAXED
 constexpr unsigned portable = 1;  // CU_MEMHOSTREGISTER_PORTABLE: pinned for every context
 
 /// The driver's functions that we use. Never unloaded: its threads run in it.
 struct Driver {
     Result (*stream_context)(Stream, Context*);
-    Result (*set_context)(Context);
+    Result (*push_context)(Context);
+    Result (*pop_context)(Context*);
+    Result (*exchange_capture_mode)(int*);
     Result (*to_host)(void*, Address, std::size_t, Stream);
     Result (*from_host)(Address, const void*, std::size_t, Stream);
     Result (*add_callback)(Stream, Callback, void*, unsigned);
     Result (*synchronize)(Stream);
     Result (*pin)(void*, std::size_t, unsigned);
     Result (*unpin)(void*);
-    Result (*error_name)(Result, const char**);
 };
 
 template <class Function> void find(void* library, const char* name, Function& function) {
@@ -41,14 +43,15 @@ Driver load_driver() {
     if (library == nullptr) throw std::system_error(ENOSYS, std::generic_category(), "libcuda.so.1");
     Driver driver{};
     find(library, "cuStreamGetCtx", driver.stream_context);
-    find(library, "cuCtxSetCurrent", driver.set_context);
+    find(library, "cuCtxPushCurrent_v2", driver.push_context);
+    find(library, "cuCtxPopCurrent_v2", driver.pop_context);
+    find(library, "cuThreadExchangeStreamCaptureMode", driver.exchange_capture_mode);
     find(library, "cuMemcpyDtoHAsync_v2", driver.to_host);
     find(library, "cuMemcpyHtoDAsync_v2", driver.from_host);
     find(library, "cuStreamAddCallback", driver.add_callback);
     find(library, "cuStreamSynchronize", driver.synchronize);
     find(library, "cuMemHostRegister_v2", driver.pin);
     find(library, "cuMemHostUnregister", driver.unpin);
-    find(library, "cuGetErrorName", driver.error_name);
     return driver;
 }
 
@@ -56,6 +59,27 @@ const Driver& driver() {
     static const Driver loaded = load_driver();
     return loaded;
 }
+
+/// Calls on a device's context, on a thread that may be at home in another one: it gets that back.
+class Visit {
+public:
+    explicit Visit(Context context) {
+        pushed_ = driver().push_context(context) == 0;  // a failure is that of the call that follows, too
+        // Whoever records a CUDA graph on another thread need not have our calls in it, nor be refused for them.
+        (void)driver().exchange_capture_mode(&capture_mode_);
+    }
+    ~Visit() {
+        (void)driver().exchange_capture_mode(&capture_mode_);
+        Context context = nullptr;
+        if (pushed_) (void)driver().pop_context(&context);
+    }
+    Visit(const Visit&) = delete;
+    Visit& operator=(const Visit&) = delete;
+
+private:
+    bool pushed_ = false;
+    int capture_mode_ = relaxed;
+};
 
 /// The stream is its maker's, and outlives this.
 class CudaDevice final : public Device {
@@ -66,17 +90,17 @@ public:
     }
 
     int to_host(std::byte* target, std::uint64_t source, std::uint64_t bytes) override {
-        enter();
+        const Visit visit(context_);
         return driver().to_host(target, source, bytes, stream_);
     }
 
     int from_host(std::uint64_t target, const std::byte* source, std::uint64_t bytes) override {
-        enter();
+        const Visit visit(context_);
         return driver().from_host(target, source, bytes, stream_);
     }
 
     void then(Done done) override {
-        enter();
+        const Visit visit(context_);
         auto* const waiting = new Done(std::move(done));
         // Not cuLaunchHostFunc: that one is never called once the device has failed.
         const Result error = driver().add_callback(stream_, &call, waiting, 0);
@@ -86,27 +110,21 @@ public:
     }
 
     bool pin(std::byte* memory, std::uint64_t bytes) override {
-        enter();
+        const Visit visit(context_);
         return driver().pin(memory, bytes, portable) == 0;
     }
 
     void unpin(std::byte* memory) override {
-        enter();
+        const Visit visit(context_);
         (void)driver().unpin(memory);  // fails only when the driver has let go of everything before
     }
 
     std::string name() const override { return name_; }
 
-    std::string describe(int error) const override {
-        const char* known = nullptr;
-        if (driver().error_name(error, &known) != 0 || known == nullptr) return "CUDA error " + std::to_string(error);
-        return known;
-    }
+    /// By number: a callback must not ask the driver for the name.
+    std::string describe(int error) const override { return "CUDA error " + std::to_string(error); }
 
 private:
-    /// Contexts are per thread; setting the one that is current costs nothing. A failure is the next call's.
-    void enter() const { (void)driver().set_context(context_); }
-
     static void call(Stream, Result error, void* waiting) {
         const std::unique_ptr<Done> done(static_cast<Done*>(waiting));
         (*done)(error);

@@ -128,7 +128,8 @@ void WriteJob::hurry() {
 void WriteJob::feed() {
     assume(machine_.priority);
     register_files();
-    Order order(*rows_, window_bytes(), options_);
+    const std::uint64_t window_bytes = this->window_bytes();
+    Order order(*rows_, window_bytes, options_);
     Pace pace(options_.bytes_per_s);
     Pace cap(options_.cap_bytes_per_s);
     expect_early(order.early());
@@ -139,8 +140,8 @@ void WriteJob::feed() {
         arena_->wait(cap.due(), [this] { return stopping(); });
         std::optional<Block> block = take_block(order);
         if (stopping()) break;
-        pace.began(machine_.request_bytes);
-        cap.began(machine_.request_bytes);
+        pace.began(window_bytes);
+        cap.began(window_bytes);
         if (block) {
             begin_copied(order.take_copied(), std::move(*block));
         } else {

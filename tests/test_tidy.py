@@ -30,11 +30,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ranks": {"config", "errors"},
     "reader": _BASE | {"format", "plan", "store", "stage", "commit", "state"},
     "saves": {"reader"},
-    "saving": _BASE | {"format", "plan", "store", "stage", "commit", "state", "saves", "_native"},
-    "loading": _BASE | {"format", "plan", "store", "stage", "state", "reader"},
+    "team": _BASE | {"format", "plan", "store", "commit", "ranks"},
+    "saving": _BASE | {"format", "plan", "store", "stage", "commit", "state", "saves", "team", "_native"},
+    "together": _BASE | {"ranks", "team"},
+    "loading": _BASE | {"format", "plan", "store", "stage", "state", "reader", "together", "progress"},
     "checkpointer": _BASE
-    | {"format", "store", "stage", "commit", "state", "ranks", "reader", "saves", "saving", "loading", "progress"}
-    | {"_native"},
+    | {"format", "store", "stage", "commit", "state", "reader", "saves", "saving", "loading"}
+    | {"team", "together", "_native"},
     "study": _BASE | {"format", "plan", "store", "stage", "commit", "reader", "_native"},
     "cli": _BASE | {"format", "store", "commit", "reader", "progress", "demo", "cli_output"}
     | {"cli_bench", "cli_tune"},

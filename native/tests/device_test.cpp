@@ -252,7 +252,7 @@ TEST_CASE("rows that name no device, or strided ones on a device, are refused") 
 TEST_CASE("where there is no CUDA driver, asking for its device says so") {
     try {
         (void)make_cuda_device(0, "cuda:0");
-        MESSAGE("this machine has CUDA: tests/state/test_cuda.py uses it");
+        MESSAGE("this machine has CUDA: tests/test_cuda_capture.py uses it");
     } catch (const std::system_error& error) {
         CHECK(error.code().value() == ENOSYS);
     }

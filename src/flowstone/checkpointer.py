@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Literal
 
@@ -24,6 +25,7 @@ from flowstone import _native, loading, saving
 from flowstone.commit import catalog, publish
 from flowstone.config import (
     COPY_BYTES_PER_S,
+    DEADLINE_S,
     FENCE_WAIT_S,
     STEP_MAX,
     EngineOptions,
@@ -33,7 +35,6 @@ from flowstone.errors import (
     ClosedError,
     DamagedError,
     FlowstoneError,
-    FormatError,
     NoCheckpointError,
     SaveFailedError,
     StepExistsError,
@@ -44,27 +45,25 @@ from flowstone.events import (
     Event,
     FellBack,
     Loaded,
-    LoadProgress,
     OnEvent,
     RemovalFailed,
     Removed,
     SaveFailed,
     SaveStarted,
-    Written,
 )
 from flowstone.format.manifest import MARKER_NAME, step_directory
 from flowstone.loading import LoadReport
-from flowstone.progress import terminal_progress
-from flowstone.ranks import only_rank
 from flowstone.reader import Checkpoint, check_store
 from flowstone.rules import Rule
 from flowstone.saves import Save, call_at_exit
 from flowstone.saving import Captures, Flight, Planned
 from flowstone.stage.arena import default_budget_bytes, open_write_arena
 from flowstone.stage.fence import Fence
-from flowstone.state import collector_paused, describe
+from flowstone.stage.streams import as_on_this_thread
+from flowstone.state import Described, collector_paused, describe
 from flowstone.store.base import Store
 from flowstone.store.local import LocalStore
+from flowstone.together import Together, is_about_bytes
 
 _log = logging.getLogger("flowstone")
 
@@ -80,6 +79,7 @@ class Checkpointer:
                        until `max_unsaved_steps` steps have passed since the last committed one
     engine             how bytes move; what is left out is as tuned for the mount, else a measured default
     saves_in_flight    how many saves may be under way at once; `save` waits when there are more
+    deadline_s         in a job of several ranks, how long they wait for the slowest of them
     on_event           is told every event (see events.py), from the thread where it happens
 
     Not safe to use from several threads at once. A context manager; leaving it, or the end of
@@ -96,13 +96,14 @@ class Checkpointer:
         max_unsaved_steps: int | None = None,
         engine: EngineOptions | None = None,
         saves_in_flight: int = 2,
+        deadline_s: float = DEADLINE_S,
         on_event: OnEvent | None = None,
     ) -> None:
         if on_error not in ("raise", "continue"):
             raise ValueError(f"on_error {on_error!r} is neither 'raise' nor 'continue'")
         if saves_in_flight < 1:
             raise ValueError(f"saves_in_flight {saves_in_flight} is less than one")
-        self._rank = only_rank()
+        self._together = Together(deadline_s)
         self._options = engine or EngineOptions()
         self._store: Store = LocalStore(path, self._options) if isinstance(path, str | os.PathLike) else path
         self._keep, self._budget_bytes, self._on_event = keep, budget_bytes, on_event
@@ -133,10 +134,13 @@ class Checkpointer:
         """
         self._check_open()
         self._await_saves()
-        manifest = catalog.newest(self._store)
-        if manifest is None:
-            return None
-        return Checkpoint(self._store, step_directory(manifest.step), self._options, manifest)
+
+        def look() -> list[int]:
+            newest = catalog.newest(self._store)
+            return [] if newest is None else [newest.step]
+
+        found = self._together.decide("which step is the newest", look)
+        return Checkpoint(self._store, step_directory(found[0]), self._options) if found else None
 
     def load(
         self,
@@ -160,14 +164,18 @@ class Checkpointer:
         """
         self._check_open()
         self._await_saves()
-        check_store(self._store)
-        newest = catalog.find(self._store, step)
-        candidates = [s for s in reversed(catalog.steps(self._store)) if s <= newest] if fallback else [newest]
+
+        def look() -> list[int]:
+            check_store(self._store)
+            newest = catalog.find(self._store, step)
+            return [s for s in reversed(catalog.steps(self._store)) if s <= newest] if fallback else [newest]
+
+        candidates = self._together.decide("which step to load", look)
         for candidate in candidates:
             try:
                 report = self._load(candidate, state, rules, stage)
-            except (FormatError, StorageError) as error:
-                if candidate == candidates[-1]:
+            except FlowstoneError as error:
+                if candidate == candidates[-1] or not is_about_bytes(error):
                     raise
                 _log.warning("step %d cannot be loaded, trying an older one: %s", candidate, error)
                 self._emit(FellBack(candidate, str(error)))
@@ -180,33 +188,24 @@ class Checkpointer:
     @collector_paused()
     def _load(self, step: int, state: Mapping[str, object], rules: Sequence[Rule], stage: bool) -> LoadReport:
         started = time.monotonic()
-        checkpoint = Checkpoint(self._store, step_directory(step), self._options)
-        ready = loading.plan_load(checkpoint, state, rules=rules, stage=stage, rank=self._rank)
+        ready = loading.agree(self._store, self._options, self._together, step, state, rules=rules, stage=stage)
         # From the first changed byte on, until the load is over, the state is unsound.
         sound_before, self._unsound = self._unsound, f"the load of step {step} did not finish"
+        failure: Exception | None = None
         try:
-            found = loading.read(ready, self._store, self._load_progress(step, ready.plan.bytes))
-        except FlowstoneError:
-            self._unsound = sound_before  # refused before the first byte was read: nothing has changed
-            raise
-        if not found.written:
-            self._unsound = sound_before
-        loading.finish(ready, found)
+            found = loading.read(ready, self._store, loading.teller(step, ready.plan.bytes, self._emit))
+            if not found.written and self._together.team is None:
+                self._unsound = sound_before
+            loading.finish(ready, found)
+        except Exception as error:
+            if ready.changed_nothing and self._together.team is None:
+                self._unsound = sound_before
+            failure = error
+        self._together.confirm(f"the load of step {step}", failure)
         self._unsound = None
         report = loading.report(ready, time.monotonic() - started)
         self._emit(Loaded(step, report.bytes, report.seconds))
         return report
-
-    def _load_progress(self, step: int, total: int) -> Callable[[int], None]:
-        """Tells how many of `total` bytes are done: an event, and a line on a terminal."""
-        show = terminal_progress(f"loading step {step}")
-
-        def progress(done: int) -> None:
-            self._emit(LoadProgress(step, done, total))
-            if show is not None:
-                show(min(done, total), total)
-
-        return progress
 
     # Save
 
@@ -231,32 +230,90 @@ class Checkpointer:
                 SaveFailedError        an earlier save failed, and nobody has been told yet
                 DamagedError           the last load left the state half changed
         """
+        started = time.monotonic()
+        self._check_open()
+        try:
+            return self._save(step, state, fence, started)
+        except Exception as error:
+            if self._together.team is not None:  # the others must not wait for this rank
+                self._writer.submit(self._together.team.absent, step, error)
+            raise
+
+    def _save(self, step: int, state: Mapping[str, object], fence: Literal["auto", "manual"], started: float) -> Save:
         if fence not in ("auto", "manual"):
             raise ValueError(f"fence {fence!r} is neither 'auto' nor 'manual'")
         if type(step) is not int or not 0 <= step <= STEP_MAX:
             raise ValueError(f"step {step!r} is not an integer within 0..{STEP_MAX}")
-        started = time.monotonic()
-        self._check_open()
         self._check_sound()
         self._settle(leave=self._saves_in_flight - 1)
         waited = time.monotonic()
         self._become_writer()
         self._check_new(step)
         known = self._planned
-        described = describe(state, rank=self._rank, known=None if known is None else known.layout)
+        described = describe(state, rank=self._together.rank, known=None if known is None else known.layout)
         described_at = time.monotonic()
-        self._planned = planned = saving.plan_save(described, known, fence=fence, rank=self._rank)
+        assignment = None if self._together.team is None else self._together.team.assignment(described.layout)
+        if self._together.team is not None and assignment is None:
+            return self._save_once_planned(Save(step), described, fence, started)
+        self._planned = planned = saving.plan_save(
+            described, known, fence=fence, rank=self._together.rank, assignment=assignment
+        )
         plan, planned_at = planned.plan, time.monotonic()
         self._emit(
             SaveStarted(step, len(plan.pieces), plan.bytes, planned is known, described_at - waited,
                         planned_at - described_at, waited - started)
         )
-        arena, pace = self._opened_arena(), self._captures.pace(plan, self._store.settings("write").tuning)
-        if planned.waiter == "optimizers" and plan.lazy_bytes:
-            self._fence.guard(described.optimizers)
-        flight = saving.start(self._store, Save(step), plan, described, arena, pace, started)
+        flight = self._start(Save(step), planned, described, started)
         self._go_on_without_caller(flight)
         return flight.save
+
+    def _start(self, save: Save, planned: Planned, described: Described, started: float) -> Flight:
+        arena, pace = self._opened_arena(), self._captures.pace(planned.plan, self._store.settings("write").tuning)
+        if planned.waiter == "optimizers" and planned.plan.lazy_bytes:
+            self._fence.guard(described.optimizers)
+        identity = None if self._together.team is None else self._together.team.draft_name(save.step)
+        return saving.start(self._store, save, planned, described, arena, pace, started, identity)
+
+    def _save_once_planned(
+        self, save: Save, described: Described, fence: Literal["auto", "manual"], started: float
+    ) -> Save:
+        """The first save of a layout by several ranks: it begins once they have agreed who writes what.
+
+        What must not change before it is captured is copied now; the rest is lazy, and waited for by the fence.
+        """
+        held = saving.held(described, fence=fence)
+        self._fence.guard(described.optimizers)
+        self._opened_arena()
+        save.captured.hurry = save.committed.hurry = self._hurry
+        self._captures.expect(save)
+        streams = as_on_this_thread(memory.device for memory in described.places.apart.values())
+        self._writer.submit(self._begin_and_finish, save, held, fence, started, streams)
+        self._in_flight.append(save)
+        return save
+
+    def _begin_and_finish(
+        self, save: Save, described: Described, fence: Literal["auto", "manual"], started: float,
+        streams: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        """On the writer thread: all of a save whose plan the ranks have yet to agree on."""
+        assert self._together.team is not None
+        try:
+            assignment = self._together.team.share(save.step, described.layout, None)
+            try:
+                rank = self._together.rank
+                planned = saving.plan_save(described, None, fence=fence, rank=rank, assignment=assignment)
+                with streams():
+                    flight = self._start(save, planned, described, started)
+            except Exception as error:
+                self._together.team.give_up(save.step, error)
+                raise
+        except Exception as error:
+            self._end_badly(save, error)
+            return
+        flight.writing.hurry()
+        self._planned = planned
+        self._watch(flight)
+        self._finish(flight, shared=True)
 
     def _go_on_without_caller(self, flight: Flight) -> None:
         """The rest of a save is for the watcher's thread, and for the writer's."""
@@ -300,34 +357,34 @@ class Checkpointer:
         finally:  # whatever happens, somebody may be waiting
             flight.save.captured.set_result(None)
 
-    def _finish(self, flight: Flight) -> None:
-        """The background half of a save, on the writer thread: its outcome is the future's, whatever it is."""
+    def _finish(self, flight: Flight, *, shared: bool = False) -> None:
+        """The background half of a save, on the writer thread: its outcome is the future's, whatever it is.
+
+        shared  the ranks have agreed on its plan
+        """
         save, plan = flight.save, flight.plan
         try:
-            receipt = saving.receipt_of(flight)
-            self._emit(
-                Written(save.step, receipt.io.copied_bytes, receipt.io.direct_bytes, time.monotonic() - flight.started)
-            )
-            assert self._store_id is not None, "only the store's writer saves"
-            manifest = saving.commit(flight, receipt, self._store, self._store_id)
+            team, emit = self._together.team, self._emit
+            manifest = saving.commit(flight, self._store, self._store_id or "", team, shared=shared, emit=emit)
         except BaseException as error:
-            try:
-                publish.discard(self._store, flight.draft)
-            finally:
-                self._emit(SaveFailed(save.step, str(error)))
-                save.committed.set_exception(error)
+            save.captured.result()  # by the watcher
+            self._end_badly(save, error)
             return
         self._emit(Committed(save.step, plan.file_bytes, time.monotonic() - flight.started))
         save.committed.set_result(Checkpoint(self._store, step_directory(save.step), self._options, manifest))
-        # A larger arena shortens what a save waits for. But touching fresh pages is slower than a device:
-        # no save waits for it, and none is slowed down by it. Lazy bytes need none, unless a fence has to wait.
-        assert self._arena is not None
-        self._arena.grow(plan.file_bytes - plan.lazy_bytes, when_idle=True)
+        # A larger arena shortens what a save waits for. Touching fresh pages is slower than a device, so no save waits.
+        self._opened_arena().grow(plan.file_bytes - plan.lazy_bytes, when_idle=True)
         self._prune()
+
+    def _end_badly(self, save: Save, error: BaseException) -> None:
+        if not save.captured.done():
+            save.captured.set_result(None)
+        self._emit(SaveFailed(save.step, str(error)))
+        save.committed.set_exception(error)
 
     def _prune(self) -> None:
         """Retention, only after the successor is durable. A failure is told, and tried again at the next save."""
-        if self._keep is None:
+        if self._keep is None or self._together.rank != 0:
             return
         try:
             catalog.prune(self._store, catalog.judge(catalog.steps(self._store), self._keep), self._removed)
@@ -338,6 +395,9 @@ class Checkpointer:
         """At the first save: lock, sweep, and learn the newest step. Then, what a fallback left to set aside."""
         if self._store_id is None:
             self._start_threads()
+        if self._together.rank != 0:
+            self._store_id = ""  # rank 0 knows it
+        if self._store_id is None:
             if not self._store.exists(MARKER_NAME):
                 self._store.make_directory()
             self._store.lock(f"process {os.getpid()} on {socket.gethostname()}")
@@ -352,7 +412,8 @@ class Checkpointer:
             self._newest = existing[-1] if existing else None
         if self._superseded_above is not None:
             self._drain_writer()
-            catalog.rewind(self._store, self._superseded_above)
+            if self._together.rank == 0:
+                catalog.rewind(self._store, self._superseded_above)
             self._newest, self._superseded_above = self._superseded_above, None
 
     def _opened_arena(self) -> _native.Arena:
@@ -384,9 +445,8 @@ class Checkpointer:
         if fenced is None:
             return
         self._emit(fenced)
-        if fenced.waited_s > FENCE_WAIT_S:
+        if fenced.waited_s > FENCE_WAIT_S and self._arena is not None:
             # Steps are shorter than writes: next time there is more memory to copy into.
-            assert self._arena is not None
             more = self._arena.touched_bytes + int(fenced.waited_s * COPY_BYTES_PER_S)
             self._arena.grow(min(more, self._captures.arena_bytes), when_idle=True)
 
@@ -398,11 +458,21 @@ class Checkpointer:
     def rewind(self, step: int) -> None:
         """Set every step above `step` aside, so that training can save them anew. `step` itself must exist."""
         self._check_open()
-        self._settle()
-        catalog.find(self._store, step)
-        self._become_writer()
-        self._drain_writer()
-        catalog.rewind(self._store, step)
+        self._await_saves()
+        failure: Exception | None = None
+        try:
+            self._settle()
+        except FlowstoneError as error:
+            failure = error
+        self._together.confirm("the saves before going back", failure)
+
+        def set_aside() -> Sequence[int]:
+            catalog.find(self._store, step)
+            self._become_writer()
+            self._drain_writer()
+            return catalog.rewind(self._store, step)
+
+        self._together.decide(f"going back to step {step}", set_aside)
         self._newest = step
 
     def close(self) -> None:
@@ -417,6 +487,7 @@ class Checkpointer:
             self._watcher.shutdown()
             self._writer.shutdown()
             atexit.unregister(self._at_exit)
+            self._together.leave()
             if self._arena is not None:
                 self._arena.close()
             self._store.close()
@@ -438,6 +509,8 @@ class Checkpointer:
         """Until the saves in flight have ended one way or the other."""
         self._hurry()
         wait_futures([save.committed for save in self._in_flight])
+        if self._together.team is not None:
+            self._drain_writer()  # which may still tell the others of a save that was refused here
 
     def _settle(self, leave: int = 0) -> None:
         """Wait until at most `leave` saves are in flight; raise the first failure that nobody has seen."""

@@ -46,6 +46,8 @@ DEADLINE_S = 600.0  # for the slowest rank to come to an agreement
 DEADLINE_MARGIN_S = 2.0  # for each level of the tree: who is further from the cause gives up later
 PULSE_S = 2.0  # between two signs of life of a rank
 SILENCE_S = 60.0  # without any, a rank is taken for dead: it was killed, or is frozen
+CATCH_UP_CALLS = 16  # that ranks may be behind others, having failed where those did not
+LEAVE_S = 10.0  # that rank 0 waits for others to leave before it
 HEARTBEAT_S = 10.0  # between two lines in the log of who waits for whom
 
 # Below this, a gather of windows cannot keep even a slow device busy.

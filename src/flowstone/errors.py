@@ -149,17 +149,21 @@ class BudgetError(FlowstoneError):
 class RankError(FlowstoneError):
     """A rank of the job failed, or was not heard of in time. The same error on every rank.
 
-    rank   the one that it began on
-    phase  what the ranks were agreeing on
-    kind   the name of the error's class there
-    errno  the system's reason, or 0
+    rank       the one that it began on
+    phase      what the ranks were agreeing on
+    kind       the name of the error's class there
+    errno      the system's reason, or 0
+    ahead      ranks were in different calls: the step that the foremost were to save; else None
+    undecided  rank 0 was to decide, and was not heard of since: it may have happened all the same
     """
 
     def __init__(
-        self, message: str, *, rank: int, phase: str, kind: str = "RankError", errno: int = 0, **facts: object
+        self, message: str, *, rank: int, phase: str, kind: str = "RankError", errno: int = 0, undecided: bool = False,
+        ahead: int | None = None, **facts: object,
     ) -> None:
         super().__init__(message, phase=phase, **({"kind": kind} if kind != "RankError" else {}), **facts)
         self.rank, self.phase, self.kind, self.errno = rank, phase, kind, errno
+        self.undecided, self.ahead = undecided, ahead
 
 
 class CancelledError(FlowstoneError):

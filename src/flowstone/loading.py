@@ -6,13 +6,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from threading import Event
 
+import numpy as np
+from numpy.typing import NDArray
+
+from flowstone.config import EngineOptions
+from flowstone.events import LoadProgress
 from flowstone.format.index import Index
+from flowstone.format.manifest import step_directory
 from flowstone.pieces import Pieces
 from flowstone.plan.match import Match, match, rename, renamed
 from flowstone.plan.read import ReadPlan, plan_reads
+from flowstone.progress import terminal_progress
 from flowstone.reader import Checkpoint
 from flowstone.rules import Rename, Rule
 from flowstone.stage.arena import open_read_arena
@@ -20,6 +28,7 @@ from flowstone.stage.landing import Landed, land
 from flowstone.stage.scatter import Scattered, raise_damage, scatter
 from flowstone.state import Restoration, Stored, StoredTensor, prepare
 from flowstone.store.base import Store
+from flowstone.together import Together
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +71,52 @@ class Loading:
     wanted: Pieces
     plan: ReadPlan
     landed: Landed
+    begun: Event = field(default_factory=Event)  # bytes may have changed
+
+    @property
+    def changed_nothing(self) -> bool:
+        return not self.begun.is_set()
 
 
-def plan_load(
-    checkpoint: Checkpoint, state: Mapping[str, object], *, rules: Sequence[Rule], stage: bool, rank: int
-) -> Loading:
-    """Compare all that can be known without the tensors' bytes. Changes nothing.
+@dataclass(frozen=True, slots=True, eq=False)
+class Wanted:
+    """What a state wants of a checkpoint. `names`: of the stored tensors, as Rename rules call them, to index rows."""
 
-    raises  MismatchError for every difference that no rule allows; DamagedError; BudgetError
+    checkpoint: Checkpoint
+    rules: Sequence[Rule]
+    names: Mapping[str, int]
+    restoration: Restoration
+
+    def names_used(self) -> NDArray[np.bool_]:
+        """Which of the stored names this rank wants."""
+        aliases = [alias.name for alias in self.restoration.aliases]
+        used = {*self.restoration.pieces.names, *aliases}
+        return np.array([name in used for name in self.names], np.bool_)
+
+
+def want(checkpoint: Checkpoint, state: Mapping[str, object], *, rules: Sequence[Rule], rank: int) -> Wanted:
+    """Find the memory that the checkpoint's bytes may go to. Changes nothing.
+
+    raises  DamagedError, StateError, MismatchError (two names become one)
     """
     checkpoint.check()
-    index, names = checkpoint.index, renamed(checkpoint.index.rows(), rules)
-    restoration = prepare(state, _stored(checkpoint, names, rules, rank), rank=rank)
+    names = renamed(checkpoint.index.rows(), rules)
+    return Wanted(checkpoint, rules, names, prepare(state, _stored(checkpoint, names, rules, rank), rank=rank))
+
+
+def plan_load(found: Wanted, elsewhere: NDArray[np.bool_] | None = None, *, stage: bool) -> Loading:
+    """Compare all that can be known without the tensors' bytes. Changes nothing.
+
+    elsewhere  which of the stored names some rank wants, in a job of several: those that none does are unexpected
+    raises     MismatchError for every difference that no rule allows; BudgetError
+    """
+    checkpoint, rules, names, restoration = found.checkpoint, found.rules, found.names, found.restoration
+    index = checkpoint.index
     others = [f"{d.kind:<11} {d.name}: wanted {d.expected}, stored {d.found}" for d in restoration.differences]
     matched = match(
         restoration.pieces, restoration.aliases, sections=restoration.sections, index=index, names=names,
         rules=rules, differences=others,
+        elsewhere=() if elsewhere is None else {n for n, used in zip(names, elsewhere.tolist(), strict=True) if used},
     )
     wanted = restoration.pieces.take(matched.wanted)
     plan = plan_reads(index, wanted, matched.rows)
@@ -85,6 +124,45 @@ def plan_load(
     cut = {int(plan.target[row]) for row in plan.common}
     landed = land(wanted, restoration.places.take(matched.wanted), stored, cut, stage=stage)
     return Loading(checkpoint, rules, restoration, matched, wanted, plan, landed)
+
+
+def agree(
+    store: Store, options: EngineOptions, together: Together, step: int, state: Mapping[str, object], *,
+    rules: Sequence[Rule], stage: bool,
+) -> Loading:
+    """Compare `state` with the checkpoint of `step`, on all ranks, before the first byte of any changes.
+
+    raises  what `want` and `plan_load` raise; RankError where that happens on another rank
+    """
+    words = f"the comparison with step {step}"
+    failure: Exception | None = None
+    try:
+        found = want(Checkpoint(store, step_directory(step), options), state, rules=rules, rank=together.rank)
+    except Exception as error:
+        failure = error
+    together.confirm(f"what is wanted of step {step}", failure)
+    elsewhere = None
+    if together.team is not None:
+        together.same(f"the identity of step {step}", f"checkpoint {found.checkpoint.manifest.id}")
+        elsewhere = together.anybody(words, found.names_used())
+    try:
+        ready = plan_load(found, elsewhere, stage=stage)
+    except Exception as error:
+        failure = error
+    together.confirm(words, failure)
+    return ready
+
+
+def teller(step: int, total: int, emit: Callable[[LoadProgress], None]) -> Callable[[int], None]:
+    """Tells how many of `total` bytes are done: an event, and a line on a terminal."""
+    show = terminal_progress(f"loading step {step}")
+
+    def progress(done: int) -> None:
+        emit(LoadProgress(step, done, total))
+        if show is not None:
+            show(min(done, total), total)
+
+    return progress
 
 
 def read(loading: Loading, store: Store, on_progress: Callable[[int], None]) -> Scattered:
@@ -101,6 +179,7 @@ def read(loading: Loading, store: Store, on_progress: Callable[[int], None]) -> 
             loading.landed.places, arena, on_progress,
             {name: stream.native for name, stream in loading.landed.streams.items()},
         )
+        loading.begun.set()
     finally:
         arena.close()
     aside = loading.landed.aside

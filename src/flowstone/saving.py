@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -16,17 +18,19 @@ from numpy.typing import NDArray
 from flowstone import _native
 from flowstone._version import __version__
 from flowstone.commit import publish
-from flowstone.commit.contents import Objects, encode_objects
-from flowstone.config import CAPTURE_SHARE_OF_LEISURE, CHUNK_BYTES, FIRST_ARENA_BYTES, Tuning
-from flowstone.errors import StateChangedError
-from flowstone.events import Captured, Fenced
+from flowstone.commit.contents import encode_sections, join_objects
+from flowstone.config import CAPTURE_SHARE_OF_LEISURE, CHUNK_BYTES, FIRST_ARENA_BYTES, PACKED_BELOW_BYTES, Tuning
+from flowstone.errors import RankError, StateChangedError
+from flowstone.events import Captured, Event, Fenced, Written
 from flowstone.format.manifest import Manifest, SegmentRow
-from flowstone.pieces import Layout
+from flowstone.pieces import Layout, Places
 from flowstone.plan.write import WritePlan, index_file, plan_writes
 from flowstone.saves import Save
 from flowstone.stage.capture import Staged, start_capture
+from flowstone.stage.hold import hold
 from flowstone.state import Described
 from flowstone.store.base import Pace, Receipt, Store, Writing
+from flowstone.team import Assignment, Contribution, Team
 
 Waiter: TypeAlias = Literal["nobody", "optimizers", "caller"]
 """Who will wait for the capture before changing what is captured lazily."""
@@ -39,6 +43,20 @@ class Planned:
     layout: Layout
     waiter: Waiter
     plan: WritePlan
+    assignment: Assignment | None = None  # in a job of several ranks: what this one writes
+
+    def places(self, described: Described) -> Places:
+        """Where what is written lies."""
+        mine = self.assignment
+        return described.places if mine is None else described.places.take(mine.positions.tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class Sections:
+    """The text of all that is no tensor, by section."""
+
+    replicated: Mapping[str, bytes]
+    per_rank: Mapping[str, bytes]
 
 
 @dataclass(slots=True, eq=False)
@@ -48,16 +66,18 @@ class Flight:
     arena_bytes  what would hold all of it
     started      in seconds of the monotonic clock
     blocked_s    what the caller of `save` waited
+    assignment   in a job of several ranks: what this one writes
     """
 
     save: Save
     draft: publish.Draft
     staged: Staged
     plan: WritePlan
-    objects: bytes
+    sections: Sections
     arena_bytes: int
     started: float
     blocked_s: float
+    assignment: Assignment | None = None
 
     @property
     def writing(self) -> Writing:
@@ -78,6 +98,11 @@ class Flight:
         for stream in self.staged.streams:
             stream.lead()
 
+    def written(self, receipt: Receipt) -> Written:
+        """All segments are durable."""
+        io, taken_s = receipt.io, time.monotonic() - self.started
+        return Written(self.save.step, io.copied_bytes, io.direct_bytes, taken_s)
+
     def captured(self) -> Captured:
         """Everything has been captured: the sources are let go of."""
         self.staged = replace(self.staged, sources=())
@@ -92,6 +117,7 @@ class Captures:
         """`cap` is what saves may write, in bytes per second; None for what the device gives."""
         self._cap = cap
         self._flights: list[Flight] = []  # replaced, never changed: `hurry` may come from any thread
+        self._to_come: list[Save] = []  # that begin in the background, once it is known what they write
         self._left_alone: float | None = None  # since when the last save leaves training alone
         self._leisures_s: deque[float] = deque(maxlen=4)
         self.arena_bytes = 0  # that would hold all of the last save
@@ -100,6 +126,10 @@ class Captures:
         self._flights = [*(other for other in self._flights if not other.save.captured.done()), flight]
         self._left_alone = time.monotonic()
         self.arena_bytes = flight.arena_bytes
+
+    def expect(self, save: Save) -> None:
+        """A save begins in the background; `add` does not follow, and its capture knows no leisure."""
+        self._to_come = [*(other for other in self._to_come if not other.captured.done()), save]
 
     def pace(self, plan: WritePlan, tuning: Tuning) -> Pace:
         """Lazy capture is to be done when the fence comes, and no sooner: training has the machine.
@@ -122,41 +152,82 @@ class Captures:
             self._leisures_s.append(started - self._left_alone)
             self._left_alone = None
         self._flights = waiting = [flight for flight in self._flights if not flight.save.captured.done()]
-        if not waiting:
-            return None
+        to_come = [save for save in self._to_come if not save.captured.done()]
         for flight in waiting:
             flight.release_sources()
-        self._flights = []
-        return Fenced(waiting[-1].save.step, time.monotonic() - started)
+        for save in to_come:
+            save.captured.result()
+        self._flights, self._to_come = [], []
+        steps = [*(flight.save.step for flight in waiting), *(save.step for save in to_come)]
+        return Fenced(max(steps), time.monotonic() - started) if steps else None
 
 
 def plan_save(
-    described: Described, known: Planned | None, *, fence: Literal["auto", "manual"], rank: int
+    described: Described, known: Planned | None, *, fence: Literal["auto", "manual"], rank: int,
+    assignment: Assignment | None = None,
 ) -> Planned:
     """The plan for what is `described`: the `known` one itself when nothing differs that it depends on."""
-    optimizers: Waiter = "optimizers" if described.optimizers else "nobody"
-    waiter: Waiter = "caller" if fence == "manual" else optimizers
-    layout = described.layout
+    waiter, layout = _waiter(described, fence), described.layout
     if known is not None and known.layout is layout and known.waiter == waiter:
-        return known
-    lazy = {"nobody": (), "optimizers": layout.lazy, "caller": (True,) * len(layout.pieces)}[waiter]
-    return Planned(layout, waiter, plan_writes(layout.pieces, aliases=layout.aliases, lazy=lazy, rank=rank))
+        if known.assignment is assignment:
+            return known
+        if known.assignment and assignment and known.assignment.positions is assignment.positions:
+            return replace(known, assignment=assignment)  # a new plan, in which this rank writes what it wrote
+    lazy = _lazy(described, waiter)
+    if assignment is None:
+        plan = plan_writes(layout.pieces, aliases=layout.aliases, lazy=lazy, rank=rank)
+    else:
+        mine = assignment.positions.tolist()
+        late = [lazy[at] for at in mine] if lazy else ()
+        plan = plan_writes(layout.pieces.take(mine), lazy=late, rank=rank, alone=False)
+    return Planned(layout, waiter, plan, assignment)
+
+
+def held(described: Described, *, fence: Literal["auto", "manual"]) -> Described:
+    """The same, with copies of all that would have to be captured before `save` returns."""
+    lazy = _lazy(described, _waiter(described, fence))
+    pieces = described.pieces
+    early = [at for at in range(len(pieces)) if not (lazy and lazy[at]) or pieces[at].bytes < PACKED_BELOW_BYTES]
+    _ = described.objects, described.per_rank
+    return replace(described, places=hold(pieces, described.places, early))
+
+
+def _waiter(described: Described, fence: Literal["auto", "manual"]) -> Waiter:
+    optimizers: Waiter = "optimizers" if described.optimizers else "nobody"
+    return "caller" if fence == "manual" else optimizers
+
+
+def _lazy(described: Described, waiter: Waiter) -> Sequence[bool]:
+    layout = described.layout
+    every: dict[Waiter, Sequence[bool]] = {
+        "nobody": (), "optimizers": layout.lazy, "caller": (True,) * len(layout.pieces)
+    }
+    return every[waiter]
 
 
 def start(
-    store: Store, save: Save, plan: WritePlan, described: Described, arena: _native.Arena, pace: Pace, started: float
+    store: Store, save: Save, planned: Planned, described: Described, arena: _native.Arena, pace: Pace, started: float,
+    identity: str | None = None,
 ) -> Flight:
-    """Start a save. Blocks until what is not lazy is captured; what fails up to then leaves no draft."""
-    draft = publish.begin(store, save.step)
+    """Start a save. Blocks until what is not lazy is captured; what fails up to then leaves no draft.
+
+    identity  of the checkpoint to be, where several ranks make it
+    """
+    plan = planned.plan
+    draft = publish.begin(store, save.step, identity)
     try:
-        staged = start_capture(store, draft.directory, plan, described.places, arena, pace)
+        staged = start_capture(store, draft.directory, plan, planned.places(described), arena, pace)
         arena_bytes = _arena_bytes(plan, staged, arena)
         arena.grow(min(arena_bytes, FIRST_ARENA_BYTES))
-        objects = _encode_while_captured(staged, plan, described)
-    except BaseException:
-        publish.discard(store, draft)
+        sections = _encode_while_captured(staged, plan, described)
+    except BaseException as error:
+        if identity is None:
+            publish.discard(store, draft)
+        elif getattr(error, "errno", 0) != errno.EEXIST:  # a file that is there is another attempt's
+            publish.withdraw(store, draft, [segment.name for segment in plan.segments])
         raise
-    return Flight(save, draft, staged, plan, objects, arena_bytes, started, time.monotonic() - started)
+    blocked_s = time.monotonic() - started
+    return Flight(save, draft, staged, plan, sections, arena_bytes, started, blocked_s, planned.assignment)
 
 
 def _arena_bytes(plan: WritePlan, staged: Staged, arena: _native.Arena) -> int:
@@ -166,12 +237,11 @@ def _arena_bytes(plan: WritePlan, staged: Staged, arena: _native.Arena) -> int:
     return plan.file_bytes * arena.block_bytes // (arena.block_bytes - CHUNK_BYTES)
 
 
-def _encode_while_captured(staged: Staged, plan: WritePlan, described: Described) -> bytes:
-    """objects.json, encoded while bytes move; returns once what is not lazy may change."""
+def _encode_while_captured(staged: Staged, plan: WritePlan, described: Described) -> Sections:
+    """What is no tensor, encoded while bytes move; returns once what is not lazy may change."""
     writing = staged.writing
     try:
-        per_rank = {name: [value] for name, value in described.per_rank.items()}
-        objects = encode_objects(Objects(dict(described.objects), per_rank))
+        sections = Sections(encode_sections(described.objects), encode_sections(described.per_rank))
         if plan.lazy_bytes or staged.streams:
             writing.wait_early()
         else:
@@ -182,14 +252,17 @@ def _encode_while_captured(staged: Staged, plan: WritePlan, described: Described
         writing.cancel()
         writing.receipt()
         raise
-    return objects
+    return sections
 
 
 def give_up(flight: Flight, store: Store) -> None:
     """End a save that was started and cannot be finished."""
     flight.writing.cancel()
     flight.writing.receipt()
-    publish.discard(store, flight.draft)
+    if flight.assignment is None:
+        publish.discard(store, flight.draft)
+    else:
+        publish.withdraw(store, flight.draft, [segment.name for segment in flight.plan.segments])
 
 
 def receipt_of(flight: Flight) -> Receipt:
@@ -203,18 +276,69 @@ def receipt_of(flight: Flight) -> Receipt:
     return receipt
 
 
-def commit(flight: Flight, receipt: Receipt, store: Store, store_id: str) -> Manifest:
-    """Publish a save whose segments are durable. So is the checkpoint when this returns."""
-    plan = flight.plan
-    segments = [
-        SegmentRow(at, None, file.name, file.bytes, file.header_bytes, header)
-        for at, (file, header) in enumerate(zip(plan.segments, flight.staged.headers, strict=True))
-    ]
+def commit(
+    flight: Flight, store: Store, store_id: str, team: Team | None, *, shared: bool,
+    emit: Callable[[Event], None],
+) -> Manifest:
+    """Wait until the segments are durable, then publish. So is the checkpoint when this returns.
+
+    team    publishes together, in a job of several ranks; `shared`: it has agreed on the plan
+    raises  what went wrong, here or on another rank
+    """
+    if team is None:
+        try:
+            receipt = receipt_of(flight)
+            emit(flight.written(receipt))
+            return _publish(flight, receipt, store, store_id)
+        except BaseException:
+            publish.discard(store, flight.draft)
+            raise
+    assignment, step = flight.assignment, flight.save.step
+    assert assignment is not None
+    if not shared:
+        try:
+            assignment = team.share(step, assignment.layout, assignment)
+        except Exception:
+            give_up(flight, store)  # also where it is undecided: nobody commits what was not shared out
+            raise
+    made: Contribution | Exception
+    try:
+        receipt = receipt_of(flight)
+        emit(flight.written(receipt))
+        made = contribution(flight, receipt)
+    except Exception as error:
+        made = error
+    try:
+        return team.commit(step, made, assignment, store, flight.draft, store_id)
+    except Exception as error:
+        if not (isinstance(error, RankError) and error.undecided):
+            publish.withdraw(store, flight.draft, [segment.name for segment in flight.plan.segments])
+        raise
+
+
+def _publish(flight: Flight, receipt: Receipt, store: Store, store_id: str) -> Manifest:
+    plan, sections = flight.plan, flight.sections
     return publish.publish(
-        store, flight.draft, store_id=store_id, segments=segments,
+        store, flight.draft, store_id=store_id, segments=_segments(flight),
         index=index_file(plan, flight.staged.offsets, receipt.digests), totals=plan.frame.totals,
-        objects=flight.objects, receipt=receipt, writer=f"flowstone {__version__}", ranks=1,
+        objects=join_objects(sections.replicated, {name: [text] for name, text in sections.per_rank.items()}),
+        receipt=receipt, writer=f"flowstone {__version__}", ranks=1,
     )
+
+
+def contribution(flight: Flight, receipt: Receipt) -> Contribution:
+    """What this rank has to commit, of a save whose segments are durable."""
+    return Contribution(
+        _segments(flight), flight.plan.segment, flight.staged.offsets, receipt, flight.sections.replicated,
+        flight.sections.per_rank,
+    )
+
+
+def _segments(flight: Flight) -> list[SegmentRow]:
+    return [
+        SegmentRow(at, None, file.name, file.bytes, file.header_bytes, header)
+        for at, (file, header) in enumerate(zip(flight.plan.segments, flight.staged.headers, strict=True))
+    ]
 
 
 def _with_names(error: StateChangedError, plan: WritePlan, offsets: NDArray[np.uint64]) -> StateChangedError:

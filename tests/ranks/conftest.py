@@ -1,36 +1,13 @@
-"""Ranks as threads, each with a connection of its own to one real TCPStore."""
+"""Fixtures of the tests of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
-from typing import Any
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 
 from flowstone.ranks import agree, board
-from flowstone.ranks.agree import Agreement
-from flowstone.ranks.board import Board
-
-
-class Job:
-    """`size` ranks; what each does runs in a thread of its own."""
-
-    def __init__(self, size: int, **options: Any) -> None:
-        self.size = size
-        self.server = dist.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=60), wait_for_workers=False)
-        self.boards: list[Board] = [dist.PrefixStore("job", self.server.clone()) for _ in range(size)]
-        self.ranks = [Agreement(board, rank, size, **options) for rank, board in enumerate(self.boards)]
-
-    def run(self, act: Callable[[Agreement], Any], *, ranks: list[int] | None = None) -> list[Any]:
-        """What each rank's act gave, or raised."""
-        chosen = self.ranks if ranks is None else [self.ranks[rank] for rank in ranks]
-        with ThreadPoolExecutor(len(chosen)) as threads:
-            futures = [threads.submit(act, rank) for rank in chosen]
-        return [future.exception() or future.result() for future in futures]
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 import pytest
-from conftest import Job
+from threads import Job
 
 from flowstone.errors import FullError, RankError
 from flowstone.ranks import Agreement, Decision, Pulse
@@ -141,7 +141,9 @@ def test_while_rank_0_decides_nobody_gives_up_on_it() -> None:
 @pytest.mark.usefixtures("impatient")
 def test_a_silent_rank_is_known_long_before_the_deadline() -> None:
     job = Job(3, deadline_s=600, silence_s=0.5)
-    pulses = [Pulse(job.boards[rank], rank, every_s=0.05) for rank in (0, 1)]  # and rank 2 was killed
+    pulses = [Pulse(board, rank, every_s=0.05) for rank, board in enumerate(job.boards)]
+    time.sleep(0.2)
+    pulses.pop().stop()  # rank 2 is killed
     started = time.monotonic()
     errors = job.run(lambda rank: rank.agree("save", b"", joined), ranks=[0, 1])
     assert time.monotonic() - started < 20
@@ -166,6 +168,18 @@ def test_a_slow_rank_that_is_alive_is_waited_for(caplog: pytest.LogCaptureFixtur
         pulse.stop()
     assert any("rank 0, save 7: waiting for rank 2 (" in record.getMessage() for record in caplog.records)
     assert any("rank 1, save 7: waiting for rank 0 to decide" in record.getMessage() for record in caplog.records)
+
+
+def test_without_the_store_a_rank_is_told_that_it_is_gone() -> None:
+    class Gone:
+        def __getattr__(self, name: str) -> object:
+            raise RuntimeError("Connection reset by peer\nand a page of addresses")
+
+    with pytest.raises(RankError, match="cannot talk to each other any more, in 'save'") as caught:
+        Agreement(Gone(), 1, 2).agree("save", b"", joined)  # type: ignore[arg-type]
+    assert "Connection reset by peer" in str(caught.value)
+    assert "addresses" not in str(caught.value)
+    assert caught.value.undecided
 
 
 def test_ranks_that_agree_on_different_things_are_told() -> None:

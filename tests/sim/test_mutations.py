@@ -60,7 +60,7 @@ MUTANTS = {
     ),
     "retention_comes_before_the_commit": Mutant(
         Checkpointer, "_finish",
-        (("receipt = saving.receipt_of(flight)", "receipt = saving.receipt_of(flight); self._prune_all()"),),
+        (("team, emit = self._together.team, self._emit", "self._prune_all(); team, emit = None, self._emit"),),
         "retention",
     ),
     "deletion_is_not_synced_before_files_go": Mutant(

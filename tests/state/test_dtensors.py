@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import flowstone as fs
 from flowstone.format.objects import TensorRef
 from flowstone.pieces import Memory
-from flowstone.stage.landing import _host_array
+from flowstone.stage.landing import host_array
 from flowstone.state import Stored, StoredTensor, describe, prepare
 from flowstone.state.tensors import dtype_of
 
@@ -110,7 +110,7 @@ def test_what_any_ranks_save_any_ranks_load(seed: int) -> None:
             restoration = prepare({"w": held}, holding({"w": stored}))
             assert not restoration.differences
             for at, piece in enumerate(restoration.pieces):
-                _host_array(restoration.places.memory(at, piece)).view("float32")[...] = into(stored, piece.box).numpy()
+                host_array(restoration.places.memory(at, piece)).view("float32")[...] = into(stored, piece.box).numpy()
             restoration.finish()
             assert torch.equal(held.to_local(), expected.to_local())
 
@@ -120,7 +120,7 @@ def into(whole: torch.Tensor, box: fs.Box) -> torch.Tensor:
 
 
 def values(memory: Memory) -> torch.Tensor:
-    return torch.from_numpy(_host_array(memory).copy()).view(torch.float32)
+    return torch.from_numpy(host_array(memory).copy()).view(torch.float32)
 
 
 def holding(tensors: dict[str, torch.Tensor], **objects: object) -> Stored:

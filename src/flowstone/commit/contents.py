@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -78,11 +79,16 @@ def read_objects(store: Store, directory: str, manifest: Manifest) -> Objects:
     return Objects(replicated, per_rank)
 
 
-def encode_objects(content: Objects) -> bytes:
-    """The text of objects.json. Raises UnsupportedStateError naming the path of what has no encoding."""
+def encode_sections(sections: Mapping[str, object]) -> dict[str, bytes]:
+    """The text of each section. Raises UnsupportedStateError naming the path of what has no encoding."""
+    return {name: bytes(objects.encode_text(value, name)) for name, value in sections.items()}
+
+
+def join_objects(replicated: Mapping[str, bytes], per_rank: Mapping[str, Sequence[bytes]]) -> bytes:
+    """The text of objects.json, of the texts of sections."""
     return msgspec.json.encode({
-        "replicated": {name: objects.encode_text(value, name) for name, value in content.replicated.items()},
-        "per_rank": {name: [objects.encode_text(v, name) for v in values] for name, values in content.per_rank.items()},
+        "replicated": {name: msgspec.Raw(text) for name, text in replicated.items()},
+        "per_rank": {name: [msgspec.Raw(text) for text in texts] for name, texts in per_rank.items()},
     })
 
 

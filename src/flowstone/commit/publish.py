@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from flowstone.commit.contents import inside
-from flowstone.errors import FlowstoneError
+from flowstone.errors import FlowstoneError, StorageError
 from flowstone.format.digest import chunk_digests
 from flowstone.format.index import Totals
 from flowstone.format.manifest import (
@@ -54,11 +55,18 @@ def read_marker(store: Store) -> Marker:
     return decode_marker(store.read(MARKER_NAME), path=f"{store.location}/{MARKER_NAME}")
 
 
-def begin(store: Store, step: int) -> Draft:
-    """Make the directory that the save's files are written into."""
-    identity = secrets.token_hex(8)
-    draft = Draft(step, identity, f".saving-{step:08d}-{identity}")
-    store.make_directory(draft.directory)
+def begin(store: Store, step: int, identity: str | None = None) -> Draft:
+    """Make the directory that the save's files are written into.
+
+    identity  of the checkpoint to be, where several ranks make it: the first of them makes the directory
+    """
+    name = identity or secrets.token_hex(8)
+    draft = Draft(step, name, f".saving-{step:08d}-{name}")
+    try:
+        store.make_directory(draft.directory)
+    except StorageError as error:
+        if identity is None or error.errno != errno.EEXIST:
+            raise
     return draft
 
 
@@ -70,6 +78,15 @@ def discard(store: Store, draft: Draft) -> None:
         store.remove(draft.directory)
     except FlowstoneError:
         return  # safe: a draft is never read, and is swept
+
+
+def withdraw(store: Store, draft: Draft, names: Sequence[str]) -> None:
+    """Remove what this rank has written of a draft that no rank publishes; the last one removes the directory, too."""
+    for path in (*(inside(draft.directory, name) for name in names), draft.directory):
+        try:
+            store.remove(path)
+        except FlowstoneError:
+            continue  # safe: it is gone, or others have not gone yet; a draft is never read, and is swept
 
 
 def publish(

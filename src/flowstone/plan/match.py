@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from flowstone.errors import MismatchError
@@ -65,11 +65,13 @@ def match(
     names: Mapping[str, int],
     rules: Sequence[Rule],
     differences: Sequence[str] = (),
+    elsewhere: Container[str] = (),
 ) -> Match:
     """Find each wanted piece among the stored `names`, and account for every stored one.
 
     sections     the top-level entries that are asked for; others are not looked at
     differences  already found in what is not a tensor; raised together with ours
+    elsewhere    names that other ranks want
     raises       MismatchError that lists every difference
     """
     faults = list(differences)
@@ -97,6 +99,7 @@ def match(
     initialised += [alias.name for alias in aliases if alias.name not in names and _allowed(rules, Init, alias.name)]
     used = set(pieces.names).union(alias.name for alias in aliases) if not alike else names
     unexpected = [n for n in names if n not in used and not _is_of_a_rank(n) and section_of(n) in sections]
+    unexpected = [n for n in unexpected if n not in elsewhere]
     skipped = {name for name in unexpected if _allowed(rules, Skip, name)}
     faults += [f"unexpected  {name}: stored, wanted by nobody" for name in unexpected if name not in skipped]
     if faults:

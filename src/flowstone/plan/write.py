@@ -88,25 +88,26 @@ class WritePlan:
 
 def plan_writes(
     pieces: Sequence[Piece], *, aliases: Sequence[Alias] = (), lazy: Sequence[bool] = (), rank: int = 0,
-    header_bytes_max: int = HEADER_BYTES_MAX,
+    alone: bool = True, header_bytes_max: int = HEADER_BYTES_MAX,
 ) -> WritePlan:
     """Lay out `pieces` in as few segments as headers of `header_bytes_max` allow.
 
     aliases  further names of some of them, for the index
     lazy     parallel to `pieces`: which may be captured late. They lie apart from the others, so that
              capturing those early touches few windows. Packed pieces are never lazy. Empty: none is
+    alone    these are all pieces of their tensors; else other ranks write the rest, and `share` has proved it
     raises   CoverageError   a tensor's pieces overlap or leave a hole
              CollisionError  two pieces make one entry or a reserved one, or differ in the tensor's dtype or shape
     """
     pieces = Pieces.of(pieces)
-    boxes = [pieces.parts[at].shape if at in pieces.parts else shape for at, shape in enumerate(pieces.shapes)]
-    _check_tensors(pieces)
+    boxes = _boxes(pieces)
+    _check_tensors(pieces, alone=alone)
     text = tuple(
         entry_text(entry_name(name, pieces.parts[at], shape) if at in pieces.parts else name, dtype, boxes[at])
         for at, (name, dtype, shape) in enumerate(zip(pieces.names, pieces.dtypes, pieces.shapes, strict=True))
     )
     item = np.array([dtype.item_bytes for dtype in pieces.dtypes], np.uint64)
-    length = np.array(list(map(math.prod, boxes)), np.uint64) * item
+    length = _lengths(pieces)
     slotted = length >= PACKED_BELOW_BYTES
     late = slotted & np.array(lazy, np.bool_) if len(lazy) else np.zeros(len(pieces), np.bool_)
     segment = np.zeros(len(pieces), np.uint32)
@@ -122,9 +123,7 @@ def plan_writes(
         )
         name = f"rank-{rank:05d}" + (f".{number:04d}" if number else "") + ".safetensors"
         segments.append(SegmentPlan(name, header_bytes, _round_up(at), tuple(order.tolist()), len(large), packed))
-    counts = (length + CHUNK_BYTES - 1) // CHUNK_BYTES  # unsigned: the -(-a // b) idiom would wrap
-    chunk = np.zeros(len(pieces) + 1, np.uint64)
-    np.cumsum(counts, out=chunk[1:])
+    chunk = _first_chunks(length)
     table, piece_order, chunk_order = _tabulate(pieces, aliases, segment, length, chunk)
     return WritePlan(
         pieces=pieces, segments=tuple(segments), text=text, segment=segment, slot=slot, length=length,
@@ -150,6 +149,41 @@ def index_of(plan: WritePlan, offsets: NDArray[np.uint64], digests: NDArray[np.u
 def index_file(plan: WritePlan, offsets: NDArray[np.uint64], digests: NDArray[np.uint64]) -> bytes:
     """The bytes of that index's file."""
     return plan.frame.fill(offsets[plan._piece_order], digests[plan._chunk_order])
+
+
+def index_of_team(
+    parts: Sequence[Pieces], aliases: Sequence[Alias], segment: NDArray[np.uint32]
+) -> tuple[Frame, NDArray[np.int64], NDArray[np.int64]]:
+    """The index of what several ranks write: its frame, and the order of pieces and of chunks in it.
+
+    parts    what each rank writes
+    segment  of each of these pieces, rank after rank
+    """
+    starts = np.cumsum([0, *map(len, parts)]).tolist()
+    pieces = Pieces(
+        tuple(name for one in parts for name in one.names), tuple(dtype for one in parts for dtype in one.dtypes),
+        tuple(shape for one in parts for shape in one.shapes),
+        {start + at: box for start, one in zip(starts, parts, strict=False) for at, box in one.parts.items()},
+    )
+    length = _lengths(pieces)
+    table, piece_order, chunk_order = _tabulate(pieces, aliases, segment, length, _first_chunks(length))
+    return frame_of(table), piece_order, chunk_order
+
+
+def _boxes(pieces: Pieces) -> list[tuple[int, ...]]:
+    return [pieces.parts[at].shape if at in pieces.parts else shape for at, shape in enumerate(pieces.shapes)]
+
+
+def _lengths(pieces: Pieces) -> NDArray[np.uint64]:
+    item = np.array([dtype.item_bytes for dtype in pieces.dtypes], np.uint64)
+    return np.array(list(map(math.prod, _boxes(pieces))), np.uint64) * item
+
+
+def _first_chunks(length: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The number of each piece's first chunk, and of all."""
+    chunk = np.zeros(len(length) + 1, np.uint64)
+    np.cumsum((length + CHUNK_BYTES - 1) // CHUNK_BYTES, out=chunk[1:])  # unsigned: the -(-a // b) idiom would wrap
+    return chunk
 
 
 def _tabulate(
@@ -238,19 +272,19 @@ def _lay_out(
     return order, int(ends[-1]) if len(ends) else at
 
 
-def _check_tensors(pieces: Pieces) -> None:
+def _check_tensors(pieces: Pieces, *, alone: bool) -> None:
     """One dtype and shape for each name, every element held once, every entry name its own."""
     split = {pieces.names[at] for at in pieces.parts}
     if len(set(pieces.names)) < len(pieces):
         split |= {name for name, count in Counter(pieces.names).items() if count > 1}
     entries = {name for name in pieces.names if name not in split} if split else set(pieces.names)
-    entries |= _check_split(pieces, split, entries)
+    entries |= _check_split(pieces, split, entries, alone=alone)
     for entry in entries:
         if reserved(entry):
             raise CollisionError(f"a segment keeps the entry {entry!r} for itself", next="rename that tensor")
 
 
-def _check_split(pieces: Pieces, split: set[str], entries: set[str]) -> set[str]:
+def _check_split(pieces: Pieces, split: set[str], entries: set[str], *, alone: bool) -> set[str]:
     """Tensors in several boxes, or not in the whole one: the entries of their boxes, none of them among `entries`."""
     boxes: dict[str, list[Box]] = defaultdict(list)
     first: dict[str, Piece] = {}
@@ -267,7 +301,8 @@ def _check_split(pieces: Pieces, split: set[str], entries: set[str]) -> set[str]
     found: set[str] = set()
     for name, parts in boxes.items():
         shape = first[name].shape
-        check_tiling(name, shape, parts)
+        if alone:
+            check_tiling(name, shape, parts)
         for box in parts:
             entry = entry_name(name, box, shape)
             if entry in entries or entry in found:

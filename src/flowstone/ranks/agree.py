@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from flowstone.config import DEADLINE_MARGIN_S, DEADLINE_S, HEARTBEAT_S, SILENCE_S, TREE_FAN
+from flowstone.config import DEADLINE_MARGIN_S, DEADLINE_S, HEARTBEAT_S, LEAVE_S, SILENCE_S, TREE_FAN
 from flowstone.errors import FlowstoneError, RankError
 from flowstone.ranks.board import Board, Mail
 from flowstone.ranks.pulse import Hearing
@@ -38,12 +38,15 @@ class _Failure(msgspec.Struct, frozen=True):
     errno: int = 0
     facts: dict[str, str] = {}
     is_silence: bool = False  # somebody else has waited for `rank` in vain
+    undecided: bool = False  # known to one rank alone: who was to decide is gone
+    ahead: int | None = None
 
     def error(self) -> RankError:
         said = f"rank {self.rank} failed: {self.message}"
         words = self.message if self.is_silence else said
         return RankError(
-            words, rank=self.rank, phase=self.phase, errno=self.errno, kind=self.kind,
+            words, rank=self.rank, phase=self.phase, errno=self.errno, kind=self.kind, undecided=self.undecided,
+            ahead=self.ahead,
             **{name: fact for name, fact in self.facts.items() if name not in ("rank", "phase", "errno", "kind")},
         )
 
@@ -53,6 +56,7 @@ class _Said(msgspec.Struct, frozen=True):
     phase: str
     payload: bytes
     failure: _Failure | None = None
+    place: int | None = None
 
 
 class _Verdict(msgspec.Struct, frozen=True):
@@ -97,12 +101,13 @@ class Agreement:
 
     def agree(
         self, phase: str, mine: bytes | Exception, decide: Callable[[Sequence[bytes]], Decision], *,
-        deadline_s: float | None = None,
+        place: int | None = None, deadline_s: float | None = None,
     ) -> Agreed:
         """Say `mine`, a message or what has failed here, and learn what rank 0 makes of what all have said.
 
         phase       what is being agreed on, for errors; the same on every rank
         decide      on rank 0 only; from what each rank has said, in their order
+        place       where this stands in the order of such agreements, for ranks that have come out of step
         deadline_s  for the slowest rank to say its own
         raises      RankError, the same on every rank: the first failure, of a rank or of `decide`; a rank that is
                     silent or late. Where it happened, the very error that it was
@@ -115,8 +120,27 @@ class Agreement:
         self._number += 1
         one = _Exchange(
             self.mail, self._hearing, f"{self._number}", phase, self.rank, self.size, self._fan,
-            deadline_s or self._deadline_s, self._heartbeat_s,
+            deadline_s or self._deadline_s, self._heartbeat_s, place,
         )
+        try:
+            verdict = self._settle(one, mine, decide)
+            own_part = one.own() if verdict.has_each else b""
+        except RuntimeError as error:  # torch's, of every kind
+            raise RankError(
+                f"the ranks cannot talk to each other any more, in '{phase}'", rank=0, phase=phase, undecided=True,
+                reason=str(error).splitlines()[0] if str(error) else type(error).__name__,
+                next="look at the logs of rank 0, or of the agent that keeps the job's store",
+            ) from error
+        if verdict.failure is not None:
+            own = mine if isinstance(mine, Exception) else one.refusal
+            if own is not None and verdict.failure.rank == self.rank and not verdict.failure.is_silence:
+                raise own
+            raise verdict.failure.error() from own
+        return Agreed(verdict.common, own_part)
+
+    def _settle(
+        self, one: _Exchange, mine: bytes | Exception, decide: Callable[[Sequence[bytes]], Decision]
+    ) -> _Verdict:
         said = one.collect(mine)
         if self.rank == 0:
             if len({found.rank for found in said}) == self.size:  # all have read what was decided before
@@ -124,29 +148,20 @@ class Agreement:
             self._decided.append(one)
             if one.claim():
                 one.judge(said, decide)
-        verdict = one.learn()
-        if verdict.failure is not None:
-            own = mine if isinstance(mine, Exception) else one.refusal
-            if own is not None and verdict.failure.rank == self.rank and not verdict.failure.is_silence:
-                raise own
-            raise verdict.failure.error() from own
-        return Agreed(verdict.common, one.own() if verdict.has_each else b"")
+        return one.learn()
 
     def leave(self) -> None:
-        """The last agreement. Rank 0, whose process may hold the board, goes when all others have read all."""
+        """No more agreements. Rank 0, whose process may hold the board, waits a while until all others have left."""
         if self.mail is None:
             return
-        self.agree("close", b"", lambda _: Decision())
         if self.rank != 0:
             self.mail.post(f"bye/{self.rank}", b"")
             return
-        limit_s = self._deadline_s
+        def tick(_: list[str], waited_s: float) -> None:
+            if waited_s > LEAVE_S:
+                raise _TooLateError(None)
 
-        def tick(missing: list[str], waited_s: float) -> None:
-            if waited_s > limit_s:
-                raise _TooLateError(_Failure(0, "close", "RankError", f"{len(missing)} ranks did not say goodbye"))
-
-        with contextlib.suppress(_TooLateError):  # they were told; more cannot be done for them
+        with contextlib.suppress(_TooLateError):
             self.mail.await_posted([f"bye/{r}" for r in range(1, self.size)], tick=tick, since=time.monotonic())
 
     def _clear(self) -> None:
@@ -160,12 +175,12 @@ class _Exchange:
 
     def __init__(
         self, mail: Mail, hearing: Hearing | None, name: str, phase: str, rank: int, size: int, fan: int,
-        deadline_s: float, heartbeat_s: float,
+        deadline_s: float, heartbeat_s: float, place: int | None,
     ) -> None:
         assert hearing is not None
         self._mail, self._hearing, self._name, self._phase = mail, hearing, name, phase
         self._rank, self._size, self._fan = rank, size, fan
-        self._deadline_s, self._heartbeat_s = deadline_s, heartbeat_s
+        self._deadline_s, self._heartbeat_s, self._place = deadline_s, heartbeat_s, place
         self._since = time.monotonic()
         self._told = self._looked = 0.0
         self.refusal: Exception | None = None  # of rank 0, to decide
@@ -177,7 +192,7 @@ class _Exchange:
     def collect(self, mine: bytes | Exception) -> list[_Said]:
         """What this rank and all below it in the tree say. Passed on upwards, but by rank 0."""
         failure = _failure(self._rank, self._phase, mine) if isinstance(mine, Exception) else None
-        said = [_Said(self._rank, self._phase, b"" if isinstance(mine, Exception) else mine, failure)]
+        said = [_Said(self._rank, self._phase, b"" if isinstance(mine, Exception) else mine, failure, self._place)]
         children = self._children(self._rank)
         if children:
             self._mail.post(self._here(self._rank), b"")
@@ -191,7 +206,8 @@ class _Exchange:
         try:
             self._mail.await_posted([self._up(child) for child in children], tick=self._tick_up, since=self._since)
         except _TooLateError as error:
-            said.append(_Said(self._rank, self._phase, b"", error.failure))
+            if error.failure is not None:
+                said.append(_Said(self._rank, self._phase, b"", error.failure))
         for child in children:
             if self._mail.is_posted(self._up(child)):
                 said += msgspec.msgpack.decode(self._mail.read(self._up(child)), type=list[_Said])
@@ -207,6 +223,8 @@ class _Exchange:
             if silent:
                 words = f"nothing heard of {_ranks(list(silent))} for {max(silent.values()):.0f} s"
                 raise _TooLateError(self._silence(list(silent), words))
+            if self._mail.is_posted(self._down()):
+                raise _TooLateError(None)  # others have given up, and decided: that is to be learnt
             if due:
                 words = f"{_ranks(late)} did not come to '{self._phase}' in {waited_s:.0f} s"
                 raise _TooLateError(self._silence(late, words))
@@ -229,7 +247,7 @@ class _Exchange:
 
     def judge(self, said: Sequence[_Said], decide: Callable[[Sequence[bytes]], Decision]) -> None:
         """Rank 0 decides, and posts it."""
-        failure = _first([one.failure for one in said if one.failure is not None]) or self._astray(said)
+        failure = self._astray(said) or _first([one.failure for one in said if one.failure is not None])
         decision = Decision()
         if failure is None:
             try:
@@ -259,7 +277,7 @@ class _Exchange:
             self._mail.await_posted([self._down()], tick=self._tick_down, since=self._since)
             verdict = msgspec.msgpack.decode(self._mail.read(self._down()), type=_Verdict)
         except _TooLateError as error:  # nobody will ever know: who was to decide has claimed it, and is gone
-            verdict = _Verdict(failure=error.failure)
+            verdict = _Verdict(failure=error.failure and msgspec.structs.replace(error.failure, undecided=True))
         for key in (self._up(self._rank), self._here(self._rank)):
             self._mail.remove(key)
         return verdict
@@ -295,7 +313,7 @@ class _Exchange:
                 return _Failure(
                     one.rank, self._phase, "RankError",
                     f"rank {one.rank} is in '{one.phase}' while rank 0 is in '{self._phase}': "
-                    "all ranks call the same, in the same order", is_silence=True,
+                    "all ranks call the same, in the same order", is_silence=True, ahead=_foremost(said),
                 )
         return None
 
@@ -343,8 +361,8 @@ class _Exchange:
 
 
 class _TooLateError(Exception):
-    def __init__(self, failure: _Failure) -> None:
-        super().__init__(failure.message)
+    def __init__(self, failure: _Failure | None) -> None:
+        super().__init__("" if failure is None else failure.message)
         self.failure = failure
 
 
@@ -352,6 +370,12 @@ def _failure(rank: int, phase: str, error: Exception) -> _Failure:
     message = error.message if isinstance(error, FlowstoneError) else f"{type(error).__name__}: {error}"
     facts = {name: str(fact) for name, fact in error.facts.items()} if isinstance(error, FlowstoneError) else {}
     return _Failure(rank, phase, type(error).__name__, message, int(getattr(error, "errno", 0) or 0), facts)
+
+
+def _foremost(said: Sequence[_Said]) -> int | None:
+    """The furthest place, where all are on the same way and not at the same place."""
+    places = {one.place for one in said}
+    return None if None in places or len(places) < 2 else max(place for place in places if place is not None)
 
 
 def _first(failures: Sequence[_Failure]) -> _Failure | None:

@@ -1,19 +1,39 @@
-"""Which rank this process is. One rank for now; a job of several is refused, never half saved."""
+"""The job: which of how many ranks this process is, and what they can talk over."""
 
 from __future__ import annotations
 
-import torch.distributed
+import itertools
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import cast
 
-from flowstone.errors import UnsupportedStateError
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from flowstone.config import SILENCE_S
+from flowstone.ranks.board import Board
+
+_numbers = itertools.count()  # of what was opened in this process: the same on every rank, if all open the same
 
 
-def only_rank() -> int:
-    """Rank 0 of a job of one; UnsupportedStateError in a job of several ranks."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        world = torch.distributed.get_world_size()
-        if world > 1:
-            raise UnsupportedStateError(
-                f"this job has {world} ranks, and this version of flowstone saves and loads from one",
-                next="use it in single-process training; saving from many ranks is the next milestone",
-            )
-    return 0
+@dataclass(frozen=True, slots=True)
+class Job:
+    """`board` is None in a job of one rank."""
+
+    rank: int = 0
+    size: int = 1
+    board: Board | None = None
+
+
+def this_job() -> Job:
+    """As torch.distributed has it; a process without it is a job of its own.
+
+    The board is a part of the job's own store, over a connection of its own: a call on it holds up nobody else's.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return Job()
+    store = dist.distributed_c10d._get_default_store()  # no public name gives it
+    own = store.clone()  # type: ignore[attr-defined]  # not in the stubs
+    own.set_timeout(timedelta(seconds=SILENCE_S))  # of a call, where the process that keeps the store is frozen
+    board = PrefixStore(f"flowstone/{next(_numbers)}", own)
+    return Job(dist.get_rank(), dist.get_world_size(), cast("Board", board))  # torch's types: values are str alone

@@ -47,7 +47,9 @@ class Hearing:
     def silent_s(self, rank: int) -> float | None:
         """How long nothing has been heard of a rank, in seconds, if that is too long to be chance."""
         now = time.monotonic()
-        beat = self._board.get(key(rank)) if self._board.check([key(rank)]) else b""
+        if not self._board.check([key(rank)]):
+            return None  # it has not begun: late, perhaps, but not silent
+        beat = self._board.get(key(rank))
         if rank not in self._last or self._last[rank][0] != beat:
             self._last[rank] = (beat, now)
         silent = now - self._last[rank][1]

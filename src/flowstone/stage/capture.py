@@ -107,7 +107,7 @@ def _within_reach(places: Places) -> tuple[
                     streams.append(stream)
                 device[position] = streams.index(stream)
                 continue
-            memory = _host_copy(memory)
+            memory = host_copy(memory)
             hosted.append(memory)
             address = address.copy() if len(hosted) == 1 else address
             address[position] = memory.address
@@ -147,12 +147,12 @@ def on_device(memory: Memory) -> torch.Tensor:
 
 def host_twin(memory: Memory) -> Memory:
     """Fresh, dense host memory of the same shape; its owner is the tensor."""
-    host = torch.empty(memory.shape, dtype=_CARRIERS[memory.item_bytes])
+    host = torch.empty(memory.shape, dtype=_CARRIERS[memory.item_bytes], device="cpu")  # whatever the default is
     strides = tuple(stride * memory.item_bytes for stride in host.stride())
     return Memory(host, host.data_ptr(), memory.shape, strides, memory.item_bytes)
 
 
-def _host_copy(memory: Memory) -> Memory:
+def host_copy(memory: Memory) -> Memory:
     """Device memory's elements, in fresh host memory."""
     twin = host_twin(memory)
     assert isinstance(twin.owner, torch.Tensor)

@@ -38,7 +38,7 @@ class Landing:
             carrier.copy_(values.view(carrier.dtype))
             return
         source = tensors.memory_of(values.contiguous())
-        _host_array(self.target)[...] = _host_array(source)
+        host_array(self.target)[...] = host_array(source)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,7 +106,7 @@ def _streams(far: Mapping[int, Memory], cut: Container[int]) -> Mapping[str, Sid
 _CARRIERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 
 
-def _host_array(memory: Memory) -> np.ndarray:
+def host_array(memory: Memory) -> np.ndarray:
     """The elements of host memory as an array of a type of their size; keep the owner alive meanwhile."""
     reach = [(n - 1) * s for n, s in zip(memory.shape, memory.strides_bytes, strict=True)]
     if 0 in memory.shape:

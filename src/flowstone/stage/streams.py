@@ -7,7 +7,8 @@ what the caller has put on the device's current stream.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from threading import Lock
 from typing import Protocol
 
@@ -65,7 +66,7 @@ class CudaStream:
             for row, numbers in zip(rows, lines, strict=True):
                 torch.index_select(_as_lines(row), 0, numbers, out=found[at : at + len(numbers)])
                 at += len(numbers)
-            host = torch.empty(found.shape, dtype=torch.uint8, pin_memory=True)
+            host = torch.empty(found.shape, dtype=torch.uint8, device="cpu", pin_memory=True)
             return host.copy_(found, non_blocking=True).numpy().reshape(-1)
 
     def _lines_of(self, length: int) -> torch.Tensor:
@@ -85,6 +86,20 @@ def _as_lines(row: Memory) -> torch.Tensor:
     assert isinstance(row.owner, torch.UntypedStorage), "device memory is owned by its storage"
     start, shape = row.address - row.owner.data_ptr(), (row_bytes(row) // _native.LINE_BYTES, _native.LINE_BYTES)
     return torch.empty(0, dtype=torch.uint8, device=row.device).set_(row.owner, start, shape, (_native.LINE_BYTES, 1))
+
+
+def as_on_this_thread(devices: Iterable[str]) -> Callable[[], AbstractContextManager[object]]:
+    """Makes a context in which the current streams of `devices` are what they are here and now, on any thread."""
+    kinds = {device for device in devices if device.partition(":")[0] == "cuda"}
+    current = [torch.cuda.current_stream(device) for device in sorted(kinds)]
+
+    def context() -> AbstractContextManager[object]:
+        stack = ExitStack()
+        for stream in current:
+            stack.enter_context(torch.cuda.stream(stream))
+        return stack
+
+    return context
 
 
 openers: dict[str, Callable[[str], SideStream]] = {"cuda": CudaStream}

@@ -1,0 +1,403 @@
+"""A team: the ranks of a job that save into one store as one.
+
+    share    each rank says what it holds; rank 0 shares out who writes what     (each save, in the background)
+    commit   each rank says what it has written, or what failed; rank 0 publishes
+
+A rank whose layout is what it was keeps its part of the plan, and begins to write when `save` is called. One that is
+new waits for the others, in the background, and for what rank 0 makes of it. Each plan is proved to be whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from flowstone._version import __version__
+from flowstone.commit import publish
+from flowstone.commit.contents import join_objects
+from flowstone.config import CATCH_UP_CALLS
+from flowstone.errors import CollisionError, RankError, StorageError, UnsupportedStateError
+from flowstone.format.digest import digest
+from flowstone.format.manifest import (
+    INDEX_NAME,
+    MANIFEST_NAME,
+    OBJECTS_NAME,
+    IoRecord,
+    Manifest,
+    SegmentRow,
+    decode_manifest,
+    encode_manifest,
+)
+from flowstone.pieces import DTYPES, Alias, Box, Layout, Pieces
+from flowstone.plan.share import Held, Names, share
+from flowstone.plan.write import index_of_team
+from flowstone.ranks import Agreed, Agreement, Decision
+from flowstone.store.base import Receipt, Store
+
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
+_Number = TypeVar("_Number", bound=np.generic)
+_log = logging.getLogger(__name__)
+
+
+class _Tensors(msgspec.Struct, frozen=True):
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[tuple[int, ...]]
+
+
+class _Layout(msgspec.Struct, frozen=True):
+    """A layout in few bytes. `tensors` is the same on all ranks that hold parts of the same tensors."""
+
+    tensors: bytes  # _Tensors, compressed
+    parts: bytes  # int64, compressed
+    boxes: bytes  # int64, compressed
+    aliases: list[tuple[str, str]]
+
+
+class _Proposal(msgspec.Struct, frozen=True):
+    """What a rank says of a save: the step, and its layout if it is new; else the plan that it has begun by."""
+
+    step: int
+    host: str
+    plan: str | None
+    layout: _Layout | None
+
+
+class _Part(msgspec.Struct, frozen=True):
+    """What a rank writes, as rank 0 has decided. `positions` is None where that stays as it was."""
+
+    positions: bytes | None
+
+
+class _Written(msgspec.Struct, frozen=True):
+    """What a rank has written."""
+
+    plan: str
+    draft: str
+    segments: list[SegmentRow]
+    segment: bytes  # uint32, of each piece that it writes
+    offsets: bytes  # uint64
+    digests: bytes  # uint64, of the chunks
+    sections: dict[str, str]  # digest of each, for all ranks the same
+    objects: bytes  # replicated sections, of rank 0 alone
+    per_rank: dict[str, bytes]
+    io: IoRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What this rank writes: `positions` among the pieces of its layout, ascending, by the plan of that name."""
+
+    plan: str
+    layout: Layout
+    positions: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What one rank has to commit.
+
+    segment   of each piece that it writes, in the order of its assignment: position among `segments`
+    offsets   of the same, in bytes
+    """
+
+    segments: Sequence[SegmentRow]
+    segment: NDArray[np.uint32]
+    offsets: NDArray[np.uint64]
+    receipt: Receipt
+    replicated: Mapping[str, bytes]
+    per_rank: Mapping[str, bytes]
+
+
+class Team:
+    """One rank's side of it. One thread at a time, and every rank in the same order."""
+
+    def __init__(self, agreement: Agreement, host: str) -> None:
+        self.rank, self.size = agreement.rank, agreement.size
+        self._agreement, self._host = agreement, host
+        self._mine: Assignment | None = None
+        self._job = ""  # the name of this run of the job, once all know it
+        self._lead = _Lead(agreement.size) if agreement.rank == 0 else None
+
+    def assignment(self, layout: Layout) -> Assignment | None:
+        """What this rank writes of `layout`, where that has been planned: it may begin."""
+        return self._mine if self._mine is not None and self._mine.layout is layout else None
+
+    def draft_name(self, step: int) -> str:
+        """The identity that a checkpoint will have: every rank knows it without asking."""
+        return f"{self._job}-{step}"
+
+    def share(self, step: int, layout: Layout, begun: Assignment | None) -> Assignment:
+        """Agree on a plan for `step`; `begun`: the one that this rank has already begun by.
+
+        raises  RankError; CollisionError, CoverageError on rank 0
+        """
+        proposal = _Proposal(step, self._host, begun.plan if begun else None, None if begun else _pack(layout))
+        lead = self._lead
+        try:
+            agreed = self._agree_on_plan(
+                step, msgspec.msgpack.encode(proposal),
+                lambda said: lead.share([_unpack(one, _Proposal) for one in said]) if lead else Decision(),
+            )
+        except Exception:
+            self._mine = None  # the next one is made anew
+            raise
+        plan, self._job = msgspec.msgpack.decode(agreed.common, type=tuple[str, str])
+        part = _unpack(agreed.own, _Part)
+        if part.positions is None:
+            assert begun is not None, "only what was known can stay as it was"
+            self._mine = begun if plan == begun.plan else Assignment(plan, layout, begun.positions)
+        else:
+            self._mine = Assignment(plan, layout, _numbers(part.positions, np.int64))
+        return self._mine
+
+    def _agree_on_plan(
+        self, step: int, mine: bytes | Exception, decide: Callable[[Sequence[bytes]], Decision]
+    ) -> Agreed:
+        """Where some ranks are behind, those lose their own call alone; the others wait for them to catch up."""
+        for _ in range(CATCH_UP_CALLS):
+            try:
+                return self._agreement.agree(f"the plan of step {step}", mine, decide, place=step)
+            except RankError as error:
+                if error.ahead != step:
+                    raise
+        raise RankError(f"other ranks do not come to step {step}", rank=self.rank, phase="plan")
+
+    def absent(self, step: int, error: Exception) -> None:
+        """Tell the others that this rank does not save `step`, because of `error`."""
+        self._mine = None
+        try:
+            self._agree_on_plan(step, error, lambda _: Decision())
+        except Exception as told:
+            _log.debug("step %d is not saved: %s", step, told)  # as we have said, or another rank
+
+    def give_up(self, step: int, error: Exception) -> None:
+        """Tell the others that this rank writes nothing of a `step` that was planned, because of `error`."""
+        self._mine = None
+        try:
+            self._agreement.agree(f"the commit of step {step}", error, lambda _: Decision())
+        except Exception as told:
+            _log.debug("step %d is not saved: %s", step, told)
+
+    def commit(
+        self, step: int, made: Contribution | Exception, assignment: Assignment, store: Store, draft: publish.Draft,
+        store_id: str,
+    ) -> Manifest:
+        """Publish what all ranks have written. The checkpoint is durable when this returns, on any rank.
+
+        raises  RankError: the first failure of any of them
+        """
+        mine: _Written | Exception
+        if isinstance(made, Exception):
+            mine = made
+        else:
+            mine = _contribution(made, assignment.plan, draft.directory, replicated=self.rank == 0)
+        lead = self._lead
+
+        def decide(said: Sequence[bytes]) -> Decision:
+            assert lead is not None
+            manifest = lead.commit([_unpack(one, _Written) for one in said], store, draft, store_id)
+            return Decision(encode_manifest(manifest))
+
+        try:
+            agreed = self._agreement.agree(
+                f"the commit of step {step}", mine if isinstance(mine, Exception) else msgspec.msgpack.encode(mine),
+                decide,
+            )
+        except Exception:
+            if lead is not None:
+                publish.withdraw(store, draft, (INDEX_NAME, OBJECTS_NAME, MANIFEST_NAME))
+            raise
+        return decode_manifest(agreed.common, path=f"{store.location}/{draft.directory}")
+
+
+class _Lead:
+    """What rank 0 knows of all."""
+
+    def __init__(self, size: int) -> None:
+        self.job = secrets.token_hex(4)
+        self._plan = ""
+        self._held: list[Held | None] = [None] * size
+        self._aliases: list[Sequence[tuple[str, str]]] = [()] * size
+        self._writes: list[NDArray[np.int64]] = [np.zeros(0, np.int64)] * size
+        self._names: dict[bytes, Names] = {}
+
+    def share(self, said: Sequence[_Proposal]) -> Decision:
+        _all_equal({rank: one.step for rank, one in enumerate(said)}, "save step {}")
+        begun = {rank for rank, one in enumerate(said) if one.layout is None}
+        wrong = [rank for rank in begun if said[rank].plan != self._plan]
+        if wrong:
+            self._plan = ""
+            raise RankError(
+                f"rank {wrong[0]} has begun to save by an older plan", rank=wrong[0], phase="plan",
+                next="save again: the next plan is a new one",
+            )
+        for rank, one in enumerate(said):
+            if one.layout is not None:
+                self._held[rank] = self._unpacked(one.layout)
+                self._aliases[rank] = one.layout.aliases
+        parts = [_Part(None)] * len(said)
+        if len(begun) < len(said):
+            hosts = {host: at for at, host in enumerate(dict.fromkeys(one.host for one in said))}
+            try:
+                shared = share(
+                    [held for held in self._held if held is not None], [hosts[one.host] for one in said],
+                    {rank: self._writes[rank] for rank in begun},
+                )
+            except Exception:
+                self._plan = ""
+                raise
+            self._plan = secrets.token_hex(8)
+            self._writes = list(shared.writes)
+            parts = [
+                _Part(None if rank in begun else zlib.compress(writes.astype("<i8").tobytes(), 1))
+                for rank, writes in enumerate(shared.writes)
+            ]
+        return Decision(msgspec.msgpack.encode((self._plan, self.job)), list(map(msgspec.msgpack.encode, parts)))
+
+    def commit(
+        self, said: Sequence[_Written], store: Store, draft: publish.Draft, store_id: str
+    ) -> Manifest:
+        _all_equal({rank: one.plan for rank, one in enumerate(said)}, "write by plan {}")
+        _all_equal({rank: one.draft for rank, one in enumerate(said)}, "write into {}")
+        _same_sections(said)
+        segments: list[SegmentRow] = []
+        columns = []
+        for rank, one in enumerate(said):
+            _check_visible(store, draft.directory, rank, one.segments)
+            columns.append(_numbers(one.segment, np.uint32) + np.uint32(len(segments)))
+            segments += [msgspec.structs.replace(row, id=len(segments) + at) for at, row in enumerate(one.segments)]
+        frame, piece_order, chunk_order = index_of_team(
+            [_pieces(held, writes) for held, writes in zip(self._held, self._writes, strict=True)],
+            self._all_aliases(), np.concatenate(columns),
+        )
+        offsets = np.concatenate([_numbers(one.offsets, np.uint64) for one in said])
+        digests = np.concatenate([_numbers(one.digests, np.uint64) for one in said])
+        per_rank: dict[str, list[bytes]] = {}
+        for one in said:
+            for section, text in one.per_rank.items():
+                per_rank.setdefault(section, []).append(text)
+        io = msgspec.structs.replace(
+            said[0].io, copied_bytes=sum(one.io.copied_bytes for one in said),
+            direct_bytes=sum(one.io.direct_bytes for one in said), requests=sum(one.io.requests or 0 for one in said),
+        )
+        replicated = msgspec.msgpack.decode(zlib.decompress(said[0].objects), type=dict[str, bytes])
+        return publish.publish(
+            store, draft, store_id=store_id, segments=segments,
+            index=frame.fill(offsets[piece_order], digests[chunk_order]), totals=frame.totals,
+            objects=join_objects(replicated, per_rank),
+            receipt=Receipt(None, digests, io), writer=f"flowstone {__version__}", ranks=len(said),
+        )
+
+    def _unpacked(self, layout: _Layout) -> Held:
+        names = self._names.get(layout.tensors)
+        if names is None:
+            found = msgspec.msgpack.decode(zlib.decompress(layout.tensors), type=_Tensors)
+            dtypes = tuple(DTYPES[name] for name in found.dtypes)
+            names = self._names[layout.tensors] = Names(tuple(found.names), dtypes, tuple(found.shapes))
+        return Held(names, _numbers(layout.parts, np.int64), _numbers(layout.boxes, np.int64))
+
+    def _all_aliases(self) -> list[Alias]:
+        """The further names of every rank, each once; CollisionError where ranks tie different tensors."""
+        found: dict[str, str] = {}
+        for aliases in self._aliases:
+            for name, target in aliases:
+                if found.setdefault(name, target) != target:
+                    raise CollisionError(
+                        f"{name!r} is tied to {found[name]!r} on one rank, and to {target!r} on another",
+                        next="tie the same parameters on every rank",
+                    )
+        stored = {name for held in self._held if held is not None for name in held.names.names}
+        return [Alias(name, target) for name, target in found.items() if name not in stored]
+
+
+def _pack(layout: Layout) -> _Layout:
+    pieces = layout.pieces
+    shapes = [tuple(shape) for shape in pieces.shapes]
+    tensors = msgspec.msgpack.encode(_Tensors(list(pieces.names), [d.name for d in pieces.dtypes], shapes))
+    parts = sorted(pieces.parts)
+    boxes = [n for at in parts for n in (*pieces.parts[at].offset, *pieces.parts[at].shape)]
+    return _Layout(
+        zlib.compress(tensors, 1), zlib.compress(np.array(parts, "<i8").tobytes(), 1),
+        zlib.compress(np.array(boxes, "<i8").tobytes(), 1), [(alias.name, alias.target) for alias in layout.aliases],
+    )
+
+
+def _pieces(held: Held | None, positions: NDArray[np.int64]) -> Pieces:
+    """The pieces that a rank writes."""
+    assert held is not None, "a plan is made of all"
+    names = held.names
+    ndim = np.array([len(names.shapes[at]) for at in held.parts.tolist()], np.int64)
+    ends = 2 * np.cumsum(ndim)
+    parts = {}
+    for at, n, end in zip(held.parts.tolist(), ndim.tolist(), ends.tolist(), strict=True):
+        numbers = held.boxes[end - 2 * n : end].tolist()
+        parts[at] = Box(tuple(numbers[:n]), tuple(numbers[n:]))
+    return Pieces(names.names, names.dtypes, names.shapes, parts).take(positions.tolist())
+
+
+def _contribution(made: Contribution, plan: str, draft: str, *, replicated: bool) -> _Written:
+    return _Written(
+        plan=plan, draft=draft, segments=list(made.segments),
+        segment=zlib.compress(made.segment.astype("<u4").tobytes(), 1),
+        offsets=zlib.compress(made.offsets.astype("<u8").tobytes(), 1),
+        digests=zlib.compress(made.receipt.digests.astype("<u8").tobytes(), 0),
+        sections={name: digest(text) for name, text in made.replicated.items()},
+        objects=zlib.compress(msgspec.msgpack.encode(dict(made.replicated)), 1) if replicated else b"",
+        per_rank=dict(made.per_rank), io=made.receipt.io,
+    )
+
+
+def _same_sections(said: Sequence[_Written]) -> None:
+    """What is no tensor has to be the same on all ranks."""
+    for rank, one in enumerate(said):
+        if one.sections.keys() != said[0].sections.keys() or one.per_rank.keys() != said[0].per_rank.keys():
+            raise UnsupportedStateError(
+                f"rank {rank} saves other sections than rank 0",
+                expected=", ".join([*said[0].sections, *said[0].per_rank]),
+                found=", ".join([*one.sections, *one.per_rank]),
+                next="hand over a state of the same sections on every rank",
+            )
+        for section, found in one.sections.items():
+            if found != said[0].sections[section]:
+                raise UnsupportedStateError(
+                    f"section {section!r} is not the same on rank {rank} as on rank 0",
+                    next=f"make it the same on all ranks, or let each keep its own: fs.PerRank(state[{section!r}])",
+                )
+
+
+def _check_visible(store: Store, directory: str, rank: int, segments: Sequence[SegmentRow]) -> None:
+    """What another rank has written has to be there for rank 0, too."""
+    for row in segments:
+        path = f"{directory}/{row.name}"
+        if not store.exists(path) or store.size(path) != row.bytes:
+            raise StorageError(
+                f"rank 0 does not see what rank {rank} has written", expected=f"{row.bytes} bytes in {path}",
+                found=f"{store.size(path)} bytes" if store.exists(path) else "no such file",
+                next="let all ranks save into one directory that every node sees at once",
+            )
+
+
+def _all_equal(found: Mapping[int, object], words: str) -> None:
+    for rank, value in found.items():
+        if value != found[0]:
+            raise RankError(
+                f"rank {rank} was to {words.format(value)}, rank 0 to {words.format(found[0])}", rank=rank,
+                phase="plan", next="call save() with the same step on every rank",
+            )
+
+
+def _numbers(packed: bytes, kind: type[_Number]) -> NDArray[_Number]:
+    return np.frombuffer(zlib.decompress(packed), np.dtype(kind).newbyteorder("<")).astype(kind)
+
+
+def _unpack(message: bytes, kind: type[_Struct]) -> _Struct:
+    return msgspec.msgpack.decode(message, type=kind)

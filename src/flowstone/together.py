@@ -1,0 +1,82 @@
+"""What the ranks of a job decide together, in the conductor's words. A job of one rank decides by itself, at once."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from flowstone.config import PULSE_S, SILENCE_S
+from flowstone.errors import FlowstoneError, FormatError, RankError, StorageError
+from flowstone.ranks import Agreement, Decision, Pulse, this_job
+from flowstone.team import Team
+
+_log = logging.getLogger(__name__)
+_FALL_BACK = {"DamagedError", "FormatError", "FullError", "StorageError", "UnsupportedFormatError"}
+
+
+class Together:
+    """This rank's part in it. Every rank calls the same, in the same order; one thread at a time.
+
+    team  for saves; None in a job of one rank
+    """
+
+    def __init__(self, deadline_s: float) -> None:
+        job = this_job()
+        self.rank, self.size = job.rank, job.size
+        silence_s = min(SILENCE_S, deadline_s / 2)
+        self._agreement = Agreement(job.board, job.rank, job.size, deadline_s=deadline_s, silence_s=silence_s)
+        pulse_s = min(PULSE_S, silence_s / 10)
+        self._pulse = None if job.board is None else Pulse(job.board, job.rank, every_s=pulse_s)
+        self.team = None if job.size == 1 else Team(self._agreement, socket.gethostname())
+
+    def decide(self, phase: str, look: Callable[[], Sequence[int]]) -> list[int]:
+        """What rank 0 finds: one rank decides what exists. Raises what it raises there, RankError elsewhere."""
+        agreed = self._agreement.agree(phase, b"", lambda _: Decision(msgspec.json.encode(list(look()))))
+        return msgspec.json.decode(agreed.common, type=list[int])
+
+    def confirm(self, phase: str, error: Exception | None = None) -> None:
+        """Go on only if all do. Raises `error`, or RankError for that of another rank."""
+        self._agreement.agree(phase, b"" if error is None else error, lambda _: Decision())
+
+    def same(self, phase: str, mine: str) -> None:
+        """Go on only if all ranks say the same. Raises RankError."""
+
+        def compare(said: Sequence[bytes]) -> Decision:
+            for rank, one in enumerate(said):
+                if one != said[0]:
+                    raise RankError(
+                        f"rank {rank} sees {one.decode()}, rank 0 sees {said[0].decode()}", rank=rank, phase=phase,
+                        next="let all ranks use one directory that every node sees at once",
+                    )
+            return Decision()
+
+        self._agreement.agree(phase, mine.encode(), compare)
+
+    def anybody(self, phase: str, mine: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Where it is true on some rank. Columns are equally long on all ranks."""
+
+        def join(said: Sequence[bytes]) -> Decision:
+            return Decision(np.bitwise_or.reduce([np.frombuffer(one, np.uint8) for one in said]).tobytes())
+
+        agreed = self._agreement.agree(phase, np.packbits(mine).tobytes(), join)
+        return np.unpackbits(np.frombuffer(agreed.common, np.uint8), count=len(mine)).astype(np.bool_)
+
+    def leave(self) -> None:
+        """The end: rank 0, whose process may hold what the ranks talk over, goes last."""
+        try:
+            self._agreement.leave()
+        except RuntimeError as error:  # torch's: whoever keeps what we talk over has gone before
+            _log.debug("left without a word: %s", error)
+        finally:
+            if self._pulse is not None:
+                self._pulse.stop()
+
+
+def is_about_bytes(error: FlowstoneError) -> bool:
+    """Whether the checkpoint cannot be read, here or on another rank: an older one might be."""
+    return isinstance(error, (FormatError, StorageError)) or (isinstance(error, RankError) and error.kind in _FALL_BACK)

@@ -1,0 +1,239 @@
+"""What ranks do in tests, each function on every rank of a job of real processes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import flowstone as fs
+from flowstone.store.system import System
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(300, 401), nn.Linear(401, 300), nn.Linear(300, 7))
+        self.register_buffer("count", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.body(x)
+        return out
+
+
+def state_of(how: str) -> dict[str, object]:
+    """A model and its optimizer, stepped once: "whole" on each rank, "rows" or "columns" of it, or as FSDP2 has it."""
+    model = Net()
+    if dist.is_initialized() and how != "whole":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        if how == "fsdp":
+            for layer in model.body:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        else:
+            shard(model, mesh, how)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer, "rng": fs.rng(), "step": 0}
+
+
+def shard(model: Net, mesh: object, how: str) -> None:
+    for module in model.body:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            dim = parameter.dim() - 1 if how == "columns" else 0
+            made = distribute_tensor(parameter.detach(), mesh, [Shard(dim)])  # type: ignore[arg-type]
+            setattr(module, name, nn.Parameter(made))
+
+
+def tensors(state: dict[str, object]) -> list[torch.Tensor]:
+    model, optimizer = state["model"], state["optimizer"]
+    assert isinstance(model, nn.Module)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    slots = [slot for of in optimizer.state.values() for slot in of.values()]
+    return [*(p.data for p in model.parameters()), *model.buffers(), *slots]
+
+
+def fill(state: dict[str, object], value: float) -> None:
+    for tensor in tensors(state):
+        tensor.fill_(value)
+    state["step"] = int(value)
+
+
+def pattern(state: dict[str, object]) -> list[torch.Tensor]:
+    """What each tensor holds in the test of layouts: every element another number. Whole, in order."""
+    return [torch.arange(t.numel(), dtype=torch.float32).view(t.shape) + i for i, t in enumerate(tensors(state))]
+
+
+def put(state: dict[str, object], wholes: list[torch.Tensor]) -> None:
+    for tensor, whole in zip(tensors(state), wholes, strict=True):
+        tensor.copy_(as_it_lies(tensor, whole))
+
+
+def as_it_lies(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    return distribute_tensor(whole, tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else whole
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def opened(path: str, **options: object) -> fs.Checkpointer:
+    return fs.Checkpointer(path, **{"budget_bytes": 32 << 20, "deadline_s": 60.0, **options})  # type: ignore[arg-type]
+
+
+def save_steps(rank: int, path: str, how: str, steps: int) -> None:
+    """Save again and again, each step with a number of its own."""
+    state = state_of(how)
+    with opened(path) as checkpointer:
+        for step in range(1, steps + 1):
+            fill(state, step)
+            checkpointer.save(step, state)
+            state["optimizer"].step()  # type: ignore[attr-defined]
+
+
+def save_pattern(rank: int, path: str, how: str) -> None:
+    state = state_of(how)
+    put(state, pattern(state))
+    with opened(path) as checkpointer:
+        checkpointer.save(1, state).committed.result(60)
+        latest = checkpointer.latest()
+        assert latest is not None
+        assert latest.step == 1
+
+
+def load_pattern(rank: int, path: str, how: str) -> int:
+    """Whether every element is where it belongs; the bytes that this rank read."""
+    state = state_of(how)
+    fill(state, -1)
+    with opened(path) as checkpointer:
+        report = checkpointer.load(state)
+    assert report.step == 1
+    for tensor, whole in zip(tensors(state), pattern(state), strict=True):
+        assert torch.equal(local(tensor), local(as_it_lies(tensor, whole)))
+    return report.bytes
+
+
+def one_cannot(rank: int, path: str, failing: int) -> str:
+    """One rank has something in its state that cannot be saved, then not any more. What it and the others are told."""
+    state = state_of("rows")
+    fill(state, 1)
+    with opened(path, on_error="continue") as checkpointer:
+        checkpointer.save(1, state).committed.result(60)
+        bad = {**state, "extra": object()} if rank == failing else state
+        try:
+            error = checkpointer.save(2, bad).committed.exception(60)
+        except fs.FlowstoneError as refused:
+            error = refused
+        fill(state, 3)
+        assert checkpointer.save(3, state).committed.result(60).step == 3
+    return f"{type(error).__name__}: {error}"
+
+
+def first_fails(rank: int, path: str) -> str:
+    """The very first save fails on one rank, while the others already step; the same step is then saved."""
+    state = state_of("rows")
+    fill(state, 1)
+    bad = {"extra": object()} if rank == 1 else {}
+    with opened(path, on_error="continue") as checkpointer:
+        try:
+            save = checkpointer.save(1, {**state, **bad})
+            state["optimizer"].step()  # type: ignore[attr-defined]
+            error = save.committed.exception(60)
+        except fs.FlowstoneError as refused:
+            error = refused
+        fill(state, 1)
+        assert checkpointer.save(1, state).committed.result(60).step == 1
+    return type(error).__name__
+
+
+def one_full_disk(rank: int, path: str, failing: int) -> str:
+    """There is no room for one rank's segment. What every rank is told; the next try succeeds."""
+    state = state_of("rows")
+    fill(state, 1)
+    with opened(path, on_error="continue") as checkpointer:
+        checkpointer.save(1, state).committed.result(60)
+        full = mock.patch.object(System, "reserve", side_effect=OSError(errno.ENOSPC, "No space left on device"))
+        error: BaseException | None
+        with full if rank == failing else nullcontext():
+            try:
+                error = checkpointer.save(2, state).committed.exception(60)
+            except fs.FlowstoneError as refused:
+                error = refused
+        fill(state, 2)
+        assert checkpointer.save(2, state).committed.result(60).step == 2
+    return f"{type(error).__name__}: {error}"
+
+
+def one_vanishes(rank: int, path: str, victim: int, how: str) -> str:
+    """One rank is killed, or stops for ever, before its second save. What the others are told, and how soon."""
+    state = state_of("rows")
+    fill(state, 1)
+    checkpointer = opened(path, on_error="continue", deadline_s=8.0)
+    checkpointer.save(1, state).committed.result(60)
+    if rank == victim:
+        Path(f"{path}.gone").touch()
+        os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+        time.sleep(600)
+    started = time.monotonic()
+    error = checkpointer.save(2, state).committed.exception(120)
+    waited = time.monotonic() - started
+    latest = fs.open(path).step
+    assert isinstance(error, fs.RankError)
+    Path(f"{path}.told-{rank}").write_text(f"{waited:.1f} {latest} {error.rank} {error}")
+    os._exit(0)  # without those who are gone nobody could agree to leave
+
+
+def different_steps(rank: int, path: str) -> str:
+    state = state_of("rows")
+    with opened(path, on_error="continue", deadline_s=6.0) as checkpointer:
+        return str(checkpointer.save(rank + 1, state).committed.exception(60))
+
+
+def one_step_behind(rank: int, path: str) -> list[str]:
+    """Rank 1 tries a step twice that rank 0 tries once: it lags, loses that call, and has caught up with the next."""
+    state = state_of("rows")
+    told = []
+    with opened(path, on_error="continue") as checkpointer:
+        for step in (1, 2, 2, 3) if rank == 1 else (1, 2, 3):
+            bad = {"extra": object()} if rank == 1 and step == 2 and len(told) == 1 else {}
+            fill(state, step)
+            try:
+                error = checkpointer.save(step, {**state, **bad}).committed.exception(60)
+            except fs.FlowstoneError as refused:
+                error = refused
+            told.append(type(error).__name__)
+    return told
+
+
+def other_values(rank: int, path: str) -> str:
+    """A value that is not the same on all ranks, and nobody said that it is each one's own."""
+    state = {**state_of("rows"), "note": f"rank {rank}"}
+    with opened(path, on_error="continue") as checkpointer:
+        return str(checkpointer.save(1, state).committed.exception(60))
+
+
+def wrong_shape(rank: int, path: str) -> str:
+    """A load that cannot be on one rank is none on all, and nothing has changed anywhere."""
+    state: dict[str, object] = {"x": torch.zeros(8)}
+    with opened(path) as checkpointer:
+        checkpointer.save(1, state).committed.result(60)
+        target: dict[str, object] = {"x": torch.full((9 if rank == 1 else 8,), 5.0)}
+        try:
+            checkpointer.load(target)
+        except fs.FlowstoneError as error:
+            assert torch.equal(target["x"], torch.full_like(target["x"], 5.0))  # type: ignore[call-overload]
+            return f"{type(error).__name__}: {error}"
+    return "loaded"

@@ -1,0 +1,113 @@
+"""Saves and loads of several ranks, in real processes over gloo, through a real disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from processes import Ranks, run
+
+import flowstone as fs
+
+
+def values(path: Path, step: int) -> set[float]:
+    """Every number that a checkpoint of a filled state holds."""
+    checkpoint = fs.open(path, step=step)
+    checkpoint.verify()
+    names = [name for name in checkpoint.tensors if not name.startswith("rng@")]
+    found = {value for name in names for value in checkpoint.read(name).unique().tolist()}
+    return found | {float(checkpoint.objects["step"])}
+
+
+@pytest.mark.parametrize("how", ["whole", "rows", "fsdp"])
+def test_every_step_that_ranks_save_together_holds_exactly_one_value(tmp_path: Path, how: str) -> None:
+    run(3, "acts", "save_steps", str(tmp_path / "run"), how, 3)
+    for step in (1, 2, 3):
+        assert values(tmp_path / "run", step) == {float(step)}
+    checkpoint = fs.open(tmp_path / "run")
+    assert checkpoint.manifest.ranks == 3
+    sizes = [segment.bytes for segment in checkpoint.manifest.segments]
+    assert len(sizes) == 3
+    assert max(sizes) < 2 * min(sizes), "no rank writes much more than another"
+    assert not list((tmp_path / "run").glob(".saving-*"))
+
+
+@pytest.mark.parametrize(
+    ("source", "saved", "target", "loaded"),
+    [(3, "rows", 2, "columns"), (2, "fsdp", 3, "fsdp"), (2, "columns", 1, "whole"), (1, "whole", 3, "rows"),
+     (2, "whole", 2, "fsdp")],
+)
+def test_what_any_ranks_save_any_ranks_load(tmp_path: Path, source: int, saved: str, target: int, loaded: str) -> None:
+    path = str(tmp_path / "run")
+    run(source, "acts", "save_pattern", path, saved)
+    fs.open(path).verify()
+    run(target, "acts", "load_pattern", path, loaded)
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_what_one_rank_cannot_save_all_are_told_and_the_next_save_succeeds(tmp_path: Path, failing: int) -> None:
+    told = run(3, "acts", "one_cannot", str(tmp_path / "run"), failing)
+    assert str(told.pop(failing)).startswith("UnsupportedStateError")
+    for words in told:
+        assert str(words).startswith(f"RankError: rank {failing} failed: ")
+        assert "extra" in str(words)
+    assert values(tmp_path / "run", 3) == {3.0}
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_disk_that_is_full_for_one_rank_is_told_to_all(tmp_path: Path, failing: int) -> None:
+    told = run(2, "acts", "one_full_disk", str(tmp_path / "run"), failing)
+    assert str(told.pop(failing)).startswith("FullError: no space to allocate")
+    assert str(told[0]).startswith(f"RankError: rank {failing} failed: no space to allocate")
+    for step in (1, 2):
+        assert values(tmp_path / "run", step) == {float(step)}
+    assert not list((tmp_path / "run").glob(".saving-*"))
+
+
+def test_a_first_save_that_fails_on_one_rank_stops_nobody(tmp_path: Path) -> None:
+    assert run(2, "acts", "first_fails", str(tmp_path / "run")) == ["RankError", "UnsupportedStateError"]
+    assert values(tmp_path / "run", 1) == {1.0}
+    assert not list((tmp_path / "run").glob(".saving-*"))
+
+
+@pytest.mark.parametrize(("victim", "how"), [(1, "killed"), (2, "stopped"), (0, "stopped")])
+def test_a_rank_that_vanishes_is_named_by_all_others_in_time(tmp_path: Path, victim: int, how: str) -> None:
+    path = tmp_path / "run"
+    ranks = Ranks(3, "acts", "one_vanishes", str(path), victim, how)
+    for rank in {0, 1, 2} - {victim}:
+        ranks.processes[rank].wait(100)
+    ranks.kill(victim)
+    ranks.end(10)
+    told = [(path.parent / f"run.told-{rank}").read_text() for rank in (0, 1, 2) if rank != victim]
+    for words in told:
+        waited, latest, rank, said = words.split(" ", 3)
+        assert float(waited) < 30
+        assert int(latest) == 1
+        assert int(rank) == victim
+        assert f"rank {victim}" in said
+
+
+def test_ranks_that_save_different_steps_are_told(tmp_path: Path) -> None:
+    told = run(2, "acts", "different_steps", str(tmp_path / "run"))
+    assert "rank 1 is in 'the plan of step 2' while rank 0 is in 'the plan of step 1'" in str(told[0])
+    assert "rank 0" in str(told[1]), "which has gone, rather than come to step 2"
+
+
+def test_a_rank_that_has_lost_a_call_catches_up(tmp_path: Path) -> None:
+    told = run(2, "acts", "one_step_behind", str(tmp_path / "run"))
+    assert told[0] == ["NoneType", "RankError", "NoneType"]
+    assert told[1] == ["NoneType", "UnsupportedStateError", "RankError", "NoneType"]
+    assert values(tmp_path / "run", 3) == {3.0}
+
+
+def test_values_that_differ_between_ranks_are_refused_by_section(tmp_path: Path) -> None:
+    told = run(2, "acts", "other_values", str(tmp_path / "run"))
+    assert all("section 'note' is not the same on rank 1 as on rank 0" in str(words) for words in told)
+    assert all("PerRank" in str(words) for words in told)
+
+
+def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(tmp_path: Path) -> None:
+    told = run(2, "acts", "wrong_shape", str(tmp_path / "run"))
+    assert str(told[1]).startswith("MismatchError")
+    assert str(told[0]).startswith("RankError: rank 1 failed")
+    assert "(9,)" in str(told[0])

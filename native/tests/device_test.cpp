@@ -111,7 +111,8 @@ TEST_CASE("rows on a device come back, among rows on the host") {
             const auto load = bed.run(back);
             REQUIRE_FALSE(load->fault());
             for (std::size_t i = 0; i < back.rows.size(); ++i)
-                if (inside[i] != nullptr) REQUIRE(std::memcmp(inside[i], sample.stored[i].data(), sample.stored[i].size()) == 0);
+                if (inside[i] != nullptr && !sample.stored[i].empty())
+                    REQUIRE(std::memcmp(inside[i], sample.stored[i].data(), sample.stored[i].size()) == 0);
         }
 }
 

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from flowstone.config import EngineOptions
 from flowstone.events import LoadProgress
+from flowstone.format.digest import digest
 from flowstone.format.index import Index
-from flowstone.format.manifest import step_directory
+from flowstone.format.manifest import encode_manifest, step_directory
 from flowstone.pieces import Pieces
 from flowstone.plan.match import Match, match, rename, renamed
 from flowstone.plan.read import ReadPlan, plan_reads
@@ -143,7 +144,8 @@ def agree(
     together.confirm(f"what is wanted of step {step}", failure)
     elsewhere = None
     if together.team is not None:
-        together.same(f"the identity of step {step}", f"checkpoint {found.checkpoint.manifest.id}")
+        sealed = digest(encode_manifest(found.checkpoint.manifest))
+        together.same(f"the identity of step {step}", f"a manifest of digest {sealed}")
         elsewhere = together.anybody(words, found.names_used())
     try:
         ready = plan_load(found, elsewhere, stage=stage)

@@ -94,6 +94,14 @@ def opened(path: str, **options: object) -> fs.Checkpointer:
     return fs.Checkpointer(path, **{"budget_bytes": 32 << 20, "deadline_s": 60.0, **options})  # type: ignore[arg-type]
 
 
+def outcome(checkpointer: fs.Checkpointer, step: int, state: dict[str, object]) -> BaseException | None:
+    """Why `state` is not saved as `step`, whether that is refused at once or told in the end."""
+    try:
+        return checkpointer.save(step, state).committed.exception(60)
+    except fs.FlowstoneError as refused:
+        return refused
+
+
 def save_steps(rank: int, path: str, how: str, steps: int) -> None:
     """Save again and again, each step with a number of its own."""
     state = state_of(how)
@@ -133,10 +141,7 @@ def one_cannot(rank: int, path: str, failing: int) -> str:
     with opened(path, on_error="continue") as checkpointer:
         checkpointer.save(1, state).committed.result(60)
         bad = {**state, "extra": object()} if rank == failing else state
-        try:
-            error = checkpointer.save(2, bad).committed.exception(60)
-        except fs.FlowstoneError as refused:
-            error = refused
+        error = outcome(checkpointer, 2, bad)
         fill(state, 3)
         assert checkpointer.save(3, state).committed.result(60).step == 3
     return f"{type(error).__name__}: {error}"
@@ -166,12 +171,8 @@ def one_full_disk(rank: int, path: str, failing: int) -> str:
     with opened(path, on_error="continue") as checkpointer:
         checkpointer.save(1, state).committed.result(60)
         full = mock.patch.object(System, "reserve", side_effect=OSError(errno.ENOSPC, "No space left on device"))
-        error: BaseException | None
         with full if rank == failing else nullcontext():
-            try:
-                error = checkpointer.save(2, state).committed.exception(60)
-            except fs.FlowstoneError as refused:
-                error = refused
+            error = outcome(checkpointer, 2, state)
         fill(state, 2)
         assert checkpointer.save(2, state).committed.result(60).step == 2
     return f"{type(error).__name__}: {error}"
@@ -210,11 +211,7 @@ def one_step_behind(rank: int, path: str) -> list[str]:
         for step in (1, 2, 2, 3) if rank == 1 else (1, 2, 3):
             bad = {"extra": object()} if rank == 1 and step == 2 and len(told) == 1 else {}
             fill(state, step)
-            try:
-                error = checkpointer.save(step, {**state, **bad}).committed.exception(60)
-            except fs.FlowstoneError as refused:
-                error = refused
-            told.append(type(error).__name__)
+            told.append(type(outcome(checkpointer, step, {**state, **bad})).__name__)
     return told
 
 

@@ -1,7 +1,7 @@
 """Sharing: which rank writes which of the pieces that the ranks of a job hold.
 
 Equal boxes of one tensor on several ranks are replicas: one of them is written, and the choice spreads the bytes over
-nodes and over their ranks (ByteCheckpoint, arXiv 2407.20143, section 4.2: heaviest first). That every element is
+nodes and over their ranks, heaviest first (balanced writers: ByteCheckpoint, arXiv 2407.20143). That every element is
 written exactly once is proved here, for the very plan that is used.
 """
 

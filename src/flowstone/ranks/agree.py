@@ -101,14 +101,13 @@ class Agreement:
 
     def agree(
         self, phase: str, mine: bytes | Exception, decide: Callable[[Sequence[bytes]], Decision], *,
-        place: int | None = None, deadline_s: float | None = None,
+        place: int | None = None,
     ) -> Agreed:
         """Say `mine`, a message or what has failed here, and learn what rank 0 makes of what all have said.
 
         phase       what is being agreed on, for errors; the same on every rank
         decide      on rank 0 only; from what each rank has said, in their order
         place       where this stands in the order of such agreements, for ranks that have come out of step
-        deadline_s  for the slowest rank to say its own
         raises      RankError, the same on every rank: the first failure, of a rank or of `decide`; a rank that is
                     silent or late. Where it happened, the very error that it was
         """
@@ -120,7 +119,7 @@ class Agreement:
         self._number += 1
         one = _Exchange(
             self.mail, self._hearing, f"{self._number}", phase, self.rank, self.size, self._fan,
-            deadline_s or self._deadline_s, self._heartbeat_s, place,
+            self._deadline_s, self._heartbeat_s, place,
         )
         try:
             verdict = self._settle(one, mine, decide)

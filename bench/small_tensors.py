@@ -31,7 +31,7 @@ State = dict[str, object]
 SAVE = {
     "describe": "flowstone.checkpointer.describe", "plan": "flowstone.saving.plan_writes",
     "begin": "flowstone.commit.publish.begin", "stage": "flowstone.saving.start_capture",
-    "objects (while writing)": "flowstone.saving.encode_objects",
+    "objects (while writing)": "flowstone.saving.encode_sections",
     "index": "flowstone.saving.index_file", "publish": "flowstone.commit.publish.publish",
 }
 LOAD = {

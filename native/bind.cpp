@@ -25,6 +25,7 @@
 #include "engine.h"
 #include "probe.h"
 #include "requests.h"
+#include "watch.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -287,7 +288,14 @@ void bind_memory(nb::module_& module) {
 }
 
 void bind_devices(nb::module_& module) {
-    nb::class_<PyDevice>(module, "Device");
+    nb::class_<PyDevice>(module, "Device")
+        .def("synchronize", [](const PyDevice& device) {
+            const Unlocked unlocked;
+            std::promise<int> reached;
+            device.held->then([&](int error) { reached.set_value(error); });
+            const int error = reached.get_future().get();
+            if (error != 0) throw std::system_error(error, std::generic_category(), "waiting for the device");
+        });
     module.def("cuda_device", [](std::uintptr_t stream, std::string name) {
         return PyDevice{{make_cuda_device(stream, std::move(name))}};
     }, nb::kw_only(), "stream"_a, "name"_a);
@@ -303,13 +311,7 @@ void bind_devices(nb::module_& module) {
         .def_prop_ro("copies", [](const PyDelayedDevice& device) { return device.delayed().copies(); })
         .def_prop_ro("pinned_bytes", [](const PyDelayedDevice& device) { return device.delayed().pinned_bytes(); })
         .def("hold", [](const PyDelayedDevice& device, bool held) { device.delayed().hold(held); }, "held"_a)
-        .def("fail_after", [](const PyDelayedDevice& device, std::uint64_t copies) { device.delayed().fail_after(copies); }, "copies"_a)
-        .def("synchronize", [](const PyDelayedDevice& device) {
-            const Unlocked unlocked;
-            std::promise<void> reached;
-            device.held->then([&](int) { reached.set_value(); });
-            reached.get_future().wait();
-        });
+        .def("fail_after", [](const PyDelayedDevice& device, std::uint64_t copies) { device.delayed().fail_after(copies); }, "copies"_a);
     module.def("line_begins", [](std::uint64_t row_bytes) {
         std::vector<std::uint64_t> begins(chunk_count(row_bytes) * lines_per_chunk);
         for (std::size_t line = 0; line < begins.size(); ++line) begins[line] = line_begin(row_bytes, line);
@@ -336,7 +338,15 @@ void bind_rows(nb::module_& module) {
             new (self) PyWriteRows(
                 make_write_rows(file, offset, length, address, chunk, layout, layouts, chunks, lazy, device, devices, samples));
         }, nb::kw_only(), "file"_a, "offset"_a, "length"_a, "address"_a, "chunk"_a, "layout"_a, "layouts"_a, "chunks"_a,
-           "lazy"_a = nb::none(), "device"_a = nb::none(), "devices"_a = std::vector<const PyDevice*>(), "samples"_a = std::vector<Array>());
+           "lazy"_a = nb::none(), "device"_a = nb::none(), "devices"_a = std::vector<const PyDevice*>(), "samples"_a = std::vector<Array>())
+        .def("sample_digests", [](const PyWriteRows& rows) {
+            std::vector<std::uint64_t> digests;
+            {
+                const Unlocked unlocked;
+                digests = sample_digests(*rows.held);
+            }
+            return to_numpy(std::move(digests));
+        });
     nb::class_<PyReadRows>(module, "ReadRows")
         .def("__init__", [](PyReadRows* self, const Array& file, const Array& offset, const Array& length, const Array& address,
                             const Array& chunk, const Array& first, const Array& last, const Array& layout,

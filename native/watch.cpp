@@ -42,6 +42,11 @@ Watch::Watch(const WriteRows& rows) : rows_(rows), first_line_(rows.rows.size(),
     }
 }
 
+std::uint64_t Watch::sample_digest(std::size_t row) const {
+    const Line* const lines = first_line_[row];
+    return lines == nullptr ? 0 : xxh3_64(lines, line_count(rows_.rows[row]) * sizeof(Line));
+}
+
 void Watch::compare(std::size_t row, std::uint64_t begin, std::uint64_t end, const std::byte* bytes) {
     const Line* const lines = first_line_[row];
     if (lines == nullptr) return;
@@ -73,6 +78,13 @@ void Watch::report(std::size_t row, std::uint64_t begin, std::uint64_t end) {
 std::optional<Watch::Change> Watch::change() const {
     const std::lock_guard lock(mutex_);
     return change_;
+}
+
+std::vector<std::uint64_t> sample_digests(const WriteRows& rows) {
+    const Watch watch(rows);
+    std::vector<std::uint64_t> digests(rows.rows.size());
+    for (std::size_t i = 0; i < digests.size(); ++i) digests[i] = watch.sample_digest(i);
+    return digests;
 }
 
 }  // namespace flowstone

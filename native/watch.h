@@ -23,6 +23,9 @@ public:
     /// Reads the samples of rows on the host from their sources.
     explicit Watch(const WriteRows& rows);
 
+    /// Of the samples of a row, as they were at first.
+    std::uint64_t sample_digest(std::size_t row) const;
+
     /// The job captures row bytes [begin, end), counted from the row's start, as `bytes`.
     void compare(std::size_t row, std::uint64_t begin, std::uint64_t end, const std::byte* bytes);
 
@@ -48,5 +51,9 @@ private:
     std::map<std::pair<std::size_t, std::uint64_t>, std::uint64_t> seams_;  // (row, begin) -> digest
     std::optional<Change> change_;
 };
+
+/// For each row a digest of a few lines of it, read now; samples of rows on a device are there already. Rows of equal
+/// bytes have equal ones, wherever they lie. All rows are to be lazy.
+std::vector<std::uint64_t> sample_digests(const WriteRows& rows);
 
 }  // namespace flowstone

@@ -209,6 +209,16 @@ TEST_CASE("a chunk that two windows share cannot be half old, half new") {
     }
 }
 
+TEST_CASE("samples of equal rows are equal, wherever they lie, and those of others are not") {
+    const Sample one = plain_sample(2 * mib, 64), other = plain_sample(2 * mib, 777);
+    const WriteRows rows = all_lazy(one.rows);
+    const std::vector<std::uint64_t> digests = sample_digests(rows);
+    REQUIRE(digests.size() == 1);
+    CHECK(sample_digests(all_lazy(other.rows)) == digests);
+    for (std::uint64_t at = 0; at < rows.rows[0].length; at += 64) *(one.memory[0].start() + at) ^= std::byte{1};
+    CHECK(sample_digests(rows) != digests);
+}
+
 TEST_CASE("a job that is cancelled while it waits for its pace ends at once") {
     for (const Setup& setup : setups()) {
         CAPTURE(setup.backend);

@@ -114,6 +114,9 @@ class ScatterLayout:
 class Device:
     """A queue of copies between an accelerator's memory and the host's, made in order by the accelerator."""
 
+    def synchronize(self) -> None:
+        """Wait until everything that is queued now has been made. Raises OSError if that failed."""
+
 def cuda_device(*, stream: int, name: str) -> Device:
     """Copies on a CUDA stream (its handle), which outlives the device. Raises OSError where there is no driver."""
 
@@ -136,8 +139,6 @@ class DelayedDevice(Device):
     def hold(self, held: bool) -> None:
         """Begin nothing, until hold(False)."""
     def fail_after(self, copies: int) -> None: ...
-    def synchronize(self) -> None:
-        """Wait until everything that is queued now has been made."""
 
 LINE_BYTES: int
 """A sample of a lazy row."""
@@ -169,6 +170,11 @@ class WriteRows:
         device: NDArray[np.int32] | None = None, devices: Sequence[Device] = (),
         samples: Sequence[NDArray[np.uint8]] = (),
     ) -> None: ...
+    def sample_digests(self) -> NDArray[np.uint64]:
+        """For each row a digest of a few lines of it, as they are now (of a device's: as `samples` has them).
+
+        Rows of equal bytes have equal digests, wherever they lie. All rows are to be lazy.
+        """
 
 class ReadRows:
     """Columns of equal length n; row i wants chunks first[i]..last[i] (half open) of one stored extent.

@@ -30,6 +30,8 @@ POLL_S = 0.1
 ARENA_SHARE_OF_AVAILABLE = 4  # the default budget is a quarter of the memory that is available
 READ_ARENA_BYTES = 256 * MIB  # loads and checks never need more to reach the device's rate
 FIRST_ARENA_BYTES = 128 * MIB  # of staging memory for a first save: sixteen requests of 8 MiB
+WINDOW_BYTES = 64 * MIB  # of half a ring, through which a rank passes on what others on its node want, too
+SHARED_READ_BYTES_MIN = 32 * MIB  # less is read by each rank for itself, sooner than they could agree
 READ_REQUEST_BYTES = 8 * MIB + 2 * BLOCK_BYTES  # eight whole chunks at any phase
 # Threads that copy and digest. On two cores a second one takes time from the conductor.
 WORKERS_DEFAULT = max(1, min(2, len(os.sched_getaffinity(0)) - 1))
@@ -125,6 +127,8 @@ class EngineOptions:
                     the heap's small pages make small device requests, and the arena's huge ones read faster
     write_bytes_per_s  what saves of this process may take of a shared device or network, whoever waits for them;
                     None: all. Without it, too, a lazy save is no faster than it must be to end before the fence
+    share_reads     what several ranks of one node want is read by one of them, and passed on through memory that
+                    they share. Off: each reads for itself
     """
 
     backend: Backend = "auto"
@@ -135,6 +139,7 @@ class EngineOptions:
     write_in_place: bool | None = None
     read_in_place: bool | None = None
     write_bytes_per_s: int | None = None
+    share_reads: bool = True
 
     def __post_init__(self) -> None:
         if self.write_bytes_per_s is not None and self.write_bytes_per_s < REQUEST_BYTES_MIN:

@@ -66,6 +66,17 @@ def plan_reads(index: Index, wanted: Sequence[Piece], rows: Sequence[int]) -> Re
     return ReadPlan(piece, target, first, last, common, int(total.sum()))
 
 
+def part_of(
+    plan: ReadPlan, index: Index, rows: NDArray[np.int64], first: NDArray[np.int64], last: NDArray[np.int64]
+) -> ReadPlan:
+    """Of some rows of a plan, each as often as it is named, chunks [first, last) alone, which their runs hold."""
+    piece = plan.piece[rows]
+    common = {at: plan.common[row] for at, row in enumerate(rows.tolist()) if row in plan.common}
+    chunk = index.first_chunk[piece]
+    total = int((index.first_byte[chunk + last] - index.first_byte[chunk + first]).sum())
+    return ReadPlan(piece, plan.target[rows], first, last, common, total)
+
+
 def _parts(
     index: Index, wanted: Piece, row: int
 ) -> Iterator[tuple[int, Box, tuple[tuple[int, int], ...]]]:

@@ -2,7 +2,7 @@
 
 from flowstone.ranks.agree import Agreed, Agreement, Decision
 from flowstone.ranks.board import Board, Mail
-from flowstone.ranks.job import Job, this_job
+from flowstone.ranks.job import Job, rank_and_size, this_job
 from flowstone.ranks.pulse import Pulse
 
-__all__ = ["Agreed", "Agreement", "Board", "Decision", "Job", "Mail", "Pulse", "this_job"]
+__all__ = ["Agreed", "Agreement", "Board", "Decision", "Job", "Mail", "Pulse", "rank_and_size", "this_job"]

@@ -190,7 +190,7 @@ class _Exchange:
 
     def collect(self, mine: bytes | Exception) -> list[_Said]:
         """What this rank and all below it in the tree say. Passed on upwards, but by rank 0."""
-        failure = _failure(self._rank, self._phase, mine) if isinstance(mine, Exception) else None
+        failure = _own_failure(self._rank, self._phase, mine) if isinstance(mine, Exception) else None
         said = [_Said(self._rank, self._phase, b"" if isinstance(mine, Exception) else mine, failure, self._place)]
         children = self._children(self._rank)
         if children:
@@ -363,6 +363,14 @@ class _TooLateError(Exception):
     def __init__(self, failure: _Failure | None) -> None:
         super().__init__("" if failure is None else failure.message)
         self.failure = failure
+
+
+def _own_failure(rank: int, phase: str, error: Exception) -> _Failure:
+    """What has failed on a rank: if that is what it knows of another one, it is not the root cause."""
+    failure = _failure(rank, phase, error)
+    if isinstance(error, RankError):
+        return msgspec.structs.replace(failure, rank=error.rank, is_silence=True)
+    return failure
 
 
 def _failure(rank: int, phase: str, error: Exception) -> _Failure:

@@ -25,15 +25,23 @@ class Job:
     board: Board | None = None
 
 
+def rank_and_size() -> tuple[int, int]:
+    """Which rank this process is, of how many."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
+
+
 def this_job() -> Job:
     """As torch.distributed has it; a process without it is a job of its own.
 
     The board is a part of the job's own store, over a connection of its own: a call on it holds up nobody else's.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    rank, size = rank_and_size()
+    if size == 1:
         return Job()
     store = dist.distributed_c10d._get_default_store()  # no public name gives it
     own = store.clone()  # type: ignore[attr-defined]  # not in the stubs
     own.set_timeout(timedelta(seconds=SILENCE_S))  # of a call, where the process that keeps the store is frozen
     board = PrefixStore(f"flowstone/{next(_numbers)}", own)
-    return Job(dist.get_rank(), dist.get_world_size(), cast("Board", board))  # torch's types: values are str alone
+    return Job(rank, size, cast("Board", board))  # torch's types: values are str alone

@@ -10,20 +10,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowstone import _native
-from flowstone.errors import DamagedError, FlowstoneError
+from flowstone.errors import DamagedError, FlowstoneError, RankError
 from flowstone.format.index import Index
 from flowstone.pieces import Box, Memory, Pieces, Places
 from flowstone.plan.read import ReadPlan
-from flowstone.store.base import ReadReceipt, Store, finish_reading
+from flowstone.store.base import Reading, ReadReceipt, Store, finish_reading
 
 
 @dataclass(frozen=True, slots=True)
 class Scattered:
-    """What a read did. `written` are positions of wanted pieces whose memory has changed."""
+    """What a read did.
+
+    written       positions of wanted pieces whose memory has changed
+    bad           (piece row in the index, chunk of that piece)
+    bytes         of the chunks that were read at the store
+    shared_bytes  of those that came out of windows, whoever has read them
+    """
 
     receipt: ReadReceipt
     written: tuple[int, ...]
-    bad: tuple[tuple[int, int], ...]  # (piece row in the index, chunk of that piece)
+    bad: tuple[tuple[int, int], ...]
+    bytes: int = 0
+    shared_bytes: int = 0
 
 
 def scatter(
@@ -44,18 +52,46 @@ def scatter(
     on_progress  is told the bytes done, every POLL_S
     Never raises for bad bytes or a failing store: that is in the result. Ctrl-C cancels and is raised.
     """
-    piece = plan.piece
+    def read(rows: _native.ReadRows) -> Reading:
+        return store.read_extents(paths, rows, arena, wanted_bytes=plan.bytes)
+
+    return scatter_by(read, index, plan, wanted, places, on_progress, devices)
+
+
+def scatter_by(
+    read: Callable[[_native.ReadRows], Reading], index: Index, plan: ReadPlan, wanted: Pieces, places: Places,
+    on_progress: Callable[[int], None] | None, devices: Mapping[str, _native.Device], *,
+    file: NDArray[np.int64] | None = None, offset: NDArray[np.int64] | None = None,
+) -> Scattered:
+    """The same of what `read` reads.
+
+    file, offset  parallel to the plan's rows: where each extent begins, if not where the index says
+    """
     address, layout, layouts = _targets(index, plan, wanted, places)
-    rows = _native.ReadRows(
-        file=index.segment[piece], offset=index.offset[piece], length=index.length[piece], address=address,
-        chunk=index.first_chunk[piece].astype(np.uint64), first=plan.first.astype(np.uint64),
-        last=plan.last.astype(np.uint64), layout=layout, layouts=layouts, digests=index.digest,
+    rows = read_rows(
+        index, plan.piece, plan.first, plan.last, address, file=file, offset=offset, layout=layout, layouts=layouts,
         device=_devices(plan, places, list(devices)), devices=list(devices.values()),
     )
-    receipt = finish_reading(store.read_extents(paths, rows, arena, wanted_bytes=plan.bytes), on_progress)
+    receipt = finish_reading(read(rows), on_progress)
     written = np.zeros(len(wanted), np.bool_)
     written[plan.target[receipt.touched]] = True
-    return Scattered(receipt, tuple(np.flatnonzero(written).tolist()), locate_chunks(index, receipt))
+    return Scattered(receipt, tuple(np.flatnonzero(written).tolist()), locate_chunks(index, receipt), plan.bytes)
+
+
+def read_rows(
+    index: Index, piece: NDArray[np.int64], first: NDArray[np.int64], last: NDArray[np.int64],
+    address: NDArray[np.uint64], *, file: NDArray[np.int64] | None = None, offset: NDArray[np.int64] | None = None,
+    layout: NDArray[np.int64] | None = None, layouts: Sequence[_native.ScatterLayout] = (),
+    device: NDArray[np.int32] | None = None, devices: Sequence[_native.Device] = (),
+) -> _native.ReadRows:
+    """Rows for chunks [first, last) of stored pieces; into one run of bytes each, where no layout says otherwise."""
+    return _native.ReadRows(
+        file=index.segment[piece] if file is None else file.astype(np.uint32),
+        offset=index.offset[piece] if offset is None else offset.astype(np.uint64), length=index.length[piece],
+        address=address, chunk=index.first_chunk[piece].astype(np.uint64), first=first.astype(np.uint64),
+        last=last.astype(np.uint64), layout=np.full(len(piece), -1, np.int64) if layout is None else layout,
+        layouts=layouts, digests=index.digest, device=device, devices=devices,
+    )
 
 
 def locate_chunks(index: Index, receipt: ReadReceipt) -> tuple[tuple[int, int], ...]:
@@ -83,7 +119,7 @@ def raise_damage(found: Scattered, index: Index, wanted: Pieces, paths: Sequence
         )
     error: FlowstoneError | None = found.receipt.error
     if error is not None:
-        if written:
+        if written and not isinstance(error, RankError):
             raise DamagedError(
                 f"{what}: reading failed part of the way", written=written,
                 cause=error.message, range=error.facts.get("range", "unknown"), changed=changed,

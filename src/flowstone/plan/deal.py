@@ -1,0 +1,104 @@
+"""Deal: which rank of a node reads what several of them want, when, and where in its window it puts that.
+
+Each byte is read once where ranks want the same chunks of the same piece (as ByteCheckpoint has it for replicas,
+arXiv 2407.20143). Every rank works this out for itself, of what all of them want, and comes to the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowstone.config import CHUNK_BYTES
+from flowstone.format.index import Index
+
+_RUN_CHUNKS = 8  # of what is passed on as one
+_ALIGNED_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dealt:
+    """What is read by one and taken by several, as columns of runs in the order of reading.
+
+    piece, first, last  chunks [first, last) of a piece of the index
+    batch     in which it is passed on
+    reader    position among the ranks
+    position  in a half of the reader's ring, in bytes
+    wants     of the asking rank: its row, and the run, of each run that it takes
+    alone     its rows that no other rank wants
+    batches   how many there are
+    bytes     of all runs
+    """
+
+    piece: NDArray[np.int64]
+    first: NDArray[np.int64]
+    last: NDArray[np.int64]
+    batch: NDArray[np.int64]
+    reader: NDArray[np.int64]
+    position: NDArray[np.int64]
+    wants: tuple[NDArray[np.int64], NDArray[np.int64]]
+    alone: NDArray[np.int64]
+    batches: int
+    bytes: int
+
+
+def deal(wanted: Sequence[NDArray[np.int64]], me: int, index: Index, *, half_bytes: int) -> Dealt:
+    """Deal out what several ranks want.
+
+    wanted      of each rank its rows: piece, first and last chunk, an array of (rows, 3)
+    half_bytes  of a half of a ring; a run of chunks fits in
+    """
+    assert half_bytes >= _RUN_CHUNKS * CHUNK_BYTES, "a run fits into half a ring"
+    rows = np.concatenate(wanted)
+    owner = np.repeat(np.arange(len(wanted)), [len(one) for one in wanted])
+    keys, key = np.unique(rows, axis=0, return_inverse=True)
+    key = key.reshape(-1)
+    holders = np.bincount(np.unique(key * len(wanted) + owner) // len(wanted), minlength=len(keys))
+    shared = np.flatnonzero(holders > 1)
+    at = index.offset[keys[shared, 0]].astype(np.int64) + keys[shared, 1] * CHUNK_BYTES
+    shared = shared[np.lexsort((at, index.segment[keys[shared, 0]]))]
+    runs = -(-(keys[shared, 2] - keys[shared, 1]) // _RUN_CHUNKS)
+    begin = np.cumsum(runs) - runs  # of each shared key, its first run
+    of = np.repeat(np.arange(len(shared)), runs)
+    piece = keys[shared, 0][of]
+    first = keys[shared, 1][of] + (np.arange(len(of)) - begin[of]) * _RUN_CHUNKS
+    last = np.minimum(first + _RUN_CHUNKS, keys[shared, 2][of])
+    chunk = index.first_chunk[piece]
+    length = index.first_byte[chunk + last] - index.first_byte[chunk + first]
+    batch, reader, position = _seat(length.tolist(), len(wanted), half_bytes)
+    place = np.full(len(keys), -1, np.int64)  # of a key among those shared
+    place[shared] = np.arange(len(shared))
+    mine = place[key[owner == me]]
+    taking = np.flatnonzero(mine >= 0)
+    count = runs[mine[taking]]
+    within = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+    wants = (np.repeat(taking, count), np.repeat(begin[mine[taking]], count) + within)
+    return Dealt(
+        piece, first, last, batch, reader, position, wants, np.flatnonzero(mine < 0),
+        int(batch[-1]) + 1 if len(batch) else 0, int(length.sum()),
+    )
+
+
+def _seat(
+    length: Sequence[int], readers: int, half_bytes: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Batch, reader and position of each run. A reader's runs of a batch follow each other, and are equally many bytes
+    for all readers.
+    """
+    left = sum(length)
+    batch, reader, position = 0, 0, 0
+    share = min(half_bytes, -(-left // readers))
+    found = np.zeros((3, len(length)), np.int64)
+    for at, n in enumerate(length):
+        if position and (position + n > half_bytes or position >= share):
+            reader, position = reader + 1, 0
+            if reader == readers:
+                batch, reader = batch + 1, 0
+                share = min(half_bytes, -(-left // readers))
+        found[:, at] = batch, reader, position
+        position += -(-n // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        left -= n
+    return found[0], found[1], found[2]

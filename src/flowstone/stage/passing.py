@@ -1,0 +1,228 @@
+"""Passing on: of what several ranks of a node want, each reads its part, and all take it out of each other's windows.
+
+    rank  reads batch k+1 into one half of its ring, while all take batch k out of the other halves
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowstone import _native
+from flowstone.config import BLOCK_BYTES, CHUNK_BYTES, READ_REQUEST_BYTES, WINDOW_BYTES, WORKERS_DEFAULT
+from flowstone.errors import FlowstoneError, RankError
+from flowstone.format.index import Index
+from flowstone.pieces import Pieces, Places
+from flowstone.plan.deal import Dealt, deal
+from flowstone.plan.read import ReadPlan, part_of
+from flowstone.stage.scatter import Scattered, locate_chunks, read_rows, scatter, scatter_by
+from flowstone.store.base import Reading, ReadReceipt, Store, finish_reading
+from flowstone.store.window import Announcement, Counter, OpenWindow, Window, WindowReading
+
+_POLL_S = 0.0005  # a batch takes a hundred times as long
+_LOOK_S = 1.0  # between two looks whether the others live
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """A rank on this node, and where its window is."""
+
+    rank: int
+    announced: Announcement
+
+
+class Offer:
+    """This rank's window, with what it wants to be read."""
+
+    def __init__(self, index: Index, plan: ReadPlan) -> None:
+        """Raises OSError where there can be no window."""
+        message = np.stack([plan.piece, plan.first, plan.last], axis=1).astype("<i8").tobytes()
+        # An extent's offset is that of its first byte, even where only later chunks of it are in the ring.
+        room = max(BLOCK_BYTES + len(message), int(index.length.max(initial=0)))
+        ring_at = -(-room // BLOCK_BYTES) * BLOCK_BYTES
+        self.window = Window(message, ring_at=ring_at, ring_bytes=2 * WINDOW_BYTES)
+
+    def close(self) -> None:
+        self.window.close()
+
+
+class Passing:
+    """One rank's side of it."""
+
+    def __init__(
+        self, offer: Offer, neighbours: Sequence[Neighbour], me: int, index: Index, plan: ReadPlan, *, deadline_s: float
+    ) -> None:
+        """Look into the windows of all `neighbours`, of which this rank is number `me`.
+
+        raises  OSError where that is refused
+        """
+        self._offer, self._neighbours, self._me, self._index, self._plan = offer, neighbours, me, index, plan
+        self._deadline_s = deadline_s
+        self._stack = ExitStack()
+        self._open: list[OpenWindow] = []
+        try:
+            for one in neighbours:
+                opened = OpenWindow(one.announced)
+                self._stack.callback(opened.close)
+                self._open.append(opened)
+        except BaseException:
+            self._stack.close()
+            raise
+        wanted = [np.frombuffer(one.message, "<i8").reshape(-1, 3).astype(np.int64) for one in self._open]
+        self._filled_bytes = 0  # read at the store for the windows, so far
+        self.dealt: Dealt = deal(wanted, me, index, half_bytes=WINDOW_BYTES)
+        self._engine = _native.Engine(
+            backend="posix", queue_depth=4, request_bytes=READ_REQUEST_BYTES, workers=WORKERS_DEFAULT, background=True
+        )
+        self._stack.callback(self._engine.close)
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def run(
+        self, store: Store, paths: Sequence[str], wanted: Pieces, places: Places, arena: _native.Arena,
+        on_progress: Callable[[int], None], devices: Mapping[str, _native.Device] = MappingProxyType({}),
+    ) -> Scattered:
+        """All of the plan: what is passed on, then what this rank alone wants. Blocks; see `scatter`.
+
+        What fails here or on a neighbour is in the result, and ends it on all of them.
+        """
+        parts: list[Scattered] = []
+        filling: Reading | None = None
+        done, culprit = 0, self._neighbours[self._me].rank
+
+        def told(now: int) -> None:
+            on_progress(done + now)
+
+        try:
+            for batch in range(self.dealt.batches):
+                if filling is None:
+                    filling = self._begin_filling(batch, store, paths, arena)
+                self._end_filling(batch, filling, parts)
+                filling = None
+                self._await(Counter.TAKEN, batch)  # what was in the other half
+                if batch + 1 < self.dealt.batches:
+                    filling = self._begin_filling(batch + 1, store, paths, arena)
+                self._await(Counter.FILLED, batch + 1)
+                part, runs = self._part(batch)
+                parts.append(self._take(part, runs, wanted, places, arena, devices, told))
+                _check(parts[-1])
+                done += part.bytes
+                self._offer.window.tell(Counter.TAKEN, batch + 1)
+            culprit = -1
+        except (FlowstoneError, _EndedError) as error:
+            if isinstance(error, RankError):
+                culprit = error.rank
+            if isinstance(error, FlowstoneError):
+                parts.append(Scattered(_nothing_read(error), (), ()))
+            return self._joined(parts)
+        finally:
+            self._offer.window.tell(Counter.FAILED, culprit + 1)
+            if filling is not None:
+                filling.cancel()
+                filling.receipt()
+        alone = self.dealt.alone
+        rest = part_of(self._plan, self._index, alone, self._plan.first[alone], self._plan.last[alone])
+        parts.append(scatter(store, paths, self._index, rest, wanted, places, arena, told, devices))
+        return self._joined(parts)
+
+    def _begin_filling(self, batch: int, store: Store, paths: Sequence[str], arena: _native.Arena) -> Reading:
+        """Start reading this rank's part of a batch into its ring."""
+        dealt, index = self.dealt, self._index
+        runs = np.flatnonzero((dealt.batch == batch) & (dealt.reader == self._me))
+        piece, first, last = dealt.piece[runs], dealt.first[runs], dealt.last[runs]
+        at = self._offer.window.address + (batch % 2) * WINDOW_BYTES + dealt.position[runs] - first * CHUNK_BYTES
+        rows = read_rows(index, piece, first, last, at.astype(np.uint64))
+        chunk = index.first_chunk[piece]
+        length = int((index.first_byte[chunk + last] - index.first_byte[chunk + first]).sum())
+        self._filled_bytes += length
+        return store.read_extents(paths, rows, arena, wanted_bytes=length)
+
+    def _end_filling(self, batch: int, filling: Reading, parts: list[Scattered]) -> None:
+        receipt = finish_reading(filling)
+        found = Scattered(receipt, (), locate_chunks(self._index, receipt))
+        if found.bad or receipt.error is not None:
+            parts.append(found)
+        _check(found)
+        self._offer.window.tell(Counter.FILLED, batch + 1)
+
+    def _part(self, batch: int) -> tuple[ReadPlan, NDArray[np.int64]]:
+        """What this rank takes of a batch, and the runs that are that."""
+        rows, runs = self.dealt.wants
+        now = self.dealt.batch[runs] == batch
+        rows, runs = rows[now], runs[now]
+        return part_of(self._plan, self._index, rows, self.dealt.first[runs], self.dealt.last[runs]), runs
+
+    def _take(
+        self, part: ReadPlan, runs: NDArray[np.int64], wanted: Pieces, places: Places, arena: _native.Arena,
+        devices: Mapping[str, _native.Device], told: Callable[[int], None],
+    ) -> Scattered:
+        """Take runs out of the windows that they are in."""
+        dealt = self.dealt
+        half = (dealt.batch[runs] % 2) * WINDOW_BYTES
+        ring_at = np.array([one.announced.ring_at for one in self._neighbours], np.int64)[dealt.reader[runs]]
+        offset = ring_at + half + dealt.position[runs] - dealt.first[runs] * CHUNK_BYTES
+        files = [one.file for one in self._open]
+
+        def read(rows: _native.ReadRows) -> Reading:
+            request_bytes = min(arena.block_bytes, READ_REQUEST_BYTES)
+            return WindowReading(self._engine.read(arena, files, rows, in_place=False, request_bytes=request_bytes))
+
+        found = scatter_by(
+            read, self._index, part, wanted, places, told, devices, file=dealt.reader[runs], offset=offset
+        )
+        return replace(found, bytes=0, shared_bytes=part.bytes)
+
+    def _joined(self, parts: Sequence[Scattered]) -> Scattered:
+        """What several reads have done, as if it were one."""
+        error = next((part.receipt.error for part in parts if part.receipt.error is not None), None)
+        written = sorted({position for part in parts for position in part.written})
+        return Scattered(
+            _nothing_read(error), tuple(written), tuple(bad for part in parts for bad in part.bad),
+            self._filled_bytes + sum(part.bytes for part in parts), sum(part.shared_bytes for part in parts),
+        )
+
+    def _await(self, counter: Counter, count: int) -> None:
+        """Until all neighbours have come so far. Raises RankError for one that fails, is gone, or is late."""
+        since = looked = time.monotonic()
+        while True:
+            behind = [at for at, one in enumerate(self._open) if one.count(counter) < count]
+            if not behind:
+                return
+            now = time.monotonic()
+            failed = [of for one in self._open if (of := one.count(Counter.FAILED))]
+            if failed:
+                raise self._blamed(failed[0] - 1, "cannot go on with the load")
+            if now - looked > _LOOK_S:
+                looked = now
+                gone = [at for at in behind if not self._open[at].is_alive()]
+                if gone:
+                    raise self._blamed(self._neighbours[gone[0]].rank, "is gone, in the middle of the load")
+            if now - since > self._deadline_s:
+                late = self._neighbours[behind[0]].rank
+                raise self._blamed(late, f"has read nothing for {now - since:.0f} s, in the middle of the load")
+            time.sleep(_POLL_S)
+
+    def _blamed(self, rank: int, what: str) -> RankError:
+        return RankError(
+            f"rank {rank} {what}", rank=rank, phase="load", next="look at that rank's log, and load again before saving"
+        )
+
+
+class _EndedError(Exception):
+    """What is wrong is among the parts."""
+
+
+def _check(found: Scattered) -> None:
+    if found.bad or found.receipt.error is not None:
+        raise _EndedError
+
+
+def _nothing_read(error: FlowstoneError | None) -> ReadReceipt:
+    return ReadReceipt(error, np.zeros(0, np.uint64), np.zeros(0, np.bool_), 0, 0, 0, 0)

@@ -1,0 +1,154 @@
+"""Windows: memory that the ranks of a node share. Its owner fills it, the others take out of it.
+
+An anonymous file, so it is gone with the last process that has it open, however those end.
+
+    counters  of the owner: batches FILLED, batches TAKEN out of all windows; FAILED: if it cannot go on, one more than
+              the number of the rank that is the cause
+    message   what the owner has to tell, once
+    ring      two halves, filled in turn
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from enum import IntEnum
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from flowstone import _native
+from flowstone.config import BLOCK_BYTES, POLL_S
+from flowstone.errors import StorageError
+from flowstone.store.base import ReadReceipt
+
+_MESSAGE_AT = BLOCK_BYTES
+
+
+class Counter(IntEnum):
+    """Positions among the counters."""
+
+    FILLED = 0
+    TAKEN = 1
+    FAILED = 2
+
+
+class Announcement(msgspec.Struct, frozen=True):
+    """Where a process finds another one's window.
+
+    inode    that it is the one that was meant
+    ring_at  where in it the ring begins
+    """
+
+    pid: int
+    fd: int
+    inode: int
+    message_bytes: int
+    ring_at: int
+
+
+def node() -> str:
+    """Of processes that may share windows, the same: one boot of one machine, one space of process numbers."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+class Window:
+    """One that this process owns. `address`: of its ring."""
+
+    def __init__(self, message: bytes, *, ring_at: int, ring_bytes: int) -> None:
+        """`ring_at`, a multiple of BLOCK_BYTES, lies behind the message. Touches no memory of the ring.
+
+        raises  OSError
+        """
+        assert ring_at % BLOCK_BYTES == 0, "what is mapped begins on a page"
+        assert ring_at >= _MESSAGE_AT + len(message), "the message has its room"
+        self._fd = os.memfd_create("flowstone-window", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self._fd, ring_at + ring_bytes)
+            os.pwrite(self._fd, message, _MESSAGE_AT)
+            self._head = mmap.mmap(self._fd, BLOCK_BYTES)
+            self._ring = mmap.mmap(self._fd, ring_bytes, offset=ring_at)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._counters = np.frombuffer(self._head, np.int64, len(Counter))
+        self.address = np.frombuffer(self._ring, np.uint8).ctypes.data
+        self.announcement = Announcement(os.getpid(), self._fd, os.fstat(self._fd).st_ino, len(message), ring_at)
+
+    def tell(self, counter: Counter, value: int) -> None:
+        """Set a counter: what was put into the ring before is there for who sees it."""
+        self._counters[counter] = value
+
+    def close(self) -> None:
+        del self._counters
+        self._head.close()
+        self._ring.close()
+        os.close(self._fd)
+
+
+class OpenWindow:
+    """Another process's, or our own: `file` is what the engine reads it by."""
+
+    def __init__(self, announced: Announcement) -> None:
+        """Raises OSError where this process may not look into that one."""
+        self._pid = announced.pid
+        self._fd = os.open(f"/proc/{announced.pid}/fd/{announced.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if os.fstat(self._fd).st_ino != announced.inode:
+                raise FileNotFoundError(f"process {announced.pid} has another file there")
+            self.message = os.pread(self._fd, announced.message_bytes, _MESSAGE_AT)
+            self._head = mmap.mmap(self._fd, BLOCK_BYTES, prot=mmap.PROT_READ)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._counters = np.frombuffer(self._head, np.int64, len(Counter))
+        self.file = _native.File(fd=self._fd, path=f"the window of process {announced.pid}", alignment=1)
+
+    def count(self, counter: Counter) -> int:
+        return int(self._counters[counter])
+
+    def is_alive(self) -> bool:
+        """Whether the owner's process is; one that has ended, and that nobody has asked how, is not."""
+        try:
+            state = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return False
+        return state not in ("Z", "X")
+
+    def close(self) -> None:
+        del self._counters
+        self._head.close()
+        os.close(self._fd)
+
+
+class WindowReading:
+    """Extents on their way out of windows; a store's Reading."""
+
+    def __init__(self, job: _native.ReadJob) -> None:
+        self._job = job
+
+    @property
+    def done_bytes(self) -> int:
+        return self._job.done_bytes
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._job.wait(timeout_s)
+
+    def cancel(self) -> None:
+        self._job.cancel()
+
+    def receipt(self) -> ReadReceipt:
+        while not self._job.wait(POLL_S):
+            pass
+        job, fault = self._job, self._job.fault
+        error = None if fault is None else StorageError(
+            f"cannot take what another rank has read: {fault.operation}", path=fault.path, errno=fault.errno,
+            next="load again, with EngineOptions(share_reads=False)",
+        )
+        touched: NDArray[np.bool_] = job.touched
+        return ReadReceipt(
+            error, job.bad_chunks, touched, job.requested_bytes, job.copied_bytes, job.direct_bytes, job.requests
+        )

@@ -1,0 +1,90 @@
+"""Who reads what several ranks want: once, in equal parts, into room that is free."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from flowstone.config import CHUNK_BYTES, MIB
+from flowstone.plan.deal import Dealt, deal
+
+HALF = 16 * MIB
+
+
+def index_of(lengths: list[int]) -> SimpleNamespace:
+    """Pieces of these lengths, one behind the other in two segments. What `deal` looks at."""
+    chunks = [-(-n // CHUNK_BYTES) for n in lengths]
+    stored = [min(CHUNK_BYTES, n - at * CHUNK_BYTES) for n, of in zip(lengths, chunks, strict=True) for at in range(of)]
+    half = len(lengths) // 2
+    offsets = [np.cumsum([0, *part])[:-1] for part in (lengths[:half], lengths[half:])]
+    return SimpleNamespace(
+        first_chunk=np.cumsum([0, *chunks]), first_byte=np.cumsum([0, *stored]),
+        segment=np.array([0] * half + [1] * (len(lengths) - half), np.uint32),
+        offset=np.concatenate(offsets).astype(np.uint64),
+    )
+
+
+def rows(*of: tuple[int, int, int]) -> np.ndarray:
+    return np.array(of, np.int64).reshape(-1, 3)
+
+
+def expanded(wanted: np.ndarray, dealt: Dealt) -> list[tuple[int, int]]:
+    """The (piece, chunk) that a rank gets, from others and by itself."""
+    row, run = dealt.wants
+    taken = [(row, int(dealt.piece[r]), c) for row, r in zip(row.tolist(), run.tolist(), strict=True)
+             for c in range(int(dealt.first[r]), int(dealt.last[r]))]
+    assert all(piece == wanted[row, 0] for row, piece, _ in taken)
+    alone = [(row, int(wanted[row, 0]), c) for row in dealt.alone.tolist() for c in range(*wanted[row, 1:].tolist())]
+    return sorted((row, chunk) for row, _, chunk in [*taken, *alone])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_everybody_gets_what_it_wants_and_what_two_want_is_read_once(seed: int) -> None:
+    chance = random.Random(seed)
+    lengths = [chance.choice([100, 5000, 70_000, MIB, 3 * MIB + 17, 30 * MIB]) for _ in range(chance.randint(1, 12))]
+    index = index_of(lengths)
+    chunks = np.diff(index.first_chunk)
+    pool = [(p, a, b) for p, n in enumerate(chunks.tolist()) for a, b in {(0, n), (n // 2, n)} if a < b]
+    ranks = chance.randint(2, 5)
+    wanted = [rows(*(chance.choice(pool) for _ in range(chance.randint(0, 9)))) for _ in range(ranks)]
+    found = [deal(wanted, me, index, half_bytes=HALF) for me in range(ranks)]
+    first = found[0]
+    for me, one in enumerate(found):
+        for name in ("piece", "first", "last", "batch", "reader", "position"):
+            assert np.array_equal(getattr(one, name), getattr(first, name)), "all come to the same"
+        assert expanded(wanted[me], one) == sorted(
+            (row, c) for row, (_, a, b) in enumerate(wanted[me].tolist()) for c in range(a, b)
+        )
+    runs = list(zip(first.piece.tolist(), first.first.tolist(), first.last.tolist(), strict=True))
+    holders = {key: sum(key in map(tuple, one.tolist()) for one in wanted) for one in wanted for key in map(tuple, one)}
+    shared = sorted((p, c) for (p, a, b), n in holders.items() if n > 1 for c in range(a, b))
+    assert sorted((p, c) for p, a, b in runs for c in range(a, b)) == shared
+    check_seats(first, index, ranks)
+
+
+def check_seats(dealt: Dealt, index: SimpleNamespace, ranks: int) -> None:
+    """No two runs of a batch share room in a ring; readers have much the same to do."""
+    chunk = index.first_chunk[dealt.piece]
+    length = index.first_byte[chunk + dealt.last] - index.first_byte[chunk + dealt.first]
+    assert (dealt.position + length <= HALF).all()
+    assert dealt.bytes == length.sum()
+    for batch in range(dealt.batches):
+        loads = []
+        for reader in range(ranks):
+            at = np.flatnonzero((dealt.batch == batch) & (dealt.reader == reader))
+            begin, stop = dealt.position[at], dealt.position[at] + length[at]
+            assert (stop[:-1] <= begin[1:]).all()
+            loads.append(int(length[at].sum()))
+        assert max(loads) - min(loads) <= HALF
+        assert max(loads) <= sum(loads) / ranks + 8 * MIB, "within a run of equal parts"
+
+
+def test_ranks_that_want_nothing_are_dealt_nothing() -> None:
+    index = index_of([MIB])
+    none = deal([rows(), rows()], 0, index, half_bytes=HALF)
+    assert (none.batches, none.bytes, len(none.alone)) == (0, 0, 0)
+    alone = deal([rows((0, 0, 1)), rows()], 0, index, half_bytes=HALF)
+    assert (alone.batches, alone.alone.tolist()) == (0, [0])

@@ -1,0 +1,118 @@
+"""What ranks do in tests of what they read for each other."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import torch
+from acts import opened
+
+import flowstone as fs
+from flowstone.config import MIB, EngineOptions
+from flowstone.stage import passing
+from flowstone.store import window
+
+SIZES = [12 * MIB // 4 + 5, 700, 30 * MIB // 4, 3, 20 * MIB // 4 + 1, 0]
+
+
+@contextmanager
+def small_windows() -> Iterator[None]:
+    """So that a few megabytes take several batches."""
+    with mock.patch("flowstone.loading.SHARED_READ_BYTES_MIN", 1), mock.patch.object(passing, "WINDOW_BYTES", 8 * MIB):
+        yield
+
+
+def pattern(at: int, size: int) -> torch.Tensor:
+    return torch.arange(size, dtype=torch.float32) + at
+
+
+def state_of(rank: int, *, own: bool = True) -> dict[str, object]:
+    """Replicas, one of them strided. `own`: also a shard of the rank's own, and a tensor that rank 0 alone wants."""
+    tensors: dict[str, object] = {f"t{at}": torch.full((size,), -1.0) for at, size in enumerate(SIZES)}
+    tensors["t2"] = torch.full((SIZES[2], 2), -1.0)[:, 0]
+    if own and rank != 0:
+        del tensors["t4"]
+    if own:
+        tensors["shard"] = fs.Shard(torch.full((MIB, 1), -1.0), (MIB, 3), (0, rank))
+    return tensors
+
+
+def save(rank: int, path: str) -> None:
+    """One rank saves the whole."""
+    state: dict[str, object] = {f"t{at}": pattern(at, size) for at, size in enumerate(SIZES)}
+    state["shard"] = torch.arange(3 * MIB, dtype=torch.float32).view(MIB, 3)
+    with opened(path) as checkpointer:
+        checkpointer.save(1, state).committed.result(60)
+
+
+def check(rank: int, state: dict[str, object]) -> None:
+    for at, size in enumerate(SIZES):
+        assert torch.equal(state.get(f"t{at}", pattern(at, size)), pattern(at, size)), at  # type: ignore[arg-type]
+    if "shard" in state:
+        whole = torch.arange(3 * MIB, dtype=torch.float32).view(MIB, 3)
+        assert torch.equal(state["shard"].tensor, whole[:, rank : rank + 1])  # type: ignore[attr-defined]
+
+
+def load(rank: int, path: str, share: bool) -> list[int]:
+    """The bytes that this rank has read, and those that it has taken out of windows."""
+    state = state_of(rank)
+    with small_windows(), opened(path, engine=EngineOptions(share_reads=share)) as checkpointer:
+        report = checkpointer.load(state)
+    check(rank, state)
+    assert not [name for name in os.listdir("/dev/shm") if "flowstone" in name]
+    return [report.bytes, report.shared_bytes]
+
+
+def load_replicas(rank: int, path: str) -> list[int]:
+    state = state_of(rank, own=False)
+    with small_windows(), opened(path) as checkpointer:
+        report = checkpointer.load(state, rules=[fs.Skip("shard")])
+    check(rank, state)
+    return [report.bytes, report.shared_bytes]
+
+
+def load_strangers(rank: int, path: str) -> list[int]:
+    """One rank cannot look into the others' processes: each reads for itself."""
+    refused = mock.patch.object(window.OpenWindow, "__init__", side_effect=PermissionError(13, "Permission denied"))
+    with refused if rank == 1 else mock.patch.object(window, "_MESSAGE_AT", window._MESSAGE_AT):
+        return load(rank, path, True)
+
+
+def load_damaged(rank: int, path: str) -> str:
+    """Somebody reads bytes that are not what was written, into memory that is not the state's yet."""
+    state = state_of(rank, own=False)
+    with small_windows(), opened(path, on_error="continue") as checkpointer:
+        try:
+            checkpointer.load(state, rules=[fs.Skip("shard")])
+        except fs.FlowstoneError as error:
+            told = f"{type(error).__name__}: {error}"
+        try:
+            checkpointer.save(2, state)
+        except fs.DamagedError:
+            return told
+    return "saved"
+
+
+def load_and_die(rank: int, path: str, victim: int) -> None:
+    """One rank is killed when it has filled its first window. What the others are told."""
+    state = state_of(rank, own=False)
+    if rank == victim:
+        tell = window.Window.tell
+
+        def die(self: window.Window, counter: window.Counter, value: int) -> None:
+            tell(self, counter, value)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        window.Window.tell = die  # type: ignore[method-assign]
+    with small_windows():
+        checkpointer = opened(path, deadline_s=8.0)
+        try:
+            checkpointer.load(state, rules=[fs.Skip("shard")])
+        except fs.FlowstoneError as error:
+            Path(f"{path}.told-{rank}").write_text(f"{type(error).__name__}: {error}")
+    os._exit(0)

@@ -34,6 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "saving": _BASE | {"format", "plan", "store", "stage", "commit", "state", "saves", "team", "_native"},
     "together": _BASE | {"ranks", "team"},
     "loading": _BASE | {"format", "plan", "store", "stage", "state", "reader", "together", "progress"},
+    "explaining": _BASE | {"format", "plan", "loading", "reader", "ranks"},
     "checkpointer": _BASE
     | {"format", "store", "stage", "commit", "state", "reader", "saves", "saving", "loading"}
     | {"team", "together", "_native"},
@@ -44,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli_tune": {"config", "study", "cli_bench", "cli_output"},
     "cli_output": {"errors"},
     "demo": {"flowstone", "events"},
-    "__init__": _BASE | {"reader", "checkpointer", "loading", "saves", "state"},
+    "__init__": _BASE | {"reader", "checkpointer", "loading", "explaining", "saves", "state"},
     "__main__": {"cli"},
 }
 TORCH_ALLOWED = {"state", "stage", "ranks", "adapters", "demo"}

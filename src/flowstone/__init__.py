@@ -41,6 +41,7 @@ from flowstone.rules import Cast, Init, Rename, Skip
 
 if TYPE_CHECKING:
     from flowstone.checkpointer import Checkpointer
+    from flowstone.explaining import Explanation, Source, explain
     from flowstone.loading import LoadReport
     from flowstone.saves import Save
     from flowstone.state import (
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 
 _NEED_TORCH = {
     "Checkpointer": "flowstone.checkpointer",
+    "Explanation": "flowstone.explaining",
     "LoadReport": "flowstone.loading",
     "Save": "flowstone.saves",
     "ObjectPart": "flowstone.state",
@@ -65,7 +67,9 @@ _NEED_TORCH = {
     "Provider": "flowstone.state",
     "Registration": "flowstone.state",
     "Shard": "flowstone.state",
+    "Source": "flowstone.explaining",
     "SplitTensor": "flowstone.state",
+    "explain": "flowstone.explaining",
     "register_provider": "flowstone.state",
     "rng": "flowstone.state",
 }
@@ -90,6 +94,7 @@ __all__ = [
     "CoverageError",
     "DamagedError",
     "EngineOptions",
+    "Explanation",
     "FlowstoneError",
     "FormatError",
     "FullError",
@@ -112,6 +117,7 @@ __all__ = [
     "SaveFailedError",
     "Shard",
     "Skip",
+    "Source",
     "SplitTensor",
     "StateChangedError",
     "StateError",
@@ -121,6 +127,7 @@ __all__ = [
     "UnsupportedStateError",
     "Box",
     "__version__",
+    "explain",
     "open",
     "register_provider",
     "rng",

@@ -182,6 +182,7 @@ class Checkpointer:
             else:
                 if candidate != candidates[0]:
                     self._superseded_above = candidate
+                    self._together.turn_back()
                 return report
         raise NoCheckpointError(f"no checkpoint in {self._store.location}", next="check the path")
 
@@ -193,7 +194,8 @@ class Checkpointer:
         sound_before, self._unsound = self._unsound, f"the load of step {step} did not finish"
         failure: Exception | None = None
         try:
-            found = loading.read(ready, self._store, loading.teller(step, ready.plan.bytes, self._emit))
+            tell = loading.teller(step, ready.plan.bytes, self._emit)
+            found = loading.read(ready, self._store, self._options, self._together, tell)
             if not found.written and self._together.team is None:
                 self._unsound = sound_before
             loading.finish(ready, found)
@@ -203,7 +205,7 @@ class Checkpointer:
             failure = error
         self._together.confirm(f"the load of step {step}", failure)
         self._unsound = None
-        report = loading.report(ready, time.monotonic() - started)
+        report = loading.report(ready, found, time.monotonic() - started)
         self._emit(Loaded(step, report.bytes, report.seconds))
         return report
 
@@ -252,20 +254,24 @@ class Checkpointer:
         known = self._planned
         described = describe(state, rank=self._together.rank, known=None if known is None else known.layout)
         described_at = time.monotonic()
+
+        def begin(planned: Planned) -> Flight:
+            plan, now = planned.plan, time.monotonic()
+            spent = described_at - waited, now - described_at, waited - started
+            self._emit(SaveStarted(step, len(plan.pieces), plan.bytes, planned is known, *spent))
+            return self._start(save, planned, described, started)
+
+        save = Save(step)
         assignment = None if self._together.team is None else self._together.team.assignment(described.layout)
         if self._together.team is not None and assignment is None:
-            return self._save_once_planned(Save(step), described, fence, started)
+            described = saving.held(described, fence=fence)
+            self._save_once_planned(save, described, fence, begin)
+            return save
         self._planned = planned = saving.plan_save(
             described, known, fence=fence, rank=self._together.rank, assignment=assignment
         )
-        plan, planned_at = planned.plan, time.monotonic()
-        self._emit(
-            SaveStarted(step, len(plan.pieces), plan.bytes, planned is known, described_at - waited,
-                        planned_at - described_at, waited - started)
-        )
-        flight = self._start(Save(step), planned, described, started)
-        self._go_on_without_caller(flight)
-        return flight.save
+        self._go_on_without_caller(begin(planned))
+        return save
 
     def _start(self, save: Save, planned: Planned, described: Described, started: float) -> Flight:
         arena, pace = self._opened_arena(), self._captures.pace(planned.plan, self._store.settings("write").tuning)
@@ -275,35 +281,31 @@ class Checkpointer:
         return saving.start(self._store, save, planned, described, arena, pace, started, identity)
 
     def _save_once_planned(
-        self, save: Save, described: Described, fence: Literal["auto", "manual"], started: float
-    ) -> Save:
+        self, save: Save, described: Described, fence: Literal["auto", "manual"], begin: Callable[[Planned], Flight]
+    ) -> None:
         """The first save of a layout by several ranks: it begins once they have agreed who writes what.
 
-        What must not change before it is captured is copied now; the rest is lazy, and waited for by the fence.
+        What must not change before it is captured has been copied; the rest is lazy, and waited for by the fence.
         """
-        held = saving.held(described, fence=fence)
         self._fence.guard(described.optimizers)
         self._opened_arena()
         save.captured.hurry = save.committed.hurry = self._hurry
         self._captures.expect(save)
         streams = as_on_this_thread(memory.device for memory in described.places.apart.values())
-        self._writer.submit(self._begin_and_finish, save, held, fence, started, streams)
+        self._writer.submit(self._begin_and_finish, save, described, fence, begin, streams)
         self._in_flight.append(save)
-        return save
 
     def _begin_and_finish(
-        self, save: Save, described: Described, fence: Literal["auto", "manual"], started: float,
+        self, save: Save, described: Described, fence: Literal["auto", "manual"], begin: Callable[[Planned], Flight],
         streams: Callable[[], AbstractContextManager[object]],
     ) -> None:
         """On the writer thread: all of a save whose plan the ranks have yet to agree on."""
         assert self._together.team is not None
         try:
-            assignment = self._together.team.share(save.step, described.layout, None)
+            planned = saving.plan_together(save.step, described, self._together.team, fence=fence, streams=streams)
             try:
-                rank = self._together.rank
-                planned = saving.plan_save(described, None, fence=fence, rank=rank, assignment=assignment)
                 with streams():
-                    flight = self._start(save, planned, described, started)
+                    flight = begin(planned)
             except Exception as error:
                 self._together.team.give_up(save.step, error)
                 raise
@@ -473,6 +475,7 @@ class Checkpointer:
             return catalog.rewind(self._store, step)
 
         self._together.decide(f"going back to step {step}", set_aside)
+        self._together.turn_back()
         self._newest = step
 
     def close(self) -> None:

@@ -5,31 +5,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Event
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from flowstone.config import EngineOptions
+from flowstone.config import SHARED_READ_BYTES_MIN, EngineOptions
 from flowstone.events import LoadProgress
 from flowstone.format.digest import digest
 from flowstone.format.index import Index
 from flowstone.format.manifest import encode_manifest, step_directory
 from flowstone.pieces import Pieces
-from flowstone.plan.match import Match, match, rename, renamed
+from flowstone.plan.match import Match, allowed, match, rename, renamed, section_of
 from flowstone.plan.read import ReadPlan, plan_reads
 from flowstone.progress import terminal_progress
 from flowstone.reader import Checkpoint
-from flowstone.rules import Rename, Rule
+from flowstone.rules import Rename, Rule, Skip
 from flowstone.stage.arena import open_read_arena
 from flowstone.stage.landing import Landed, land
+from flowstone.stage.passing import Neighbour, Offer, Passing
 from flowstone.stage.scatter import Scattered, raise_damage, scatter
 from flowstone.state import Restoration, Stored, StoredTensor, prepare
 from flowstone.store.base import Store
+from flowstone.store.window import Announcement, node
 from flowstone.together import Together
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +49,8 @@ class LoadReport:
     cast         converted from another dtype (Cast)
     renamed      stored name and name in the state, where they differ (Rename)
     notes        what else a careful reader would want to know
-    bytes        of the chunks that were read
+    bytes        of the chunks that this rank has read
+    shared_bytes of those that it has taken from ranks on its node, itself among them, of which one has read each
     """
 
     step: int
@@ -55,6 +63,7 @@ class LoadReport:
     notes: tuple[str, ...]
     bytes: int
     seconds: float
+    shared_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,37 +103,69 @@ class Wanted:
         used = {*self.restoration.pieces.names, *aliases}
         return np.array([name in used for name in self.names], np.bool_)
 
+    def unwanted(self) -> dict[str, list[str]]:
+        """By section, all that are asked for: the names of stored objects, no tensors, that this rank does not want."""
+        found: dict[str, list[str]] = {section: [] for section in self.restoration.sections}
+        for difference in self.restoration.differences:
+            if difference.kind == "unexpected":
+                found.setdefault(section_of(difference.name), []).append(difference.name)
+        return found
 
-def want(checkpoint: Checkpoint, state: Mapping[str, object], *, rules: Sequence[Rule], rank: int) -> Wanted:
+
+def want(
+    checkpoint: Checkpoint, state: Mapping[str, object], *, rules: Sequence[Rule], rank: int = 0, ranks: int = 1
+) -> Wanted:
     """Find the memory that the checkpoint's bytes may go to. Changes nothing.
 
     raises  DamagedError, StateError, MismatchError (two names become one)
     """
     checkpoint.check()
     names = renamed(checkpoint.index.rows(), rules)
-    return Wanted(checkpoint, rules, names, prepare(state, _stored(checkpoint, names, rules, rank), rank=rank))
+    stored = _stored(checkpoint, names, rules, rank)
+    return Wanted(checkpoint, rules, names, prepare(state, stored, rank=rank, ranks=ranks))
 
 
-def plan_load(found: Wanted, elsewhere: NDArray[np.bool_] | None = None, *, stage: bool) -> Loading:
+def plan_load(
+    found: Wanted, elsewhere: NDArray[np.bool_] | None = None, unwanted: Container[str] | None = None, *, stage: bool
+) -> Loading:
     """Compare all that can be known without the tensors' bytes. Changes nothing.
 
-    elsewhere  which of the stored names some rank wants, in a job of several: those that none does are unexpected
+    elsewhere  which of the stored tensors some rank wants, in a job of several: those that none does are unexpected
+    unwanted   in such a job, the stored objects that no rank wants
     raises     MismatchError for every difference that no rule allows; BudgetError
     """
-    checkpoint, rules, names, restoration = found.checkpoint, found.rules, found.names, found.restoration
-    index = checkpoint.index
-    others = [f"{d.kind:<11} {d.name}: wanted {d.expected}, stored {d.found}" for d in restoration.differences]
-    matched = match(
-        restoration.pieces, restoration.aliases, sections=restoration.sections, index=index, names=names,
-        rules=rules, differences=others,
-        elsewhere=() if elsewhere is None else {n for n, used in zip(names, elsewhere.tolist(), strict=True) if used},
-    )
+    checkpoint, rules, restoration = found.checkpoint, found.rules, found.restoration
+    names, index = found.names, checkpoint.index
+    used = None if elsewhere is None else {n for n, used in zip(names, elsewhere.tolist(), strict=True) if used}
+    matched = compare(found, used or (), unwanted)
     wanted = restoration.pieces.take(matched.wanted)
     plan = plan_reads(index, wanted, matched.rows)
     stored = tuple(map(index.dtypes.__getitem__, matched.rows))
     cut = {int(plan.target[row]) for row in plan.common}
     landed = land(wanted, restoration.places.take(matched.wanted), stored, cut, stage=stage)
     return Loading(checkpoint, rules, restoration, matched, wanted, plan, landed)
+
+
+def compare(found: Wanted, elsewhere: Container[str], unwanted: Container[str] | None) -> Match:
+    """Find what is wanted among what is stored.
+
+    elsewhere  stored tensors that other ranks want
+    unwanted   the stored objects that no rank wants; None: this rank has the word
+    raises     MismatchError for every difference that no rule allows
+    """
+    rules, restoration = found.rules, found.restoration
+    left = [d for d in restoration.differences if d.kind == "unexpected"]
+    skipped = tuple(d.name for d in left if allowed(rules, Skip, d.name))
+    silent = {*skipped, *(d.name for d in left if unwanted is not None and d.name not in unwanted)}
+    others = [
+        f"{d.kind:<11} {d.name}: wanted {d.expected}, stored {d.found}" for d in restoration.differences
+        if d.kind != "unexpected" or d.name not in silent
+    ]
+    matched = match(
+        restoration.pieces, restoration.aliases, sections=restoration.sections, index=found.checkpoint.index,
+        names=found.names, rules=rules, differences=others, elsewhere=elsewhere,
+    )
+    return replace(matched, skipped=(*matched.skipped, *skipped))
 
 
 def agree(
@@ -138,17 +179,19 @@ def agree(
     words = f"the comparison with step {step}"
     failure: Exception | None = None
     try:
-        found = want(Checkpoint(store, step_directory(step), options), state, rules=rules, rank=together.rank)
+        checkpoint = Checkpoint(store, step_directory(step), options)
+        found = want(checkpoint, state, rules=rules, rank=together.rank, ranks=together.size)
     except Exception as error:
         failure = error
     together.confirm(f"what is wanted of step {step}", failure)
-    elsewhere = None
+    elsewhere = unwanted = None
     if together.team is not None:
         sealed = digest(encode_manifest(found.checkpoint.manifest))
         together.same(f"the identity of step {step}", f"a manifest of digest {sealed}")
-        elsewhere = together.anybody(words, found.names_used())
+        elsewhere = together.anybody(f"the tensors that are wanted of step {step}", found.names_used())
+        unwanted = together.nobody(f"the objects that are wanted of step {step}", found.unwanted())
     try:
-        ready = plan_load(found, elsewhere, stage=stage)
+        ready = plan_load(found, elsewhere, unwanted, stage=stage)
     except Exception as error:
         failure = error
     together.confirm(words, failure)
@@ -167,25 +210,60 @@ def teller(step: int, total: int, emit: Callable[[LoadProgress], None]) -> Calla
     return progress
 
 
-def read(loading: Loading, store: Store, on_progress: Callable[[int], None]) -> Scattered:
+def read(
+    loading: Loading, store: Store, options: EngineOptions, together: Together, on_progress: Callable[[int], None]
+) -> Scattered:
     """Read to where the bytes land. Blocks. `written` in the result are pieces whose memory in the state has changed.
 
     on_progress  is told the bytes done. Damage is in the result, not raised
     """
-    arena = open_read_arena(store)
+    index, plan, paths = loading.checkpoint.index, loading.plan, loading.checkpoint.segment_paths
+    devices = {name: stream.native for name, stream in loading.landed.streams.items()}
     for stream in loading.landed.streams.values():
         stream.follow()
-    try:
-        found = scatter(
-            store, loading.checkpoint.segment_paths, loading.checkpoint.index, loading.plan, loading.wanted,
-            loading.landed.places, arena, on_progress,
-            {name: stream.native for name, stream in loading.landed.streams.items()},
-        )
+    with ExitStack() as stack:
+        passing = _passing(loading, together, stack) if options.share_reads else None
+        arena = open_read_arena(store)
+        stack.callback(arena.close)
+        places = loading.landed.places
+        if passing is None:
+            found = scatter(store, paths, index, plan, loading.wanted, places, arena, on_progress, devices)
+        else:
+            found = passing.run(store, paths, loading.wanted, places, arena, on_progress, devices)
         loading.begun.set()
-    finally:
-        arena.close()
     aside = loading.landed.aside
     return replace(found, written=tuple([p for p in found.written if p not in aside])) if aside else found
+
+
+def _passing(loading: Loading, together: Together, stack: ExitStack) -> Passing | None:
+    """How the ranks of this node pass on what several of them want; None where each reads for itself.
+
+    stack  closes what that needs
+    """
+    if together.team is None:
+        return None
+    step, index, plan = loading.checkpoint.step, loading.checkpoint.index, loading.plan
+    offer: Offer | None = None
+    if plan.bytes >= SHARED_READ_BYTES_MIN:
+        try:
+            offer = stack.enter_context(closing(Offer(index, plan)))
+        except OSError as error:
+            _log.warning("no memory to share with ranks on this node (%s): each reads for itself", error)
+    place = node()
+    words = b"" if offer is None else msgspec.msgpack.encode(offer.window.announcement)
+    said = together.near(f"the windows of step {step}", place, words)
+    neighbours = [Neighbour(rank, msgspec.msgpack.decode(words, type=Announcement)) for rank, words in said]
+    passing: Passing | None = None
+    if offer is not None and len(neighbours) > 1:
+        me = [one.rank for one in neighbours].index(together.rank)
+        try:
+            passing = stack.enter_context(
+                closing(Passing(offer, neighbours, me, index, plan, deadline_s=together.deadline_s))
+            )
+        except OSError as error:
+            _log.warning("ranks on this node do not see each other's memory (%s): each reads for itself", error)
+    ready = together.near(f"sharing what step {step} holds", place, b"" if passing is None else b"ready")
+    return passing if len(ready) == len(neighbours) else None
 
 
 def finish(loading: Loading, found: Scattered) -> None:
@@ -197,7 +275,7 @@ def finish(loading: Loading, found: Scattered) -> None:
     loading.restoration.finish()
 
 
-def report(loading: Loading, seconds: float) -> LoadReport:
+def report(loading: Loading, found: Scattered, seconds: float) -> LoadReport:
     """What a load that is over did."""
     matched = loading.matched
     return LoadReport(
@@ -205,7 +283,7 @@ def report(loading: Loading, seconds: float) -> LoadReport:
         matched=loading.wanted.names, initialised=matched.initialised,
         skipped=matched.skipped, cast=matched.cast,
         renamed=_renamed_pairs(loading.checkpoint.index.rows(), loading.rules),
-        notes=tuple(loading.restoration.notes), bytes=loading.plan.bytes, seconds=seconds,
+        notes=tuple(loading.restoration.notes), bytes=found.bytes, seconds=seconds, shared_bytes=found.shared_bytes,
     )
 
 
@@ -236,6 +314,7 @@ def _stored(checkpoint: Checkpoint, names: Mapping[str, int], rules: Sequence[Ru
     return Stored(
         tensors=_Tensors(index, names), objects=content.replicated,
         per_rank={section: values[rank % len(values)] for section, values in content.per_rank.items() if values},
+        dealt=content.per_rank,
         rename=partial(rename, rules=rules), tied=tied,
     )
 

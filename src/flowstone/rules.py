@@ -37,7 +37,7 @@ class Rename:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """Stored tensors that match may be wanted by nobody."""
+    """Stored tensors and other values that match may be wanted by nobody."""
 
     pattern: str
 

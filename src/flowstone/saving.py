@@ -9,7 +9,8 @@ import errno
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -26,7 +27,7 @@ from flowstone.format.manifest import Manifest, SegmentRow
 from flowstone.pieces import Layout, Places
 from flowstone.plan.write import WritePlan, index_file, plan_writes
 from flowstone.saves import Save
-from flowstone.stage.capture import Staged, start_capture
+from flowstone.stage.capture import Headers, Staged, sample_digests, start_capture
 from flowstone.stage.hold import hold
 from flowstone.state import Described
 from flowstone.store.base import Pace, Receipt, Store, Writing
@@ -44,6 +45,7 @@ class Planned:
     waiter: Waiter
     plan: WritePlan
     assignment: Assignment | None = None  # in a job of several ranks: what this one writes
+    headers: Headers = field(default_factory=Headers)  # of its last save
 
     def places(self, described: Described) -> Places:
         """Where what is written lies."""
@@ -53,10 +55,11 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Sections:
-    """The text of all that is no tensor, by section."""
+    """The text of all that is no tensor, by section. `objects`: what `replicated` is the text of."""
 
     replicated: Mapping[str, bytes]
     per_rank: Mapping[str, bytes]
+    objects: Mapping[str, object]
 
 
 @dataclass(slots=True, eq=False)
@@ -183,6 +186,28 @@ def plan_save(
     return Planned(layout, waiter, plan, assignment)
 
 
+def plan_together(
+    step: int, described: Described, team: Team, *, fence: Literal["auto", "manual"],
+    streams: Callable[[], AbstractContextManager[object]],
+) -> Planned:
+    """The plan for a layout that is new, once all ranks have agreed on who writes what. Blocks.
+
+    streams  makes the current streams of devices what they are where the state was described
+    """
+    try:
+        with streams():
+            samples = sample_digests(described.pieces, described.places)
+    except Exception as error:
+        team.absent(step, error)
+        raise
+    assignment = team.share(step, described.layout, samples=samples)
+    try:
+        return plan_save(described, None, fence=fence, rank=team.rank, assignment=assignment)
+    except Exception as error:
+        team.give_up(step, error)
+        raise
+
+
 def held(described: Described, *, fence: Literal["auto", "manual"]) -> Described:
     """The same, with copies of all that would have to be captured before `save` returns."""
     lazy = _lazy(described, _waiter(described, fence))
@@ -216,7 +241,7 @@ def start(
     plan = planned.plan
     draft = publish.begin(store, save.step, identity)
     try:
-        staged = start_capture(store, draft.directory, plan, planned.places(described), arena, pace)
+        staged = start_capture(store, draft.directory, plan, planned.places(described), arena, pace, planned.headers)
         arena_bytes = _arena_bytes(plan, staged, arena)
         arena.grow(min(arena_bytes, FIRST_ARENA_BYTES))
         sections = _encode_while_captured(staged, plan, described)
@@ -241,7 +266,8 @@ def _encode_while_captured(staged: Staged, plan: WritePlan, described: Described
     """What is no tensor, encoded while bytes move; returns once what is not lazy may change."""
     writing = staged.writing
     try:
-        sections = Sections(encode_sections(described.objects), encode_sections(described.per_rank))
+        objects = described.objects
+        sections = Sections(encode_sections(objects), encode_sections(described.per_rank), objects)
         if plan.lazy_bytes or staged.streams:
             writing.wait_early()
         else:
@@ -297,7 +323,7 @@ def commit(
     assert assignment is not None
     if not shared:
         try:
-            assignment = team.share(step, assignment.layout, assignment)
+            assignment = team.share(step, assignment.layout, begun=assignment)
         except Exception:
             give_up(flight, store)  # also where it is undecided: nobody commits what was not shared out
             raise
@@ -330,7 +356,7 @@ def contribution(flight: Flight, receipt: Receipt) -> Contribution:
     """What this rank has to commit, of a save whose segments are durable."""
     return Contribution(
         _segments(flight), flight.plan.segment, flight.staged.offsets, receipt, flight.sections.replicated,
-        flight.sections.per_rank,
+        flight.sections.per_rank, flight.sections.objects,
     )
 
 

@@ -14,7 +14,7 @@ import secrets
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -26,6 +26,7 @@ from flowstone.commit.contents import join_objects
 from flowstone.config import CATCH_UP_CALLS
 from flowstone.errors import CollisionError, RankError, StorageError, UnsupportedStateError
 from flowstone.format.digest import digest
+from flowstone.format.joints import Spine, join, spine_of
 from flowstone.format.manifest import (
     INDEX_NAME,
     MANIFEST_NAME,
@@ -59,6 +60,7 @@ class _Layout(msgspec.Struct, frozen=True):
     tensors: bytes  # _Tensors, compressed
     parts: bytes  # int64, compressed
     boxes: bytes  # int64, compressed
+    samples: bytes  # uint32: of each piece, a digest of a few of its bytes
     aliases: list[tuple[str, str]]
 
 
@@ -86,10 +88,24 @@ class _Written(msgspec.Struct, frozen=True):
     segment: bytes  # uint32, of each piece that it writes
     offsets: bytes  # uint64
     digests: bytes  # uint64, of the chunks
-    sections: dict[str, str]  # digest of each, for all ranks the same
+    sections: dict[str, str]  # digest of each
     objects: bytes  # replicated sections, of rank 0 alone
     per_rank: dict[str, bytes]
     io: IoRecord
+
+
+class _Apart(msgspec.Struct, frozen=True):
+    """What a rank has of sections that are not the same on all. `spines`: of each, a Spine, as messages have it."""
+
+    texts: dict[str, bytes]
+    spines: dict[str, object]
+
+
+class _Outcome(msgspec.Struct, frozen=True):
+    """What rank 0 makes of what all have written: a manifest, or the sections that it has to see of each first."""
+
+    manifest: bytes
+    apart: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +123,7 @@ class Contribution:
 
     segment   of each piece that it writes, in the order of its assignment: position among `segments`
     offsets   of the same, in bytes
+    objects   section to what `replicated` is the text of
     """
 
     segments: Sequence[SegmentRow]
@@ -115,6 +132,7 @@ class Contribution:
     receipt: Receipt
     replicated: Mapping[str, bytes]
     per_rank: Mapping[str, bytes]
+    objects: Mapping[str, object]
 
 
 class Team:
@@ -124,6 +142,7 @@ class Team:
         self.rank, self.size = agreement.rank, agreement.size
         self._agreement, self._host = agreement, host
         self._mine: Assignment | None = None
+        self.turns = 0  # how often this run has gone back to an earlier step, which it then saves anew
         self._job = ""  # the name of this run of the job, once all know it
         self._lead = _Lead(agreement.size) if agreement.rank == 0 else None
 
@@ -133,14 +152,19 @@ class Team:
 
     def draft_name(self, step: int) -> str:
         """The identity that a checkpoint will have: every rank knows it without asking."""
-        return f"{self._job}-{step}"
+        return f"{self._job}-{self.turns}-{step}"
 
-    def share(self, step: int, layout: Layout, begun: Assignment | None) -> Assignment:
-        """Agree on a plan for `step`; `begun`: the one that this rank has already begun by.
+    def share(
+        self, step: int, layout: Layout, begun: Assignment | None = None, samples: NDArray[np.uint32] | None = None
+    ) -> Assignment:
+        """Agree on a plan for `step`.
 
-        raises  RankError; CollisionError, CoverageError on rank 0
+        begun    the one that this rank has already begun by
+        samples  otherwise: of each piece, a digest of a few of its bytes; replicas have equal ones
+        raises   RankError; CollisionError, CoverageError on rank 0
         """
-        proposal = _Proposal(step, self._host, begun.plan if begun else None, None if begun else _pack(layout))
+        packed = None if samples is None else _pack(layout, samples)
+        proposal = _Proposal(step, self._host, begun.plan if begun else None, packed)
         lead = self._lead
         try:
             agreed = self._agree_on_plan(
@@ -200,23 +224,34 @@ class Team:
             mine = made
         else:
             mine = _contribution(made, assignment.plan, draft.directory, replicated=self.rank == 0)
-        lead = self._lead
+        mine_packed = mine if isinstance(mine, Exception) else msgspec.msgpack.encode(mine)
+        written: list[_Written] = []
 
-        def decide(said: Sequence[bytes]) -> Decision:
-            assert lead is not None
-            manifest = lead.commit([_unpack(one, _Written) for one in said], store, draft, store_id)
-            return Decision(encode_manifest(manifest))
+        def publish_it(apart: Sequence[_Apart] = ()) -> Decision:
+            assert self._lead is not None
+            manifest = self._lead.commit(written, apart, store, draft, store_id)
+            return Decision(msgspec.msgpack.encode(_Outcome(encode_manifest(manifest), [])))
+
+        def look(said: Sequence[bytes]) -> Decision:
+            written.extend(_unpack(one, _Written) for one in said)
+            differing = _differing_sections(written)
+            return Decision(msgspec.msgpack.encode(_Outcome(b"", differing))) if differing else publish_it()
 
         try:
-            agreed = self._agreement.agree(
-                f"the commit of step {step}", mine if isinstance(mine, Exception) else msgspec.msgpack.encode(mine),
-                decide,
-            )
+            outcome = _unpack(self._agreement.agree(f"the commit of step {step}", mine_packed, look).common, _Outcome)
+            if outcome.apart:
+                assert not isinstance(made, Exception), "who has failed agrees on nothing"
+                outcome = _unpack(
+                    self._agreement.agree(
+                        f"the objects of step {step}", msgspec.msgpack.encode(_apart(made, outcome.apart)),
+                        lambda said: publish_it([_unpack(one, _Apart) for one in said]),
+                    ).common, _Outcome,
+                )
         except Exception:
-            if lead is not None:
+            if self._lead is not None:
                 publish.withdraw(store, draft, (INDEX_NAME, OBJECTS_NAME, MANIFEST_NAME))
             raise
-        return decode_manifest(agreed.common, path=f"{store.location}/{draft.directory}")
+        return decode_manifest(outcome.manifest, path=f"{store.location}/{draft.directory}")
 
 
 class _Lead:
@@ -251,6 +286,7 @@ class _Lead:
                 shared = share(
                     [held for held in self._held if held is not None], [hosts[one.host] for one in said],
                     {rank: self._writes[rank] for rank in begun},
+                    [None if one.layout is None else np.frombuffer(one.layout.samples, "<u4") for one in said],
                 )
             except Exception:
                 self._plan = ""
@@ -264,11 +300,11 @@ class _Lead:
         return Decision(msgspec.msgpack.encode((self._plan, self.job)), list(map(msgspec.msgpack.encode, parts)))
 
     def commit(
-        self, said: Sequence[_Written], store: Store, draft: publish.Draft, store_id: str
+        self, said: Sequence[_Written], apart: Sequence[_Apart], store: Store, draft: publish.Draft, store_id: str
     ) -> Manifest:
+        """Publish. `apart`: of each rank, what it has of sections that are not the same on all."""
         _all_equal({rank: one.plan for rank, one in enumerate(said)}, "write by plan {}")
         _all_equal({rank: one.draft for rank, one in enumerate(said)}, "write into {}")
-        _same_sections(said)
         segments: list[SegmentRow] = []
         columns = []
         for rank, one in enumerate(said):
@@ -290,6 +326,7 @@ class _Lead:
             direct_bytes=sum(one.io.direct_bytes for one in said), requests=sum(one.io.requests or 0 for one in said),
         )
         replicated = msgspec.msgpack.decode(zlib.decompress(said[0].objects), type=dict[str, bytes])
+        replicated |= _joined_sections(apart)
         return publish.publish(
             store, draft, store_id=store_id, segments=segments,
             index=frame.fill(offsets[piece_order], digests[chunk_order]), totals=frame.totals,
@@ -319,7 +356,7 @@ class _Lead:
         return [Alias(name, target) for name, target in found.items() if name not in stored]
 
 
-def _pack(layout: Layout) -> _Layout:
+def _pack(layout: Layout, samples: NDArray[np.uint32]) -> _Layout:
     pieces = layout.pieces
     shapes = [tuple(shape) for shape in pieces.shapes]
     tensors = msgspec.msgpack.encode(_Tensors(list(pieces.names), [d.name for d in pieces.dtypes], shapes))
@@ -327,7 +364,8 @@ def _pack(layout: Layout) -> _Layout:
     boxes = [n for at in parts for n in (*pieces.parts[at].offset, *pieces.parts[at].shape)]
     return _Layout(
         zlib.compress(tensors, 1), zlib.compress(np.array(parts, "<i8").tobytes(), 1),
-        zlib.compress(np.array(boxes, "<i8").tobytes(), 1), [(alias.name, alias.target) for alias in layout.aliases],
+        zlib.compress(np.array(boxes, "<i8").tobytes(), 1), samples.astype("<u4").tobytes(),
+        [(alias.name, alias.target) for alias in layout.aliases],
     )
 
 
@@ -356,8 +394,8 @@ def _contribution(made: Contribution, plan: str, draft: str, *, replicated: bool
     )
 
 
-def _same_sections(said: Sequence[_Written]) -> None:
-    """What is no tensor has to be the same on all ranks."""
+def _differing_sections(said: Sequence[_Written]) -> list[str]:
+    """The replicated sections that are not the same on all ranks. Raises where ranks save different sections."""
     for rank, one in enumerate(said):
         if one.sections.keys() != said[0].sections.keys() or one.per_rank.keys() != said[0].per_rank.keys():
             raise UnsupportedStateError(
@@ -366,12 +404,24 @@ def _same_sections(said: Sequence[_Written]) -> None:
                 found=", ".join([*one.sections, *one.per_rank]),
                 next="hand over a state of the same sections on every rank",
             )
-        for section, found in one.sections.items():
-            if found != said[0].sections[section]:
-                raise UnsupportedStateError(
-                    f"section {section!r} is not the same on rank {rank} as on rank 0",
-                    next=f"make it the same on all ranks, or let each keep its own: fs.PerRank(state[{section!r}])",
-                )
+    return [name for name, of in said[0].sections.items() if any(one.sections[name] != of for one in said)]
+
+
+def _apart(made: Contribution, sections: Sequence[str]) -> _Apart:
+    texts = {name: zlib.compress(made.replicated[name], 1) for name in sections}
+    return _Apart(texts, {name: spine_of(made.objects[name]) for name in sections})
+
+
+def _joined_sections(apart: Sequence[_Apart]) -> dict[str, bytes]:
+    """One text for each section that ranks have differently. Raises UnsupportedStateError where that cannot be."""
+    found = {}
+    for section in apart[0].texts if apart else ():
+        first: dict[bytes, int] = {}  # of equal ones the lowest rank
+        for rank, one in enumerate(apart):
+            first.setdefault(one.texts[section], rank)
+        texts = {rank: zlib.decompress(text) for text, rank in first.items()}
+        found[section] = join(section, texts, {rank: cast("Spine", apart[rank].spines[section]) for rank in texts})
+    return found
 
 
 def _check_visible(store: Store, directory: str, rank: int, segments: Sequence[SegmentRow]) -> None:

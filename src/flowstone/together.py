@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -27,6 +27,7 @@ class Together:
 
     def __init__(self, deadline_s: float) -> None:
         job = this_job()
+        self.deadline_s = deadline_s
         self.rank, self.size = job.rank, job.size
         silence_s = min(SILENCE_S, deadline_s / 2)
         self._agreement = Agreement(job.board, job.rank, job.size, deadline_s=deadline_s, silence_s=silence_s)
@@ -65,6 +66,40 @@ class Together:
 
         agreed = self._agreement.agree(phase, np.packbits(mine).tobytes(), join)
         return np.unpackbits(np.frombuffer(agreed.common, np.uint8), count=len(mine)).astype(np.bool_)
+
+    def nobody(self, phase: str, mine: Mapping[str, Sequence[str]]) -> set[str]:
+        """The names that none of the ranks wants which ask for their section; `mine`: by section, all asked for."""
+
+        def join(said: Sequence[bytes]) -> Decision:
+            left: dict[str, set[str]] = {}
+            for one in said:
+                for section, names in msgspec.json.decode(one, type=dict[str, list[str]]).items():
+                    left[section] = left[section].intersection(names) if section in left else set(names)
+            return Decision(msgspec.json.encode(sorted(name for names in left.values() for name in names)))
+
+        agreed = self._agreement.agree(phase, msgspec.json.encode(mine), join)
+        return set(msgspec.json.decode(agreed.common, type=list[str]))
+
+    def turn_back(self) -> None:
+        """All ranks have gone back: steps are saved anew."""
+        if self.team is not None:
+            self.team.turns += 1
+
+    def near(self, phase: str, node: str, mine: bytes) -> list[tuple[int, bytes]]:
+        """Of the ranks of this node that have something to say: rank, and what it says, in their order."""
+
+        def group(said: Sequence[bytes]) -> Decision:
+            nodes: dict[str, list[tuple[int, bytes]]] = {}
+            places = []
+            for rank, one in enumerate(said):
+                place, words = msgspec.msgpack.decode(one, type=tuple[str, bytes])
+                places.append(place)
+                nodes.setdefault(place, []).extend([(rank, words)] if words else [])
+            packed = {place: msgspec.msgpack.encode(those) for place, those in nodes.items()}
+            return Decision(b"", [packed[place] for place in places])
+
+        agreed = self._agreement.agree(phase, msgspec.msgpack.encode((node, mine)), group)
+        return msgspec.msgpack.decode(agreed.own, type=list[tuple[int, bytes]])
 
     def leave(self) -> None:
         """The end: rank 0, whose process may hold what the ranks talk over, goes last."""

@@ -102,7 +102,7 @@ def test_a_rank_that_has_lost_a_call_catches_up(tmp_path: Path) -> None:
 
 def test_values_that_differ_between_ranks_are_refused_by_section(tmp_path: Path) -> None:
     told = run(2, "acts", "other_values", str(tmp_path / "run"))
-    assert all("section 'note' is not the same on rank 1 as on rank 0" in str(words) for words in told)
+    assert all("'note' is not the same on rank 1 as on rank 0" in str(words) for words in told)
     assert all("PerRank" in str(words) for words in told)
 
 

@@ -82,7 +82,7 @@ def match(
     for position in _suspects(pieces, found, index):
         piece, row = pieces[position], found[position]
         if row is None:
-            if _allowed(rules, Init, piece.name):
+            if allowed(rules, Init, piece.name):
                 initialised.append(piece.name)
             else:
                 faults.append(f"missing     {piece.name}: {_described(piece)}, is not in the checkpoint")
@@ -90,17 +90,17 @@ def match(
         if index.shapes[row] != piece.shape:
             faults.append(f"shape       {piece.name}: wanted {piece.shape}, stored {index.shapes[row]}")
         if index.dtypes[row] != piece.dtype:
-            if _allowed(rules, Cast, piece.name):
+            if allowed(rules, Cast, piece.name):
                 cast.append(piece.name)
             else:
                 stored = index.dtypes[row].name
                 faults.append(f"dtype       {piece.name}: wanted {piece.dtype.name}, stored {stored}")
     faults += _untied(aliases, names, index, rules)
-    initialised += [alias.name for alias in aliases if alias.name not in names and _allowed(rules, Init, alias.name)]
+    initialised += [alias.name for alias in aliases if alias.name not in names and allowed(rules, Init, alias.name)]
     used = set(pieces.names).union(alias.name for alias in aliases) if not alike else names
     unexpected = [n for n in names if n not in used and not _is_of_a_rank(n) and section_of(n) in sections]
     unexpected = [n for n in unexpected if n not in elsewhere]
-    skipped = {name for name in unexpected if _allowed(rules, Skip, name)}
+    skipped = {name for name in unexpected if allowed(rules, Skip, name)}
     faults += [f"unexpected  {name}: stored, wanted by nobody" for name in unexpected if name not in skipped]
     if faults:
         _refuse(faults)
@@ -129,7 +129,8 @@ def _is_of_a_rank(name: str) -> bool:
     return "@" in name.partition(".")[0]
 
 
-def _allowed(rules: Sequence[Rule], kind: type[Init | Skip | Cast], name: str) -> bool:
+def allowed(rules: Sequence[Rule], kind: type[Init | Skip | Cast], name: str) -> bool:
+    """Whether some rule of that kind is for `name`."""
     return any(isinstance(rule, kind) and rule.allows(name) for rule in rules)
 
 
@@ -143,7 +144,7 @@ def _untied(aliases: Sequence[Alias], names: Mapping[str, int], index: Index, ru
     for alias in aliases:
         row, target = names.get(alias.name), names.get(alias.target)
         if row is None:
-            if not _allowed(rules, Init, alias.name):
+            if not allowed(rules, Init, alias.name):
                 faults.append(f"missing     {alias.name} (tied to {alias.target}): is not in the checkpoint")
         elif target is not None and row != target and not _equal(index, row, target):
             faults.append(f"tied        {alias.name}: shares memory with {alias.target}, stored with other values")

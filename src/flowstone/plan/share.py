@@ -63,17 +63,20 @@ class Share:
 def share(
     held: Sequence[Held], nodes: Sequence[int] | None = None,
     kept: Mapping[int, NDArray[np.int64]] = MappingProxyType({}),
+    samples: Sequence[NDArray[np.uint32] | None] = (),
 ) -> Share:
     """Choose a writer for each distinct piece.
 
     nodes   the node of each rank; None: all on one
     kept    rank -> what it writes, whatever the others do: it has begun
-    raises  CollisionError  two ranks give one tensor different dtypes or shapes
+    samples of each rank that has them: for each piece a digest of a few of its bytes
+    raises  CollisionError  two ranks give one tensor different dtypes or shapes, or replicas whose samples differ
             CoverageError   a tensor's boxes overlap without being equal, or leave a hole; or what is kept leaves one
     """
     table = _table(held)
     group, first = _replicas(table)
     _prove(table, first)
+    _check_replicas(table, group, samples)
     size, ranks = len(first), len(held)
     length = table.length[first]
     count = np.bincount(group, minlength=size)
@@ -94,6 +97,25 @@ def share(
     rows = writer_row[order]
     cuts = np.searchsorted(table.rank[rows], np.arange(1, ranks))
     return Share(tuple(np.split(table.position[rows], cuts)), loads)
+
+
+def _check_replicas(table: _Table, group: NDArray[np.int64], samples: Sequence[NDArray[np.uint32] | None]) -> None:
+    """Raise CollisionError where two pieces of one group are not the same, as far as their samples tell."""
+    sampled = np.array([of is not None for of in samples], np.bool_)
+    rows = np.flatnonzero(sampled[table.rank]) if sampled.any() else np.zeros(0, np.int64)
+    if not len(rows):
+        return
+    found = np.concatenate([of for of in samples if of is not None])
+    _, first, of = np.unique(group[rows], return_index=True, return_inverse=True)
+    wrong = np.flatnonzero(found != found[first[of.reshape(-1)]])
+    if len(wrong):
+        row, other = rows[wrong[0]], rows[first[of.reshape(-1)[wrong[0]]]]
+        raise CollisionError(
+            f"{table.names[int(table.tensor[row])]!r} is not the same on rank {table.rank[row]} as on rank "
+            f"{table.rank[other]}, and {len(np.unique(table.tensor[rows[wrong]])) - 1} other tensors",
+            next="give what is not a replica a name of its own (stages and experts: their global names), make replicas "
+            "equal, or let each rank keep its own: fs.PerRank",
+        )
 
 
 def _keep(

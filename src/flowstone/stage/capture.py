@@ -13,7 +13,7 @@ from flowstone import _native
 from flowstone.config import BLOCK_BYTES
 from flowstone.format.digest import digest
 from flowstone.format.segment import encode_header
-from flowstone.pieces import Memory, Places
+from flowstone.pieces import Memory, Pieces, Places
 from flowstone.plan.write import SegmentPlan, WritePlan, place
 from flowstone.stage.streams import SideStream, side_stream
 from flowstone.store.base import UNPACED, FilePlan, Pace, Store, Writing
@@ -38,10 +38,27 @@ class Staged:
     streams: tuple[SideStream, ...]
 
 
+class Headers:
+    """The headers of a plan's segments, and their digests; encoded again only where offsets have changed."""
+
+    def __init__(self) -> None:
+        self._offsets: NDArray[np.uint64] | None = None
+        self._known: tuple[tuple[bytes, ...], tuple[str, ...]] = ((), ())
+
+    def of(self, plan: WritePlan, offsets: NDArray[np.uint64]) -> tuple[tuple[bytes, ...], tuple[str, ...]]:
+        if self._offsets is None or not np.array_equal(self._offsets, offsets):
+            texts = tuple(_header(plan, segment, offsets) for segment in plan.segments)
+            self._offsets, self._known = offsets, (texts, tuple(map(digest, texts)))
+        return self._known
+
+
 def start_capture(
-    store: Store, directory: str, plan: WritePlan, places: Places, arena: _native.Arena, pace: Pace = UNPACED
+    store: Store, directory: str, plan: WritePlan, places: Places, arena: _native.Arena, pace: Pace = UNPACED,
+    known: Headers | None = None,
 ) -> Staged:
     """Start capturing what lies at `places` (parallel to the plan's pieces) into segments in `directory`.
+
+    known  the headers of this very plan, as far as they were encoded before
 
     Returns without waiting; the memory must stay alive until `writing.wait_captured()` returns, and
     unchanged, but for what is not lazy: that may change once `writing.wait_early()` returns. What lies on a
@@ -51,7 +68,7 @@ def start_capture(
     """
     address, layout, layouts, device, streams, hosted = _within_reach(places)
     offsets = place(plan, np.where((layout < 0) & (device < 0), address % BLOCK_BYTES, 0))
-    headers = [_header(plan, segment, offsets) for segment in plan.segments]
+    headers, digests = (known or Headers()).of(plan, offsets)
     count = len(headers)
     samples = [_samples(at, stream, plan, device, places) for at, stream in enumerate(streams)]
 
@@ -75,8 +92,7 @@ def start_capture(
         stream.follow()
     files = [FilePlan(f"{directory}/{segment.name}", segment.bytes) for segment in plan.segments]
     writing = store.write(files, rows, arena, pace)
-    sources = (places, hosted, tuple(headers), samples)
-    return Staged(writing, offsets, tuple(map(digest, headers)), sources, streams)
+    return Staged(writing, offsets, digests, (places, hosted, headers, samples), streams)
 
 
 def _header(plan: WritePlan, file: SegmentPlan, offsets: NDArray[np.uint64]) -> bytes:
@@ -130,6 +146,29 @@ def _samples(
     lazy = order[plan.lazy[order] & (device[order] == at)]
     rows = [places.apart[position] for position in lazy.tolist()]
     return stream.sample(rows) if rows else np.zeros(0, np.uint8)
+
+
+def sample_digests(pieces: Pieces, places: Places) -> NDArray[np.uint32]:
+    """For each piece a digest of a few lines of it, as they are now: equal pieces have equal ones, wherever they lie.
+
+    Waits for what the current streams of devices hold. Rows of a device have a line at least.
+    """
+    address, layout, layouts, device, streams, hosted = _within_reach(places)
+    count = len(pieces)
+    samples = []
+    for at, stream in enumerate(streams):
+        samples.append(stream.sample([places.apart[row] for row in np.flatnonzero(device == at).tolist()]))
+        stream.follow()
+        stream.native.synchronize()
+    rows = _native.WriteRows(
+        file=np.zeros(count, np.uint32), offset=np.zeros(count, np.uint64),
+        length=np.array([piece.bytes for piece in pieces], np.uint64), address=address,
+        chunk=np.full(count, _native.NO_DIGEST, np.uint64), layout=layout, layouts=layouts, chunks=0,
+        lazy=np.ones(count, np.bool_), device=device, devices=[stream.native for stream in streams], samples=samples,
+    )
+    found = rows.sample_digests()
+    del hosted  # kept until here
+    return found.astype(np.uint32)
 
 
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from flowstone.format import objects
+from flowstone.format.joints import Joint
 from flowstone.format.objects import Provided, TensorRef, tensor_refs, unsupported
 from flowstone.pieces import DTYPES, Layout, Places
 from flowstone.state import constants, generators, modules, optimizers, provided, tensors
@@ -136,7 +137,7 @@ class Describer:
             built = self._references(value, place, *only)
         elif isinstance(value, dict):
             pairs = [(self.key(key, place), self.node(item, place.child(key))) for key, item in value.items()]
-            built = OrderedDict(pairs) if type(value) is OrderedDict else dict(pairs)
+            built = self._container_type(value)(pairs)
         else:
             items = [self.node(item, place.child(i)) for i, item in enumerate(cast("list[object]", value))]
             built = items if type(value) is list else tuple(items)
@@ -152,8 +153,15 @@ class Describer:
         references = tensor_refs(names)
         if isinstance(value, dict):
             plain = PLAIN_KEYS.issuperset(map(type, keys))
-            return type(value)(zip(keys if plain else [self.key(key, place) for key in keys], references, strict=True))
+            stored_keys = keys if plain else [self.key(key, place) for key in keys]
+            return self._container_type(value)(zip(stored_keys, references, strict=True))
         return references if type(value) is list else tuple(references)
+
+    def _container_type(self, value: object) -> type[dict[object, object]]:
+        """What stands for a dict: a Joint, where its items are restored one by one."""
+        if type(value) is OrderedDict:
+            return OrderedDict
+        return Joint if id(value) in self.survey.live else dict
 
     def _enter(self, value: object, place: Place) -> None:
         if id(value) in self._open:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from flowstone.errors import StateError
+from flowstone.format.joints import Joint
 from flowstone.format.objects import Provided, TensorRef
 from flowstone.state import tensors
 from flowstone.state.fresh import Fresh, kind_of, refers_to_tensors
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 _EXTRA_STATE = "_extra_state"  # torch's key for get_extra_state(): of any type, and free to change its shape
 
 
-def describe(describer: Describer, module: torch.nn.Module, place: Place) -> dict[str, object]:
+def describe(describer: Describer, module: torch.nn.Module, place: Place) -> Joint:
     """Enter a module's tensors; returns what else its state_dict() holds, by stripped key.
 
     Tensors that are no parameter or buffer's own memory (made by a state_dict hook, or extra state)
@@ -36,10 +37,10 @@ def describe(describer: Describer, module: torch.nn.Module, place: Place) -> dic
     if tree is not None and tree.dense and place.rank is None:
         lazy = [type(value) is torch.nn.Parameter or isinstance(value, torch.nn.Parameter) for value in tree.values]
         describer.ledger.enter_all(place, tree.keys, names_below(place.name, tree.names), tree.values, lazy=lazy)
-        return {}
+        return Joint()
     entries = state_dict(module, place)
     live = Live(module)
-    extra: dict[str, object] = {}
+    extra = Joint()
     for key, value in entries.items():
         name = strip_wrappers(key)
         inner = place.called(f"{place.name}.{name}", key)

@@ -107,11 +107,12 @@ class _Rebuild:
         return None
 
     def match_groups(self, stored: list[_StoredGroup]) -> None:
-        """Pair groups that have the same members, in whatever order; each left over is a difference."""
+        """Pair groups that have the same members, in whatever order; then those of which only some are here."""
         rename = self.restorer.stored.rename
         waiting: dict[frozenset[object], list[int]] = {}
         for i, members in enumerate(self.anatomy.groups):
             waiting.setdefault(frozenset(id(member.parameter) for member in members), []).append(i)
+        parts: list[tuple[int, _StoredGroup, list[Member | None]]] = []
         for i, group in enumerate(stored):
             found = [self._find(rename(path), path) for path in group.params]
             key = frozenset(
@@ -121,8 +122,26 @@ class _Rebuild:
             if waiting.get(key):
                 self._want_options(waiting[key].pop(0), group.options)
             else:
+                parts.append((i, group, found))
+        self._match_parts(parts, sorted(i for left in waiting.values() for i in left))
+
+    def _match_parts(self, stored: list[tuple[int, _StoredGroup, list[Member | None]]], waiting: list[int]) -> None:
+        """Pair groups by those of the stored members that are here. The others are differences, where no other rank
+        has them; so is each group left over.
+        """
+        for i, group, found in stored:
+            here = {id(member.parameter) for member in found if member is not None}
+            alike = [j for j in waiting if {id(member.parameter) for member in self.anatomy.groups[j]} == here]
+            if not alike:
                 self._differ(i, "unexpected", "no group of these members", _listing(group.params))
-        for i in sorted(i for left in waiting.values() for i in left):
+                continue
+            mine = i if i in alike else alike[0]
+            waiting.remove(mine)
+            self._want_options(mine, group.options)
+            for path in [path for member, path in zip(found, group.params, strict=True) if member is None]:
+                name = f"{self.place.name}.param_groups.{i}.{path}"
+                self.restorer.differ("unexpected", name, "no such parameter", "a member of the group")
+        for i in waiting:
             paths = [member.home.path for member in self.anatomy.groups[i]]
             self._differ(i, "missing", _listing(paths), "no group of these members")
 
@@ -201,7 +220,8 @@ class _Rebuild:
         if served is not None:
             self.restorer.differ("kind", name, f"'{served.kind}'", "a tensor")
             return
-        if not isinstance(current, torch.Tensor) and is_dtensor(parameter) and stored.shape == tuple(parameter.shape):
+        makes_new = not isinstance(current, torch.Tensor)
+        if makes_new and is_dtensor(parameter) and stored.shape == tuple(parameter.shape):
             # Where the parameter lies, and as it is sharded.
             current = torch.empty_like(parameter, dtype=tensors.torch_dtype(stored.dtype), requires_grad=False)
         if not isinstance(current, torch.Tensor):
@@ -213,6 +233,8 @@ class _Rebuild:
                 device=self._device(member, slot, stored),
                 strides=_strides_like(parameter) if same else None,
             )
+        if makes_new:
+            self.restorer.new_bytes += (current.to_local() if is_dtensor(current) else current).nbytes  # type: ignore[attr-defined]
         within = shard if shard is not None and current.shape == parameter.shape else None
         self.restorer.into_tensor(current, MISSING, place, within=within)
         self.slots.setdefault(id(parameter), {})[slot] = _constant(current)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 
 from flowstone.errors import CollisionError, UnsupportedStateError
+from flowstone.format.joints import Groups, Joint
 from flowstone.format.objects import TensorRef
 from flowstone.state.names import Place
 from flowstone.state.shards import is_dtensor
@@ -110,31 +111,31 @@ def _home_by_name(group: Mapping[str, object], i: int, j: int, place: Place) -> 
     )
 
 
-def describe(describer: Describer, optimizer: torch.optim.Optimizer, place: Place) -> dict[str, object]:
+def describe(describer: Describer, optimizer: torch.optim.Optimizer, place: Place) -> Joint:
     """Enter an optimizer's tensors; returns its object, as drawn at the top."""
     anatomy = dissect(optimizer, describer.parameters, place)
     inside = place.child("state")
     slots = _Slots(describer, inside)
-    state: dict[str, object] = {}
+    state = Joint()
     for member in anatomy.members():
         listed = slots.describe(member)
         if listed:
             state[member.home.path] = listed
     slots.enter()
     options_place = place.child("param_groups")
-    groups = [
+    groups = Groups(
         {
             "params": [member.home.path for member in members],
             "options": describer.node(dict(options), options_place.child(i)),
         }
         for i, (members, options) in enumerate(zip(anatomy.groups, anatomy.options, strict=True))
-    ]
-    return {
+    )
+    return Joint({
         "param_groups": groups,
         "state": state,
         "shared": describer.node(dict(anatomy.shared), inside),
         "extra": describer.node(dict(anatomy.extra), place),
-    }
+    })
 
 
 class _Slots:

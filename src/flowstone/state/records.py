@@ -17,13 +17,24 @@ from flowstone.pieces import Alias, DType, Layout, Pieces, Places
 DifferenceKind: TypeAlias = Literal["missing", "unexpected", "shape", "dtype", "kind"]
 
 
+Redeal: TypeAlias = Callable[[list[object], int, int], object]
+"""What each of the ranks that saved had, our rank, and the number of ranks: what is to be ours."""
+
+
 class PerRank:
-    """A value that every rank keeps for itself, such as its generators; `value` is replaced at load."""
+    """A value that every rank keeps for itself, such as its generators; `value` is replaced at load.
 
-    __slots__ = ("value",)
+    redeal  called where another number of ranks loads than saved, as `redeal(states, rank, ranks)`: `states` is what
+            each of them had, in the order of ranks, as plain values (of an object with state_dict, that); what it
+            returns is loaded here. It runs on every rank, and has to deal the same hand on all. Without it rank r
+            takes what rank r mod N of the N that saved had
+    """
 
-    def __init__(self, value: object) -> None:
+    __slots__ = ("redeal", "value")
+
+    def __init__(self, value: object, *, redeal: Redeal | None = None) -> None:
         self.value = value
+        self.redeal = redeal
 
     def __repr__(self) -> str:
         return f"PerRank({self.value!r})"
@@ -123,6 +134,7 @@ class Stored:
     rename    stored tensor name -> name after the rename rules
     tied      alias -> the name it shares memory with, both after renames; lets containers that are
               built anew share what was shared
+    dealt     as `per_rank`, of every rank that saved
     """
 
     tensors: Mapping[str, StoredTensor]
@@ -130,6 +142,7 @@ class Stored:
     per_rank: Mapping[str, object] = field(default_factory=dict)
     rename: Callable[[str], str] = _same
     tied: Mapping[str, str] = field(default_factory=dict)
+    dealt: Mapping[str, Sequence[object]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,7 @@ class Restoration:
     aliases         further wanted names of memory that is among the pieces
     differences     between the state's and the checkpoint's objects; tensors are not compared here
     sections        of the state: what was asked for
+    new_bytes       of memory among these that is new
     notes           what is left out or kept on purpose, for the report
     """
 
@@ -60,6 +61,7 @@ class Restoration:
         self.differences: tuple[Difference, ...] = tuple(restorer.differences)
         self.notes: tuple[str, ...] = tuple(restorer.notes)
         self.sections = sections
+        self.new_bytes = restorer.new_bytes
         self._actions = restorer.actions
         self._written = restorer.written
         self._finished = False
@@ -79,8 +81,8 @@ class Restoration:
 
 
 @collector_paused()
-def prepare(state: Mapping[str, object], stored: Stored, *, rank: int = 0) -> Restoration:
-    """Plan to restore `state` from what a checkpoint says it holds.
+def prepare(state: Mapping[str, object], stored: Stored, *, rank: int = 0, ranks: int = 1) -> Restoration:
+    """Plan to restore `state` from what a checkpoint says it holds, on `rank` of `ranks`.
 
     raises  UnsupportedStateError for memory that cannot be written, CollisionError when two paths
             make one name, FormatError for objects that cannot be what they say
@@ -91,7 +93,7 @@ def prepare(state: Mapping[str, object], stored: Stored, *, rank: int = 0) -> Re
     restorer = Restorer(survey(state, rank), stored)
     for section, value in state.items():
         if isinstance(value, PerRank):
-            restorer.per_rank(section, value, rank)
+            restorer.per_rank(section, value, rank, ranks)
         else:
             restorer.section(section, value, state)
     return Restoration(restorer, sections)
@@ -108,6 +110,7 @@ class Restorer:
         self.notes: list[str] = []
         self.actions: dict[Phase, list[Callable[[], None]]] = {phase: [] for phase in Phase}
         self.written: list[torch.Tensor] = []
+        self.new_bytes = 0
         self._fitting = Fitting()
         self._places: dict[int, tuple[Place, object]] = {}
 
@@ -123,15 +126,46 @@ class Restorer:
         """Do `action` in `finish`."""
         self.actions[phase].append(action)
 
-    def per_rank(self, section: str, holder: PerRank, rank: int) -> None:
+    def per_rank(self, section: str, holder: PerRank, rank: int, ranks: int) -> None:
         """Plan a section that every rank keeps for itself."""
         if section in self.stored.objects and section not in self.stored.per_rank:
             self.differ("kind", section, "a value of every rank's own", "one value for all ranks")
+            return
+        if holder.redeal is not None and len(self.stored.dealt.get(section, ())) not in (0, ranks):
+            self._redeal(section, holder, rank, ranks)
             return
         node = self.stored.per_rank.get(section, MISSING)
         replacement = self.node(holder.value, node, section_place(section, rank))
         if replacement is not None:
             self.later(Phase.VALUES, lambda: setattr(holder, "value", replacement()))
+
+    def _redeal(self, section: str, holder: PerRank, rank: int, ranks: int) -> None:
+        """Plan to let a hook make our value, of what every rank that saved had."""
+        value, place, kind = holder.value, section_place(section, rank), classify(holder.value)
+        if kind is not Kind.STATEFUL and (kind not in (Kind.PLAIN, Kind.CONTAINER) or id(value) in self.survey.live):
+            raise unsupported(
+                section, value, "cannot be dealt anew",
+                "give redeal= to a PerRank of plain values, or of one object with state_dict()",
+            )
+        fresh, hook, states = Fresh(self), holder.redeal, self.stored.dealt[section]
+        assert hook is not None
+        for number, node in enumerate(states):
+            fresh.want(node, section_place(section, number))
+
+        def dealt() -> object:
+            found = [fresh.build(node, section_place(section, number).name) for number, node in enumerate(states)]
+            try:
+                return hook(found, rank, ranks)
+            except Exception as error:
+                raise StateError(
+                    f"cannot restore '{section}'", found=f"its redeal() raised {type(error).__name__}: {error}",
+                    next="mend it; tensors in their own memory, and what comes before it in the state, are restored",
+                ) from error
+
+        if kind is Kind.STATEFUL:
+            self.later(Phase.STATEFUL, lambda: _load_state(value, dealt(), place))
+        else:
+            self.later(Phase.VALUES, lambda: setattr(holder, "value", self._fitting.fit(value, dealt())))
 
     def section(self, section: str, value: object, state: Mapping[str, object]) -> None:
         """Plan a section that all ranks share."""
@@ -243,6 +277,7 @@ class Restorer:
 
     def want(self, place: Place, made: torch.Tensor | np.ndarray) -> None:
         """Want memory of our own making."""
+        self.new_bytes += made.nbytes
         if isinstance(made, torch.Tensor):
             self.ledger.enter(place, made)
         else:

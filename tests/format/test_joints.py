@@ -1,0 +1,77 @@
+"""Objects of several ranks that become one."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from flowstone.errors import UnsupportedStateError
+from flowstone.format.joints import Groups, Joint, join, spine_of
+from flowstone.format.objects import TensorRef, encode_text
+
+
+def joined(*values: object) -> object:
+    texts = {rank: bytes(encode_text(value, "s")) for rank, value in enumerate(values)}
+    return msgspec.json.decode(join("s", texts, {rank: spine_of(value) for rank, value in enumerate(values)}))
+
+
+def groups(*of: tuple[str, float]) -> Groups:
+    """Groups of members, a letter each, and a learning rate."""
+    return Groups({"params": list(members), "options": {"lr": lr}} for members, lr in of)
+
+
+def test_what_any_rank_has_in_a_joint_is_kept() -> None:
+    assert joined(Joint(a=1, b=Joint(x=None)), Joint(b=Joint(y=[2]), c=3)) == {
+        "a": 1, "b": {"x": None, "y": [2]}, "c": 3
+    }
+    assert joined(Joint(), Joint(a=TensorRef("s.a", "tensor"))) == {"a": {"$tensor": "s.a"}}
+
+
+def test_what_two_ranks_have_has_to_be_the_same() -> None:
+    with pytest.raises(UnsupportedStateError, match=r"'s\.b\.x' is not the same on rank 2 as on rank 1"):
+        joined(Joint(a=1), Joint(b=Joint(x=1)), Joint(b=Joint(x=2)))
+    with pytest.raises(UnsupportedStateError, match=r"fs\.PerRank\(state\['s'\]\)"):
+        joined(1, 2)
+
+
+def test_plain_dicts_are_values_and_not_joined() -> None:
+    with pytest.raises(UnsupportedStateError, match="'s' is not the same"):
+        joined({"a": 1}, {"a": 1, "b": 2})
+    with pytest.raises(UnsupportedStateError, match=r"'s\.a' is not the same"):
+        joined(Joint(a={}), Joint(a={"b": 2}))
+
+
+def test_lists_of_joints_are_joined_one_by_one() -> None:
+    assert joined([Joint(a=1), 0], [Joint(b=2), 0]) == [{"a": 1, "b": 2}, 0]
+    with pytest.raises(UnsupportedStateError, match="'s' is not the same"):
+        joined([Joint(a=1)], [Joint(a=1), Joint()])
+    with pytest.raises(UnsupportedStateError, match=r"'s\.1' is not the same"):
+        joined([Joint(), 1], [Joint(a=1), 2])
+
+
+def test_keys_that_are_no_json_objects_make_a_value() -> None:
+    assert joined(Joint({1: "a"}), Joint({1: "a"})) == {"$dict": [[1, "a"]]}
+    with pytest.raises(UnsupportedStateError, match="'s' is not the same"):
+        joined(Joint({1: "a"}), Joint({2: "a"}))
+
+
+def test_groups_of_equal_options_become_one() -> None:
+    assert joined(groups(("ab", 1.0), ("c", 2.0)), groups(("d", 1.0), ("ce", 2.0))) == groups(
+        ("abd", 1.0), ("ce", 2.0)
+    )
+
+
+def test_groups_are_found_by_position_then_by_options() -> None:
+    assert joined(groups(("a", 1.0), ("b", 1.0)), groups(("c", 1.0), ("d", 1.0))) == groups(("ac", 1.0), ("bd", 1.0))
+    assert joined(groups(("a", 1.0), ("b", 2.0)), groups(("c", 2.0))) == groups(("a", 1.0), ("bc", 2.0))
+    assert joined(groups(("a", 1.0)), groups(("b", 2.0), ("c", 1.0))) == groups(("ac", 1.0), ("b", 2.0))
+
+
+def test_two_groups_of_one_rank_stay_two() -> None:
+    assert joined(groups(("a", 1.0), ("b", 1.0)), groups(("c", 1.0))) == groups(("ac", 1.0), ("b", 1.0))
+    assert joined(groups(("a", 1.0)), groups(("c", 1.0), ("d", 1.0))) == groups(("ac", 1.0), ("d", 1.0))
+
+
+def test_a_member_with_other_options_on_another_rank_is_refused() -> None:
+    with pytest.raises(UnsupportedStateError, match="'a' is in a group of other options on rank 1"):
+        joined(groups(("ab", 1.0)), groups(("a", 2.0)))

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from flowstone.loading import LoadReport
     from flowstone.saves import Save
     from flowstone.state import (
+        Flat,
         ObjectPart,
         Part,
         PerRank,
@@ -59,6 +60,7 @@ _NEED_TORCH = {
     "Checkpointer": "flowstone.checkpointer",
     "LoadReport": "flowstone.loading",
     "Save": "flowstone.saves",
+    "Flat": "flowstone.state",
     "ObjectPart": "flowstone.state",
     "Part": "flowstone.state",
     "PerRank": "flowstone.state",
@@ -90,6 +92,7 @@ __all__ = [
     "CoverageError",
     "DamagedError",
     "EngineOptions",
+    "Flat",
     "FlowstoneError",
     "FormatError",
     "FullError",

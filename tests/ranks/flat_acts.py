@@ -15,7 +15,7 @@ import torch.distributed as dist
 from acts import opened, save_steps
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
@@ -90,6 +90,9 @@ class Training:
         """Every tensor, whole, as torch itself gathers it."""
         if self.kind in ("flat", "original"):
             return self._unflattened()
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
         named = [(name.removeprefix("module."), one) for name, one in self.model.named_parameters()]
         parameters = {name: one.detach() for name, one in named}
         keeper = getattr(self.optimizer, "optim", self.optimizer)
@@ -193,7 +196,9 @@ def load_all(checkpointer: fs.Checkpointer, kind: str, beside: str) -> int:
         with no_collectives():
             checkpointer.load(training.state, step=step)
         right, losses = torch.load(f"{beside}{step}.pt")
-        torch.testing.assert_close(float(training.forward().detach()), losses[0], rtol=1e-5, atol=0)
+        loss = training.forward()
+        torch.testing.assert_close(float(loss.detach()), losses[0], rtol=1e-5, atol=0)
+        loss.backward()
         whole = training.whole()
         assert whole.keys() == right.keys(), whole.keys() ^ right.keys()
         for name, one in right.items():

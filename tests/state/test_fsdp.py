@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from across import Make, derive, number, rank_of, restored, same_tensors, saved, step
+from across import FIRST, Make, derive, number, rank_of, restored, same_tensors, saved, step
 from reference import fill, save, stored
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -321,3 +321,29 @@ def test_what_every_rank_keeps_for_itself_has_no_flat_parameters() -> None:
         model = whole(Untied(), orig=True)
         with pytest.raises(fs.UnsupportedStateError, match="drop PerRank"):
             describe({"model": fs.PerRank(model)})
+
+
+@pytest.mark.parametrize("orig", [True, False])
+def test_one_model_in_two_places_is_whole_in_both(orig: bool) -> None:
+    def make(offset: int) -> dict[str, object]:
+        model = state_of(Untied, partial(whole, orig=orig), offset)["model"]
+        return {"model": model, "again": model, "optimizer": torch.optim.Adam(model.parameters())}  # type: ignore[attr-defined]
+
+    checkpoint = saved(make, 3)
+    for name, tensor in checkpoint.tensors.items():
+        if name.startswith("model."):
+            assert checkpoint.tensors["again" + name.removeprefix("model")].tobytes() == tensor.tobytes()
+            assert tensor.view("float32").min() >= FIRST
+    restored(checkpoint, make, 2, elements)
+
+
+def test_a_wrapped_module_in_two_places_of_a_model_is_tied() -> None:
+    def make(offset: int) -> dict[str, object]:
+        module = Untied()
+        number(module, offset)
+        module.block = whole(module.block, orig=True)  # type: ignore[assignment]
+        module.again = module.block
+        return {"model": module}
+
+    checkpoint = saved(make, 2)
+    assert checkpoint.tied["model.again.0.weight"] == "model.block.0.weight"

@@ -41,10 +41,11 @@ def number(module: nn.Module, offset: int = 0) -> None:
 
 
 def step(optimizer: torch.optim.Optimizer, without: Collection[int] = ()) -> None:
-    """Let an optimizer make its slots: of all parameters but those `without` a gradient, by identity."""
+    """Let an optimizer make its slots, of all parameters but frozen ones, and those `without` a gradient."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            parameter.grad = None if id(parameter) in without else torch.zeros_like(parameter)
+            left_out = id(parameter) in without or not parameter.requires_grad
+            parameter.grad = None if left_out else torch.zeros_like(parameter)
     optimizer.step()
 
 

@@ -15,6 +15,7 @@ import torch
 from across import FIRST, Make, derive, number, rank_of, restored, same_tensors, saved, step
 from reference import fill, save, stored
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
@@ -57,6 +58,12 @@ class Untied(nn.Module):
         self.own = nn.Parameter(torch.empty(2, 3, 2))
 
 
+class Frozen(Untied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.requires_grad_(False)
+
+
 def plain(module: nn.Module) -> nn.Module:
     return module
 
@@ -75,6 +82,13 @@ def inner(module: Untied, *, orig: bool) -> nn.Module:
     """A module that is no FullyShardedDataParallel itself, around one."""
     module.block = whole(module.block, orig=orig)  # type: ignore[assignment]
     return module
+
+
+def checkpointed(module: Untied, *, orig: bool) -> nn.Module:
+    """Activations are computed again: by a wrapper inside of one unit, and around what is another."""
+    module.first = checkpoint_wrapper(module.first)  # type: ignore[assignment]
+    module.block = whole(checkpoint_wrapper(module.block), orig=orig)  # type: ignore[assignment]
+    return whole(module, orig=orig)
 
 
 def hybrid(module: nn.Module, *, orig: bool) -> nn.Module:
@@ -120,6 +134,8 @@ WRAPS: dict[str, tuple[type[nn.Module], Callable[..., nn.Module]]] = {
     "mixed precision": (Net, partial(whole, mixed_precision=MIXED)),
     "each layer": (Untied, layers),
     "inside a plain module": (Untied, inner),
+    "frozen layers": (Frozen, layers),
+    "activation checkpoints": (Untied, checkpointed),
 }
 
 
@@ -197,6 +213,7 @@ def test_a_parameter_of_which_nothing_is_here_is_not_missing() -> None:
         assert isinstance(optimizer, torch.optim.Optimizer)
         empty = {key for key, one in model.named_parameters() if not one.numel()}  # type: ignore[attr-defined]
         assert empty, "rank 2 holds none of the first ones"
+        step(optimizer)  # and yet the optimizer has state of them
         names = set(describe(state).pieces.names)
         for key in empty:
             assert not any(key.removeprefix("_fsdp_wrapped_module.") in name for name in names)
@@ -226,6 +243,35 @@ def test_the_group_of_a_flat_parameter_is_that_of_all_that_lie_in_it() -> None:
         assert not prepare(state, stored(reference), rank=1).differences
         found = prepare(state, stored(save(two_groups(0))), rank=1).differences
         assert [one.kind for one in found] == ["unexpected", "unexpected", "missing"]
+
+
+def test_groups_of_whole_flat_parameters_are_those_of_what_lies_in_them() -> None:
+    def grouped(offset: int, wrap: Wrap) -> dict[str, object]:
+        state = state_of(Untied, wrap, offset)
+        model = state["model"]
+        assert isinstance(model, nn.Module)
+        inner = [one for key, one in model.named_parameters() if "block" in key]
+        outer = [one for key, one in model.named_parameters() if "block" not in key]
+        optimizer = torch.optim.Adam([{"params": inner}, {"params": outer, "lr": 0.5}], lr=0.0)
+        optimizer.state.update(state["optimizer"].state)  # type: ignore[attr-defined]
+        return {"model": model, "optimizer": optimizer}
+
+    alone = partial(grouped, wrap=plain)
+    for orig in (True, False):
+        sharded = partial(grouped, wrap=partial(inner, orig=orig))
+        assert saved(sharded, 2).objects == saved(alone, 1).objects
+        restored(saved(alone, 1), sharded, 3, elements)
+        restored(saved(sharded, 3), alone, 1, elements)
+
+
+def test_an_original_parameter_that_lies_elsewhere_now_is_refused() -> None:
+    with rank_of(0, 2):
+        state = state_of(Untied, partial(whole, orig=True), 0)
+        model = state["model"]
+        assert isinstance(model, FSDP)
+        model.own.data = model.own.data.clone()
+        with pytest.raises(fs.UnsupportedStateError, match=r"'model\.own' does not lie in its flat"):
+            describe(state)
 
 
 def test_buffers_that_mixed_precision_has_cast_are_saved_in_their_own_dtype() -> None:

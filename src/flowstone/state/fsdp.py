@@ -161,8 +161,21 @@ def _unit(handle: Any, prefix: str, place: Place) -> Unit:
         for tie in _private(flat, "_shared_param_infos")
     }
     local = getattr(flat, "_local_shard", None)  # there from the first forward on
-    originals = _private(flat, "_params")
-    return Unit(flat, flat.data if local is None else local, tuple(spans), originals, ties)
+    unit = Unit(flat, flat.data if local is None else local, tuple(spans), _private(flat, "_params"), ties)
+    _check_memory(unit, place)
+    return unit
+
+
+def _check_memory(unit: Unit, place: Place) -> None:
+    """An original parameter that has got memory of its own is copied from there at the next forward, not before."""
+    own = unit.local.untyped_storage().data_ptr()
+    for span, original in zip(unit.spans, unit.originals or unit.spans, strict=True):
+        if isinstance(original, torch.Tensor) and original.numel() and original.untyped_storage().data_ptr() != own:
+            raise UnsupportedStateError(
+                f"'{place.name}.{span.name}' does not lie in its flat parameter any more",
+                found="other memory: it was replaced, or its data was",
+                next="change it in place (copy_), or run a forward first: that takes it over",
+            )
 
 
 def _name(prefix: str, module: str, parameter: str) -> str:

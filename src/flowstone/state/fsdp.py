@@ -1,6 +1,6 @@
 """FSDP1: the flat parameters that a FullyShardedDataParallel makes of the module that it wraps.
 
-The only place that knows torch's private names of it (of 2.6 to 2.13); FSDP2 is DTensors, and needs none of this.
+The only place that knows torch's private names of it (as 2.13 has them); FSDP2 is DTensors, and needs none of this.
 What a rank holds is read from the wrapper's own tables. So neither it nor its state_dict() is asked to gather
 anything: the hooks that would are set aside.
 """
@@ -210,5 +210,5 @@ def _private(owner: object, name: str) -> Any:
 def _unknown(what: str) -> UnsupportedStateError:
     return UnsupportedStateError(
         f"FullyShardedDataParallel of torch {torch.__version__} is not built as known: {what}",
-        next="use FSDP2 (torch.distributed.fsdp.fully_shard), or a torch from 2.6 to 2.13",
+        next="use FSDP2 (torch.distributed.fsdp.fully_shard), or torch 2.13",
     )

@@ -13,7 +13,7 @@ A slot that is a tensor, and whose key is text without a dot, is in no list: the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -96,25 +96,21 @@ def dissect(optimizer: torch.optim.Optimizer, parameters: Parameters, place: Pla
     if local is not None:  # whose own settings follow those of the whole one at the next step
         packed_groups, numbers = optimizer.param_groups, _spread(optimizer, keeper, numbers)
     groups: list[tuple[Member, ...]] = []
-    paths: dict[str, tuple[int, int]] = {}
     for i, group in enumerate(optimizer.param_groups):
         found: list[Member] = []
         for j, parameter in enumerate(group["params"]):
-            here = numbers[i][j] is not _ELSEWHERE
-            slots = state.pop(numbers[i][j], {})
+            number = numbers[i][j]
+            here, slots = number is not _ELSEWHERE, state.pop(number, {})
             flat = parameters.flat(parameter)
-            if flat is None:
-                home = parameters.home(parameter) or _home_by_name(group, i, j, place)
-                here = here and not (type(home.held) is Range and home.held.absent)
-                own = [Member(parameter, home, slots, parameter, here=here)]
-            else:
-                own = [_lying(parameter, slots, flat.local, span, here=here) for span in flat.spans]
-            for member in own:
-                first = paths.setdefault(member.home.path, (i, j))
-                if first != (i, j):
-                    raise _twice(place, member.home.path, first, (i, j))
-            found += own
+            if flat is not None:
+                found += [_lying(parameter, slots, flat.local, span, here=here) for span in flat.spans]
+                continue
+            home = parameters.home(parameter) or _home_by_name(group, i, j, place)
+            if type(home.held) is Range and home.held.absent:
+                here = False
+            found.append(Member(parameter, home, slots, parameter, None, None, here))
         groups.append(tuple(found))
+    _check_paths(groups, place)
     options = tuple({k: v for k, v in group.items() if k not in NOT_OPTIONS} for group in packed_groups)
     extra = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
     return Anatomy(tuple(groups), options, state, extra, keeper)
@@ -161,12 +157,21 @@ def _lying(
     return Member(span.of(flat), home, slots, owner, span, flat, here)
 
 
-def _twice(place: Place, path: str, first: tuple[int, int], second: tuple[int, int]) -> CollisionError:
-    return CollisionError(
-        f"two parameters of '{place.name}' have the name '{path}'",
-        first=f"group {first[0]}, parameter {first[1]}", second=f"group {second[0]}, parameter {second[1]}",
-        next="put their module into the state, or give param_names that differ",
-    )
+def _check_paths(groups: Sequence[Sequence[Member]], place: Place) -> None:
+    """Two parameters of one name could not be told apart."""
+    paths = [member.home.path for group in groups for member in group]
+    if len(set(paths)) == len(paths):
+        return
+    found = {}
+    for i, group in enumerate(groups):
+        for j, member in enumerate(group):
+            position = f"group {i}, parameter {j}"
+            first = found.setdefault(member.home.path, position)
+            if first != position:
+                raise CollisionError(
+                    f"two parameters of '{place.name}' have the name '{member.home.path}'", first=first,
+                    second=position, next="put their module into the state, or give param_names that differ",
+                )
 
 
 def _home_by_name(group: Mapping[str, object], i: int, j: int, place: Place) -> Home:

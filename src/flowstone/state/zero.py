@@ -33,6 +33,6 @@ def local_optimizer(optimizer: torch.optim.Optimizer, place: Place) -> torch.opt
         raise UnsupportedStateError(
             f"'{place.name}' is not built as known", expected="a local optimizer of as many groups, called 'optim'",
             found=f"the ZeroRedundancyOptimizer of torch {torch.__version__}",
-            next="use a torch from 2.6 to 2.13, or tell the developers of Flowstone",
+            next="use torch 2.13",
         )
     return local

@@ -162,7 +162,7 @@ def _check_paths(groups: Sequence[Sequence[Member]], place: Place) -> None:
     paths = [member.home.path for group in groups for member in group]
     if len(set(paths)) == len(paths):
         return
-    found = {}
+    found: dict[str, str] = {}
     for i, group in enumerate(groups):
         for j, member in enumerate(group):
             position = f"group {i}, parameter {j}"

@@ -162,6 +162,19 @@ def test_flat_and_original_parameters_load_each_other() -> None:
         restored(saved(source, 3), target, 2, elements)
 
 
+def test_what_fsdp_is_told_to_ignore_is_whole_on_every_rank() -> None:
+    def wrap(module: nn.Module, *, orig: bool) -> nn.Module:
+        return whole(module, orig=orig, ignored_modules=[module.first])
+
+    alone = partial(state_of, Untied, plain)
+    for orig in (True, False):
+        sharded = partial(state_of, Untied, partial(wrap, orig=orig))
+        checkpoint = saved(sharded, 3)
+        same_tensors(checkpoint, saved(alone, 1))
+        restored(checkpoint, alone, 1, elements)
+        restored(saved(alone, 1), sharded, 2, elements)
+
+
 def test_slots_that_are_not_there_yet_are_made_where_the_parameter_lies() -> None:
     for orig in (True, False):
         make = partial(state_of, Net, partial(whole, orig=orig))
@@ -207,6 +220,7 @@ def test_parameters_and_slots_are_captured_lazily_and_without_a_copy() -> None:
 
 
 def test_a_parameter_of_which_nothing_is_here_is_not_missing() -> None:
+    reference = stored(saved(partial(state_of, Untied, plain), 1))
     with rank_of(2, 3):
         state = state_of(Untied, partial(whole, orig=True), 0)
         model, optimizer = state["model"], state["optimizer"]
@@ -217,6 +231,9 @@ def test_a_parameter_of_which_nothing_is_here_is_not_missing() -> None:
         names = set(describe(state).pieces.names)
         for key in empty:
             assert not any(key.removeprefix("_fsdp_wrapped_module.") in name for name in names)
+        before = {id(one): dict(slots) for one, slots in optimizer.state.items() if not one.numel()}
+        prepare(state, reference, rank=2).finish()
+        assert {id(one): dict(slots) for one, slots in optimizer.state.items() if not one.numel()} == before != {}
 
 
 def test_steps_of_one_flat_parameter_have_to_agree() -> None:

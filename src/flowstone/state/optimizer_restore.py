@@ -313,6 +313,8 @@ class _Rebuild:
         state = cast("dict[object, dict[object, object]]", keeper.state)
         for members in self._by_owner.values():
             owner, built = members[0].owner, self._built(members)
+            if not any(member.here for member in members):
+                continue
             if not built:
                 state.pop(owner, None)
                 continue

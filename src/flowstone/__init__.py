@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from flowstone.loading import LoadReport
     from flowstone.saves import Save
     from flowstone.state import (
+        Flat,
         ObjectPart,
         Part,
         PerRank,
@@ -61,6 +62,7 @@ _NEED_TORCH = {
     "Explanation": "flowstone.explaining",
     "LoadReport": "flowstone.loading",
     "Save": "flowstone.saves",
+    "Flat": "flowstone.state",
     "ObjectPart": "flowstone.state",
     "Part": "flowstone.state",
     "PerRank": "flowstone.state",
@@ -95,6 +97,7 @@ __all__ = [
     "DamagedError",
     "EngineOptions",
     "Explanation",
+    "Flat",
     "FlowstoneError",
     "FormatError",
     "FullError",

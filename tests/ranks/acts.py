@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import flowstone as fs
@@ -33,14 +33,21 @@ class Net(nn.Module):
 
 
 def state_of(how: str) -> dict[str, object]:
-    """A model and its optimizer, stepped once: "whole" on each rank, "rows" or "columns" of it, or as FSDP2 has it."""
-    model = Net()
+    """A model and its optimizer, stepped once: "whole" on each rank, "rows" or "columns" of it, or as FSDP has it.
+
+    That is FSDP2 ("fsdp"), or FSDP1 with "flat" parameters or the "original" ones.
+    """
+    model: nn.Module = Net()
     if dist.is_initialized() and how != "whole":
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         if how == "fsdp":
             for layer in model.body:
                 fully_shard(layer, mesh=mesh)
             fully_shard(model, mesh=mesh)
+        elif how in ("flat", "original"):
+            model = FullyShardedDataParallel(
+                model, device_id=torch.device("cpu"), use_orig_params=how == "original"
+            )
         else:
             shard(model, mesh, how)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -50,7 +57,7 @@ def state_of(how: str) -> dict[str, object]:
     return {"model": model, "optimizer": optimizer, "rng": fs.rng(), "step": 0}
 
 
-def shard(model: Net, mesh: object, how: str) -> None:
+def shard(model: nn.Module, mesh: object, how: str) -> None:
     for module in model.body:
         for name, parameter in list(module.named_parameters(recurse=False)):
             dim = parameter.dim() - 1 if how == "columns" else 0

@@ -5,6 +5,7 @@ Restoration that it returns finishes what bytes alone cannot restore.
 """
 
 from flowstone.state.describe import BYTES_INLINE_MAX, describe
+from flowstone.state.flat import Flat
 from flowstone.state.generators import rng
 from flowstone.state.provider import ObjectPart, Part, Provider
 from flowstone.state.records import Described, Difference, PerRank, Shard, Stored, StoredTensor
@@ -17,6 +18,7 @@ __all__ = [
     "BYTES_INLINE_MAX",
     "Described",
     "Difference",
+    "Flat",
     "ObjectPart",
     "Part",
     "PerRank",

@@ -15,6 +15,7 @@ from flowstone.format.joints import Joint
 from flowstone.format.objects import Provided, TensorRef, tensor_refs, unsupported
 from flowstone.pieces import DTYPES, Layout, Places
 from flowstone.state import constants, generators, modules, optimizers, provided, tensors
+from flowstone.state.flat import Flat
 from flowstone.state.kinds import Kind
 from flowstone.state.ledger import Ledger
 from flowstone.state.names import PLAIN_KEYS, Place, check_sections, names_below, section_place
@@ -74,6 +75,12 @@ class Describer:
     def parameters(self) -> Parameters:
         return self.survey.parameters()
 
+    @cached_property
+    def _stepped(self) -> frozenset[int]:
+        """Identities of what an optimizer of the state steps."""
+        groups = [group for optimizer in self.survey.optimizers for group in optimizer.param_groups]
+        return frozenset(id(parameter) for group in groups for parameter in group["params"])
+
     def close(self, known: Layout | None) -> tuple[Layout, Places]:
         """What was entered, once everything has been."""
         columns = self.ledger.look(hold=True)
@@ -96,6 +103,8 @@ class Describer:
                 return TensorRef(place.name, "ndarray")
             case Kind.SHARD:
                 return self._shard(cast("Shard", value), place)
+            case Kind.FLAT:
+                return self._flat(cast("Flat", value), place)
             case Kind.MODULE:
                 return modules.describe(self, cast("torch.nn.Module", value), place)
             case Kind.OPTIMIZER:
@@ -121,6 +130,15 @@ class Describer:
             return TensorRef(place.name, "tensor")
         self.ledger.add_array(place, shard.tensor, within=shard)
         return TensorRef(place.name, "ndarray")
+
+    def _flat(self, flat: Flat, place: Place) -> dict[str, object]:
+        """Enter the members of a flat tensor. Their names say all, as those of a module's parameters do."""
+        for span in flat.spans:
+            self.ledger.enter(
+                place.called(f"{place.name}.{span.name}", span.name), span.of(flat.tensor), within=span.range,
+                lazy=id(flat.tensor) in self._stepped,
+            )
+        return {}
 
     def _stateful(self, value: object, place: Place) -> object:
         try:

@@ -9,6 +9,7 @@ from collections import Counter, OrderedDict, deque
 import numpy as np
 import torch
 
+from flowstone.state.flat import Flat
 from flowstone.state.records import PerRank, Shard
 from flowstone.state.tensors import DENSE_TYPES
 
@@ -19,6 +20,7 @@ class Kind(enum.Enum):
     TENSOR = enum.auto()
     ARRAY = enum.auto()
     SHARD = enum.auto()
+    FLAT = enum.auto()
     MODULE = enum.auto()
     OPTIMIZER = enum.auto()
     GENERATOR = enum.auto()
@@ -51,12 +53,13 @@ KINDS: tuple[tuple[type | tuple[type, ...], Kind], ...] = (
     (torch.nn.Module, Kind.MODULE),
     (torch.optim.Optimizer, Kind.OPTIMIZER),
     (Shard, Kind.SHARD),
+    (Flat, Kind.FLAT),
     (PerRank, Kind.PER_RANK),
     (GENERATORS, Kind.GENERATOR),
 )
 BUILT_IN: frozenset[type] = frozenset({
-    *CONTAINERS, *PLAIN, *DENSE_TYPES, *GENERATORS, np.ndarray, torch.nn.Module, torch.optim.Optimizer, Shard, PerRank,
-    set, frozenset, deque, Counter, slice, object, type,
+    *CONTAINERS, *PLAIN, *DENSE_TYPES, *GENERATORS, np.ndarray, torch.nn.Module, torch.optim.Optimizer, Shard, Flat,
+    PerRank, set, frozenset, deque, Counter, slice, object, type,
 })
 """Types that no other provider may take over: checkpoints say what they are in words of their own."""
 STATEFUL = ("state_dict", "load_state_dict")

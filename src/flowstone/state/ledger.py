@@ -19,6 +19,7 @@ from flowstone.errors import CollisionError, UnsupportedStateError
 from flowstone.format.objects import unsupported
 from flowstone.pieces import Alias, Box, DType, Layout, Memory, Pieces, Places
 from flowstone.state import tensors
+from flowstone.state.flat import Range
 from flowstone.state.names import Place, valid_name
 from flowstone.state.records import Shard
 from flowstone.state.shards import is_dtensor, shards_of
@@ -41,14 +42,22 @@ class Ledger:
         self._given: dict[int, tuple[DType, Memory]] = {}
         self._within: dict[int, Shard] = {}
         self._runs: list[tuple[int, Place, Sequence[object] | None]] = []
-        self.split: set[str] = set()  # names of tensors that one object holds in several boxes
+        self._tied: list[tuple[Place, str]] = []
+        self.split: set[str] = set()  # names of tensors that one object holds, or may hold, in several boxes
 
-    def enter(self, place: Place, tensor: torch.Tensor, *, within: Shard | None = None, lazy: bool = False) -> None:
-        """Enter a tensor under the place's name; `within`: the box of a larger one that it is. DTensors tell it."""
+    def enter(
+        self, place: Place, tensor: torch.Tensor, *, within: Shard | Range | None = None, lazy: bool = False
+    ) -> None:
+        """Enter a tensor under the place's name; `within`: what of a larger one it is. DTensors tell it."""
         if self.sealed:
             raise unsupported(place.name, tensor, "is a tensor, or as long as one", "describe it as a Part")
         if is_dtensor(tensor):
-            self._enter_shards(place, tensor, lazy=lazy)
+            self._enter_shards(place, shards_of(cast("DTensor", tensor), place.name), tensor, lazy=lazy)
+            return
+        if isinstance(within, Range):
+            # Even one box: on another rank it may be several, and what is tied here has to be tied there.
+            self.split.add(place.name)
+            self._enter_shards(place, within.cut(tensor), tensor, lazy=lazy)
             return
         if within is not None:
             self._within[len(self.names)] = within
@@ -57,11 +66,14 @@ class Ledger:
         self.tensors.append(tensor)
         self._lazy.append(lazy)
 
-    def _enter_shards(self, place: Place, tensor: torch.Tensor, *, lazy: bool) -> None:
-        """Enter what this rank holds of a DTensor: nothing, or a box, or several."""
+    def tie(self, place: Place, target: str) -> None:
+        """Enter the place's name as a further one of the tensor called `target`, in however many boxes that is."""
+        self._tied.append((place, target))
+
+    def _enter_shards(self, place: Place, held: Sequence[Shard], tensor: torch.Tensor, *, lazy: bool) -> None:
+        """Enter what this rank holds of a larger tensor: nothing, or a box, or several."""
         if place.rank is not None:
             raise unsupported(place.name, tensor, "is a part of what every rank keeps for itself", "drop PerRank")
-        held = shards_of(cast("DTensor", tensor), place.name)
         if len(held) > 1:
             self.split.add(place.name)
         for shard in held:
@@ -123,7 +135,10 @@ class Ledger:
         ties = self._ties(dtypes, shapes, address, memory)
         pieces = Pieces(tuple(self.names), tuple(dtypes), tuple(shapes))
         places = Places(address, {at: m for at, m in memory.items() if m.device != "cpu" or not m.contiguous}, owners)
-        aliases = tuple(Alias(self.names[at], self.names[first]) for at, first in ties.items())
+        aliases = (
+            *(Alias(self.names[at], self.names[first]) for at, first in ties.items()),
+            *(Alias(place.name, target) for place, target in self._tied),
+        )
         kept = [at for at in range(len(self.names)) if at not in ties] if ties else range(len(self.names))
         lazy = [self._lazy[at] for at in kept] if ties else self._lazy
         layout = Layout(self._boxed(pieces).take(kept), aliases, tuple(lazy))
@@ -177,6 +192,13 @@ class Ledger:
                         f"two paths of the state make the name '{name}'", first=self.place(first).path,
                         second=self.place(position).path, next="rename one of the keys",
                     )
+        known = set(self.names) if self._tied else set()
+        for place, target in self._tied:
+            if place.name in known:
+                raise CollisionError(
+                    f"two paths of the state make the name '{place.name}'", first=place.path,
+                    second=f"a tensor tied to '{target}'", next="rename one of the keys",
+                )
         if not valid_name("".join(self.names)):
             wrong = next(name for name in self.names if not valid_name(name))
             raise UnsupportedStateError(

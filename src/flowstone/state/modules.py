@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -14,6 +15,7 @@ from flowstone.format.joints import Joint
 from flowstone.format.objects import Provided, TensorRef
 from flowstone.state import tensors
 from flowstone.state.fresh import Fresh, kind_of, refers_to_tensors
+from flowstone.state.fsdp import Wrapped
 from flowstone.state.names import Place, names_below, strip_wrappers
 from flowstone.state.records import MISSING, Phase
 from flowstone.state.split import empty_like, splits
@@ -38,12 +40,19 @@ def describe(describer: Describer, module: torch.nn.Module, place: Place) -> Joi
         lazy = [type(value) is torch.nn.Parameter or isinstance(value, torch.nn.Parameter) for value in tree.values]
         describer.ledger.enter_all(place, tree.keys, names_below(place.name, tree.names), tree.values, lazy=lazy)
         return Joint()
-    entries = state_dict(module, place)
+    fsdp = describer.survey.wrapped(module, place)
+    if fsdp is not None:
+        _describe_flattened(describer, fsdp, place)
+    entries = state_dict(module, place, fsdp)
     live = Live(module)
     extra = Joint()
     for key, value in entries.items():
         name = strip_wrappers(key)
         inner = place.called(f"{place.name}.{name}", key)
+        dtype = None if fsdp is None else fsdp.dtype_saved(name, value)
+        if dtype is not None:
+            describer.ledger.enter(inner, cast("torch.Tensor", value).detach().to(dtype))
+            continue
         if provider_of_tensor(value) is not None:
             extra[name] = describer.provided(value, inner, lazy=isinstance(value, torch.nn.Parameter))
         elif live.has(value):
@@ -67,21 +76,28 @@ def restore(restorer: Restorer, module: torch.nn.Module, node: object, place: Pl
     tree = restorer.survey.tree(module)
     if tree is not None and tree.dense and place.rank is None:
         restorer.into_tensors(place, tree.keys, names_below(place.name, tree.names), tree.values)
-        _differ_extra(restorer, extra, set(tree.names), place)
+        differ_extra(restorer, extra, set(tree.names), place)
         for name in extra.keys() & set(tree.names):
             if isinstance(extra[name], Provided):
                 restorer.differ("kind", f"{place.name}.{name}", "a tensor", kind_of(extra[name]))
         return
-    entries = state_dict(module, place)
+    fsdp = restorer.survey.wrapped(module, place)
+    if fsdp is not None:
+        _restore_flattened(restorer, fsdp, place)
+    entries = state_dict(module, place, fsdp)
     live = Live(module)
     fresh = Fresh(restorer)
     late: dict[str, Callable[[], object]] = {}
-    names = set()
+    names = set() if fsdp is None else set(fsdp.names)
     for key, value in entries.items():
         name = strip_wrappers(key)
         names.add(name)
         inner = place.called(f"{place.name}.{name}", key)
         own = extra.get(name, MISSING)
+        dtype = None if fsdp is None else fsdp.dtype_saved(name, value)
+        if dtype is not None and live.has(value):
+            restorer.into_copy(cast("torch.Tensor", value), dtype, own, inner)
+            continue
         if provider_of_tensor(value) is not None and live.has(value):
             restorer.node(value, own, inner)
         elif live.has(value):
@@ -95,16 +111,37 @@ def restore(restorer: Restorer, module: torch.nn.Module, node: object, place: Pl
         else:
             fresh.want(own, inner)
             late[key] = partial(fresh.build, own, inner.name)
-    _differ_extra(restorer, extra, names, place)
+    differ_extra(restorer, extra, names, place)
     if late:
         metadata = getattr(entries, "_metadata", None)
         restorer.later(
             Phase.MODULES,
-            lambda: load_entries(module, {key: built() for key, built in late.items()}, metadata, place),
+            lambda: load_entries(module, {key: built() for key, built in late.items()}, metadata, place, fsdp),
         )
 
 
-def _differ_extra(restorer: Restorer, extra: Mapping[str, object], names: Collection[str], place: Place) -> None:
+def _describe_flattened(describer: Describer, fsdp: Wrapped, place: Place) -> None:
+    """Enter what this rank holds of parameters that FSDP1 has flattened. Only an optimizer changes it."""
+    for unit in fsdp.units:
+        for span in unit.spans:
+            inner = place.called(f"{place.name}.{span.name}", span.name)
+            describer.ledger.enter(inner, span.of(unit.local), within=span.range, lazy=True)
+        for name, target in unit.ties.items():
+            describer.ledger.tie(place.called(f"{place.name}.{name}", name), f"{place.name}.{target}")
+
+
+def _restore_flattened(restorer: Restorer, fsdp: Wrapped, place: Place) -> None:
+    """Want what this rank holds of them, in the memory that every forward is gathered from."""
+    for unit in fsdp.units:
+        for span in unit.spans:
+            inner = place.called(f"{place.name}.{span.name}", span.name)
+            restorer.into_tensor(span.of(unit.local), MISSING, inner, within=span.range)
+        for name, target in unit.ties.items():
+            restorer.ledger.tie(place.called(f"{place.name}.{name}", name), f"{place.name}.{target}")
+    restorer.later(Phase.MODULES, fsdp.forget_gathered)
+
+
+def differ_extra(restorer: Restorer, extra: Mapping[str, object], names: Collection[str], place: Place) -> None:
     """Stored entries that the module does not have. Tensors among them are reported with all others."""
     for name, item in extra.items():
         if name not in names and not refers_to_tensors(item):
@@ -164,23 +201,36 @@ def _identity(tensor: torch.Tensor) -> tuple[object, ...] | None:
         return None
 
 
-def state_dict(module: torch.nn.Module, place: Place) -> Mapping[str, object]:
-    """The module's state_dict(), with its very parameters where it lets us have them."""
-    try:
-        if type(module).state_dict is torch.nn.Module.state_dict:
-            return cast("Mapping[str, object]", module.state_dict(keep_vars=True))
-        return cast("Mapping[str, object]", module.state_dict())
-    except Exception as error:
-        raise refuse_failed_call(place, "state_dict", error) from error
+def state_dict(module: torch.nn.Module, place: Place, fsdp: Wrapped | None = None) -> Mapping[str, object]:
+    """The module's state_dict(), with its very parameters where it lets us have them.
+
+    fsdp  what FSDP1 has made of it: its flat parameters are then left out
+    """
+    plain = type(module).state_dict is torch.nn.Module.state_dict
+    with nullcontext() if fsdp is None else fsdp.alone():
+        try:
+            entries = cast(
+                "Mapping[str, object]", module.state_dict(keep_vars=True) if plain else module.state_dict()
+            )
+        except Exception as error:
+            raise refuse_failed_call(place, "state_dict", error) from error
+    if fsdp is None:
+        return entries
+    kept = OrderedDict((key, value) for key, value in entries.items() if not fsdp.holds(key, value, place))
+    kept._metadata = getattr(entries, "_metadata", None)  # type: ignore[attr-defined]
+    return kept
 
 
-def load_entries(module: torch.nn.Module, entries: Mapping[str, object], metadata: object, place: Place) -> None:
+def load_entries(
+    module: torch.nn.Module, entries: Mapping[str, object], metadata: object, place: Place, fsdp: Wrapped | None = None
+) -> None:
     """Hand a module those entries that no write into memory restores."""
     given = OrderedDict(entries)
     # Modules read their version from here; without it they would take the entries for old ones.
     given._metadata = metadata  # type: ignore[attr-defined]
     try:
-        module.load_state_dict(given, strict=False)
+        with nullcontext() if fsdp is None else fsdp.alone():
+            module.load_state_dict(given, strict=False)
     except Exception as error:
         raise StateError(
             f"cannot restore '{place.name}'",

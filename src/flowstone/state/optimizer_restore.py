@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -10,9 +11,11 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from flowstone.errors import StateError
+from flowstone.format import objects
 from flowstone.format.objects import Provided, TensorRef
 from flowstone.state import tensors
-from flowstone.state.fresh import Fresh, constant_free, kind_of
+from flowstone.state.flat import Range
+from flowstone.state.fresh import Fresh, constant_free, kind_of, refers_to_tensors, without_tensors
 from flowstone.state.names import Place
 from flowstone.state.optimizers import NOT_OPTIONS, Anatomy, Member, dissect
 from flowstone.state.records import MISSING, Phase, Shard, StoredTensor
@@ -84,24 +87,26 @@ class _Rebuild:
     optimizer: torch.optim.Optimizer
     anatomy: Anatomy
     place: Place
-    slots: dict[int, dict[object, Built]] = field(default_factory=dict)  # by id of the parameter
-    kept: dict[int, set[object]] = field(default_factory=dict)  # by id: slots whose own tensors take the bytes
+    slots: dict[str, dict[object, Built]] = field(default_factory=dict)  # by path of the parameter
+    kept: dict[str, set[object]] = field(default_factory=dict)  # by path: slots whose own tensors take the bytes
     options: dict[int, dict[str, Built]] = field(default_factory=dict)  # by index of the optimizer's group
     shared: Built = dict
     extra: Built = dict
-    _by_id: dict[int, Member] = field(default_factory=dict)
+    _by_owner: dict[int, list[Member]] = field(default_factory=dict)
     _by_path: dict[str, Member] = field(default_factory=dict)
-    _on_device: dict[int, bool] = field(default_factory=dict)  # by id: do scalar slots live with the parameter
+    _on_device: dict[str, bool] = field(default_factory=dict)  # by path: do scalar slots live with the parameter
+    _flat: dict[tuple[int, object], torch.Tensor] = field(default_factory=dict)  # by owner and slot: new ones
+    _agreed: dict[tuple[int, object], tuple[str, object]] = field(default_factory=dict)  # the same: listed ones
 
     def __post_init__(self) -> None:
-        self._by_id = {id(member.parameter): member for member in self.anatomy.members()}
         self._by_path = {member.home.path: member for member in self.anatomy.members()}
+        for member in self.anatomy.members():
+            self._by_owner.setdefault(id(member.owner), []).append(member)
 
     def _find(self, *paths: str) -> Member | None:
         """The member at the first of `paths` that is one; a tied parameter has several."""
         for path in paths:
-            parameter = self.restorer.parameters.at(path)
-            member = self._by_path.get(path) if parameter is None else self._by_id.get(id(parameter))
+            member = self._by_path.get(self.restorer.parameters.first(path))
             if member is not None:
                 return member
         return None
@@ -109,14 +114,14 @@ class _Rebuild:
     def match_groups(self, stored: list[_StoredGroup]) -> None:
         """Pair groups that have the same members, in whatever order; then those of which only some are here."""
         rename = self.restorer.stored.rename
-        waiting: dict[frozenset[object], list[int]] = {}
+        waiting: dict[frozenset[str], list[int]] = {}
         for i, members in enumerate(self.anatomy.groups):
-            waiting.setdefault(frozenset(id(member.parameter) for member in members), []).append(i)
+            waiting.setdefault(frozenset(member.home.path for member in members), []).append(i)
         parts: list[tuple[int, _StoredGroup, list[Member | None]]] = []
         for i, group in enumerate(stored):
             found = [self._find(rename(path), path) for path in group.params]
             key = frozenset(
-                path if member is None else id(member.parameter)
+                path if member is None else member.home.path
                 for member, path in zip(found, group.params, strict=True)
             )
             if waiting.get(key):
@@ -130,8 +135,8 @@ class _Rebuild:
         has them; so is each group left over.
         """
         for i, group, found in stored:
-            here = {id(member.parameter) for member in found if member is not None}
-            alike = [j for j in waiting if {id(member.parameter) for member in self.anatomy.groups[j]} == here]
+            here = {member.home.path for member in found if member is not None}
+            alike = [j for j in waiting if {member.home.path for member in self.anatomy.groups[j]} == here]
             if not alike:
                 self._differ(i, "unexpected", "no group of these members", _listing(group.params))
                 continue
@@ -154,7 +159,7 @@ class _Rebuild:
         place = self.place.child("param_groups").child(i)
         on_device = bool(options.get("capturable")) or bool(options.get("fused"))
         for member in self.anatomy.groups[i]:
-            self._on_device[id(member.parameter)] = on_device
+            self._on_device[member.home.path] = on_device
         fresh = Fresh(self.restorer, partial(self._option_device, i, on_device))
         chosen = self.options[i] = {}
         for key, node in options.items():
@@ -180,7 +185,7 @@ class _Rebuild:
         found = stored.tensors.get(stored.rename(ref.name))
         return found == StoredTensor(tensors.dtype_of(tensor), tuple(tensor.shape))
 
-    def _into(self, tensor: torch.Tensor, ref: TensorRef, place: Place, within: Shard | None) -> None:
+    def _into(self, tensor: torch.Tensor, ref: TensorRef, place: Place, within: Shard | Range | None) -> None:
         name = self.restorer.stored.rename(ref.name)
         self.restorer.into_tensor(tensor, ref, place.called(name, place.key), within=within)
 
@@ -198,11 +203,11 @@ class _Rebuild:
             if head != before:  # a parameter's slots follow each other
                 path, before = head[len(prefix) :], head
                 member = self._find(path, stored.rename(path))
-                kept = set() if member is None else self.kept.setdefault(id(member.parameter), set())
-            if member is None:
-                continue  # wanted by nobody, which is reported with all such tensors
+                kept = set() if member is None else self.kept.setdefault(member.home.path, set())
+            if member is None or not member.here:
+                continue  # wanted by another rank; or by nobody, which is reported with all such tensors
             current = member.slots.get(slot)
-            if type(current) in tensors.DENSE_TYPES and member.home.shard is None:
+            if type(current) in tensors.DENSE_TYPES and member.home.held is None:
                 names.append(name)
                 keys.append((member.home.path, slot))
                 values.append(current)  # type: ignore[arg-type]
@@ -214,49 +219,71 @@ class _Rebuild:
     def _want_slot(self, member: Member, slot: object, name: str, stored: StoredTensor) -> None:
         """A tensor slot: the optimizer's own where there is one, else a new one of the stored form."""
         place = self.place.called(name, (member.home.path, slot))
-        parameter, shard = member.parameter, member.home.shard
+        parameter, held = member.parameter, member.home.held
         current = member.slots.get(slot)
         served = provider_of_tensor(current)
         if served is not None:
             self.restorer.differ("kind", name, f"'{served.kind}'", "a tensor")
             return
-        makes_new = not isinstance(current, torch.Tensor)
-        if makes_new and is_dtensor(parameter) and stored.shape == tuple(parameter.shape):
-            # Where the parameter lies, and as it is sharded.
-            current = torch.empty_like(parameter, dtype=tensors.torch_dtype(stored.dtype), requires_grad=False)
         if not isinstance(current, torch.Tensor):
-            whole = parameter.shape if shard is None else shard.shape
-            same = stored.shape == tuple(whole)
-            current = tensors.empty(
-                stored.dtype,
-                tuple(parameter.shape) if same else stored.shape,
-                device=self._device(member, slot, stored),
-                strides=_strides_like(parameter) if same else None,
-            )
-        if makes_new:
+            if type(held) is Range and not self._follows(member, slot, stored) and math.prod(stored.shape) != 1:
+                self.restorer.differ("shape", name, f"{held.shape}, or a single number", str(stored.shape))
+                return
+            current = self._new(member, slot, stored)
             self.restorer.new_bytes += (current.to_local() if is_dtensor(current) else current).nbytes  # type: ignore[attr-defined]
-        within = shard if shard is not None and current.shape == parameter.shape else None
-        self.restorer.into_tensor(current, MISSING, place, within=within)
-        self.slots.setdefault(id(parameter), {})[slot] = _constant(current)
+        mine = cast("torch.Tensor", member.part_of(current))
+        within = held if held is not None and mine.shape == parameter.shape else None
+        self.restorer.into_tensor(mine, MISSING, place, within=within)
+        self.slots.setdefault(member.home.path, {})[slot] = _constant(current)
+
+    def _new(self, member: Member, slot: object, stored: StoredTensor) -> torch.Tensor:
+        """A slot that is not there yet, as the parameter lies if it is of the parameter's shape."""
+        parameter, held = member.parameter, member.home.held
+        if is_dtensor(parameter) and stored.shape == tuple(parameter.shape):
+            return torch.empty_like(parameter, dtype=tensors.torch_dtype(stored.dtype), requires_grad=False)
+        if type(held) is Range:
+            same = self._follows(member, slot, stored)
+        else:
+            same = stored.shape == tuple(parameter.shape if held is None else held.shape)
+        device = self._device(member, slot, stored)
+        if member.flat is not None:
+            known = self._flat.get((id(member.owner), slot))
+            if known is None:  # one for all that lies in the flat parameter, and zero where that is padding
+                known = tensors.empty(stored.dtype, member.flat.shape if same else stored.shape, device=device).zero_()
+                self._flat[id(member.owner), slot] = known
+            return known
+        shape = tuple(parameter.shape) if same else stored.shape
+        return tensors.empty(stored.dtype, shape, device=device, strides=_strides_like(parameter) if same else None)
+
+    def _follows(self, member: Member, slot: object, stored: StoredTensor) -> bool:
+        """Whether a slot has an element for each of the parameter's. Of a scalar one, others in its flat one tell."""
+        held = cast("Range", member.home.held)
+        if held.shape:
+            return stored.shape == held.shape
+        for other in self._by_owner[id(member.owner)]:
+            theirs = self.restorer.stored.tensors.get(f"{self.place.name}.state.{other.home.path}.{slot}")
+            if theirs is not None and other.home.held is not None and other.home.held.shape:
+                return theirs.shape == other.home.held.shape
+        return slot != "step" and stored.shape == ()
 
     def _device(self, member: Member, slot: object, stored: StoredTensor) -> torch.device | str:
         """With the parameter; but counters of steps on the CPU, unless a kernel reads them (as torch has it)."""
         counter = slot == "step" or (stored.shape == () and member.parameter.dim() > 0)
-        if counter and not self._on_device.get(id(member.parameter), False):
+        if counter and not self._on_device.get(member.home.path, False):
             return "cpu"
         return member.parameter.device
 
     def want_listed_slots(self, listed: Mapping[str, Mapping[object, object]]) -> None:
         """Slots that are numbers, None, nested containers; and tensors whose names do not tell."""
         stored = self.restorer.stored
-        fresh: dict[int, Fresh] = {}
+        fresh: dict[str, Fresh] = {}
         for path, slots in listed.items():
             member = self._find(stored.rename(path), path)
             if member is None:
                 name = f"{self.place.name}.state.{path}"
                 self.restorer.differ("unexpected", name, "no such parameter", f"{len(slots)} slots")
                 continue
-            key = id(member.parameter)
+            key = member.home.path
             anew = fresh.setdefault(key, Fresh(self.restorer, partial(self._device, member, None)))
             for named, node in slots.items():
                 slot = constant_free(named, self.place.name)
@@ -266,13 +293,27 @@ class _Rebuild:
                     if name in stored.tensors:
                         self._want_slot(member, slot, name, stored.tensors[name])
                         continue
+                if type(member.home.held) is Range and refers_to_tensors(node):
+                    self.restorer.differ("kind", place.name, "no tensors, of which only a part is here", kind_of(node))
+                    continue
                 current = member.slots.get(slot)
                 if isinstance(node, Provided) and current is not None:
                     self.restorer.node(current, node, place)
                     self.slots.setdefault(key, {})[slot] = _constant(current)
                     continue
-                anew.want(node, place)
-                self.slots.setdefault(key, {})[slot] = _building(anew, node, place)
+                if self._agrees(member, slot, node, place):
+                    anew.want(node, place)
+                    self.slots.setdefault(key, {})[slot] = _building(anew, node, place)
+
+    def _agrees(self, member: Member, slot: object, node: object, place: Place) -> bool:
+        """Whether a listed slot is to be restored: here, and once for all that lies in a flat parameter."""
+        if member.lies is None:
+            return member.here
+        first, known = self._agreed.setdefault((id(member.owner), slot), (place.name, node))
+        mine, theirs = (objects.encode(without_tensors(one), place.name) for one in (node, known))
+        if mine != theirs:
+            self.restorer.differ("kind", place.name, f"as in '{first}', of the same flat parameter", "another value")
+        return first == place.name
 
     def want_rest(self, shared: object, extra: object) -> None:
         """State of no parameter, and what a subclass adds."""
@@ -285,67 +326,83 @@ class _Rebuild:
 
     def apply(self) -> None:
         """Put everything in; through load_state_dict() only where a subclass or a hook has one of its own."""
-        if _loads_itself(self.optimizer):
+        if _loads_itself(self.anatomy.keeper):
             self._hand_over()
             return
-        state = cast("dict[object, dict[object, object]]", self.optimizer.state)
-        for member in self.anatomy.members():
-            built = self._built(member)
-            if not built:
-                state.pop(member.parameter, None)
+        keeper = self.anatomy.keeper
+        state = cast("dict[object, dict[object, object]]", keeper.state)
+        for members in self._by_owner.values():
+            owner, built = members[0].owner, self._built(members)
+            if not any(member.here for member in members):
                 continue
-            current = state.setdefault(member.parameter, {})
+            if not built:
+                state.pop(owner, None)
+                continue
+            current = state.setdefault(owner, {})
             for slot in [slot for slot in current if slot not in built]:
                 del current[slot]
             current.update(built)
         for key in self.anatomy.shared:
             state.pop(key, None)
         state.update(cast("dict[object, dict[object, object]]", self.shared()))
-        for i, options in self.options.items():
-            self.optimizer.param_groups[i].update({key: make() for key, make in options.items()})
+        self._apply_options(keeper)
 
-    def _built(self, member: Member) -> dict[object, object]:
-        """What a parameter's slots will be: those whose own tensors took the bytes, and those made anew."""
-        kept = self.kept.get(id(member.parameter))
-        built = {slot: value for slot, value in member.slots.items() if slot in kept} if kept else {}
-        anew = self.slots.get(id(member.parameter))
-        return built if anew is None else built | {slot: make() for slot, make in anew.items()}
+    def _apply_options(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Give the groups their settings: those of the optimizer, and of one that does its work."""
+        for i, options in self.options.items():
+            built = {key: make() for key, make in options.items()}
+            for one in {id(one): one for one in (self.optimizer, *optimizers)}.values():
+                one.param_groups[i].update(built)
+
+    def _built(self, members: Sequence[Member]) -> dict[object, object]:
+        """What the slots of an optimizer's own parameter will be: `members` are what it is, or what lies in it."""
+        built: dict[object, object] = {}
+        for member in members:
+            kept = self.kept.get(member.home.path)
+            if kept:
+                built.update((slot, value) for slot, value in member.slots.items() if slot in kept)
+            built.update((slot, make()) for slot, make in self.slots.get(member.home.path, {}).items())
+        return built
 
     def _hand_over(self) -> None:
         """Give the optimizer the state_dict() that it would have had, in the order of its parameters now."""
         state: dict[object, object] = {}
         groups: list[dict[str, object]] = []
-        number = 0
-        for i, members in enumerate(self.anatomy.groups):
+        keeper, number = self.anatomy.keeper, 0
+        for i, group in enumerate(keeper.param_groups):
             packed: dict[str, object] = dict(self.anatomy.options[i])
             packed.update({key: make() for key, make in self.options.get(i, {}).items()})
-            names = self.optimizer.param_groups[i].get("param_names")
+            names = group.get("param_names")
             if names is not None:
                 packed["param_names"] = list(names)
-            packed["params"] = list(range(number, number + len(members)))
+            packed["params"] = list(range(number, number + len(group["params"])))
             groups.append(packed)
-            for member in members:
-                built = self._built(member)
+            for parameter in group["params"]:
+                built = self._built(self._by_owner.get(id(parameter), ()))
                 if built:
                     state[number] = built
                 number += 1
         state.update(cast("dict[object, object]", self.shared()))
         tree = {"state": state, "param_groups": groups, **cast("dict[str, object]", self.extra())}
         try:
-            self.optimizer.load_state_dict(tree)
+            keeper.load_state_dict(tree)
         except Exception as error:
             raise StateError(
                 f"cannot restore '{self.place.name}'",
                 found=f"load_state_dict() raised {type(error).__name__}: {error}",
                 next="mend that load_state_dict(); its tensors' memory is already restored",
             ) from error
-        if not _overrides_load(self.optimizer):
+        if not _overrides_load(keeper):
             self._undo_casts(state)
+        if keeper is not self.optimizer:
+            self._apply_options()
 
     def _undo_casts(self, given: Mapping[object, object]) -> None:
         """Torch's own load_state_dict() casts slots to the parameter's dtype: put back those that it changed."""
-        for number, member in enumerate(self.anatomy.members()):
-            current = self.optimizer.state.get(member.parameter, {})
+        keeper = self.anatomy.keeper
+        owned = [parameter for group in keeper.param_groups for parameter in group["params"]]
+        for number, parameter in enumerate(owned):
+            current = keeper.state.get(parameter, {})
             for slot, value in cast("dict[object, object]", given.get(number, {})).items():
                 held = current.get(slot)
                 if isinstance(value, torch.Tensor) and isinstance(held, torch.Tensor) and held.dtype != value.dtype:

@@ -13,7 +13,7 @@ A slot that is a tensor, and whose key is text without a dot, is in no list: the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -22,10 +22,13 @@ import torch
 from flowstone.errors import CollisionError, UnsupportedStateError
 from flowstone.format.joints import Groups, Joint
 from flowstone.format.objects import TensorRef
+from flowstone.state.flat import Range, Span
+from flowstone.state.fresh import refers_to_tensors
 from flowstone.state.names import Place
 from flowstone.state.shards import is_dtensor
 from flowstone.state.survey import Home, Parameters, provider_of_tensor, refuse_failed_call
 from flowstone.state.tensors import DENSE_TYPES
+from flowstone.state.zero import local_optimizer
 
 if TYPE_CHECKING:
     from flowstone.state.describe import Describer
@@ -35,11 +38,29 @@ NOT_OPTIONS = frozenset({"params", "param_names"})
 
 
 class Member(NamedTuple):
-    """A parameter in a group, as one optimizer sees it."""
+    """A parameter in a group, as one optimizer sees it: its own, or one that lies in a flat one of its own.
+
+    parameter  as it lies here
+    slots      of the optimizer's own parameter
+    owner      that one
+    lies       where in a flat one it lies
+    flat       this rank's elements of that
+    here       whether this rank has state for it, or leaves all of that to others; all in a flat one have that one's
+    """
 
     parameter: torch.Tensor
     home: Home
     slots: Mapping[object, object]
+    owner: torch.Tensor
+    lies: Span | None = None
+    flat: torch.Tensor | None = None
+    here: bool = True
+
+    def part_of(self, slot: object) -> object:
+        """What of a slot is this parameter's: its own elements of one as long as the flat one, all of any other."""
+        if self.lies is None or self.flat is None or not isinstance(slot, torch.Tensor):
+            return slot
+        return self.lies.of(slot) if slot.shape == self.flat.shape else slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +71,14 @@ class Anatomy:
     options  parallel: the settings of each group
     shared   state that belongs to no parameter
     extra    further entries of state_dict()
+    keeper   the optimizer that has the state: itself, but for one whose state is shared out among ranks
     """
 
     groups: tuple[tuple[Member, ...], ...]
     options: tuple[Mapping[str, object], ...]
     shared: Mapping[object, object]
     extra: Mapping[object, object]
+    keeper: torch.optim.Optimizer
 
     def members(self) -> Iterator[Member]:
         for group in self.groups:
@@ -67,36 +90,89 @@ def dissect(optimizer: torch.optim.Optimizer, parameters: Parameters, place: Pla
 
     raises  UnsupportedStateError for a parameter without a name, CollisionError for two of one name
     """
+    local = local_optimizer(optimizer, place)
+    keeper = optimizer if local is None else local
+    packed, state, numbers = _packed(keeper, place)
+    packed_groups = cast("list[dict[str, object]]", packed["param_groups"])
+    if local is not None:  # whose own settings follow those of the whole one at the next step
+        packed_groups, numbers = optimizer.param_groups, _spread(optimizer, keeper, numbers)
+    groups: list[tuple[Member, ...]] = []
+    for i, group in enumerate(optimizer.param_groups):
+        found: list[Member] = []
+        for j, parameter in enumerate(group["params"]):
+            number = numbers[i][j]
+            here, slots = number is not _ELSEWHERE, state.pop(number, {})
+            flat = parameters.flat(parameter)
+            if flat is not None:
+                found += [_lying(parameter, slots, flat.local, span, here=here) for span in flat.spans]
+                continue
+            home = parameters.home(parameter) or _home_by_name(group, i, j, place)
+            if type(home.held) is Range and home.held.absent:
+                here = False
+            found.append(Member(parameter, home, slots, parameter, None, None, here))
+        groups.append(tuple(found))
+    _check_paths(groups, place)
+    options = tuple({k: v for k, v in group.items() if k not in NOT_OPTIONS} for group in packed_groups)
+    extra = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
+    return Anatomy(tuple(groups), options, state, extra, keeper)
+
+
+def _packed(
+    optimizer: torch.optim.Optimizer, place: Place
+) -> tuple[Mapping[object, object], dict[object, Mapping[object, object]], list[list[object]]]:
+    """An optimizer's state_dict(), its slots by number, and the numbers of its parameters, group by group."""
     try:
         packed = cast("Mapping[object, object]", optimizer.state_dict())
         state = dict(cast("Mapping[object, Mapping[object, object]]", packed["state"]))
         packed_groups = cast("list[dict[str, object]]", packed["param_groups"])
-        members = [cast("list[object]", group["params"]) for group in packed_groups]
-        if list(map(len, members)) != [len(group["params"]) for group in optimizer.param_groups]:
+        numbers = [cast("list[object]", group["params"]) for group in packed_groups]
+        if list(map(len, numbers)) != [len(group["params"]) for group in optimizer.param_groups]:
             raise ValueError("param_groups of other lengths than the optimizer's own")
         if not all(isinstance(slots, Mapping) for slots in state.values()):
             raise TypeError("a state that is no mapping of slots")
     except Exception as error:
         raise refuse_failed_call(place, "state_dict", error) from error
-    groups: list[tuple[Member, ...]] = []
-    paths: dict[str, tuple[int, int]] = {}
-    for i, group in enumerate(optimizer.param_groups):
-        found = []
-        for j, parameter in enumerate(group["params"]):
-            home = parameters.home(parameter) or _home_by_name(group, i, j, place)
-            first = paths.setdefault(home.path, (i, j))
-            if first != (i, j):
+    return packed, state, numbers
+
+
+_ELSEWHERE = object()  # the number of a parameter whose state another rank keeps
+
+
+def _spread(
+    whole: torch.optim.Optimizer, keeper: torch.optim.Optimizer, numbers: list[list[object]]
+) -> list[list[object]]:
+    """The keeper's numbers of the whole optimizer's parameters."""
+    known = {
+        id(parameter): number
+        for group, of in zip(keeper.param_groups, numbers, strict=True)
+        for parameter, number in zip(group["params"], of, strict=True)
+    }
+    return [[known.get(id(parameter), _ELSEWHERE) for parameter in group["params"]] for group in whole.param_groups]
+
+
+def _lying(
+    owner: torch.Tensor, slots: Mapping[object, object], flat: torch.Tensor, span: Span, *, here: bool
+) -> Member:
+    """What lies at `span` of the flat parameter `owner`."""
+    home = Home(span.name, span.range)
+    return Member(span.of(flat), home, slots, owner, span, flat, here)
+
+
+def _check_paths(groups: Sequence[Sequence[Member]], place: Place) -> None:
+    """Two parameters of one name could not be told apart."""
+    paths = [member.home.path for group in groups for member in group]
+    if len(set(paths)) == len(paths):
+        return
+    found: dict[str, str] = {}
+    for i, group in enumerate(groups):
+        for j, member in enumerate(group):
+            position = f"group {i}, parameter {j}"
+            first = found.setdefault(member.home.path, position)
+            if first != position:
                 raise CollisionError(
-                    f"two parameters of '{place.name}' have the name '{home.path}'",
-                    first=f"group {first[0]}, parameter {first[1]}",
-                    second=f"group {i}, parameter {j}",
-                    next="put their module into the state, or give param_names that differ",
+                    f"two parameters of '{place.name}' have the name '{member.home.path}'", first=first,
+                    second=position, next="put their module into the state, or give param_names that differ",
                 )
-            found.append(Member(parameter, home, state.pop(members[i][j], {})))
-        groups.append(tuple(found))
-    options = tuple({k: v for k, v in group.items() if k not in NOT_OPTIONS} for group in packed_groups)
-    extra = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
-    return Anatomy(tuple(groups), options, state, extra)
 
 
 def _home_by_name(group: Mapping[str, object], i: int, j: int, place: Place) -> Home:
@@ -150,7 +226,7 @@ class _Slots:
     def describe(self, member: Member) -> dict[object, object]:
         """Enter a parameter's slots; returns those that have to be listed."""
         listed: dict[object, object] = {}
-        inside, (path, shard) = self._inside, member.home
+        inside, (path, held) = self._inside, member.home
         base = f"{inside.name}.{path}."
         for slot, value in member.slots.items():
             if type(value) not in DENSE_TYPES and implicit(slot) and is_dtensor(value):
@@ -163,12 +239,19 @@ class _Slots:
                 inner = inside.child(path).child(plain)
                 own = provider_of_tensor(value) is not None
                 node = self._describer.provided(value, inner, lazy=True) if own else self._describer.node(value, inner)
+                if type(held) is Range and refers_to_tensors(node):
+                    raise _not_to_be_told(inner.name)
                 listed[plain] = node
                 continue
             name, key = base + cast("str", slot), (path, slot)
-            if shard is not None and value.shape == member.parameter.shape:  # type: ignore[attr-defined]
+            mine = cast("torch.Tensor", value if member.lies is None else member.part_of(value))
+            if held is not None and mine.shape == member.parameter.shape:
                 self.enter()
-                self._describer.ledger.enter(inside.called(name, key), value, within=shard, lazy=True)  # type: ignore[arg-type]
+                self._describer.ledger.enter(inside.called(name, key), mine, within=held, lazy=True)
+            elif not member.here:
+                continue
+            elif type(held) is Range and mine.numel() != 1:
+                raise _not_to_be_told(name)
             else:
                 self._names.append(name)
                 self._keys.append(key)
@@ -183,6 +266,14 @@ class _Slots:
         lazy = [True] * len(self._names)
         self._describer.ledger.enter_all(self._inside, self._keys, self._names, self._values, lazy=lazy)
         self._keys, self._names, self._values = [], [], []
+
+
+def _not_to_be_told(name: str) -> UnsupportedStateError:
+    return UnsupportedStateError(
+        f"what '{name}' is of its parameter, of which only some elements are here, cannot be told",
+        expected="a tensor as long as they are, a single number, or values without tensors",
+        next="save it as an object of its own, in fs.PerRank",
+    )
 
 
 def implicit(key: object) -> bool:

@@ -17,6 +17,7 @@ from flowstone.format.objects import Provided, TensorRef, unsupported
 from flowstone.pieces import Alias, Layout, Memory, Pieces, Places
 from flowstone.state import generators, modules, optimizer_restore, provided, tensors
 from flowstone.state.describe import Describer
+from flowstone.state.flat import Flat, Range
 from flowstone.state.fresh import Fitting, Fresh, constant_free, kind_of, refers_to_tensors, without_tensors
 from flowstone.state.kinds import CONTAINERS, Kind
 from flowstone.state.ledger import Ledger
@@ -200,6 +201,8 @@ class Restorer:
                 self.into_array(cast("np.ndarray", value), node, place)
             case Kind.SHARD:
                 self._shard(cast("Shard", value), node, place)
+            case Kind.FLAT:
+                self._flat(cast("Flat", value), node, place)
             case Kind.MODULE:
                 modules.restore(self, cast("torch.nn.Module", value), node, place)
             case Kind.OPTIMIZER:
@@ -289,10 +292,18 @@ class Restorer:
             return place.called(self.stored.rename(node.name), place.key)
         return place
 
-    def into_tensor(self, tensor: torch.Tensor, node: object, place: Place, *, within: Shard | None = None) -> None:
+    def into_tensor(
+        self, tensor: torch.Tensor, node: object, place: Place, *, within: Shard | Range | None = None
+    ) -> None:
         """Want a tensor's elements in its own memory, which has to hold each of them by itself."""
         self.written.append(tensor)
         self.ledger.enter(self._named(node, place), tensor, within=within)
+
+    def into_copy(self, tensor: torch.Tensor, dtype: torch.dtype, node: object, place: Place) -> None:
+        """Want a tensor's elements in another dtype; they are cast when all are in place."""
+        aside = torch.empty_like(tensor, dtype=dtype, requires_grad=False)
+        self.into_tensor(aside, node, place)
+        self.later(Phase.VALUES, partial(_copy_into, tensor, aside))
 
     def into_tensors(
         self, place: Place, keys: Sequence[object], names: Sequence[str], values: Sequence[torch.Tensor]
@@ -340,6 +351,15 @@ class Restorer:
             self.into_tensor(shard.tensor, node, place, within=shard)
         else:
             self.into_array(shard.tensor, node, place, within=shard)
+
+    def _flat(self, flat: Flat, node: object, place: Place) -> None:
+        if node is not MISSING and not isinstance(node, dict):
+            self.differ("kind", place.name, "a flat tensor's members", kind_of(node))
+            return
+        for span in flat.spans:
+            inner = place.called(f"{place.name}.{span.name}", span.name)
+            self.into_tensor(span.of(flat.tensor), MISSING, inner, within=span.range)
+        modules.differ_extra(self, node if isinstance(node, dict) else {}, {span.name for span in flat.spans}, place)
 
     def _generator(self, generator: object, node: object, place: Place) -> None:
         if node is MISSING:

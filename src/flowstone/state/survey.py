@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import compress
 from typing import NamedTuple, cast
@@ -14,6 +14,8 @@ import torch
 
 from flowstone.errors import UnsupportedStateError
 from flowstone.format.objects import DEPTH_MAX, unsupported
+from flowstone.state.flat import Flat, FlatHome, Range, Span
+from flowstone.state.fsdp import Wrapped, wrapped
 from flowstone.state.kinds import CONTAINERS, KINDS, PLAIN, STATEFUL, Kind
 from flowstone.state.names import Place, names_below, section_place, strip_wrappers
 from flowstone.state.records import PerRank, Shard
@@ -53,10 +55,10 @@ def provider_of_tensor(value: object) -> Served | None:
 
 
 class Home(NamedTuple):
-    """Where a parameter lives in the state: its full path, and its box when it is part of a larger one."""
+    """Where a parameter lives in the state: its full path, and what of it is here, where its type does not tell."""
 
     path: str
-    shard: Shard | None
+    held: Shard | Range | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,15 +67,18 @@ class Survey:
 
     tensors  those outside of modules: of each place the keys that lead on to them, None when it is a tensor's own
     shards   path -> the shard that lies there
+    flats    flat tensors that the user has declared
     live     ids of containers that hold, at any depth, something to write in place
     """
 
     modules: tuple[tuple[Place, torch.nn.Module], ...]
     tensors: tuple[tuple[Place, Sequence[object] | None, Sequence[torch.Tensor]], ...]
     shards: Mapping[str, Shard]
+    flats: tuple[tuple[Place, Flat], ...]
     optimizers: tuple[torch.optim.Optimizer, ...]
     live: frozenset[int]
     _trees: dict[int, Tree | None] = field(default_factory=dict)
+    _wrapped: dict[int, Wrapped | None] = field(default_factory=dict)
 
     def tree(self, module: torch.nn.Module) -> Tree | None:
         """The tree below a module of the state, walked once."""
@@ -81,44 +86,96 @@ class Survey:
             self._trees[id(module)] = tree_of(module)
         return self._trees[id(module)]
 
+    def wrapped(self, module: torch.nn.Module, place: Place) -> Wrapped | None:
+        """What FSDP1 has made of a module of the state, whose hooks keep it from being an ordinary tree."""
+        if id(module) not in self._wrapped:
+            self._wrapped[id(module)] = wrapped(module, place) if self.tree(module) is None else None
+        return self._wrapped[id(module)]
+
     def parameters(self) -> Parameters:
         """An index of everything that an optimizer could own."""
-        paths: list[str] = []
-        owned: list[torch.Tensor] = []
+        index = Parameters(self.shards)
         for place, module in self.modules:
             base, tree = _global_name(place), self.tree(module)
-            if tree is None:
-                for key, parameter in module.named_parameters(remove_duplicate=False):
-                    paths.append(f"{base}.{strip_wrappers(key)}")
-                    owned.append(parameter)
-            else:
-                paths += [f"{base}.{name}" for name in compress(tree.names, tree.parameters)]
-                owned.extend(compress(tree.values, tree.parameters))
+            if tree is not None:
+                names = [f"{base}.{name}" for name in compress(tree.names, tree.parameters)]
+                index.add(names, list(compress(tree.values, tree.parameters)))
+                continue
+            fsdp = self.wrapped(module, place)
+            if fsdp is not None:
+                index.add_wrapped(base, fsdp)
+            named = list(module.named_parameters(remove_duplicate=False))
+            own = [(key, one) for key, one in named if fsdp is None or not fsdp.holds(key, one, place)]
+            index.add([f"{base}.{strip_wrappers(key)}" for key, _ in own], [one for _, one in own])
         for place, keys, tensors in self.tensors:
             base = _global_name(place)
-            paths += [base] if keys is None else names_below(base, keys)
-            owned.extend(tensors)
-        return Parameters(paths, owned, self.shards)
+            index.add([base] if keys is None else names_below(base, keys), tensors)
+        for place, flat in self.flats:
+            index.add_flat(flat.tensor, flat.tensor, _below(_global_name(place), flat.spans))
+        return index
 
 
 class Parameters:
     """Parameters by identity and by path. Tied ones have several paths; the first names them."""
 
-    def __init__(self, paths: Sequence[str], owned: Sequence[torch.Tensor], shards: Mapping[str, Shard]) -> None:
-        self._paths, self._owned, self._shards = paths, owned, shards
-        # The last of equal keys stays in a dict: backwards, that is the first.
-        self._path_of = dict(zip(map(id, reversed(owned)), reversed(paths), strict=True))
+    def __init__(self, shards: Mapping[str, Shard]) -> None:
+        self._paths: list[str] = []
+        self._owned: list[torch.Tensor] = []
+        self._held: dict[str, Shard | Range] = dict(shards)
+        self._flats: dict[int, FlatHome] = {}
+        self._ties: dict[str, str] = {}  # of those in flat parameters
+
+    def add(self, paths: Sequence[str], owned: Sequence[torch.Tensor]) -> None:
+        """Enter parameters, each under its path."""
+        self._paths += paths
+        self._owned += owned
+
+    def add_flat(self, parameter: torch.Tensor, local: torch.Tensor, spans: tuple[Span, ...]) -> None:
+        """Enter a flat parameter: `local` is what of it is here, and `spans` say by full paths what that is."""
+        self._flats[id(parameter)] = FlatHome(local, spans)
+
+    def add_wrapped(self, base: str, fsdp: Wrapped) -> None:
+        """Enter the parameters that FSDP1 has flattened, of the module at `base`: as its optimizer has them."""
+        for unit in fsdp.units:
+            spans = _below(base, unit.spans)
+            ties = {f"{base}.{name}": f"{base}.{target}" for name, target in unit.ties.items()}
+            if unit.originals is None:
+                self.add_flat(unit.flat, unit.local, spans)
+                self._ties |= ties
+                continue
+            by_path = dict(zip([span.name for span in spans], unit.originals, strict=True))
+            self.add(list(by_path), list(by_path.values()))
+            self.add(list(ties), [by_path[target] for target in ties.values()])
+            self._held |= {
+                span.name: span.range for span in spans if tuple(by_path[span.name].shape) != span.range.shape
+            }
 
     def home(self, parameter: torch.Tensor) -> Home | None:
         path = self._path_of.get(id(parameter))
-        return None if path is None else Home(path, self._shards.get(path))
+        return None if path is None else Home(path, self._held.get(path))
 
-    def at(self, path: str) -> torch.Tensor | None:
-        return self._by_path.get(path)
+    def flat(self, parameter: torch.Tensor) -> FlatHome | None:
+        """What lies in a flat parameter; None for any other."""
+        return self._flats.get(id(parameter))
+
+    def first(self, path: str) -> str:
+        """The path that names the parameter at `path`; `path` itself where there is none."""
+        path = self._ties.get(path, path)
+        found = self._by_path.get(path)
+        return path if found is None else self._path_of[id(found)]
+
+    @cached_property
+    def _path_of(self) -> dict[int, str]:
+        # The last of equal keys stays in a dict: backwards, that is the first.
+        return dict(zip(map(id, reversed(self._owned)), reversed(self._paths), strict=True))
 
     @cached_property
     def _by_path(self) -> dict[str, torch.Tensor]:
         return dict(zip(reversed(self._paths), reversed(self._owned), strict=True))
+
+
+def _below(base: str, spans: Sequence[Span]) -> tuple[Span, ...]:
+    return tuple(replace(span, name=f"{base}.{span.name}") for span in spans)
 
 
 def _global_name(place: Place) -> str:
@@ -138,7 +195,8 @@ def survey(state: Mapping[str, object], rank: int) -> Survey:
         inner = value.value if isinstance(value, PerRank) else value
         walk.visit(inner, section_place(section, own))
     return Survey(
-        tuple(walk.modules), tuple(walk.tensors), walk.shards, tuple(walk.optimizers), frozenset(walk.live)
+        tuple(walk.modules), tuple(walk.tensors), walk.shards, tuple(walk.flats), tuple(walk.optimizers),
+        frozenset(walk.live),
     )
 
 
@@ -147,6 +205,7 @@ class _Walk:
         self.modules: list[tuple[Place, torch.nn.Module]] = []
         self.tensors: list[tuple[Place, Sequence[object] | None, Sequence[torch.Tensor]]] = []
         self.shards: dict[str, Shard] = {}
+        self.flats: list[tuple[Place, Flat]] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.live: set[int] = set()
         self._open: set[int] = set()
@@ -162,6 +221,9 @@ class _Walk:
             self.tensors.append((place, None, [cast("torch.Tensor", value)]))
         elif kind is Kind.SHARD:
             self._shard(cast("Shard", value), place)
+        elif kind is Kind.FLAT:
+            _not_of_one_rank(place, value)
+            self.flats.append((place, cast("Flat", value)))
         elif kind is Kind.MODULE:
             self.modules.append((place, cast("torch.nn.Module", value)))
         elif kind is Kind.OPTIMIZER and not any(value is known for known in self.optimizers):
@@ -171,8 +233,7 @@ class _Walk:
         return True
 
     def _shard(self, shard: Shard, place: Place) -> None:
-        if place.rank is not None:
-            raise unsupported(place.name, shard, "is a shard of what every rank keeps for itself", "drop PerRank")
+        _not_of_one_rank(place, shard)
         if isinstance(shard.tensor, torch.Tensor):
             self.tensors.append((place, None, [shard.tensor]))
             self.shards[_global_name(place)] = shard
@@ -197,6 +258,11 @@ class _Walk:
         if live:
             self.live.add(id(value))
         return live
+
+
+def _not_of_one_rank(place: Place, value: object) -> None:
+    if place.rank is not None:
+        raise unsupported(place.name, value, "is a shard of what every rank keeps for itself", "drop PerRank")
 
 
 def only_tensors(value: object) -> tuple[Sequence[object], Sequence[torch.Tensor]] | None:

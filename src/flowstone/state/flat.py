@@ -1,0 +1,137 @@
+"""Flattened tensors: what of each tensor lies in a 1-D one that holds many of them, laid end to end.
+
+A rank's part of such a one begins and ends anywhere. So what it holds of a tensor is a range of its elements, in the
+order in which they lie in memory: a few boxes of it, each dense. Nobody has to gather the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from flowstone.errors import UnsupportedStateError
+from flowstone.state.names import strip_wrappers, valid_name
+from flowstone.state.records import Shard
+from flowstone.state.shards import flat_boxes
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """`length` elements, from `begin` on, of a tensor of `shape`, as they follow each other in memory.
+
+    order  the tensor's dimensions, outermost first: as they come where it lay row-major
+    """
+
+    shape: tuple[int, ...]
+    begin: int
+    length: int
+    order: tuple[int, ...]
+
+    @property
+    def absent(self) -> bool:
+        """Whether others hold all of it. A tensor without elements is on every rank."""
+        return self.length == 0 and math.prod(self.shape) > 0
+
+    def cut(self, local: torch.Tensor) -> list[Shard]:
+        """The boxes that the range consists of, in `local`, which holds its elements; of any shape if that is all."""
+        assert local.numel() == self.length, "a range is as long as what holds it"
+        local = local.detach()
+        if not math.prod(self.shape):
+            local = local.reshape(self.shape)
+        if tuple(local.shape) == self.shape:
+            return [Shard(local, self.shape, (0,) * len(self.shape))]
+        laid = [self.shape[dim] for dim in self.order]
+        back = sorted(range(len(laid)), key=self.order.__getitem__)
+        return [
+            Shard(
+                local[at : at + box.elements].view(box.shape).permute(back), self.shape,
+                [box.offset[dim] for dim in back],
+            )
+            for box, at in flat_boxes(laid, self.begin, self.begin + self.length)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What of the tensor called `name` lies in a flat one: that `range` of it, from element `at` on."""
+
+    name: str
+    at: int
+    range: Range
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Its elements in a tensor laid out as the flat one is."""
+        return flat.detach()[self.at : self.at + self.range.length]
+
+
+class FlatHome(NamedTuple):
+    """A flat parameter: this rank's elements of it, and what lies in them, under full paths."""
+
+    local: torch.Tensor
+    spans: tuple[Span, ...]
+
+
+class Flat:
+    """`tensor` is a part of tensors that were laid end to end, each row-major; other parts lie on other ranks.
+
+    tensor   1-D. What the members do not reach, behind the last, is padding: neither saved nor loaded
+    members  name and shape of every tensor, in order, the same on all ranks; a name of None: padding between them
+    begin    the element of all that is the first of `tensor`
+
+    In a state it is its members, each under its own name below the place of this. An optimizer that has `tensor` for
+    a parameter (optimizers that are sharded by elements: ZeRO, arXiv 1910.02054) has slots of the members.
+
+    raises  UnsupportedStateError for what is no such tensor, or for names that are none
+    """
+
+    __slots__ = ("begin", "members", "spans", "tensor")
+
+    def __init__(
+        self, tensor: torch.Tensor, members: Iterable[tuple[str | None, Sequence[int]]], begin: int = 0
+    ) -> None:
+        self.tensor = tensor
+        self.members = tuple((_member_name(name), tuple(int(n) for n in shape)) for name, shape in members)
+        self.begin = int(begin)
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 1 or self.begin < 0:
+            found = f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__qualname__
+            raise UnsupportedStateError(
+                "a flat tensor is one run of elements", expected="a 1-D tensor that begins at element 0 or later",
+                found=f"{found} at {self.begin}", next="hand over the 1-D buffer itself, and where this rank's begins",
+            )
+        names = [name for name, _ in self.members if name is not None]
+        if len(set(names)) != len(names) or any(n < 0 for _, shape in self.members for n in shape):
+            raise UnsupportedStateError(
+                "the members of a flat tensor are tensors of different names",
+                found=", ".join(f"{name} {shape}" for name, shape in self.members)[:200],
+                next="give each its own name and its whole shape",
+            )
+        self.spans = tuple(self._spans())
+
+    def _spans(self) -> Iterable[Span]:
+        end, first = self.begin + self.tensor.numel(), 0
+        for name, shape in self.members:
+            last = first + math.prod(shape)
+            begin, stop = max(first, self.begin), min(last, end)
+            held = max(stop - begin, 0)
+            if name is not None:
+                at, inside = (begin - self.begin, begin - first) if held else (0, 0)
+                yield Span(name, at, Range(shape, inside, held, tuple(range(len(shape)))))
+            first = last
+
+    def __repr__(self) -> str:
+        return f"Flat(<{self.tensor.numel()}>, {len(self.members)} members, begin={self.begin})"
+
+
+def _member_name(name: object) -> str | None:
+    if name is None:
+        return None
+    if type(name) is not str or not valid_name(name) or not all(name.split(".")):
+        raise UnsupportedStateError(
+            f"{name!r} cannot name a member of a flat tensor",
+            expected="dotted components, none of them empty, or None for padding", next="rename it",
+        )
+    return strip_wrappers(name)

@@ -1,0 +1,214 @@
+"""FSDP1: the flat parameters that a FullyShardedDataParallel makes of the module that it wraps.
+
+The only place that knows torch's private names of it (as 2.13 has them); FSDP2 is DTensors, and needs none of this.
+What a rank holds is read from the wrapper's own tables. So neither it nor its state_dict() is asked to gather
+anything: the hooks that would are set aside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flowstone.errors import UnsupportedStateError
+from flowstone.state.flat import Range, Span
+from flowstone.state.names import Place, strip_wrappers
+
+_MODULE = "torch.distributed.fsdp.fully_sharded_data_parallel"
+_HOOKS_OF = "torch.distributed.fsdp._state_dict_utils"
+_HOOKS = (
+    "_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"
+)
+_FLAT_PARAM = "_flat_param"  # the name under which a flat parameter takes the place of the originals
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unit:
+    """One flat parameter.
+
+    flat       the parameter itself, whose data is now this, now that
+    local      this rank's elements: what the optimizer steps, and every forward is gathered from
+    spans      of each original parameter, by its name in the module
+    originals  parallel: the parameters that an optimizer has; None where it has `flat` (use_orig_params=False)
+    ties       further names of original parameters -> the name among the spans
+    """
+
+    flat: torch.Tensor
+    local: torch.Tensor
+    spans: tuple[Span, ...]
+    originals: Sequence[torch.Tensor] | None
+    ties: Mapping[str, str]
+
+
+class Wrapped:
+    """A module in which there are FullyShardedDataParallels, one or many.
+
+    units  their flat parameters
+    names  of all that was flattened
+    """
+
+    def __init__(self, wrappers: Sequence[tuple[str, torch.nn.Module]], place: Place) -> None:
+        """`wrappers`: each with its key in the module."""
+        self._wrappers = {id(wrapper): wrapper for _, wrapper in wrappers}
+        self._dtypes: dict[str, torch.dtype] = {}
+        units: dict[int, Unit] = {}
+        for key, wrapper in wrappers:
+            prefix = f"{key}." if key else ""
+            for name, dtype in _private(wrapper, "_buffer_name_to_orig_dtype").items():
+                self._dtypes.setdefault(strip_wrappers(prefix + name), dtype)
+            handle = _private(wrapper, "_handle")
+            if handle is None:
+                continue  # there was nothing left to make flat
+            unit = _unit(handle, prefix, place)
+            first = units.setdefault(id(handle), unit)
+            if first is not unit:  # a module in two places
+                again = {mine.name: own.name for mine, own in zip(unit.spans, first.spans, strict=True)}
+                again |= {name: again[target] for name, target in unit.ties.items()}
+                units[id(handle)] = Unit(first.flat, first.local, first.spans, first.originals, {**first.ties, **again})
+        self.units = tuple(units.values())
+        self._handles = [_private(wrapper, "_handle") for wrapper in self._wrappers.values()]
+        spans = [span.name for unit in self.units for span in unit.spans]
+        self.names = frozenset([*spans, *(name for unit in self.units for name in unit.ties)])
+
+    def holds(self, key: str, value: object, place: Place) -> bool:
+        """Whether an entry of the module's state_dict() stands for what is among the units."""
+        if key.rpartition(".")[2] == _FLAT_PARAM or strip_wrappers(key) in self.names:
+            return True
+        if getattr(value, "_fsdp_flattened", False):
+            raise _unknown(f"'{place.name}.{key}' is flattened into no flat parameter")
+        return False
+
+    def dtype_saved(self, name: str, value: object) -> torch.dtype | None:
+        """The dtype that a buffer had before mixed precision gave it another one; None where it has it still."""
+        own = self._dtypes.get(name)
+        cast = isinstance(value, torch.Tensor) and value.is_floating_point() and own not in (None, value.dtype)
+        return own if cast else None
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Without the hooks by which a FullyShardedDataParallel gathers parameters around (load_)state_dict()."""
+        kept: list[tuple[dict[str, Any], str, Any]] = []
+        try:
+            for wrapper in self._wrappers.values():
+                fields = vars(wrapper)
+                for table in _HOOKS:
+                    hooks = _private(wrapper, table)
+                    others = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_theirs(hook))
+                    if len(others) == len(hooks):
+                        raise _unknown(f"none of its hooks is in {table}")
+                    kept.append((fields, table, hooks))
+                    fields[table] = others
+            yield
+        finally:
+            for fields, table, hooks in kept:
+                fields[table] = hooks
+
+    def forget_gathered(self) -> None:
+        """Free what was gathered from other values than the local shards hold now; the next forward gathers anew."""
+        for handle in self._handles:
+            gathered = handle is not None and hasattr(handle.flat_param, "_full_param_padded")
+            if gathered and handle.uses_sharded_strategy and not handle.needs_unshard():
+                handle.reshard(True)
+                handle.post_reshard()
+                handle._prefetched = False
+
+
+def wrapped(module: torch.nn.Module, place: Place) -> Wrapped | None:
+    """What FSDP1 has made of a module; None where it has not. Costs nothing where nobody has imported it.
+
+    raises  UnsupportedStateError, by name, inside of summon_full_params(), for flat parameters that are shards of
+            shards (FSDP1 over tensor parallelism), and where torch has other tables than are known
+    """
+    known = sys.modules.get(_MODULE)
+    if known is None:
+        return None
+    found = [
+        (key, one) for key, one in module.named_modules(remove_duplicate=False)
+        if isinstance(one, known.FullyShardedDataParallel)
+    ]
+    return Wrapped(found, place) if found else None
+
+
+def _unit(handle: Any, prefix: str, place: Place) -> Unit:
+    """The flat parameter of `handle`, whose wrapper's own key begins all of its names."""
+    flat = _private(handle, "flat_param")
+    names = [strip_wrappers(prefix + name) for name in _private(flat, "_fqns")]
+    if _private(handle, "_training_state").name == "SUMMON_FULL_PARAMS":
+        raise UnsupportedStateError(
+            f"the parameters of '{place.name}' are gathered: it is inside of summon_full_params()",
+            next="save and load outside of it",
+        )
+    if any(extension is not None for extension in _private(flat, "_param_extensions")):
+        raise UnsupportedStateError(
+            f"'{place.name}.{names[0]}' is sharded twice: FSDP1 over tensor parallelism",
+            next="use FSDP2 (torch.distributed.fsdp.fully_shard) for that",
+        )
+    columns = names, *(_private(flat, table) for table in ("_shapes", "_strides", "_shard_param_infos"))
+    spans = []
+    for name, shape, strides, info in zip(*columns, strict=True):
+        at, begin, length = (
+            (info.offset_in_shard, info.intra_param_start_idx, info.numel_in_shard) if info.in_shard else (0, 0, 0)
+        )
+        spans.append(Span(name, at, Range(tuple(shape), begin, length, _order(shape, strides, f"{place.name}.{name}"))))
+    ties = {
+        _name(prefix, tie.module_name, tie.param_name): _name(prefix, tie.prim_module_name, tie.prim_param_name)
+        for tie in _private(flat, "_shared_param_infos")
+    }
+    local = getattr(flat, "_local_shard", None)  # there from the first forward on
+    unit = Unit(flat, flat.data if local is None else local, tuple(spans), _private(flat, "_params"), ties)
+    _check_memory(unit, place)
+    return unit
+
+
+def _check_memory(unit: Unit, place: Place) -> None:
+    """An original parameter that has got memory of its own is copied from there at the next forward, not before."""
+    own = unit.local.untyped_storage().data_ptr()
+    for span, original in zip(unit.spans, unit.originals or unit.spans, strict=True):
+        if isinstance(original, torch.Tensor) and original.numel() and original.untyped_storage().data_ptr() != own:
+            raise UnsupportedStateError(
+                f"'{place.name}.{span.name}' does not lie in its flat parameter any more",
+                found="other memory: it was replaced, or its data was",
+                next="change it in place (copy_), or run a forward first: that takes it over",
+            )
+
+
+def _name(prefix: str, module: str, parameter: str) -> str:
+    return strip_wrappers(f"{prefix}{module}.{parameter}" if module else f"{prefix}{parameter}")
+
+
+def _order(shape: Sequence[int], strides: Sequence[int], name: str) -> tuple[int, ...]:
+    """The dimensions of a dense tensor, outermost first: it is laid flat as it lay in memory."""
+    order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
+    reach = 1
+    for dim in reversed(order):
+        if shape[dim] != 1 and strides[dim] != reach and 0 not in shape:
+            raise UnsupportedStateError(
+                f"'{name}' was no dense tensor when it was flattened", found=f"strides {tuple(strides)}",
+                next="make it contiguous() before the module is wrapped",
+            )
+        reach *= shape[dim]
+    return tuple(order)
+
+
+def _is_theirs(hook: object) -> bool:
+    return getattr(hook, "__module__", None) == _HOOKS_OF
+
+
+def _private(owner: object, name: str) -> Any:
+    try:
+        return vars(owner)[name]
+    except KeyError:
+        raise _unknown(f"{type(owner).__name__} has no {name}") from None
+
+
+def _unknown(what: str) -> UnsupportedStateError:
+    return UnsupportedStateError(
+        f"FullyShardedDataParallel of torch {torch.__version__} is not built as known: {what}",
+        next="use FSDP2 (torch.distributed.fsdp.fully_shard), or torch 2.13",
+    )

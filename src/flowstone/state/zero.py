@@ -1,0 +1,38 @@
+"""ZeroRedundancyOptimizer: an optimizer of all parameters, whose state each rank keeps for some of them.
+
+The only place that knows torch's names of it. Its own state_dict() is no use: it wants all ranks' state on one first.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from flowstone.errors import UnsupportedStateError
+from flowstone.state.names import Place
+
+_MODULE = "torch.distributed.optim.zero_redundancy_optimizer"
+
+
+def local_optimizer(optimizer: torch.optim.Optimizer, place: Place) -> torch.optim.Optimizer | None:
+    """The optimizer that does this rank's share of a ZeroRedundancyOptimizer's work; None for any other optimizer.
+
+    Its groups are parallel to the whole one's, and hold the parameters of which this rank keeps the state.
+    """
+    known = sys.modules.get(_MODULE)
+    if known is None or not isinstance(optimizer, known.ZeroRedundancyOptimizer):
+        return None
+    if getattr(optimizer, "_overlap_with_ddp", False):
+        raise UnsupportedStateError(
+            f"'{place.name}' steps inside of backward, where nobody waits for what is not captured yet",
+            found="a ZeroRedundancyOptimizer with overlap_with_ddp=True", next="construct it without overlap_with_ddp",
+        )
+    local = getattr(optimizer, "optim", None)
+    if not isinstance(local, torch.optim.Optimizer) or len(local.param_groups) != len(optimizer.param_groups):
+        raise UnsupportedStateError(
+            f"'{place.name}' is not built as known", expected="a local optimizer of as many groups, called 'optim'",
+            found=f"the ZeroRedundancyOptimizer of torch {torch.__version__}",
+            next="use torch 2.13",
+        )
+    return local

@@ -1,0 +1,207 @@
+"""What ranks do in the test of layouts: real training, in jobs of 3, 2 and 1 ranks that the same processes make up."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from acts import opened, save_steps
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flowstone as fs
+from flowstone.ranks import job
+
+SIZES = (3, 2, 1)
+KINDS = ("plain", "zero", "fsdp2", "flat", "original")
+SAVES = {(kind, size): at for at, (size, kind) in enumerate(itertools.product(SIZES, KINDS), 1)}  # and their steps
+STRATEGIES = {"flat": ShardingStrategy.FULL_SHARD, "original": ShardingStrategy.SHARD_GRAD_OP}
+COLLECTIVES = [
+    name for name in dir(dist.distributed_c10d) if name.startswith(
+        ("all_", "reduce_scatter", "broadcast", "gather", "scatter", "barrier", "send", "recv", "isend", "irecv")
+    )
+]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.first = nn.Linear(6, 11)
+        self.conv = nn.Conv1d(1, 3, 3)
+        self.last = nn.Sequential(nn.Linear(27, 5), nn.Linear(5, 2, bias=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.conv(self.first(x).unsqueeze(1)).flatten(1)) * self.scale
+        return out
+
+
+class Training:
+    """A model of one kind with its optimizer, and what it holds in all, by name."""
+
+    def __init__(self, kind: str, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.kind, net = kind, Net()
+        make: Any = torch.optim.Adam
+        self.model: nn.Module = net
+        if kind in ("flat", "original"):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that one rank needs no sharding
+                self.model = FullyShardedDataParallel(
+                    net, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), use_orig_params=kind == "original",
+                    device_id=torch.device("cpu"), sharding_strategy=STRATEGIES[kind],
+                )
+        elif kind == "fsdp2":
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            fully_shard(net.last, mesh=mesh)
+            fully_shard(net, mesh=mesh)
+        elif kind == "zero":
+            self.model = DistributedDataParallel(net)
+            make = lambda parameters, lr: ZeroRedundancyOptimizer(parameters, torch.optim.Adam, lr=lr)  # noqa: E731
+        self.optimizer: torch.optim.Optimizer = make(self.model.parameters(), lr=0.01 * seed)
+        self.state: dict[str, object] = {"model": self.model, "optimizer": self.optimizer}
+
+    def forward(self) -> torch.Tensor:
+        """Without a backward, that leaves behind what has been gathered."""
+        loss: torch.Tensor = self.model(torch.linspace(-1, 1, 24).view(4, 6)).square().mean()
+        return loss
+
+    def step(self) -> float:
+        self.optimizer.zero_grad()
+        loss = self.forward()
+        loss.backward()
+        self.optimizer.step()
+        return float(loss.detach())
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """Every tensor, whole, as torch itself gathers it."""
+        if self.kind in ("flat", "original"):
+            return self._unflattened()
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        named = [(name.removeprefix("module."), one) for name, one in self.model.named_parameters()]
+        parameters = {name: one.detach() for name, one in named}
+        keeper = getattr(self.optimizer, "optim", self.optimizer)
+        slots = {name: dict(keeper.state[one]) for name, one in named if one in keeper.state}
+        if keeper is not self.optimizer:
+            parts: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(parts, slots)
+            slots = {name: of for part in parts for name, of in part.items()}
+        found = {f"model.{name}": one for name, one in parameters.items()}
+        found |= {
+            f"optimizer.state.model.{name}.{slot}": value for name, of in slots.items() for slot, value in of.items()
+        }
+        return {name: (one.full_tensor() if isinstance(one, DTensor) else one).clone() for name, one in found.items()}
+
+    def _unflattened(self) -> dict[str, torch.Tensor]:
+        """Of FSDP1: each slot is put where the parameters are, for a moment, and gathered as these are.
+
+        Its own optim_state_dict() cannot be asked: with original parameters, exp_avg is what exp_avg_sq was.
+        """
+        found = {}
+        own = [(one.data, self.optimizer.state.get(one, {})) for one in self.model.parameters()]
+        before = [data.clone() for data, _ in own]
+        for slot in (None, "exp_avg", "exp_avg_sq"):
+            for data, slots in own:
+                data.copy_(slots.get(slot, data))
+            with FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
+                for key, one in self.model.named_parameters():
+                    name = "model." + key.replace("_fsdp_wrapped_module.", "")
+                    found[name if slot is None else f"optimizer.state.{name}.{slot}"] = one.detach().clone()
+        for (data, _), was in zip(own, before, strict=True):
+            data.copy_(was)
+        steps: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(steps, [float(slots["step"]) for _, slots in own if slots])
+        (number,) = {one for of in steps for one in of}
+        names = [name for name in found if name.startswith("model.")]
+        return found | {f"optimizer.state.{name}.step": torch.tensor(number) for name in names}
+
+
+@contextmanager
+def no_collectives() -> Iterator[None]:
+    """Whoever communicates but over the store is told, on whatever thread."""
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            assert func.namespace not in ("c10d", "_c10d_functional"), func
+            return func(*args, **kwargs or {})
+
+    refuse = {name: mock.Mock(side_effect=AssertionError(f"{name} was called")) for name in COLLECTIVES}
+    public = {name: of for name, of in refuse.items() if hasattr(dist, name)}
+    with mock.patch.multiple(dist.distributed_c10d, **refuse), mock.patch.multiple(dist, **public), Watch():
+        yield
+    assert not any(of.called for of in refuse.values())
+
+
+def every_layout(rank: int, path: str) -> int:
+    """Save every kind on any number of ranks, load each of those into every kind on any number of ranks; how many."""
+    store = dist.distributed_c10d._get_default_store()
+    for how in ("flat", "original"):
+        save_steps(rank, f"{path}-{how}", how, 2)
+    dist.destroy_process_group()
+    done = 0
+    for number, size in enumerate((*SIZES, *SIZES)):
+        if rank >= size:
+            if size > 1:
+                next(job._numbers)  # as on those that open a Checkpointer now
+            continue
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore(f"job {number}", store), rank=rank, world_size=size,
+            timeout=timedelta(seconds=60),
+        )
+        with opened(path) as checkpointer:
+            for kind in KINDS:
+                if number < len(SIZES):
+                    save_one(checkpointer, kind, size, f"{path}-")
+                else:
+                    done += load_all(checkpointer, kind, f"{path}-")
+        dist.destroy_process_group()
+    return done
+
+
+def save_one(checkpointer: fs.Checkpointer, kind: str, size: int, beside: str) -> None:
+    step = SAVES[kind, size]
+    training = Training(kind, seed=step)
+    training.step()
+    training.step()
+    whole = training.whole()
+    training.forward()
+    with no_collectives():
+        checkpointer.save(step, training.state).committed.result(60)
+    losses = [training.step(), training.step()]
+    if dist.get_rank() == 0:
+        torch.save((whole, losses), f"{beside}{step}.pt")
+
+
+def load_all(checkpointer: fs.Checkpointer, kind: str, beside: str) -> int:
+    training = Training(kind, seed=99)
+    few = {"zero", "plain"}  # a zero optimizer meets only these: its state is whole
+    sources = [step for (source, _), step in SAVES.items() if "zero" not in (kind, source) or {kind, source} <= few]
+    for step in sources:
+        training.forward()
+        with no_collectives():
+            checkpointer.load(training.state, step=step)
+        right, losses = torch.load(f"{beside}{step}.pt")
+        loss = training.forward()
+        torch.testing.assert_close(float(loss.detach()), losses[0], rtol=1e-5, atol=0)
+        loss.backward()
+        whole = training.whole()
+        assert whole.keys() == right.keys(), whole.keys() ^ right.keys()
+        for name, one in right.items():
+            assert torch.equal(one, whole[name]), (kind, step, name)
+        torch.testing.assert_close([training.step(), training.step()], losses, rtol=1e-5, atol=0)
+    return len(sources)

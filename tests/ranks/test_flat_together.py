@@ -1,0 +1,18 @@
+"""Flattened and whole, sharded by whatever: real ranks train, save, load each other's checkpoints, and train on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from processes import run
+from test_together import values
+
+
+def test_what_any_ranks_of_any_kind_save_any_ranks_of_any_kind_load_and_train_on(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    done = run(3, "flat_acts", "every_layout", str(path))
+    loads = 4 * 12 + 2 * 3 + 3  # of every kind but "zero", whose other end is itself or "plain"
+    assert done == [3 * loads, 2 * loads, loads]
+    for how in ("flat", "original"):
+        for step in (1, 2):  # captured lazily, while the optimizer was about to step
+            assert values(Path(f"{path}-{how}"), step) == {float(step)}

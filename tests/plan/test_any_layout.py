@@ -28,7 +28,7 @@ from flowstone.plan.read import plan_reads
 from flowstone.plan.share import Held, Names, Share, share
 from flowstone.plan.write import WritePlan, index_of_team, place, plan_writes
 
-SHORT, ALL = 300, 2000
+SHORT, ALL = 250, 2000
 CHUNK_BYTES, PACKED_BELOW_BYTES = 256, 700
 POISON = 0xA5
 ONLY = int(os.environ["LAYOUT"]) if "LAYOUT" in os.environ else None
@@ -69,12 +69,12 @@ def held_by(pieces: Pieces) -> Held:
 
 
 def shared_out(ranks: Sequence[Pieces], chance: random.Random) -> Share:
-    """Who writes what; sometimes as it is shared out again among those that have not begun."""
+    """Who writes what; sometimes as it is shared out again, on other nodes, among those that have not begun."""
     held, nodes = [held_by(one) for one in ranks], [chance.randrange(3) for _ in ranks]
     found = share(held, nodes)
     if chance.random() < 0.3:
         begun = [rank for rank in range(len(ranks)) if chance.random() < 0.5]
-        again = share(held, nodes, {rank: found.writes[rank] for rank in begun})
+        again = share(held, nodes[::-1], {rank: found.writes[rank] for rank in begun})
         assert all(np.array_equal(again.writes[rank], found.writes[rank]) for rank in begun)
         return again
     return found

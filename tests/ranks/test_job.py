@@ -37,6 +37,7 @@ def test_ranks_meet_whatever_their_processes_have_opened_before() -> None:
     joined(earlier, 1)
     boards = [joined(now, rank) for rank in (0, 1)]
     boards[0].set("word", b"heard")
+    assert boards[1].check(["word"])
     assert boards[1].get("word") == b"heard"
     again = [joined(now, rank) for rank in (0, 1)]
     assert not again[1].check(["word"]), "another Checkpointer has a board of its own"

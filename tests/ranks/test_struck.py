@@ -18,7 +18,7 @@ from trouble_acts import DEADLINE_S, LOADS, POINTS, PUBLISHING
 import flowstone as fs
 
 RANKS = 3
-AT_ONCE = 4  # jobs that wait side by side
+AT_ONCE = 6  # jobs that wait side by side
 FAILING = ("capture", "sync", *PUBLISHING, *LOADS)  # where something can be refused
 Blow = tuple[int, str, str]  # which rank, at what point, how
 
@@ -26,8 +26,9 @@ EVERY: list[Blow] = [
     (victim, point, how) for point in POINTS for how in ("killed", "frozen") for victim in range(RANKS)
     if victim == 0 or point not in PUBLISHING
 ]
-# Each point, each fate, rank 0 and another: all but a few of the pairs.
+# Each point; each fate, of rank 0 and of another.
 SOME: list[Blow] = [
+    (1, "save", "killed"), (2, "save", "frozen"), (0, "save", "frozen"),
     (1, "plan", "killed"), (0, "plan", "frozen"), (0, "capture", "killed"), (2, "write", "frozen"),
     (2, "commit", "killed"), (0, "manifest", "killed"), (0, "rename", "frozen"), (0, "renamed", "killed"),
     (1, "compare", "frozen"), (0, "read", "killed"), (2, "read", "frozen"), (1, "finish", "killed"),

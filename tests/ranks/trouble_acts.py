@@ -34,6 +34,7 @@ State = dict[str, object]
 
 # Where a rank is struck: the call before which that happens, and text that one of its arguments has; None: it has none.
 POINTS: dict[str, tuple[object, str, str | None]] = {
+    "save": (fs.Checkpointer, "save", ""),
     "plan": (Team, "share", ""),
     "capture": (saving, "start_capture", ""),
     "write": (LocalWriting, "receipt", ""),

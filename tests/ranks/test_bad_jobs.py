@@ -51,6 +51,7 @@ def test_a_model_that_cannot_hold_the_checkpoint_is_told_what_differs_on_every_r
         assert second.startswith("RankError: rank 0 failed: state and checkpoint differ in ")
         assert expected in first
         assert expected in second
+    assert [one["a part"] for one in told] == ["loaded", "loaded"]  # type: ignore[index, call-overload]
 
 
 @pytest.mark.parametrize("how", ["gone", "foreign"])

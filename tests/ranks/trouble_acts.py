@@ -34,6 +34,7 @@ State = dict[str, object]
 
 # Where a rank is struck: the call before which that happens, and text that one of its arguments has; None: it has none.
 POINTS: dict[str, tuple[object, str, str | None]] = {
+    "first": (Team, "share", ""),  # of the very first save
     "save": (fs.Checkpointer, "save", ""),
     "plan": (Team, "share", ""),
     "capture": (saving, "start_capture", ""),
@@ -115,7 +116,8 @@ def one_is_struck(rank: int, path: str, victim: int, point: str, how: str) -> di
     """One rank is struck. What the others are told, and when; then, if all live, they go on together."""
     state = state_of(rank, 1)
     checkpointer = opened(path, on_error="continue", deadline_s=DEADLINE_S)
-    checkpointer.save(1, state).committed.result(60)
+    if point != "first":
+        checkpointer.save(1, state).committed.result(60)
     fill(state, 2)
     started = time.monotonic()
     with struck(point, how) if rank == victim else nullcontext():
@@ -173,7 +175,7 @@ def begin_again(rank: int, paths: list[str]) -> list[int]:
     for path in paths:
         state = state_of(rank, 0)
         with opened(path) as checkpointer:
-            newest = checkpointer.load(state).step
+            newest = 0 if checkpointer.latest() is None else checkpointer.load(state).step
             assert holds(state, newest), f"{path} holds a mixture"
             fill(state, newest + 1)
             assert checkpointer.save(newest + 1, state).committed.result(60).step == newest + 1
@@ -216,7 +218,7 @@ def does_not_fit(rank: int, path: str) -> dict[str, str]:
         checkpointer.save(1, _shard(4, 8, 4 * rank)).committed.result(60)
         for name, state in {
             "more rows": _shard(6, 12, 6 * rank), "other names": {"x": {"v": torch.ones(8)}},
-            "other type": _shard(4, 8, 4 * rank, torch.float64),
+            "other type": _shard(4, 8, 4 * rank, torch.float64), "a part": _shard(2, 8, 2 * rank),
         }.items():
             try:
                 checkpointer.load(state)

@@ -8,6 +8,7 @@ from concurrent.futures import wait as wait_futures
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from sim_disk import Disk, PowerLoss, Unsynced
@@ -20,7 +21,9 @@ from flowstone.errors import FlowstoneError
 from flowstone.events import Committed, Event
 from flowstone.format.manifest import step_directory
 from flowstone.reader import Checkpoint
+from flowstone.store.base import Receipt
 from flowstone.store.local import LocalStore
+from flowstone.store.moving import LocalWriting
 from flowstone.store.system import System
 
 STORE = Path("runs/gpt")  # in the sandbox; neither directory is there before the first save
@@ -105,6 +108,34 @@ class Ledger:
         return Ledger(dict(self.must), may, set(self.newest), set(self.damaged))
 
 
+class WatchedStore(LocalStore):
+    """Knows the writes whose receipts nobody has asked for."""
+
+    def __init__(self, root: Path, options: EngineOptions, system: System) -> None:
+        super().__init__(root, options, system)
+        self._under_way: list[LocalWriting] = []
+
+    def write(self, *arguments: Any, **more: Any) -> LocalWriting:
+        writing = super().write(*arguments, **more)
+        self._under_way.append(writing)
+        receipt = writing.receipt
+
+        def noted() -> Receipt:
+            self._under_way.remove(writing)
+            return receipt()
+
+        writing.receipt = noted  # type: ignore[method-assign]
+        return writing
+
+    def abandon(self) -> None:
+        """Whoever began them is dead: wait for the engine, which is not."""
+        for writing in self._under_way:
+            while not writing._job.wait(0.1):
+                pass
+            writing._close()
+        self._under_way.clear()
+
+
 class Job:
     """A process that saves, as far as one can be had inside a test.
 
@@ -118,7 +149,7 @@ class Job:
         attempt: str = "a", by_wait: bool = False, again: bool = False,
         part: Callable[[dict[str, dict[str, object]]], Mapping[str, object]] = dict, **options: object,
     ) -> None:
-        self.store = LocalStore(sandbox / STORE, engine(number), system)
+        self.store = WatchedStore(sandbox / STORE, engine(number), system)
         self.system, self.ledger, self.keep, self.by_wait = system, ledger, keep, by_wait
         self.attempt, self.again, self._part = attempt, again, part
         self.events: list[Event] = []
@@ -207,6 +238,7 @@ class Job:
             for future in (save.captured, save.committed):
                 if not future.done():
                     future.set_exception(PowerLoss())
+        self.store.abandon()
 
     def end(self) -> None:
         with suppress(FlowstoneError, PowerLoss):

@@ -16,13 +16,16 @@ from sim_cases import MODES, SCENARIOS, Case, Simulation
 SHOWN_MAX = 5
 Seeds = Callable[[int], Sequence[int]]
 # By mode, the seeds of each change. Power: 0 to 2 are the extremes, and 2, everything written
-# survives, is what a kill checks first. Error: which errno, and how it is learnt of.
+# survives, is what a kill checks first. Error: which errno, and how it is learnt of. Freeze: whether the same job goes
+# on, or the next one.
 SEEDS: dict[str, Seeds] = {
-    "power": lambda at: (0, 1, 3), "kill": lambda at: (0,), "error": lambda at: (at % 4,), "freeze": lambda at: (0,)
+    "power": lambda at: (0, 1, 3), "kill": lambda at: (0,), "error": lambda at: (at % 4,),
+    "freeze": lambda at: (at % 2,),
 }
 LIFE_SEEDS: dict[str, Seeds] = SEEDS | {"power": lambda at: (0, 3 + at)}
 SOAK_SEEDS: dict[str, Seeds] = {
-    "power": lambda at: range(60), "kill": lambda at: range(8), "error": lambda at: range(4), "freeze": lambda at: (0,)
+    "power": lambda at: range(60), "kill": lambda at: range(8), "error": lambda at: range(4),
+    "freeze": lambda at: range(2),
 }
 ALL = [
     pytest.param(at, mode, id=f"{mode}-{scenario.name}")

@@ -1,7 +1,11 @@
-"""Real ranks: processes with torch.distributed over gloo, each running the same function of a test module."""
+"""Real ranks: processes with torch.distributed over gloo, each running the same function of a test module.
+
+All are forked from one nursery: a process without threads that has imported torch, which takes seconds, once for all.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -9,13 +13,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
 
 HERE = Path(__file__).resolve().parent
 TIMEOUT_S = 120.0
@@ -30,72 +32,159 @@ class Ended:
     said: str
 
 
+class Rank:
+    """A process, as subprocess.Popen shows them. Its parent is the nursery."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = nursery().ask("end", self.pid)
+        return self.returncode
+
+    def wait(self, timeout_s: float) -> int:
+        deadline = time.monotonic() + timeout_s
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"rank {self.pid}", timeout_s)
+            time.sleep(0.01)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, how: int) -> None:
+        if self.poll() is None:  # nobody else takes its number before its end has been asked for
+            os.kill(self.pid, how)
+
+
+class Nursery:
+    """Starts processes, and knows how they ended. They end when it does, and it when this process does."""
+
+    def __init__(self) -> None:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, cwd=HERE,
+            text=True,
+        )
+
+    def ask(self, *words: object) -> int | None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(words) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, "the nursery of ranks has died"
+        found: int | None = json.loads(answer)
+        return found
+
+
+@functools.cache
+def nursery() -> Nursery:
+    return Nursery()
+
+
 class Ranks:
     """`size` processes that run `module.function(rank, *arguments)`."""
 
     def __init__(self, size: int, module: str, function: str, *arguments: object) -> None:
+        import torch.distributed as dist
+
         self._desk = tempfile.TemporaryDirectory()
         # As under torchrun: no rank keeps the job's store, so that it outlives each of them.
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self.processes = []
         for rank in range(size):
-            environment = os.environ | {
-                "RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_PORT": str(self._store.port),
-                "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR",
-            }
-            words = [module, function, json.dumps(arguments), self._file(rank)]
-            command = [sys.executable, str(HERE / "processes.py"), *words]
-            with open(self._file(rank) + ".said", "wb") as said:
-                self.processes.append(
-                    subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT, cwd=HERE)
-                )
+            act = [module, function, json.dumps(arguments), self._file(rank)]
+            pid = nursery().ask("start", rank, size, self._store.port, *act)
+            assert pid is not None
+            self.processes.append(Rank(pid))
 
     def kill(self, rank: int, how: int = signal.SIGKILL) -> None:
         self.processes[rank].send_signal(how)
 
     def end(self, timeout_s: float = TIMEOUT_S) -> list[Ended]:
         """Wait for all; what still runs after `timeout_s` is killed, and that fails the test."""
+        deadline = time.monotonic() + timeout_s
         late = []
         for rank, process in enumerate(self.processes):
             try:
-                process.wait(timeout_s)
+                process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 late.append(rank)
         for process in self.processes:
-            process.kill()
-            process.wait()
+            process.send_signal(signal.SIGKILL)
+            process.wait(TIMEOUT_S)
         ended = [self._ended(rank) for rank in range(len(self.processes))]
         self._desk.cleanup()
         words = "\n".join(f"--- rank {rank}\n{one.said}" for rank, one in enumerate(ended))
         assert not late, f"ranks {late} did not end\n{words}"
         return ended
 
+    def results(self) -> list[object]:
+        """What the function returned on each rank; a rank that fails fails the test, with what all have said."""
+        ended = self.end()
+        words = "\n".join(f"--- rank {rank} ({one.code})\n{one.said}" for rank, one in enumerate(ended))
+        assert all(one.code == 0 for one in ended), words
+        return [one.result for one in ended]
+
     def _ended(self, rank: int) -> Ended:
         path = Path(self._file(rank))
         result = json.loads(path.read_text()) if path.exists() else None
         said = Path(self._file(rank) + ".said").read_text(errors="replace")
-        return Ended(self.processes[rank].returncode, result, said)
+        code = self.processes[rank].returncode
+        assert code is not None
+        return Ended(code, result, said)
 
     def _file(self, rank: int) -> str:
         return f"{self._desk.name}/{rank}"
 
 
 def run(size: int, module: str, function: str, *arguments: object) -> list[object]:
-    """What the function returned on each rank; a rank that fails fails the test, with what all have said."""
-    ended = Ranks(size, module, function, *arguments).end()
-    words = "\n".join(f"--- rank {rank} ({one.code})\n{one.said}" for rank, one in enumerate(ended))
-    assert all(one.code == 0 for one in ended), words
-    return [one.result for one in ended]
+    """What the function returned on each of `size` ranks."""
+    return Ranks(size, module, function, *arguments).results()
 
 
-def main(module: str, function: str, arguments: str, path: str) -> None:
-    torch.set_num_threads(1)
-    rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    store = dist.TCPStore("127.0.0.1", port, None, False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+# In the nursery
+
+
+def tend() -> None:
+    """Fork what is asked for, and tell how it ended, until nobody is there to ask."""
     sys.path[:0] = [str(HERE), str(HERE.parent)]
+    import acts
+    import torch
+
+    import flowstone.checkpointer  # noqa: F401
+
+    torch.set_num_threads(1)
+    acts.state_of("whole")  # an optimizer's first step imports another 200 modules
+    alive = set()
+    for line in sys.stdin:
+        verb, *words = json.loads(line)
+        answer: int | None
+        if verb == "start":
+            answer = os.fork()
+            if answer == 0:
+                _become_rank(*words)
+            alive.add(answer)
+        else:
+            found, status = os.waitpid(words[0], os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if found else None
+            if found:
+                alive.discard(found)
+        print(json.dumps(answer), flush=True)
+    for pid in alive:
+        os.kill(pid, signal.SIGKILL)
+
+
+def _become_rank(rank: int, size: int, port: int, module: str, function: str, arguments: str, path: str) -> None:
+    """This process is a rank from here on, and does not return."""
+    said = os.open(f"{path}.said", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for fd, own in ((nothing, 0), (said, 1), (said, 2)):
+        os.dup2(fd, own)
     try:
-        result = getattr(importlib.import_module(module), function)(dist.get_rank(), *json.loads(arguments))
+        result = _act(rank, size, port, module, function, arguments)
     except BaseException:
         traceback.print_exc()
         sys.stdout.flush()
@@ -105,5 +194,14 @@ def main(module: str, function: str, arguments: str, path: str) -> None:
     os._exit(0)  # without the end of gloo's threads, which aborts one process in eight, whatever it has run
 
 
+def _act(rank: int, size: int, port: int, module: str, function: str, arguments: str) -> object:
+    import torch.distributed as dist
+
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_PORT": str(port)}
+    store = dist.TCPStore("127.0.0.1", port, None, False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    return getattr(importlib.import_module(module), function)(rank, *json.loads(arguments))
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    tend()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # noqa: F401  # the backend "fake"
 
-from flowstone.ranks import this_job
+from flowstone.ranks import Board, this_job
 
 
 def test_a_process_without_torch_distributed_is_a_job_of_its_own() -> None:
@@ -18,3 +19,27 @@ def test_a_job_of_one_rank_talks_to_nobody() -> None:
         assert this_job().board is None
     finally:
         dist.destroy_process_group()
+
+
+def test_ranks_meet_whatever_their_processes_have_opened_before() -> None:
+    """A job may be made of processes that were in different jobs before, as after an elastic restart."""
+
+    def joined(store: dist.Store, rank: int) -> Board:
+        dist.init_process_group("fake", store=store, rank=rank, world_size=2)
+        try:
+            board = this_job().board
+            assert board is not None
+            return board
+        finally:
+            dist.destroy_process_group()
+
+    earlier, now = dist.HashStore(), dist.HashStore()
+    joined(earlier, 1)
+    boards = [joined(now, rank) for rank in (0, 1)]
+    boards[0].set("word", b"heard")
+    assert boards[1].check(["word"])
+    assert boards[1].get("word") == b"heard"
+    again = [joined(now, rank) for rank in (0, 1)]
+    assert not again[1].check(["word"]), "another Checkpointer has a board of its own"
+    again[0].set("word", b"again")
+    assert (again[1].get("word"), boards[1].get("word")) == (b"again", b"heard")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from processes import Ranks, run
+from processes import run
 
 import flowstone as fs
 
@@ -68,23 +68,6 @@ def test_a_first_save_that_fails_on_one_rank_stops_nobody(tmp_path: Path) -> Non
     assert run(2, "acts", "first_fails", str(tmp_path / "run")) == ["RankError", "UnsupportedStateError"]
     assert values(tmp_path / "run", 1) == {1.0}
     assert not list((tmp_path / "run").glob(".saving-*"))
-
-
-@pytest.mark.parametrize(("victim", "how"), [(1, "killed"), (2, "stopped"), (0, "stopped")])
-def test_a_rank_that_vanishes_is_named_by_all_others_in_time(tmp_path: Path, victim: int, how: str) -> None:
-    path = tmp_path / "run"
-    ranks = Ranks(3, "acts", "one_vanishes", str(path), victim, how)
-    for rank in {0, 1, 2} - {victim}:
-        ranks.processes[rank].wait(100)
-    ranks.kill(victim)
-    ranks.end(10)
-    told = [(path.parent / f"run.told-{rank}").read_text() for rank in (0, 1, 2) if rank != victim]
-    for words in told:
-        waited, latest, rank, said = words.split(" ", 3)
-        assert float(waited) < 30
-        assert int(latest) == 1
-        assert int(rank) == victim
-        assert f"rank {victim}" in said
 
 
 def test_ranks_that_save_different_steps_are_told(tmp_path: Path) -> None:

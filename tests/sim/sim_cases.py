@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sim_disk import Change, Disk, PowerLoss, Unsynced
+from sim_team import team
 from sim_world import STORE, Job, Ledger, check, job
 
 from flowstone import FlowstoneError, Keep
@@ -18,8 +19,8 @@ from flowstone.commit import catalog
 from flowstone.events import RemovalFailed
 from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME, step_directory
 
-POWER, KILL, ERROR = 0, 1, 2
-MODES = {"power": POWER, "kill": KILL, "error": ERROR}
+POWER, KILL, ERROR, FREEZE = 0, 1, 2, 3
+MODES = {"power": POWER, "kill": KILL, "error": ERROR, "freeze": FREEZE}
 ERRNOS = (errno.EIO, errno.ENOSPC)
 
 
@@ -48,6 +49,7 @@ class Scenario:
     """`act` is what a job does while it is watched; `before` what had been done to its store.
 
     repeat  what the next process does after a kill, if not the same again
+    ranks   how many the job has. Of several, one is killed, fails or freezes; the power is lost for all
     """
 
     name: str
@@ -55,6 +57,7 @@ class Scenario:
     before: Callable[[Path, Ledger], None] = lambda sandbox, ledger: None
     keep: Keep | None = None
     repeat: Callable[[Job], None] | None = None
+    ranks: int = 1
 
 
 def _saved(*steps: int) -> Callable[[Path, Ledger], None]:
@@ -124,6 +127,12 @@ def _life(job: Job) -> None:
         job.save(step)
 
 
+def _two_saves(job: Job) -> None:
+    """The first waits for a plan, the second goes by it; what is old goes."""
+    job.save(3)
+    job.save(4)
+
+
 SCENARIOS: Sequence[Scenario] = (
     Scenario("first_save", _save(1)),
     Scenario("second_save", _save(2), _saved(1)),
@@ -134,6 +143,9 @@ SCENARIOS: Sequence[Scenario] = (
     Scenario("fallback", _fall_back, _damaged),
     Scenario("rewind_alone", _only_rewind, _saved(1, 2, 3)),
     Scenario("life", _life, keep=Keep(last=2), repeat=_save(9)),
+    Scenario("team_first_save", _save(1), ranks=2),
+    Scenario("team_second_save", _save(2), _saved(1), ranks=2),
+    Scenario("team_life", _two_saves, _saved(1, 2), Keep(last=2), ranks=3),
 )
 
 
@@ -163,12 +175,12 @@ class Simulation:
         """
         changes = self._play(self._disk()).changes
         first = next(change.number for change in changes if start in change.path)
-        for at in range(first, len(changes) + (mode != ERROR)):
+        for at in range(first, len(changes) + (mode in (POWER, KILL))):
             yield [Case(self._number, mode, at, seed) for seed in seeds(at)]
 
     def run(self, cases: Sequence[Case]) -> list[Violation]:
         """Play cases of one mode and change; what they violate."""
-        runs = {POWER: self._power, KILL: self._kill, ERROR: self._error}
+        runs = {POWER: self._power, KILL: self._kill, ERROR: self._error, FREEZE: self._freeze}
         return runs[cases[0].mode](cases)
 
     def _power(self, cases: Sequence[Case]) -> list[Violation]:
@@ -182,13 +194,13 @@ class Simulation:
     def _kill(self, cases: Sequence[Case]) -> list[Violation]:
         found = []
         for case in cases:
-            disk, ledger = self._disk(stop_at=case.at), self._ledger.copy()
-            self._play(disk, ledger, number=case.at)
+            disk, ledger = self._disk(stop_at=case.at, spares_others=self._scenario.ranks > 1), self._ledger.copy()
+            found += self._judged(case, disk, lambda: self._play(disk, ledger, number=case.at))  # noqa: B023
             found += self._judged(case, disk, lambda: self._go_on(case, disk, ledger))  # noqa: B023
         return found
 
     def _go_on(self, case: Case, disk: Disk, ledger: Ledger) -> None:
-        """The kernel has all that was written. Check that; then the next process repeats, and then the power fails."""
+        """The kernel has all that was written. Check that; then the next job repeats, and then the power fails."""
         disk.restart(case.seed)
         self._check(disk, ledger, 2)
         repeat = self._scenario.repeat or self._scenario.act
@@ -212,13 +224,36 @@ class Simulation:
                 self._scenario.act(hurt)
             except FlowstoneError as error:
                 told = error
-            hurt._settle()
+            hurt.settle()
             assert disk.failed is not None, "the change was not reached"
             _check_told(told, hurt, disk)
-            hurt.checkpointer.wait()  # which must not tell it again
+            hurt.wait()  # which must not tell it again
             self._check(disk, ledger, 2, go_on=False)
-            hurt.attempt, hurt.again = "b", True
+            hurt.try_again("b")
             (self._scenario.repeat or self._scenario.act)(hurt)
+        self._check_after(disk, ledger, case)
+
+    def _freeze(self, cases: Sequence[Case]) -> list[Violation]:
+        """One rank stops for so long that the others give it up, and then goes on."""
+        found = []
+        for case in cases:
+            disk, ledger = self._disk(), self._ledger.copy()
+            if case.seed % 2:
+                found += self._judged(case, disk, lambda: self._thaw(case, disk, ledger))  # noqa: B023
+                continue
+            played = lambda: self._play(disk, ledger, number=case.at, freeze_at=case.at)  # noqa: B023, E731
+            found += self._judged(case, disk, played)
+            found += self._judged(case, disk, lambda: self._go_on(case, disk, ledger))  # noqa: B023
+        return found
+
+    def _thaw(self, case: Case, disk: Disk, ledger: Ledger) -> None:
+        """Once all are there again, the same ranks do the same once more, and it succeeds."""
+        with self._job(disk, ledger, number=case.at, freeze_at=case.at) as acting:
+            with suppress(FlowstoneError):
+                self._scenario.act(acting)
+            acting.settle()
+            acting.try_again("b")
+            self._scenario.act(acting)
         self._check_after(disk, ledger, case)
 
     def _check_after(self, disk: Disk, ledger: Ledger, case: Case) -> None:
@@ -234,17 +269,23 @@ class Simulation:
         finally:
             shutil.rmtree(target)
 
-    def _disk(self, **options: int) -> Disk:
+    def _disk(self, **options: object) -> Disk:
         sandbox = self._scratch / "disk"
         shutil.rmtree(sandbox, ignore_errors=True)
         shutil.copytree(self._base, sandbox)
-        return Disk(sandbox, **options)
+        return Disk(sandbox, **options)  # type: ignore[arg-type]
 
     def _job(self, disk: Disk, ledger: Ledger, **options: object):
-        return job(disk.sandbox, disk, ledger, keep=self._scenario.keep, **options)
+        if self._scenario.ranks > 1:
+            options["ranks"] = self._scenario.ranks
+        make = team if self._scenario.ranks > 1 else job
+        return make(disk.sandbox, disk, ledger, keep=self._scenario.keep, **options)
 
-    def _play(self, disk: Disk, ledger: Ledger | None = None, number: int = 0) -> Disk:
-        with self._job(disk, ledger or self._ledger.copy(), number=number) as acting, suppress(PowerLoss):
+    def _play(self, disk: Disk, ledger: Ledger | None = None, number: int = 0, **options: object) -> Disk:
+        """Up to the end of it, or of the process or rank that is stopped; those that live on may be told so."""
+        spared = self._scenario.ranks > 1 and (disk.stop_at is not None or bool(options))
+        told = (PowerLoss, FlowstoneError) if spared else PowerLoss
+        with self._job(disk, ledger or self._ledger.copy(), number=number, **options) as acting, suppress(told):
             self._scenario.act(acting)
         return disk
 

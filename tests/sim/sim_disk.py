@@ -67,14 +67,16 @@ class Node:
 class Disk(System):
     """See above. Safe from any thread; numbers repeat from run to run if the threads' order does.
 
-    stop_at  the number of the change at which the power is lost; a write is half done by then
-    fail_at  the number of the change that fails, once, with `errno`
+    stop_at        the number of the change at which the power is lost; a write is half done by then
+    spares_others  only the rank that makes that change ends there, killed
+    fail_at        the number of the change that fails, once, with `errno`
     """
 
     sandbox: Path
     stop_at: int | None = None
     fail_at: int | None = None
     errno: int = errno.EIO
+    spares_others: bool = False
     changes: list[Change] = field(default_factory=list)
     lost: bool = False
     failed: Change | None = None
@@ -243,7 +245,7 @@ class Disk(System):
         change = Change(len(self.changes), kind, str(path.relative_to(self.sandbox)))
         self.changes.append(change)
         if change.number == self.stop_at:
-            self.lost = True
+            self.lost = not self.spares_others
             raise PowerLoss(str(change))
         if change.number == self.fail_at:
             self.failed = change

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait as wait_futures
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from sim_disk import Disk, PowerLoss, Unsynced
+from sim_turns import RankDisk
 
-from flowstone import Checkpointer, Keep, NoCheckpointError, StepExistsError, _native
+from flowstone import Checkpointer, Keep, NoCheckpointError, RankError, Save, StepExistsError, _native
 from flowstone.commit import catalog
 from flowstone.config import EngineOptions
 from flowstone.errors import FlowstoneError
 from flowstone.events import Committed, Event
 from flowstone.format.manifest import step_directory
 from flowstone.reader import Checkpoint
+from flowstone.store.base import Receipt
 from flowstone.store.local import LocalStore
+from flowstone.store.moving import LocalWriting
 from flowstone.store.system import System
 
 STORE = Path("runs/gpt")  # in the sandbox; neither directory is there before the first save
@@ -103,24 +108,55 @@ class Ledger:
         return Ledger(dict(self.must), may, set(self.newest), set(self.damaged))
 
 
+class WatchedStore(LocalStore):
+    """Knows the writes whose receipts nobody has asked for."""
+
+    def __init__(self, root: Path, options: EngineOptions, system: System) -> None:
+        super().__init__(root, options, system)
+        self._under_way: list[LocalWriting] = []
+
+    def write(self, *arguments: Any, **more: Any) -> LocalWriting:
+        writing = super().write(*arguments, **more)
+        self._under_way.append(writing)
+        receipt = writing.receipt
+
+        def noted() -> Receipt:
+            self._under_way.remove(writing)
+            return receipt()
+
+        writing.receipt = noted  # type: ignore[method-assign]
+        return writing
+
+    def abandon(self) -> None:
+        """Whoever began them is dead: wait for the engine, which is not."""
+        for writing in self._under_way:
+            while not writing._job.wait(0.1):
+                pass
+            writing._close()
+        self._under_way.clear()
+
+
 class Job:
     """A process that saves, as far as one can be had inside a test.
 
     by_wait  learn of a failed save from the next call instead of from its future
     again    an earlier process was stopped at the same: steps that it left may be there
+    part     what this process has of a state
     """
 
     def __init__(
         self, sandbox: Path, system: System, ledger: Ledger, *, keep: Keep | None = None, number: int = 0,
         attempt: str = "a", by_wait: bool = False, again: bool = False,
+        part: Callable[[dict[str, dict[str, object]]], Mapping[str, object]] = dict, **options: object,
     ) -> None:
-        self.store = LocalStore(sandbox / STORE, engine(number), system)
+        self.store = WatchedStore(sandbox / STORE, engine(number), system)
         self.system, self.ledger, self.keep, self.by_wait = system, ledger, keep, by_wait
-        self.attempt, self.again = attempt, again
+        self.attempt, self.again, self._part = attempt, again, part
         self.events: list[Event] = []
         self._tag = ""
         self.checkpointer = Checkpointer(
-            self.store, keep=keep, budget_bytes=4 * _MIB, engine=engine(number), on_event=self._hear
+            self.store, keep=keep, budget_bytes=4 * _MIB, engine=engine(number), on_event=self._hear,
+            **options,  # type: ignore[arg-type]
         )
 
     def save(self, step: int) -> None:
@@ -130,19 +166,24 @@ class Job:
             return
         tag = self._tag = f"{step}{self.attempt}"
         self.ledger.begun(step, tag)
-        save = self.checkpointer.save(step, state(tag))
+        save = self.checkpointer.save(step, self._part(state(tag)))
+        self._until_ended(save)
         if self.by_wait:
             self.checkpointer.wait()
         else:
             save.committed.result()
-        self._settle()
+        self.settle()
 
     def refused(self, step: int) -> None:
         """A step that is there cannot be saved."""
         try:
-            self.checkpointer.save(step, state("refused"))
+            save = self.checkpointer.save(step, self._part(state("refused")))
         except StepExistsError:
             return
+        self._until_ended(save)
+        failure = save.committed.exception()
+        if isinstance(failure, RankError) and failure.kind == "StepExistsError":
+            return  # rank 0 alone looks what there is
         raise AssertionError(f"step {step} could be saved over")
 
     def rewind(self, step: int) -> None:
@@ -154,10 +195,29 @@ class Job:
         """Load what can be loaded; the next save sets newer, damaged steps aside."""
         self.ledger.rewinding(self.checkpointer.load(state("blank"), fallback=True).step)
 
-    def _settle(self) -> None:
+    def wait(self) -> None:
+        self.checkpointer.wait()
+
+    def try_again(self, attempt: str) -> None:
+        """The same once more, in the same process."""
+        self.attempt, self.again = attempt, True
+
+    def settle(self) -> None:
         """Wait for retention, which goes on after `committed`: the changes' numbers must not depend on chance."""
+        self.drain()
+        self._check_power()
+
+    def drain(self) -> None:
+        """Until the writer's thread has nothing left to do, or has lost its power."""
         self.checkpointer._writer.submit(int).result()
-        if isinstance(self.system, Disk):
+
+    def _until_ended(self, save: Save) -> None:
+        while not save.committed.done():
+            self._check_power()  # whoever has lost it sets no future any more
+            wait_futures([save.committed], timeout=0.01)
+
+    def _check_power(self) -> None:
+        if isinstance(self.system, (Disk, RankDisk)):
             self.system.check_power()
 
     def _hear(self, event: Event) -> None:
@@ -171,6 +231,14 @@ class Job:
         if step not in catalog.steps(self.store):
             return False
         return tag_of(Checkpoint(self.store, step_directory(step), self.store.options)) not in self.ledger.damaged
+
+    def abandon(self) -> None:
+        """Whoever has lost its power waits for nothing any more."""
+        for save in self.checkpointer._in_flight:
+            for future in (save.captured, save.committed):
+                if not future.done():
+                    future.set_exception(PowerLoss())
+        self.store.abandon()
 
     def end(self) -> None:
         with suppress(FlowstoneError, PowerLoss):

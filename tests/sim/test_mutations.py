@@ -16,8 +16,9 @@ from types import FunctionType
 import pytest
 from sim_cases import MODES, SCENARIOS, Simulation
 
-from flowstone import Checkpointer
+from flowstone import Checkpointer, saving, team
 from flowstone.commit import catalog, publish
+from flowstone.ranks import agree
 from flowstone.store.local import LocalStore, LocalWriting
 
 
@@ -87,6 +88,36 @@ MUTANTS = {
         LocalWriting, "receipt", (("self._error() or self._sync_error()", "self._sync_error()"),), "second_save",
         "error", start="rank-",
     ),
+    "segments_of_ranks_are_not_synced": Mutant(
+        LocalWriting, "receipt", (("self._error() or self._sync_error()", "self._error()"),), "team_second_save",
+        start="step-",
+    ),
+    "draft_of_ranks_is_not_synced": Mutant(
+        publish, "publish", (("store.sync_directory(draft.directory)", "pass"),), "team_second_save", start="step-"
+    ),
+    "ranks_are_told_before_the_rename_is_durable": Mutant(
+        publish, "publish", (("    store.sync_directory()\n", ""),), "team_second_save", start="step-"
+    ),
+    "failed_segment_of_a_rank_is_published": Mutant(
+        LocalWriting, "receipt", (("self._error() or self._sync_error()", "self._sync_error()"),), "team_second_save",
+        "error", start="rank-",
+    ),
+    "ranks_give_up_what_rank_0_is_deciding": Mutant(
+        agree._Exchange, "_tick_down",
+        (("    if self._is_decided:\n        raise _TooLateError(failure)\n    if self.claim():", "    if True:"),),
+        "team_second_save", "freeze", start="index",
+    ),
+    "rank_0_decides_what_others_have_given_up": Mutant(
+        agree.Agreement, "_settle", (("if one.claim():", "one.claim()\n        if True:"),), "team_second_save",
+        "freeze",
+    ),
+    "others_remove_what_rank_0_publishes": Mutant(
+        team.Team, "commit", (("if lead is not None:", "if True:"),), "team_second_save", "freeze", start="index"
+    ),
+    "what_may_be_committed_is_withdrawn": Mutant(
+        saving, "commit", (("if not (isinstance(error, RankError) and error.undecided):", "if True:"),),
+        "team_second_save", "freeze", start="index",
+    ),
 }
 
 
@@ -115,5 +146,6 @@ def test_mutant_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch, scratch
     monkeypatch.setattr(mutant.owner, mutant.name, _mutated(mutant))
     scenario = next(at for at, scenario in enumerate(SCENARIOS) if scenario.name == mutant.scenario)
     simulation = Simulation(scenario, scratch)
-    cases = simulation.cases(MODES[mutant.mode], lambda at: range(12), mutant.start)
+    seeds = range(1 if mutant.mode == "freeze" else 12)
+    cases = simulation.cases(MODES[mutant.mode], lambda at: seeds, mutant.start)
     assert any(simulation.run(group) for group in cases), f"no case of {mutant.scenario} notices that {name}"

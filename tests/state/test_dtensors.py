@@ -182,6 +182,14 @@ def test_a_rank_that_holds_nothing_describes_nothing() -> None:
         assert len(describe({"w": outside}).pieces) == 0
 
 
+def test_a_tensor_without_elements_is_held_all_the_same() -> None:
+    """Else it would be missing for whoever loads it as a plain tensor."""
+    for rank in range(3):
+        with rank_of(rank, 3):
+            pieces = describe({"w": sharded(torch.ones(0, 4), mesh_of((3,)), [Shard(1)])}).pieces
+            assert [(piece.name, piece.shape, piece.bytes) for piece in pieces] == [("w", (0, 4), 0)]
+
+
 def test_sums_that_are_still_to_be_made_are_refused() -> None:
     with rank_of(0, 2):
         partial = DTensor.from_local(torch.ones(3), mesh_of((2,)), [Partial()], run_check=False)

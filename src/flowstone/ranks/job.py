@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import cast
@@ -12,8 +11,6 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from flowstone.config import SILENCE_S
 from flowstone.ranks.board import Board
-
-_numbers = itertools.count()  # of what was opened in this process: the same on every rank, if all open the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +32,8 @@ def rank_and_size() -> tuple[int, int]:
 def this_job() -> Job:
     """As torch.distributed has it; a process without it is a job of its own.
 
-    The board is a part of the job's own store, over a connection of its own: a call on it holds up nobody else's.
+    The board is a part of the job's own store, over a connection of its own: a call on it holds up nobody else's. The
+    store counts what each rank has opened, so that ranks meet, whatever their processes have opened in other jobs.
     """
     rank, size = rank_and_size()
     if size == 1:
@@ -43,5 +41,5 @@ def this_job() -> Job:
     store = dist.distributed_c10d._get_default_store()  # no public name gives it
     own = store.clone()  # type: ignore[attr-defined]  # not in the stubs
     own.set_timeout(timedelta(seconds=SILENCE_S))  # of a call, where the process that keeps the store is frozen
-    board = PrefixStore(f"flowstone/{next(_numbers)}", own)
+    board = PrefixStore(f"flowstone/{own.add(f'flowstone/opened/{rank}', 1)}", own)
     return Job(rank, size, cast("Board", board))  # torch's types: values are str alone

@@ -132,6 +132,8 @@ def is_dtensor(value: object) -> bool:
 def shards_of(tensor: DTensor, name: str) -> list[Shard]:
     """What this rank holds of a DTensor, in boxes; nothing where it has no part in the mesh, or an empty one.
 
+    A tensor without elements is held all the same: whoever has a part in its mesh holds a box without any.
+
     raises  UnsupportedStateError for a placement that is no shard and no replica (Partial), and where the local tensor
             is not what the placements say
     """
@@ -161,6 +163,9 @@ def shards_of(tensor: DTensor, name: str) -> list[Shard]:
             expected=f"shape {held}", found=f"shape {tuple(local.shape)}",
             next="make DTensors with distribute_tensor(), or give from_local() the global shape",
         )
+    if not math.prod(shape):
+        none = Box((0,) * len(shape), held)
+        return [_shard(local, none, none, shape)]
     return [_shard(local, whole, inside, shape) for whole, inside in found if whole.elements]
 
 

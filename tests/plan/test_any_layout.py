@@ -1,0 +1,220 @@
+"""Any layout loads any layout: from what ranks hold to what other ranks want, in one process, a dictionary as disk.
+
+All that is planned is played, byte by byte: who writes what, slots, the index, chunks and their digests, which chunks
+to read for which box. Chunks are small here, so that tensors have many. A failure prints LAYOUT=<number>;
+`LAYOUT=<number> pytest tests/plan/test_any_layout.py` repeats exactly that case.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+import layouts
+import numpy as np
+import pytest
+from layouts import Case, Layout, inside
+
+from flowstone import _native
+from flowstone.format.index import Index, decode_index
+from flowstone.format.manifest import SegmentRow
+from flowstone.pieces import Box, Piece, Pieces
+from flowstone.plan.read import plan_reads
+from flowstone.plan.share import Held, Names, Share, share
+from flowstone.plan.write import WritePlan, index_of_team, place, plan_writes
+
+SHORT, ALL = 250, 2000
+CHUNK_BYTES, PACKED_BELOW_BYTES = 256, 700
+POISON = 0xA5
+ONLY = int(os.environ["LAYOUT"]) if "LAYOUT" in os.environ else None
+
+
+@contextmanager
+def small_chunks() -> Iterator[None]:
+    """Chunks of 256 bytes, and a slot for every piece of 700 and more, wherever the numbers are used."""
+    with ExitStack() as patches:
+        for name, module in list(sys.modules.items()):
+            for limit, value in (("CHUNK_BYTES", CHUNK_BYTES), ("PACKED_BELOW_BYTES", PACKED_BELOW_BYTES)):
+                if name.startswith(("flowstone.plan.", "flowstone.format.")) and hasattr(module, limit):
+                    patches.enter_context(mock.patch.object(module, limit, value))
+        yield
+
+
+@dataclass
+class Disk:
+    """What ranks have written: the bytes of each segment, and the index of all."""
+
+    segments: dict[str, bytearray]
+    rows: list[SegmentRow]
+    index: Index
+
+
+def pieces_of(case: Case, layout: Layout, rank: int) -> Pieces:
+    return Pieces.of([
+        Piece(one.name, one.dtype, one.shape, box)
+        for one, lies in zip(case.tensors, layout.lies, strict=True) for box in lies.boxes[rank]
+    ])
+
+
+def held_by(pieces: Pieces) -> Held:
+    parts = sorted(pieces.parts)
+    boxes = [n for at in parts for n in (*pieces.parts[at].offset, *pieces.parts[at].shape)]
+    names = Names(pieces.names, pieces.dtypes, pieces.shapes)
+    return Held(names, np.array(parts, np.int64), np.array(boxes, np.int64))
+
+
+def shared_out(ranks: Sequence[Pieces], chance: random.Random) -> Share:
+    """Who writes what; sometimes as it is shared out again, on other nodes, among those that have not begun."""
+    held, nodes = [held_by(one) for one in ranks], [chance.randrange(3) for _ in ranks]
+    found = share(held, nodes)
+    if chance.random() < 0.3:
+        begun = [rank for rank in range(len(ranks)) if chance.random() < 0.5]
+        again = share(held, nodes[::-1], {rank: found.writes[rank] for rank in begun})
+        assert all(np.array_equal(again.writes[rank], found.writes[rank]) for rank in begun)
+        return again
+    return found
+
+
+def digests_of(data: bytes) -> list[int]:
+    return [_native.xxh3_64(data[at : at + CHUNK_BYTES]) for at in range(0, len(data), CHUNK_BYTES)]
+
+
+def save(case: Case, values: dict[str, np.ndarray], chance: random.Random) -> Disk:
+    """Every rank writes its part of the plan."""
+    ranks = [pieces_of(case, case.source, rank) for rank in range(case.source.size)]
+    shared = shared_out(ranks, chance)
+    segments: dict[str, bytearray] = {}
+    rows: list[SegmentRow] = []
+    written, offsets, digests, numbers = [], [], [], []
+    for rank, (pieces, writes) in enumerate(zip(ranks, shared.writes, strict=True)):
+        mine = pieces.take(writes.tolist())
+        room = chance.choice((1 << 20, 1 << 20, 8192))
+        plan = plan_writes(mine, rank=rank, alone=False, header_bytes_max=room)
+        where = place(plan, np.array([chance.randrange(4096) for _ in mine], np.uint64))
+        numbers.append(plan.segment + np.uint32(len(rows)))
+        for file in plan.segments:
+            segments[file.name] = bytearray([POISON]) * file.bytes
+            rows.append(SegmentRow(len(rows), None, file.name, file.bytes, file.header_bytes, ""))
+        written.append(mine)
+        offsets.append(where)
+        digests += put(plan, where, mine, values, segments)
+    frame, piece_order, chunk_order = index_of_team(written, (), np.concatenate(numbers))
+    data = frame.fill(np.concatenate(offsets)[piece_order], np.array(digests, np.uint64)[chunk_order])
+    return Disk(segments, rows, decode_index(data, segments=rows, path="index"))
+
+
+def put(
+    plan: WritePlan, offsets: np.ndarray, pieces: Pieces, values: dict[str, np.ndarray], segments: dict[str, bytearray]
+) -> list[int]:
+    """The bytes of each piece to where the plan has them; the digests of its chunks."""
+    found = []
+    for at, piece in enumerate(pieces):
+        data, begin = values[piece.name][inside(piece.box)].tobytes(), int(offsets[at])
+        file = plan.segments[int(plan.segment[at])]
+        assert file.header_bytes <= begin <= begin + len(data) <= file.bytes
+        segments[file.name][begin : begin + len(data)] = data
+        found += digests_of(data)
+    return found
+
+
+def load(case: Case, disk: Disk, rank: int) -> None:
+    """What a rank of the target reads is what was saved, in every bit, and each element comes once."""
+    wanted = pieces_of(case, case.target, rank)
+    index, values = disk.index, case.values()
+    plan = plan_reads(index, wanted, [index.rows()[name] for name in wanted.names])
+    fetched: dict[tuple[int, int], tuple[np.ndarray, np.ndarray, Box]] = {}
+    total = 0
+    for row in range(len(plan.piece)):
+        piece, target = int(plan.piece[row]), int(plan.target[row])
+        box = index.box(piece)
+        length = int(index.length[piece])
+        known = fetched.setdefault(
+            (piece, target), (np.full(length, POISON, np.uint8), np.zeros(length, bool), plan.common.get(row, box))
+        )
+        assert known[2] == plan.common.get(row, box), "all runs of a piece fill one region"
+        for chunk in range(int(plan.first[row]), int(plan.last[row])):
+            begin, stop = chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, length)
+            data = chunk_of(disk, piece, chunk, begin, stop)
+            assert not known[1][begin:stop].any(), "a chunk is read twice for one target"
+            known[0][begin:stop], known[1][begin:stop] = data, True
+            total += stop - begin
+    assert total == plan.bytes
+    for at, one in enumerate(wanted):
+        found = np.full((*one.box.shape, one.dtype.item_bytes), POISON, np.uint8)
+        times = np.zeros(one.box.shape, int)
+        for (piece, target), (data, there, region) in fetched.items():
+            if target == at:
+                source, within = index.box(piece), inside(region.within(one.box))
+                lies = inside(region.within(source))
+                shape = (*source.shape, one.dtype.item_bytes)
+                assert there.reshape(shape)[lies].all(), "a chunk that is needed is not read"
+                found[within] = data.reshape(shape)[lies]
+                times[within] += 1
+        assert (times == 1).all(), f"{one.name} {one.box} on rank {rank}"
+        assert np.array_equal(found, values[one.name][inside(one.box)]), f"{one.name} {one.box} on rank {rank}"
+
+
+def chunk_of(disk: Disk, piece: int, chunk: int, begin: int, stop: int) -> np.ndarray:
+    """A chunk of a stored piece, verified."""
+    index = disk.index
+    at = int(index.offset[piece])
+    data = bytes(disk.segments[disk.rows[int(index.segment[piece])].name][at + begin : at + stop])
+    number = int(index.first_chunk[piece]) + chunk
+    assert int(index.stored[number]) == stop - begin
+    assert int(index.digest[number]) == _native.xxh3_64(data)
+    return np.frombuffer(data, np.uint8)
+
+
+def play(seed: int) -> None:
+    case = layouts.make(seed)
+    try:
+        with small_chunks():
+            disk = save(case, case.values(), random.Random(seed))
+            for rank in range(case.target.size):
+                load(case, disk, rank)
+    except Exception as error:
+        raise AssertionError(f"{type(error).__name__}: {error}\n{case}\nrepeat with LAYOUT={seed}") from error
+
+
+@pytest.mark.skipif(ONLY is not None, reason="LAYOUT repeats one case")
+def test_any_layout_loads_any_layout() -> None:
+    for seed in range(SHORT):
+        play(seed)
+
+
+@pytest.mark.soak
+def test_two_thousand_pairs_of_layouts() -> None:
+    for seed in range(ALL):
+        play(seed)
+
+
+@pytest.mark.skipif(ONLY is None, reason="set LAYOUT to the number of a case")
+def test_case_of_layout() -> None:
+    assert ONLY is not None
+    play(ONLY)
+
+
+def test_the_cases_are_as_awkward_as_they_should_be() -> None:
+    cases = [layouts.make(seed) for seed in range(SHORT)]
+    lies = [
+        (one, lying, layout.size) for case in cases for layout in (case.source, case.target)
+        for one, lying in zip(case.tensors, layout.lies, strict=True)
+    ]
+    ranks = set(range(1, layouts.RANKS_MAX + 1))
+    assert {case.source.size for case in cases} == {case.target.size for case in cases} == ranks
+    assert {lying.how.partition(" ")[0] for _, lying, _ in lies} == {"mesh", "flat", "tiles", "whole", "everywhere"}
+    assert {len(one.shape) for one, _, _ in lies} == {0, 1, 2, 3, 4}
+    sides = {n for one, _, _ in lies for n in one.shape}
+    assert {0, 1, 2, 3, 7, 13, 31} <= sides, "nothing, ones, primes"
+    assert sum(0 < one.shape[0] < size for one, _, size in lies if one.shape) > SHORT // 2, "fewer rows than ranks"
+    strided = [lying for _, lying, _ in lies if lying.mesh and any(p.factor > 1 for p in lying.mesh.placements)]
+    assert sum(max(map(len, lying.boxes)) > 1 for lying in strided) > SHORT // 10, "several boxes on one rank"
+    replicas = [lying for _, lying, _ in lies if len(set(sum(lying.boxes, ()))) < sum(map(len, lying.boxes))]
+    assert len(replicas) > SHORT // 2
+    idle = [lying for _, lying, _ in lies if not all(lying.boxes)]
+    assert len(idle) > SHORT // 4, "ranks that hold nothing"

@@ -1,0 +1,133 @@
+"""A job of several ranks that saves into the simulated disk: for each a Checkpointer, and a thread that uses it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+from sim_disk import Disk, PowerLoss
+from sim_turns import RankBoard, RankDisk, Turns
+from sim_world import Job, Ledger
+
+import flowstone as fs
+from flowstone import Keep, together
+from flowstone.errors import FlowstoneError, RankError
+from flowstone.events import Event
+from flowstone.ranks import Job as RankJob
+from flowstone.ranks import agree, board, pulse
+
+DEADLINE_S = 12.0  # of the simulation's own time
+
+
+def part_of(whole: dict[str, dict[str, object]], rank: int, size: int) -> dict[str, object]:
+    """What one rank has of a state: rows of one tensor, replicas of the rest, and something of its own."""
+    wide = whole["model"]["wide"]
+    rows = wide.shape[0]  # type: ignore[attr-defined]
+    # The second has most of them: one segment with a slot of its own, others that are all packed.
+    cuts = [0, *(rows - 10 * (size - 1 - at) for at in range(1, size)), rows] if size > 2 else [0, 15, rows]
+    begin, stop = cuts[rank], cuts[rank + 1]
+    shard = fs.Shard(wide[begin:stop].clone(), wide.shape, (begin, 0))  # type: ignore[index, attr-defined]
+    return {**whole, "model": {**whole["model"], "wide": shard}, "own": fs.PerRank({"rank": rank})}
+
+
+class TeamJob:
+    """As sim_world.Job is, of several ranks."""
+
+    def __init__(
+        self, sandbox: Path, disk: Disk, ledger: Ledger, *, ranks: int, keep: Keep | None = None, number: int = 0,
+        attempt: str = "a", by_wait: bool = False, again: bool = False, freeze_at: int | None = None,
+    ) -> None:
+        self.turns = Turns(ranks, disk, number=number, freeze_at=freeze_at)
+        values: dict[str, bytes] = {}
+        self.members: list[Job] = []
+        for rank in range(ranks):
+            seen = RankBoard(values, self.turns, rank)
+            with mock.patch.object(together, "this_job", lambda rank=rank, seen=seen: RankJob(rank, ranks, seen)):
+                self.members.append(
+                    Job(sandbox, RankDisk(disk, self.turns, rank), ledger, keep=keep, number=number, attempt=attempt,
+                        by_wait=by_wait, again=again, deadline_s=DEADLINE_S,
+                        part=lambda whole, rank=rank: part_of(whole, rank, ranks))
+                )
+
+    def save(self, step: int) -> None:
+        self._each(lambda member: member.save(step))
+
+    def refused(self, step: int) -> None:
+        self._each(lambda member: member.refused(step))
+
+    def settle(self) -> None:
+        for member in self.members:
+            member.settle()
+
+    def wait(self) -> None:
+        for member in self.members:
+            member.wait()
+
+    def try_again(self, attempt: str) -> None:
+        for member in self.members:
+            member.try_again(attempt)
+
+    @property
+    def events(self) -> list[Event]:
+        return [event for member in self.members for event in member.events]
+
+    def _each(self, act: Callable[[Job], None]) -> None:
+        """What all ranks do. Raises PowerLoss where one has lost its power, else what went wrong, where it began."""
+        outcomes: list[BaseException | None] = [None] * len(self.members)
+
+        def run(rank: int) -> None:
+            member = self.members[rank]
+            try:
+                try:
+                    act(member)
+                finally:
+                    member.drain()
+            except BaseException as error:
+                outcomes[rank] = error
+            finally:
+                self.turns.done(rank)
+
+        self.turns.begin()
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(self.members))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        _check_one_verdict(outcomes)
+        failures = [one for one in outcomes if one is not None]
+        own = [one for one in failures if not isinstance(one, FlowstoneError)]
+        for error in [*own, *(one for one in failures if not isinstance(one, RankError)), *failures]:
+            raise error
+
+    def end(self) -> None:
+        self.turns.over()
+        for member in reversed(self.members):  # rank 0 leaves last
+            member.abandon()
+            member.end()
+
+
+def _check_one_verdict(outcomes: list[BaseException | None]) -> None:
+    """Nobody is told that nothing was saved where another is told that it was."""
+    lived = [one for one in outcomes if not isinstance(one, PowerLoss)]
+    sure = {one is None for one in lived if not (isinstance(one, RankError) and one.undecided)}
+    assert len(sure) < 2, f"ranks were told different things: {outcomes}"
+
+
+@contextmanager
+def team(sandbox: Path, disk: Disk, ledger: Ledger, **options: object) -> Iterator[TeamJob]:
+    with ExitStack() as stack:
+        job = None
+        idle = SimpleNamespace(stop=lambda: None)
+        stack.enter_context(mock.patch.object(together, "Pulse", return_value=idle))
+        clock = SimpleNamespace(monotonic=lambda: job.turns.monotonic(), sleep=lambda s: job.turns.sleep(s))
+        for module in (agree, board, pulse):
+            stack.enter_context(mock.patch.object(module, "time", clock))
+        job = TeamJob(sandbox, disk, ledger, **options)  # type: ignore[arg-type]
+        try:
+            yield job
+        finally:
+            job.end()

@@ -1,0 +1,228 @@
+"""Ranks that take turns: threads of one job on one simulated disk, in an order that a number decides.
+
+A rank runs, wants to change the disk, waits for what others say, or is done. Only when none runs does one that wants
+to have its turn, so that the order of all changes repeats. When all that are left wait, time passes: nobody waits for
+a deadline to come.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+from sim_disk import Disk, PowerLoss
+
+from flowstone.store.system import System
+
+TICK_S = 1.0
+_State = Literal["runs", "wants", "waits", "frozen", "done"]
+
+
+class Turns:
+    """Whose turn it is, and what time; stands where agreements ask for the time and sleep.
+
+    number     decides who goes first: the lowest rank, the highest, or any
+    freeze_at  the number of the change that whoever is to make it makes only after all others are done
+    """
+
+    def __init__(self, size: int, disk: Disk, *, number: int = 0, freeze_at: int | None = None) -> None:
+        self.size, self._disk, self._freeze_at = size, disk, freeze_at
+        chance = random.Random(number)
+        orders: list[Callable[[list[int]], int]] = [min, max, chance.choice]
+        self._choose = orders[number % 3]
+        self._changed = threading.Condition()
+        self._states: list[_State] = ["done"] * size
+        self._last_beat: dict[int, float] = {}  # of those that are dead or frozen
+        self._dead: set[int] = set()
+        self._posts = 0
+        self._here = threading.local()
+        self._now = 0.0
+        self._is_over = False
+
+    def begin(self) -> None:
+        """All ranks that live act again."""
+        with self._changed:
+            self._states = ["done" if rank in self._dead else "runs" for rank in range(self.size)]
+
+    def done(self, rank: int) -> None:
+        self._enter(rank, "done")
+
+    def over(self) -> None:
+        """From now on nobody waits for anybody."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def check(self, rank: int) -> None:
+        """Raise where a rank would otherwise live on after its end."""
+        if rank in self._dead and not self._is_over:
+            raise PowerLoss
+
+    @contextmanager
+    def turn(self, rank: int) -> Iterator[None]:
+        """To change the disk. A rank that loses its power here, or is killed, takes no further part."""
+        with self._changed:
+            self.check(rank)
+            self._enter(rank, "wants")
+            self._stay(rank)
+        try:
+            yield
+        except PowerLoss:
+            with self._changed:
+                for one in range(self.size) if self._disk.lost else [rank]:
+                    self._dead.add(one)
+                    self._last_beat.setdefault(one, self._now)
+                    self._states[one] = "done"
+                self._pass_on()
+                self._changed.notify_all()
+            raise
+
+    # What agreements ask
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def sleep(self, _: float) -> None:
+        """Until something has been posted since this thread looked, or time has passed."""
+        with self._changed:
+            rank = self._here.rank
+            self.check(rank)
+            if self._is_over:
+                self._now += TICK_S
+            elif self._here.posts == self._posts:
+                self._enter(rank, "waits")
+                self._stay(rank)
+            self._here.posts = None
+
+    def looks(self, rank: int) -> None:
+        """This thread, one of that rank's, looks at the board."""
+        self.check(rank)
+        self._here.rank = rank
+        if getattr(self._here, "posts", None) is None:
+            self._here.posts = self._posts
+
+    def posted(self) -> None:
+        with self._changed:
+            self._posts += 1
+            self._wake("waits")
+
+    def beat(self, rank: int) -> float:
+        return self._last_beat.get(rank, self._now)
+
+    # States
+
+    def _enter(self, rank: int, state: _State) -> None:
+        with self._changed:
+            if self._states[rank] != "done" or state == "done":
+                self._states[rank] = state
+            self._pass_on()
+
+    def _stay(self, rank: int) -> None:
+        while self._states[rank] not in ("runs", "done") and not self._is_over:
+            self._changed.wait()
+            self.check(rank)
+
+    def _pass_on(self) -> None:
+        if "runs" in self._states:
+            return
+        wanting = [rank for rank, state in enumerate(self._states) if state == "wants"]
+        if wanting:
+            rank = self._choose(wanting)
+            if self._freeze_at is not None and len(self._disk.changes) >= self._freeze_at:
+                self._freeze_at, self._states[rank] = None, "frozen"
+                self._last_beat[rank] = self._now
+                self._pass_on()
+                return
+            self._states[rank] = "runs"
+        elif "waits" in self._states:
+            self._now += TICK_S
+            self._wake("waits")
+        elif "frozen" in self._states:
+            self._last_beat.clear()
+            self._wake("frozen")
+        self._changed.notify_all()
+
+    def _wake(self, those: _State) -> None:
+        self._states = ["runs" if state == those else state for state in self._states]
+        self._changed.notify_all()
+
+
+class RankDisk(System):
+    """The disk as one rank changes it: when it is its turn."""
+
+    def __init__(self, disk: Disk, turns: Turns, rank: int) -> None:
+        self._disk, self._turns, self._rank = disk, turns, rank
+
+    def check_power(self) -> None:
+        self._turns.check(self._rank)
+
+    def make_directory(self, path: Path) -> None:
+        with self._turns.turn(self._rank):
+            self._disk.make_directory(path)
+
+    def create(self, path: Path, flags: int) -> int:
+        with self._turns.turn(self._rank):
+            return self._disk.create(path, flags)
+
+    def reserve(self, fd: int, size_bytes: int) -> None:
+        with self._turns.turn(self._rank):
+            self._disk.reserve(fd, size_bytes)
+
+    def write(self, fd: int, content: bytes) -> None:
+        with self._turns.turn(self._rank):
+            self._disk.write(fd, content)
+
+    def sync(self, fd: int) -> None:
+        with self._turns.turn(self._rank):
+            self._disk.sync(fd)
+
+    def sync_directory(self, path: Path) -> None:
+        with self._turns.turn(self._rank):
+            self._disk.sync_directory(path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        with self._turns.turn(self._rank):
+            self._disk.rename(source, target)
+
+    def unlink(self, path: Path) -> None:
+        with self._turns.turn(self._rank):
+            self._disk.unlink(path)
+
+    def remove_directory(self, path: Path) -> None:
+        with self._turns.turn(self._rank):
+            self._disk.remove_directory(path)
+
+
+class RankBoard:
+    """The job's board as one rank sees it. Pulses beat by themselves, as long as a rank lives."""
+
+    def __init__(self, values: dict[str, bytes], turns: Turns, rank: int) -> None:
+        self._values, self._turns, self._rank = values, turns, rank
+
+    def set(self, key: str, value: bytes) -> None:
+        self._turns.check(self._rank)
+        self._values[key] = value
+        self._turns.posted()
+
+    def get(self, key: str) -> bytes:
+        self._turns.check(self._rank)
+        kind, _, rank = key.partition("/")
+        return str(self._turns.beat(int(rank))).encode() if kind == "alive" else self._values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        self._turns.looks(self._rank)
+        return all(key in self._values or key.startswith("alive/") for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        self._turns.check(self._rank)
+        found = int(self._values.get(key, b"0")) + amount
+        self._values[key] = str(found).encode()
+        return found
+
+    def delete_key(self, key: str) -> bool:
+        self._turns.check(self._rank)
+        return self._values.pop(key, None) is not None

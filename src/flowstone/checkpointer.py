@@ -195,7 +195,7 @@ class Checkpointer:
         failure: Exception | None = None
         try:
             tell = loading.teller(step, ready.plan.bytes, self._emit)
-            found = loading.read(ready, self._store, self._options, self._together, tell)
+            found = loading.read(ready, self._store, tell)
             if not found.written and self._together.team is None:
                 self._unsound = sound_before
             loading.finish(ready, found)

@@ -70,8 +70,10 @@ class LoadReport:
 class Loading:
     """A load that is ready to read: what the state wants and the checkpoint holds agree.
 
-    wanted  the pieces to be read
-    landed  parallel: where their bytes land
+    wanted   the pieces to be read
+    landed   parallel: where their bytes land
+    passing  how ranks of a node pass on what several of them want, if they do
+    held     what is closed once all is read
     """
 
     checkpoint: Checkpoint
@@ -81,6 +83,8 @@ class Loading:
     wanted: Pieces
     plan: ReadPlan
     landed: Landed
+    passing: Passing | None = None
+    held: ExitStack = field(default_factory=ExitStack)
     begun: Event = field(default_factory=Event)  # bytes may have changed
 
     @property
@@ -195,7 +199,40 @@ def agree(
     except Exception as error:
         failure = error
     together.confirm(words, failure)
-    return ready
+    if together.team is None:
+        return ready
+    passing = _passing(ready, together, ready.held) if options.share_reads else None
+    return replace(ready, passing=passing)
+
+
+def _passing(loading: Loading, together: Together, stack: ExitStack) -> Passing | None:
+    """How the ranks of this node pass on what several of them want; None where each reads for itself.
+
+    stack  closes what that needs
+    """
+    step, index, plan, place = loading.checkpoint.step, loading.checkpoint.index, loading.plan, node()
+    offer: Offer | None = None
+    if plan.bytes >= SHARED_READ_BYTES_MIN:
+        try:
+            offer = stack.enter_context(closing(Offer(index, plan)))
+        except OSError as error:
+            _log.warning("no memory to share with ranks on this node (%s): each reads for itself", error)
+    words = b"" if offer is None else msgspec.msgpack.encode(offer.window.announcement)
+    said = together.near(f"the windows of step {step}", place, words)
+    neighbours = [Neighbour(rank, msgspec.msgpack.decode(words, type=Announcement)) for rank, words in said]
+    passing: Passing | None = None
+    failure: Exception | None = None
+    if offer is not None and len(neighbours) > 1:
+        me = [one.rank for one in neighbours].index(together.rank)
+        try:
+            passing = Passing(offer, neighbours, me, index, plan, deadline_s=together.deadline_s)
+            stack.callback(passing.close)
+        except OSError as error:
+            _log.warning("ranks on this node do not see each other's memory (%s): each reads for itself", error)
+        except Exception as error:
+            failure = error
+    ready = together.near(f"sharing what step {step} holds", place, failure or (b"" if passing is None else b"ready"))
+    return passing if len(ready) == len(neighbours) else None
 
 
 def teller(step: int, total: int, emit: Callable[[LoadProgress], None]) -> Callable[[int], None]:
@@ -210,9 +247,7 @@ def teller(step: int, total: int, emit: Callable[[LoadProgress], None]) -> Calla
     return progress
 
 
-def read(
-    loading: Loading, store: Store, options: EngineOptions, together: Together, on_progress: Callable[[int], None]
-) -> Scattered:
+def read(loading: Loading, store: Store, on_progress: Callable[[int], None]) -> Scattered:
     """Read to where the bytes land. Blocks. `written` in the result are pieces whose memory in the state has changed.
 
     on_progress  is told the bytes done. Damage is in the result, not raised
@@ -221,49 +256,17 @@ def read(
     devices = {name: stream.native for name, stream in loading.landed.streams.items()}
     for stream in loading.landed.streams.values():
         stream.follow()
-    with ExitStack() as stack:
-        passing = _passing(loading, together, stack) if options.share_reads else None
+    with loading.held as stack:
         arena = open_read_arena(store)
         stack.callback(arena.close)
         places = loading.landed.places
-        if passing is None:
+        if loading.passing is None:
             found = scatter(store, paths, index, plan, loading.wanted, places, arena, on_progress, devices)
         else:
-            found = passing.run(store, paths, loading.wanted, places, arena, on_progress, devices)
+            found = loading.passing.run(store, paths, loading.wanted, places, arena, on_progress, devices)
         loading.begun.set()
     aside = loading.landed.aside
     return replace(found, written=tuple([p for p in found.written if p not in aside])) if aside else found
-
-
-def _passing(loading: Loading, together: Together, stack: ExitStack) -> Passing | None:
-    """How the ranks of this node pass on what several of them want; None where each reads for itself.
-
-    stack  closes what that needs
-    """
-    if together.team is None:
-        return None
-    step, index, plan = loading.checkpoint.step, loading.checkpoint.index, loading.plan
-    offer: Offer | None = None
-    if plan.bytes >= SHARED_READ_BYTES_MIN:
-        try:
-            offer = stack.enter_context(closing(Offer(index, plan)))
-        except OSError as error:
-            _log.warning("no memory to share with ranks on this node (%s): each reads for itself", error)
-    place = node()
-    words = b"" if offer is None else msgspec.msgpack.encode(offer.window.announcement)
-    said = together.near(f"the windows of step {step}", place, words)
-    neighbours = [Neighbour(rank, msgspec.msgpack.decode(words, type=Announcement)) for rank, words in said]
-    passing: Passing | None = None
-    if offer is not None and len(neighbours) > 1:
-        me = [one.rank for one in neighbours].index(together.rank)
-        try:
-            passing = stack.enter_context(
-                closing(Passing(offer, neighbours, me, index, plan, deadline_s=together.deadline_s))
-            )
-        except OSError as error:
-            _log.warning("ranks on this node do not see each other's memory (%s): each reads for itself", error)
-    ready = together.near(f"sharing what step {step} holds", place, b"" if passing is None else b"ready")
-    return passing if len(ready) == len(neighbours) else None
 
 
 def finish(loading: Loading, found: Scattered) -> None:

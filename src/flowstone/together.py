@@ -85,8 +85,11 @@ class Together:
         if self.team is not None:
             self.team.turns += 1
 
-    def near(self, phase: str, node: str, mine: bytes) -> list[tuple[int, bytes]]:
-        """Of the ranks of this node that have something to say: rank, and what it says, in their order."""
+    def near(self, phase: str, node: str, mine: bytes | Exception) -> list[tuple[int, bytes]]:
+        """Of the ranks of this node that have something to say: rank, and what it says, in their order.
+
+        raises  `mine`, if that is an error, or RankError for that of another rank
+        """
 
         def group(said: Sequence[bytes]) -> Decision:
             nodes: dict[str, list[tuple[int, bytes]]] = {}
@@ -98,7 +101,8 @@ class Together:
             packed = {place: msgspec.msgpack.encode(those) for place, those in nodes.items()}
             return Decision(b"", [packed[place] for place in places])
 
-        agreed = self._agreement.agree(phase, msgspec.msgpack.encode((node, mine)), group)
+        words = mine if isinstance(mine, Exception) else msgspec.msgpack.encode((node, mine))
+        agreed = self._agreement.agree(phase, words, group)
         return msgspec.msgpack.decode(agreed.own, type=list[tuple[int, bytes]])
 
     def leave(self) -> None:

@@ -112,7 +112,7 @@ MUTANTS = {
         "freeze",
     ),
     "others_remove_what_rank_0_publishes": Mutant(
-        team.Team, "commit", (("if lead is not None:", "if True:"),), "team_second_save", "freeze", start="index"
+        team.Team, "commit", (("if self._lead is not None:", "if True:"),), "team_second_save", "freeze", start="index"
     ),
     "what_may_be_committed_is_withdrawn": Mutant(
         saving, "commit", (("if not (isinstance(error, RankError) and error.undecided):", "if True:"),),

@@ -12,6 +12,7 @@ of the output, not a failure. `--json` is written after every job.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -34,12 +35,13 @@ from bench.table import machine_line
 
 TIMEOUT_S = 1800.0  # of one job; the largest needs a few minutes
 TERMINAL_WIDTH = 190  # where there is no terminal to ask
-RANKS, QUICK_RANKS = (64, 256, 1024, 4096, 8192), (8, 64)
+RANKS, QUICK_RANKS = (64, 256, 1024, 8192), (8, 64)
 TARGETS = {"fsdp": "tp-pp-fsdp", "hsdp": "tp-pp-fsdp", "ep": "fsdp"}  # what a job is loaded into; others into FSDP
 
 
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and so clean up
     run = msgspec.json.decode(options.read.read_bytes(), type=Run) if options.read else measured(options)
     if options.update:
         linked = document.as_linked(options.plots, options.update)

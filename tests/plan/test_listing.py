@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_share import boxes, jobs
 
@@ -41,6 +41,7 @@ def decoded(held: Sequence[Held], writes: Sequence[np.ndarray], aliases: Sequenc
     return decode_index(file, segments=segments, path="index")
 
 
+@settings(deadline=None)
 @given(jobs())
 def test_every_piece_is_listed_as_a_loop_would(held: list[Held]) -> None:
     writes = share(held).writes
@@ -55,6 +56,12 @@ def test_every_piece_is_listed_as_a_loop_would(held: list[Held]) -> None:
         found = [(int(index.segment[piece]), index.box(piece)) for piece in index.pieces_of(row)]
         assert found == wanted[name]
         assert [int(index.length[p]) for p in index.pieces_of(row)] == [4 * box.elements for _, box in wanted[name]]
+    # A digest is its number among the chunks of all ranks, one after the other; no piece has more than one.
+    lengths = [boxes(one)[at][1].elements for one, of in zip(held, writes, strict=True) for at in of.tolist()]
+    ranks = np.repeat(np.arange(len(held)), list(map(len, writes)))[np.flatnonzero(lengths)]
+    chunks = np.searchsorted(index.first_chunk, np.arange(len(index.digest)), side="right") - 1
+    assert index.segment[chunks].tolist() == ranks[index.digest.astype(int)].tolist()
+    assert sorted(index.digest.tolist()) == list(range(len(ranks)))
 
 
 def test_chunks_keep_their_digests_when_pieces_are_put_in_order() -> None:
@@ -77,6 +84,7 @@ def test_chunks_keep_their_digests_when_pieces_are_put_in_order() -> None:
     assert index.stored.tolist() == [4, 3, CHUNK_BYTES, 5]
 
 
+@settings(deadline=None)
 @given(jobs())
 def test_compact_columns_are_shared_out_like_plain_ones(held: list[Held]) -> None:
     plain, found = share(held), share([one.compact() for one in held])
@@ -102,6 +110,7 @@ def test_a_tensor_may_occur_twice_on_a_rank() -> None:
     assert [str(index.box(piece)) for piece in range(8)] == ["[0:2]", "[4:6]", "[2:4]", "[6:8]"] * 2
 
 
+@settings(deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_boxes_tile_where_painting_says_so(chance: random.Random) -> None:
     shape = tuple(chance.randint(0, 4) for _ in range(chance.randint(0, 3)))

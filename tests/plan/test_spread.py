@@ -79,6 +79,7 @@ def test_nodes_are_levelled_before_their_ranks() -> None:
     assert by_node.max() <= 1.02 * least_largest(sums, 4)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 30)), min_size=1, max_size=4),
        st.lists(st.integers(0, 300), min_size=1, max_size=6), st.integers(1, 3))
 def test_no_node_and_no_rank_has_more_than_if_piece_after_piece_went_to_whoever_had_least(

@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 SYSTEM_PACKAGES := liburing-dev libxxhash-dev libzstd-dev
 NATIVE_SOURCES := CMakeLists.txt $(shell find native -type f)
 
-.PHONY: demo test bench bench-full bench-interference soak check check-native setup clean
+.PHONY: demo test bench bench-full bench-interference bench-scale soak check check-native setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -42,6 +42,11 @@ bench-interference: setup
 	mkdir -p runs/bench
 	$(BIN)/python bench/interference.py --json runs/bench/interference.json --update docs/PERFORMANCE.md \
 	    --plots docs/figures $(BENCH)
+
+# A quarter of an hour, 8 GB of memory: plans of large jobs, in one process.
+bench-scale: setup
+	mkdir -p runs/bench
+	$(BIN)/python bench/scale.py --json runs/bench/scale.json --update docs/PERFORMANCE.md --plots docs/figures
 
 soak: setup
 	$(BIN)/python -m pytest -m soak

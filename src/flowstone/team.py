@@ -10,6 +10,7 @@ new waits for the others, in the background, and for what rank 0 makes of it. Ea
 from __future__ import annotations
 
 import logging
+import lzma
 import secrets
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -37,9 +38,10 @@ from flowstone.format.manifest import (
     decode_manifest,
     encode_manifest,
 )
-from flowstone.pieces import DTYPES, Alias, Box, Layout, Pieces
-from flowstone.plan.share import Held, Names, share
-from flowstone.plan.write import index_of_team
+from flowstone.pieces import DTYPES, Alias, Layout
+from flowstone.plan.held import Held, Names
+from flowstone.plan.listing import index_of_team
+from flowstone.plan.share import share
 from flowstone.ranks import Agreed, Agreement, Decision
 from flowstone.store.base import Receipt, Store
 
@@ -55,11 +57,15 @@ class _Tensors(msgspec.Struct, frozen=True):
 
 
 class _Layout(msgspec.Struct, frozen=True):
-    """A layout in few bytes. `tensors` is the same on all ranks that hold parts of the same tensors."""
+    """A layout in few bytes, by the columns of `Held`.
+
+    `tensors`, `parts` and `kinds` are the same on all ranks that hold parts of the same tensors, cut alike.
+    """
 
     tensors: bytes  # _Tensors, compressed
-    parts: bytes  # int64, compressed
-    boxes: bytes  # int64, compressed
+    parts: bytes
+    kinds: bytes
+    boxes: bytes
     samples: bytes  # uint32: of each piece, a digest of a few of its bytes
     aliases: list[tuple[str, str]]
 
@@ -180,7 +186,7 @@ class Team:
             assert begun is not None, "only what was known can stay as it was"
             self._mine = begun if plan == begun.plan else Assignment(plan, layout, begun.positions)
         else:
-            self._mine = Assignment(plan, layout, _numbers(part.positions, np.int64))
+            self._mine = Assignment(plan, layout, _from_steps(part.positions))
         return self._mine
 
     def _agree_on_plan(
@@ -264,6 +270,7 @@ class _Lead:
         self._aliases: list[Sequence[tuple[str, str]]] = [()] * size
         self._writes: list[NDArray[np.int64]] = [np.zeros(0, np.int64)] * size
         self._names: dict[bytes, Names] = {}
+        self._columns: dict[bytes, NDArray[np.int64]] = {}  # that several ranks have alike
 
     def share(self, said: Sequence[_Proposal]) -> Decision:
         _all_equal({rank: one.step for rank, one in enumerate(said)}, "save step {}")
@@ -293,10 +300,8 @@ class _Lead:
                 raise
             self._plan = secrets.token_hex(8)
             self._writes = list(shared.writes)
-            parts = [
-                _Part(None if rank in begun else zlib.compress(writes.astype("<i8").tobytes(), 1))
-                for rank, writes in enumerate(shared.writes)
-            ]
+            told = {key: _by_steps(writes) for key, writes in {id(one): one for one in shared.writes}.items()}
+            parts = [_Part(None if rank in begun else told[id(one)]) for rank, one in enumerate(shared.writes)]
         return Decision(msgspec.msgpack.encode((self._plan, self.job)), list(map(msgspec.msgpack.encode, parts)))
 
     def commit(
@@ -312,8 +317,8 @@ class _Lead:
             columns.append(_numbers(one.segment, np.uint32) + np.uint32(len(segments)))
             segments += [msgspec.structs.replace(row, id=len(segments) + at) for at, row in enumerate(one.segments)]
         frame, piece_order, chunk_order = index_of_team(
-            [_pieces(held, writes) for held, writes in zip(self._held, self._writes, strict=True)],
-            self._all_aliases(), np.concatenate(columns),
+            [held for held in self._held if held is not None], self._writes, self._all_aliases(),
+            np.concatenate(columns),
         )
         offsets = np.concatenate([_numbers(one.offsets, np.uint64) for one in said])
         digests = np.concatenate([_numbers(one.digests, np.uint64) for one in said])
@@ -337,10 +342,14 @@ class _Lead:
     def _unpacked(self, layout: _Layout) -> Held:
         names = self._names.get(layout.tensors)
         if names is None:
-            found = msgspec.msgpack.decode(zlib.decompress(layout.tensors), type=_Tensors)
+            found = msgspec.msgpack.decode(lzma.decompress(layout.tensors), type=_Tensors)
             dtypes = tuple(DTYPES[name] for name in found.dtypes)
             names = self._names[layout.tensors] = Names(tuple(found.names), dtypes, tuple(found.shapes))
-        return Held(names, _numbers(layout.parts, np.int64), _numbers(layout.boxes, np.int64))
+        parts, kinds = (
+            self._columns[one] if one in self._columns else self._columns.setdefault(one, _from_steps(one))
+            for one in (layout.parts, layout.kinds)
+        )
+        return Held(names, parts, _numbers(layout.boxes, np.int64), kinds)
 
     def _all_aliases(self) -> list[Alias]:
         """The further names of every rank, each once; CollisionError where ranks tie different tensors."""
@@ -358,28 +367,34 @@ class _Lead:
 
 def _pack(layout: Layout, samples: NDArray[np.uint32]) -> _Layout:
     pieces = layout.pieces
-    shapes = [tuple(shape) for shape in pieces.shapes]
-    tensors = msgspec.msgpack.encode(_Tensors(list(pieces.names), [d.name for d in pieces.dtypes], shapes))
     parts = sorted(pieces.parts)
     boxes = [n for at in parts for n in (*pieces.parts[at].offset, *pieces.parts[at].shape)]
+    names = Names(pieces.names, pieces.dtypes, tuple(map(tuple, pieces.shapes)))
+    held = Held(names, np.array(parts, np.int64), np.array(boxes, np.int64)).compact()
+    return _packed(held, samples, [(alias.name, alias.target) for alias in layout.aliases])
+
+
+def _packed(held: Held, samples: NDArray[np.uint32], aliases: list[tuple[str, str]]) -> _Layout:
+    assert held.kinds is not None, "each distinct box once"
+    names = held.names
+    tensors = _Tensors(list(names.names), [dtype.name for dtype in names.dtypes], list(names.shapes))
     return _Layout(
-        zlib.compress(tensors, 1), zlib.compress(np.array(parts, "<i8").tobytes(), 1),
-        zlib.compress(np.array(boxes, "<i8").tobytes(), 1), samples.astype("<u4").tobytes(),
-        [(alias.name, alias.target) for alias in layout.aliases],
+        lzma.compress(msgspec.msgpack.encode(tensors), preset=0), _by_steps(held.parts), _by_steps(held.kinds),
+        _compressed(held.boxes), samples.astype("<u4").tobytes(), aliases,
     )
 
 
-def _pieces(held: Held | None, positions: NDArray[np.int64]) -> Pieces:
-    """The pieces that a rank writes."""
-    assert held is not None, "a plan is made of all"
-    names = held.names
-    ndim = np.array([len(names.shapes[at]) for at in held.parts.tolist()], np.int64)
-    ends = 2 * np.cumsum(ndim)
-    parts = {}
-    for at, n, end in zip(held.parts.tolist(), ndim.tolist(), ends.tolist(), strict=True):
-        numbers = held.boxes[end - 2 * n : end].tolist()
-        parts[at] = Box(tuple(numbers[:n]), tuple(numbers[n:]))
-    return Pieces(names.names, names.dtypes, names.shapes, parts).take(positions.tolist())
+def _compressed(numbers: NDArray[np.int64]) -> bytes:
+    return zlib.compress(numbers.astype("<i8").tobytes(), 1)
+
+
+def _by_steps(numbers: NDArray[np.int64]) -> bytes:
+    """Compressed by the steps between them, most of which are alike."""
+    return _compressed(np.diff(numbers, prepend=0))
+
+
+def _from_steps(packed: bytes) -> NDArray[np.int64]:
+    return np.cumsum(_numbers(packed, np.int64))
 
 
 def _contribution(made: Contribution, plan: str, draft: str, *, replicated: bool) -> _Written:

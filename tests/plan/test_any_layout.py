@@ -24,9 +24,10 @@ from flowstone import _native
 from flowstone.format.index import Index, decode_index
 from flowstone.format.manifest import SegmentRow
 from flowstone.pieces import Box, Piece, Pieces
+from flowstone.plan.listing import index_of_team
 from flowstone.plan.read import plan_reads
 from flowstone.plan.share import Held, Names, Share, share
-from flowstone.plan.write import WritePlan, index_of_team, place, plan_writes
+from flowstone.plan.write import WritePlan, place, plan_writes
 
 SHORT, ALL = 250, 2000
 CHUNK_BYTES, PACKED_BELOW_BYTES = 256, 700
@@ -65,7 +66,7 @@ def held_by(pieces: Pieces) -> Held:
     parts = sorted(pieces.parts)
     boxes = [n for at in parts for n in (*pieces.parts[at].offset, *pieces.parts[at].shape)]
     names = Names(pieces.names, pieces.dtypes, pieces.shapes)
-    return Held(names, np.array(parts, np.int64), np.array(boxes, np.int64))
+    return Held(names, np.array(parts, np.int64), np.array(boxes, np.int64)).compact()
 
 
 def shared_out(ranks: Sequence[Pieces], chance: random.Random) -> Share:
@@ -90,7 +91,7 @@ def save(case: Case, values: dict[str, np.ndarray], chance: random.Random) -> Di
     shared = shared_out(ranks, chance)
     segments: dict[str, bytearray] = {}
     rows: list[SegmentRow] = []
-    written, offsets, digests, numbers = [], [], [], []
+    offsets, digests, numbers = [], [], []
     for rank, (pieces, writes) in enumerate(zip(ranks, shared.writes, strict=True)):
         mine = pieces.take(writes.tolist())
         room = chance.choice((1 << 20, 1 << 20, 8192))
@@ -100,10 +101,10 @@ def save(case: Case, values: dict[str, np.ndarray], chance: random.Random) -> Di
         for file in plan.segments:
             segments[file.name] = bytearray([POISON]) * file.bytes
             rows.append(SegmentRow(len(rows), None, file.name, file.bytes, file.header_bytes, ""))
-        written.append(mine)
         offsets.append(where)
         digests += put(plan, where, mine, values, segments)
-    frame, piece_order, chunk_order = index_of_team(written, (), np.concatenate(numbers))
+    held = [held_by(one) for one in ranks]
+    frame, piece_order, chunk_order = index_of_team(held, shared.writes, (), np.concatenate(numbers))
     data = frame.fill(np.concatenate(offsets)[piece_order], np.array(digests, np.uint64)[chunk_order])
     return Disk(segments, rows, decode_index(data, segments=rows, path="index"))
 

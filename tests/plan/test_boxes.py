@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from flowstone.errors import CoverageError
 from flowstone.pieces import Box
-from flowstone.plan.boxes import check_tiling, subtract, uncovered
+from flowstone.plan.boxes import check_tiling, subtract, tiles, uncovered
 
 SIDE = 5
 
@@ -92,3 +92,10 @@ def test_a_box_of_negative_or_uneven_numbers_is_refused() -> None:
         Box((0,), (-1,))
     with pytest.raises(ValueError, match="differ in length"):
         Box((0, 0), (1,))
+
+
+def test_a_cell_held_twice_does_not_stand_for_one_that_is_missing() -> None:
+    offset = np.array([[0, 0], [0, 1], [1, 0], [0, 0]])
+    assert not tiles(offset, np.ones((4, 2), np.int64), (2, 2))
+    offset[3] = 1
+    assert tiles(offset, np.ones((4, 2), np.int64), (2, 2))

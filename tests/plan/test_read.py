@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from itertools import pairwise
 
 import numpy as np
@@ -116,3 +117,60 @@ def test_a_region_that_nobody_stored_is_named() -> None:
     assert caught.value.message == "cannot load 'w': [2:4,1:3] is in no stored piece"
     assert caught.value.facts["wanted"] == "box [1:4,1:3] of shape (4, 4)"
     assert "flowstone verify" in str(caught.value.facts["next"])
+
+
+def plainly(index: Index, wanted: list[Piece], rows: list[int]) -> list[tuple[int, int, int, int, Box | None]]:
+    """The rows of a read plan, by loops over records: (stored piece, wanted one, first chunk, last, region)."""
+    found = []
+    for position, (piece, row) in enumerate(zip(wanted, rows, strict=True)):
+        for at in index.pieces_of(row):
+            box = index.box(at)
+            region = box.intersect(piece.box)
+            if region is not None:
+                item_bytes = index.dtypes[row].item_bytes
+                for first, last in chunk_runs(box.shape, region.within(box), item_bytes):
+                    found.append((at, position, first, last, None if box == region == piece.box else region))
+    return found
+
+
+@st.composite
+def many(draw: st.DrawFn) -> tuple[list[Piece], list[Piece]]:
+    """Tensors of few shapes, stored and wanted in boxes, some of them alike."""
+    shapes = draw(st.lists(st.sampled_from([(), (6,), (6, 4), (3, 700_000)]), min_size=1, max_size=6))
+    stored, wanted = [], []
+    cuts = {shape: draw(st.lists(tilings(Box.whole(shape)), min_size=1, max_size=2)) for shape in sorted(set(shapes))}
+    for number, shape in enumerate(shapes):
+        kind = DTYPES[draw(st.sampled_from(["float32", "uint8"]))]
+        boxes = draw(st.sampled_from(cuts[shape]).flatmap(st.permutations))
+        stored += [Piece(f"t{number}", kind, shape, box) for box in boxes]
+        box = draw(st.sampled_from([Box.whole(shape), *cuts[shape][0], *cuts[shape][-1]]))
+        wanted.append(Piece(f"t{number}", kind, shape, box))
+    return stored, draw(st.permutations(wanted))
+
+
+@settings(deadline=None)
+@given(many())
+def test_a_plan_of_many_tensors_reads_what_loops_over_records_would(case: tuple[list[Piece], list[Piece]]) -> None:
+    stored, wanted = case
+    written = plan_writes(stored)
+    index = index_of(written, place(written, np.zeros(len(stored), np.uint64)), np.zeros(written.chunks, np.uint64))
+    rows = [index.rows()[piece.name] for piece in wanted]
+    plan = plan_reads(index, wanted, rows)
+    told = set()
+    columns = (plan.piece.tolist(), plan.target.tolist(), plan.first.tolist(), plan.last.tolist())
+    for row, (piece, target, first, last) in enumerate(zip(*columns, strict=True)):
+        common = plan.common.get(row)
+        is_all = common == index.box(piece) == wanted[target].box
+        told.add((piece, target, first, last, None if is_all else common))
+    assert told == set(plainly(index, wanted, rows))
+    assert len(plan.piece) == len(told)
+
+
+def test_an_overlap_in_a_forged_index_does_not_pass_for_what_is_missing() -> None:
+    """As many elements as are wanted, but not each of them."""
+    index = stored((6,), [Box((0,), (2,)), Box((2,), (2,)), Box((4,), (2,))])
+    names = [field.name for field in fields(Index) if field.init]
+    columns = {name: getattr(index, name) for name in names}
+    forged = Index(**columns | {"boxes": np.array([0, 2, 0, 2, 4, 2], np.uint64)})
+    with pytest.raises(CoverageError, match=r"\[2:4\] is in no stored piece"):
+        plan_reads(forged, [Piece("w", DTYPES["float32"], (6,), Box((0,), (6,)))], [0])

@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowstone.errors import CollisionError, CoverageError
@@ -89,6 +89,7 @@ def _cut(box: Box, chance: random.Random, times: int) -> list[Box]:
     return [part for half in halves for part in _cut(half, chance, times - 1)]
 
 
+@settings(deadline=None)
 @given(jobs(), st.booleans())
 def test_every_element_is_written_once(ranks: list[Held], alike: bool) -> None:
     nodes = [rank // 2 for rank in range(len(ranks))]
@@ -99,6 +100,7 @@ def test_every_element_is_written_once(ranks: list[Held], alike: bool) -> None:
         check(ranks, share(ranks, nodes))
 
 
+@settings(deadline=None)
 @given(jobs(), st.randoms())
 def test_ranks_that_have_begun_keep_what_they_write(ranks: list[Held], chance: random.Random) -> None:
     before = share(ranks)
@@ -192,3 +194,44 @@ def test_a_grid_of_many_ranks_is_proved_quickly() -> None:
     with mock.patch.object(sharing, "check_tiling", side_effect=AssertionError("the slow way")):
         found = share(ranks)
     assert set(found.bytes.tolist()) == {40 * 64 * 32 * 4}
+
+
+def alike(chance: random.Random) -> list[Held]:
+    """Many tensors of one shape, each cut in one of three ways, and replicas of some of them."""
+    ways = [
+        lambda rank: None,
+        lambda rank: Box((2 * rank, 0), (2, 8)),
+        lambda rank: Box((0, 4 * (rank % 2)), (8, 4)),
+    ]
+    chosen = [chance.choice(ways) for _ in range(60)]
+    return [held([(f"w{at}", (8, 8), way(rank)) for at, way in enumerate(chosen)]) for rank in range(4)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tensors_of_one_shape_may_be_cut_in_several_ways(seed: int) -> None:
+    ranks = alike(random.Random(seed))
+    found = share(ranks)
+    check(ranks, found)
+    assert found.bytes.max() - found.bytes.min() <= 4 * 64
+    compact = [one.compact() for one in ranks]
+    assert [of.tolist() for of in share(compact).writes] == [of.tolist() for of in found.writes]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_of_tensors_cut_alike_some_may_have_been_begun(seed: int) -> None:
+    ranks = alike(random.Random(seed))
+    names = ranks[0].names  # the same on all ranks, as in a job
+    ranks = [Held(names, one.parts, one.boxes).compact() for one in ranks]
+    before = share(ranks)
+    for begun in ([1], [0, 3], [0, 1, 2]):
+        kept = {rank: before.writes[rank] for rank in begun}
+        after = share(ranks, kept=kept)
+        for rank in begun:
+            assert after.writes[rank].tolist() == before.writes[rank].tolist()
+        plain = [Held(names, one.parts, np.concatenate([_box(one, kind) for kind in one.kinds.tolist()]))
+                 for one in ranks if one.kinds is not None]
+        check(plain, after)
+
+
+def _box(one: Held, kind: int) -> np.ndarray:
+    return one.boxes[4 * kind : 4 * kind + 4]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise, repeat
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,8 @@ from flowstone.format.segment import LENGTH_BYTES, METADATA_KEY, parse_header
 from flowstone.pieces import DTYPES, Box, DType
 
 U64 = NDArray[np.uint64]
+Part: TypeAlias = bytes | memoryview
+_Number = TypeVar("_Number", bound=np.generic)
 
 _COLUMNS = {
     "tensor.shape": "<u8", "alias.tensor": "<u8", "piece.tensor": "<u8", "piece.box": "<u8",
@@ -33,23 +35,22 @@ _COLUMNS = {
 }
 """Column name to numpy type, the widest first so that each lies aligned in the file."""
 
-_VARIABLE = ("piece.offset", "chunk.digest")  # in the order of the columns
 _SAFETENSORS = {"<u8": "U64", "<u4": "U32", "<u2": "U16", "u1": "U8"}
 
 CODEC_RAW = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Index:
-    """All rows of one checkpoint. Positions: T tensors, A aliases, P pieces, C chunks.
+class Rows:
+    """All that an index says before anything is written. Positions: T tensors, A aliases, P pieces, C chunks.
 
     names, dtypes, ndim  per tensor
     sides                all shapes, one behind the other
     aliases                (name, tensor row)
     tensor                 per piece: its tensor's row, ascending
     boxes                  per piece: ndim offsets, then ndim lengths, one piece behind the other
-    segment, offset, length  per piece: where its extent lies, in bytes
-    digest, stored, codec  per chunk, in piece order
+    segment, length        per piece: the segment that its extent lies in, and its bytes
+    stored                 per chunk, in piece order: its bytes
     """
 
     names: tuple[str, ...]
@@ -60,10 +61,20 @@ class Index:
     tensor: NDArray[np.int64]
     boxes: U64
     segment: NDArray[np.uint32]
-    offset: U64
     length: U64
-    digest: U64
     stored: NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Index(Rows):
+    """All rows of one checkpoint.
+
+    offset         per piece: where its extent begins in the segment, in bytes
+    digest, codec  per chunk, in piece order
+    """
+
+    offset: U64
+    digest: U64
     codec: NDArray[np.uint8]
     first_piece: NDArray[np.int64] = field(init=False)  # per tensor, T + 1 entries
     first_chunk: NDArray[np.int64] = field(init=False)  # per piece, P + 1 entries
@@ -130,20 +141,20 @@ class Totals:
 class Frame:
     """An index file without what is new in every save of a layout: where pieces lie, and their digests.
 
-    parts  the file's bytes before, between and behind the columns piece.offset and chunk.digest
+    parts  the file's bytes before, between and behind the columns piece.offset and chunk.digest, each in parts
     """
 
-    parts: tuple[bytes, bytes, bytes]
+    parts: tuple[tuple[Part, ...], tuple[Part, ...], tuple[Part, ...]]
     totals: Totals
 
     def fill(self, offset: U64, digest: U64) -> bytes:
         """The index file's bytes; one offset for each piece and one digest for each chunk, as in the frame's index."""
         before, between, behind = self.parts
-        return b"".join([before, _bytes_of(offset, "<u8"), between, _bytes_of(digest, "<u8"), behind])
+        return b"".join((*before, _as(offset, "<u8").data, *between, _as(digest, "<u8").data, *behind))
 
 
-def frame_of(index: Index) -> Frame:
-    """All of an index file that does not depend on `index.offset` and `index.digest`."""
+def frame_of(index: Rows) -> Frame:
+    """All of an index file that does not depend on where pieces lie, and on digests. Keeps the columns, not a copy."""
     kinds = sorted({dtype.name for dtype in index.dtypes})
     position = {name: at for at, name in enumerate(kinds)}
     names = [name.encode() for name in index.names]
@@ -157,30 +168,38 @@ def frame_of(index: Index) -> Frame:
         "alias.name_bytes": list(map(len, aliases)),
         "alias.tensor": [row for _, row in index.aliases],
         "piece.tensor": index.tensor, "piece.box": index.boxes, "piece.segment": index.segment,
-        "piece.offset": index.offset, "piece.bytes": index.length,
-        "chunk.digest": index.digest, "chunk.bytes": index.stored, "chunk.codec": index.codec,
+        "piece.bytes": index.length,
+        "chunk.bytes": index.stored, "chunk.codec": np.full(len(index.stored), CODEC_RAW, np.uint8),
     }
+    variable = {"piece.offset": len(index.tensor), "chunk.digest": len(index.stored)}
     header: dict[str, object] = {METADATA_KEY: {"flowstone": "1", "dtypes": " ".join(kinds)}}
-    parts: list[list[bytes]] = [[]]
+    parts: list[list[Part]] = [[]]
     at = 0
     for name, kind in _COLUMNS.items():
-        column = np.asarray(columns[name], kind)
-        header[name] = {"dtype": _SAFETENSORS[kind], "shape": [len(column)], "data_offsets": [at, at + column.nbytes]}
-        if name in _VARIABLE:
+        if name in variable:
+            count = variable[name]
             parts.append([])
         else:
-            parts[-1].append(column.tobytes())
-        at += column.nbytes
+            column = _as(np.asarray(columns[name]), kind)
+            count = len(column)
+            parts[-1].append(column.data)
+        end = at + count * np.dtype(kind).itemsize
+        header[name] = {"dtype": _SAFETENSORS[kind], "shape": [count], "data_offsets": [at, end]}
+        at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     parts[0][:0] = [len(text).to_bytes(LENGTH_BYTES, "little"), text]
-    before, between, behind = map(b"".join, parts)
+    before, between, behind = map(tuple, parts)
     totals = Totals(len(index.names), len(index.tensor), int(index.length.sum()))
     return Frame((before, between, behind), totals)
 
 
-def _bytes_of(column: NDArray[np.generic], kind: str) -> bytes:
-    return column.astype(kind, copy=False).tobytes()
+def _as(column: NDArray[Any], kind: str) -> NDArray[Any]:
+    """The column as numbers of that type; itself, where they are the same bytes."""
+    column, dtype = np.ascontiguousarray(column), np.dtype(kind)
+    if column.dtype.kind in "iu" and column.dtype.isnative and column.itemsize == dtype.itemsize:
+        return column.view(column.dtype.str.replace("i", "u")).astype(dtype, copy=False)
+    return column.astype(dtype)
 
 
 def decode_index(data: bytes, *, segments: Sequence[SegmentRow], path: str) -> Index:
@@ -213,23 +232,29 @@ def _assemble(columns: dict[str, NDArray[np.generic]], kinds: list[str]) -> Inde
         raise ValueError("tensor.ndim and tensor.shape disagree")
     names = _names(columns["tensor.name"], columns["tensor.name_bytes"])
     aliases = _names(columns["alias.name"], columns["alias.name_bytes"])
-    tensor = columns["piece.tensor"].astype(np.int64)
+    tensor = _own(columns["piece.tensor"], np.int64)  # what is beyond becomes negative
     if len({len(names), len(columns["tensor.dtype"]), len(ndim)}) != 1:
         raise ValueError("the tensor columns differ in length")
-    if tensor.min(initial=0) < 0 or tensor.max(initial=-1) >= len(names) or (np.diff(tensor) < 0).any():
+    if tensor.min(initial=0) < 0 or tensor.max(initial=-1) >= len(names) or (tensor[1:] < tensor[:-1]).any():
         raise ValueError("piece.tensor is not ascending within the tensors")
     if int((2 * ndim[tensor]).sum()) != len(columns["piece.box"]):
         raise ValueError("piece.box has the wrong length")
     return Index(
         names=names,
         dtypes=tuple(map([DTYPES[kind] for kind in kinds].__getitem__, columns["tensor.dtype"].tolist())),
-        ndim=ndim, sides=columns["tensor.shape"].astype(np.uint64),
+        ndim=ndim, sides=_own(columns["tensor.shape"], np.uint64),
         aliases=tuple(zip(aliases, columns["alias.tensor"].tolist(), strict=True)),
-        tensor=tensor, boxes=columns["piece.box"].astype(np.uint64), segment=columns["piece.segment"].astype(np.uint32),
-        offset=columns["piece.offset"].astype(np.uint64), length=columns["piece.bytes"].astype(np.uint64),
-        digest=columns["chunk.digest"].astype(np.uint64), stored=columns["chunk.bytes"].astype(np.uint32),
-        codec=columns["chunk.codec"].astype(np.uint8),
+        tensor=tensor, boxes=_own(columns["piece.box"], np.uint64), segment=_own(columns["piece.segment"], np.uint32),
+        offset=_own(columns["piece.offset"], np.uint64), length=_own(columns["piece.bytes"], np.uint64),
+        digest=_own(columns["chunk.digest"], np.uint64), stored=_own(columns["chunk.bytes"], np.uint32),
+        codec=_own(columns["chunk.codec"], np.uint8),
     )
+
+
+def _own(column: NDArray[Any], kind: type[_Number]) -> NDArray[_Number]:
+    """A column of a file in the machine's own byte order: where that is the file's, no copy, and not to be written."""
+    native: NDArray[Any] = column.astype(column.dtype.newbyteorder("="), copy=False)
+    return native.view(kind)
 
 
 def _names(text: NDArray[np.generic], lengths: NDArray[np.generic]) -> tuple[str, ...]:
@@ -315,9 +340,9 @@ def _check_extents(index: Index, segments: Sequence[SegmentRow]) -> None:
     end = np.array([row.bytes for row in segments], np.uint64)[index.segment]
     if (index.offset < begin).any() or (index.offset > end).any() or (index.length > end - index.offset).any():
         raise ValueError("an extent lies outside its segment")
-    order = np.lexsort((index.length, index.offset, index.segment))
-    order = order[index.length[order] > 0]
-    same = index.segment[order][1:] == index.segment[order][:-1]
-    stops = (index.offset + index.length)[order][:-1]
-    if (same & (stops > index.offset[order][1:])).any():
+    base = np.cumsum([0, *(row.bytes for row in segments[:-1])]).astype(np.uint64)
+    begin = (base[index.segment] + index.offset)[some]  # as if all segments were one file: none ends behind its own
+    order = np.argsort(begin)
+    begin, length = begin[order], index.length[some][order]
+    if (begin[:-1] + length[:-1] > begin[1:]).any():
         raise ValueError("two extents overlap")

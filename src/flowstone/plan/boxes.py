@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from flowstone.errors import CoverageError
 from flowstone.pieces import Box
@@ -44,15 +48,77 @@ def check_tiling(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
                 f"cannot save {name!r}: box {box} lies outside the tensor", expected=f"inside shape {tuple(shape)}",
                 next="correct the offset or the global shape of this shard",
             )
-    for at, box in enumerate(boxes):
-        for other in boxes[:at]:
-            if box.intersect(other):
-                raise CoverageError(
-                    f"cannot save {name!r}: boxes {other} and {box} overlap", next="make the shards disjoint"
-                )
+    pair = _overlap(boxes)
+    if pair is not None:
+        raise CoverageError(
+            f"cannot save {name!r}: boxes {pair[0]} and {pair[1]} overlap", next="make the shards disjoint"
+        )
     hole = uncovered(whole, boxes)
     if hole is not None:
         raise CoverageError(
             f"cannot save {name!r}: no shard holds {hole}", expected=f"shards that fill shape {tuple(shape)}",
             next="hand over the missing shard, or correct the global shape",
         )
+
+
+def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """The first box that shares an element with an earlier one, behind the first such; None: they are disjoint."""
+    ndim = len(boxes[0].offset) if boxes else 0
+    begin = np.array([box.offset for box in boxes], np.int64).reshape(len(boxes), ndim)
+    end = np.array([box.end for box in boxes], np.int64).reshape(len(boxes), ndim)
+    for at, box in enumerate(boxes):
+        common = np.minimum(end[:at], end[at]) > np.maximum(begin[:at], begin[at])
+        found = np.flatnonzero(common.all(axis=1))
+        if len(found):
+            return boxes[int(found[0])], box
+    return None
+
+
+def tiles(offset: NDArray[np.int64], sides: NDArray[np.int64], shape: Sequence[int]) -> bool:
+    """Whether boxes that line up fill `shape`, each element once.
+
+    They line up where they are a grid, or where in some dimension all begin and end together, and those that do line
+    up again. False also for boxes that fill it without lining up: a pinwheel.
+
+    offset, sides  one row for each box, one column for each dimension, in elements
+    """
+    some = sides.all(axis=1)
+    if not some.all():
+        offset, sides = offset[some], sides[some]
+    if len(offset) == 0:
+        return math.prod(shape) == 0
+    if len(offset) == 1:
+        return not offset.any() and tuple(sides[0].tolist()) == tuple(shape)
+    return _is_grid(offset, sides, shape) or _is_sliced(offset, sides, shape)
+
+
+def _is_grid(offset: NDArray[np.int64], sides: NDArray[np.int64], shape: Sequence[int]) -> bool:
+    """Whether the boxes are all cells of a grid that fills `shape`, each once."""
+    cells, cell = 1, np.zeros(len(offset), np.int64)
+    for dim, length in enumerate(shape):
+        edges, place = np.unique(offset[:, dim], return_inverse=True)
+        cells *= len(edges)
+        stops = np.append(edges[1:], length)[place]
+        if edges[0] != 0 or cells > len(offset) or (offset[:, dim] + sides[:, dim] != stops).any():
+            return False
+        cell = cell * len(edges) + place
+    return cells == len(offset) and bool((np.bincount(cell, minlength=cells) == 1).all())
+
+
+def _is_sliced(offset: NDArray[np.int64], sides: NDArray[np.int64], shape: Sequence[int]) -> bool:
+    """Whether the boxes fall into slices of `shape`, side by side in some dimension, each of which is filled."""
+    for dim in range(len(shape)):
+        begin = offset[:, dim]
+        order = np.argsort(begin, kind="stable")
+        edges, starts = np.unique(begin[order], return_index=True)
+        stops = (begin + sides[:, dim])[order]
+        ends = stops[starts]
+        together = (stops == np.repeat(ends, np.diff([*starts, len(order)]))).all()
+        if not together or edges[0] != 0 or ends[-1] != shape[dim] or (edges[1:] != ends[:-1]).any():
+            continue
+        if len(edges) == 1:
+            continue  # all span this dimension
+        inner = (*shape[:dim], *shape[dim + 1 :])
+        less_offset, less_sides = np.delete(offset, dim, axis=1), np.delete(sides, dim, axis=1)
+        return all(tiles(less_offset[part], less_sides[part], inner) for part in np.split(order, starts[1:]))
+    return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ from flowstone.config import CHUNK_BYTES
 from flowstone.errors import CoverageError
 from flowstone.format.index import Index
 from flowstone.pieces import Box, Piece, Pieces
-from flowstone.plan.boxes import uncovered
+from flowstone.plan.boxes import tiles, uncovered
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,12 +55,14 @@ def plan_reads(index: Index, wanted: Sequence[Piece], rows: Sequence[int]) -> Re
     columns = [[piece[some], target[some], np.zeros(int(some.sum()), np.int64), last[some]]]
     common: dict[int, Box] = {}
     at = len(columns[0][0])
+    cover = _Covers(index)
     for position in np.flatnonzero(~same).tolist():
-        for stored, region, runs in _parts(index, wanted[position], int(tensor[position])):
-            first, stop = np.array(runs, np.int64).reshape(-1, 2).T
-            columns.append([np.full(len(runs), stored), np.full(len(runs), position), first, stop])
-            common |= dict.fromkeys(range(at, at + len(runs)), region)
-            at += len(runs)
+        row = int(tensor[position])
+        found = cover(wanted, position, row)
+        columns.append([found.piece + index.first_piece[row], np.full(len(found.piece), position), found.first,
+                        found.last])
+        common.update(zip(range(at, at + len(found.piece)), found.common, strict=True))
+        at += len(found.piece)
     piece, target, first, last = map(np.concatenate, zip(*columns, strict=True))
     total = index.first_byte[index.first_chunk[piece] + last] - index.first_byte[index.first_chunk[piece] + first]
     return ReadPlan(piece, target, first, last, common, int(total.sum()))
@@ -77,18 +79,79 @@ def part_of(
     return ReadPlan(piece, plan.target[rows], first, last, common, total)
 
 
-def _parts(
-    index: Index, wanted: Piece, row: int
-) -> Iterator[tuple[int, Box, tuple[tuple[int, int], ...]]]:
-    """Each stored piece that holds part of `wanted`, the region, and the runs of chunks in which that lies."""
-    found = []
-    for stored in index.pieces_of(row):
-        box = index.box(stored)
-        region = box.intersect(wanted.box)
-        if region is not None:
-            found.append(region)
-            yield stored, region, chunk_runs(box.shape, region.within(box), index.dtypes[row].item_bytes)
-    hole = uncovered(wanted.box, found)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Cover:
+    """The rows of a plan that fill one wanted piece. `piece`: the number among the pieces of its tensor.
+
+    stored  the boxes of that tensor, as they lie in the index
+    """
+
+    stored: NDArray[np.uint64]
+    piece: NDArray[np.int64]
+    first: NDArray[np.int64]
+    last: NDArray[np.int64]
+    common: Sequence[Box]
+
+
+class _Covers:
+    """Finds what fills a wanted piece. Most tensors of one shape are stored alike and wanted alike: found once."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._known: dict[tuple[object, ...], list[_Cover]] = {}
+        self._runs: dict[tuple[object, ...], tuple[tuple[int, int], ...]] = {}
+
+    def __call__(self, wanted: Pieces, position: int, row: int) -> _Cover:
+        index = self._index
+        shape, item = index.shapes[row], index.dtypes[row].item_bytes
+        box = wanted.parts.get(position)
+        begin, stop = index.first_piece[row], index.first_piece[row + 1]
+        stored = index.boxes[index.first_box[begin] : index.first_box[stop]]
+        known = self._known.setdefault((shape, item, box, int(stop - begin)), [])
+        for cover in known:
+            if np.array_equal(cover.stored, stored):
+                return cover
+        found = self._cover(wanted[position], stored, int(stop - begin), item)
+        known.append(found)
+        return found
+
+    def _cover(self, wanted: Piece, stored: NDArray[np.uint64], count: int, item_bytes: int) -> _Cover:
+        """What fills a wanted piece. Raises CoverageError where that is not everything."""
+        ndim = len(wanted.shape)
+        boxes = stored.astype(np.int64).reshape(count, 2 * ndim)
+        offset, sides = boxes[:, :ndim], boxes[:, ndim:]
+        low = np.maximum(offset, wanted.box.offset)
+        high = np.minimum(offset + sides, wanted.box.end)
+        hit = np.flatnonzero((high > low).all(axis=1))
+        low, length = low[hit], (high - low)[hit]
+        if not tiles(low - np.array(wanted.box.offset, np.int64), length, wanted.box.shape):
+            _check_covered(wanted, low, length)
+        regions = list(map(Box, map(tuple, low.tolist()), map(tuple, length.tolist())))
+        inside, shapes = (low - offset[hit]).tolist(), list(map(tuple, sides[hit].tolist()))
+        runs = [
+            self._runs_of(shape, tuple(at), region.shape, item_bytes)
+            for shape, at, region in zip(shapes, inside, regions, strict=True)
+        ]
+        counts = np.array([len(one) for one in runs], np.int64)
+        first, last = np.array([run for one in runs for run in one], np.int64).reshape(-1, 2).T
+        common = [region for region, one in zip(regions, runs, strict=True) for _ in one]
+        return _Cover(stored, np.repeat(hit, counts), first, last, common)
+
+    def _runs_of(
+        self, stored: tuple[int, ...], offset: tuple[int, ...], shape: tuple[int, ...], item_bytes: int
+    ) -> tuple[tuple[int, int], ...]:
+        """The runs of chunks in which a region lies, of a stored box of shape `stored`."""
+        key = stored, offset, shape, item_bytes
+        found = self._runs.get(key)
+        if found is None:
+            found = self._runs[key] = chunk_runs(stored, Box(offset, shape), item_bytes)
+        return found
+
+
+def _check_covered(wanted: Piece, offset: NDArray[np.int64], sides: NDArray[np.int64]) -> None:
+    """Raise CoverageError unless these regions, which need not line up, hold all of the wanted box."""
+    regions = [Box(tuple(o), tuple(n)) for o, n in zip(offset.tolist(), sides.tolist(), strict=True)]
+    hole = uncovered(wanted.box, regions)
     if hole is not None:
         raise CoverageError(
             f"cannot load {wanted.name!r}: {hole} is in no stored piece",

@@ -1,58 +1,35 @@
 """Sharing: which rank writes which of the pieces that the ranks of a job hold.
 
 Equal boxes of one tensor on several ranks are replicas: one of them is written, and the choice spreads the bytes over
-nodes and over their ranks, heaviest first (balanced writers: ByteCheckpoint, arXiv 2407.20143). That every element is
-written exactly once is proved here, for the very plan that is used.
+nodes and over their ranks (balanced writers: ByteCheckpoint, arXiv 2407.20143). That every element is written exactly
+once is proved here, for the very plan that is used. Tensors that are cut alike everywhere are looked at once, all of
+them together: 8,192 ranks with 4,500 pieces each are a dozen classes of tensors.
 """
 
 from __future__ import annotations
 
-import heapq
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flowstone.errors import CollisionError, CoverageError
-from flowstone.pieces import Box, DType
-from flowstone.plan.boxes import check_tiling
+from flowstone.pieces import Box
+from flowstone.plan.boxes import check_tiling, tiles
+from flowstone.plan.held import WHOLE, Form, Held, Names, Tensors, classes, forms
+from flowstone.plan.spread import Replicas, spread
 
 _MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)  # odd constants of golden ratio and XXH64
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Names:
-    """What pieces are but for their boxes. Ranks that hold parts of the same tensors share one.
-
-    shapes  of the global tensors
-    """
-
-    names: tuple[str, ...]
-    dtypes: tuple[DType, ...]
-    shapes: tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Held:
-    """The pieces of one rank, as columns.
-
-    parts  positions among the names of those that are not the whole tensor, ascending
-    boxes  for each of them ndim offsets, then ndim lengths, one behind the other
-    """
-
-    names: Names
-    parts: NDArray[np.int64]
-    boxes: NDArray[np.int64]
+_STRANDS_REMEMBERED = 256  # of a form: with so few, most of its ranks write the same, and share one array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Share:
     """Who writes what.
 
-    writes  for each rank, positions of its pieces, ascending
+    writes  for each rank, positions of its pieces, ascending; ranks that write alike share one array
     bytes   for each rank, of those pieces
     """
 
@@ -73,164 +50,210 @@ def share(
     raises  CollisionError  two ranks give one tensor different dtypes or shapes, or replicas whose samples differ
             CoverageError   a tensor's boxes overlap without being equal, or leave a hole; or what is kept leaves one
     """
-    table = _table(held)
-    group, first = _replicas(table)
-    _prove(table, first)
-    _check_replicas(table, group, samples)
-    size, ranks = len(first), len(held)
-    length = table.length[first]
-    count = np.bincount(group, minlength=size)
-    by_group = np.argsort(group, kind="stable")  # rows ascend by rank within a group
-    starts = np.cumsum(count) - count
-    writer_row = by_group[starts]
-    if kept:
-        by_group, starts, count = _keep(table, kept, by_group, group, writer_row)
-    several = np.flatnonzero(count > 1)
-    loads = np.bincount(table.rank[writer_row[count == 1]], length[count == 1], ranks).astype(np.int64)
-    if len(several):
-        node = np.zeros(ranks, np.int64) if nodes is None else np.asarray(nodes, np.int64)
-        heaviest = several[np.argsort(-length[several], kind="stable")]
-        replicas = [by_group[starts[g] : starts[g] + count[g]] for g in heaviest.tolist()]
-        chosen = _spread(replicas, length[heaviest], table.rank, loads, node)
-        writer_row[heaviest] = chosen
-    order = np.lexsort((table.position[writer_row], table.rank[writer_row]))
-    rows = writer_row[order]
-    cuts = np.searchsorted(table.rank[rows], np.arange(1, ranks))
-    return Share(tuple(np.split(table.position[rows], cuts)), loads)
-
-
-def _check_replicas(table: _Table, group: NDArray[np.int64], samples: Sequence[NDArray[np.uint32] | None]) -> None:
-    """Raise CollisionError where two pieces of one group are not the same, as far as their samples tell."""
-    sampled = np.array([of is not None for of in samples], np.bool_)
-    rows = np.flatnonzero(sampled[table.rank]) if sampled.any() else np.zeros(0, np.int64)
-    if not len(rows):
-        return
-    found = np.concatenate([of for of in samples if of is not None])
-    _, first, of = np.unique(group[rows], return_index=True, return_inverse=True)
-    wrong = np.flatnonzero(found != found[first[of.reshape(-1)]])
-    if len(wrong):
-        row, other = rows[wrong[0]], rows[first[of.reshape(-1)[wrong[0]]]]
-        raise CollisionError(
-            f"{table.names[int(table.tensor[row])]!r} is not the same on rank {table.rank[row]} as on rank "
-            f"{table.rank[other]}, and {len(np.unique(table.tensor[rows[wrong]])) - 1} other tensors",
-            next="give what is not a replica a name of its own (stages and experts: their global names), make replicas "
-            "equal, or let each rank keep its own: fs.PerRank",
-        )
-
-
-def _keep(
-    table: _Table, kept: Mapping[int, NDArray[np.int64]], by_group: NDArray[np.int64], group: NDArray[np.int64],
-    writer_row: NDArray[np.int64],
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """The rows that may still be chosen, where those of each group begin, and how many there are.
-
-    One for a group that a rank has begun to write; of the others those of ranks that have not begun.
-    """
-    begun = np.zeros(len(group), np.bool_)
-    first_row = np.searchsorted(table.rank, np.arange(int(table.rank.max(initial=0)) + 1))
-    for rank, positions in kept.items():
-        if len(positions):
-            begun[first_row[rank] + positions] = True
-    twice = np.bincount(group[begun], minlength=len(writer_row)) > 1
-    if twice.any():
-        name = table.names[int(table.tensor[writer_row[np.flatnonzero(twice)[0]]])]
-        raise CoverageError(f"two ranks have begun to write {name!r}", next="save again: the next plan is a new one")
-    taken = np.zeros(len(writer_row), np.bool_)
-    taken[group[begun]] = True
-    free = ~np.isin(table.rank, list(kept)) & ~taken[group]
-    chosen = by_group[(begun | free)[by_group]]
-    count = np.bincount(group[chosen], minlength=len(writer_row))
-    if (count == 0).any():
-        name = table.names[int(table.tensor[writer_row[np.flatnonzero(count == 0)[0]]])]
-        raise CoverageError(
-            f"{name!r} is held by ranks alone that have begun to write without it",
-            next="save again: the next plan is a new one",
-        )
-    starts = np.cumsum(count) - count
-    writer_row[:] = chosen[starts]
-    return chosen, starts, count
+    table = _Table(held, kept)
+    loads = np.zeros(len(held), np.int64)
+    sets: dict[bytes, _Set] = {}
+    for number in range(table.count):
+        one = table.strand(number)
+        group, first = _replicas(one.box)
+        _prove(table.tensors, one, first)
+        table.check_replicas(number, group, samples)
+        length = _lengths(table.tensors, one, first)
+        order, count = _choices(table.tensors, one, group, len(first))
+        starts = np.cumsum(count) - count
+        alone = order[starts[count == 1]]
+        table.stop[one.row[alone]] = one.size
+        np.add.at(loads, one.rank[alone], one.size * length[count == 1])
+        for at in np.flatnonzero(count > 1).tolist():
+            rows = order[starts[at] : starts[at] + count[at]]
+            ranks = one.rank[rows]
+            known = sets.setdefault(ranks.tobytes(), _Set(ranks))
+            known.lots.append(_Lot(int(length[at]), one.size, one.row[rows]))
+    node = np.zeros(len(held), np.int64) if nodes is None else np.asarray(nodes, np.int64)
+    _spread(list(sets.values()), loads, node, table)
+    return Share(table.writes(len(held)), loads)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Table:
-    """All pieces of all ranks, one row each, ascending by rank and position. `box` is padded with zeros."""
+class _Lot:
+    """Equal boxes of `size` tensors of a class, each of `length` bytes; `row`: of each of the ranks that hold them."""
 
-    names: Sequence[str]
-    dtypes: Sequence[DType]
-    shapes: Sequence[tuple[int, ...]]
+    length: int
+    size: int
+    row: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Set:
+    """Ranks that hold the same lots."""
+
+    ranks: NDArray[np.int64]
+    lots: list[_Lot] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Class:
+    """The boxes of tensors that are cut alike, on all ranks: those of the first of them stand for all.
+
+    tensor  that first one
+    size    how many tensors there are
+    row     where the table says which of them a rank writes
+    box     padded
+    begun   whether the rank has begun to write; wrote: whether it has these; None: nobody has begun
+    """
+
+    tensor: int
+    size: int
     rank: NDArray[np.int64]
-    position: NDArray[np.int64]
-    tensor: NDArray[np.int64]
+    row: NDArray[np.int64]
     box: NDArray[np.int64]
-    length: NDArray[np.int64]  # in bytes
+    begun: NDArray[np.bool_] | None
+    wrote: NDArray[np.bool_] | None
 
 
-def _table(held: Sequence[Held]) -> _Table:
-    rows: dict[str, int] = {}
-    dtypes: list[DType] = []
-    shapes: list[tuple[int, ...]] = []
-    seen: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}  # of one Names: tensors, and whole boxes
-    width = max((len(shape) for one in held for shape in one.names.shapes), default=0)
-    for rank, one in enumerate(held):
-        if id(one.names) not in seen:
-            seen[id(one.names)] = (_tensors(one.names, rank, rows, dtypes, shapes), _whole(one.names, width))
-    tensor = np.concatenate([np.zeros(0, np.int64), *(seen[id(one.names)][0] for one in held)])
-    box = np.concatenate([np.zeros((0, 2 * width), np.int64), *(_boxed(one, seen[id(one.names)][1]) for one in held)])
-    counts = [len(one.names.names) for one in held]
-    item = np.array([dtype.item_bytes for dtype in dtypes], np.int64)
-    ndim = np.array([len(shape) for shape in shapes], np.int64)[tensor] if len(tensor) else np.zeros(0, np.int64)
-    sides = np.where(np.arange(width) < ndim[:, None], box[:, width:], 1)
-    return _Table(
-        list(rows), dtypes, shapes, np.repeat(np.arange(len(held)), counts),
-        np.concatenate([np.zeros(0, np.int64), *map(np.arange, counts)]), tensor, box,
-        sides.prod(axis=1) * (item[tensor] if len(tensor) else 0),
-    )
+class _Table:
+    """What all ranks hold, by classes of tensors; and what they write of each, filled in as it is decided.
+
+    A strand is a class on a rank: one position for each of its tensors, in the order of the tensors. The rank writes
+    those from `start` to `stop`.
+    """
+
+    def __init__(self, held: Sequence[Held], kept: Mapping[int, NDArray[np.int64]]) -> None:
+        self.tensors = Tensors.of(held)
+        self._width = int(self.tensors.ndim.max(initial=0))
+        self._whole = self.tensors.whole(self._width)
+        self._forms = forms(held, self.tensors, self._width)
+        self._written = [_written(form, kept) for form in self._forms]
+        number = classes(self._forms, self.tensors, [_told_apart(of) for of in self._written])
+        self.count = int(number.max(initial=-1)) + 1
+        self._is_kept = np.zeros(len(held), np.bool_)
+        self._is_kept[list(kept)] = True
+        members = np.argsort(number, kind="stable")
+        self._sizes = np.bincount(number, minlength=self.count)
+        begins = np.cumsum(self._sizes) - self._sizes
+        self._first = members[begins]
+        ordinal = np.empty(len(members), np.int64)
+        ordinal[members] = np.arange(len(members)) - np.repeat(begins, self._sizes)
+        self._strands = [_Strands.of(form, number, ordinal) for form in self._forms]
+        counts = [len(form.ranks) * len(of.kind) for form, of in zip(self._forms, self._strands, strict=True)]
+        self._base = np.cumsum([0, *counts])
+        self._by_class: list[list[tuple[int, int]]] = [[] for _ in range(self.count)]
+        for at, strands in enumerate(self._strands):
+            for strand, of in enumerate(strands.number.tolist()):
+                self._by_class[of].append((at, strand))
+        self.start = np.zeros(int(self._base[-1]), np.int32)
+        self.stop = np.zeros(int(self._base[-1]), np.int32)
+
+    def strand(self, number: int) -> _Class:
+        """All boxes of a class."""
+        ranks, rows, boxes, wrote = [], [], [], []
+        tensor = int(self._first[number])
+        for at, strand in self._by_class[number]:
+            form, strands, written = self._forms[at], self._strands[at], self._written[at]
+            kind = int(strands.kind[strand])
+            ranks.append(form.ranks)
+            rows.append(self._base[at] + np.arange(len(form.ranks)) * len(strands.kind) + strand)
+            whole = np.broadcast_to(self._whole[tensor], (len(form.ranks), 2 * self._width))
+            boxes.append(whole if kind == WHOLE else form.boxes[:, kind])
+            none = np.zeros(len(form.ranks), np.bool_)
+            wrote.append(none if written is None else written[:, strands.first[strand]])
+        rank = np.concatenate(ranks)
+        begun = self._is_kept[rank]
+        some = bool(begun.any())
+        return _Class(
+            tensor, int(self._sizes[number]), rank, np.concatenate(rows), np.concatenate(boxes),
+            begun if some else None, np.concatenate(wrote) if some else None,
+        )
+
+    def check_replicas(
+        self, number: int, group: NDArray[np.int64], samples: Sequence[NDArray[np.uint32] | None]
+    ) -> None:
+        """Raise CollisionError where two boxes of one group are not the same, as far as their samples tell.
+
+        group  of each row of the class
+        """
+        if not samples or len(group) == int(group.max(initial=-1)) + 1:
+            return
+        known: dict[int, tuple[int, NDArray[np.uint32]]] = {}  # of each group, the first rank's
+        row = 0
+        for at, strand in self._by_class[number]:
+            form, strands = self._forms[at], self._strands[at]
+            positions = np.flatnonzero(strands.strand == strand)
+            positions = positions[np.argsort(strands.ordinal[positions])]
+            for rank in form.ranks.tolist():
+                found, row = samples[rank], row + 1
+                if found is None:
+                    continue
+                first, theirs = known.setdefault(int(group[row - 1]), (rank, found[positions]))
+                wrong = np.flatnonzero(theirs != found[positions])
+                if len(wrong):
+                    tensor = int(form.tensor[positions[wrong[0]]])
+                    raise CollisionError(
+                        f"{self.tensors.names[tensor]!r} is not the same on rank {rank} as on rank {first}",
+                        next="give what is not a replica a name of its own (stages and experts: their global names), "
+                        "make replicas equal, or let each rank keep its own: fs.PerRank",
+                    )
+
+    def writes(self, ranks: int) -> tuple[NDArray[np.int64], ...]:
+        """The positions that each rank writes."""
+        found: list[NDArray[np.int64]] = [np.zeros(0, np.int64)] * ranks
+        for at, (form, strands) in enumerate(zip(self._forms, self._strands, strict=True)):
+            shape = (len(form.ranks), len(strands.kind))
+            part = slice(self._base[at], self._base[at + 1])
+            start, stop = self.start[part].reshape(shape), self.stop[part].reshape(shape)
+            known: dict[bytes, NDArray[np.int64]] = {}
+            for row, rank in enumerate(form.ranks.tolist()):
+                key = start[row].tobytes() + stop[row].tobytes()
+                if key not in known:
+                    if shape[1] > _STRANDS_REMEMBERED:
+                        known.clear()
+                    begin, end = start[row][strands.strand], stop[row][strands.strand]
+                    known[key] = np.flatnonzero((strands.ordinal >= begin) & (strands.ordinal < end))
+                found[rank] = known[key]
+        return tuple(found)
 
 
-def _tensors(
-    names: Names, rank: int, rows: dict[str, int], dtypes: list[DType], shapes: list[tuple[int, ...]]
-) -> NDArray[np.int64]:
-    """The rows of a rank's tensors, new ones entered."""
-    found = np.empty(len(names.names), np.int64)
-    for at, (name, dtype, shape) in enumerate(zip(names.names, names.dtypes, names.shapes, strict=True)):
-        row = found[at] = rows.setdefault(name, len(rows))
-        if row == len(dtypes):
-            dtypes.append(dtype)
-            shapes.append(shape)
-        elif (dtypes[row], shapes[row]) != (dtype, shape):
-            raise CollisionError(
-                f"ranks describe {name!r} differently", expected=f"{dtypes[row].name} {shapes[row]}",
-                found=f"{dtype.name} {shape} on rank {rank}",
-                next="give it the same dtype and global shape on every rank, or names of its own",
-            )
-    return found
+@dataclass(frozen=True, slots=True, eq=False)
+class _Strands:
+    """Of a form: the strand of each position and the place in it; of each strand its class, kind, first position."""
+
+    strand: NDArray[np.int64]
+    ordinal: NDArray[np.int64]
+    number: NDArray[np.int64]
+    kind: NDArray[np.int64]
+    first: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, form: Form, number: NDArray[np.int64], ordinal: NDArray[np.int64]) -> _Strands:
+        occurrence = form.occurrences()
+        key = number[form.tensor] * (int(occurrence.max(initial=0)) + 1) + occurrence
+        _, first, strand = np.unique(key, return_index=True, return_inverse=True)
+        return cls(strand.reshape(-1), ordinal[form.tensor], number[form.tensor[first]], form.kind[first], first)
 
 
-def _whole(names: Names, width: int) -> NDArray[np.int64]:
-    whole = np.zeros((len(names.names), 2 * width), np.int64)
-    for at, shape in enumerate(names.shapes):
-        whole[at, width : width + len(shape)] = shape
-    return whole
+def _written(form: Form, kept: Mapping[int, NDArray[np.int64]]) -> NDArray[np.bool_] | None:
+    """Which positions each rank of a form has begun to write; None where no rank has begun."""
+    begun = [(row, kept[rank]) for row, rank in enumerate(form.ranks.tolist()) if rank in kept]
+    if not begun:
+        return None
+    written = np.zeros((len(form.ranks), len(form.kind)), np.bool_)
+    for row, positions in begun:
+        written[row, positions] = True
+    return written
 
 
-def _boxed(one: Held, whole: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The boxes of a rank's pieces."""
-    if not len(one.parts):
-        return whole
-    boxes, width = whole.copy(), whole.shape[1] // 2
-    ndim = np.array([len(one.names.shapes[at]) for at in one.parts.tolist()], np.int64)
-    begin = 2 * (np.cumsum(ndim) - ndim)
-    for n in np.unique(ndim).tolist():
-        of = ndim == n
-        at = begin[of][:, None] + np.arange(2 * n)
-        boxes[one.parts[of], :n] = one.boxes[at[:, :n]]
-        boxes[one.parts[of], width : width + n] = one.boxes[at[:, n:]]
-    return boxes
+def _told_apart(written: NDArray[np.bool_] | None) -> NDArray[np.int64] | None:
+    """A number for each position: equal where the same ranks have begun to write them."""
+    if written is None or not written.size:
+        return None
+    ranks = np.ascontiguousarray(np.packbits(written, axis=0).T)
+    columns = ranks.view(np.dtype((np.void, ranks.shape[1]))).reshape(-1)
+    return np.unique(columns, return_inverse=True)[1].reshape(-1)
 
 
-def _replicas(table: _Table) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The group of equal pieces that each row is in, and the first row of each group."""
-    columns = np.column_stack([table.tensor, table.box]).astype(np.uint64)
+def _replicas(boxes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The group of equal boxes that each row is in, and the first row of each group."""
+    columns = boxes.astype(np.uint64)
     key = np.zeros(len(columns), np.uint64)
     for column in columns.T:
         key = (key ^ column) * _MIX[0]
@@ -242,82 +265,71 @@ def _replicas(table: _Table) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return group.reshape(-1), first
 
 
-def _spread(
-    groups: Sequence[NDArray[np.int64]], length: NDArray[np.int64], rank: NDArray[np.int64], loads: NDArray[np.int64],
-    node: NDArray[np.int64],
-) -> NDArray[np.int64]:
-    """A row of each group of replicas: on the least loaded node, there on the least loaded rank. Fills `loads`.
+def _lengths(tensors: Tensors, one: _Class, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The bytes of the boxes of these rows."""
+    width, ndim = one.box.shape[1] // 2, len(tensors.shapes[one.tensor])
+    elements: NDArray[np.int64] = one.box[rows, width : width + ndim].prod(axis=1)
+    return elements * tensors.dtypes[one.tensor].item_bytes
 
-    Groups come heaviest first. Of those on the same ranks, one heap knows who is next; it is looked through again
-    where another set of ranks has loaded one of them meanwhile.
+
+def _choices(
+    tensors: Tensors, one: _Class, group: NDArray[np.int64], groups: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The rows that may be chosen, by group and rank, and how many there are for each group.
+
+    One for a group that a rank has begun to write; of the others those of ranks that have not begun.
     """
-    node_loads = np.bincount(node, loads, int(node.max()) + 1).astype(np.int64).tolist()
-    own, nodes = loads.tolist(), node.tolist()
-    heaps: dict[bytes, list[tuple[int, int, int, int]]] = {}  # (load of its node, load, rank, place in the group)
-    chosen = np.empty(len(groups), np.int64)
-    for at, (rows, bytes_) in enumerate(zip(groups, length.tolist(), strict=True)):
-        ranks = rank[rows]
-        heap = heaps.get(key := ranks.tobytes())
-        if heap is None:
-            heap = [(node_loads[nodes[r]], own[r], r, i) for i, r in enumerate(ranks.tolist())]
-            heapq.heapify(heap)
-            heaps[key] = heap
-        while True:
-            node_load, load, r, i = heap[0]
-            if (node_load, load) == (node_loads[nodes[r]], own[r]):
-                break
-            heapq.heapreplace(heap, (node_loads[nodes[r]], own[r], r, i))
-        own[r] += bytes_
-        node_loads[nodes[r]] += bytes_
-        chosen[at] = rows[i]
-        heapq.heapreplace(heap, (node_loads[nodes[r]], own[r], r, i))
-    loads[:] = own
-    return chosen
+    order = np.lexsort((one.rank, group))
+    if one.begun is None or one.wrote is None:
+        return order, np.bincount(group, minlength=groups)
+    name = tensors.names[one.tensor]
+    taken = np.bincount(group[one.wrote], minlength=groups)
+    if (taken > 1).any():
+        raise CoverageError(f"two ranks have begun to write {name!r}", next="save again: the next plan is a new one")
+    usable = one.wrote | ~(one.begun | (taken > 0)[group])
+    count = np.bincount(group[usable], minlength=groups)
+    if (count == 0).any():
+        raise CoverageError(
+            f"{name!r} is held by ranks alone that have begun to write without it",
+            next="save again: the next plan is a new one",
+        )
+    return order[usable[order]], count
 
 
-def _prove(table: _Table, first: NDArray[np.int64]) -> None:
-    """Raise CoverageError unless the distinct boxes of every tensor hold each of its elements exactly once."""
-    order = first[np.argsort(table.tensor[first], kind="stable")]
-    tensor = table.tensor[order]
-    width = table.box.shape[1] // 2
-    cuts = np.flatnonzero(np.diff(tensor)) + 1
-    for rows in np.split(order, cuts) if len(order) else []:
-        row = int(table.tensor[rows[0]])
-        shape = table.shapes[row]
-        offset, sides = table.box[rows, : len(shape)], table.box[rows, width : width + len(shape)]
-        if not _tiles(offset, sides, shape):
-            # Seldom, and slow: boxes that do not line up. It says what is wrong, if anything is.
-            boxes = [Box(tuple(o), tuple(n)) for o, n in zip(offset.tolist(), sides.tolist(), strict=True)]
-            check_tiling(table.names[row], shape, [box for box in boxes if box.elements])
-    missing = set(range(len(table.shapes))) - set(tensor.tolist())
-    for row in missing:
-        if math.prod(table.shapes[row]):
-            raise CoverageError(f"no rank holds any of {table.names[row]!r}", next="hand it over on some rank")
+def _prove(tensors: Tensors, one: _Class, first: NDArray[np.int64]) -> None:
+    """Raise CoverageError unless the distinct boxes of a class hold each element of its tensors exactly once."""
+    shape = tensors.shapes[one.tensor]
+    width = one.box.shape[1] // 2
+    offset, sides = one.box[first, : len(shape)], one.box[first, width : width + len(shape)]
+    if not tiles(offset, sides, shape):
+        # Seldom, and slow: boxes that do not line up. It says what is wrong, if anything is.
+        boxes = [Box(tuple(o), tuple(n)) for o, n in zip(offset.tolist(), sides.tolist(), strict=True)]
+        check_tiling(tensors.names[one.tensor], shape, [box for box in boxes if box.elements])
 
 
-def _tiles(offset: NDArray[np.int64], sides: NDArray[np.int64], shape: tuple[int, ...]) -> bool:
-    """Whether boxes that line up (in some dimension all begin and end together) fill the shape, each element once.
+def _spread(sets: Sequence[_Set], loads: NDArray[np.int64], node: NDArray[np.int64], table: _Table) -> None:
+    """Decide who writes which replicas. Fills `loads` and the table."""
+    found = []
+    for one in sets:
+        one.lots.sort(key=lambda lot: -lot.length)
+        length, first = np.unique([-lot.length for lot in one.lots], return_index=True)
+        size = np.add.reduceat(np.array([lot.size for lot in one.lots], np.int64), first)
+        found.append(Replicas(one.ranks, -length, size))
+    for one, replicas, dealt in zip(sets, found, spread(found, loads, node) if found else (), strict=True):
+        loads[one.ranks] += replicas.length @ dealt
+        _hand_out(one.lots, replicas, dealt, table)
 
-    False also for boxes that fill it without lining up.
-    """
-    some = sides.all(axis=1)
-    offset, sides = offset[some], sides[some]
-    if len(offset) == 0:
-        return math.prod(shape) == 0
-    if len(offset) == 1:
-        return not offset.any() and tuple(sides[0]) == shape
-    for dim in range(len(shape)):
-        begin = offset[:, dim]
-        order = np.argsort(begin, kind="stable")
-        edges, starts = np.unique(begin[order], return_index=True)
-        stops = (begin + sides[:, dim])[order]
-        ends = stops[starts]
-        together = (stops == np.repeat(ends, np.diff([*starts, len(order)]))).all()
-        if not together or edges[0] != 0 or ends[-1] != shape[dim] or (edges[1:] != ends[:-1]).any():
-            continue
-        if len(edges) == 1:
-            continue  # all span this dimension
-        inner = (*shape[:dim], *shape[dim + 1 :])
-        less_offset, less_sides = np.delete(offset, dim, axis=1), np.delete(sides, dim, axis=1)
-        return all(_tiles(less_offset[part], less_sides[part], inner) for part in np.split(order, starts[1:]))
-    return False
+
+def _hand_out(lots: Sequence[_Lot], replicas: Replicas, dealt: NDArray[np.int64], table: _Table) -> None:
+    """Each rank's pieces of one length lie side by side, over all lots of that length."""
+    stops = dict(zip(replicas.length.tolist(), np.cumsum(dealt, axis=1), strict=True))
+    starts = {length: stops[length] - row for length, row in zip(replicas.length.tolist(), dealt, strict=True)}
+    done = dict.fromkeys(stops, 0)
+    for lot in lots:
+        before = done[lot.length]
+        table.start[lot.row] = np.clip(starts[lot.length] - before, 0, lot.size)
+        table.stop[lot.row] = np.clip(stops[lot.length] - before, 0, lot.size)
+        done[lot.length] += lot.size
+
+
+__all__ = ["Held", "Names", "Share", "share"]

@@ -16,12 +16,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from flowstone.config import BLOCK_BYTES, CHUNK_BYTES, HEADER_BYTES_MAX, PACKED_BELOW_BYTES
+from flowstone.config import BLOCK_BYTES, HEADER_BYTES_MAX, PACKED_BELOW_BYTES
 from flowstone.errors import CollisionError
 from flowstone.format.index import Frame, Index, frame_of
 from flowstone.format.segment import Packed, entry_name, entry_text, pack_entries, reserve, reserved
 from flowstone.pieces import Alias, Box, Piece, Pieces
 from flowstone.plan.boxes import check_tiling
+from flowstone.plan.listing import by_tensor, chunks_in_order, first_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +124,8 @@ def plan_writes(
         )
         name = f"rank-{rank:05d}" + (f".{number:04d}" if number else "") + ".safetensors"
         segments.append(SegmentPlan(name, header_bytes, _round_up(at), tuple(order.tolist()), len(large), packed))
-    chunk = _first_chunks(length)
-    table, piece_order, chunk_order = _tabulate(pieces, aliases, segment, length, chunk)
+    chunk = first_chunks(length)
+    table, piece_order, chunk_order = _tabulate(pieces, aliases, segment, length)
     return WritePlan(
         pieces=pieces, segments=tuple(segments), text=text, segment=segment, slot=slot, length=length,
         slotted=slotted, lazy=late, chunk=chunk[:-1], chunks=int(chunk[-1]), order=_row_order(segments), table=table,
@@ -151,25 +152,6 @@ def index_file(plan: WritePlan, offsets: NDArray[np.uint64], digests: NDArray[np
     return plan.frame.fill(offsets[plan._piece_order], digests[plan._chunk_order])
 
 
-def index_of_team(
-    parts: Sequence[Pieces], aliases: Sequence[Alias], segment: NDArray[np.uint32]
-) -> tuple[Frame, NDArray[np.int64], NDArray[np.int64]]:
-    """The index of what several ranks write: its frame, and the order of pieces and of chunks in it.
-
-    parts    what each rank writes
-    segment  of each of these pieces, rank after rank
-    """
-    starts = np.cumsum([0, *map(len, parts)]).tolist()
-    pieces = Pieces(
-        tuple(name for one in parts for name in one.names), tuple(dtype for one in parts for dtype in one.dtypes),
-        tuple(shape for one in parts for shape in one.shapes),
-        {start + at: box for start, one in zip(starts, parts, strict=False) for at, box in one.parts.items()},
-    )
-    length = _lengths(pieces)
-    table, piece_order, chunk_order = _tabulate(pieces, aliases, segment, length, _first_chunks(length))
-    return frame_of(table), piece_order, chunk_order
-
-
 def _boxes(pieces: Pieces) -> list[tuple[int, ...]]:
     return [pieces.parts[at].shape if at in pieces.parts else shape for at, shape in enumerate(pieces.shapes)]
 
@@ -179,43 +161,29 @@ def _lengths(pieces: Pieces) -> NDArray[np.uint64]:
     return np.array(list(map(math.prod, _boxes(pieces))), np.uint64) * item
 
 
-def _first_chunks(length: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The number of each piece's first chunk, and of all."""
-    chunk = np.zeros(len(length) + 1, np.uint64)
-    np.cumsum((length + CHUNK_BYTES - 1) // CHUNK_BYTES, out=chunk[1:])  # unsigned: the -(-a // b) idiom would wrap
-    return chunk
-
-
 def _tabulate(
-    pieces: Pieces, aliases: Sequence[Alias], segment: NDArray[np.uint32], length: NDArray[np.uint64],
-    chunk: NDArray[np.uint64],
+    pieces: Pieces, aliases: Sequence[Alias], segment: NDArray[np.uint32], length: NDArray[np.uint64]
 ) -> tuple[Index, NDArray[np.int64], NDArray[np.int64]]:
     """The index without offsets and digests, and the order of pieces and of chunks in it: grouped by tensor."""
     rows: dict[str, int] = {}
     for name in pieces.names:
         rows.setdefault(name, len(rows))
     tensor = np.array([rows[name] for name in pieces.names], np.int64)
-    order = np.argsort(tensor, kind="stable")
-    first = order[np.searchsorted(tensor[order], np.arange(len(rows)))]
+    order = by_tensor(tensor, len(rows))
+    first = order[np.searchsorted(tensor[order], np.arange(len(rows)))].tolist()
     boxes: list[int] = []
     for at in order.tolist():
         box = pieces.parts.get(at)
         boxes += (*(0,) * len(pieces.shapes[at]), *pieces.shapes[at]) if box is None else (*box.offset, *box.shape)
-    first_chunk = chunk.astype(np.int64)
-    counts = np.diff(first_chunk)[order]
-    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    chunk_order = np.repeat(first_chunk[:-1][order], counts) + within
-    stored = np.full(len(chunk_order), CHUNK_BYTES, np.uint32)
-    some = counts > 0
-    stored[np.cumsum(counts)[some] - 1] = (length[order][some] - 1) % CHUNK_BYTES + 1
-    shapes = [pieces.shapes[at] for at in first.tolist()]
+    stored, chunk_order = chunks_in_order(length[order], order)
+    shapes = [pieces.shapes[at] for at in first]
     index = Index(
-        names=tuple(rows), dtypes=tuple(pieces.dtypes[at] for at in first.tolist()),
+        names=tuple(rows), dtypes=tuple(pieces.dtypes[at] for at in first),
         ndim=np.array(list(map(len, shapes)), np.int64), sides=np.array([n for s in shapes for n in s], np.uint64),
         aliases=tuple((alias.name, rows[alias.target]) for alias in aliases),
         tensor=tensor[order], boxes=np.array(boxes, np.uint64), segment=segment[order],
-        offset=np.zeros(len(order), np.uint64), length=length[order], digest=np.zeros(len(chunk_order), np.uint64),
-        stored=stored, codec=np.zeros(len(chunk_order), np.uint8),
+        offset=np.zeros(len(order), np.uint64), length=length[order], digest=np.zeros(len(stored), np.uint64),
+        stored=stored, codec=np.zeros(len(stored), np.uint8),
     )
     return index, order, chunk_order
 

@@ -1,0 +1,1 @@
+"""Plans of large jobs, in one process."""

@@ -1,0 +1,279 @@
+"""One job, planned in a process of its own: `python -m bench.scaling.measure TASK.json OUTCOME.json`.
+
+Every phase is the product's own code on what thousands of ranks would say; only the ranks are made up. The process
+keeps to one core.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from bench.meter import Meter, resident_bytes
+from bench.scaling.bound import least_largest, ownership
+from bench.scaling.records import Outcome, Spent, Task
+from bench.scaling.state import MODELS, PARALLELISMS, RANKS_PER_NODE, Job, Sizes, layout_of, pieces_of
+from flowstone import team
+from flowstone.format.digest import chunk_digests
+from flowstone.format.index import decode_index
+from flowstone.format.manifest import (
+    INDEX_NAME,
+    OBJECTS_NAME,
+    FileRow,
+    IoRecord,
+    Manifest,
+    SegmentRow,
+    encode_manifest,
+)
+from flowstone.pieces import Layout, Places
+from flowstone.plan.held import Held
+from flowstone.plan.listing import index_of_team
+from flowstone.plan.match import match
+from flowstone.plan.read import plan_reads
+from flowstone.plan.write import place
+from flowstone.ranks import Decision
+from flowstone.ranks.agree import _Exchange
+from flowstone.ranks.board import Mail
+from flowstone.ranks.pulse import Hearing
+from flowstone.saving import plan_save
+from flowstone.state import Described
+from flowstone.store.base import Receipt
+from flowstone.store.local import LocalStore
+
+CACHED_TIMES = 51
+SAMPLE = 1  # the rank that is looked at: not the one that leads
+SAMPLED = 33  # ranks whose receipts are encoded; those of the others are taken to be as long
+FAN = 16
+BOUND_WITHIN = 1e-4
+
+
+class Bench:
+    """The phases in order; what each took."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._model = MODELS[task.model]
+        self._job = Job(self._model, PARALLELISMS[task.how], task.ranks)
+        self._sizes = Sizes()
+        self.spent: dict[str, Spent] = {}
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        gc.collect()
+        before = resident_bytes()
+        meter = Meter()
+        yield
+        reading = meter.read()
+        extra_bytes = max(0, reading.peak_bytes - before)
+        self.spent[name] = Spent(reading.seconds, reading.cpu_s, extra_bytes, reading.peak_bytes)
+
+    def run(self) -> Outcome:
+        job, task = self._job, self._task
+        held = [job.held(rank) for rank in range(task.ranks)]
+        layout = layout_of(held[SAMPLE])
+        with self._phase("say"):
+            own = team._pack(layout, np.zeros(len(layout.pieces), np.uint32))
+        messages, made = _said(held)
+        assert made == own, "a made-up rank says what a real one would"
+        board = _Board()
+        lead = team._Lead(task.ranks)
+        with self._phase("first plan"):
+            decision = lead.share([team._unpack(message, team._Proposal) for message in messages])
+        posted, posted_bytes = _exchanged(messages, decision, board)
+        loads = np.array([self._sizes(one)[of].sum() for one, of in zip(held, lead._writes, strict=True)])
+        owned, pieces = ownership(held)
+        bound = least_largest(owned, task.ranks, within=BOUND_WITHIN)
+        assert int(loads.sum()) == job.state_bytes, "every byte once"
+        cached_s = self._write_plan(layout, lead)
+        receipts = self._receipts(held, lead)
+        index, rows, manifest = self._commit(held, lead)
+        reads, read_bytes, chunks = self._load(index, rows)
+        return Outcome(
+            held_pieces=sum(len(one.names.names) for one in held), pieces=pieces, chunks=chunks,
+            state_bytes=job.state_bytes, message_bytes=max(map(len, messages)), posted=posted,
+            posted_bytes=posted_bytes, commit_bytes=max(receipts),
+            posted_receipts_bytes=round(statistics.fmean(receipts) * _hops(task.ranks)),
+            largest=int(loads.max()), mean=float(loads.mean()), bound=bound,
+            largest_piece=max(int(self._sizes(one).max()) for one in held[::RANKS_PER_NODE]),
+            cached_s=cached_s, index_bytes=len(index),
+            manifest_bytes=len(manifest), segments=len(rows), reads=reads, read_bytes=read_bytes, spent=self.spent,
+        )
+
+    def _write_plan(self, layout: Layout, lead: team._Lead) -> float:
+        """The last rank's plan, and what a save with a known one takes."""
+        count = len(layout.pieces)
+        described = Described(layout, Places(np.zeros(count, np.uint64), {}, [None] * count), {}, {}, (), deque())
+        assignment = team.Assignment("plan", layout, lead._writes[SAMPLE])
+        with self._phase("write plan"):
+            planned = plan_save(described, None, fence="manual", rank=SAMPLE, assignment=assignment)
+        again = team.Assignment("next", layout, assignment.positions)
+
+        def cached() -> None:
+            known = plan_save(described, planned, fence="manual", rank=SAMPLE, assignment=again)
+            place(known.plan, known.places(described).address)
+
+        return statistics.median(_timed(cached) for _ in range(CACHED_TIMES))
+
+    def _receipts(self, held: Sequence[Held], lead: team._Lead) -> list[int]:
+        """Lengths of what ranks say once they have written."""
+        chance = np.random.default_rng(1)
+        found = []
+        ranks = sorted(set(np.linspace(0, len(held) - 1, SAMPLED).astype(int).tolist()))
+        for rank in ranks:
+            lengths = self._sizes(held[rank])[lead._writes[rank]]
+            count = len(lengths)
+            chunks = int((-(-lengths // (1 << 20))).sum())
+            made = team.Contribution(
+                [SegmentRow(0, None, f"rank-{rank:05d}.safetensors", int(lengths.sum()), 4096, "0" * 16)],
+                np.zeros(count, np.uint32), np.cumsum(-(-lengths // 4096) * 4096 + 4096).astype(np.uint64),
+                Receipt(None, chance.integers(0, 1 << 64, chunks, np.uint64), _IO),
+                {"step": b"1"}, {}, {"step": 1},
+            )
+            found.append(len(msgspec.msgpack.encode(team._contribution(made, "p" * 16, "d" * 24, replicated=False))))
+        return found
+
+    def _commit(self, held: Sequence[Held], lead: team._Lead) -> tuple[bytes, list[SegmentRow], bytes]:
+        """Index and manifest of what all ranks have written, as rank 0 makes them in every save."""
+        counts = list(map(len, lead._writes))
+        segment = np.repeat(np.arange(len(counts), dtype=np.uint32), counts)
+        lengths = [self._sizes(one)[writes] for one, writes in zip(held, lead._writes, strict=True)]
+        offsets = np.concatenate([4096 + np.cumsum(of) - of for of in lengths]).astype(np.uint64)
+        chunks = int(sum((-(-of // (1 << 20))).sum() for of in lengths))
+        rows = [
+            SegmentRow(rank, None, f"rank-{rank:05d}.safetensors", 4096 + int(of.sum()), 4096, "0" * 16)
+            for rank, of in enumerate(lengths)
+        ]
+        del lengths
+        digests = np.arange(chunks, dtype=np.uint64)
+        with self._phase("index"):
+            frame, piece_order, chunk_order = index_of_team(
+                [one for one in lead._held if one is not None], lead._writes, lead._all_aliases(), segment
+            )
+            index = frame.fill(offsets[piece_order], digests[chunk_order])
+            totals = frame.totals
+            del frame, piece_order, chunk_order
+        del segment, offsets, digests
+        with self._phase("manifest"):
+            manifest = encode_manifest(Manifest(
+                step=1, id="0" * 16, store="0" * 32, created="", writer="", ranks=len(counts), segments=tuple(rows),
+                index=FileRow(INDEX_NAME, len(index), chunk_digests(index)),
+                objects=FileRow(OBJECTS_NAME, 2, chunk_digests(b"{}")), tensors=totals.tensors, pieces=totals.pieces,
+                data_bytes=totals.data_bytes, io=_IO,
+            ))
+        store = LocalStore(self._task.directory)
+        with self._phase("write index"):
+            store.put(f"index-{os.getpid()}", index)
+        store.remove(f"index-{os.getpid()}")
+        return index, rows, manifest
+
+    def _load(self, index: bytes, rows: Sequence[SegmentRow]) -> tuple[int, int, int]:
+        """What the middle rank of a job of another layout reads."""
+        target = Job(self._model, PARALLELISMS[self._task.target], self._task.ranks)
+        pieces = pieces_of(target.held(self._task.ranks // 2))
+        with self._phase("open index"):
+            table = decode_index(index, segments=rows, path=INDEX_NAME)
+        elsewhere = set(table.names)
+        with self._phase("load plan"):
+            found = match(
+                pieces, (), sections=("model", "optimizer"), index=table, names=table.rows(), rules=(),
+                elsewhere=elsewhere,
+            )
+            plan = plan_reads(table, pieces.take(found.wanted), found.rows)
+        return len(plan.piece), plan.bytes, len(table.digest)
+
+
+_IO = IoRecord("io_uring", 4096, 8 << 20, 16, 0, 0)
+
+
+class _Board:
+    """The job's store, in this process: what is put there is counted by Mail."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self._values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        self._values[key] = str(int(self._values.get(key, b"0")) + amount).encode()
+        return int(self._values[key])
+
+    def delete_key(self, key: str) -> bool:
+        return self._values.pop(key, None) is not None
+
+
+def _exchanged(messages: Sequence[bytes], decision: Decision, board: _Board) -> tuple[int, int]:
+    """Take the agreement on a plan through its tree, rank after rank: children before parents, so that none waits."""
+    ranks = len(messages)
+    mails = [Mail(board) for _ in range(ranks)]
+    hearing = Hearing(board)
+    sides = [
+        _Exchange(mails[rank], hearing, "1", "the plan", rank, ranks, FAN, 600.0, 600.0, 1) for rank in range(ranks)
+    ]
+    for rank in reversed(range(ranks)):
+        said = sides[rank].collect(messages[rank])
+    assert [len(one.payload) for one in sorted(said, key=lambda one: one.rank)] == list(map(len, messages))
+    assert sides[0].claim()
+    sides[0].judge(said, lambda _: decision)
+    for side in sides:
+        assert side.learn().failure is None
+        side.own()
+    return sum(mail.sent for mail in mails), sum(mail.sent_bytes for mail in mails)
+
+
+def _said(held: Sequence[Held]) -> tuple[list[bytes], team._Layout | None]:
+    """What each rank says, and the layout in what SAMPLE does. What ranks have alike is encoded once."""
+    known: dict[tuple[int, int, int], team._Layout] = {}
+    messages, made = [], None
+    for rank, one in enumerate(held):
+        key = id(one.names), id(one.parts), id(one.kinds)
+        if key not in known:
+            known[key] = team._packed(one, np.zeros(len(one.names.names), np.uint32), [])
+        layout = msgspec.structs.replace(known[key], boxes=team._compressed(one.boxes))
+        node = f"node-{rank // RANKS_PER_NODE}"
+        messages.append(msgspec.msgpack.encode(team._Proposal(1, node, None, layout)))
+        if rank == SAMPLE:
+            made = layout
+    return messages, made
+
+
+def _hops(ranks: int) -> int:
+    """How often a message is posted on the way from each rank to rank 0, all ranks together."""
+    hops = 0
+    for rank in range(1, ranks):
+        while rank:
+            rank = (rank - 1) // FAN
+            hops += 1
+    return hops
+
+
+def _timed(action: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+def main(task_path: str, outcome_path: str) -> None:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    task = msgspec.json.decode(Path(task_path).read_bytes(), type=Task)
+    Path(outcome_path).write_bytes(msgspec.json.encode(Bench(task).run()))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,212 @@
+"""What each rank of a job holds, in columns that stay small however many ranks and tensors there are.
+
+A layout cuts most tensors alike: all of one shape have the same box on a rank. So a rank names its distinct boxes
+once, and most ranks differ in the numbers of these alone. Ranks that do are a `Form`; tensors that are cut alike on
+all ranks are a class, and what holds for one of a class holds for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowstone.errors import CollisionError
+from flowstone.pieces import DType
+
+WHOLE = -1  # the kind of a piece that is the whole tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Names:
+    """What pieces are but for their boxes. Ranks that hold parts of the same tensors share one.
+
+    shapes  of the global tensors
+    """
+
+    names: tuple[str, ...]
+    dtypes: tuple[DType, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """The pieces of one rank, as columns.
+
+    parts  positions among the names of those that are not the whole tensor, ascending
+    boxes  ndim offsets, then ndim lengths, one box behind the other
+    kinds  which of the boxes each of the parts has, each of them used; None: each its own
+    """
+
+    names: Names
+    parts: NDArray[np.int64]
+    boxes: NDArray[np.int64]
+    kinds: NDArray[np.int64] | None = None
+
+    def compact(self) -> Held:
+        """The same with each distinct box of each shape once, in the order in which they first occur."""
+        assert self.kinds is None, "compact already"
+        if not len(self.parts):
+            return replace(self, kinds=self.parts)
+        numbers = {shape: at for at, shape in enumerate(dict.fromkeys(self.names.shapes))}
+        shape = np.array([numbers[self.names.shapes[at]] for at in self.parts.tolist()], np.int64)
+        ndim = _ndim(self.names)[self.parts]
+        mask = _mask(ndim, int(ndim.max(initial=0)))
+        rows = np.zeros(mask.shape, np.int64)
+        rows[mask] = self.boxes
+        told = np.column_stack([shape, rows])
+        _, first, kinds = np.unique(told, axis=0, return_index=True, return_inverse=True)
+        order = np.argsort(first)
+        moved = np.empty(len(order), np.int64)
+        moved[order] = np.arange(len(order))
+        first = first[order]
+        return replace(self, boxes=rows[first][mask[first]], kinds=moved[kinds.reshape(-1)])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tensors:
+    """The tensors of all ranks, in the order in which they first occur, and where those of each Names are."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[DType, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    rows: Mapping[int, NDArray[np.int64]]  # id of a Names -> the row of each of its positions
+
+    @classmethod
+    def of(cls, held: Sequence[Held]) -> Tensors:
+        """Raises CollisionError where two ranks give one tensor different dtypes or shapes."""
+        known: dict[str, int] = {}
+        dtypes: list[DType] = []
+        shapes: list[tuple[int, ...]] = []
+        rows: dict[int, NDArray[np.int64]] = {}
+        for rank, one in enumerate(held):
+            if id(one.names) not in rows:
+                rows[id(one.names)] = _enter(one.names, rank, known, dtypes, shapes)
+        return cls(tuple(known), tuple(dtypes), tuple(shapes), rows)
+
+    @property
+    def ndim(self) -> NDArray[np.int64]:
+        return np.array([len(shape) for shape in self.shapes], np.int64)
+
+    @property
+    def item_bytes(self) -> NDArray[np.int64]:
+        return np.array([dtype.item_bytes for dtype in self.dtypes], np.int64)
+
+    def whole(self, width: int) -> NDArray[np.int64]:
+        """The box of all of each tensor, padded: `width` offsets, then `width` lengths."""
+        boxes = np.zeros((len(self.shapes), 2 * width), np.int64)
+        for at, shape in enumerate(self.shapes):
+            boxes[at, width : width + len(shape)] = shape
+        return boxes
+
+
+def _enter(
+    names: Names, rank: int, known: dict[str, int], dtypes: list[DType], shapes: list[tuple[int, ...]]
+) -> NDArray[np.int64]:
+    """The rows of a rank's tensors, new ones entered."""
+    found = np.empty(len(names.names), np.int64)
+    for at, (name, dtype, shape) in enumerate(zip(names.names, names.dtypes, names.shapes, strict=True)):
+        row = found[at] = known.setdefault(name, len(known))
+        if row == len(dtypes):
+            dtypes.append(dtype)
+            shapes.append(shape)
+        elif (dtypes[row], shapes[row]) != (dtype, shape):
+            raise CollisionError(
+                f"ranks describe {name!r} differently", expected=f"{dtypes[row].name} {shapes[row]}",
+                found=f"{dtype.name} {shape} on rank {rank}",
+                next="give it the same dtype and global shape on every rank, or names of its own",
+            )
+    return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Form:
+    """Ranks whose pieces differ in the numbers of their boxes alone.
+
+    ranks   ascending
+    tensor  of each position: its row among all tensors
+    kind    of each position: its box among `boxes`, or WHOLE
+    boxes   for each rank and kind a box, padded: as many offsets as the widest tensor has, then as many lengths
+    ndim    of each kind
+    """
+
+    ranks: NDArray[np.int64]
+    tensor: NDArray[np.int64]
+    kind: NDArray[np.int64]
+    boxes: NDArray[np.int64]
+    ndim: NDArray[np.int64]
+
+    def occurrences(self) -> NDArray[np.int64]:
+        """Of each position: how many before it are of the same tensor."""
+        order = np.argsort(self.tensor, kind="stable")
+        tensor = self.tensor[order]
+        starts = np.flatnonzero(np.diff(tensor, prepend=-1))
+        found = np.empty(len(order), np.int64)
+        found[order] = np.arange(len(order)) - np.repeat(starts, np.diff([*starts, len(order)]))
+        return found
+
+
+def forms(held: Sequence[Held], tensors: Tensors, width: int) -> list[Form]:
+    """The ranks of a job by what they hold. `width`: the most dimensions of any tensor."""
+    members: dict[tuple[int, int, int], list[int]] = {}
+    numbers: dict[int, int] = {}  # of an array, by its id
+    contents: dict[bytes, int] = {}
+
+    def number(column: NDArray[np.int64] | None) -> int:
+        if column is None:
+            return -1
+        if id(column) not in numbers:
+            numbers[id(column)] = contents.setdefault(column.tobytes(), len(contents))
+        return numbers[id(column)]
+
+    for rank, one in enumerate(held):
+        members.setdefault((id(one.names), number(one.parts), number(one.kinds)), []).append(rank)
+    return [_form(held, np.array(ranks, np.int64), tensors, width) for ranks in members.values()]
+
+
+def _form(held: Sequence[Held], ranks: NDArray[np.int64], tensors: Tensors, width: int) -> Form:
+    one = held[int(ranks[0])]
+    kinds = np.arange(len(one.parts)) if one.kinds is None else one.kinds
+    kind = np.full(len(one.names.names), WHOLE, np.int64)
+    kind[one.parts] = kinds
+    ndim = np.zeros(int(kinds.max(initial=-1)) + 1, np.int64)
+    ndim[kinds] = _ndim(one.names)[one.parts]
+    mask = _mask(ndim, width)
+    boxes = np.zeros((len(ranks), *mask.shape), np.int64)
+    boxes[:, mask] = np.stack([held[rank].boxes for rank in ranks.tolist()])
+    return Form(ranks, tensors.rows[id(one.names)], kind, boxes, ndim)
+
+
+def classes(found: Sequence[Form], tensors: Tensors, apart: Sequence[NDArray[np.int64] | None]) -> NDArray[np.int64]:
+    """A number for each tensor: equal where two have the same dtype and shape, and the same box on every rank.
+
+    apart  for each form, numbers of its positions that tell tensors apart as well
+    """
+    alike: dict[tuple[DType, tuple[int, ...]], int] = {}
+    pairs = zip(tensors.dtypes, tensors.shapes, strict=True)
+    number = np.array([alike.setdefault(pair, len(alike)) for pair in pairs], np.int64)
+    count = len(alike)
+    for form, more in zip(found, apart, strict=True):
+        occurrence = form.occurrences()
+        kind = form.kind if more is None else (form.kind + 1) * (int(more.max(initial=0)) + 1) + more
+        for at in range(int(occurrence.max(initial=-1)) + 1):
+            here = occurrence == at
+            tensor = form.tensor[here]
+            pair = number[tensor] * (int(kind.max()) + 2) + kind[here] + 1
+            distinct, finer = np.unique(pair, return_inverse=True)
+            number[tensor] = count + finer  # those that the form does not hold keep numbers of their own
+            count += len(distinct)
+    return np.unique(number, return_inverse=True)[1].reshape(-1)
+
+
+def _ndim(names: Names) -> NDArray[np.int64]:
+    return np.array([len(shape) for shape in names.shapes], np.int64)
+
+
+def _mask(ndim: NDArray[np.int64], width: int) -> NDArray[np.bool_]:
+    """Which numbers of padded boxes are no padding."""
+    half = np.arange(width) < ndim[:, None]
+    return np.concatenate([half, half], axis=1)
+

@@ -1,0 +1,131 @@
+"""Listing: all pieces that the ranks of a job write, as the rows of one index, grouped by tensor.
+
+Column by column, and never a record for a piece: there may be tens of millions. The columns of boxes are filled a
+million rows at a time, from the few distinct boxes of each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowstone.config import CHUNK_BYTES
+from flowstone.format.index import Frame, Rows, frame_of
+from flowstone.pieces import Alias
+from flowstone.plan.held import WHOLE, Form, Held, Tensors, forms
+
+_BATCH_ROWS = 1 << 20
+_SHORT_MAX = np.iinfo(np.uint16).max
+
+
+def index_of_team(
+    held: Sequence[Held], writes: Sequence[NDArray[np.int64]], aliases: Sequence[Alias], segment: NDArray[np.uint32]
+) -> tuple[Frame, NDArray[np.int64], NDArray[np.int64]]:
+    """The index of what several ranks write: its frame, and the order of pieces and of chunks in it.
+
+    held     what each rank holds
+    writes   positions of what it writes, ascending
+    segment  of each of these pieces, rank after rank
+    """
+    tensors = Tensors.of(held)
+    width = int(tensors.ndim.max(initial=0))
+    found = forms(held, tensors, width)
+    tensor, box = _written(found, writes, tensors)
+    order = by_tensor(tensor, len(tensors.names))
+    counts = np.bincount(tensor, minlength=len(tensors.names))
+    del tensor
+    box = box[order]
+    boxes = np.concatenate([tensors.whole(width), *(_all_boxes(form) for form in found)])
+    ndim = np.concatenate([tensors.ndim, *(np.tile(form.ndim, len(form.ranks)) for form in found)])
+    elements = np.where(np.arange(width) < ndim[:, None], boxes[:, width:], 1).prod(axis=1).astype(np.uint64)
+    length = elements[box] * np.repeat(tensors.item_bytes.astype(np.uint64), counts)
+    stored, chunk_order = chunks_in_order(length, order)
+    row = {name: at for at, name in enumerate(tensors.names)}
+    rows = Rows(
+        names=tensors.names, dtypes=tensors.dtypes, ndim=tensors.ndim,
+        sides=np.array([side for shape in tensors.shapes for side in shape], np.uint64),
+        aliases=tuple((alias.name, row[alias.target]) for alias in aliases),
+        tensor=np.repeat(np.arange(len(counts)), counts), boxes=_flat(boxes.astype(np.uint64), ndim, box),
+        segment=segment[order], length=length, stored=stored,
+    )
+    return frame_of(rows), order, chunk_order
+
+
+def by_tensor(tensor: NDArray[np.integer], tensors: int) -> NDArray[np.int64]:
+    """The pieces grouped by tensor, those of one in the order in which they come. Short numbers sort in linear time."""
+    return np.argsort(tensor.astype(np.uint16) if tensors <= _SHORT_MAX else tensor, kind="stable")
+
+
+def first_chunks(length: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The number of each piece's first chunk, and of all."""
+    chunk = np.zeros(len(length) + 1, np.uint64)
+    np.cumsum((length + CHUNK_BYTES - 1) // CHUNK_BYTES, out=chunk[1:])  # unsigned: the -(-a // b) idiom would wrap
+    return chunk
+
+
+def chunks_in_order(
+    length: NDArray[np.uint64], order: NDArray[np.int64]
+) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+    """The bytes of each chunk, and which chunk it was before its pieces were put in order.
+
+    length  of the pieces, in order
+    order   of the pieces
+    """
+    chunk = first_chunks(length)
+    if len(chunk) == int(chunk[-1]) + 1 and length.all():  # one each, as where thousands of ranks cut every tensor
+        return length.astype(np.uint32), order
+    first = chunk.view(np.int64)
+    counts = first[1:] - first[:-1]
+    before = np.empty(len(order), np.int64)
+    before[order] = counts
+    before = np.cumsum(before) - before
+    chunk_order = np.arange(int(chunk[-1])) + np.repeat(before[order] - first[:-1], counts)
+    stored = np.full(len(chunk_order), CHUNK_BYTES, np.uint32)
+    some = counts > 0
+    stored[first[1:][some] - 1] = (length[some] - 1) % CHUNK_BYTES + 1
+    return stored, chunk_order
+
+
+def _written(
+    found: Sequence[Form], writes: Sequence[NDArray[np.int64]], tensors: Tensors
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Of each piece that is written, rank after rank: its tensor, and its box.
+
+    Boxes are counted so: first the whole of each tensor, then those of each form, rank after rank.
+    """
+    starts = np.cumsum([0, *map(len, writes)])
+    tensor, box = np.empty(int(starts[-1]), np.int32), np.empty(int(starts[-1]), np.int32)
+    counts = [len(form.ranks) * len(form.ndim) for form in found]
+    for form, base in zip(found, accumulate(counts, initial=len(tensors.names)), strict=False):
+        is_whole = form.kind == WHOLE
+        for at, rank in enumerate(form.ranks.tolist()):
+            here, positions = slice(starts[rank], starts[rank + 1]), writes[rank]
+            tensor[here] = form.tensor[positions]
+            numbers = np.where(is_whole, form.tensor, base + at * len(form.ndim) + form.kind)
+            box[here] = numbers[positions]
+    return tensor, box
+
+
+def _all_boxes(form: Form) -> NDArray[np.int64]:
+    """Of each rank of a form, one behind the other."""
+    return form.boxes.reshape(len(form.ranks) * len(form.ndim), form.boxes.shape[2])
+
+
+def _flat(boxes: NDArray[np.uint64], ndim: NDArray[np.int64], box: NDArray[np.int32]) -> NDArray[np.uint64]:
+    """The boxes without their padding, one behind the other, of each piece the one of that number."""
+    half = np.arange(boxes.shape[1] // 2) < ndim[:, None]
+    mask = np.concatenate([half, half], axis=1)
+    flat = np.empty(int(sum(2 * ndim[part].sum() for part in _batches(box))), np.uint64)
+    at = 0
+    for part in _batches(box):
+        numbers = boxes[part][mask[part]]
+        flat[at : at + len(numbers)] = numbers
+        at += len(numbers)
+    return flat
+
+
+def _batches(box: NDArray[np.int32]) -> Sequence[NDArray[np.int32]]:
+    return [box[at : at + _BATCH_ROWS] for at in range(0, len(box), _BATCH_ROWS)]

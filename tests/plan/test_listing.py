@@ -1,0 +1,159 @@
+"""The index of a team, and what it rests on, against plain loops over records."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_share import boxes, jobs
+
+from flowstone.config import CHUNK_BYTES
+from flowstone.format.index import Index, decode_index
+from flowstone.format.manifest import SegmentRow
+from flowstone.pieces import DTYPES, Alias, Box
+from flowstone.plan.boxes import tiles, uncovered
+from flowstone.plan.held import Held, Names
+from flowstone.plan.listing import index_of_team
+from flowstone.plan.share import share
+
+U8 = DTYPES["uint8"]
+
+
+def decoded(held: Sequence[Held], writes: Sequence[np.ndarray], aliases: Sequence[Alias] = ()) -> Index:
+    """The index of what ranks write, each piece one behind the other, through its file."""
+    segment = np.repeat(np.arange(len(held), dtype=np.uint32), list(map(len, writes)))
+    frame, order, chunk_order = index_of_team(held, writes, aliases, segment)
+    offsets, segments = [], []
+    for rank, (one, of) in enumerate(zip(held, writes, strict=True)):
+        at = 4096
+        pieces = boxes(one) if one.kinds is None else []
+        for position in of.tolist():
+            offsets.append(at)
+            at += pieces[position][1].elements * one.names.dtypes[position].item_bytes
+        segments.append(SegmentRow(rank, None, f"r{rank}", at, 4096, "0" * 16))
+    digests = np.arange(len(chunk_order), dtype=np.uint64)
+    file = frame.fill(np.array(offsets, np.uint64)[order], digests[chunk_order])
+    return decode_index(file, segments=segments, path="index")
+
+
+@settings(deadline=None)
+@given(jobs())
+def test_every_piece_is_listed_as_a_loop_would(held: list[Held]) -> None:
+    writes = share(held).writes
+    index = decoded(held, writes)
+    wanted: dict[str, list[tuple[int, Box]]] = {}
+    for rank, (one, of) in enumerate(zip(held, writes, strict=True)):
+        pieces = boxes(one)
+        for position in of.tolist():
+            wanted.setdefault(pieces[position][0], []).append((rank, pieces[position][1]))
+    assert set(index.names) == {name for one in held for name in one.names.names}
+    for row, name in enumerate(index.names):
+        found = [(int(index.segment[piece]), index.box(piece)) for piece in index.pieces_of(row)]
+        assert found == wanted[name]
+        assert [int(index.length[p]) for p in index.pieces_of(row)] == [4 * box.elements for _, box in wanted[name]]
+    # A digest is its number among the chunks of all ranks, one after the other; no piece has more than one.
+    lengths = [boxes(one)[at][1].elements for one, of in zip(held, writes, strict=True) for at in of.tolist()]
+    ranks = np.repeat(np.arange(len(held)), list(map(len, writes)))[np.flatnonzero(lengths)]
+    chunks = np.searchsorted(index.first_chunk, np.arange(len(index.digest)), side="right") - 1
+    assert index.segment[chunks].tolist() == ranks[index.digest.astype(int)].tolist()
+    assert sorted(index.digest.tolist()) == list(range(len(ranks)))
+
+
+def test_chunks_keep_their_digests_when_pieces_are_put_in_order() -> None:
+    """Pieces of two, one and no chunks, from two ranks that hold them in different orders."""
+    sizes = {"a": CHUNK_BYTES + 5, "b": 7, "c": 0}
+    half = {"a": (0, CHUNK_BYTES + 5), "b": (0, 4), "c": (0, 0)}
+
+    def rank(names: str, rest: bool) -> Held:
+        parts = [at for at, name in enumerate(names) if name == "b"]
+        box = [4, 3] if rest else list(half["b"])
+        shapes = tuple((sizes[name],) for name in names)
+        return Held(Names(tuple(names), (U8,) * len(names), shapes), np.array(parts), np.array(box))
+
+    held = [rank("ba", rest=False), rank("cb", rest=True)]
+    index = decoded(held, [np.array([0, 1]), np.array([0, 1])], [Alias("tied", "a")])
+    assert index.names == ("b", "a", "c")
+    assert index.aliases == (("tied", 1),)
+    # Chunks before: b's first box 0, a 1 and 2, c none, b's second box 3.
+    assert index.digest.tolist() == [0, 3, 1, 2]
+    assert index.stored.tolist() == [4, 3, CHUNK_BYTES, 5]
+
+
+@settings(deadline=None)
+@given(jobs())
+def test_compact_columns_are_shared_out_like_plain_ones(held: list[Held]) -> None:
+    plain, found = share(held), share([one.compact() for one in held])
+    assert [of.tolist() for of in found.writes] == [of.tolist() for of in plain.writes]
+    assert found.bytes.tolist() == plain.bytes.tolist()
+
+
+def test_compact_columns_name_each_box_once() -> None:
+    names = Names(tuple("abcde"), (U8,) * 5, ((8, 2), (8, 2), (4,), (8, 2), (8,)))
+    held = Held(names, np.array([0, 1, 2, 3, 4]), np.array([2, 0, 4, 2, 2, 0, 4, 2, 1, 2, 0, 0, 2, 2, 1, 2])).compact()
+    assert held.kinds is not None
+    assert held.kinds.tolist() == [0, 0, 1, 2, 3], "boxes of tensors of different shapes stay apart"
+    assert held.boxes.tolist() == [2, 0, 4, 2, 1, 2, 0, 0, 2, 2, 1, 2]
+
+
+def test_a_tensor_may_occur_twice_on_a_rank() -> None:
+    """As a DTensor does whose local part is two regions."""
+    names = Names(("w", "w", "v", "v"), (U8,) * 4, ((8,),) * 4)
+    held = [Held(names, np.arange(4), np.array([at, 2, at + 4, 2] * 2)) for at in (0, 2)]
+    found = share(held)
+    assert [of.tolist() for of in found.writes] == [[0, 1, 2, 3]] * 2
+    index = decoded(held, found.writes)
+    assert [str(index.box(piece)) for piece in range(8)] == ["[0:2]", "[4:6]", "[2:4]", "[6:8]"] * 2
+
+
+@settings(deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_boxes_tile_where_painting_says_so(chance: random.Random) -> None:
+    shape = tuple(chance.randint(0, 4) for _ in range(chance.randint(0, 3)))
+    edges = [sorted({0, side, *(chance.randint(0, side) for _ in range(2))}) for side in shape]
+    cells: list[tuple[list[int], list[int]]] = [([], [])]
+    for of in edges:
+        spans = list(pairwise(of)) or [(0, 0)]
+        cells = [([*o, a], [*n, b - a]) for o, n in cells for a, b in spans]
+    chance.shuffle(cells)
+    if chance.random() < 0.5:  # spoil it
+        cells = [cell for cell in cells if chance.random() < 0.9] + chance.sample(cells, chance.randint(0, 1))
+    grid = np.zeros(shape, int)
+    for offset, sides in cells:
+        grid[tuple(slice(o, o + n) for o, n in zip(offset, sides, strict=True))] += 1
+    offset = np.array([o for o, _ in cells], np.int64).reshape(len(cells), len(shape))
+    sides = np.array([n for _, n in cells], np.int64).reshape(len(cells), len(shape))
+    if tiles(offset, sides, shape):
+        assert (grid == 1).all()
+    elif (grid == 1).all():
+        boxes = [Box(tuple(o), tuple(n)) for o, n in cells]
+        assert uncovered(Box.whole(shape), boxes) is None
+        assert grid.size == 0 or not _is_regular(offset, sides), "a grid is seen to be one"
+
+
+def _is_regular(offset: np.ndarray, sides: np.ndarray) -> bool:
+    return all(len(np.unique(offset[:, dim])) <= 1 for dim in range(offset.shape[1])) and bool(sides.all())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_shares_of_many_layouts_are_shares_of_each(seed: int) -> None:
+    """Whether a tensor is alone in its class, or one of a thousand, its pieces are written once."""
+    chance = random.Random(seed)
+    shapes = [(chance.choice([4, 8]), 4) for _ in range(200)]
+    names = Names(tuple(f"w{i}" for i in range(200)), (U8,) * 200, tuple(shapes))
+    ranks = []
+    for rank in range(8):
+        part = [at for at in range(200) if shapes[at][0] == 8 or seed % 2]
+        numbers = [n for at in part for n in (rank % 4 * shapes[at][0] // 4, 0, shapes[at][0] // 4, 4)]
+        ranks.append(Held(names, np.array(part, np.int64), np.array(numbers, np.int64)).compact())
+    found = share(ranks)
+    times = np.zeros((4, 200), int)
+    for rank, of in enumerate(found.writes):
+        for at in of.tolist():
+            times[rank % 4 if at in ranks[rank].parts else slice(None), at] += 1
+    assert (times == 1).all()
+    assert found.bytes.max() - found.bytes.min() <= 32

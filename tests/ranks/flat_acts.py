@@ -15,7 +15,7 @@ import torch.distributed as dist
 from acts import opened, save_steps
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
@@ -151,6 +151,8 @@ def every_layout(rank: int, path: str) -> int:
     store = dist.distributed_c10d._get_default_store()
     for how in ("flat", "original"):
         save_steps(rank, f"{path}-{how}", how, 2)
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+        mixed_precision(f"{path}-{strategy}", ShardingStrategy[strategy])
     dist.destroy_process_group()
     done = 0
     for number, size in enumerate((*SIZES, *SIZES)):
@@ -168,6 +170,39 @@ def every_layout(rank: int, path: str) -> int:
                     done += load_all(checkpointer, kind, f"{path}-")
         dist.destroy_process_group()
     return done
+
+
+def mixed_precision(path: str, strategy: ShardingStrategy) -> None:
+    """What is computed in bfloat16 is saved as float32, buffers too; a load is seen by the very next forward."""
+    torch.manual_seed(0)
+    precision = MixedPrecision(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16
+    )
+    model = FullyShardedDataParallel(
+        nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)), device_id=torch.device("cpu"),
+        mixed_precision=precision, sharding_strategy=strategy, use_orig_params=True,
+    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    state: dict[str, object] = {"model": model, "optimizer": optimizer}
+    x = torch.linspace(-1, 1, 24).view(4, 6)
+
+    def train() -> None:
+        model.train()(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with opened(path) as checkpointer:
+        train()
+        model(x)
+        checkpointer.save(1, state).committed.result(60)
+        right = model.eval()(x).detach().clone()
+        train()
+        assert not torch.equal(model.eval()(x), right)
+        checkpointer.load(state)
+        assert torch.equal(model(x), right), strategy
+        train()
+    tensors = fs.open(path).tensors
+    assert {tensors[name].dtype for name in tensors if "batches" not in name} == {"float32"}
 
 
 def save_one(checkpointer: fs.Checkpointer, kind: str, size: int, beside: str) -> None:

@@ -49,6 +49,7 @@ DEADLINE_MARGIN_S = 2.0  # for each level of the tree: who is further from the c
 PULSE_S = 2.0  # between two signs of life of a rank
 SILENCE_S = 60.0  # without any, a rank is taken for dead: it was killed, or is frozen
 CATCH_UP_CALLS = 16  # that ranks may be behind others, having failed where those did not
+DRAFT_TRIES = 16  # of a rank to write into the draft of all, which others that give up may remove
 LEAVE_S = 10.0  # that rank 0 waits for others to leave before it
 HEARTBEAT_S = 10.0  # between two lines in the log of who waits for whom
 

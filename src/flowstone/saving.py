@@ -20,8 +20,15 @@ from flowstone import _native
 from flowstone._version import __version__
 from flowstone.commit import publish
 from flowstone.commit.contents import encode_sections, join_objects
-from flowstone.config import CAPTURE_SHARE_OF_LEISURE, CHUNK_BYTES, FIRST_ARENA_BYTES, PACKED_BELOW_BYTES, Tuning
-from flowstone.errors import RankError, StateChangedError
+from flowstone.config import (
+    CAPTURE_SHARE_OF_LEISURE,
+    CHUNK_BYTES,
+    DRAFT_TRIES,
+    FIRST_ARENA_BYTES,
+    PACKED_BELOW_BYTES,
+    Tuning,
+)
+from flowstone.errors import RankError, StateChangedError, StorageError
 from flowstone.events import Captured, Event, Fenced, Written
 from flowstone.format.manifest import Manifest, SegmentRow
 from flowstone.pieces import Layout, Places
@@ -238,10 +245,10 @@ def start(
 
     identity  of the checkpoint to be, where several ranks make it
     """
-    plan = planned.plan
+    plan, places = planned.plan, planned.places(described)
     draft = publish.begin(store, save.step, identity)
     try:
-        staged = start_capture(store, draft.directory, plan, planned.places(described), arena, pace, planned.headers)
+        staged = _capture_into(store, draft, planned, places, arena, pace, tries=1 if identity is None else DRAFT_TRIES)
         arena_bytes = _arena_bytes(plan, staged, arena)
         arena.grow(min(arena_bytes, FIRST_ARENA_BYTES))
         sections = _encode_while_captured(staged, plan, described)
@@ -253,6 +260,20 @@ def start(
         raise
     blocked_s = time.monotonic() - started
     return Flight(save, draft, staged, plan, sections, arena_bytes, started, blocked_s, planned.assignment)
+
+
+def _capture_into(
+    store: Store, draft: publish.Draft, planned: Planned, places: Places, arena: _native.Arena, pace: Pace, *, tries: int
+) -> Staged:
+    """Start the capture. A rank that gives up may remove the empty directory that others are about to write into."""
+    while True:
+        try:
+            return start_capture(store, draft.directory, planned.plan, places, arena, pace, planned.headers)
+        except StorageError as error:
+            tries -= 1
+            if error.errno != errno.ENOENT or tries <= 0:
+                raise
+        publish.begin(store, draft.step, draft.id)
 
 
 def _arena_bytes(plan: WritePlan, staged: Staged, arena: _native.Arena) -> int:

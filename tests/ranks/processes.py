@@ -21,6 +21,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 TIMEOUT_S = 120.0
+LEFT_S = 20.0  # for ranks to end once another has failed
 
 
 @dataclass
@@ -104,14 +105,13 @@ class Ranks:
         self.processes[rank].send_signal(how)
 
     def end(self, timeout_s: float = TIMEOUT_S) -> list[Ended]:
-        """Wait for all; what still runs after `timeout_s` is killed, and that fails the test."""
+        """Wait for all, not long for those that one has left; what still runs is killed, and that fails the test."""
         deadline = time.monotonic() + timeout_s
-        late = []
-        for rank, process in enumerate(self.processes):
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                late.append(rank)
+        while (codes := [process.poll() for process in self.processes]).count(None) and time.monotonic() < deadline:
+            if any(codes):
+                deadline = min(deadline, time.monotonic() + LEFT_S)
+            time.sleep(0.01)
+        late = [rank for rank, code in enumerate(codes) if code is None]
         for process in self.processes:
             process.send_signal(signal.SIGKILL)
             process.wait(TIMEOUT_S)

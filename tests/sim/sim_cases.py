@@ -37,6 +37,11 @@ class Case:
     def number(self) -> int:
         return ((self.scenario * 10 + self.mode) * 10_000 + self.at) * 1_000 + self.seed
 
+    @property
+    def order(self) -> int:
+        """Decides by which engine bytes move, and the order in which ranks take turns: another for each seed."""
+        return self.at + 4 * self.seed
+
     @staticmethod
     def of(number: int) -> Case:
         rest, seed = divmod(number, 1_000)
@@ -195,7 +200,7 @@ class Simulation:
         found = []
         for case in cases:
             disk, ledger = self._disk(stop_at=case.at, spares_others=self._scenario.ranks > 1), self._ledger.copy()
-            found += self._judged(case, disk, lambda: self._play(disk, ledger, number=case.at))  # noqa: B023
+            found += self._judged(case, disk, lambda: self._play(disk, ledger, number=case.order))  # noqa: B023
             found += self._judged(case, disk, lambda: self._go_on(case, disk, ledger))  # noqa: B023
         return found
 
@@ -204,7 +209,7 @@ class Simulation:
         disk.restart(case.seed)
         self._check(disk, ledger, 2)
         repeat = self._scenario.repeat or self._scenario.act
-        with self._job(disk, ledger, number=case.at, attempt="b", again=True) as later:
+        with self._job(disk, ledger, number=case.order, attempt="b", again=True) as later:
             repeat(later)
         self._check_after(disk, ledger, case)
 
@@ -218,7 +223,7 @@ class Simulation:
 
     def _survive(self, case: Case, disk: Disk, ledger: Ledger) -> None:
         """One error: told once, nothing lost, and the same Checkpointer goes on."""
-        with self._job(disk, ledger, number=case.at, by_wait=case.seed % 4 >= 2) as hurt:
+        with self._job(disk, ledger, number=case.order, by_wait=case.seed % 4 >= 2) as hurt:
             told = None
             try:
                 self._scenario.act(hurt)
@@ -241,14 +246,14 @@ class Simulation:
             if case.seed % 2:
                 found += self._judged(case, disk, lambda: self._thaw(case, disk, ledger))  # noqa: B023
                 continue
-            played = lambda: self._play(disk, ledger, number=case.at, freeze_at=case.at)  # noqa: B023, E731
+            played = lambda: self._play(disk, ledger, number=case.order, freeze_at=case.at)  # noqa: B023, E731
             found += self._judged(case, disk, played)
             found += self._judged(case, disk, lambda: self._go_on(case, disk, ledger))  # noqa: B023
         return found
 
     def _thaw(self, case: Case, disk: Disk, ledger: Ledger) -> None:
         """Once all are there again, the same ranks do the same once more, and it succeeds."""
-        with self._job(disk, ledger, number=case.at, freeze_at=case.at) as acting:
+        with self._job(disk, ledger, number=case.order, freeze_at=case.at) as acting:
             with suppress(FlowstoneError):
                 self._scenario.act(acting)
             acting.settle()

@@ -15,7 +15,7 @@ from sim_world import Job, Ledger
 
 import flowstone as fs
 from flowstone import Keep, together
-from flowstone.errors import FlowstoneError, RankError
+from flowstone.errors import FlowstoneError, RankError, SaveFailedError, StepExistsError
 from flowstone.events import Event
 from flowstone.ranks import Job as RankJob
 from flowstone.ranks import agree, board, pulse
@@ -111,10 +111,17 @@ class TeamJob:
 
 
 def _check_one_verdict(outcomes: list[BaseException | None]) -> None:
-    """Nobody is told that nothing was saved where another is told that it was."""
+    """All are told the same cause; and nobody that nothing was saved, where another is told that it was."""
     lived = [one for one in outcomes if not isinstance(one, PowerLoss)]
+    own = [one for one in map(_cause, lived) if one is not None and not isinstance(one, (RankError, StepExistsError))]
+    assert len(own) < 2, f"one thing failed, and ranks were told different causes: {own}"
     sure = {one is None for one in lived if not (isinstance(one, RankError) and one.undecided)}
     assert len(sure) < 2, f"ranks were told different things: {outcomes}"
+
+
+def _cause(error: BaseException | None) -> BaseException | None:
+    """What a save failed of, where the next call tells of it."""
+    return error.__cause__ if isinstance(error, SaveFailedError) else error
 
 
 @contextmanager

@@ -114,6 +114,10 @@ MUTANTS = {
     "others_remove_what_rank_0_publishes": Mutant(
         team.Team, "commit", (("if self._lead is not None:", "if True:"),), "team_second_save", "freeze", start="index"
     ),
+    "draft_that_others_removed_is_not_made_again": Mutant(
+        saving, "_capture_into", (("if error.errno != errno.ENOENT or tries <= 0:", "if True:"),), "team_second_save",
+        "error", start="rank-",
+    ),
     "what_may_be_committed_is_withdrawn": Mutant(
         saving, "commit", (("if not (isinstance(error, RankError) and error.undecided):", "if True:"),),
         "team_second_save", "freeze", start="index",

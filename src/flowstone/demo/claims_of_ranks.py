@@ -101,7 +101,7 @@ def _curve(form: RankForm, legs: Sequence[Leg]) -> Claim:
     reference = [leg.calm[0] for leg in legs]
     reached, beyond, worst = set[int](), [], (0.0, 0.0, 0)
     for changes, leg in enumerate(legs):
-        allowed = explained(reference, changes)
+        allowed = explained(reference, changes, form.batch * form.length)
         for curve in leg.losses:
             reached |= set(curve)
             for step, loss in curve.items():

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 
 Curve: TypeAlias = Mapping[int, float]
-"""Losses by step. Each is a float32, and known no better than to its last bit."""
+"""Losses by step, each a float32."""
 
 
 def spread(curves: Sequence[Curve]) -> dict[int, float]:
@@ -19,19 +19,20 @@ def spread(curves: Sequence[Curve]) -> dict[int, float]:
     return {step: max(curve[step] for curve in curves) - min(curve[step] for curve in curves) for step in steps}
 
 
-def explained(calm: Sequence[Curve], changes: int) -> dict[int, float]:
+def explained(calm: Sequence[Curve], changes: int, terms: int) -> dict[int, float]:
     """How far a training may be, at each step, from the first of `calm` once it has changed its ranks `changes` times.
 
     Runs on different numbers of ranks add up the same numbers in different orders, and nothing else differs between
     them. So what lies between the `calm` ones at a step is what orders alone have made of it by then: their spread,
     and since rounding errors that have grown may cross each other at some step, the largest spread up to it. A change
     of the number of ranks on the way makes no more of it than another number from the start does, which had longer to
-    grow; each further change adds as much again. None leaves nothing to explain.
+    grow; each further change adds as much again. So far the weights; the loss itself is one more sum, of `terms`, which
+    two orders give two values of (`sums_explain`). No change leaves nothing to explain.
     """
     found, widest = {}, 0.0
     for step, width in spread(calm).items():
         widest = max(widest, width)
-        found[step] = changes * (widest + _last_bit(calm[0][step]))
+        found[step] = changes * widest + sums_explain(calm[0][step], terms) if changes else 0.0
     return found
 
 
@@ -48,7 +49,3 @@ def usual_change(curve: Curve) -> float:
     """The median of what the loss changes from one step to the next."""
     steps = sorted(curve)
     return median(abs(curve[after] - curve[before]) for before, after in pairwise(steps))
-
-
-def _last_bit(loss: float) -> float:
-    return float(np.spacing(np.float32(loss)))

@@ -61,7 +61,7 @@ class RankForm(Sizes, frozen=True, kw_only=True):
     victim: int = 2
     killed_saving: int
     killed_at: int
-    deadline_s: float = 10.0
+    deadline_s: float = 16.0
 
 
 # 25.4 million parameters. A step of 256 bytes of text took 0.33 s on two cores, these 192 take less.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from datetime import timedelta
 
 import msgspec
@@ -17,6 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in t
 import flowstone as fs
 from flowstone.demo.child import flip_bit, tell
 from flowstone.demo.fingerprint import digests, fingerprint
+from flowstone.demo.forms import RankForm
 from flowstone.demo.messages import (
     LOST,
     Began,
@@ -32,7 +34,8 @@ from flowstone.demo.messages import (
 from flowstone.demo.train import KEEP, Training, go_on, is_saved
 from flowstone.events import Committed, Event, SaveFailed
 
-COLLECTIVE_MAX_S = 30.0  # where a neighbour is gone, and does not say so
+COLLECTIVE_MAX_S = 120.0  # ranks of a busy machine start far apart
+KILLED_WITHIN_S = 60.0
 
 
 def main(argument: str) -> None:
@@ -82,8 +85,18 @@ def learn(run: Training, order: RankOrder, ckpt: fs.Checkpointer) -> None:
         if is_saved(step, last, order.form.save_every):
             tell_held(run, step, loaded=False)
             tell(Saving(step))
+            if is_victim(order.form, step):
+                time.sleep(KILLED_WITHIN_S)  # for the supervisor's SIGKILL: it must not come after the save
 
     go_on(run, ckpt, save_every=order.form.save_every, on_start=on_start, on_step=on_step)
+
+
+def is_victim(form: RankForm, step: int) -> bool:
+    """Whether this rank is to be killed as it begins to save `step`."""
+    if not dist.is_initialized():
+        return False
+    here = dist.get_world_size(), dist.get_rank(), step
+    return here == (form.ranks[0], form.victim, form.killed_saving)
 
 
 def flip_bit_of_rank_0(run: Training) -> None:

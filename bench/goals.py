@@ -11,6 +11,7 @@ from bench.records import Run
 from bench.rivals import OURS, entry
 
 OF_DEVICE, FLOOR_OF_DEVICE = 0.95, 0.90
+OF_JOBS = 0.90  # saves, which four ranks agree on and commit once
 TIMES_FASTER = (
     ("torchsnapshot", 4.5), ("dcp-async", 7.0), ("torch", 6.0),
     ("torchsnapshot-each", 7.6), ("datastates", 3.9),  # the setting of Gossman et al., 2512.24511
@@ -61,7 +62,7 @@ def cell(spread: Spread | None, digits: int = 2) -> str:
 def goals(run: Run) -> tuple[Goal, ...]:
     """In the order of the goals' table. A goal about a row that was not asked for is left out."""
     found = [*_against_device(run), *_against_rivals(run), *_cpu(run), *_arena(run), *_small(run)]
-    return (*found, *_at_once(run), *_without_uring(run))
+    return (*found, *_of_ranks(run), *_without_uring(run))
 
 
 def _took_part(run: Run, *names: str) -> bool:
@@ -143,16 +144,16 @@ def _small(run: Run) -> Iterator[Goal]:
     yield Goal(text, figures.spread(figures.ratios(loads, bulk)), OF_BULK)
 
 
-def _at_once(run: Run) -> Iterator[Goal]:
-    name = "flowstone-x4"
+def _of_ranks(run: Run) -> Iterator[Goal]:
+    name = "flowstone-ranks"
     if not _took_part(run, name):
         return
     write, read = figures.many_device_rates(run, "write"), figures.many_device_rates(run, "read")
     for first, title in _when():
         reached = figures.ratios(figures.save_rates(run, name, first=first), write)
-        yield Goal(f"four processes at once, {title}, of four fio jobs", figures.spread(reached), OF_DEVICE)
+        yield Goal(f"one job of four ranks, {title}, of four fio jobs", figures.spread(reached), OF_JOBS)
     reached = figures.ratios(figures.load_rates(run, name, _how(name)), read)
-    yield Goal("four processes at once, cold loads, of four fio jobs", figures.spread(reached), OF_DEVICE)
+    yield Goal("one job of four ranks, cold load, of four fio jobs", figures.spread(reached), OF_DEVICE)
 
 
 def _without_uring(run: Run) -> Iterator[Goal]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 import msgspec
+from torch.distributed import TCPStore
 
 from bench.records import Measured, Outcome, Task, joined
 from bench.worker import READY
@@ -28,8 +30,14 @@ class WorkerError(Exception):
 
 
 def work(tasks: Sequence[Task], number: int, *, python: Path, io_uring: bool) -> Measured:
-    """One process for each task, all at once, and what they did together in round `number`."""
+    """One process for each task, all at once, and what they did together in round `number`.
+
+    Several are the ranks of one job. As under torchrun, none of them keeps what they meet at.
+    """
     first = tasks[0]
+    if first.ranks > 1:
+        meeting = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        tasks = [dataclasses.replace(task, port=meeting.port) for task in tasks]
     with tempfile.TemporaryDirectory() as desk:
         workers = [
             _Worker(Path(desk, str(at)), "bench.worker", task, Outcome, python, io_uring=io_uring, gated=task.gated)

@@ -16,7 +16,7 @@ class SaveSample:
     cpu_s       of all threads and children, user and system, until durable
     extra_peak_bytes  the highest resident memory during the save, above that of the process before
                       its first save (state built, everything imported)
-    files, file_bytes  what lies on disk
+    files, file_bytes  what lies on disk; of several ranks, rank 0 tells
     """
 
     number: int
@@ -76,6 +76,7 @@ class Task:
     times   how many saves, or loads, in this process
     number  the save that a load is of
     phase   where in its page each tensor of the state starts; None: wherever the allocator puts it
+    ranks   of the job; more than one share a state of `state_bytes`, and meet at `port`
     gated   whether to ask before every timer, so that several processes start at once
     """
 
@@ -89,16 +90,19 @@ class Task:
     phase: int | None
     directory: str
     settle_s: float
+    rank: int = 0
+    ranks: int = 1
+    port: int = 0
     gated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a worker process did, or several at once together.
+    """What a worker process did, or the ranks of a job together.
 
     payload_bytes  the state's own
     note           how the bytes moved, if the rival can tell
-    parts          of several processes, what each did
+    parts          of several ranks, what each did
     """
 
     payload_bytes: int
@@ -124,7 +128,7 @@ class Device:
 
     writes, reads              with the best settings of all
     plain_writes, plain_reads  with the best settings for plain memory
-    many_writes, many_reads    as many jobs at once as the programme has processes at once, together
+    many_writes, many_reads    as many jobs at once as a job of the programme has ranks, together
                                as many bytes; empty where it has none
     """
 
@@ -156,7 +160,7 @@ class Run:
 
 
 def joined(parts: Sequence[Outcome]) -> Outcome:
-    """Several processes at once as one: bytes, files, CPU and memory add up, the slowest one's clock counts."""
+    """The ranks of a job as one: bytes, files, CPU and memory add up, the slowest one's clock counts."""
     if len(parts) == 1:
         return parts[0]
     saves = tuple(

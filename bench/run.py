@@ -102,7 +102,7 @@ def measure(directory: Path, options: argparse.Namespace, bar: Progress) -> Run:
     entries, layout = chosen(options), choose_llama(options.bytes)
     run = begun(options, layout)
     has_fio = fio.is_installed()
-    at_once = max(entry.processes for entry in entries)
+    at_once = max(entry.ranks for entry in entries)
     steps = (2 * len(fio.CANDIDATES) * options.passes + options.rounds) * has_fio
     steps += sum(min(options.rounds, entry.rounds or options.rounds) * (1 + len(entry.loads)) for entry in entries)
     shown = bar.add_task("environments of rivals", total=steps)
@@ -176,7 +176,7 @@ def measure_rival(
     try:
         for what, how in (("save", ""), *(("load", how) for how in entry.loads)):
             tell(f"round {number}/{options.rounds}: {entry.title}, {what}", 1)
-            tasks = [task(entry, what, how, own / str(at), options) for at in range(entry.processes)]
+            tasks = [task(entry, what, how, own / "0", options, rank) for rank in range(entry.ranks)]
             measured.append(work(tasks, number, python=python, io_uring=entry.io_uring))
             if measured[-1].error is not None:
                 break
@@ -185,13 +185,13 @@ def measure_rival(
     return measured
 
 
-def task(entry: Entry, what: str, how: str, directory: Path, options: argparse.Namespace) -> Task:
+def task(entry: Entry, what: str, how: str, directory: Path, options: argparse.Namespace, rank: int) -> Task:
     directory.mkdir(exist_ok=True)
     return Task(
         rival=entry.name, what=what, how=how, times=entry.saves if what == "save" else entry.times_loaded,
-        number=entry.saves, shape=entry.shape, state_bytes=options.bytes // entry.processes,
+        number=entry.saves, shape=entry.shape, state_bytes=options.bytes,
         phase=entry.phases[what == "load"], directory=str(directory), settle_s=options.settle_s,
-        gated=entry.processes > 1,
+        rank=rank, ranks=entry.ranks, gated=entry.ranks > 1,
     )
 
 

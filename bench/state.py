@@ -33,8 +33,8 @@ class Layout(Protocol):
     @property
     def state_bytes(self) -> int: ...
 
-    def empty(self, phase: int | None) -> State:
-        """The state, its memory untouched."""
+    def empty(self, phase: int | None, ranks: int = 1) -> State:
+        """The state, its memory untouched; or one rank's part of it, an equal share of every tensor's rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +72,9 @@ class Llama:
     def state_bytes(self) -> int:
         return BYTES_PER_PARAMETER * sum(torch.Size(shape).numel() for _, shape in self.parameters())
 
-    def empty(self, phase: int | None) -> State:
+    def empty(self, phase: int | None, ranks: int = 1) -> State:
         """Weights first, then each parameter's slots, as an optimizer makes them."""
-        shapes = dict(self.parameters())
+        shapes = {name: part(shape, ranks) for name, shape in self.parameters()}
         model = {name: empty(shape, torch.bfloat16, phase) for name, shape in shapes.items()}
         slots = {name: {slot: empty(shape, torch.float32, phase) for slot in SLOTS} for name, shape in shapes.items()}
         return {"model": model, "optimizer": {"state": slots}}
@@ -95,8 +95,9 @@ class Small:
     def state_bytes(self) -> int:
         return 4 * SMALL_ITEMS * self.count
 
-    def empty(self, phase: int | None) -> State:
-        return {"table": {f"{at:05d}": empty((SMALL_ITEMS,), torch.float32, phase) for at in range(self.count)}}
+    def empty(self, phase: int | None, ranks: int = 1) -> State:
+        shape = part((SMALL_ITEMS,), ranks)
+        return {"table": {f"{at:05d}": empty(shape, torch.float32, phase) for at in range(self.count)}}
 
 
 def choose_layout(shape: str, state_bytes: int) -> Layout:
@@ -119,6 +120,13 @@ def _proportioned(hidden: int) -> Llama:
     return Llama(hidden, max(1, hidden // 128))
 
 
+def part(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    """What one of `ranks` holds of a tensor; every size of ours is a multiple of 16."""
+    rows, rest = divmod(shape[0], ranks)
+    assert rest == 0, "all ranks hold as much"
+    return rows, *shape[1:]
+
+
 def empty(shape: tuple[int, ...], dtype: torch.dtype, phase: int | None) -> torch.Tensor:
     """An untouched tensor that starts `phase` bytes behind a page boundary; None: where the allocator puts it."""
     if phase is None:
@@ -129,10 +137,10 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, phase: int | None) -> torc
     return room[start : start + count].view(dtype).view(shape)
 
 
-def build(layout: Layout, phase: int | None = None) -> State:
-    """The state, built and touched; its values depend on names alone."""
-    state = layout.empty(phase)
-    values = Values()
+def build(layout: Layout, phase: int | None = None, rank: int = 0, ranks: int = 1) -> State:
+    """The state, or one rank's part of it, built and touched; its values depend on names and rank alone."""
+    state = layout.empty(phase, ranks)
+    values = Values(rank)
     for name, tensor in flatten(state).items():
         values.fill(name, tensor)
     return state
@@ -160,16 +168,17 @@ def spoil(state: State) -> None:
         tensor.view(-1).view(torch.uint8).fill_(0x5A)
 
 
-def is_exact(state: State) -> bool:
+def is_exact(state: State, rank: int = 0) -> bool:
     """Whether every byte is what `build` makes."""
-    values = Values()
+    values = Values(rank)
     return all(values.fills(name, tensor) for name, tensor in flatten(state).items())
 
 
 class Values:
-    """The values of every tensor, from its name alone; the same in every process."""
+    """The values of every tensor, from its name and the rank that holds it alone; the same in every process."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0) -> None:
+        self._rank = rank
         block = torch.randn(BLOCK_ITEMS, generator=torch.Generator().manual_seed(20240731)) * 0.02
         self._blocks = {dtype: block.to(dtype) for dtype in (torch.float32, torch.bfloat16)}
 
@@ -184,7 +193,7 @@ class Values:
 
     def _stretches(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         block, flat = self._blocks[tensor.dtype], tensor.view(-1)
-        at = zlib.crc32(name.encode()) % BLOCK_ITEMS
+        at = zlib.crc32(f"{name} {self._rank}".encode()) % BLOCK_ITEMS
         done = 0
         while done < flat.numel():
             count = min(flat.numel() - done, BLOCK_ITEMS - at)

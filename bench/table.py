@@ -101,8 +101,8 @@ def _save_cells(run: Run, entry: Entry, series: Series[SaveSample]) -> tuple[str
 
 
 def _device_rates(run: Run, entry: Entry, direction: str) -> dict[int, float]:
-    """Of as many jobs as the row has processes."""
-    return (figures.device_rates if entry.processes == 1 else figures.many_device_rates)(run, direction)
+    """Of as many jobs as the row has ranks."""
+    return (figures.device_rates if entry.ranks == 1 else figures.many_device_rates)(run, direction)
 
 
 _LOAD_COLUMNS = ("cold load", "s", "GB/s", "of fio", "CPU-s/GB", "extra peak MB", "cache was cold", "exact")

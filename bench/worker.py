@@ -1,6 +1,7 @@
 """One measurement in a process of its own: `python -m bench.worker TASK.json OUTCOME.json`.
 
 It runs in any environment that has torch and msgspec: of the bench's modules it imports only those that need no more.
+In a job of several ranks each is such a process, and they meet before anything is timed.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ import gc
 import os
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import msgspec
+import torch.distributed as dist
 
 from bench.meter import Meter, cool, files_below, resident_bytes
 from bench.records import LoadSample, Outcome, SaveSample, Task
@@ -20,21 +23,34 @@ from bench.rivals.base import Rival
 from bench.state import State, build, choose_layout, is_exact, spoil
 
 READY = "ready"  # what a gated worker says on its output before every timer; one line on its input lets it start
+COLLECTIVE_MAX_S = 60.0
 
 
 def perform(task: Task) -> Outcome:
-    """Build the state, then save or load it under the meter."""
+    """Build the state, or this rank's part of it, then save or load it under the meter."""
+    if task.ranks > 1:
+        meet(task)
     layout = choose_layout(task.shape, task.state_bytes)
     rival = open_rival(task.rival, Path(task.directory))
     # For a load the state is laid out as for the save, as in a job that resumes; its values do not matter.
-    state = build(layout, task.phase) if task.what == "save" else layout.empty(task.phase)
+    empty = task.what == "load"
+    state = layout.empty(task.phase, task.ranks) if empty else build(layout, task.phase, task.rank, task.ranks)
+    own_bytes = layout.state_bytes // task.ranks
     if task.what == "save":
         samples = save_repeatedly(rival, state, task)
-        outcome = Outcome(layout.state_bytes, saves=samples, note=rival.note(task.times))
+        outcome = Outcome(own_bytes, saves=samples, note=rival.note(task.times))
     else:
-        outcome = Outcome(layout.state_bytes, loads=load_repeatedly(rival, state, task))
+        outcome = Outcome(own_bytes, loads=load_repeatedly(rival, state, task))
     rival.close()
     return outcome
+
+
+def meet(task: Task) -> None:
+    """All ranks of the job, over gloo."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a job on one machine, whatever its name leads to
+    store = dist.TCPStore("127.0.0.1", task.port, None, False)
+    timeout = timedelta(seconds=COLLECTIVE_MAX_S)
+    dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.ranks, timeout=timeout)
 
 
 def save_repeatedly(rival: Rival, state: State, task: Task) -> tuple[SaveSample, ...]:
@@ -50,7 +66,7 @@ def save_repeatedly(rival: Rival, state: State, task: Task) -> tuple[SaveSample,
         blocked_s = meter.seconds()
         wait_durable()
         reading = meter.read()
-        files = files_below(rival.place(number))
+        files = files_below(rival.place(number)) if task.rank == 0 else []
         samples.append(
             SaveSample(
                 number=number, blocked_s=blocked_s, durable_s=reading.seconds, cpu_s=reading.cpu_s,
@@ -80,7 +96,7 @@ def load_repeatedly(rival: Rival, state: State, task: Task) -> tuple[LoadSample,
         samples.append(
             LoadSample(
                 number=number, how=task.how, load_s=reading.seconds, cpu_s=reading.cpu_s,
-                extra_peak_bytes=reading.peak_bytes - before_bytes, cold=cold, exact=is_exact(state),
+                extra_peak_bytes=reading.peak_bytes - before_bytes, cold=cold, exact=is_exact(state, task.rank),
             )
         )
     return tuple(samples)
@@ -101,6 +117,8 @@ def pass_gate(task: Task) -> None:
 def main(task_path: str, outcome_path: str) -> None:
     task = msgspec.json.decode(Path(task_path).read_bytes(), type=Task)
     Path(outcome_path).write_bytes(msgspec.json.encode(perform(task)))
+    if task.ranks > 1:
+        os._exit(0)  # gloo in torch 2.13 aborts one process in eight while the interpreter ends, whatever it has run
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ class Entry:
     note         what a reader of its row has to know
     shape        of the state, see bench/state.py
     phases       where tensors start in their page at save and at load; None: where the allocator puts them
-    processes    so many at once, each with its share of the bytes and a store of its own
+    ranks        of one job, each with its part of every tensor, that saves one checkpoint into one store
     io_uring     False: the kernel refuses it
     """
 
@@ -41,7 +41,7 @@ class Entry:
     note: str = ""
     shape: str = "llama"
     phases: tuple[int | None, int | None] = (None, None)
-    processes: int = 1
+    ranks: int = 1
     io_uring: bool = True
 
     @property
@@ -86,8 +86,11 @@ FLOWSTONE = (
         note="write_in_place=False, budget_bytes=256 MiB",
     ),
     Entry("flowstone-small", "Flowstone, 50,000 tensors of 4 KiB", "ours", 3, _OURS, 2, shape="small"),
-    Entry("flowstone-x4", "Flowstone, four processes at once", "ours", 3, _OURS, processes=4,
-          note="a quarter of the bytes each; the slowest one's time"),
+    Entry(
+        "flowstone-ranks", "Flowstone, one job of four ranks", "ours", 3, _OURS, ranks=4,
+        note="torch.distributed over gloo, a quarter of every tensor on each rank (fs.Shard), one store, one commit; "
+        "fence='manual', then fence(); the slowest rank's time",
+    ),
     Entry("flowstone-posix", "Flowstone, io_uring refused", "ours", 3, _OURS, io_uring=False,
           note="by a seccomp filter, before the process's first instruction"),
 )

@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
+import torch
+import torch.distributed as dist
 
 from bench.state import State
-from flowstone import Checkpointer
+from flowstone import Checkpointer, Shard
 from flowstone.config import GIB, MIB, EngineOptions
 
 LEAST_ARENA_BYTES = 32 * MIB  # what finds no room in it, nearly everything, is written from where it lies
@@ -23,7 +25,7 @@ SETTINGS: Mapping[str, tuple[int | None, Mapping[str, bool]]] = {
     "flowstone-arena": (UNBOUNDED_ARENA_BYTES, {"read_in_place": True, "write_in_place": False}),
     "flowstone-arena-256": (SMALL_ARENA_BYTES, {"write_in_place": False}),
     "flowstone-small": (None, {}),
-    "flowstone-x4": (None, {}),
+    "flowstone-ranks": (None, {}),
     POSIX: (None, {}),
 }
 
@@ -39,27 +41,34 @@ class _Manifest(msgspec.Struct):
 
 
 class Flowstone:
-    """One Checkpointer for all saves of a process, as a training job has it."""
+    """One Checkpointer for all saves of a process, as a training job has it. In a job of several ranks, one of each."""
 
     def __init__(self, name: str, store: Path) -> None:
         self._name, self._store = name, store
         self._budget_bytes, options = SETTINGS[name]
         self._options = EngineOptions(**options)  # type: ignore[arg-type]
         self._checkpointer: Checkpointer | None = None
+        is_job = dist.is_initialized()
+        self._rank, self._ranks = (dist.get_rank(), dist.get_world_size()) if is_job else (0, 1)
 
     def prepare(self, _state: State, _what: str, /) -> None:
         pass
 
     def save(self, state: State, number: int, /) -> Callable[[], object]:
-        save = self._opened().save(number, state)
-        save.captured.result()
+        checkpointer = self._opened()
+        if self._ranks == 1:
+            save = checkpointer.save(number, state)
+            save.captured.result()
+        else:
+            save = checkpointer.save(number, self._shared(state), fence="manual")
+            checkpointer.fence()
         return save.committed.result
 
     def place(self, number: int, /) -> Path:
         return self._store / f"step-{number:08d}"
 
     def load(self, state: State, number: int, _how: str, /) -> None:
-        report = self._opened().load(state)
+        report = self._opened().load(state if self._ranks == 1 else self._shared(state))
         assert report.step == number
 
     def note(self, number: int, /) -> str:
@@ -72,6 +81,18 @@ class Flowstone:
 
     def close(self) -> None:
         self._opened().close()
+
+    def _shared(self, state: State) -> State:
+        """The state as a job has it: each tensor is this rank's rows of one that all hold together."""
+
+        def share(node: object) -> object:
+            if not isinstance(node, torch.Tensor):
+                assert isinstance(node, dict)
+                return {key: share(value) for key, value in node.items()}
+            rows, *rest = node.shape
+            return Shard(node, (rows * self._ranks, *rest), (rows * self._rank, *(0 for _ in rest)))
+
+        return {section: share(value) for section, value in state.items()}
 
     def _opened(self) -> Checkpointer:
         """Opened inside the timer, by the first save or load."""

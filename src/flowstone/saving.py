@@ -263,7 +263,8 @@ def start(
 
 
 def _capture_into(
-    store: Store, draft: publish.Draft, planned: Planned, places: Places, arena: _native.Arena, pace: Pace, *, tries: int
+    store: Store, draft: publish.Draft, planned: Planned, places: Places, arena: _native.Arena, pace: Pace, *,
+    tries: int,
 ) -> Staged:
     """Start the capture. A rank that gives up may remove the empty directory that others are about to write into."""
     while True:

@@ -49,8 +49,11 @@ def two_rounds() -> Run:
     return run(measured, devices=devices((1.0, 2.0)))
 
 
-def task(entry: Entry, what: str, how: str, directory: Path, state_bytes: int = 1_500_000) -> Task:
+def task(
+    entry: Entry, what: str, how: str, directory: Path, state_bytes: int = 1_500_000, rank: int = 0
+) -> Task:
     return Task(
         rival=entry.name, what=what, how=how, times=2, number=2, shape=entry.shape, state_bytes=state_bytes,
         phase=entry.phases[what == "load"], directory=str(directory), settle_s=0.0,
+        rank=rank, ranks=entry.ranks, gated=entry.ranks > 1,
     )

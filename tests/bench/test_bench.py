@@ -37,7 +37,7 @@ def test_rates_are_of_the_rivals_own_bytes() -> None:
     assert figures.save_rates(run, "flowstone", first=True) == {1: 1.0, 2: 0.5}
 
 
-def test_processes_at_once_add_up_and_the_slowest_counts() -> None:
+def test_ranks_of_a_job_add_up_and_the_slowest_counts() -> None:
     parts = [
         Outcome(GB, (made_up.save(1, seconds, blocked),), (made_up.load(seconds, exact=exact),), "posix")
         for seconds, blocked, exact in ((1.0, 0.3, True), (2.0, 0.1, False))
@@ -64,8 +64,8 @@ def test_tables_hold_medians_spreads_ratios_rounds_and_failures() -> None:
     assert loaded[-2:] == ("yes", "yes")
 
 
-def test_rows_of_several_processes_are_compared_with_as_many_jobs() -> None:
-    four = made_up.Measured("flowstone-x4", 1, Outcome(2 * GB, saves=(made_up.save(1, 4.0),)))
+def test_rows_of_several_ranks_are_compared_with_as_many_jobs() -> None:
+    four = made_up.Measured("flowstone-ranks", 1, Outcome(2 * GB, saves=(made_up.save(1, 4.0),)))
     run = made_up.run([four], rounds=1, devices=made_up.devices((2.0,), jobs=4))
     (row,) = next(t.rows for t in table.tables(run) if t.title.startswith("Flowstone in other settings: save"))
     assert row[4] == "0.50"
@@ -196,7 +196,7 @@ def test_a_run_from_end_to_end(tmp_path: Path) -> None:
     program = [sys.executable, str(ROOT / "bench" / "run.py"), "--json", str(told), "--update", str(update)]
     measure = [
         *program, "--bytes", "2e6", "--rounds", "1", "--settle-s", "0", "--passes", "1", "--directory", str(tmp_path),
-        "--plots", str(tmp_path / "figures"), "--only", "flowstone", "torch", "flowstone-x4",
+        "--plots", str(tmp_path / "figures"), "--only", "flowstone", "torch", "flowstone-ranks",
     ]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
 
@@ -210,9 +210,9 @@ def test_a_run_from_end_to_end(tmp_path: Path) -> None:
     assert [m["error"] for m in raw["measured"]] == [None] * 7
     assert all(sample["exact"] for m in raw["measured"] for sample in m["outcome"]["loads"])
     assert {e.name: e.saves for e in ENTRIES}["flowstone"] == len(raw["measured"][0]["outcome"]["saves"])
-    assert [len(m["outcome"]["parts"]) for m in raw["measured"] if m["rival"] == "flowstone-x4"] == [4, 4]
+    assert [len(m["outcome"]["parts"]) for m in raw["measured"] if m["rival"] == "flowstone-ranks"] == [4, 4]
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["figures"]
     call([*measure, "--resume"])  # all its rounds are there
     assert json.loads(told.read_text()) == raw
     call([*program[:2], "--from", str(told), "--markdown", str(tables)])
-    assert "four processes at once" in tables.read_text()
+    assert "one job of four ranks" in tables.read_text()

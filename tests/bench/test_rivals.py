@@ -13,18 +13,21 @@ import made_up
 import pytest
 import tunings
 
+import flowstone as fs
 from bench import environments
 from bench.launch import work
-from bench.records import Outcome
+from bench.records import Measured, Outcome
 from bench.rivals import ENTRIES, FLOWSTONE, RIVALS, SHORT, Entry
+from bench.state import build, choose_layout, flatten, is_exact
 from bench.worker import perform
 from flowstone import _native
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENTS = ROOT / "runs" / "bench" / "environments"
-HERE = [entry for entry in ENTRIES if entry.environment is None and entry.io_uring]
+HERE = [entry for entry in ENTRIES if entry.environment is None and entry.io_uring and entry.ranks == 1]
 ELSEWHERE = [entry for entry in ENTRIES if entry.environment is not None]
 REFUSED = next(entry for entry in FLOWSTONE if not entry.io_uring)
+JOB = next(entry for entry in FLOWSTONE if entry.ranks > 1)
 
 
 def check(saved: Outcome | None, loaded: list[Outcome | None]) -> None:
@@ -59,6 +62,35 @@ def test_saves_and_loads_exactly_in_its_own_environment(entry: Entry, tmp_path: 
     assert [measured.error for measured in done] == [None] * len(done)
     saved, *loaded = (measured.outcome for measured in done)
     check(saved, loaded)
+
+
+def job(what: str, how: str, directory: Path) -> Measured:
+    tasks = [made_up.task(JOB, what, how, directory, rank=rank) for rank in range(JOB.ranks)]
+    return work(tasks, 1, python=Path(sys.executable), io_uring=True)
+
+
+def test_a_job_of_ranks_saves_one_checkpoint_and_loads_it_exactly(tmp_path: Path) -> None:
+    saved = job("save", "", tmp_path)
+    assert saved.error is None
+    loaded = [job("load", how, tmp_path) for how in JOB.loads]
+    check(saved.outcome, [measured.outcome for measured in loaded])
+    (store,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    assert [path.name for path in sorted(store.glob("step-*"))] == ["step-00000001", "step-00000002"]
+    manifest = fs.open(store).manifest
+    assert (manifest.ranks, len(manifest.segments)) == (JOB.ranks, JOB.ranks)
+    assert saved.outcome is not None
+    assert manifest.data_bytes == saved.outcome.payload_bytes == choose_layout(JOB.shape, 1_500_000).state_bytes
+    assert len({part.payload_bytes for part in saved.outcome.parts}) == 1
+    assert saved.outcome.saves[0].files == len(list((store / "step-00000001").iterdir()))
+
+
+def test_a_rank_that_gets_the_rows_of_another_is_not_exact() -> None:
+    layout = choose_layout("llama", 3_000_000)
+    parts = [build(layout, None, rank, JOB.ranks) for rank in range(JOB.ranks)]
+    for rank, part in enumerate(parts):
+        assert [is_exact(part, other) for other in range(JOB.ranks)] == [other == rank for other in range(JOB.ranks)]
+    held = sum(tensor.nbytes for part in parts for tensor in flatten(part).values())
+    assert held == layout.state_bytes
 
 
 def test_refused_io_uring_is_refused_and_flowstone_falls_back(tmp_path: Path) -> None:

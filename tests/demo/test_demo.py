@@ -46,6 +46,7 @@ def test_small_demo_holds_every_claim_and_leaves_nothing(tmp_path: Path) -> None
     status, text = shown(tmp_path / "work", seed=3)
     assert status == 0, text
     assert "torn: .saving-" in text
+    assert "rank 2 killed as it began to save" in text
     assert "SIGKILL" in text
     assert not (tmp_path / "work").exists()
 
@@ -54,9 +55,10 @@ def test_one_flipped_bit_of_one_weight_fails_the_demo(tmp_path: Path) -> None:
     status, text = shown(tmp_path / "work", seed=4, flip_bit=True, keep=True)
     assert status == 1, text
     failed = [line for line in text.splitlines() if line.startswith(("✗", "FAILED"))]
-    assert len(failed) == 2, text
+    assert len(failed) == 3, text
     assert "model.wte.weight: 1 of 262144 bytes differ, the first at byte 0" in failed[0]
     assert "live memory" in failed[1]
+    assert failed[2].endswith("unlike: wte.weight on 2, wte.weight on 1")
     assert fs.open(tmp_path / "work" / "killed").step == SMALL.steps
 
 

@@ -1,4 +1,4 @@
-"""The demo's three acts, in order, and the verdict."""
+"""The demo's four acts, in order, and the verdict."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pathlib import Path
 from rich.console import Console
 
 import flowstone as fs
-from flowstone.demo import claims
+from flowstone.demo import across, claims, claims_of_ranks
 from flowstone.demo.claims import Claim
 from flowstone.demo.compare import compare
-from flowstone.demo.forms import FULL, SMALL, Form
+from flowstone.demo.forms import FULL, FULL_RANKS, SMALL, SMALL_RANKS, Form, RankForm
 from flowstone.demo.ledger import Ledger
 from flowstone.demo.life import DiedError, Life
-from flowstone.demo.messages import Order
+from flowstone.demo.messages import Order, RankOrder
 from flowstone.demo.screen import Screen, saves_table, torn_line
 from flowstone.demo.storm import LISTEN_S, Storm, storm
 
@@ -37,14 +37,15 @@ def run(
     directory  where to work: absent or empty; by default a new one in `runs/` of the current directory
     seed       of the training and of the kills; by default a new one, which is printed
     keep       leave stores and logs behind; otherwise all that was made is removed at the end
-    small      a tiny model and few kills: seconds instead of two minutes, for tests
-    flip_bit   falsify one bit of one weight at the end of act two: the demo must then fail
+    small      tiny models and few kills: half a minute instead of two and a half, for tests
+    flip_bit   falsify one bit of one weight, at the end of act two and after each load of act four: the demo must
+               then fail
     console    where to show it; by default standard output
     judged     receives every claim with its verdict, for a caller that wants more than the status
 
-    Starts processes, one at a time, and leaves none behind. Blocks until the end.
+    Starts processes, in act four several at a time, and leaves none behind. Blocks until the end.
     """
-    form = SMALL if small else FULL
+    form, ranks = (SMALL, SMALL_RANKS) if small else (FULL, FULL_RANKS)
     screen = Screen(console or Console(highlight=False))
     seed = secrets.randbits(SEED_BITS) if seed is None else seed
     started = time.monotonic()
@@ -57,7 +58,7 @@ def run(
         screen.claim(verdicts[-1])
         return 2
     try:
-        _show(screen, work, form, seed=seed, flip_bit=flip_bit, verdicts=verdicts)
+        _show(screen, work, form, ranks, seed=seed, flip_bit=flip_bit, verdicts=verdicts)
     except (DiedError, fs.FlowstoneError) as error:
         verdicts.append(Claim("the demo came to its end", False, str(error)))
         screen.claim(verdicts[-1])
@@ -73,8 +74,10 @@ def run(
     return 0 if all(claim.held for claim in verdicts) else 1
 
 
-def _show(screen: Screen, work: Path, form: Form, *, seed: int, flip_bit: bool, verdicts: list[Claim]) -> None:
-    """The three acts; every claim goes into `verdicts` as soon as it is judged."""
+def _show(
+    screen: Screen, work: Path, form: Form, ranks: RankForm, *, seed: int, flip_bit: bool, verdicts: list[Claim]
+) -> None:
+    """The four acts; every claim goes into `verdicts` as soon as it is judged."""
 
     def judge(found: list[Claim]) -> None:
         for claim in found:
@@ -102,6 +105,9 @@ def _show(screen: Screen, work: Path, form: Form, *, seed: int, flip_bit: bool, 
     compared = compare(fs.open(calm.store), fs.open(stormy.store))
     judge(claims.of_comparison(form, reference, seen.ledger, compared))
 
+    fewer = RankOrder(form=ranks, seed=seed, store=str(work / "across"), flip_bit=flip_bit)
+    judge(_act_four(screen, fewer, work))
+
     screen.act("What it cost", "all in this run; torch.save of the same state, its file and directory fsynced")
     screen.table(saves_table(seen.ledger.saves, seen.ledger.torch_saves))
     judge(_verbs(screen, stormy.store))
@@ -123,6 +129,21 @@ def _act_one(screen: Screen, order: Order, log: Path) -> Ledger:
     parameters, state_bytes = ledger.began[0].parameters, ledger.finished.bytes
     screen.say(f"{parameters / 1e6:.1f} million parameters, a state of {state_bytes / 1e6:.0f} MB")
     return ledger
+
+
+def _act_four(screen: Screen, order: RankOrder, work: Path) -> list[Claim]:
+    """Train on several ranks, kill, load on fewer; what is claimed of it. Raises DiedError."""
+    form = order.form
+    screen.act(
+        f"Act four: saved on {form.ranks[0]} ranks, loaded on {form.ranks[1]}, then on {form.ranks[2]}",
+        f"FSDP2 over gloo; {form.steps} steps, a save every {form.save_every}; and undisturbed on each number of ranks",
+    )
+    legs = []
+    for leg in across.legs(order, work, screen.live):
+        screen.say(across.told(leg, form))
+        legs.append(leg)
+    screen.still()
+    return claims_of_ranks.of_ranks(form, legs)
 
 
 class _Watch:

@@ -39,7 +39,7 @@ def main(argument: str) -> None:
 
     def on_step(step: int, loss: float) -> None:
         if order.flip_bit and step == order.form.steps:
-            flip_bit(run)
+            flip_bit(next(run.model.parameters()).detach())
         tell(Stepped(step, loss))
 
     def on_event(event: Event) -> None:
@@ -83,9 +83,8 @@ def torch_save(run: Training, directory: Path) -> TorchSaved:
     return TorchSaved(length, seconds)
 
 
-def flip_bit(run: Training) -> None:
-    """The lowest bit of the first weight: what the demo must notice."""
-    weight = next(run.model.parameters()).detach()
+def flip_bit(weight: torch.Tensor) -> None:
+    """The lowest bit of the first number: what the demo must notice."""
     weight.view(torch.int32).view(-1)[0] ^= 1
 
 

@@ -1,31 +1,51 @@
-"""A digest of a run's live memory, made without a line of the checkpoint code."""
+"""Digests of a run's live memory, made without a line of the checkpoint code."""
 
 from __future__ import annotations
 
 import hashlib
 import random
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 
 from flowstone.demo.train import Training
 
+VALUES = "all that is no tensor"
+
 
 def fingerprint(run: Training) -> tuple[str, int]:
     """SHA-256 over weights, moments, generators, loader, scheduler and losses; and the bytes of tensors in it."""
     digest, total_bytes = hashlib.sha256(), 0
+    for name, sha256, count in digests(run):
+        digest.update(f"{name} {sha256}\n".encode())
+        total_bytes += count
+    return digest.hexdigest(), total_bytes
+
+
+def digests(run: Training) -> Iterator[tuple[str, str, int]]:
+    """Name, SHA-256 and bytes of every tensor, then the same of all else together.
+
+    Tensors are gathered whole where ranks hold shards of them: then all ranks call this, and learn the same.
+    """
     for name, tensor in _tensors(run):
-        memory = tensor.detach().contiguous().numpy()
-        digest.update(f"{name} {memory.dtype} {memory.shape}\n".encode())
+        memory = whole(tensor.detach()).contiguous().numpy()
+        digest = hashlib.sha256(f"{memory.dtype} {memory.shape}\n".encode())
         digest.update(memory.reshape(-1).view(np.uint8).data)
-        total_bytes += memory.nbytes
+        yield name, digest.hexdigest(), memory.nbytes
+    digest = hashlib.sha256()
     for name, plain in _plain(run):
         digest.update(f"{name} {plain!r}\n".encode())  # Python writes every float so that it reads back the same
     for loss in run.losses["train"]:
         digest.update(struct.pack("<d", loss))
-    return digest.hexdigest(), total_bytes
+    yield VALUES, digest.hexdigest(), 0
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor; of a DTensor, which alone can, gathered from the ranks that hold it."""
+    gather: Callable[[], torch.Tensor] | None = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()
 
 
 def _tensors(run: Training) -> Iterator[tuple[str, torch.Tensor]]:

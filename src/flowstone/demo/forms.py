@@ -5,16 +5,12 @@ from __future__ import annotations
 import msgspec
 
 
-class Form(msgspec.Struct, frozen=True, kw_only=True):
-    """Every number of a demo that is not a matter of chance.
+class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+    """What decides a training, but for its seed.
 
-    length        of a training window, in bytes of text
-    save_every    steps from one save to the next in act two
-    kills         how many SIGKILLs are planned, of which `aimed` wait for a save to begin
-    kills_min     how many must have been
-    torn          how many of them must have left a torn save behind
-    kills_max     after so many without enough torn saves the demo gives up
-    free_bytes    room that the stores, with one more save in flight, and torch.save's file need
+    length   of a training window, in bytes of text
+    batch    windows in a step, on all ranks together
+    threads  of each process
     """
 
     width: int
@@ -24,6 +20,23 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     batch: int
     corpus_bytes: int
     steps: int
+    dropout: float = 0.1
+    learning_rate: float = 6e-4
+    warmup_steps: int = 10
+    threads: int = 2
+
+
+class Form(Sizes, frozen=True, kw_only=True):
+    """Every number of acts one to three that is not a matter of chance.
+
+    save_every    steps from one save to the next in act two
+    kills         how many SIGKILLs are planned, of which `aimed` wait for a save to begin
+    kills_min     how many must have been
+    torn          how many of them must have left a torn save behind
+    kills_max     after so many without enough torn saves the demo gives up
+    free_bytes    room that the stores, with one more save in flight, and torch.save's file need
+    """
+
     save_every: int
     kills: int
     kills_min: int
@@ -31,11 +44,24 @@ class Form(msgspec.Struct, frozen=True, kw_only=True):
     torn: int
     kills_max: int
     free_bytes: int
-    dropout: float = 0.1
-    learning_rate: float = 6e-4
-    warmup_steps: int = 10
     torch_saves: int = 3
-    threads: int = 2
+
+
+class RankForm(Sizes, frozen=True, kw_only=True):
+    """Every number of act four.
+
+    ranks       how many train at first, and after each kill; each number divides the batch
+    victim      the one of the first ranks that is killed as it begins to save step `killed_saving`
+    killed_at   once this step is done, all of the second ranks are killed
+    deadline_s  for ranks to come to an agreement; half of it without a sign of life, and a rank is taken for dead
+    """
+
+    save_every: int
+    ranks: tuple[int, int, int] = (4, 2, 1)
+    victim: int = 2
+    killed_saving: int
+    killed_at: int
+    deadline_s: float = 16.0
 
 
 # 25.4 million parameters. A step of 256 bytes of text took 0.33 s on two cores, these 192 take less.
@@ -48,4 +74,14 @@ FULL = Form(
 SMALL = Form(
     width=256, depth=4, heads=4, length=32, batch=2, corpus_bytes=200_000, steps=30, save_every=3, threads=1,
     kills=2, kills_min=2, aimed=2, torn=1, kills_max=8, free_bytes=400_000_000,
+)
+
+# Without dropout: masks would be drawn by each rank for its own rows, and no other number of ranks draws the same.
+FULL_RANKS = RankForm(
+    width=256, depth=3, heads=4, length=32, batch=8, corpus_bytes=1_000_000, steps=20, save_every=4, threads=1,
+    dropout=0.0, warmup_steps=4, killed_saving=8, killed_at=14,
+)
+SMALL_RANKS = RankForm(
+    width=64, depth=2, heads=2, length=16, batch=4, corpus_bytes=100_000, steps=12, save_every=2, threads=1,
+    dropout=0.0, warmup_steps=2, killed_saving=4, killed_at=7,
 )

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from flowstone.demo.forms import Form
+from flowstone.demo.forms import Sizes
 
 BYTES = 256
 
@@ -14,7 +14,7 @@ BYTES = 256
 class Block(nn.Module):
     """Attention, then a feed-forward network, each added to what came in."""
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, form: Sizes) -> None:
         super().__init__()
         width = form.width
         self.heads, self.dropout = form.heads, form.dropout
@@ -39,7 +39,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Bytes in, logits of the next byte out."""
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, form: Sizes) -> None:
         super().__init__()
         self.wte = nn.Embedding(BYTES, form.width)
         self.wpe = nn.Embedding(form.length, form.width)

@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
 import msgspec
 
-from flowstone.demo.messages import Message, Order, decode
+from flowstone.demo.messages import Message, Order, RankOrder, decode
 
 SILENCE_MAX_S = 120.0  # a start of a process on a busy machine takes a tenth of it
 
@@ -25,32 +26,39 @@ class DiedError(Exception):
 class Life:
     """One training process. Its messages come through a pipe, its standard error goes to `log`.
 
+    place  for one of several ranks: which of them it is, in variables of its environment
+
     A context manager; leaving it leaves no process behind. Not safe to share between threads.
     """
 
-    def __init__(self, order: Order, log: Path) -> None:
+    def __init__(self, order: Order | RankOrder, log: Path, place: Mapping[str, str] | None = None) -> None:
         self.log = log
         self._rest = b""
         self._open = True
         self._heard = time.monotonic()
-        environment = os.environ | _environment(order.form.threads)
+        module = "child" if isinstance(order, Order) else "rank"
+        environment = {**os.environ, **_environment(order.form.threads), **(place or {})}
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "flowstone.demo.child", msgspec.json.encode(order).decode()],
+                [sys.executable, "-m", f"flowstone.demo.{module}", msgspec.json.encode(order).decode()],
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, env=environment,
             )
 
     def hear(self, timeout_s: float) -> list[Message]:
         """The messages that have arrived; waits `timeout_s` for the first. Raises DiedError on a long silence."""
-        assert self._process.stdout is not None, "opened as a pipe"
-        if not self._open or not select.select([self._process.stdout], [], [], timeout_s)[0]:
+        if not self._open or not select.select([self], [], [], timeout_s)[0]:
             if self._open and time.monotonic() - self._heard > SILENCE_MAX_S:
                 raise DiedError(f"the training process said nothing for {SILENCE_MAX_S:.0f} s\n{self._last_words()}")
             return []
-        part = os.read(self._process.stdout.fileno(), 1 << 16)
+        part = os.read(self.fileno(), 1 << 16)
         self._open, self._heard = bool(part), time.monotonic()
         *lines, self._rest = (self._rest + part).split(b"\n")
         return [decode(line) for line in lines]
+
+    def fileno(self) -> int:
+        """Of the pipe, so that several can be waited for at once."""
+        assert self._process.stdout is not None, "opened as a pipe"
+        return self._process.stdout.fileno()
 
     @property
     def over(self) -> bool:
@@ -68,11 +76,11 @@ class Life:
             raise DiedError(f"the training process ended by itself with status {status}\n{self._last_words()}")
         return messages
 
-    def end(self) -> None:
-        """Wait for a process that is over. Raises DiedError with its log unless it ended well."""
-        status = self._process.wait()
-        if status != 0:
-            raise DiedError(f"the training process ended with status {status}\n{self._last_words()}")
+    def end(self, status: int = 0) -> None:
+        """Wait for a process that is over. Raises DiedError with its log unless it ended with `status`."""
+        found = self._process.wait()
+        if found != status:
+            raise DiedError(f"the training process ended with status {found}\n{self._last_words()}")
 
     @property
     def killed(self) -> bool:

@@ -6,7 +6,9 @@ from typing import TypeAlias
 
 import msgspec
 
-from flowstone.demo.forms import Form
+from flowstone.demo.forms import Form, RankForm
+
+LOST = 3  # the status of a rank that ends because another one is gone
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +28,18 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     flip_bit: bool = False
 
 
+class RankOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """What each rank of a job is to do: its one argument. Which rank of how many it is, its environment says.
+
+    flip_bit     falsify one bit of one weight after each load
+    """
+
+    form: RankForm
+    seed: int
+    store: str
+    flip_bit: bool = False
+
+
 class Began(msgspec.Struct, frozen=True, tag=True):
     """Training begins after `resumed_step`, loaded in `load_s`; None for a fresh start."""
 
@@ -37,6 +51,29 @@ class Began(msgspec.Struct, frozen=True, tag=True):
 class Stepped(msgspec.Struct, frozen=True, tag=True):
     step: int
     loss: float
+
+
+class Undisturbed(msgspec.Struct, frozen=True, tag=True):
+    """A step of the training that is not saved, nor killed."""
+
+    step: int
+    loss: float
+
+
+class Held(msgspec.Struct, frozen=True, tag=True):
+    """A whole tensor, or what is none, in memory at `step`: just loaded, or about to be saved."""
+
+    step: int
+    loaded: bool
+    name: str
+    sha256: str
+    bytes: int
+
+
+class Saving(msgspec.Struct, frozen=True, tag=True):
+    """A save of `step` begins now: what it has to hold was told."""
+
+    step: int
 
 
 class SaveCaptured(msgspec.Struct, frozen=True, tag=True):
@@ -61,6 +98,12 @@ class TorchSaved(msgspec.Struct, frozen=True, tag=True):
     seconds: float
 
 
+class Lost(msgspec.Struct, frozen=True, tag=True):
+    """This rank ends: another one is gone, and this is how it was told."""
+
+    words: str
+
+
 class Finished(msgspec.Struct, frozen=True, tag=True):
     """The run is over; `sha256` of everything that it held in memory, `bytes` of tensors."""
 
@@ -69,7 +112,9 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     bytes: int
 
 
-Message: TypeAlias = Began | Stepped | SaveCaptured | SaveCommitted | TorchSaved | Finished
+Message: TypeAlias = (
+    Began | Stepped | Undisturbed | Held | Saving | SaveCaptured | SaveCommitted | TorchSaved | Lost | Finished
+)
 
 
 def encode(message: Message) -> bytes:

@@ -8,7 +8,8 @@ from typing import Protocol
 
 from flowstone.config import MESSAGE_BYTES_MAX
 
-_POLL_FIRST_S, _POLL_LAST_S = 0.001, 0.25  # doubling: near as soon as it is there, and thousands of ranks cost little
+_POLL_FIRST_S, _POLL_LAST_S = 0.001, 0.25
+_POLL_SHARE = 8  # of the wait so far: at most so much late, and thousands of ranks cost little
 
 
 class Board(Protocol):
@@ -69,12 +70,12 @@ class Mail:
         tick   is told again and again what is still missing, and how long it has been waited for, in seconds; it
                raises when that is too long
         """
-        pause = _POLL_FIRST_S
+        began = time.monotonic()
         missing = list(keys)
         while missing := [key for key in missing if not self.is_posted(key)]:
-            tick(missing, time.monotonic() - since)
-            time.sleep(pause)
-            pause = min(2 * pause, _POLL_LAST_S)
+            now = time.monotonic()
+            tick(missing, now - since)
+            time.sleep(min(max(_POLL_FIRST_S, (now - began) / _POLL_SHARE), _POLL_LAST_S))
 
     def _set(self, key: str, value: bytes) -> None:
         self._board.set(key, value)

@@ -74,7 +74,7 @@ class Checkpointer:
     path               a directory, or a Store that is ready and is closed with this; checkpoints are put
                        beside what else a directory holds
     keep               which checkpoints retention spares; None keeps all
-    budget_bytes       memory for staging, all in all; None: a quarter of what is available at the first save
+    budget_bytes       memory for staging, all in all; None: a node's ranks share a quarter of what is available
     on_error           "raise": a failed save raises at the next call; "continue": it is only an event,
                        until `max_unsaved_steps` steps have passed since the last committed one
     engine             how bytes move; what is left out is as tuned for the mount, else a measured default

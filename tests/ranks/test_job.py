@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: F401  # the backend "fake"
 
 from flowstone.ranks import Board, this_job
+from flowstone.stage import arena
 
 
 def test_a_process_without_torch_distributed_is_a_job_of_its_own() -> None:
@@ -43,3 +45,10 @@ def test_ranks_meet_whatever_their_processes_have_opened_before() -> None:
     assert not again[1].check(["word"]), "another Checkpointer has a board of its own"
     again[0].set("word", b"again")
     assert (again[1].get("word"), boards[1].get("word")) == (b"again", b"heard")
+
+
+def test_ranks_of_a_node_share_a_quarter_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "available_bytes", lambda: 64 << 30)
+    for told, share in (("", 16), ("1", 16), ("8", 2), ("none", 16), ("0", 16)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
+        assert arena.default_budget_bytes() == share << 30

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from flowstone import _native
@@ -37,8 +38,10 @@ def _number(path: Path) -> int | None:
 
 
 def default_budget_bytes() -> int:
-    """A quarter of the available memory."""
-    return max(BUDGET_BYTES_MIN, available_bytes() // ARENA_SHARE_OF_AVAILABLE)
+    """A quarter of the available memory; of several ranks on this node, as torchrun tells it, each has its share."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    sharing = int(ranks) if ranks.isdigit() and int(ranks) > 0 else 1
+    return max(BUDGET_BYTES_MIN, available_bytes() // ARENA_SHARE_OF_AVAILABLE // sharing)
 
 
 def open_write_arena(store: Store, budget_bytes: int) -> _native.Arena:

@@ -82,7 +82,7 @@ class Bench:
         held = [job.held(rank) for rank in range(task.ranks)]
         layout = layout_of(held[SAMPLE])
         with self._phase("say"):
-            own = team._pack(layout, np.zeros(len(layout.pieces), np.uint32))
+            own = team._pack(layout, np.zeros(len(layout.pieces), np.uint16))
         messages, made = _said(held)
         assert made == own, "a made-up rank says what a real one would"
         board = _Board()
@@ -244,7 +244,7 @@ def _said(held: Sequence[Held]) -> tuple[list[bytes], team._Layout | None]:
     for rank, one in enumerate(held):
         key = id(one.names), id(one.parts), id(one.kinds)
         if key not in known:
-            known[key] = team._packed(one, np.zeros(len(one.names.names), np.uint32), [])
+            known[key] = team._packed(one, np.zeros(len(one.names.names), np.uint16), [])
         layout = msgspec.structs.replace(known[key], boxes=team._compressed(one.boxes))
         node = f"node-{rank // RANKS_PER_NODE}"
         messages.append(msgspec.msgpack.encode(team._Proposal(1, node, None, layout)))

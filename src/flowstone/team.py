@@ -66,7 +66,7 @@ class _Layout(msgspec.Struct, frozen=True):
     parts: bytes
     kinds: bytes
     boxes: bytes
-    samples: bytes  # uint32: of each piece, a digest of a few of its bytes
+    samples: bytes  # uint16: of each piece, a digest of a few of its bytes
     aliases: list[tuple[str, str]]
 
 
@@ -161,7 +161,7 @@ class Team:
         return f"{self._job}-{self.turns}-{step}"
 
     def share(
-        self, step: int, layout: Layout, begun: Assignment | None = None, samples: NDArray[np.uint32] | None = None
+        self, step: int, layout: Layout, begun: Assignment | None = None, samples: NDArray[np.uint16] | None = None
     ) -> Assignment:
         """Agree on a plan for `step`.
 
@@ -293,7 +293,7 @@ class _Lead:
                 shared = share(
                     [held for held in self._held if held is not None], [hosts[one.host] for one in said],
                     {rank: self._writes[rank] for rank in begun},
-                    [None if one.layout is None else np.frombuffer(one.layout.samples, "<u4") for one in said],
+                    [None if one.layout is None else np.frombuffer(one.layout.samples, "<u2") for one in said],
                 )
             except Exception:
                 self._plan = ""
@@ -365,7 +365,7 @@ class _Lead:
         return [Alias(name, target) for name, target in found.items() if name not in stored]
 
 
-def _pack(layout: Layout, samples: NDArray[np.uint32]) -> _Layout:
+def _pack(layout: Layout, samples: NDArray[np.uint16]) -> _Layout:
     pieces = layout.pieces
     parts = sorted(pieces.parts)
     boxes = [n for at in parts for n in (*pieces.parts[at].offset, *pieces.parts[at].shape)]
@@ -374,13 +374,13 @@ def _pack(layout: Layout, samples: NDArray[np.uint32]) -> _Layout:
     return _packed(held, samples, [(alias.name, alias.target) for alias in layout.aliases])
 
 
-def _packed(held: Held, samples: NDArray[np.uint32], aliases: list[tuple[str, str]]) -> _Layout:
+def _packed(held: Held, samples: NDArray[np.uint16], aliases: list[tuple[str, str]]) -> _Layout:
     assert held.kinds is not None, "each distinct box once"
     names = held.names
     tensors = _Tensors(list(names.names), [dtype.name for dtype in names.dtypes], list(names.shapes))
     return _Layout(
         lzma.compress(msgspec.msgpack.encode(tensors), preset=0), _by_steps(held.parts), _by_steps(held.kinds),
-        _compressed(held.boxes), samples.astype("<u4").tobytes(), aliases,
+        _compressed(held.boxes), samples.astype("<u2").tobytes(), aliases,
     )
 
 

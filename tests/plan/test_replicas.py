@@ -18,7 +18,7 @@ def whole(*names: str) -> Held:
 
 
 def samples(*of: int) -> np.ndarray:
-    return np.array(of, np.uint32)
+    return np.array(of, np.uint16)
 
 
 def test_replicas_with_equal_samples_are_shared_out() -> None:

@@ -40,7 +40,7 @@ class Share:
 def share(
     held: Sequence[Held], nodes: Sequence[int] | None = None,
     kept: Mapping[int, NDArray[np.int64]] = MappingProxyType({}),
-    samples: Sequence[NDArray[np.uint32] | None] = (),
+    samples: Sequence[NDArray[np.uint16] | None] = (),
 ) -> Share:
     """Choose a writer for each distinct piece.
 
@@ -166,7 +166,7 @@ class _Table:
         )
 
     def check_replicas(
-        self, number: int, group: NDArray[np.int64], samples: Sequence[NDArray[np.uint32] | None]
+        self, number: int, group: NDArray[np.int64], samples: Sequence[NDArray[np.uint16] | None]
     ) -> None:
         """Raise CollisionError where two boxes of one group are not the same, as far as their samples tell.
 
@@ -174,7 +174,7 @@ class _Table:
         """
         if not samples or len(group) == int(group.max(initial=-1)) + 1:
             return
-        known: dict[int, tuple[int, NDArray[np.uint32]]] = {}  # of each group, the first rank's
+        known: dict[int, tuple[int, NDArray[np.uint16]]] = {}  # of each group, the first rank's
         row = 0
         for at, strand in self._by_class[number]:
             form, strands = self._forms[at], self._strands[at]

@@ -148,7 +148,7 @@ def _samples(
     return stream.sample(rows) if rows else np.zeros(0, np.uint8)
 
 
-def sample_digests(pieces: Pieces, places: Places) -> NDArray[np.uint32]:
+def sample_digests(pieces: Pieces, places: Places) -> NDArray[np.uint16]:
     """For each piece a digest of a few lines of it, as they are now: equal pieces have equal ones, wherever they lie.
 
     Waits for what the current streams of devices hold. Rows of a device have a line at least.
@@ -168,7 +168,7 @@ def sample_digests(pieces: Pieces, places: Places) -> NDArray[np.uint32]:
     )
     found = rows.sample_digests()
     del hosted  # kept until here
-    return found.astype(np.uint32)
+    return found.astype(np.uint16)
 
 
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}

@@ -14,9 +14,12 @@ NATIVE_SOURCES := CMakeLists.txt $(shell find native -type f)
 demo: setup
 	$(BIN)/flowstone demo
 
+# The native tests are built and run beside the others, which they give way to.
 test: setup check
-	PATH="$(CURDIR)/$(BIN):$$PATH" sh native/check.sh plain address
-	$(BIN)/python -m pytest
+	PATH="$(CURDIR)/$(BIN):$$PATH" nice -n 19 sh native/check.sh plain address > $(VENV)/native-tests 2>&1 & native=$$!; \
+	$(BIN)/python -m pytest; python=$$?; \
+	wait $$native; native=$$?; cat $(VENV)/native-tests; \
+	test $$python -eq 0 && test $$native -eq 0
 
 check: setup
 	$(BIN)/ruff check .

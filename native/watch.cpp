@@ -1,6 +1,7 @@
 #include "watch.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 
 #include "bounds.h"
@@ -15,6 +16,36 @@ bool is_watched(const WriteRow& row) { return row.lazy && row.length != 0; }
 std::uint64_t line_count(const WriteRow& row) { return chunk_count(row.length) * lines_per_chunk; }
 std::uint64_t line_end(const WriteRow& row, std::uint64_t begin) { return std::min(begin + sizeof(Line), row.length); }
 
+/// Copies lines that lie far from each other: many at once are on their way, for each misses every cache there is.
+class Sampler {
+public:
+    void add(const std::byte* source, std::size_t length, Line* out) {
+        __builtin_prefetch(source);
+        Due& due = due_[next_++ % ahead];
+        take(due);
+        due = {source, length, out};
+    }
+    void finish() {
+        for (Due& due : due_) take(due);
+    }
+
+private:
+    struct Due {
+        const std::byte* source = nullptr;
+        std::size_t length = 0;
+        Line* out = nullptr;
+    };
+    static constexpr std::size_t ahead = 32;
+
+    static void take(Due& due) {
+        if (due.out != nullptr) std::memcpy(due.out->data(), due.source, due.length);
+        due.out = nullptr;
+    }
+
+    std::array<Due, ahead> due_{};
+    std::size_t next_ = 0;
+};
+
 }  // namespace
 
 Watch::Watch(const WriteRows& rows) : rows_(rows), first_line_(rows.rows.size(), nullptr) {
@@ -23,6 +54,7 @@ Watch::Watch(const WriteRows& rows) : rows_(rows), first_line_(rows.rows.size(),
         if (is_watched(row) && row.device == on_host) count += line_count(row);
     lines_.resize(count);
     Line* next = lines_.data();
+    Sampler sampler;
     std::vector<const Line*> next_sample;
     for (const std::span<const Line> samples : rows.samples) next_sample.push_back(samples.data());
     for (std::size_t i = 0; i < rows.rows.size(); ++i) {
@@ -37,9 +69,14 @@ Watch::Watch(const WriteRows& rows) : rows_(rows), first_line_(rows.rows.size(),
         first_line_[i] = next;
         for (std::uint64_t line = 0; line < line_count(row); ++line, ++next) {
             const std::uint64_t begin = line_begin(row.length, line);
-            copy_row(rows, row, begin, line_end(row, begin), next->data());
+            const std::uint64_t end = line_end(row, begin);
+            if (row.layout == contiguous)
+                sampler.add(row.source() + begin, end - begin, next);
+            else
+                copy_row(rows, row, begin, end, next->data());
         }
     }
+    sampler.finish();
 }
 
 std::uint64_t Watch::sample_digest(std::size_t row) const {

@@ -201,27 +201,33 @@ def agree(
     together.confirm(words, failure)
     if together.team is None:
         return ready
-    passing = _passing(ready, together, ready.held) if options.share_reads else None
-    return replace(ready, passing=passing)
+    try:
+        return replace(ready, passing=_passing(ready, together, ready.held, willing=options.share_reads))
+    except BaseException:
+        ready.held.close()
+        raise
 
 
-def _passing(loading: Loading, together: Together, stack: ExitStack) -> Passing | None:
+def _passing(loading: Loading, together: Together, stack: ExitStack, *, willing: bool) -> Passing | None:
     """How the ranks of this node pass on what several of them want; None where each reads for itself.
 
-    stack  closes what that needs
+    stack    closes what that needs
+    willing  whether this rank takes part
     """
     step, index, plan, place = loading.checkpoint.step, loading.checkpoint.index, loading.plan, node()
     offer: Offer | None = None
-    if plan.bytes >= SHARED_READ_BYTES_MIN:
+    passing: Passing | None = None
+    failure: Exception | None = None
+    if willing and plan.bytes >= SHARED_READ_BYTES_MIN:
         try:
             offer = stack.enter_context(closing(Offer(index, plan)))
         except OSError as error:
             _log.warning("no memory to share with ranks on this node (%s): each reads for itself", error)
+        except Exception as error:
+            failure = error
     words = b"" if offer is None else msgspec.msgpack.encode(offer.window.announcement)
-    said = together.near(f"the windows of step {step}", place, words)
+    said = together.near(f"the windows of step {step}", place, failure or words)
     neighbours = [Neighbour(rank, msgspec.msgpack.decode(words, type=Announcement)) for rank, words in said]
-    passing: Passing | None = None
-    failure: Exception | None = None
     if offer is not None and len(neighbours) > 1:
         me = [one.rank for one in neighbours].index(together.rank)
         try:

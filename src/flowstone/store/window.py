@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import socket
 from enum import IntEnum
 from pathlib import Path
 
@@ -51,8 +52,11 @@ class Announcement(msgspec.Struct, frozen=True):
 
 def node() -> str:
     """Of processes that may share windows, the same: one boot of one machine, one space of process numbers."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:  # hidden from us, and so are other processes
+        return f"{socket.gethostname()}/{os.getpid()}"
 
 
 class Window:

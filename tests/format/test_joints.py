@@ -34,6 +34,12 @@ def test_what_two_ranks_have_has_to_be_the_same() -> None:
         joined(1, 2)
 
 
+@pytest.mark.parametrize(("one", "other"), [(1, True), (0, False), (1, 1.0)])
+def test_values_of_other_types_are_not_the_same(one: object, other: object) -> None:
+    with pytest.raises(UnsupportedStateError, match=r"'s\.a' is not the same"):
+        joined(Joint(a=one), Joint(a=other))
+
+
 def test_plain_dicts_are_values_and_not_joined() -> None:
     with pytest.raises(UnsupportedStateError, match="'s' is not the same"):
         joined({"a": 1}, {"a": 1, "b": 2})

@@ -60,7 +60,7 @@ def join(section: str, texts: Mapping[int, bytes], spines: Mapping[int, Spine]) 
 
 def _joined(path: str, found: Sequence[_Found]) -> object:
     rank, first, _ = found[0]
-    other = next((one for one in found[1:] if one[1] != first), None)
+    other = next((one for one in found[1:] if not _same(one[1], first)), None)
     if other is None:
         return first
     nodes, spines = [node for _, node, _ in found], [spine for *_, spine in found]
@@ -81,6 +81,11 @@ def _joined(path: str, found: Sequence[_Found]) -> object:
     )
 
 
+def _same(one: object, other: object) -> bool:
+    """Whether two nodes are, whatever the order of keys. To Python, true is 1, and 1 is 1.0."""
+    return msgspec.json.encode(one, order="sorted") == msgspec.json.encode(other, order="sorted")
+
+
 def _joined_items(path: str, found: Sequence[_Found]) -> dict[str, object]:
     items: dict[str, list[_Found]] = {}
     for rank, node, spine in found:
@@ -98,7 +103,7 @@ def _joined_groups(path: str, found: Sequence[tuple[int, list[dict[str, object]]
         taken: set[int] = set()  # two groups of one rank stay two
         for i, group in enumerate(groups):
             options = group["options"]
-            alike = [at for at, (known, _) in enumerate(joined) if known == options and at not in taken]
+            alike = [at for at, (known, _) in enumerate(joined) if at not in taken and _same(known, options)]
             at = i if i in alike else alike[0] if len(alike) == 1 else len(joined)
             if at == len(joined):
                 joined.append((options, {}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +17,12 @@ from forge import split_rows
 
 import flowstone as fs
 from flowstone.state import describe
+
+
+def pytest_configure() -> None:
+    """Shells start what runs in the background with Ctrl-C ignored; what tests start would inherit that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -40,6 +41,7 @@ from flowstone.plan.held import Held
 from flowstone.plan.listing import index_of_team
 from flowstone.plan.match import match
 from flowstone.plan.read import plan_reads
+from flowstone.plan.share import Share
 from flowstone.plan.write import place
 from flowstone.ranks import Decision
 from flowstone.ranks.agree import _Exchange
@@ -90,33 +92,37 @@ class Bench:
         with self._phase("first plan"):
             decision = lead.share([team._unpack(message, team._Proposal) for message in messages])
         posted, posted_bytes = _exchanged(messages, decision, board)
-        loads = np.array([self._sizes(one)[of].sum() for one, of in zip(held, lead._writes, strict=True)])
-        owned, pieces = ownership(held)
+        shared = lead._shared
+        assert shared is not None
+        loads = np.array([self._sizes(one)[of].sum() for one, of in zip(shared.held, shared.writes, strict=True)])
+        owned, _ = ownership(held)
         bound = least_largest(owned, task.ranks, within=BOUND_WITHIN)
         assert int(loads.sum()) == job.state_bytes, "every byte once"
-        cached_s = self._write_plan(layout, lead)
-        receipts = self._receipts(held, lead)
-        index, rows, manifest = self._commit(held, lead)
+        cached_s = self._write_plan(layout, decision)
+        receipts = self._receipts(shared)
+        index, rows, manifest = self._commit(shared, lead)
         reads, read_bytes, chunks = self._load(index, rows)
         return Outcome(
-            held_pieces=sum(len(one.names.names) for one in held), pieces=pieces, chunks=chunks,
+            held_pieces=sum(len(one.names.names) for one in held), pieces=sum(map(len, shared.writes)), chunks=chunks,
             state_bytes=job.state_bytes, message_bytes=max(map(len, messages)), posted=posted,
             posted_bytes=posted_bytes, commit_bytes=max(receipts),
             posted_receipts_bytes=round(statistics.fmean(receipts) * _hops(task.ranks)),
             largest=int(loads.max()), mean=float(loads.mean()), bound=bound,
-            largest_piece=max(int(self._sizes(one).max()) for one in held[::RANKS_PER_NODE]),
+            largest_piece=max(int(self._sizes(one).max()) for one in shared.held[::RANKS_PER_NODE]),
             cached_s=cached_s, index_bytes=len(index),
             manifest_bytes=len(manifest), segments=len(rows), reads=reads, read_bytes=read_bytes, spent=self.spent,
         )
 
-    def _write_plan(self, layout: Layout, lead: team._Lead) -> float:
+    def _write_plan(self, layout: Layout, decision: Decision) -> float:
         """The last rank's plan, and what a save with a known one takes."""
         count = len(layout.pieces)
         described = Described(layout, Places(np.zeros(count, np.uint64), {}, [None] * count), {}, {}, (), deque())
-        assignment = team.Assignment("plan", layout, lead._writes[SAMPLE])
+        part = team._unpack(decision.each[SAMPLE], team._Part)
+        assert part.positions is not None
+        assignment = team._assignment("plan", layout, part.positions, part.blocks)
         with self._phase("write plan"):
             planned = plan_save(described, None, fence="manual", rank=SAMPLE, assignment=assignment)
-        again = team.Assignment("next", layout, assignment.positions)
+        again = replace(assignment, plan="next")
 
         def cached() -> None:
             known = plan_save(described, planned, fence="manual", rank=SAMPLE, assignment=again)
@@ -124,13 +130,13 @@ class Bench:
 
         return statistics.median(_timed(cached) for _ in range(CACHED_TIMES))
 
-    def _receipts(self, held: Sequence[Held], lead: team._Lead) -> list[int]:
+    def _receipts(self, shared: Share) -> list[int]:
         """Lengths of what ranks say once they have written."""
         chance = np.random.default_rng(1)
         found = []
-        ranks = sorted(set(np.linspace(0, len(held) - 1, SAMPLED).astype(int).tolist()))
+        ranks = sorted(set(np.linspace(0, len(shared.held) - 1, SAMPLED).astype(int).tolist()))
         for rank in ranks:
-            lengths = self._sizes(held[rank])[lead._writes[rank]]
+            lengths = self._sizes(shared.held[rank])[shared.writes[rank]]
             count = len(lengths)
             chunks = int((-(-lengths // (1 << 20))).sum())
             made = team.Contribution(
@@ -142,11 +148,11 @@ class Bench:
             found.append(len(msgspec.msgpack.encode(team._contribution(made, "p" * 16, "d" * 24, replicated=False))))
         return found
 
-    def _commit(self, held: Sequence[Held], lead: team._Lead) -> tuple[bytes, list[SegmentRow], bytes]:
+    def _commit(self, shared: Share, lead: team._Lead) -> tuple[bytes, list[SegmentRow], bytes]:
         """Index and manifest of what all ranks have written, as rank 0 makes them in every save."""
-        counts = list(map(len, lead._writes))
+        counts = list(map(len, shared.writes))
         segment = np.repeat(np.arange(len(counts), dtype=np.uint32), counts)
-        lengths = [self._sizes(one)[writes] for one, writes in zip(held, lead._writes, strict=True)]
+        lengths = [self._sizes(one)[writes] for one, writes in zip(shared.held, shared.writes, strict=True)]
         offsets = np.concatenate([4096 + np.cumsum(of) - of for of in lengths]).astype(np.uint64)
         chunks = int(sum((-(-of // (1 << 20))).sum() for of in lengths))
         rows = [
@@ -157,7 +163,7 @@ class Bench:
         digests = np.arange(chunks, dtype=np.uint64)
         with self._phase("index"):
             frame, piece_order, chunk_order = index_of_team(
-                [one for one in lead._held if one is not None], lead._writes, lead._all_aliases(), segment
+                shared.held, shared.writes, lead._all_aliases(), segment
             )
             index = frame.fill(offsets[piece_order], digests[chunk_order])
             totals = frame.totals

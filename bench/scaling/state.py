@@ -298,7 +298,7 @@ class Sizes:
     """Bytes of every piece that a rank holds, by columns."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, int], tuple[NDArray[np.int64], NDArray[np.int64], list[int]]] = {}
+        self._known: dict[tuple[int, int], tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]] = {}
 
     def __call__(self, held: Held) -> NDArray[np.int64]:
         names, kinds = held.names, held.kinds
@@ -308,12 +308,14 @@ class Sizes:
             items = np.array([dtype.item_bytes for dtype in names.dtypes], np.int64)
             whole = np.array([np.prod(shape, dtype=np.int64) for shape in names.shapes], np.int64)
             ndim = dict(zip(kinds.tolist(), (len(names.shapes[at]) for at in held.parts.tolist()), strict=True))
-            self._known[key] = items, whole, [ndim[kind] for kind in range(len(ndim))]
-        items, whole, dims = self._known[key]
-        elements, at = [], 0
-        for n in dims:
-            elements.append(int(np.prod(held.boxes[at + n : at + 2 * n], dtype=np.int64)))
-            at += 2 * n
+            sides = np.full((len(ndim), max(ndim.values(), default=0)), -1)  # where they are in the boxes; -1: behind
+            at = 0
+            for kind in range(len(ndim)):
+                n = ndim[kind]
+                sides[kind, :n] = np.arange(at + n, at + 2 * n)
+                at += 2 * n
+            self._known[key] = items, whole, sides
+        items, whole, sides = self._known[key]
         found = whole.copy()
-        found[held.parts] = np.array(elements, np.int64)[kinds]
+        found[held.parts] = np.append(held.boxes, 1)[sides].prod(axis=1)[kinds]
         return found * items

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import overload
 
 import numpy as np
@@ -142,6 +142,36 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
+class Block:
+    """Some rows of a piece: what one of the ranks that hold the piece writes of it.
+
+    at             position among what that rank writes
+    dim            which dimension is cut: the first with more than one entry, so that a block of a dense piece is dense
+    start, length  in that dimension, from the piece's begin
+    skipped_bytes  what lies before it, where the piece is dense
+    """
+
+    at: int
+    dim: int
+    start: int
+    length: int
+    skipped_bytes: int
+
+    def of(self, box: Box) -> Box:
+        """The block of the piece with this box."""
+        offset, shape = list(box.offset), list(box.shape)
+        offset[self.dim] += self.start
+        shape[self.dim] = self.length
+        return Box(tuple(offset), tuple(shape))
+
+    def within(self, memory: Memory) -> Memory:
+        """Where the block lies, if that is where the piece lies."""
+        shape = list(memory.shape)
+        shape[self.dim] = self.length
+        return replace(memory, address=memory.address + self.start * memory.strides_bytes[self.dim], shape=tuple(shape))
+
+
+@dataclass(frozen=True, slots=True)
 class Alias:
     """Another name of the same tensor: tied weights are stored once, under `target`."""
 
@@ -189,15 +219,16 @@ class Pieces(Sequence[Piece]):
     def __len__(self) -> int:
         return len(self.names)
 
-    def take(self, positions: Sequence[int]) -> Pieces:
-        """The pieces at `positions`, which ascend."""
-        if len(positions) == len(self):
+    def take(self, positions: Sequence[int], blocks: Sequence[Block] = ()) -> Pieces:
+        """The pieces at `positions`, which do not descend; of some of them only blocks."""
+        if len(positions) == len(self) and not blocks:
             return self
-        moved = {old: new for new, old in enumerate(positions)} if self.parts else {}
+        parts = {new: self.parts[old] for new, old in enumerate(positions) if old in self.parts} if self.parts else {}
+        for block in blocks:
+            parts[block.at] = block.of(self[positions[block.at]].box)
         return Pieces(
             tuple(map(self.names.__getitem__, positions)), tuple(map(self.dtypes.__getitem__, positions)),
-            tuple(map(self.shapes.__getitem__, positions)),
-            {moved[at]: box for at, box in self.parts.items() if at in moved},
+            tuple(map(self.shapes.__getitem__, positions)), parts,
         )
 
 
@@ -226,13 +257,19 @@ class Places:
         dense = Memory(self.owners[position], int(self.address[position]), shape, strides, item)
         return self.apart.get(position, dense)
 
-    def take(self, positions: Sequence[int]) -> Places:
-        """The places at `positions`, which ascend."""
-        if len(positions) == len(self.address):
+    def take(self, positions: Sequence[int], blocks: Sequence[Block] = ()) -> Places:
+        """The places at `positions`, which do not descend; of some of them only blocks."""
+        if len(positions) == len(self.address) and not blocks:
             return self
-        moved = {old: new for new, old in enumerate(positions)} if self.apart else {}
-        apart = {moved[at]: memory for at, memory in self.apart.items() if at in moved}
-        return Places(self.address[np.asarray(positions, np.int64)], apart, [self.owners[at] for at in positions])
+        apart = {new: self.apart[old] for new, old in enumerate(positions) if old in self.apart} if self.apart else {}
+        address = self.address[np.asarray(positions, np.int64)]
+        for block in blocks:
+            if block.at in apart:
+                apart[block.at] = memory = block.within(apart[block.at])
+                address[block.at] = memory.address
+            else:
+                address[block.at] += block.skipped_bytes
+        return Places(address, apart, [self.owners[at] for at in positions])
 
 
 @dataclass(frozen=True, slots=True)

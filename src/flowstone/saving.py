@@ -57,7 +57,7 @@ class Planned:
     def places(self, described: Described) -> Places:
         """Where what is written lies."""
         mine = self.assignment
-        return described.places if mine is None else described.places.take(mine.positions.tolist())
+        return described.places if mine is None else described.places.take(mine.positions.tolist(), mine.blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,8 @@ def plan_save(
     else:
         mine = assignment.positions.tolist()
         late = [lazy[at] for at in mine] if lazy else ()
-        plan = plan_writes(layout.pieces.take(mine), lazy=late, rank=rank, alone=False)
+        pieces = layout.pieces.take(mine, assignment.blocks)
+        plan = plan_writes(pieces, lazy=late, rank=rank, alone=False)
     return Planned(layout, waiter, plan, assignment)
 
 

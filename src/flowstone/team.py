@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import logging
 import lzma
+import math
 import secrets
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
 import msgspec
@@ -38,10 +39,11 @@ from flowstone.format.manifest import (
     decode_manifest,
     encode_manifest,
 )
-from flowstone.pieces import DTYPES, Alias, Layout
+from flowstone.pieces import DTYPES, Alias, Block, Layout
+from flowstone.plan.cut import Blocks
 from flowstone.plan.held import Held, Names
 from flowstone.plan.listing import index_of_team
-from flowstone.plan.share import share
+from flowstone.plan.share import Share, share
 from flowstone.ranks import Agreed, Agreement, Decision
 from flowstone.store.base import Receipt, Store
 
@@ -80,9 +82,14 @@ class _Proposal(msgspec.Struct, frozen=True):
 
 
 class _Part(msgspec.Struct, frozen=True):
-    """What a rank writes, as rank 0 has decided. `positions` is None where that stays as it was."""
+    """What a rank writes, as rank 0 has decided. `positions` is None where that stays as it was.
+
+    blocks  int64: of those that are written in part, by several ranks, position among `positions`, dimension, start
+            and length; all of the one, then all of the next
+    """
 
     positions: bytes | None
+    blocks: bytes = b""
 
 
 class _Written(msgspec.Struct, frozen=True):
@@ -116,11 +123,16 @@ class _Outcome(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What this rank writes: `positions` among the pieces of its layout, ascending, by the plan of that name."""
+    """What this rank writes, by the plan of that name.
+
+    positions  among the pieces of its layout, not descending
+    blocks     of those of which it writes some rows alone
+    """
 
     plan: str
     layout: Layout
     positions: NDArray[np.int64]
+    blocks: tuple[Block, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +196,9 @@ class Team:
         part = _unpack(agreed.own, _Part)
         if part.positions is None:
             assert begun is not None, "only what was known can stay as it was"
-            self._mine = begun if plan == begun.plan else Assignment(plan, layout, begun.positions)
+            self._mine = begun if plan == begun.plan else replace(begun, plan=plan)
         else:
-            self._mine = Assignment(plan, layout, _from_steps(part.positions))
+            self._mine = _assignment(plan, layout, part.positions, part.blocks)
         return self._mine
 
     def _agree_on_plan(
@@ -268,7 +280,7 @@ class _Lead:
         self._plan = ""
         self._held: list[Held | None] = [None] * size
         self._aliases: list[Sequence[tuple[str, str]]] = [()] * size
-        self._writes: list[NDArray[np.int64]] = [np.zeros(0, np.int64)] * size
+        self._shared: Share | None = None
         self._names: dict[bytes, Names] = {}
         self._columns: dict[bytes, NDArray[np.int64]] = {}  # that several ranks have alike
 
@@ -289,19 +301,20 @@ class _Lead:
         parts = [_Part(None)] * len(said)
         if len(begun) < len(said):
             hosts = {host: at for at, host in enumerate(dict.fromkeys(one.host for one in said))}
+            known = self._shared if begun else None
             try:
-                shared = share(
+                self._shared = share(
                     [held for held in self._held if held is not None], [hosts[one.host] for one in said],
-                    {rank: self._writes[rank] for rank in begun},
+                    {rank: known.writes[rank] for rank in begun} if known else {},
                     [None if one.layout is None else np.frombuffer(one.layout.samples, "<u2") for one in said],
+                    kept_cut=known.cut if known else None,
                 )
             except Exception:
                 self._plan = ""
                 raise
             self._plan = secrets.token_hex(8)
-            self._writes = list(shared.writes)
-            told = {key: _by_steps(writes) for key, writes in {id(one): one for one in shared.writes}.items()}
-            parts = [_Part(None if rank in begun else told[id(one)]) for rank, one in enumerate(shared.writes)]
+            told = _parts(self._shared)
+            parts = [_Part(None) if rank in begun else one for rank, one in enumerate(told)]
         return Decision(msgspec.msgpack.encode((self._plan, self.job)), list(map(msgspec.msgpack.encode, parts)))
 
     def commit(
@@ -316,9 +329,9 @@ class _Lead:
             _check_visible(store, draft.directory, rank, one.segments)
             columns.append(_numbers(one.segment, np.uint32) + np.uint32(len(segments)))
             segments += [msgspec.structs.replace(row, id=len(segments) + at) for at, row in enumerate(one.segments)]
+        assert self._shared is not None, "what is committed was shared out"
         frame, piece_order, chunk_order = index_of_team(
-            [held for held in self._held if held is not None], self._writes, self._all_aliases(),
-            np.concatenate(columns),
+            self._shared.held, self._shared.writes, self._all_aliases(), np.concatenate(columns)
         )
         offsets = np.concatenate([_numbers(one.offsets, np.uint64) for one in said])
         digests = np.concatenate([_numbers(one.digests, np.uint64) for one in said])
@@ -382,6 +395,34 @@ def _packed(held: Held, samples: NDArray[np.uint16], aliases: list[tuple[str, st
         lzma.compress(msgspec.msgpack.encode(tensors), preset=0), _by_steps(held.parts), _by_steps(held.kinds),
         _compressed(held.boxes), samples.astype("<u2").tobytes(), aliases,
     )
+
+
+def _parts(shared: Share) -> Iterator[_Part]:
+    """What each rank is told. Ranks that write alike are told the same bytes."""
+    known: dict[tuple[int, int], _Part] = {}
+    for rank, writes in enumerate(shared.writes):
+        blocks = shared.blocks[rank] if shared.blocks else None
+        key = id(writes), id(blocks)
+        if key not in known:
+            known[key] = _Part(_by_steps(writes)) if blocks is None else _part_of(writes, blocks)
+        yield known[key]
+
+
+def _part_of(writes: NDArray[np.int64], blocks: Blocks) -> _Part:
+    at = np.flatnonzero(blocks.dim[writes] >= 0)
+    cut = writes[at]
+    columns = np.stack([at, blocks.dim[cut], blocks.start[cut], blocks.length[cut]])
+    return _Part(_by_steps(blocks.source[writes]), _compressed(columns) if len(at) else b"")
+
+
+def _assignment(plan: str, layout: Layout, positions: bytes, blocks: bytes) -> Assignment:
+    """What a rank has been told to write of its layout."""
+    writes, cut = _from_steps(positions), []
+    for at, dim, start, length in _numbers(blocks, np.int64).reshape(4, -1).T.tolist() if blocks else ():
+        piece = layout.pieces[int(writes[at])]
+        row_bytes = math.prod(piece.box.shape[dim + 1 :]) * piece.dtype.item_bytes
+        cut.append(Block(at, dim, start, length, start * row_bytes))
+    return Assignment(plan, layout, writes, tuple(cut))
 
 
 def _compressed(numbers: NDArray[np.int64]) -> bytes:

@@ -18,12 +18,12 @@ from unittest import mock
 import layouts
 import numpy as np
 import pytest
-from layouts import Case, Layout, inside
+from layouts import Case, inside
 
-from flowstone import _native
+from flowstone import _native, team
 from flowstone.format.index import Index, decode_index
 from flowstone.format.manifest import SegmentRow
-from flowstone.pieces import Box, Piece, Pieces
+from flowstone.pieces import Box, Layout, Piece, Pieces
 from flowstone.plan.listing import index_of_team
 from flowstone.plan.read import plan_reads
 from flowstone.plan.share import Held, Names, Share, share
@@ -55,7 +55,7 @@ class Disk:
     index: Index
 
 
-def pieces_of(case: Case, layout: Layout, rank: int) -> Pieces:
+def pieces_of(case: Case, layout: layouts.Layout, rank: int) -> Pieces:
     return Pieces.of([
         Piece(one.name, one.dtype, one.shape, box)
         for one, lies in zip(case.tensors, layout.lies, strict=True) for box in lies.boxes[rank]
@@ -70,12 +70,14 @@ def held_by(pieces: Pieces) -> Held:
 
 
 def shared_out(ranks: Sequence[Pieces], chance: random.Random) -> Share:
-    """Who writes what; sometimes as it is shared out again, on other nodes, among those that have not begun."""
+    """Who writes what, replicas cut or not; sometimes as it is shared out again, on other nodes, among those that have
+    not begun."""
     held, nodes = [held_by(one) for one in ranks], [chance.randrange(3) for _ in ranks]
-    found = share(held, nodes)
+    found = share(held, nodes, worth_bytes=chance.choice((1, 1 << 30)), block_bytes_min=chance.choice((1, 100, 1000)))
     if chance.random() < 0.3:
         begun = [rank for rank in range(len(ranks)) if chance.random() < 0.5]
-        again = share(held, nodes[::-1], {rank: found.writes[rank] for rank in begun})
+        kept = {rank: found.writes[rank] for rank in begun}
+        again = share(held, nodes[::-1], kept, kept_cut=found.cut if begun else None)
         assert all(np.array_equal(again.writes[rank], found.writes[rank]) for rank in begun)
         return again
     return found
@@ -92,8 +94,10 @@ def save(case: Case, values: dict[str, np.ndarray], chance: random.Random) -> Di
     segments: dict[str, bytearray] = {}
     rows: list[SegmentRow] = []
     offsets, digests, numbers = [], [], []
-    for rank, (pieces, writes) in enumerate(zip(ranks, shared.writes, strict=True)):
-        mine = pieces.take(writes.tolist())
+    for rank, (pieces, part) in enumerate(zip(ranks, team._parts(shared), strict=True)):
+        assert part.positions is not None
+        writes = team._assignment("plan", Layout(pieces, (), ()), part.positions, part.blocks)
+        mine = pieces.take(writes.positions.tolist(), writes.blocks)
         room = chance.choice((1 << 20, 1 << 20, 8192))
         plan = plan_writes(mine, rank=rank, alone=False, header_bytes_max=room)
         where = place(plan, np.array([chance.randrange(4096) for _ in mine], np.uint64))
@@ -103,8 +107,7 @@ def save(case: Case, values: dict[str, np.ndarray], chance: random.Random) -> Di
             rows.append(SegmentRow(len(rows), None, file.name, file.bytes, file.header_bytes, ""))
         offsets.append(where)
         digests += put(plan, where, mine, values, segments)
-    held = [held_by(one) for one in ranks]
-    frame, piece_order, chunk_order = index_of_team(held, shared.writes, (), np.concatenate(numbers))
+    frame, piece_order, chunk_order = index_of_team(shared.held, shared.writes, (), np.concatenate(numbers))
     data = frame.fill(np.concatenate(offsets)[piece_order], np.array(digests, np.uint64)[chunk_order])
     return Disk(segments, rows, decode_index(data, segments=rows, path="index"))
 

@@ -31,15 +31,14 @@ def held(pieces: Sequence[tuple[str, tuple[int, ...], Box | None]]) -> Held:
 
 def boxes(one: Held) -> list[tuple[str, Box]]:
     """The pieces of a rank, as records."""
-    found, at = [], 0
-    parts = set(one.parts.tolist())
-    for position, (name, shape) in enumerate(zip(one.names.names, one.names.shapes, strict=True)):
-        box = Box.whole(shape)
-        if position in parts:
-            n = len(shape)
-            numbers = one.boxes[at : at + 2 * n].tolist()
-            box, at = Box(tuple(numbers[:n]), tuple(numbers[n:])), at + 2 * n
-        found.append((name, box))
+    found = list(zip(one.names.names, map(Box.whole, one.names.shapes), strict=True))
+    kinds = np.arange(len(one.parts)) if one.kinds is None else one.kinds
+    numbers, at = one.boxes.tolist(), 0
+    for kind in range(int(kinds.max(initial=-1)) + 1):
+        for part in one.parts[kinds == kind].tolist():
+            name, n = found[part][0], len(one.names.shapes[part])
+            found[part] = name, Box(tuple(numbers[at : at + n]), tuple(numbers[at + n : at + 2 * n]))
+        at += 2 * n
     return found
 
 

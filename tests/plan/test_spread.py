@@ -88,7 +88,7 @@ def test_no_node_and_no_rank_has_more_than_if_piece_after_piece_went_to_whoever_
     lots = sorted(dict(lots).items(), reverse=True)
     node = np.arange(len(own)) % nodes
     one = Replicas(np.arange(len(own)), np.array([b for b, _ in lots]), np.array([n for _, n in lots]))
-    (dealt,) = spread([one], np.array(own), node)
+    (dealt,) = spread([one], np.array(own), node).dealt
     assert dealt.sum(axis=1).tolist() == [n for _, n in lots]
     loads = list(own)
     for bytes_, count in lots:

@@ -9,19 +9,23 @@ them together: 8,192 ranks with 4,500 pieces each are a dozen classes of tensors
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flowstone.config import CUT_BLOCK_BYTES_MIN, CUT_WORTH_BYTES
 from flowstone.errors import CollisionError, CoverageError
 from flowstone.pieces import Box
 from flowstone.plan.boxes import check_tiling, tiles
+from flowstone.plan.cut import Blocks, Cut, cut_up
 from flowstone.plan.held import WHOLE, Form, Held, Names, Tensors, classes, forms
 from flowstone.plan.spread import Replicas, spread
 
 _MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)  # odd constants of golden ratio and XXH64
+_EVEN = 0.01  # of the least that the largest writer can have: so much more is even
+_BLOCK = 1 / 128  # of the same: blocks are so long
 _STRANDS_REMEMBERED = 256  # of a form: with so few, most of its ranks write the same, and share one array
 
 
@@ -29,58 +33,119 @@ _STRANDS_REMEMBERED = 256  # of a form: with so few, most of its ranks write the
 class Share:
     """Who writes what.
 
-    writes  for each rank, positions of its pieces, ascending; ranks that write alike share one array
+    held    what each rank holds: long replicas in blocks, where one writer would have too much of them
+    writes  for each rank, positions of its pieces in `held`, ascending; ranks that write alike share one array
     bytes   for each rank, of those pieces
+    blocks  for each rank, how `held` comes from what it holds; empty where nothing is cut
+    cut     what is cut
     """
 
+    held: Sequence[Held]
     writes: tuple[NDArray[np.int64], ...]
     bytes: NDArray[np.int64]
+    blocks: Sequence[Blocks] = ()
+    cut: Cut | None = None
 
 
 def share(
     held: Sequence[Held], nodes: Sequence[int] | None = None,
     kept: Mapping[int, NDArray[np.int64]] = MappingProxyType({}),
-    samples: Sequence[NDArray[np.uint16] | None] = (),
+    samples: Sequence[NDArray[np.uint16] | None] = (), *,
+    kept_cut: Cut | None = None, worth_bytes: int = CUT_WORTH_BYTES, block_bytes_min: int = CUT_BLOCK_BYTES_MIN,
 ) -> Share:
     """Choose a writer for each distinct piece.
 
-    nodes   the node of each rank; None: all on one
-    kept    rank -> what it writes, whatever the others do: it has begun
-    samples of each rank that has them: for each piece a digest of a few of its bytes
-    raises  CollisionError  two ranks give one tensor different dtypes or shapes, or replicas whose samples differ
-            CoverageError   a tensor's boxes overlap without being equal, or leave a hole; or what is kept leaves one
+    nodes     the node of each rank; None: all on one
+    kept      rank -> what it writes, whatever the others do: it has begun, by a plan that cut `kept_cut`
+    samples   of each rank that has them: for each piece a digest of a few of its bytes
+    worth_bytes, block_bytes_min  replicas are cut, into blocks no shorter, if the largest writer gets so much less
+    raises    CollisionError  two ranks give one tensor different dtypes or shapes, or replicas whose samples differ
+              CoverageError   a tensor's boxes overlap without being equal, or leave a hole; or what is kept leaves one
     """
-    table = _Table(held, kept)
-    loads = np.zeros(len(held), np.int64)
-    sets: dict[bytes, _Set] = {}
-    for number in range(table.count):
-        one = table.strand(number)
-        group, first = _replicas(one.box)
-        _prove(table.tensors, one, first)
-        table.check_replicas(number, group, samples)
-        length = _lengths(table.tensors, one, first)
-        order, count = _choices(table.tensors, one, group, len(first))
-        starts = np.cumsum(count) - count
-        alone = order[starts[count == 1]]
-        table.stop[one.row[alone]] = one.size
-        np.add.at(loads, one.rank[alone], one.size * length[count == 1])
-        for at in np.flatnonzero(count > 1).tolist():
-            rows = order[starts[at] : starts[at] + count[at]]
-            ranks = one.rank[rows]
-            known = sets.setdefault(ranks.tobytes(), _Set(ranks))
-            known.lots.append(_Lot(int(length[at]), one.size, one.row[rows]))
     node = np.zeros(len(held), np.int64) if nodes is None else np.asarray(nodes, np.int64)
-    _spread(list(sets.values()), loads, node, table)
-    return Share(table.writes(len(held)), loads)
+    if kept_cut is not None:
+        _check(held, samples)
+        return _cut_share(held, node, kept, kept_cut)
+    found = _Sharing(held, node, kept, samples)
+    cut = None if kept else found.cut(worth_bytes, block_bytes_min)
+    return found.share if cut is None else _cut_share(held, node, kept, cut)
+
+
+def _cut_share(
+    held: Sequence[Held], node: NDArray[np.int64], kept: Mapping[int, NDArray[np.int64]], cut: Cut
+) -> Share:
+    cut_held, blocks = cut_up(held, cut)
+    return replace(_Sharing(cut_held, node, kept, ()).share, blocks=blocks, cut=cut)
+
+
+def _check(held: Sequence[Held], samples: Sequence[NDArray[np.uint16] | None]) -> None:
+    """Raise CollisionError where replicas differ, as far as their samples tell."""
+    table = _Table(held, {})
+    for number in range(table.count):
+        table.check_replicas(number, _replicas(table.strand(number).box)[0], samples)
+
+
+class _Sharing:
+    """A share, and whether it would be better with blocks."""
+
+    def __init__(
+        self, held: Sequence[Held], node: NDArray[np.int64], kept: Mapping[int, NDArray[np.int64]],
+        samples: Sequence[NDArray[np.uint16] | None],
+    ) -> None:
+        self._table = table = _Table(held, kept)
+        loads = np.zeros(len(held), np.int64)
+        sets: dict[bytes, _Set] = {}
+        for number in range(table.count):
+            one = table.strand(number)
+            group, first = _replicas(one.box)
+            _prove(table.tensors, one, first)
+            table.check_replicas(number, group, samples)
+            length = _lengths(table.tensors, one, first)
+            order, count = _choices(table.tensors, one, group, len(first))
+            starts = np.cumsum(count) - count
+            alone = order[starts[count == 1]]
+            table.stop[one.row[alone]] = one.size
+            np.add.at(loads, one.rank[alone], one.size * length[count == 1])
+            for at in np.flatnonzero(count > 1).tolist():
+                rows = order[starts[at] : starts[at] + count[at]]
+                ranks = one.rank[rows]
+                known = sets.setdefault(ranks.tobytes(), _Set(ranks))
+                known.lots.append(_Lot(int(length[at]), one.size, one.row[rows], number))
+        self._sets = list(sets.values())
+        self._level = _spread(self._sets, loads, node, table)
+        self.share = Share(held, table.writes(len(held)), loads)
+
+    def cut(self, worth_bytes: int, block_bytes_min: int) -> Cut | None:
+        """What to cut; None where that gains little."""
+        largest = int(self.share.bytes.max(initial=0))
+        if largest - self._level < max(worth_bytes, _EVEN * self._level):
+            return None
+        block_bytes = max(block_bytes_min, int(self._level * _BLOCK))
+        shares = np.zeros(self._table.count)
+        for one in self._sets:
+            part = sum(lot.length * lot.size for lot in one.lots) / len(one.ranks)
+            for lot in one.lots:
+                if lot.length > 2 * block_bytes:
+                    # What is dealt out whole leaves gaps of half a length in the mean: as much is cut to fill them.
+                    shares[lot.number] = max(shares[lot.number], min(1.0, lot.length / part))
+        names = self._table.some_of(shares)
+        return Cut(names, 2 * block_bytes, block_bytes) if names else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Lot:
-    """Equal boxes of `size` tensors of a class, each of `length` bytes; `row`: of each of the ranks that hold them."""
+    """Equal boxes of all tensors of a class, as the same ranks hold them.
+
+    length  in bytes, of each
+    size    how many tensors there are
+    row     of each of the ranks, where the table says which of them it writes
+    number  of the class
+    """
 
     length: int
     size: int
     row: NDArray[np.int64]
+    number: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,7 +189,7 @@ class _Table:
         self._whole = self.tensors.whole(self._width)
         self._forms = forms(held, self.tensors, self._width)
         self._written = [_written(form, kept) for form in self._forms]
-        number = classes(self._forms, self.tensors, [_told_apart(of) for of in self._written])
+        self._number = number = classes(self._forms, self.tensors, [_told_apart(of) for of in self._written])
         self.count = int(number.max(initial=-1)) + 1
         self._is_kept = np.zeros(len(held), np.bool_)
         self._is_kept[list(kept)] = True
@@ -132,7 +197,7 @@ class _Table:
         self._sizes = np.bincount(number, minlength=self.count)
         begins = np.cumsum(self._sizes) - self._sizes
         self._first = members[begins]
-        ordinal = np.empty(len(members), np.int64)
+        self._ordinal = ordinal = np.empty(len(members), np.int64)
         ordinal[members] = np.arange(len(members)) - np.repeat(begins, self._sizes)
         self._strands = [_Strands.of(form, number, ordinal) for form in self._forms]
         counts = [len(form.ranks) * len(of.kind) for form, of in zip(self._forms, self._strands, strict=True)]
@@ -164,6 +229,12 @@ class _Table:
             tensor, int(self._sizes[number]), rank, np.concatenate(rows), np.concatenate(boxes),
             begun if some else None, np.concatenate(wrote) if some else None,
         )
+
+    def some_of(self, shares: NDArray[np.float64]) -> frozenset[str]:
+        """The names of so large a share of the tensors of each class, rounded up."""
+        first = np.ceil(self._sizes * shares)
+        chosen = self._ordinal < first[self._number]
+        return frozenset(self.tensors.names[at] for at in np.flatnonzero(chosen).tolist())
 
     def check_replicas(
         self, number: int, group: NDArray[np.int64], samples: Sequence[NDArray[np.uint16] | None]
@@ -307,17 +378,24 @@ def _prove(tensors: Tensors, one: _Class, first: NDArray[np.int64]) -> None:
         check_tiling(tensors.names[one.tensor], shape, [box for box in boxes if box.elements])
 
 
-def _spread(sets: Sequence[_Set], loads: NDArray[np.int64], node: NDArray[np.int64], table: _Table) -> None:
-    """Decide who writes which replicas. Fills `loads` and the table."""
+def _spread(sets: Sequence[_Set], loads: NDArray[np.int64], node: NDArray[np.int64], table: _Table) -> float:
+    """Decide who writes which replicas. Fills `loads` and the table.
+
+    Returns the bytes of the largest writer, if replicas could be cut anywhere.
+    """
     found = []
     for one in sets:
         one.lots.sort(key=lambda lot: -lot.length)
         length, first = np.unique([-lot.length for lot in one.lots], return_index=True)
         size = np.add.reduceat(np.array([lot.size for lot in one.lots], np.int64), first)
         found.append(Replicas(one.ranks, -length, size))
-    for one, replicas, dealt in zip(sets, found, spread(found, loads, node) if found else (), strict=True):
+    if not found:
+        return float(loads.max(initial=0))
+    chosen = spread(found, loads, node)
+    for one, replicas, dealt in zip(sets, found, chosen.dealt, strict=True):
         loads[one.ranks] += replicas.length @ dealt
         _hand_out(one.lots, replicas, dealt, table)
+    return chosen.level
 
 
 def _hand_out(lots: Sequence[_Lot], replicas: Replicas, dealt: NDArray[np.int64], table: _Table) -> None:
@@ -332,4 +410,4 @@ def _hand_out(lots: Sequence[_Lot], replicas: Replicas, dealt: NDArray[np.int64]
         done[lot.length] += lot.size
 
 
-__all__ = ["Held", "Names", "Share", "share"]
+__all__ = ["Cut", "Held", "Names", "Share", "share"]

@@ -39,10 +39,21 @@ class Replicas:
     count: NDArray[np.int64]
 
 
-def spread(
-    sets: Sequence[Replicas], own: NDArray[np.int64], node: NDArray[np.int64]
-) -> list[NDArray[np.int64]]:
-    """How many pieces of each length each rank of a set writes: for each set a row for a length, a column for a rank.
+@dataclass(frozen=True, slots=True, eq=False)
+class Spread:
+    """Who writes how much.
+
+    dealt  for each set, how many pieces of each length each of its ranks writes: a row for each length, a column for
+           each rank
+    level  bytes of the largest writer, if pieces could be cut anywhere
+    """
+
+    dealt: Sequence[NDArray[np.int64]]
+    level: float
+
+
+def spread(sets: Sequence[Replicas], own: NDArray[np.int64], node: NDArray[np.int64]) -> Spread:
+    """Choose how many pieces each rank writes.
 
     own   bytes of each rank that it writes in any case
     node  of each rank: the largest one's load counts before the largest rank's
@@ -51,9 +62,10 @@ def spread(
     found = [_spread(sets, own, way) for way in ways]
     if len(found) == 1:
         return found[0]
-    nodes, ranks = zip(*(_largest(sets, own, node, dealt) for dealt in found), strict=True)
+    nodes, ranks = zip(*(_largest(sets, own, node, one.dealt) for one in found), strict=True)
     # Levelled by ranks alone, nodes are most often as level as can be, but not where they differ in size.
-    return found[0] if nodes[0] <= nodes[1] * (1 + _ALIKE) and ranks[0] <= ranks[1] else found[1]
+    by_ranks = nodes[0] <= nodes[1] * (1 + _ALIKE) and ranks[0] <= ranks[1]
+    return Spread(found[0 if by_ranks else 1].dealt, found[0].level)
 
 
 def _largest(
@@ -66,11 +78,12 @@ def _largest(
     return float(np.bincount(node, loads).max()), float(loads.max())
 
 
-def _spread(sets: Sequence[Replicas], own: NDArray[np.int64], node: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+def _spread(sets: Sequence[Replicas], own: NDArray[np.int64], node: NDArray[np.int64]) -> Spread:
     """Level nodes, and the ranks of each."""
     places = [_Place(one, node) for one in sets]
     load = _Balance(own.astype(np.float64), node)
     parts = _level(places, load)
+    level = float(load.ranks.max(initial=0))
     order = sorted(range(len(sets)), key=lambda at: -int(sets[at].length[0]))  # what is small fills what is left
     best: list[NDArray[np.int64]] = []
     lowest = np.inf
@@ -86,7 +99,7 @@ def _spread(sets: Sequence[Replicas], own: NDArray[np.int64], node: NDArray[np.i
         if len(sets) == 1 or worst >= lowest * (1 - _BETTER):
             break
         lowest = worst
-    return best
+    return Spread(best, level)
 
 
 class _Balance:

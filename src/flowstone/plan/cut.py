@@ -1,0 +1,133 @@
+"""Cutting: replicas that are too long for one writer become blocks of rows, which several ranks write.
+
+Where thousands of ranks hold few large tensors, one replica is more than a rank's part of the job. All ranks that hold
+it cut it alike, and its blocks are shared out as pieces of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowstone.plan.held import WHOLE, Form, Held, Names, Tensors, forms
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Which pieces are written in blocks of rows: those of some tensors, where they are long.
+
+    names        of these tensors
+    above_bytes  what is no longer stays whole
+    block_bytes  of a block, rounded to rows
+    """
+
+    names: frozenset[str]
+    above_bytes: int
+    block_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blocks:
+    """What becomes of the pieces of a rank, in columns: an entry for each piece or block, in the order of the pieces.
+
+    source         position of the piece
+    dim            the dimension that is cut: the first with more than one entry; -1 where the piece stays whole
+    start, length  of the block in that dimension, from the piece's begin
+    """
+
+    source: NDArray[np.int64]
+    dim: NDArray[np.int64]
+    start: NDArray[np.int64]
+    length: NDArray[np.int64]
+
+
+def cut_up(held: Sequence[Held], cut: Cut) -> tuple[list[Held], list[Blocks]]:
+    """What each rank holds when it is cut, and how that comes from its pieces. Ranks that are alike share columns."""
+    tensors = Tensors.of(held)
+    width = int(tensors.ndim.max(initial=0))
+    scissors = _Scissors(cut, tensors, width)
+    found: dict[int, tuple[Held, Blocks]] = {}
+    for form in forms(held, tensors, width):
+        for rows in scissors.alike(form):
+            ranks = form.ranks[rows].tolist()
+            columns = scissors.blocks(form, int(rows[0]))
+            for rank, one in zip(ranks, scissors.cut(form, rows, columns, held[ranks[0]].names), strict=True):
+                found[rank] = one, columns
+    return [found[rank][0] for rank in range(len(held))], [found[rank][1] for rank in range(len(held))]
+
+
+class _Scissors:
+    """Cuts the tensors of a job.
+
+    shape  of each tensor, a number: equal where shapes are
+    """
+
+    def __init__(self, cut: Cut, tensors: Tensors, width: int) -> None:
+        self._cut, self._width = cut, width
+        self._ndim, self._item_bytes = tensors.ndim, tensors.item_bytes
+        self._is_cut = np.array([name in cut.names for name in tensors.names], np.bool_)
+        self._whole = tensors.whole(width)
+        shapes = np.column_stack([self._ndim, self._whole])
+        self._shape = np.unique(shapes, axis=0, return_inverse=True)[1].reshape(-1)
+        self._names: dict[tuple[int, bytes], Names] = {}
+
+    def alike(self, form: Form) -> Iterator[NDArray[np.int64]]:
+        """The ranks of a form, as rows, whose boxes of tensors that may be cut have the same sides."""
+        kinds = np.unique(form.kind[self._is_cut[form.tensor]])
+        sides = form.boxes[:, kinds[kinds != WHOLE], self._width :].reshape(len(form.ranks), -1)
+        alike = np.unique(sides, axis=0, return_inverse=True)[1].reshape(-1)
+        return (np.flatnonzero(alike == number) for number in range(int(alike.max()) + 1))
+
+    def blocks(self, form: Form, row: int) -> Blocks:
+        """How the pieces of one of its ranks are cut."""
+        sides = self._whole[form.tensor, self._width :]
+        part = form.kind != WHOLE
+        sides[part] = form.boxes[row, form.kind[part], self._width :]
+        ndim = self._ndim[form.tensor]
+        elements = np.where(np.arange(self._width) < ndim[:, None], sides, 1).prod(axis=1)
+        bytes_ = elements * self._item_bytes[form.tensor]
+        padded = np.column_stack([sides, np.zeros(len(sides), np.int64)])  # a scalar has a dimension to look at, too
+        dim = (padded > 1).argmax(axis=1)
+        rows = np.maximum(padded[np.arange(len(sides)), dim], 1)
+        is_cut = self._is_cut[form.tensor] & (bytes_ > self._cut.above_bytes)
+        count = np.where(is_cut, np.minimum(rows, -(-bytes_ // self._cut.block_bytes)), 1)
+        source = np.repeat(np.arange(len(count)), count)
+        block = np.arange(len(source)) - np.repeat(np.cumsum(count) - count, count)
+        start = rows[source] * block // count[source]
+        stop = rows[source] * (block + 1) // count[source]
+        return Blocks(source, np.where(count[source] > 1, dim[source], -1), start, stop - start)
+
+    def cut(self, form: Form, rows: NDArray[np.int64], blocks: Blocks, names: Names) -> Iterator[Held]:
+        """What these ranks of a form hold, cut."""
+        width, tensor, old = self._width, form.tensor[blocks.source], form.kind[blocks.source]
+        is_cut = blocks.dim >= 0
+        parts = np.flatnonzero(is_cut | (old != WHOLE))
+        of_whole = np.where(old == WHOLE, self._shape[tensor], -1)
+        block = np.where(is_cut, [blocks.dim, blocks.start, blocks.length], -1)
+        told = np.column_stack([old, of_whole, *block])[parts]
+        _, first, kinds = np.unique(told, axis=0, return_index=True, return_inverse=True)
+        like = parts[first]
+        of_rank = np.concatenate([form.boxes[rows], np.zeros((len(rows), 1, 2 * width), np.int64)], axis=1)
+        boxes = np.where((old[like] == WHOLE)[:, None], self._whole[tensor[like]], of_rank[:, old[like]])
+        some = np.flatnonzero(is_cut[like])
+        dim = blocks.dim[like][some]
+        boxes[:, some, dim] += blocks.start[like][some]
+        boxes[:, some, width + dim] = blocks.length[like][some]
+        half = np.arange(width) < self._ndim[tensor[like]][:, None]
+        flat = boxes[:, np.concatenate([half, half], axis=1)]
+        new = self._names_of(names, blocks.source)
+        return (Held(new, parts, numbers, kinds.reshape(-1)) for numbers in flat)
+
+    def _names_of(self, names: Names, source: NDArray[np.int64]) -> Names:
+        """Shared by all ranks that shared `names` and cut alike."""
+        key = id(names), source.tobytes()
+        if key not in self._names:
+            at = source.tolist()
+            self._names[key] = Names(
+                tuple(map(names.names.__getitem__, at)), tuple(map(names.dtypes.__getitem__, at)),
+                tuple(map(names.shapes.__getitem__, at)),
+            )
+        return self._names[key]

@@ -1,0 +1,149 @@
+"""Replicas that are too long for one writer: cut into blocks of rows that several ranks write, each element once."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from test_share import boxes, check, held, jobs
+
+from flowstone.errors import CollisionError
+from flowstone.pieces import DTYPES, Block, Box, Memory, Piece, Pieces, Places
+from flowstone.plan.cut import Cut, cut_up
+from flowstone.plan.share import Held, Names, Share, share
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from bench.scaling.bound import least_largest, ownership
+
+KIB = 1024
+NOTHING: Mapping[int, NDArray[np.int64]] = {}
+
+
+def shared(
+    ranks: Sequence[Held], kept: Mapping[int, NDArray[np.int64]] = NOTHING, before: Share | None = None
+) -> Share:
+    """As for large jobs, but that a few bytes are worth a cut."""
+    cut = before.cut if before and kept else None
+    return share(ranks, kept=kept, kept_cut=cut, worth_bytes=1, block_bytes_min=4)
+
+
+def stacked(shape: tuple[int, ...], names: int) -> Held:
+    return held([(f"w{number}", shape, None) for number in range(names)])
+
+
+@settings(deadline=None)
+@given(jobs())
+def test_every_element_is_written_once(ranks: list[Held]) -> None:
+    found = shared(ranks)
+    check(found.held, found)
+    for one, uncut, blocks in zip(found.held, ranks, found.blocks, strict=False):
+        pieces, whole = boxes(one), boxes(uncut)
+        for at, (name, box) in enumerate(pieces):
+            source, dim = int(blocks.source[at]), int(blocks.dim[at])
+            block = Block(at, dim, int(blocks.start[at]), int(blocks.length[at]), 0)
+            assert (name, box) == (whole[source][0], whole[source][1] if dim < 0 else block.of(whole[source][1]))
+
+
+@settings(deadline=None)
+@given(jobs(), st.randoms())
+def test_ranks_that_have_begun_keep_their_blocks(ranks: list[Held], chance: random.Random) -> None:
+    before = shared(ranks)
+    begun = [rank for rank in range(len(ranks)) if chance.random() < 0.5]
+    found = shared(ranks, {rank: before.writes[rank] for rank in begun}, before)
+    check(found.held, found)
+    for rank in begun:
+        assert found.writes[rank].tolist() == before.writes[rank].tolist()
+        assert boxes(found.held[rank]) == boxes(before.held[rank])
+
+
+def test_blocks_make_writers_even_where_replicas_are_few() -> None:
+    """As under DDP: five tensors on seven ranks. Whole, one rank would write twice the mean and another nothing."""
+    ranks = [stacked((100_003, 8), 5)] * 7
+    found = share(ranks, worth_bytes=1, block_bytes_min=4 * KIB)
+    bound = least_largest(ownership(ranks)[0], len(ranks))
+    assert found.cut is not None
+    assert found.bytes.max() <= 1.02 * bound
+    whole = share(ranks)
+    assert whole.cut is None, "3.2 MB are not worth it"
+    assert whole.bytes.max() > 1.35 * bound
+    check(found.held, found)
+
+
+def test_no_more_is_cut_than_makes_writers_even() -> None:
+    """Replicas of a twentieth of a rank's part: one in twenty of them is cut."""
+    found = share([stacked((50_000, 2), 150)] * 8, worth_bytes=1, block_bytes_min=4 * KIB)
+    assert found.cut is not None
+    assert 1 <= len(found.cut.names) <= 150 // 15
+    assert found.bytes.max() <= 1.01 * found.bytes.mean()
+
+
+def test_even_writers_cut_nothing() -> None:
+    found = share([stacked((1 << 20, 4), 8)] * 4, worth_bytes=1)
+    assert found.cut is None
+    assert not found.blocks
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_few_long_replicas_are_within_a_fiftieth_of_what_ownership_allows(seed: int) -> None:
+    chance = random.Random(seed)
+    ranks: list[list[tuple[str, tuple[int, ...], Box | None]]] = [[] for _ in range(chance.randint(2, 12))]
+    for number in range(chance.randint(1, 9)):
+        shape = chance.randint(2000, 90_000), chance.randint(1, 9)
+        for rank in chance.sample(range(len(ranks)), chance.randint(1, len(ranks))):
+            ranks[rank].append((f"w{number}", shape, None))
+    found = share([held(pieces) for pieces in ranks], worth_bytes=1, block_bytes_min=64)
+    bound = least_largest(ownership([held(pieces) for pieces in ranks])[0], len(ranks))
+    assert bound <= found.bytes.max() <= 1.02 * bound
+
+
+def test_tensors_of_one_box_and_several_types_are_cut_apart() -> None:
+    """Blocks of as many bytes have other rows."""
+    names = Names(("half", "full"), (DTYPES["bfloat16"], DTYPES["float32"]), ((97, 3), (97, 3)))
+    both = Held(names, np.zeros(0, np.int64), np.zeros(0, np.int64))
+    (one, _), (blocks, _) = cut_up([both] * 2, Cut(frozenset({"half", "full"}), 0, 60))
+    assert np.bincount(blocks.source).tolist() == [10, 20]
+    for name in names.names:
+        assert sum(box.elements for at, box in boxes(one) if at == name) == 97 * 3
+
+
+def test_a_tensor_without_rows_stays_whole() -> None:
+    """A scalar, one entry, no entry; beside what is cut."""
+    pieces = [("scalar", (), None), ("one", (1, 1), None), ("none", (3, 0), None), ("w", (50, 4), None)]
+    (one, _), (blocks, _) = cut_up([held(pieces)] * 2, Cut(frozenset(name for name, _, _ in pieces), 0, 100))
+    assert boxes(one)[:3] == [(name, Box.whole(shape)) for name, shape, _ in pieces[:3]]
+    assert blocks.dim.tolist() == [-1] * 3 + [0] * 8
+
+
+def test_replicas_are_still_compared() -> None:
+    ranks = [stacked((1000, 8), 2)] * 3
+    same, other = np.array([1, 2], np.uint16), np.array([1, 3], np.uint16)
+    before = share(ranks, samples=[same] * 3, worth_bytes=1, block_bytes_min=4)
+    assert before.cut is not None
+    kept = {0: before.writes[0]}
+    share(ranks, kept=kept, kept_cut=before.cut, samples=[None, same, same])
+    with pytest.raises(CollisionError, match="'w1' is not the same on rank 2 as on rank 1"):
+        share(ranks, kept=kept, kept_cut=before.cut, samples=[None, same, other])
+
+
+def test_a_block_lies_where_its_rows_do() -> None:
+    """Dense, strided, and behind a dimension of one entry."""
+    dense = np.arange(60, dtype=np.float32).reshape(1, 10, 6)
+    strided = np.arange(240, dtype=np.float32).reshape(2, 10, 12)[1:, :, ::2]
+    for array in (dense, strided):
+        piece = Piece("w", DTYPES["float32"], (4, 30, 6), Box((2, 20, 0), (1, 10, 6)))
+        memory = Memory(array, array.ctypes.data, array.shape, array.strides, 4)
+        block = Block(1, 1, 3, 5, 3 * 6 * 4)
+        taken = Pieces.of([piece]).take([0, 0], [block])
+        assert [one.box for one in taken] == [piece.box, Box((2, 23, 0), (1, 5, 6))]
+        places = Places.of([memory]).take([0, 0], [block])
+        assert places.address.tolist() == [memory.address, array[:, 3:].ctypes.data]
+        assert places.memory(1, taken[1]).shape == (1, 5, 6)
+        assert places.memory(1, taken[1]).strides_bytes[1:] == array.strides[1:]

@@ -5,14 +5,18 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from far import Far, shown
+from forge import split_rows
 from torch import nn
 
 import flowstone as fs
+from flowstone import loading
 from flowstone.events import Captured, Event
+from flowstone.state import describe
 
 MIB = 1 << 20
 
@@ -196,3 +200,17 @@ def test_a_part_of_a_state_is_loaded_onto_the_device(store: Path, far: Far) -> N
         bias = far.tensor(torch.zeros(700))
         checkpointer.load({"model": {"body": {"0": {"bias": bias}}}}, rules=[fs.Skip("*")])
     assert torch.equal(bias, state["model"].body[0].bias.data)  # type: ignore[attr-defined]
+
+
+def test_blocks_of_rows_go_straight_onto_the_device_and_columns_by_way_of_the_host(store: Path, far: Far) -> None:
+    whole = torch.randn(2000, 600)
+    split = lambda state, **how: split_rows(describe(state, **how), "x", 3)  # noqa: E731
+    with mock.patch("flowstone.checkpointer.describe", split), opened(store) as checkpointer:
+        checkpointer.save(1, {"x": whole}).committed.result()
+    rows, columns = far.tensor(torch.zeros(2000, 600)), far.tensor(torch.zeros(2000, 100))
+    for state, aside in ({"x": rows}, 0), ({"x": fs.Shard(columns, (2000, 600), (0, 200))}, 1):
+        found = loading.want(fs.open(store), state, rules=(), rank=0, ranks=1)
+        assert len(loading.plan_load(found, stage=False).landed.aside) == aside
+    with opened(store) as checkpointer:
+        checkpointer.load({"x": rows})
+    assert torch.equal(rows, whole)

@@ -30,7 +30,7 @@ from flowstone.rules import Rename, Rule, Skip
 from flowstone.stage.arena import open_read_arena
 from flowstone.stage.landing import Landed, land
 from flowstone.stage.passing import Neighbour, Offer, Passing
-from flowstone.stage.scatter import Scattered, raise_damage, scatter
+from flowstone.stage.scatter import Scattered, raise_damage, scatter, strewn
 from flowstone.state import Restoration, Stored, StoredTensor, prepare
 from flowstone.store.base import Store
 from flowstone.store.window import Announcement, node
@@ -145,8 +145,8 @@ def plan_load(
     wanted = restoration.pieces.take(matched.wanted)
     plan = plan_reads(index, wanted, matched.rows)
     stored = tuple(map(index.dtypes.__getitem__, matched.rows))
-    cut = {int(plan.target[row]) for row in plan.common}
-    landed = land(wanted, restoration.places.take(matched.wanted), stored, cut, stage=stage)
+    places = restoration.places.take(matched.wanted)
+    landed = land(wanted, places, stored, strewn(index, plan, places), stage=stage)
     return Loading(checkpoint, rules, restoration, matched, wanted, plan, landed)
 
 

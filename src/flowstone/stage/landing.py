@@ -56,12 +56,12 @@ class Landed:
 
 
 def land(
-    wanted: Pieces, places: Places, stored: Sequence[DType], cut: Container[int] = (), *, stage: bool
+    wanted: Pieces, places: Places, stored: Sequence[DType], strewn: Container[int] = (), *, stage: bool
 ) -> Landed:
     """Choose where each wanted piece lands.
 
     stored  the dtypes in the checkpoint
-    cut     positions of the wanted that no one stored piece fills
+    strewn  positions of the wanted on devices, into which stored pieces do not go in one run each
     stage   all land aside
     raises  BudgetError when staging needs more than the memory that is available
     """
@@ -73,8 +73,8 @@ def land(
                 next="load with stage=False: every chunk is verified all the same, as it is read",
             )
     far = {at: memory for at, memory in places.apart.items() if memory.device != "cpu"}
-    streams = _streams(far, cut)
-    device = {at for at, memory in far.items() if memory.device not in streams or not memory.contiguous or at in cut}
+    streams = _streams(far, strewn)
+    device = {at for at, memory in far.items() if memory.device not in streams or not memory.contiguous or at in strewn}
     if not stage and not device and tuple(stored) == wanted.dtypes:
         return Landed(places, {}, streams)
     address, apart, owners = places.address.copy(), dict(places.apart), list(places.owners)
@@ -97,9 +97,9 @@ def land(
     return Landed(Places(address, apart, owners), aside, {name: s for name, s in streams.items() if name in left})
 
 
-def _streams(far: Mapping[int, Memory], cut: Container[int]) -> Mapping[str, SideStream]:
+def _streams(far: Mapping[int, Memory], strewn: Container[int]) -> Mapping[str, SideStream]:
     """Those that can take something straight from the engine."""
-    names = dict.fromkeys(memory.device for at, memory in far.items() if memory.contiguous and at not in cut)
+    names = dict.fromkeys(memory.device for at, memory in far.items() if memory.contiguous and at not in strewn)
     return {name: stream for name in names if (stream := side_stream(name)) is not None}
 
 

@@ -48,7 +48,7 @@ def scatter(
     """Read `plan` into `places` (parallel to `wanted`). Blocks.
 
     paths        in the store, of the segments, by id
-    devices      those that places are on, by name. What lies there is dense, and stored in one piece
+    devices      those that places are on, by name. What lies there is dense, and none of it `strewn`
     on_progress  is told the bytes done, every POLL_S
     Never raises for bad bytes or a failing store: that is in the result. Ctrl-C cancels and is raised.
     """
@@ -76,6 +76,19 @@ def scatter_by(
     written = np.zeros(len(wanted), np.bool_)
     written[plan.target[receipt.touched]] = True
     return Scattered(receipt, tuple(np.flatnonzero(written).tolist()), locate_chunks(index, receipt), plan.bytes)
+
+
+def strewn(index: Index, plan: ReadPlan, places: Places) -> set[int]:
+    """Positions of wanted pieces on devices that some stored piece fills otherwise than whole, as one run of bytes."""
+    found: set[int] = set()
+    far = {at for at, memory in places.apart.items() if memory.device != "cpu"}
+    for row, common in plan.common.items() if far else ():
+        target = int(plan.target[row])
+        if target in far and target not in found and not (
+            common == index.box(int(plan.piece[row])) and _dense(common, places.apart[target])
+        ):
+            found.add(target)
+    return found
 
 
 def read_rows(

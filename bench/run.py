@@ -35,7 +35,7 @@ from bench.environments import CannotInstallError, Environment
 from bench.launch import work
 from bench.progress import progress
 from bench.records import FioSample, Measured, Run, Task
-from bench.rivals import ENTRIES, SHORT, Entry
+from bench.rivals import CACHED, ENTRIES, SHORT, Entry
 from bench.state import Llama, choose_llama
 
 SETS = {"short": int(2.1e9), "full": int(5e9)}  # and the bytes of their states
@@ -169,12 +169,16 @@ def measure_rival(
     entry: Entry, number: int, directory: Path, options: argparse.Namespace, python: Path,
     tell: Callable[[str, int], None],
 ) -> list[Measured]:
-    """The saves in one process, each way to load in another; a failure ends this rival's round."""
+    """The saves in one process, each way to load in another; a failure ends this rival's round.
+
+    In every other round the ways to load take turns in reverse: none is always the first behind the saves.
+    """
     own = directory / "rival"
     own.mkdir()
     measured = []
     try:
-        for what, how in (("save", ""), *(("load", how) for how in entry.loads)):
+        loads = entry.loads if number % 2 else reversed(entry.loads)
+        for what, how in (("save", ""), *(("load", how) for how in loads)):
             tell(f"round {number}/{options.rounds}: {entry.title}, {what}", 1)
             tasks = [task(entry, what, how, own / "0", options, rank) for rank in range(entry.ranks)]
             measured.append(work(tasks, number, python=python, io_uring=entry.io_uring))
@@ -189,9 +193,10 @@ def task(entry: Entry, what: str, how: str, directory: Path, options: argparse.N
     directory.mkdir(exist_ok=True)
     return Task(
         rival=entry.name, what=what, how=how, times=entry.saves if what == "save" else entry.times_loaded,
-        number=entry.saves, shape=entry.shape, state_bytes=options.bytes,
+        number=entry.saves, shape=entry.shape,
+        state_bytes=options.bytes // entry.ranks if entry.replicas else options.bytes,
         phase=entry.phases[what == "load"], directory=str(directory), settle_s=options.settle_s,
-        rank=rank, ranks=entry.ranks, gated=entry.ranks > 1,
+        rank=rank, ranks=entry.ranks, gated=entry.ranks > 1, replicas=entry.replicas, cached=how.startswith(CACHED),
     )
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import made_up
@@ -61,7 +62,7 @@ def test_tables_hold_medians_spreads_ratios_rounds_and_failures() -> None:
     assert "DCP, 1 thread" not in against
     loaded = found["Cold load into existing tensors"]["Flowstone, Checkpointer.load"]
     assert loaded[3] == "1.00"
-    assert loaded[-2:] == ("yes", "yes")
+    assert loaded[-2:] == ("cold", "yes")
 
 
 def test_rows_of_several_ranks_are_compared_with_as_many_jobs() -> None:
@@ -70,6 +71,21 @@ def test_rows_of_several_ranks_are_compared_with_as_many_jobs() -> None:
     (row,) = next(t.rows for t in table.tables(run) if t.title.startswith("Flowstone in other settings: save"))
     assert row[4] == "0.50"
     assert figures.many_device_rates(made_up.run([four], devices=made_up.devices((2.0,))), "write") == {}
+
+
+def test_sharing_among_replicas_is_told_condition_by_condition() -> None:
+    found = {t.title.split(" of ")[0]: {row[0]: row[1:] for row in t.rows} for t in table.tables(made_up.replicas())}
+    rows = found["Four replicas"]
+    assert rows["cold"] == ("2.00x", "1.00", "2.00", "0.10", "0.10", "0", "0")
+    assert [row[0] for row in rows.values()] == ["2.00x", "0.50x", "0.50x", "0.50x"]
+    loads = found["Flowstone in other settings: load"]
+    assert [row[-2] for row in loads.values()] == ["cold"] * 4 + ["cached"] * 4
+
+
+def test_a_load_that_was_to_be_cold_and_was_not_stands_out() -> None:
+    warm = replace(made_up.load(1.0), cold=False)
+    found = table.tables(made_up.run([made_up.Measured("flowstone", 1, Outcome(GB, loads=(warm,)))], rounds=1))
+    assert found[0].rows[0][-2] == "NOT COLD"
 
 
 def test_the_document_keeps_all_but_its_section(tmp_path: Path) -> None:
@@ -169,6 +185,19 @@ def test_cooled_files_are_not_in_the_page_cache(tmp_path: Path) -> None:
     path.read_bytes()
     assert meter._cached_pages(path)
     assert meter.cool([path])
+
+
+def test_warmed_files_are_read_from_the_page_cache_alone(tmp_path: Path) -> None:
+    path = tmp_path / "cold"
+    path.write_bytes(b"x" * 1_000_001)
+    if meter.cool([path]) is None:
+        pytest.skip("this kernel has no cachestat(2)")
+    watch = meter.Meter()
+    assert meter.warm([path])
+    assert watch.read().device_bytes >= 1_000_001
+    watch = meter.Meter()
+    path.read_bytes()
+    assert watch.read().device_bytes == 0
 
 
 def test_the_meter_sees_what_a_living_child_uses() -> None:

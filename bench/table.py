@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-
-from rich.console import Console
-from rich.table import Table as RichTable
+from collections.abc import Callable, Iterator, Sequence
 
 from bench import figures
 from bench.figures import Series
-from bench.goals import cell, goals, sharing_gains
+from bench.goals import cell, sharing_gains
 from bench.records import FioSample, LoadSample, Run, SaveSample
+from bench.report import Table
 from bench.rivals import ALONE, CACHED, CONDITIONS, ENTRIES, OURS, REPLICAS, SHARED, Entry, replica_load
 from bench.rivals import entry as entry_of
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Cells as text. The first column names the row."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
 
 
 def tables(run: Run) -> tuple[Table, ...]:
@@ -207,36 +195,11 @@ def notes(run: Run) -> tuple[str, ...]:
     return tuple(found)
 
 
-def machine_line(machine: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {value}" if name != "CPU" else value for name, value in machine.items())
-
-
 def conditions(run: Run) -> str:
     return (
         f"{run.layout}; {run.rounds} interleaved rounds; median (lowest-highest); GB are 10^9 bytes; "
         "fsync of files and directories inside every timer; ratios are medians of the rounds' own ratios."
     )
-
-
-def print_tables(run: Run, console: Console) -> None:
-    console.print(machine_line(run.machine), style="dim")
-    console.print(conditions(run), style="dim")
-    for table in tables(run):
-        console.print(drawn(table))
-    for note in notes(run):
-        console.print(note, style="dim", markup=False)
-    for goal in goals(run):
-        console.print(str(goal), style="green" if goal.is_met else "red", markup=False)
-
-
-def drawn(table: Table) -> RichTable:
-    """For a terminal."""
-    found = RichTable(title=table.title, title_justify="left")
-    for position, column in enumerate(table.columns):
-        found.add_column(column, justify="right" if position else "left", overflow="fold")
-    for row in table.rows:
-        found.add_row(*row)
-    return found
 
 
 def _cell(series: Series[figures.Sample], value: Callable[[figures.Sample], float], digits: int = 2) -> str:

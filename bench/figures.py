@@ -62,6 +62,12 @@ def loads(run: Run, rival: str, how: str, *, first: bool = True) -> Series[LoadS
     }
 
 
+def each_load(run: Run, rival: str, how: str) -> list[LoadSample]:
+    """The first load of each rank of a job, in all rounds."""
+    parts = (part for outcomes in _outcomes(run, rival).values() for outcome in outcomes for part in outcome.parts)
+    return [sample for part in parts for sample in part.loads if sample.how == how and sample.number == 1]
+
+
 def save_rates(run: Run, rival: str, *, first: bool) -> dict[int, float]:
     """Durable GB/s by round."""
     payload = payload_bytes(run, rival)
@@ -98,6 +104,12 @@ def load_cpu(run: Run, rival: str, how: str) -> list[float]:
     """CPU-seconds per GB."""
     payload = payload_bytes(run, rival)
     return values(loads(run, rival, how), lambda s: s.cpu_s / payload * 1e9)
+
+
+def device_shares(run: Run, rival: str, how: str) -> list[float]:
+    """Bytes that loads have read from the device, of the state's own."""
+    payload = payload_bytes(run, rival)
+    return values(loads(run, rival, how), lambda s: (s.device_bytes or 0) / payload)
 
 
 def payload_bytes(run: Run, rival: str) -> int:

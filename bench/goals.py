@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from bench import figures
 from bench.figures import Spread
 from bench.records import Run
-from bench.rivals import OURS, entry
+from bench.rivals import ALONE, CONDITIONS, OURS, REPLICAS, SHARED, entry, replica_load
 
 OF_DEVICE, FLOOR_OF_DEVICE = 0.95, 0.90
 OF_JOBS = 0.90  # saves, which four ranks agree on and commit once
@@ -19,6 +19,8 @@ TIMES_FASTER = (
 CPU_IN_PLACE, CPU_THROUGH_ARENA = 0.15, 0.30  # seconds for each GB, digests on
 ARENA_BYTES = (256 + 64) << 20  # the budget of "flowstone-arena-256", and what else may grow
 OF_UNBOUNDED_ARENA, OF_BULK, OF_URING = 0.90, 0.5, 0.90
+OF_ALONE = 1.0  # reads are shared where ranks can, so they must nowhere be slower for it
+READ_ONCE = 1.02  # of the state's bytes; the rest is index, manifest, objects
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ def cell(spread: Spread | None, digits: int = 2) -> str:
 def goals(run: Run) -> tuple[Goal, ...]:
     """In the order of the goals' table. A goal about a row that was not asked for is left out."""
     found = [*_against_device(run), *_against_rivals(run), *_cpu(run), *_arena(run), *_small(run)]
-    return (*found, *_of_ranks(run), *_without_uring(run))
+    return (*found, *_of_ranks(run), *_of_replicas(run), *_without_uring(run))
 
 
 def _took_part(run: Run, *names: str) -> bool:
@@ -154,6 +156,22 @@ def _of_ranks(run: Run) -> Iterator[Goal]:
         yield Goal(f"one job of four ranks, {title}, of four fio jobs", figures.spread(reached), OF_JOBS)
     reached = figures.ratios(figures.load_rates(run, name, _how(name)), read)
     yield Goal("one job of four ranks, cold load, of four fio jobs", figures.spread(reached), OF_DEVICE)
+
+
+def _of_replicas(run: Run) -> Iterator[Goal]:
+    if not _took_part(run, REPLICAS):
+        return
+    for condition in CONDITIONS:
+        text = f"four replicas, {condition}: load with reads shared, times the rate of each rank for itself"
+        yield Goal(text, figures.spread(sharing_gains(run, condition)), OF_ALONE)
+    cold = replica_load(CONDITIONS[0], SHARED)
+    text = f"four replicas, {cold}: bytes read from the device, of the state's"
+    yield Goal(text, figures.spread(figures.device_shares(run, REPLICAS, cold)), READ_ONCE, at_most=True)
+
+
+def sharing_gains(run: Run, condition: str) -> list[float]:
+    """By how much sharing makes a load of replicas faster, in each round."""
+    return figures.ratios(*(figures.load_rates(run, REPLICAS, replica_load(condition, how)) for how in (SHARED, ALONE)))
 
 
 def _without_uring(run: Run) -> Iterator[Goal]:

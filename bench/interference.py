@@ -16,9 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -27,17 +25,13 @@ from pathlib import Path
 # A script finds its own folder there, and would not find the package that holds it.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import msgspec
-from rich.console import Console
 from rich.progress import Progress
 
-from bench import document, machine, plots
+from bench import machine, script
 from bench.environments import CannotInstallError, Environment
-from bench.goals import Goal
 from bench.launch import Result, WorkerError, call
-from bench.progress import progress
+from bench.report import Report
 from bench.rivals import Entry
-from bench.table import machine_line
 from bench.training import tables
 from bench.training.goals import goals
 from bench.training.programme import FULL, PARTICIPANTS, QUICK, Drill, Programme
@@ -52,26 +46,18 @@ from bench.training.records import (
     TrainingTask,
 )
 
+NAME = "interference"
 TIMEOUT_S = 3600.0  # of one process; the longest trains for a quarter of an hour
-TERMINAL_WIDTH = 170  # where there is no terminal to ask
 
 
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and so clean up
-    if options.read is not None:
-        run = msgspec.json.decode(options.read.read_bytes(), type=Run)
+    if options.read:
+        run = script.read(options.read, Run)
     else:
-        options.directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="bench-", dir=options.directory) as directory, progress() as bar:
-            run = Conductor(options, Path(directory), bar).run()
-    if options.update:
-        linked = document.as_linked(options.plots, options.update)
-        document.replace(options.update, tables.BEGIN, tables.END, section(run, linked))
-    if options.plots:
-        plots.write(tables.charts(run), options.plots)
-    console = Console()
-    tables.print_tables(run, console if console.is_terminal else Console(width=TERMINAL_WIDTH))
+        with script.workplace(options.directory) as (directory, bar):
+            run = Conductor(options, directory, bar).run()
+    script.publish(report(run), options)
     return 0 if is_sound(run) else 1
 
 
@@ -85,11 +71,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--only", nargs="+", choices=[entry.name for entry in PARTICIPANTS], metavar="NAME", help="rivals to train")
     add("--rounds", type=int, help="the programme's own otherwise")
     add("--directory", type=Path, default=Path("runs/bench"), help="on the device to measure; environments are kept")
-    add("--json", type=Path, help="every raw number, written after every process")
+    script.add_results(parser, NAME, each="process")
     add("--resume", action="store_true", help="go on behind what --json holds, after an interruption")
-    add("--from", dest="read", type=Path, help="measure nothing: tables of what --json wrote")
-    add("--update", type=Path, help="the document whose section between the interference markers is replaced")
-    add("--plots", type=Path, help="where bar charts (SVG) are put")
     options = parser.parse_args(arguments)
     options.programme = QUICK if options.quick else FULL
     options.rounds = options.programme.rounds if options.rounds is None else options.rounds
@@ -122,8 +105,7 @@ class Conductor:
                 self._bar.update(shown, description=f"round {at}/{self._options.rounds}: {title}")
                 run = do(replace(run, rounds=at))
                 self._bar.advance(shown)
-                if self._options.json:
-                    self._options.json.write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=1))
+                script.write(run, self._options.json)
         return run
 
     def _work(self, at: int) -> Iterator[tuple[str, Callable[[Run], Run]]]:
@@ -147,7 +129,7 @@ class Conductor:
         path = self._options.json
         if not self._options.resume or not path.exists():
             return None
-        run = msgspec.json.decode(path.read_bytes(), type=Run)
+        run = script.read(path, Run)
         if run.programme != self._programme.name or run.shape != self._programme.shape:
             raise SystemExit(f"{path} is of another programme: {run.programme}")
         trained = tuple(trained for trained in run.trained if trained.error is None)
@@ -224,16 +206,11 @@ def command(options: argparse.Namespace) -> str:
     return f"PYTHONPATH=src python bench/interference.py{quick} --rounds {options.rounds}{only}"
 
 
-def section(run: Run, figures: str | None) -> str:
-    """Of docs/PERFORMANCE.md, markers included. `figures`: where the charts lie, as the document says it."""
-    found: Sequence[Goal] = goals(run)
-    parts = [tables.BEGIN, f"`{run.command}`, {run.started_utc}", machine_line(run.machine) + "."]
-    parts += [tables.conditions(run), "**Goals**\n\n" + "\n".join(f"- {goal}" for goal in found)]
-    if figures is not None:
-        parts += [f"![{chart.title}]({figures}/{chart.name}.svg)" for chart in tables.charts(run)]
-    parts += [f"**{table.title}**\n\n{document.markdown(table)}" for table in tables.tables(run)]
-    parts.append("\n".join(f"- {note}" for note in tables.notes(run)))
-    return "\n\n".join((*parts, tables.END)) + "\n"
+def report(run: Run) -> Report:
+    return Report(
+        NAME, run.command, run.started_utc, run.machine, tables.conditions(run), goals(run), tables.charts(run),
+        tables.tables(run), tables.notes(run),
+    )
 
 
 def is_sound(run: Run) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import resource
 import time
@@ -20,6 +21,7 @@ class Reading:
     seconds: float
     cpu_s: float
     peak_bytes: int
+    device_bytes: int  # read from it; what the page cache or shared memory gave is not
 
 
 class Meter:
@@ -29,7 +31,7 @@ class Meter:
         for pid in (os.getpid(), *_descendants()):
             # 5 resets VmHWM to the present resident size (proc(5), since Linux 4.0).
             Path(f"/proc/{pid}/clear_refs").write_text("5")
-        self._cpu_s = _cpu_s()
+        self._cpu_s, self._device_bytes = _cpu_s(), _device_bytes()
         self._started = time.monotonic()
 
     def seconds(self) -> float:
@@ -37,7 +39,9 @@ class Meter:
 
     def read(self) -> Reading:
         seconds = self.seconds()
-        return Reading(seconds, _cpu_s() - self._cpu_s, _memory_bytes("VmHWM"))
+        return Reading(
+            seconds, _cpu_s() - self._cpu_s, _memory_bytes("VmHWM"), _device_bytes() - self._device_bytes
+        )
 
 
 def resident_bytes() -> int:
@@ -74,6 +78,11 @@ def _living_cpu_s(pid: int) -> float:
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
+def _device_bytes() -> int:
+    """Read from devices by this process and all below it, ended ones too; see proc_pid_io(5)."""
+    return sum(_field(pid, "io", "read_bytes") for pid in (os.getpid(), *_descendants()))
+
+
 def _memory_bytes(field: str) -> int:
     """Of this process, and of those below it without what they share, which is counted where it was made."""
     own = _status_bytes(os.getpid(), field)
@@ -83,12 +92,16 @@ def _memory_bytes(field: str) -> int:
 
 
 def _status_bytes(pid: int, field: str) -> int:
-    """0 where the process has just ended."""
+    return _field(pid, "status", field) * 1024
+
+
+def _field(pid: int, table: str, name: str) -> int:
+    """A number of /proc/PID/TABLE; 0 where the process has just ended."""
     try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/{table}").read_text().splitlines()
     except OSError:
         return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), 0)
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), 0)
 
 
 def _descendants() -> list[int]:
@@ -150,6 +163,19 @@ def cool(paths: Iterable[Path]) -> bool | None:
         Path("/proc/sys/vm/drop_caches").write_text("1")
         cached = [_cached_pages(path) for path in paths]
     return None if None in cached else not any(cached)
+
+
+def warm(paths: Iterable[Path]) -> bool | None:
+    """Bring the files into the page cache. Whether all of them is in it, by the kernel's word; None: it has none."""
+    room = bytearray(8 << 20)
+    found: list[bool | None] = []
+    for path in paths:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(room):
+                pass
+        cached = _cached_pages(path)
+        found.append(None if cached is None else cached * mmap.PAGESIZE >= path.stat().st_size)
+    return None if None in found else all(found)
 
 
 class _Range(ctypes.Structure):

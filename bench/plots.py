@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 
 from bench import figures
 from bench.figures import Spread
@@ -51,16 +50,24 @@ class Chart:
     device: float | None
     digits: int
 
-
-def draw_all(run: Run, directory: Path) -> None:
-    write(charts(run), directory)
-
-
-def write(charts: Sequence[Chart], directory: Path) -> None:
-    """One file for each, by its name."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for chart in charts:
-        (directory / f"{chart.name}.svg").write_text(draw(chart))
+    def svg(self) -> str:
+        """Bars of medians; whiskers from the lowest to the highest."""
+        height = TOP + len(self.bars) * (BAR + GAP) + BOTTOM
+        longest = max((self.device or 0.0, *(bar.value.high for bar in self.bars))) or 1.0
+        scale = (WIDTH - LABEL_WIDTH - VALUE_WIDTH) / longest
+        parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">',
+            f"<title>{escape(self.title)}</title>",
+            f"<style>{STYLE}</style>",
+            f'<text class="title" x="10" y="24">{escape(self.title)}</text>',
+            f'<text class="small" x="10" y="44">{escape(self.subtitle)}</text>',
+        ]
+        for at, bar in enumerate(self.bars):
+            parts += _draw_bar(bar, TOP + at * (BAR + GAP), scale, self.digits)
+        if self.device is not None:
+            x = LABEL_WIDTH + self.device * scale
+            parts.append(f'<line class="device" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 6}" y2="{height - BOTTOM}"/>')
+        return "\n".join((*parts, "</svg>")) + "\n"
 
 
 def charts(run: Run) -> tuple[Chart, ...]:
@@ -115,26 +122,6 @@ def _load_bars(run: Run) -> Iterator[Bar]:
 def _device(run: Run, direction: str) -> float | None:
     found = figures.spread(figures.device_rates(run, direction).values())
     return None if found is None else found.median
-
-
-def draw(chart: Chart) -> str:
-    """Bars of medians; whiskers from the lowest to the highest."""
-    height = TOP + len(chart.bars) * (BAR + GAP) + BOTTOM
-    longest = max((chart.device or 0.0, *(bar.value.high for bar in chart.bars))) or 1.0
-    scale = (WIDTH - LABEL_WIDTH - VALUE_WIDTH) / longest
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">',
-        f"<title>{escape(chart.title)}</title>",
-        f"<style>{STYLE}</style>",
-        f'<text class="title" x="10" y="24">{escape(chart.title)}</text>',
-        f'<text class="small" x="10" y="44">{escape(chart.subtitle)}</text>',
-    ]
-    for at, bar in enumerate(chart.bars):
-        parts += _draw_bar(bar, TOP + at * (BAR + GAP), scale, chart.digits)
-    if chart.device is not None:
-        x = LABEL_WIDTH + chart.device * scale
-        parts.append(f'<line class="device" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 6}" y2="{height - BOTTOM}"/>')
-    return "\n".join((*parts, "</svg>")) + "\n"
 
 
 def _draw_bar(bar: Bar, y: int, scale: float, digits: int) -> Iterator[str]:

@@ -30,12 +30,13 @@ class SaveSample:
 
 @dataclass(frozen=True, slots=True)
 class LoadSample:
-    """One timed load of files that are not in the page cache, into touched tensors.
+    """One timed load into touched tensors.
 
     number      1 for the first load of its process, then 2, ...
     how         which of the rival's ways to load
-    cold        whether the kernel confirmed that no page of the files was cached; None: it could not say
+    cold        whether no page of the files was in the page cache, by the kernel's word; None: it could not say
     exact       whether every byte of every tensor is what was saved
+    device_bytes  read from the device meanwhile, by the kernel's word; None: it was not asked
     """
 
     number: int
@@ -45,6 +46,7 @@ class LoadSample:
     extra_peak_bytes: int
     cold: bool | None
     exact: bool
+    device_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,8 @@ class Task:
     phase   where in its page each tensor of the state starts; None: wherever the allocator puts it
     ranks   of the job; more than one share a state of `state_bytes`, and meet at `port`
     gated   whether to ask before every timer, so that several processes start at once
+    replicas  whether each rank holds all of the state, not its part of every tensor
+    cached  whether a load is of files that are in the page cache, not of files dropped from it
     """
 
     rival: str
@@ -94,13 +98,20 @@ class Task:
     ranks: int = 1
     port: int = 0
     gated: bool = False
+    replicas: bool = False
+    cached: bool = False
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """The number of this rank's part of the state, and of how many."""
+        return (0, 1) if self.replicas else (self.rank, self.ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What a worker process did, or the ranks of a job together.
 
-    payload_bytes  the state's own
+    payload_bytes  the state's own; of a rank its equal share, also where each holds all of it
     note           how the bytes moved, if the rival can tell
     parts          of several ranks, what each did
     """
@@ -177,7 +188,7 @@ def joined(parts: Sequence[Outcome]) -> Outcome:
             number=samples[0].number, how=samples[0].how, load_s=max(s.load_s for s in samples),
             cpu_s=sum(s.cpu_s for s in samples), extra_peak_bytes=sum(s.extra_peak_bytes for s in samples),
             cold=None if any(s.cold is None for s in samples) else all(s.cold for s in samples),
-            exact=all(s.exact for s in samples),
+            exact=all(s.exact for s in samples), device_bytes=sum(s.device_bytes or 0 for s in samples),
         )
         for samples in zip(*(part.loads for part in parts), strict=True)
     )

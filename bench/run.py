@@ -14,9 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -26,41 +24,34 @@ from pathlib import Path
 # A script finds its own folder there, and would not find the package that holds it.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import msgspec
-from rich.console import Console
 from rich.progress import Progress
 
-from bench import document, fio, machine, plots, table
+from bench import fio, machine, plots, script, table
 from bench.environments import CannotInstallError, Environment
+from bench.goals import goals
 from bench.launch import work
-from bench.progress import progress
 from bench.records import FioSample, Measured, Run, Task
-from bench.rivals import ENTRIES, SHORT, Entry
+from bench.report import Report, section
+from bench.rivals import CACHED, ENTRIES, SHORT, Entry
 from bench.state import Llama, choose_llama
 
+NAME = "bench"
 SETS = {"short": int(2.1e9), "full": int(5e9)}  # and the bytes of their states
 SETTLE_S = 1.0  # before every timer: deleted blocks are discarded and rate limits refill meanwhile
 MINIMUM_BYTES = 1_000_000
-TERMINAL_WIDTH = 150  # where there is no terminal to ask
 
 
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and so clean up
-    if options.read is not None:
-        run = msgspec.json.decode(options.read.read_bytes(), type=Run)
+    if options.read:
+        run = script.read(options.read, Run)
     else:
-        options.directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="bench-", dir=options.directory) as directory, progress() as bar:
-            run = measure(Path(directory), options, bar)
+        with script.workplace(options.directory) as (directory, bar):
+            run = measure(directory, options, bar)
+    found = report(run)
     if options.markdown:
-        options.markdown.write_text(document.section(run))
-    if options.update:
-        document.update(options.update, run, options.plots)
-    if options.plots:
-        plots.draw_all(run, options.plots)
-    console = Console()
-    table.print_tables(run, console if console.is_terminal else Console(width=TERMINAL_WIDTH))
+        options.markdown.write_text(section(found))
+    script.publish(found, options)
     return 0 if is_sound(run) else 1
 
 
@@ -75,12 +66,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--bytes", type=lambda text: int(float(text)), help="of the state; the set's own otherwise")
     add("--rounds", type=int, default=5)
     add("--directory", type=Path, default=Path("runs/bench"), help="on the device to measure; environments are kept")
-    add("--json", type=Path, help="every raw number, written after every round")
+    script.add_results(parser, NAME, each="round")
     add("--resume", action="store_true", help="go on with the rounds that --json holds, after an interruption")
-    add("--from", dest="read", type=Path, help="measure nothing: tables of what --json wrote")
     add("--markdown", type=Path, help="the section of docs/PERFORMANCE.md")
-    add("--update", type=Path, help="the document whose section between the bench markers is replaced")
-    add("--plots", type=Path, help="where bar charts (SVG) are put")
     add("--passes", type=int, default=fio.PASSES, help="over fio's candidates, to choose among them")
     add("--settle-s", type=float, default=SETTLE_S, help="rest before every timer")
     options = parser.parse_args(arguments)
@@ -130,8 +118,7 @@ def measure(directory: Path, options: argparse.Namespace, bar: Progress) -> Run:
             layout=str(layout), state_bytes=layout.state_bytes, rounds=number,
             device=fio.join(device) if device else None, measured=tuple(measured),
         )
-        if options.json:
-            options.json.write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=1))
+        script.write(run, options.json)
     assert run is not None
     return run
 
@@ -140,7 +127,7 @@ def begun(options: argparse.Namespace, layout: Llama) -> Run | None:
     """The rounds that an interrupted run has left behind, if they are wanted."""
     if not options.resume or not options.json.exists():
         return None
-    run = msgspec.json.decode(options.json.read_bytes(), type=Run)
+    run = script.read(options.json, Run)
     if str(layout) != run.layout:
         raise SystemExit(f"{options.json} is about another state: {run.layout}")
     return run
@@ -169,12 +156,16 @@ def measure_rival(
     entry: Entry, number: int, directory: Path, options: argparse.Namespace, python: Path,
     tell: Callable[[str, int], None],
 ) -> list[Measured]:
-    """The saves in one process, each way to load in another; a failure ends this rival's round."""
+    """The saves in one process, each way to load in another; a failure ends this rival's round.
+
+    In every other round the ways to load take turns in reverse: none is always the first behind the saves.
+    """
     own = directory / "rival"
     own.mkdir()
     measured = []
     try:
-        for what, how in (("save", ""), *(("load", how) for how in entry.loads)):
+        loads = entry.loads if number % 2 else reversed(entry.loads)
+        for what, how in (("save", ""), *(("load", how) for how in loads)):
             tell(f"round {number}/{options.rounds}: {entry.title}, {what}", 1)
             tasks = [task(entry, what, how, own / "0", options, rank) for rank in range(entry.ranks)]
             measured.append(work(tasks, number, python=python, io_uring=entry.io_uring))
@@ -189,9 +180,10 @@ def task(entry: Entry, what: str, how: str, directory: Path, options: argparse.N
     directory.mkdir(exist_ok=True)
     return Task(
         rival=entry.name, what=what, how=how, times=entry.saves if what == "save" else entry.times_loaded,
-        number=entry.saves, shape=entry.shape, state_bytes=options.bytes,
+        number=entry.saves, shape=entry.shape,
+        state_bytes=options.bytes // entry.ranks if entry.replicas else options.bytes,
         phase=entry.phases[what == "load"], directory=str(directory), settle_s=options.settle_s,
-        rank=rank, ranks=entry.ranks, gated=entry.ranks > 1,
+        rank=rank, ranks=entry.ranks, gated=entry.ranks > 1, replicas=entry.replicas, cached=how.startswith(CACHED),
     )
 
 
@@ -205,6 +197,13 @@ def command(options: argparse.Namespace) -> str:
     only = f" --only {' '.join(options.only)}" if options.only else ""
     size = f" --bytes {options.bytes / 1e9:g}e9" if options.bytes != SETS[options.set] else ""
     return f"PYTHONPATH=src python bench/run.py --set {options.set}{size} --rounds {options.rounds}{only}"
+
+
+def report(run: Run) -> Report:
+    return Report(
+        NAME, run.command, run.started_utc, run.machine, table.conditions(run), goals(run), plots.charts(run),
+        table.tables(run), table.notes(run),
+    )
 
 
 def is_sound(run: Run) -> bool:

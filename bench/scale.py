@@ -12,9 +12,7 @@ of the output, not a failure. `--json` is written after every job.
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,33 +21,24 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import msgspec
-from rich.console import Console
 
-from bench import document, machine
+from bench import machine, script
 from bench.launch import WorkerError, call
-from bench.progress import progress
-from bench.scaling import curves, tables
+from bench.report import Report
+from bench.scaling import tables
 from bench.scaling.records import Case, Outcome, Run, Task
 from bench.scaling.state import PARALLELISMS
-from bench.table import machine_line
 
+NAME = "scale"
 TIMEOUT_S = 1800.0  # of one job; the largest needs a few minutes
-TERMINAL_WIDTH = 190  # where there is no terminal to ask
 RANKS, QUICK_RANKS = (64, 256, 1024, 8192), (8, 64)
 TARGETS = {"fsdp": "tp-pp-fsdp", "hsdp": "tp-pp-fsdp", "ep": "fsdp"}  # what a job is loaded into; others into FSDP
 
 
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # and so clean up
-    run = msgspec.json.decode(options.read.read_bytes(), type=Run) if options.read else measured(options)
-    if options.update:
-        linked = document.as_linked(options.plots, options.update)
-        document.replace(options.update, tables.BEGIN, tables.END, section(run, linked))
-    if options.plots:
-        curves.write(tables.charts(run), options.plots)
-    console = Console()
-    tables.print_tables(run, console if console.is_terminal else Console(width=TERMINAL_WIDTH))
+    run = script.read(options.read, Run) if options.read else measured(options)
+    script.publish(report(run), options)
     return 1 if any(case.error for case in run.cases) else 0
 
 
@@ -61,10 +50,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--layouts", nargs="+", choices=list(PARALLELISMS), default=list(PARALLELISMS))
     add("--ranks", nargs="+", type=int, help=f"default: {' '.join(map(str, RANKS))}")
     add("--directory", type=Path, default=Path("runs/bench"), help="where indexes are written, and removed")
-    add("--json", type=Path, help="every raw number, written after every job")
-    add("--from", dest="read", type=Path, help="measure nothing: tables of what --json wrote")
-    add("--update", type=Path, help="the document whose section between the scale markers is replaced")
-    add("--plots", type=Path, help="where growth curves (SVG) are put")
+    script.add_results(parser, NAME, each="job")
     options = parser.parse_args(arguments)
     if options.quick and options.update:
         parser.error("--quick is a check: its numbers belong into no document")
@@ -81,21 +67,19 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
 
 
 def measured(options: argparse.Namespace) -> Run:
-    options.directory.mkdir(parents=True, exist_ok=True)
     todo = list(jobs(options))
-    with tempfile.TemporaryDirectory(prefix="scale-", dir=options.directory) as directory, progress() as bar:
+    with script.workplace(options.directory) as (directory, bar):
         run = Run(
-            command(options), f"{datetime.now(UTC):%Y-%m-%d}", machine.describe(Path(directory), []),
+            command(options), f"{datetime.now(UTC):%Y-%m-%d}", machine.describe(directory, []),
             "quick" if options.quick else "full", (),
         )
         shown = bar.add_task("", total=len(todo))
         for model, how, ranks in todo:
             bar.update(shown, description=f"{model}, {how}, {ranks} ranks")
-            task = Task(model, how, ranks, TARGETS.get(how, "fsdp"), directory)
+            task = Task(model, how, ranks, TARGETS.get(how, "fsdp"), str(directory))
             run = msgspec.structs.replace(run, cases=(*run.cases, plan(task)))
             bar.advance(shown)
-            if options.json:
-                options.json.write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=1))
+            script.write(run, options.json)
     return run
 
 
@@ -115,15 +99,11 @@ def command(options: argparse.Namespace) -> str:
     return f"PYTHONPATH=src python bench/scale.py{quick}{ranks}"
 
 
-def section(run: Run, figures: str | None) -> str:
-    """Of docs/PERFORMANCE.md, markers included. `figures`: where the charts lie, as the document says it."""
-    parts = [tables.BEGIN, f"`{run.command}`, {run.started_utc}", machine_line(run.machine) + "."]
-    parts.append("**Goals**\n\n" + "\n".join(f"- {goal}" for goal in tables.goals(run)))
-    if figures is not None:
-        parts += [f"![{chart.title}]({figures}/{chart.name}.svg)" for chart in tables.charts(run)]
-    parts += [f"**{table.title}**\n\n{document.markdown(table)}" for table in tables.tables(run)]
-    parts.append("\n".join(f"- {note}" for note in tables.NOTES))
-    return "\n\n".join((*parts, tables.END)) + "\n"
+def report(run: Run) -> Report:
+    return Report(
+        NAME, run.command, run.started_utc, run.machine, "", tables.goals(run), tables.charts(run), tables.tables(run),
+        tables.NOTES,
+    )
 
 
 if __name__ == "__main__":

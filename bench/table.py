@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-
-from rich.console import Console
-from rich.table import Table as RichTable
+from collections.abc import Callable, Iterator, Sequence
 
 from bench import figures
 from bench.figures import Series
-from bench.goals import cell, goals
+from bench.goals import cell, sharing_gains
 from bench.records import FioSample, LoadSample, Run, SaveSample
-from bench.rivals import ENTRIES, OURS, Entry
+from bench.report import Table
+from bench.rivals import ALONE, CACHED, CONDITIONS, ENTRIES, OURS, REPLICAS, SHARED, Entry, replica_load
 from bench.rivals import entry as entry_of
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Cells as text. The first column names the row."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
 
 
 def tables(run: Run) -> tuple[Table, ...]:
@@ -36,7 +24,8 @@ def tables(run: Run) -> tuple[Table, ...]:
         Table("Cold load into existing tensors", _LOAD_COLUMNS, tuple(load_rows(run, rivals))),
         against_table(run),
         Table("Flowstone in other settings: save", _SAVE_COLUMNS, tuple(save_rows(run, settings))),
-        Table("Flowstone in other settings: cold load", _LOAD_COLUMNS, tuple(load_rows(run, settings))),
+        Table("Flowstone in other settings: load", _LOAD_COLUMNS, tuple(load_rows(run, settings))),
+        sharing_table(run),
         failure_table(run),
     )
     return tuple(table for table in found if table.rows)
@@ -105,7 +94,7 @@ def _device_rates(run: Run, entry: Entry, direction: str) -> dict[int, float]:
     return (figures.device_rates if entry.ranks == 1 else figures.many_device_rates)(run, direction)
 
 
-_LOAD_COLUMNS = ("cold load", "s", "GB/s", "of fio", "CPU-s/GB", "extra peak MB", "cache was cold", "exact")
+_LOAD_COLUMNS = ("load", "s", "GB/s", "of fio", "CPU-s/GB", "extra peak MB", "page cache", "exact")
 
 
 def load_rows(run: Run, entries: Sequence[Entry]) -> Iterator[tuple[str, ...]]:
@@ -123,13 +112,44 @@ def _load_cells(run: Run, entry: Entry, series: Series[LoadSample]) -> tuple[str
     rates = figures.by_round(series, lambda s: payload / s.load_s / 1e9)
     of_fio = figures.ratios(rates, _device_rates(run, entry, "read"))
     samples = [sample for samples in series.values() for sample in samples]
-    cold = "unknown" if any(s.cold is None for s in samples) else "yes" if all(s.cold for s in samples) else "NO"
     return (
         _cell(series, lambda s: s.load_s), _cell(series, lambda s: payload / s.load_s / 1e9),
         cell(figures.spread(of_fio)), _cell(series, lambda s: s.cpu_s / payload * 1e9),
-        _cell(series, lambda s: s.extra_peak_bytes / 1e6, 0), cold,
+        _cell(series, lambda s: s.extra_peak_bytes / 1e6, 0), _page_cache(samples),
         "yes" if all(s.exact for s in samples) else "NO",
     )
+
+
+def _page_cache(samples: Sequence[LoadSample]) -> str:
+    if any(sample.cold is None for sample in samples):
+        return "unknown"
+    if all(sample.cold for sample in samples):
+        return "cold"
+    return CACHED if all(sample.how.startswith(CACHED) for sample in samples) else "NOT COLD"
+
+
+def sharing_table(run: Run) -> Table:
+    """What replicas gain and pay when one rank reads for all."""
+    columns = (
+        "load", "times faster",
+        *(f"{what}: {how}" for what in ("read from the device, of the state", "CPU-s/GB", "extra peak MB of a rank")
+          for how in ("shared", "each")),
+    )
+    rows = []
+    for condition in CONDITIONS:
+        gains = figures.spread(sharing_gains(run, condition))
+        if gains is None:
+            continue
+        hows = [replica_load(condition, how) for how in (SHARED, ALONE)]
+        rows.append((
+            condition, f"{cell(gains)}x",
+            *(cell(figures.spread(figures.device_shares(run, REPLICAS, how))) for how in hows),
+            *(cell(figures.spread(figures.load_cpu(run, REPLICAS, how))) for how in hows),
+            *(cell(figures.spread(s.extra_peak_bytes / 1e6 for s in figures.each_load(run, REPLICAS, how)), 0)
+              for how in hows),
+        ))
+    size = figures.payload_bytes(run, REPLICAS) / 1e9
+    return Table(f"Four replicas of {size:.3f} GB: {SHARED}, against {ALONE}", columns, tuple(rows))
 
 
 def against_table(run: Run) -> Table:
@@ -175,36 +195,11 @@ def notes(run: Run) -> tuple[str, ...]:
     return tuple(found)
 
 
-def machine_line(machine: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {value}" if name != "CPU" else value for name, value in machine.items())
-
-
 def conditions(run: Run) -> str:
     return (
         f"{run.layout}; {run.rounds} interleaved rounds; median (lowest-highest); GB are 10^9 bytes; "
         "fsync of files and directories inside every timer; ratios are medians of the rounds' own ratios."
     )
-
-
-def print_tables(run: Run, console: Console) -> None:
-    console.print(machine_line(run.machine), style="dim")
-    console.print(conditions(run), style="dim")
-    for table in tables(run):
-        console.print(drawn(table))
-    for note in notes(run):
-        console.print(note, style="dim", markup=False)
-    for goal in goals(run):
-        console.print(str(goal), style="green" if goal.is_met else "red", markup=False)
-
-
-def drawn(table: Table) -> RichTable:
-    """For a terminal."""
-    found = RichTable(title=table.title, title_justify="left")
-    for position, column in enumerate(table.columns):
-        found.add_column(column, justify="right" if position else "left", overflow="fold")
-    for row in table.rows:
-        found.add_row(*row)
-    return found
 
 
 def _cell(series: Series[figures.Sample], value: Callable[[figures.Sample], float], digits: int = 2) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import torch.distributed as dist
 
-from bench.meter import Meter, cool, files_below, resident_bytes
+from bench.meter import Meter, cool, files_below, resident_bytes, warm
 from bench.records import LoadSample, Outcome, SaveSample, Task
 from bench.rivals import open_rival
 from bench.rivals.base import Rival
@@ -24,6 +24,10 @@ from bench.state import State, build, choose_layout, is_exact, spoil
 
 READY = "ready"  # what a gated worker says on its output before every timer; one line on its input lets it start
 COLLECTIVE_MAX_S = 60.0
+
+
+class CacheError(Exception):
+    """What was to be measured cannot be: the page cache is too small."""
 
 
 def perform(task: Task) -> Outcome:
@@ -34,7 +38,8 @@ def perform(task: Task) -> Outcome:
     rival = open_rival(task.rival, Path(task.directory))
     # For a load the state is laid out as for the save, as in a job that resumes; its values do not matter.
     empty = task.what == "load"
-    state = layout.empty(task.phase, task.ranks) if empty else build(layout, task.phase, task.rank, task.ranks)
+    part, parts = task.part
+    state = layout.empty(task.phase, parts) if empty else build(layout, task.phase, part, parts)
     own_bytes = layout.state_bytes // task.ranks
     if task.what == "save":
         samples = save_repeatedly(rival, state, task)
@@ -78,7 +83,7 @@ def save_repeatedly(rival: Rival, state: State, task: Task) -> tuple[SaveSample,
 
 
 def load_repeatedly(rival: Rival, state: State, task: Task) -> tuple[LoadSample, ...]:
-    """Each into tensors that were overwritten, from files that were dropped from the page cache."""
+    """Each into tensors that were overwritten, from files of which no page, or every one, is in the page cache."""
     samples = []
     spoil(state)
     gc.collect()
@@ -88,7 +93,7 @@ def load_repeatedly(rival: Rival, state: State, task: Task) -> tuple[LoadSample,
         if number > 1:
             spoil(state)
         settle(task.settle_s)
-        cold = cool(files_below(rival.place(task.number)))
+        cold = fill_or_drop(rival.place(task.number), task)
         pass_gate(task)
         meter = Meter()
         rival.load(state, task.number, task.how)
@@ -96,10 +101,21 @@ def load_repeatedly(rival: Rival, state: State, task: Task) -> tuple[LoadSample,
         samples.append(
             LoadSample(
                 number=number, how=task.how, load_s=reading.seconds, cpu_s=reading.cpu_s,
-                extra_peak_bytes=reading.peak_bytes - before_bytes, cold=cold, exact=is_exact(state, task.rank),
+                extra_peak_bytes=reading.peak_bytes - before_bytes, cold=cold, exact=is_exact(state, task.part[0]),
+                device_bytes=reading.device_bytes,
             )
         )
     return tuple(samples)
+
+
+def fill_or_drop(directory: Path, task: Task) -> bool | None:
+    """The files' pages, in the page cache; whether none is there, as LoadSample has it."""
+    if not task.cached:
+        return cool(files_below(directory))
+    is_cached = warm(files_below(directory))
+    if is_cached is False:
+        raise CacheError("the page cache does not hold all of the files, which were just read")
+    return None if is_cached is None else False
 
 
 def settle(settle_s: float) -> None:

@@ -11,6 +11,10 @@ from bench.rivals.base import Rival
 OURS = "flowstone"
 PHASE = 64  # where large tensors of torch's own allocator mostly start in their page
 OTHER_PHASE = PHASE + 2048
+REPLICAS = "flowstone-replicas"
+CACHED, BUFFERED = "cached", "through the page cache"
+CONDITIONS = ("cold", f"cold, {BUFFERED}", CACHED, f"{CACHED}, {BUFFERED}")  # under which replicas are loaded
+SHARED, ALONE = "reads shared", "each rank for itself"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,7 @@ class Entry:
     shape        of the state, see bench/state.py
     phases       where tensors start in their page at save and at load; None: where the allocator puts them
     ranks        of one job, each with its part of every tensor, that saves one checkpoint into one store
+    replicas     each rank has all of a state instead; so that all hold as much as others, it has fewer bytes
     io_uring     False: the kernel refuses it
     """
 
@@ -42,11 +47,17 @@ class Entry:
     shape: str = "llama"
     phases: tuple[int | None, int | None] = (None, None)
     ranks: int = 1
+    replicas: bool = False
     io_uring: bool = True
 
     @property
     def is_ours(self) -> bool:
         return self.module == "ours"
+
+
+def replica_load(condition: str, how: str) -> str:
+    """The way to load replicas under one of CONDITIONS, with reads SHARED or ALONE."""
+    return f"{condition}, {how}"
 
 
 _OURS = ("Checkpointer.load",)
@@ -90,6 +101,15 @@ FLOWSTONE = (
         "flowstone-ranks", "Flowstone, one job of four ranks", "ours", 3, _OURS, ranks=4,
         note="torch.distributed over gloo, a quarter of every tensor on each rank (fs.Shard), one store, one commit; "
         "fence='manual', then fence(); the slowest rank's time",
+    ),
+    Entry(
+        REPLICAS, "Flowstone, four replicas", "ours", 3,
+        tuple(replica_load(condition, how) for condition in CONDITIONS for how in (SHARED, ALONE)),
+        ranks=4, replicas=True,
+        note="one job over gloo, each rank holds all of a state that has a quarter of the other rows' bytes, as "
+        "under DDP; rates are of that state, once. Reads shared: each byte is read by one rank and passed on in shared "
+        "memory (the default); each rank for itself: EngineOptions(share_reads=False). Cached: all pages of the files "
+        "are in the page cache, which loads go past by default; through it: EngineOptions(direct='off')",
     ),
     Entry("flowstone-posix", "Flowstone, io_uring refused", "ours", 3, _OURS, io_uring=False,
           note="by a seccomp filter, before the process's first instruction"),

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import torch
 import torch.distributed as dist
 
+from bench.rivals import BUFFERED, REPLICAS, SHARED
 from bench.state import State
 from flowstone import Checkpointer, Shard
-from flowstone.config import GIB, MIB, EngineOptions
+from flowstone.config import GIB, MIB, SHARED_READ_BYTES_MIN, EngineOptions
 
 LEAST_ARENA_BYTES = 32 * MIB  # what finds no room in it, nearly everything, is written from where it lies
 SMALL_ARENA_BYTES = 256 * MIB
@@ -26,6 +28,7 @@ SETTINGS: Mapping[str, tuple[int | None, Mapping[str, bool]]] = {
     "flowstone-arena-256": (SMALL_ARENA_BYTES, {"write_in_place": False}),
     "flowstone-small": (None, {}),
     "flowstone-ranks": (None, {}),
+    REPLICAS: (None, {}),
     POSIX: (None, {}),
 }
 
@@ -60,16 +63,22 @@ class Flowstone:
             save = checkpointer.save(number, state)
             save.captured.result()
         else:
-            save = checkpointer.save(number, self._shared(state), fence="manual")
+            save = checkpointer.save(number, self._held(state), fence="manual")
             checkpointer.fence()
         return save.committed.result
 
     def place(self, number: int, /) -> Path:
         return self._store / f"step-{number:08d}"
 
-    def load(self, state: State, number: int, _how: str, /) -> None:
-        report = self._opened().load(state if self._ranks == 1 else self._shared(state))
+    def load(self, state: State, number: int, how: str, /) -> None:
+        if self._name == REPLICAS:
+            direct = "off" if BUFFERED in how else "auto"
+            self._options = replace(self._options, share_reads=SHARED in how, direct=direct)
+        report = self._opened().load(self._held(state))
         assert report.step == number
+        if self._name == REPLICAS:
+            is_worth_it = max(report.bytes, report.shared_bytes) >= SHARED_READ_BYTES_MIN
+            assert (report.shared_bytes > 0) == (SHARED in how and is_worth_it), f"{how}: {report.shared_bytes}"
 
     def note(self, number: int, /) -> str:
         """From the manifest: which backend wrote, and how much of it from where it lay."""
@@ -82,8 +91,12 @@ class Flowstone:
     def close(self) -> None:
         self._opened().close()
 
-    def _shared(self, state: State) -> State:
-        """The state as a job has it: each tensor is this rank's rows of one that all hold together."""
+    def _held(self, state: State) -> State:
+        """The state as a job has it: of several ranks each tensor is a replica, or this rank's rows of one that all
+        hold together.
+        """
+        if self._ranks == 1 or self._name == REPLICAS:
+            return state
 
         def share(node: object) -> object:
             if not isinstance(node, torch.Tensor):

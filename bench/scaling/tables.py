@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from rich.console import Console
-
 from bench.figures import Spread, spread
 from bench.goals import Goal
+from bench.report import Table
 from bench.scaling.curves import Curve, Growth
 from bench.scaling.records import Case, Outcome, Run
 from bench.scaling.state import MODELS, PARALLELISMS
-from bench.table import Table, drawn, machine_line
 
-BEGIN, END = "<!-- scale:start -->", "<!-- scale:end -->"
 FIRST_PLAN_S, OF_BOUND, OF_MEAN, CACHED_MS = 60.0, 1.02, 1.02, 10.0
 MILLION, INDEX_S, LOAD_S, MEMORY_BYTES = 1_000_000, 2.0, 1.0, 1e9
 LOAD_PHASES, SAVE_PHASES = ("open index", "load plan"), ("index", "manifest", "write index")
@@ -192,13 +189,3 @@ NOTES = (
     "The least possible is the exact maximum flow, which may cut pieces anywhere; plans write whole pieces.",
     "Receipts: 33 ranks' are encoded, with random digests, and taken for all; each counts at every level of the tree.",
 )
-
-
-def print_tables(run: Run, console: Console) -> None:
-    console.print(machine_line(run.machine), style="dim")
-    for table in tables(run):
-        console.print(drawn(table))
-    for note in NOTES:
-        console.print(note, style="dim", markup=False)
-    for goal in goals(run):
-        console.print(str(goal), style="green" if goal.is_met else "red", markup=False)

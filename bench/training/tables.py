@@ -1,23 +1,19 @@
-"""From raw numbers to tables, charts, and the section of the document."""
+"""From raw numbers to tables and charts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from statistics import median
 
-from rich.console import Console
-
 from bench.figures import spread
 from bench.goals import cell
 from bench.plots import Bar, Chart
+from bench.report import Table
 from bench.rivals import Entry
-from bench.table import Table, drawn, machine_line
 from bench.training import figures
-from bench.training.goals import drills, goals, times_perceived
+from bench.training.goals import drills, times_perceived
 from bench.training.programme import FULL, GOAL_EVERY, PARTICIPANTS, PROGRAMMES
 from bench.training.records import Run, SavedSample
-
-BEGIN, END = "<!-- interference:start -->", "<!-- interference:end -->"
 
 
 def tables(run: Run) -> tuple[Table, ...]:
@@ -193,17 +189,6 @@ def conditions(run: Run) -> str:
         "of ratios to no saves one for each round; percentiles are over all rounds' steps. A step contains the call "
         "of `save` behind it. GB are 10^9 bytes; durable means that files and directories were synced."
     )
-
-
-def print_tables(run: Run, console: Console) -> None:
-    console.print(machine_line(run.machine), style="dim")
-    console.print(conditions(run), style="dim")
-    for table in tables(run):
-        console.print(drawn(table))
-    for note in notes(run):
-        console.print(note, style="dim", markup=False)
-    for goal in goals(run):
-        console.print(str(goal), style="green" if goal.is_met else "red", markup=False)
 
 
 def charts(run: Run) -> tuple[Chart, ...]:

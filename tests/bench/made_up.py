@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from bench import fio
-from bench.records import Device, FioSample, LoadSample, Measured, Outcome, Run, SaveSample, Task
-from bench.rivals import Entry
+from bench.records import Device, FioSample, LoadSample, Measured, Outcome, Run, SaveSample, Task, joined
+from bench.rivals import ALONE, CACHED, CONDITIONS, REPLICAS, SHARED, Entry, replica_load
 
 GB = 1_000_000_000
 
@@ -15,8 +15,23 @@ def save(number: int, durable_s: float, blocked_s: float = 0.5, peak_bytes: int 
     return SaveSample(number, blocked_s, durable_s, cpu_s=0.2, extra_peak_bytes=peak_bytes, files=4, file_bytes=2 * GB)
 
 
-def load(load_s: float, *, number: int = 1, exact: bool = True, how: str = "Checkpointer.load") -> LoadSample:
-    return LoadSample(number, how, load_s, cpu_s=0.1, extra_peak_bytes=0, cold=True, exact=exact)
+def load(
+    load_s: float, *, number: int = 1, exact: bool = True, how: str = "Checkpointer.load", device_bytes: int = 2 * GB
+) -> LoadSample:
+    cold = not how.startswith(CACHED)
+    return LoadSample(number, how, load_s, 0.1, extra_peak_bytes=0, cold=cold, exact=exact, device_bytes=device_bytes)
+
+
+def replicas() -> Run:
+    """One round of two ranks: reads shared are twice as fast where nothing is cached, and half as fast elsewhere."""
+    loaded = []
+    for condition in CONDITIONS:
+        seconds = {SHARED: 1.0, ALONE: 2.0 if condition == CONDITIONS[0] else 0.5}
+        for how, load_s in seconds.items():
+            device_bytes = GB if how == SHARED else 2 * GB
+            ranks = [load(load_s, how=replica_load(condition, how), device_bytes=device_bytes)] * 2
+            loaded.append(Measured(REPLICAS, 1, joined([Outcome(GB, loads=(one,)) for one in ranks])))
+    return run(loaded, rounds=1)
 
 
 def device(direction: str, seconds: float, jobs: int = 1) -> FioSample:
@@ -55,5 +70,5 @@ def task(
     return Task(
         rival=entry.name, what=what, how=how, times=2, number=2, shape=entry.shape, state_bytes=state_bytes,
         phase=entry.phases[what == "load"], directory=str(directory), settle_s=0.0,
-        rank=rank, ranks=entry.ranks, gated=entry.ranks > 1,
+        rank=rank, ranks=entry.ranks, gated=entry.ranks > 1, replicas=entry.replicas, cached=how.startswith(CACHED),
     )

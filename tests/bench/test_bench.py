@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import made_up
@@ -14,12 +15,15 @@ import pytest
 import torch
 from made_up import GB, two_rounds
 
-from bench import document, figures, fio, meter, plots, table
+from bench import figures, fio, meter, plots, table
 from bench.records import FioSample, Outcome, joined
+from bench.report import MarkerError, draw, markers, update
 from bench.rivals import ENTRIES
+from bench.run import NAME, report
 from bench.state import build, choose_layout, choose_llama, flatten, is_exact, spoil
 
 ROOT = Path(__file__).resolve().parents[2]
+BEGIN, END = markers(NAME)
 
 
 def test_ratios_pair_what_was_measured_in_the_same_round() -> None:
@@ -61,7 +65,7 @@ def test_tables_hold_medians_spreads_ratios_rounds_and_failures() -> None:
     assert "DCP, 1 thread" not in against
     loaded = found["Cold load into existing tensors"]["Flowstone, Checkpointer.load"]
     assert loaded[3] == "1.00"
-    assert loaded[-2:] == ("yes", "yes")
+    assert loaded[-2:] == ("cold", "yes")
 
 
 def test_rows_of_several_ranks_are_compared_with_as_many_jobs() -> None:
@@ -72,40 +76,55 @@ def test_rows_of_several_ranks_are_compared_with_as_many_jobs() -> None:
     assert figures.many_device_rates(made_up.run([four], devices=made_up.devices((2.0,))), "write") == {}
 
 
+def test_sharing_among_replicas_is_told_condition_by_condition() -> None:
+    found = {t.title.split(" of ")[0]: {row[0]: row[1:] for row in t.rows} for t in table.tables(made_up.replicas())}
+    rows = found["Four replicas"]
+    assert rows["cold"] == ("2.00x", "1.00", "2.00", "0.10", "0.10", "0", "0")
+    assert [row[0] for row in rows.values()] == ["2.00x", "0.50x", "0.50x", "0.50x"]
+    loads = found["Flowstone in other settings: load"]
+    assert [row[-2] for row in loads.values()] == ["cold"] * 4 + ["cached"] * 4
+
+
+def test_a_load_that_was_to_be_cold_and_was_not_stands_out() -> None:
+    warm = replace(made_up.load(1.0), cold=False)
+    found = table.tables(made_up.run([made_up.Measured("flowstone", 1, Outcome(GB, loads=(warm,)))], rounds=1))
+    assert found[0].rows[0][-2] == "NOT COLD"
+
+
 def test_the_document_keeps_all_but_its_section(tmp_path: Path) -> None:
     path, figures_path = tmp_path / "docs" / "performance.md", tmp_path / "docs" / "figures"
     path.parent.mkdir()
-    path.write_text(f"# Mine\n\n{document.BEGIN}\nold numbers\n{document.END}\n\nmine too\n")
-    document.update(path, two_rounds(), figures_path)
+    path.write_text(f"# Mine\n\n{BEGIN}\nold numbers\n{END}\n\nmine too\n")
+    update(path, report(two_rounds()), figures_path)
     text = path.read_text()
     assert text.startswith("# Mine\n\n")
-    assert text.endswith(f"{document.END}\n\nmine too\n")
+    assert text.endswith(f"{END}\n\nmine too\n")
     assert "old numbers" not in text
     assert "`bench`, 2026-01-01" in text
     assert "| Flowstone, later | 0.50 |" in text
     assert "](figures/durable-save.svg)" in text
-    document.update(path, two_rounds(), figures_path)
+    update(path, report(two_rounds()), figures_path)
     assert path.read_text() == text
 
 
-@pytest.mark.parametrize("text", ["no markers", f"{document.END}{document.BEGIN}", document.BEGIN,
-                                  f"{document.BEGIN}{document.END}{document.END}"])
+@pytest.mark.parametrize("text", ["no markers", f"{END}{BEGIN}", BEGIN,
+                                  f"{BEGIN}{END}{END}"])
 def test_a_document_without_its_markers_is_left_alone(tmp_path: Path, text: str) -> None:
     path = tmp_path / "performance.md"
     path.write_text(text)
-    with pytest.raises(document.MarkerError):
-        document.update(path, two_rounds(), None)
+    with pytest.raises(MarkerError):
+        update(path, report(two_rounds()), None)
     assert path.read_text() == text
 
 
 def test_our_own_document_has_the_markers() -> None:
     text = (ROOT / "docs" / "PERFORMANCE.md").read_text()
-    assert text.index(document.BEGIN) < text.index(document.END)
+    assert text.index(BEGIN) < text.index(END)
 
 
 def test_plots_draw_every_row_to_scale(tmp_path: Path) -> None:
     run = two_rounds()
-    plots.draw_all(run, tmp_path)
+    draw(plots.charts(run), tmp_path)
     assert {path.stem for path in tmp_path.iterdir()} == {chart.name for chart in plots.charts(run)}
     tag = "{http://www.w3.org/2000/svg}"
     drawn = ElementTree.parse(tmp_path / "durable-save.svg").getroot()  # which also says that it is well-formed
@@ -171,6 +190,19 @@ def test_cooled_files_are_not_in_the_page_cache(tmp_path: Path) -> None:
     assert meter.cool([path])
 
 
+def test_warmed_files_are_read_from_the_page_cache_alone(tmp_path: Path) -> None:
+    path = tmp_path / "cold"
+    path.write_bytes(b"x" * 1_000_001)
+    if meter.cool([path]) is None:
+        pytest.skip("this kernel has no cachestat(2)")
+    watch = meter.Meter()
+    assert meter.warm([path])
+    assert watch.read().device_bytes >= 1_000_001
+    watch = meter.Meter()
+    path.read_bytes()
+    assert watch.read().device_bytes == 0
+
+
 def test_the_meter_sees_what_a_living_child_uses() -> None:
     work = (
         "x = bytearray(64 << 20); x[::4096] = bytes(len(x) // 4096); "
@@ -192,7 +224,7 @@ def test_the_meter_sees_what_a_living_child_uses() -> None:
 
 def test_a_run_from_end_to_end(tmp_path: Path) -> None:
     told, tables, update = tmp_path / "raw.json", tmp_path / "tables.md", tmp_path / "doc.md"
-    update.write_text(f"{document.BEGIN}\n{document.END}\n")
+    update.write_text(f"{BEGIN}\n{END}\n")
     program = [sys.executable, str(ROOT / "bench" / "run.py"), "--json", str(told), "--update", str(update)]
     measure = [
         *program, "--bytes", "2e6", "--rounds", "1", "--settle-s", "0", "--passes", "1", "--directory", str(tmp_path),

@@ -19,12 +19,13 @@ from made_up_training import GB, Trained, block, saved, training
 from bench import environments
 from bench.environments import Environment
 from bench.goals import Goal
-from bench.interference import is_sound, section
+from bench.interference import NAME, is_sound, report
 from bench.launch import WorkerError, call
+from bench.report import markers, section
 from bench.rivals import OURS, Entry
 from bench.rivals.torch_save import TorchSave
 from bench.state import State, flatten
-from bench.training import figures, tables, text
+from bench.training import figures, text
 from bench.training.drill import drill
 from bench.training.goals import goals
 from bench.training.programme import FULL, PARTICIPANTS, PROGRAMMES, QUICK
@@ -43,6 +44,7 @@ from bench.training.trainer import Lap, Trainer, calibrate, solve, window_of
 from bench.training.worker import check_exact
 
 ROOT = Path(__file__).resolve().parents[2]
+BEGIN, END = markers(NAME)
 ENVIRONMENTS = ROOT / "runs" / "bench" / "environments"
 TINY = Shape(vocabulary=64, context=16, width=16, depth=1, heads=2)
 WINDOW = Window(2, 8)
@@ -129,8 +131,8 @@ def test_the_section_holds_rows_goals_charts_and_failures() -> None:
     run = made_up.two_rounds()
     broken = training(block(0, (2.0,) * 6), block(5, (2.0,) * 6, (saved(1, 1.0), torch_failed)), differing=("a", "b"))
     run = replace(run, trained=(*run.trained, Trained("dcp-async", 1, broken), Trained(OURS, 3, None, "killed")))
-    written = section(run, "figures")
-    assert written.startswith(tables.BEGIN)
+    written = section(report(run), "figures")
+    assert written.startswith(BEGIN)
     assert "(figures/interference-blocked.svg)" in written
     assert "| Flowstone, every 5 | 20 | 2.040 |" in written
     assert "GPT-2 of 124.4 million parameters" in written
@@ -152,7 +154,7 @@ def test_wrong_bytes_and_failed_saves_of_ours_are_not_sound() -> None:
 
 def test_our_own_document_has_the_markers_and_the_programmes_are_consistent() -> None:
     text = (ROOT / "docs" / "PERFORMANCE.md").read_text()
-    assert text.index(tables.BEGIN) < text.index(tables.END)
+    assert text.index(BEGIN) < text.index(END)
     assert FULL.shape.parameters == 124_439_808  # GPT-2's own
     assert sum(leg.steps for leg in FULL.ours if leg.every == 5) * FULL.rounds == 200
     for programme in PROGRAMMES.values():
@@ -334,7 +336,7 @@ def test_a_drill_tells_of_every_save(stepping: bool, tmp_path: Path) -> None:
 
 def test_a_quick_run_from_end_to_end(tmp_path: Path) -> None:
     told, update = tmp_path / "raw.json", tmp_path / "doc.md"
-    update.write_text(f"# Mine\n\n{tables.BEGIN}\nold\n{tables.END}\n")
+    update.write_text(f"# Mine\n\n{BEGIN}\nold\n{END}\n")
     program = [sys.executable, str(ROOT / "bench" / "interference.py"), "--json", str(told)]
     measure = [*program, "--quick", "--directory", str(tmp_path), "--only", "flowstone", "torch"]
 

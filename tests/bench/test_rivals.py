@@ -17,10 +17,12 @@ import flowstone as fs
 from bench import environments
 from bench.launch import work
 from bench.records import Measured, Outcome
-from bench.rivals import ENTRIES, FLOWSTONE, RIVALS, SHORT, Entry
+from bench.rivals import ALONE, CACHED, ENTRIES, FLOWSTONE, REPLICAS, RIVALS, SHARED, SHORT, Entry, replica_load
+from bench.rivals import entry as entry_of
 from bench.state import build, choose_layout, flatten, is_exact
 from bench.worker import perform
 from flowstone import _native
+from flowstone.config import SHARED_READ_BYTES_MIN
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENTS = ROOT / "runs" / "bench" / "environments"
@@ -64,8 +66,8 @@ def test_saves_and_loads_exactly_in_its_own_environment(entry: Entry, tmp_path: 
     check(saved, loaded)
 
 
-def job(what: str, how: str, directory: Path) -> Measured:
-    tasks = [made_up.task(JOB, what, how, directory, rank=rank) for rank in range(JOB.ranks)]
+def job(what: str, how: str, directory: Path, entry: Entry = JOB, state_bytes: int = 1_500_000) -> Measured:
+    tasks = [made_up.task(entry, what, how, directory, state_bytes, rank) for rank in range(entry.ranks)]
     return work(tasks, 1, python=Path(sys.executable), io_uring=True)
 
 
@@ -82,6 +84,32 @@ def test_a_job_of_ranks_saves_one_checkpoint_and_loads_it_exactly(tmp_path: Path
     assert manifest.data_bytes == saved.outcome.payload_bytes == choose_layout(JOB.shape, 1_500_000).state_bytes
     assert len({part.payload_bytes for part in saved.outcome.parts}) == 1
     assert saved.outcome.saves[0].files == len(list((store / "step-00000001").iterdir()))
+
+
+def test_replicas_that_share_their_reads_read_every_byte_once(tmp_path: Path) -> None:
+    entry, state_bytes = entry_of(REPLICAS), SHARED_READ_BYTES_MIN * 5 // 4
+    saved = job("save", "", tmp_path, entry, state_bytes).outcome
+    assert saved is not None
+    assert saved.payload_bytes == choose_layout(entry.shape, state_bytes).state_bytes > SHARED_READ_BYTES_MIN
+    assert saved.saves[0].file_bytes < 1.1 * saved.payload_bytes
+    times = {replica_load("cold", SHARED): 1, replica_load("cold", ALONE): 4, replica_load(CACHED, SHARED): 1}
+    for how, read in times.items():
+        loaded = job("load", how, tmp_path, entry, state_bytes)
+        assert loaded.outcome is not None, loaded.error
+        assert [sample.exact for sample in loaded.outcome.loads] == [True, True]
+        assert all(sample.cold is not how.startswith(CACHED) for sample in loaded.outcome.loads)
+        if takes_direct(tmp_path):
+            shares = [(sample.device_bytes or 0) / saved.payload_bytes for sample in loaded.outcome.loads]
+            assert shares == pytest.approx([read] * 2, rel=0.1)
+
+
+def takes_direct(directory: Path) -> bool:
+    """Whether files can be read past the page cache, and so from a device."""
+    try:
+        os.close(os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
 
 
 def test_a_rank_that_gets_the_rows_of_another_is_not_exact() -> None:

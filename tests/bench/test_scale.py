@@ -15,7 +15,8 @@ import pytest
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Shard
 
-from bench.scale import jobs, parse, section
+from bench.report import section
+from bench.scale import jobs, parse, report
 from bench.scaling import curves, tables
 from bench.scaling.bound import least_largest, ownership
 from bench.scaling.records import Case, Outcome, Run, Spent, Task
@@ -92,7 +93,7 @@ def test_the_bound_of_one_set_of_ranks_is_a_level() -> None:
 
 def test_a_quick_run_plans_every_layout(tmp_path: Path) -> None:
     document = tmp_path / "page.md"
-    document.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
+    document.write_text("before\n<!-- scale:start -->\nold\n<!-- scale:end -->\nafter\n")
     command = [sys.executable, str(ROOT / "bench" / "scale.py"), "--quick", "--ranks", "16", "--directory",
                str(tmp_path / "bench"), "--json", str(tmp_path / "run.json"), "--plots", str(tmp_path / "figures")]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
@@ -137,15 +138,15 @@ def test_goals_tell_pass_from_miss() -> None:
     missed = [goal.text for goal in tables.goals(bad) if not goal.is_met]
     assert len(missed) == 3
     assert "first plan" in missed[0]
-    text = section(good, "figures")
-    assert text.startswith(tables.BEGIN)
+    text = section(report(good), "figures")
+    assert text.startswith("<!-- scale:start -->")
     assert "![First plan, CPU-seconds: Llama-3 405B](figures/scale-plan.svg)" in text
 
 
 def test_labels_of_curves_that_end_together_stand_apart() -> None:
     lines = tuple(curves.Curve(f"line {at}", ((8, 1.0), (64, 10.0 + at / 100))) for at in range(6))
     chart = curves.Growth("x", "Title <&>", "small", lines, 50.0)
-    root = ElementTree.fromstring(curves.draw(chart))
+    root = ElementTree.fromstring(chart.svg())
     labels = [e for e in root.iter("{http://www.w3.org/2000/svg}text") if (e.text or "").startswith("line ")]
     heights = sorted(float(e.get("y", "0")) for e in labels)
     assert min(np.diff(heights)) >= 16

@@ -1,0 +1,58 @@
+"""What the benchmarks' scripts have in common: where results come from and go, and how a run ends."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from rich.progress import Progress
+
+from bench.progress import progress
+from bench.report import Report, draw, show, update
+
+Record = TypeVar("Record")
+
+
+def add_results(parser: argparse.ArgumentParser, name: str, *, each: str) -> None:
+    """Options of benchmark `name`, which writes its raw numbers after every `each`."""
+    add = parser.add_argument
+    add("--json", type=Path, help=f"every raw number, written after every {each}")
+    add("--from", dest="read", type=Path, help="measure nothing: tables of what --json wrote")
+    add("--update", type=Path, help=f"the document whose section between the {name} markers is replaced")
+    add("--plots", type=Path, help="where charts (SVG) are put")
+
+
+@contextmanager
+def workplace(directory: Path) -> Iterator[tuple[Path, Progress]]:
+    """A folder below `directory`, and a bar to show meanwhile. The folder goes at the end, also when told to stop."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=directory) as own, progress() as bar:
+        yield Path(own), bar
+
+
+def write(run: object, path: Path | None) -> None:
+    """What `--json` asks for."""
+    if path is not None:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=1))
+
+
+def read(path: Path, kind: type[Record]) -> Record:
+    """What `write` wrote."""
+    return msgspec.json.decode(path.read_bytes(), type=kind)
+
+
+def publish(report: Report, options: argparse.Namespace) -> None:
+    """Wherever the options say, and on standard output."""
+    if options.update:
+        update(options.update, report, options.plots)
+    if options.plots:
+        draw(report.charts, options.plots)
+    show(report)

@@ -22,6 +22,7 @@ struct File {
     int fd = -1;
     std::string path;
     std::uint32_t alignment = 1;  // > 1: opened with O_DIRECT, which needs it; 1: buffered
+    std::uintptr_t mapped = 0;    // where its first byte lies, if all that is read of it is in memory; 0: it is not
 };
 
 enum class Direction { read, write };

@@ -282,9 +282,9 @@ void bind_memory(nb::module_& module) {
         }, "total_bytes"_a, nb::kw_only(), "when_idle"_a = false)
         .def("close", [](const PyArena& arena) { const Unlocked unlocked; arena.held->close(); });
     nb::class_<PyFile>(module, "File")
-        .def("__init__", [](PyFile* self, int fd, std::string path, std::uint32_t alignment) {
-            new (self) PyFile{{std::make_shared<const File>(File{fd, std::move(path), alignment})}};
-        }, nb::kw_only(), "fd"_a, "path"_a, "alignment"_a);
+        .def("__init__", [](PyFile* self, int fd, std::string path, std::uint32_t alignment, std::uintptr_t mapped) {
+            new (self) PyFile{{std::make_shared<const File>(File{fd, std::move(path), alignment, mapped})}};
+        }, nb::kw_only(), "fd"_a, "path"_a, "alignment"_a, "mapped"_a = 0);
 }
 
 void bind_devices(nb::module_& module) {

@@ -13,6 +13,7 @@ namespace flowstone {
 /// Arena windows hold a block. Direct ones hold the bounce blocks of an unaligned head and tail.
 struct ReadJob::Window {
     const ReadWindow* planned;
+    bool mapped = false;
     Block block;
     AlignedBytes head;
     AlignedBytes tail;
@@ -54,11 +55,16 @@ void ReadJob::feed() {
     plan_ = plan_reads(*rows_, machine_.request_bytes, options_.in_place);
     const auto windows_max = static_cast<std::uint32_t>(machine_.queue_depth + machine_.workers->count());
     const auto copied = static_cast<std::uint64_t>(
-        std::count_if(plan_.windows.begin(), plan_.windows.end(), [](const ReadWindow& window) { return !window.direct; }));
+        std::count_if(plan_.windows.begin(), plan_.windows.end(),
+                      [this](const ReadWindow& window) { return !window.direct && !is_mapped(window); }));
     if (copied != 0) arena_->grow(std::min<std::uint64_t>(copied, windows_max) * arena_->block_bytes());
     for (const ReadWindow& window : plan_.windows) {
         wait_for_room(windows_max);
         if (stopping()) break;
+        if (is_mapped(window)) {
+            begin_mapped(window);
+            continue;
+        }
         if (window.direct) {
             begin(window, Block());
             continue;
@@ -68,6 +74,21 @@ void ReadJob::feed() {
         begin(window, std::move(*block));
     }
     finish();
+}
+
+/// Devices copy out of pinned blocks alone.
+bool ReadJob::is_mapped(const ReadWindow& planned) const {
+    const auto is_far = [this](const WantedChunk& chunk) { return rows_->rows[chunk.row].device != on_host; };
+    return files_[planned.file]->mapped != 0 && !std::any_of(plan_.chunks.begin() + static_cast<std::ptrdiff_t>(planned.first),
+                                                             plan_.chunks.begin() + static_cast<std::ptrdiff_t>(planned.last), is_far);
+}
+
+void ReadJob::begin_mapped(const ReadWindow& planned) {
+    const auto window = std::make_shared<Window>();
+    window->planned = &planned;
+    window->mapped = true;
+    begin_window(false);
+    machine_.workers->post([this, window] { deliver(window); });
 }
 
 void ReadJob::begin(const ReadWindow& planned, Block block) {
@@ -128,16 +149,15 @@ void ReadJob::end_op(const std::shared_ptr<Window>& window, const Outcome& outco
 /// Every chunk of an arrived window: checked where it lies, then (from the arena) stored.
 void ReadJob::deliver(const std::shared_ptr<Window>& window) {
     const ReadWindow& planned = *window->planned;
-    if (planned.direct) copy_edges(*window);
+    const bool in_place = planned.direct && !window->mapped;
+    if (in_place) copy_edges(*window);
     for (std::size_t i = planned.first; i < planned.last; ++i) {
         const WantedChunk& chunk = plan_.chunks[i];
-        const ReadRow& row = rows_->rows[chunk.row];
-        const std::byte* bytes = planned.direct ? row.target() + (chunk.begin - row.offset)
-                                                : window->block.bytes() + (chunk.begin - planned.begin);
+        const std::byte* bytes = arrived(*window, chunk);
         if (!check(chunk, bytes)) continue;
         // Once one chunk is bad the load has failed: report the others, but change no more memory.
-        if (!planned.direct && !damaged_.load()) store(*window, chunk, bytes);
-        (planned.direct ? direct_bytes_ : copied_bytes_) += chunk.length;
+        if (!in_place && !damaged_.load()) store(*window, chunk, bytes);
+        (in_place ? direct_bytes_ : copied_bytes_) += chunk.length;
         done_bytes_ += chunk.length;
     }
     end(window);
@@ -162,6 +182,14 @@ void ReadJob::end(const std::shared_ptr<Window>& window) {
         });
     }
     stored();
+}
+
+const std::byte* ReadJob::arrived(const Window& window, const WantedChunk& chunk) const {
+    const ReadWindow& planned = *window.planned;
+    const ReadRow& row = rows_->rows[chunk.row];
+    if (window.mapped) return reinterpret_cast<const std::byte*>(files_[planned.file]->mapped + chunk.begin);
+    if (planned.direct) return row.target() + (chunk.begin - row.offset);
+    return window.block.bytes() + (chunk.begin - planned.begin);
 }
 
 void ReadJob::copy_edges(const Window& window) {

@@ -23,7 +23,8 @@ struct ReadOptions {
     std::uint64_t request_bytes = 0;
 };
 
-/// What is for a device is queued to be copied there out of its block, once it has been checked.
+/// What is for a device is queued to be copied there out of its block, once it has been checked. What lies in mapped
+/// memory is checked there, and goes to its target without a block.
 /// Targets stay alive until wait() has returned true; rows, files and arena are the job's.
 /// The destructor cancels and waits.
 ///
@@ -46,10 +47,13 @@ private:
     struct Window;  // one on its way
 
     void feed();
+    bool is_mapped(const ReadWindow& planned) const;
+    void begin_mapped(const ReadWindow& planned);
     void begin(const ReadWindow& planned, Block block);
     void aim_direct(Window& window, std::vector<iovec>& parts);
     void end_op(const std::shared_ptr<Window>& window, const Outcome& outcome);
     void deliver(const std::shared_ptr<Window>& window);
+    const std::byte* arrived(const Window& window, const WantedChunk& chunk) const;
     void copy_edges(const Window& window);
     bool check(const WantedChunk& chunk, const std::byte* bytes);
     void store(Window& window, const WantedChunk& chunk, const std::byte* bytes);

@@ -319,6 +319,32 @@ TEST_CASE("a failing read is named and touches no target") {
     }
 }
 
+TEST_CASE("mapped memory is checked where it lies, and asks for nothing") {
+    for (const std::uint64_t damaged : {std::uint64_t{1}, std::uint64_t{0}}) {
+        Bed bed({"posix", false}, 4096);
+        const Sample sample = plain_sample(10 * mib + 5);
+        std::vector<std::byte> memory = sample.expected;
+        std::vector<std::uint64_t> digests;
+        for (std::uint64_t at = 0; at < 10 * mib + 5; at += mib)
+            digests.push_back(xxh3_64(memory.data() + at, std::min(mib, 10 * mib + 5 - at)));
+        memory[3 * mib + 9] ^= static_cast<std::byte>(damaged);
+        const std::uint64_t hidden = 1 << 20;  // nothing before that is there
+        const auto begin = reinterpret_cast<std::uintptr_t>(memory.data());
+        const auto file = std::make_shared<const File>(File{bed.scratch.file()->fd, "memory", 1, begin - hidden});
+        const Memory target(10 * mib + 5, 1);
+        std::memset(target.start(), 0, 10 * mib + 5);
+        const ReadRows rows{{{hidden, 10 * mib + 5, target.address(), 0, 0, 11, contiguous, 0}}, {}, digests};
+        const auto load = bed.engine.read(bed.arena, {file}, std::make_shared<ReadRows>(rows), {.stop_at_bad = damaged != 0});
+        REQUIRE(load->wait(forever_s));
+        CHECK(!load->fault());
+        CHECK(load->requested_bytes() == 0);
+        CHECK(bed.arena->touched_bytes() == 0);
+        CHECK(load->bad_chunks() == (damaged ? std::vector<std::uint64_t>{3} : std::vector<std::uint64_t>{}));
+        CHECK((std::memcmp(target.start(), memory.data(), 10 * mib + 5) == 0) == (damaged == 0));
+        if (damaged) CHECK(std::to_integer<int>(target.start()[3 * mib + 9]) == 0);
+    }
+}
+
 TEST_CASE("a descriptor that cannot be written is EBADF") {
     for (const Setup& setup : setups()) {
         Bed bed(setup, 4096);

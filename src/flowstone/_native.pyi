@@ -90,8 +90,11 @@ class Arena:
 class File:
     """An open file as the engine sees it; the descriptor stays the caller's."""
 
-    def __init__(self, *, fd: int, path: str, alignment: int) -> None:
-        """`alignment` > 1: the descriptor was opened with O_DIRECT and needs it; 1: buffered."""
+    def __init__(self, *, fd: int, path: str, alignment: int, mapped: int = 0) -> None:
+        """alignment  > 1: the descriptor was opened with O_DIRECT and needs it; 1: buffered
+        mapped     where its first byte would lie, if all that is read of it is in this process's memory: then it is
+                   taken from there; keep it mapped meanwhile
+        """
 
 class GatherLayout:
     """How a row's bytes lie in strided memory: row-major order of `shape`, strides in bytes."""

@@ -30,7 +30,7 @@ POLL_S = 0.1
 ARENA_SHARE_OF_AVAILABLE = 4  # the default budget is a quarter of the memory that is available
 READ_ARENA_BYTES = 256 * MIB  # loads and checks never need more to reach the device's rate
 FIRST_ARENA_BYTES = 128 * MIB  # of staging memory for a first save: sixteen requests of 8 MiB
-WINDOW_BYTES = 64 * MIB  # of half a ring, through which a rank passes on what others on its node want, too
+WINDOW_BYTES = 16 * MIB  # of half a ring, through which a rank passes on what others on its node want, too
 SHARED_READ_BYTES_MIN = 32 * MIB  # less is read by each rank for itself, sooner than they could agree
 READ_REQUEST_BYTES = 8 * MIB + 2 * BLOCK_BYTES  # eight whole chunks at any phase
 # Threads that copy and digest. On two cores a second one takes time from the conductor.

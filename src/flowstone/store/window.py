@@ -10,6 +10,7 @@ An anonymous file, so it is gone with the last process that has it open, however
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import socket
@@ -48,6 +49,7 @@ class Announcement(msgspec.Struct, frozen=True):
     inode: int
     message_bytes: int
     ring_at: int
+    ring_bytes: int
 
 
 def node() -> str:
@@ -69,9 +71,10 @@ class Window:
         """
         assert ring_at % BLOCK_BYTES == 0, "what is mapped begins on a page"
         assert ring_at >= _MESSAGE_AT + len(message), "the message has its room"
-        self._fd = os.memfd_create("flowstone-window", os.MFD_CLOEXEC)
+        self._fd = os.memfd_create("flowstone-window", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self._fd, ring_at + ring_bytes)
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # who has mapped it may touch all of it
             os.pwrite(self._fd, message, _MESSAGE_AT)
             self._head = mmap.mmap(self._fd, BLOCK_BYTES)
             self._ring = mmap.mmap(self._fd, ring_bytes, offset=ring_at)
@@ -80,7 +83,8 @@ class Window:
             raise
         self._counters = np.frombuffer(self._head, np.int64, len(Counter))
         self.address = np.frombuffer(self._ring, np.uint8).ctypes.data
-        self.announcement = Announcement(os.getpid(), self._fd, os.fstat(self._fd).st_ino, len(message), ring_at)
+        inode = os.fstat(self._fd).st_ino
+        self.announcement = Announcement(os.getpid(), self._fd, inode, len(message), ring_at, ring_bytes)
 
     def tell(self, counter: Counter, value: int) -> None:
         """Set a counter: what was put into the ring before is there for who sees it."""
@@ -105,11 +109,15 @@ class OpenWindow:
                 raise FileNotFoundError(f"process {announced.pid} has another file there")
             self.message = os.pread(self._fd, announced.message_bytes, _MESSAGE_AT)
             self._head = mmap.mmap(self._fd, BLOCK_BYTES, prot=mmap.PROT_READ)
+            self._ring = mmap.mmap(self._fd, announced.ring_bytes, prot=mmap.PROT_READ, offset=announced.ring_at)
         except BaseException:
             os.close(self._fd)
             raise
         self._counters = np.frombuffer(self._head, np.int64, len(Counter))
-        self.file = _native.File(fd=self._fd, path=f"the window of process {announced.pid}", alignment=1)
+        self.file = _native.File(
+            fd=self._fd, path=f"the window of process {announced.pid}", alignment=1,
+            mapped=np.frombuffer(self._ring, np.uint8).ctypes.data - announced.ring_at,
+        )
 
     def count(self, counter: Counter) -> int:
         return int(self._counters[counter])
@@ -125,6 +133,7 @@ class OpenWindow:
     def close(self) -> None:
         del self._counters
         self._head.close()
+        self._ring.close()
         os.close(self._fd)
 
 

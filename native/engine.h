@@ -1,4 +1,7 @@
 // The way in: one queue to the device, a few workers, and the jobs that run on them.
+//
+// write_plan, read_plan turn rows into windows; write_job, read_job run those on the workers and a backend (uring,
+// posix), whose one contract is in backend.h.
 #pragma once
 
 #include <cstdint>

@@ -106,9 +106,10 @@ class Tuning:
             raise ValueError(f"direct_from_bytes {self.direct_from_bytes} is no size")
 
 
-# Measured on ext4 over a virtio disk of 2 to 4 GB/s: no request size and depth is faster beyond the noise, and
-# direct is 1.4 to 2 times as fast as buffered from 4 MiB on, and not slower down to 256 KiB. Writing through the arena
-# alone is 1.1 to 1.4 times as fast as also in place, for a copy's processor time (docs/decisions/006).
+# Measured by `flowstone bench tune`, on ext4 over a virtio disk of 2 to 4 GB/s: no request size and depth is faster
+# beyond the noise, and direct is 1.4 to 2 times as fast as buffered from 4 MiB on, and not slower down to 256 KiB.
+# Writing through the arena alone is 1.1 to 1.4 times as fast as also in place, for a copy's processor time
+# (docs/decisions/006).
 WRITE_DEFAULTS = Tuning(backend="auto", queue_depth=16, request_bytes=8 * MIB, workers=WORKERS_DEFAULT, in_place=False)
 READ_DEFAULTS = Tuning(
     backend="auto", queue_depth=16, request_bytes=READ_REQUEST_BYTES, workers=WORKERS_DEFAULT, in_place=False

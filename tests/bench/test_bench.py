@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -19,7 +18,7 @@ from bench import figures, fio, meter, plots, table
 from bench.records import FioSample, Outcome, joined
 from bench.report import MarkerError, draw, markers, update
 from bench.rivals import ENTRIES
-from bench.run import NAME, report
+from bench.run import NAME, main, report
 from bench.state import build, choose_layout, choose_llama, flatten, is_exact, spoil
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -222,29 +221,24 @@ def test_the_meter_sees_what_a_living_child_uses() -> None:
     assert ended.cpu_s >= alive.cpu_s - 0.02  # a tick of the kernel's clock for each of two numbers
 
 
-def test_a_run_from_end_to_end(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("conductor")
+def test_a_run_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told, tables, update = tmp_path / "raw.json", tmp_path / "tables.md", tmp_path / "doc.md"
     update.write_text(f"{BEGIN}\n{END}\n")
-    program = [sys.executable, str(ROOT / "bench" / "run.py"), "--json", str(told), "--update", str(update)]
     measure = [
-        *program, "--bytes", "2e6", "--rounds", "1", "--settle-s", "0", "--passes", "1", "--directory", str(tmp_path),
-        "--plots", str(tmp_path / "figures"), "--only", "flowstone", "torch", "flowstone-ranks",
+        "--json", str(told), "--update", str(update), "--bytes", "2e6", "--rounds", "1", "--settle-s", "0", "--passes",
+        "1", "--directory", str(tmp_path), "--plots", str(tmp_path / "figures"), "--only", "flowstone", "torch",
+        "flowstone-ranks",
     ]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
-
-    def call(command: list[str]) -> str:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    assert "Flowstone against its rivals" in call(measure)
+    assert main(measure) == 0
+    assert "Flowstone against its rivals" in capsys.readouterr().out
     raw = json.loads(told.read_text())
     assert [m["error"] for m in raw["measured"]] == [None] * 7
     assert all(sample["exact"] for m in raw["measured"] for sample in m["outcome"]["loads"])
     assert {e.name: e.saves for e in ENTRIES}["flowstone"] == len(raw["measured"][0]["outcome"]["saves"])
     assert [len(m["outcome"]["parts"]) for m in raw["measured"] if m["rival"] == "flowstone-ranks"] == [4, 4]
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["figures"]
-    call([*measure, "--resume"])  # all its rounds are there
+    assert main([*measure, "--resume"]) == 0  # all its rounds are there
     assert json.loads(told.read_text()) == raw
-    call([*program[:2], "--from", str(told), "--markdown", str(tables)])
+    assert main(["--from", str(told), "--markdown", str(tables)]) == 0
     assert "one job of four ranks" in tables.read_text()

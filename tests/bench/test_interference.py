@@ -16,7 +16,7 @@ import pytest
 import torch
 from made_up_training import GB, Trained, block, saved, training
 
-from bench import environments
+from bench import environments, interference
 from bench.environments import Environment
 from bench.goals import Goal
 from bench.interference import NAME, is_sound, report
@@ -334,28 +334,28 @@ def test_a_drill_tells_of_every_save(stepping: bool, tmp_path: Path) -> None:
         assert sample.peak_bytes > outcome.before_bytes / 2
 
 
-def test_a_quick_run_from_end_to_end(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("conductor")
+def test_a_quick_run_from_end_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(interference, "QUICK", replace(QUICK, shape=TINY, window=WINDOW))
     told, update = tmp_path / "raw.json", tmp_path / "doc.md"
     update.write_text(f"# Mine\n\n{BEGIN}\nold\n{END}\n")
-    program = [sys.executable, str(ROOT / "bench" / "interference.py"), "--json", str(told)]
-    measure = [*program, "--quick", "--directory", str(tmp_path), "--only", "flowstone", "torch"]
-
-    def run(command: list[str]) -> str:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment())
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    assert "training time, a save every 5 steps, of no saves" in run(measure)
+    measure = ["--json", str(told), "--quick", "--directory", str(tmp_path), "--only", "flowstone", "torch"]
+    assert interference.main(measure) == 0
+    assert "training time, a save every 5 steps, of no saves" in capsys.readouterr().out
     raw = json.loads(told.read_text())
     assert [trained["error"] for trained in raw["trained"]] == [None] * 2
     assert [trained["outcome"]["differing"] for trained in raw["trained"]] == [[], []]
     assert [drilled["outcome"]["failures"] for drilled in raw["drilled"]] == [[]] * len(QUICK.drills)
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
-    run([*measure, "--resume"])  # all is there
+    assert interference.main([*measure, "--resume"]) == 0  # all is there
     assert json.loads(told.read_text()) == raw
-    run([*program[:2], "--from", str(told), "--update", str(update), "--plots", str(tmp_path / "figures")])
+    plots = ["--update", str(update), "--plots", str(tmp_path / "figures")]
+    assert interference.main(["--from", str(told), *plots]) == 0
     assert update.read_text().startswith("# Mine\n\n<!--")
     assert "| Flowstone, every step | 5 |" in update.read_text()
     assert (tmp_path / "figures" / "interference-total.svg").exists()
-    refused = subprocess.run([*measure, "--update", str(update)], capture_output=True, check=False, env=environment())
+    program = [sys.executable, str(ROOT / "bench" / "interference.py"), *measure, "--update", str(update)]
+    refused = subprocess.run(program, capture_output=True, check=False, env=environment())
     assert refused.returncode == 2

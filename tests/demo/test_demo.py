@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 from rich.console import Console
 
 import flowstone as fs
@@ -51,7 +52,10 @@ def test_small_demo_holds_every_claim_and_leaves_nothing(tmp_path: Path) -> None
     assert not (tmp_path / "work").exists()
 
 
-def test_one_flipped_bit_of_one_weight_fails_the_demo(tmp_path: Path) -> None:
+def test_one_flipped_bit_of_one_weight_fails_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a demo whose act two is short: one kill, wherever it falls."""
+    short = structs.replace(SMALL, steps=12, kills=1, kills_min=1, aimed=0, torn=0)
+    monkeypatch.setattr(acts, "SMALL", short)
     status, text = shown(tmp_path / "work", seed=4, flip_bit=True, keep=True)
     assert status == 1, text
     failed = [line for line in text.splitlines() if line.startswith(("✗", "FAILED"))]
@@ -59,7 +63,7 @@ def test_one_flipped_bit_of_one_weight_fails_the_demo(tmp_path: Path) -> None:
     assert "model.wte.weight: 1 of 262144 bytes differ, the first at byte 0" in failed[0]
     assert "live memory" in failed[1]
     assert failed[2].endswith("unlike: wte.weight on 2, wte.weight on 1")
-    assert fs.open(tmp_path / "work" / "killed").step == SMALL.steps
+    assert fs.open(tmp_path / "work" / "killed").step == short.steps
 
 
 def test_a_directory_with_something_in_it_is_refused_and_untouched(tmp_path: Path) -> None:

@@ -61,7 +61,9 @@ MUTANTS = {
     ),
     "retention_comes_before_the_commit": Mutant(
         Checkpointer, "_finish",
-        (("team, emit = self._together.team, self._emit", "self._prune_all(); team, emit = None, self._emit"),),
+        # Behind the segments, which nobody would wait for any more if the power failed here.
+        (("team, emit = self._together.team, self._emit",
+          "flight.writing._job.wait(60.0); self._prune_all(); team, emit = None, self._emit"),),
         "retention",
     ),
     "deletion_is_not_synced_before_files_go": Mutant(

@@ -1,4 +1,27 @@
-"""Capture: from live memory and a plan to segments on their way to the store."""
+"""Capture: from live memory and a plan to segments on their way to the store.
+
+**Windows.** The engine cuts each segment into windows of one request. While an arena block is free, the next window is
+copied into it and is captured; when none is, it waits for one (or, with `write_in_place`, the last window is written
+from where it lies, by one vectored request whose heads and tails alone are copied, and is captured once it is written).
+All threads of the engine and the arena give way to others: lower processor and I/O priority.
+
+**Early and lazy.** Each piece is one or the other, a column of the plan. Early ones come first, and `save` returns when
+they are captured. Lazy are, from 64 KiB on, the parameters of modules and the state of optimizers, if an optimizer is
+in the state, whose step then waits (`fence.py`); with `fence="manual"` every piece from 64 KiB on.
+
+**Leisure.** Before anybody waits, lazy windows hold no more blocks than a full queue needs, and begin no faster than
+would have them all captured when CAPTURE_SHARE_OF_LEISURE of the shortest of the last four times from `save` to fence
+have passed. Whoever waits (fence, `captured`, `committed`, `wait`, `load`, `close`, the end of the script) ends that:
+what is left is copied at the speed of memory as far as the arena has room, after that at the device's. A fence that
+had to wait is told as the event `Fenced`, and makes the arena grow for the next one, while no save uses it.
+`write_bytes_per_s` caps early and lazy bytes alike, whoever waits.
+
+**What escapes the fence** is found by the engine (`native/watch.h`), by a few lines of every chunk of a lazy piece,
+copied when the save starts (on a device the current stream gathers them). A copied window is digested in its block, so
+that file and digest agree whatever happens to the source; what is written from where it lies is digested before and
+after. A difference is a fault of that job, so an error in its receipt: that save fails with `StateChangedError`, which
+names the tensors, and the checkpoint before it stays the newest.
+"""
 
 from __future__ import annotations
 

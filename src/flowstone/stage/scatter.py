@@ -1,4 +1,8 @@
-"""Scatter: from stored extents, verified chunk by chunk, into the memory that wants them."""
+"""Scatter: from stored extents, verified chunk by chunk, into the memory that wants them.
+
+Through a few arena blocks, and then a chunk is copied only after it was verified; with `read_in_place` straight into
+the target where its address has the phase of the file, and then it is verified there (docs/decisions/003).
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,10 @@
 """Side streams: copies between a device and the host, beside the device's own work.
 
 The engine queues them, from its own threads; here is what only the framework knows: in which order they come with
-what the caller has put on the device's current stream.
+what the caller has put on the device's current stream. The processor never touches a device's memory: a window with
+bytes of it is fetched into its arena block, and goes on as a copied one when the device calls back (`native/device.h`;
+docs/decisions/008). At the fence the processor waits until all is queued, the current stream until it is copied. A load
+is the reverse.
 """
 
 from __future__ import annotations

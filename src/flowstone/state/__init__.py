@@ -2,6 +2,16 @@
 
 `describe` takes a state apart for a save; `prepare` finds the places for a load, and the
 Restoration that it returns finishes what bytes alone cannot restore.
+
+Every value has one kind (`kinds.py`, `survey.classify`). Modules, optimizers, generators, loaders and plain trees are
+described by the walk itself, which enters tensors into the ledger by columns; an object of a registered type, or a
+tensor that is made of tensors, by its Provider: `provider.py` is the protocol, `registry.py` who serves which type,
+`drawn.py` holds a provider to its contract, `provided.py` joins it to the walk, `split.py` is the provider of tensor
+subclasses. Why there are two ways: docs/decisions/007.
+
+A flattened tensor is a range of elements (`flat.py`), cut into boxes as it enters the ledger. `fsdp.py` reads such
+ranges from FSDP1's tables, `Flat` declares them. To the optimizer's half of the walk a flat parameter is all that lies
+in it: `optimizers.Member` says where. `zero.py` knows who keeps the state of a ZeroRedundancyOptimizer.
 """
 
 from flowstone.state.describe import BYTES_INLINE_MAX, describe

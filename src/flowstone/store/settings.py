@@ -1,4 +1,10 @@
-"""How a store moves bytes, resolved: what the caller says, else what was tuned for here, else the defaults."""
+"""How a store moves bytes, resolved: what the caller says, else what was tuned for here, else the defaults.
+
+Once for each direction; directions that are tuned alike share an engine. Tuned is what the store's `tuning.json` says,
+else the user's file for the mount, each believed only on the machine, kernel and mount where `flowstone bench tune`
+measured it (docs/decisions/005). Whether bytes go past the page cache also depends on how many they are. The manifest
+tells what held.
+"""
 
 from __future__ import annotations
 

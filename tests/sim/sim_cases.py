@@ -5,16 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from sim_disk import Change, Disk, PowerLoss, Unsynced
-from sim_team import team
+from sim_team import TeamJob, team
+from sim_turns import Freeze
 from sim_world import STORE, Job, Ledger, check, job
 
-from flowstone import FlowstoneError, Keep
+from flowstone import FlowstoneError, Keep, StepExistsError
 from flowstone.commit import catalog
 from flowstone.events import RemovalFailed
 from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME, step_directory
@@ -55,6 +56,7 @@ class Scenario:
 
     repeat  what the next process does after a kill, if not the same again
     ranks   how many the job has. Of several, one is killed, fails or freezes; the power is lost for all
+    modes   in which it is played
     """
 
     name: str
@@ -63,6 +65,7 @@ class Scenario:
     keep: Keep | None = None
     repeat: Callable[[Job], None] | None = None
     ranks: int = 1
+    modes: Collection[str] = tuple(MODES)
 
 
 def _saved(*steps: int) -> Callable[[Path, Ledger], None]:
@@ -138,6 +141,12 @@ def _two_saves(job: Job) -> None:
     job.save(4)
 
 
+def _two_tries(job: TeamJob) -> None:
+    """A rank that was given up in the first may go on in the middle of the second."""
+    with suppress(StepExistsError):
+        job.save_twice(2)
+
+
 SCENARIOS: Sequence[Scenario] = (
     Scenario("first_save", _save(1)),
     Scenario("second_save", _save(2), _saved(1)),
@@ -150,6 +159,7 @@ SCENARIOS: Sequence[Scenario] = (
     Scenario("life", _life, keep=Keep(last=2), repeat=_save(9)),
     Scenario("team_first_save", _save(1), ranks=2),
     Scenario("team_second_save", _save(2), _saved(1), ranks=2),
+    Scenario("team_two_tries", _two_tries, _saved(1), ranks=2, modes=("freeze",)),
     Scenario("team_life", _two_saves, _saved(1, 2), Keep(last=2), ranks=3),
 )
 
@@ -243,17 +253,19 @@ class Simulation:
         found = []
         for case in cases:
             disk, ledger = self._disk(), self._ledger.copy()
-            if case.seed % 2:
+            if case.seed:
                 found += self._judged(case, disk, lambda: self._thaw(case, disk, ledger))  # noqa: B023
                 continue
-            played = lambda: self._play(disk, ledger, number=case.order, freeze_at=case.at)  # noqa: B023, E731
+            played = lambda: self._play(disk, ledger, number=case.order, freeze=Freeze(case.at))  # noqa: B023, E731
             found += self._judged(case, disk, played)
             found += self._judged(case, disk, lambda: self._go_on(case, disk, ledger))  # noqa: B023
         return found
 
     def _thaw(self, case: Case, disk: Disk, ledger: Ledger) -> None:
         """Once all are there again, the same ranks do the same once more, and it succeeds."""
-        with self._job(disk, ledger, number=case.order, freeze_at=case.at) as acting:
+        after, spoilt = divmod(case.seed - 1, 2)
+        freeze = Freeze(case.at, after or None, spoilt=spoilt == 1)
+        with self._job(disk, ledger, number=case.order, freeze=freeze) as acting:
             with suppress(FlowstoneError):
                 self._scenario.act(acting)
             acting.settle()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait as wait_futures
@@ -17,7 +18,7 @@ from sim_turns import RankDisk
 from flowstone import Checkpointer, Keep, NoCheckpointError, RankError, Save, StepExistsError, _native
 from flowstone.commit import catalog
 from flowstone.config import EngineOptions
-from flowstone.errors import FlowstoneError
+from flowstone.errors import FlowstoneError, StorageError
 from flowstone.events import Committed, Event
 from flowstone.format.manifest import step_directory
 from flowstone.reader import Checkpoint
@@ -163,7 +164,10 @@ class Job:
         """Save and wait until nothing moves any more. Raises what the save did."""
         if self.again and self._whole(step):
             self.refused(step)
-            return
+        else:
+            self._save(step)
+
+    def _save(self, step: int) -> None:
         tag = self._tag = f"{step}{self.attempt}"
         self.ledger.begun(step, tag)
         save = self.checkpointer.save(step, self._part(state(tag)))
@@ -173,6 +177,18 @@ class Job:
         else:
             save.committed.result()
         self.settle()
+
+    def save_twice(self, step: int) -> None:
+        """At once again, whatever has become of the first try. Raises what the second does."""
+        with suppress(FlowstoneError):
+            self.save(step)
+        self.attempt += "+"
+        try:
+            self.save(step) if self.again else self._save(step)
+        except (RankError, StorageError) as error:
+            if error.errno == errno.EEXIST:
+                raise AssertionError("the second try has met the files of the first") from error
+            raise
 
     def refused(self, step: int) -> None:
         """A step that is there cannot be saved."""

@@ -57,6 +57,7 @@ class Scenario:
     repeat  what the next process does after a kill, if not the same again
     ranks   how many the job has. Of several, one is killed, fails or freezes; the power is lost for all
     modes   in which it is played
+    start   the first change at which it is stopped has this in its path
     """
 
     name: str
@@ -66,6 +67,7 @@ class Scenario:
     repeat: Callable[[Job], None] | None = None
     ranks: int = 1
     modes: Collection[str] = tuple(MODES)
+    start: str = ""
 
 
 def _saved(*steps: int) -> Callable[[Path, Ledger], None]:
@@ -147,6 +149,12 @@ def _two_tries(job: TeamJob) -> None:
         job.save_twice(2)
 
 
+def _overlapping(job: TeamJob) -> None:
+    """Once there is a plan, the second begins before the first is committed."""
+    job.save(2)
+    job.save_both(3, 4)
+
+
 SCENARIOS: Sequence[Scenario] = (
     Scenario("first_save", _save(1)),
     Scenario("second_save", _save(2), _saved(1)),
@@ -160,6 +168,9 @@ SCENARIOS: Sequence[Scenario] = (
     Scenario("team_first_save", _save(1), ranks=2),
     Scenario("team_second_save", _save(2), _saved(1), ranks=2),
     Scenario("team_two_tries", _two_tries, _saved(1), ranks=2, modes=("freeze",)),
+    Scenario(
+        "team_overlapping", _overlapping, _saved(1), Keep(last=2), repeat=_save(9), ranks=2, start=".saving-00000003"
+    ),
     Scenario("team_life", _two_saves, _saved(1, 2), Keep(last=2), ranks=3),
 )
 
@@ -184,14 +195,16 @@ class Simulation:
         self._scenario.before(self._base, self._ledger)
 
     def cases(self, mode: int, seeds: Callable[[int], Sequence[int]], start: str = "") -> Iterator[list[Case]]:
-        """Every change of the scenario, with its seeds; and for a crash also the moment after the last.
+        """Every change of the scenario that has seeds; and for a crash also the moment after the last.
 
-        start  begin at the first change whose path has this in it
+        start  begin at the first change whose path has this in it; else where the scenario says
         """
         changes = self._play(self._disk()).changes
+        start = start or self._scenario.start
         first = next(change.number for change in changes if start in change.path)
         for at in range(first, len(changes) + (mode in (POWER, KILL))):
-            yield [Case(self._number, mode, at, seed) for seed in seeds(at)]
+            if cases := [Case(self._number, mode, at, seed) for seed in seeds(at)]:
+                yield cases
 
     def run(self, cases: Sequence[Case]) -> list[Violation]:
         """Play cases of one mode and change; what they violate."""
@@ -270,7 +283,7 @@ class Simulation:
                 self._scenario.act(acting)
             acting.settle()
             acting.try_again("b")
-            self._scenario.act(acting)
+            (self._scenario.repeat or self._scenario.act)(acting)
         self._check_after(disk, ledger, case)
 
     def _check_after(self, disk: Disk, ledger: Ledger, case: Case) -> None:

@@ -41,7 +41,7 @@ class TeamJob:
         self, sandbox: Path, disk: Disk, ledger: Ledger, *, ranks: int, keep: Keep | None = None, number: int = 0,
         attempt: str = "a", by_wait: bool = False, again: bool = False, freeze: Freeze | None = None,
     ) -> None:
-        self.turns = Turns(ranks, disk, number=number, freeze=freeze)
+        self.turns, self._number = Turns(ranks, disk, number=number, freeze=freeze), number
         values: dict[str, bytes] = {}
         self.members: list[Job] = []
         for rank in range(ranks):
@@ -58,6 +58,11 @@ class TeamJob:
 
     def save_twice(self, step: int) -> None:
         self._each(lambda member: member.save_twice(step))
+
+    def save_both(self, first: int, second: int) -> None:
+        """Each rank begins the second at a moment of its own."""
+        changes = {id(member): (self._number + 5 * rank) % 16 for rank, member in enumerate(self.members)}
+        self._each(lambda member: member.save_both(first, second, changes[id(member)]))
 
     def refused(self, step: int) -> None:
         self._each(lambda member: member.refused(step))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -179,44 +179,49 @@ class RankDisk(System):
 
     def __init__(self, disk: Disk, turns: Turns, rank: int) -> None:
         self._disk, self._turns, self._rank = disk, turns, rank
+        self.before_change: Callable[[], None] = lambda: None
+
+    def _turn(self) -> AbstractContextManager[None]:
+        self.before_change()
+        return self._turns.turn(self._rank)
 
     def check_power(self) -> None:
         self._turns.check(self._rank)
 
     def make_directory(self, path: Path) -> None:
-        with self._turns.turn(self._rank):
+        with self._turn():
             self._disk.make_directory(path)
 
     def create(self, path: Path, flags: int) -> int:
-        with self._turns.turn(self._rank):
+        with self._turn():
             return self._disk.create(path, flags)
 
     def reserve(self, fd: int, size_bytes: int) -> None:
-        with self._turns.turn(self._rank):
+        with self._turn():
             self._disk.reserve(fd, size_bytes)
 
     def write(self, fd: int, content: bytes) -> None:
-        with self._turns.turn(self._rank):
+        with self._turn():
             self._disk.write(fd, content)
 
     def sync(self, fd: int) -> None:
-        with self._turns.turn(self._rank):
+        with self._turn():
             self._disk.sync(fd)
 
     def sync_directory(self, path: Path) -> None:
-        with self._turns.turn(self._rank):
+        with self._turn():
             self._disk.sync_directory(path)
 
     def rename(self, source: Path, target: Path) -> None:
-        with self._turns.turn(self._rank):
+        with self._turn():
             self._disk.rename(source, target)
 
     def unlink(self, path: Path) -> None:
-        with self._turns.turn(self._rank):
+        with self._turn():
             self._disk.unlink(path)
 
     def remove_directory(self, path: Path) -> None:
-        with self._turns.turn(self._rank):
+        with self._turn():
             self._disk.remove_directory(path)
 
 

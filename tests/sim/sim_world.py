@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait as wait_futures
@@ -91,7 +92,8 @@ class Ledger:
 
     def committed(self, step: int, tag: str, verdicts: Sequence[catalog.Verdict]) -> None:
         self.must[step] = tag
-        self.newest = {(step, tag)}
+        later = {one for one in self.newest if one is not None and one[0] > step}
+        self.newest = {(step, tag), *later}
         for verdict in verdicts:
             if not verdict.keep:
                 self.must.pop(verdict.step, None)
@@ -137,6 +139,31 @@ class WatchedStore(LocalStore):
         self._under_way.clear()
 
 
+class Handover:
+    """Lets the caller of a rank go on in the middle of what its writer's thread does; one of them acts at a time.
+
+    change  before which of the changes that the writer makes; 0: before it does anything
+    """
+
+    def __init__(self, change: int) -> None:
+        self._left = change
+        self.to_caller, self._to_writer = threading.Event(), threading.Event()
+
+    def before_change(self) -> None:
+        if threading.current_thread().name.startswith("flowstone-commit"):
+            self._left -= 1
+            if self._left == 0:
+                self.pause()
+
+    def pause(self) -> None:
+        """On the writer's thread."""
+        self.to_caller.set()
+        self._to_writer.wait()
+
+    def go_on(self) -> None:
+        self._to_writer.set()
+
+
 class Job:
     """A process that saves, as far as one can be had inside a test.
 
@@ -154,7 +181,7 @@ class Job:
         self.system, self.ledger, self.keep, self.by_wait = system, ledger, keep, by_wait
         self.attempt, self.again, self._part = attempt, again, part
         self.events: list[Event] = []
-        self._tag = ""
+        self._tags: dict[int, str] = {}
         self.checkpointer = Checkpointer(
             self.store, keep=keep, budget_bytes=4 * _MIB, engine=engine(number), on_event=self._hear,
             **options,  # type: ignore[arg-type]
@@ -167,10 +194,48 @@ class Job:
         else:
             self._save(step)
 
-    def _save(self, step: int) -> None:
-        tag = self._tag = f"{step}{self.attempt}"
+    def save_both(self, first: int, second: int, change: int) -> None:
+        """The second begins before the first is committed. Raises the first of what goes wrong.
+
+        change  that the first would make next, in the background; see Handover
+        """
+        assert isinstance(self.system, RankDisk)
+        handover = Handover(change)
+        saves: list[Save] = []
+        errors: list[FlowstoneError] = []
+        if change == 0:
+            self.checkpointer._writer.submit(handover.pause)
+        self.system.before_change = handover.before_change
+        try:
+            for step in (first, second):
+                try:
+                    saves.append(self._begin(step))
+                except FlowstoneError as error:
+                    errors.append(error)
+                idle = self.checkpointer._writer.submit(int)
+                while not (handover.to_caller.is_set() or idle.done()):
+                    self._check_power()
+                    wait_futures([idle], timeout=0.01)
+        finally:
+            self.system.before_change = lambda: None
+            handover.go_on()
+        for save in saves:
+            self._until_ended(save)
+            try:
+                save.committed.result()
+            except FlowstoneError as error:
+                errors.append(error)
+        self.settle()
+        for error in errors:
+            raise error
+
+    def _begin(self, step: int) -> Save:
+        tag = self._tags[step] = f"{step}{self.attempt}"
         self.ledger.begun(step, tag)
-        save = self.checkpointer.save(step, self._part(state(tag)))
+        return self.checkpointer.save(step, self._part(state(tag)))
+
+    def _save(self, step: int) -> None:
+        save = self._begin(step)
         self._until_ended(save)
         if self.by_wait:
             self.checkpointer.wait()
@@ -241,7 +306,7 @@ class Job:
         self.events.append(event)
         if isinstance(event, Committed):
             verdicts = catalog.judge(catalog.steps(self.store), self.keep)
-            self.ledger.committed(event.step, self._tag, verdicts)
+            self.ledger.committed(event.step, self._tags[event.step], verdicts)
 
     def _whole(self, step: int) -> bool:
         if step not in catalog.steps(self.store):

@@ -23,7 +23,16 @@ SEEDS: dict[str, Seeds] = {
     "freeze": lambda at: (at % 3,),
 }
 TRIES_SEEDS = SEEDS | {"freeze": lambda at: (3 + 2 * (at % 7), 4 + 2 * (at % 6))}
+OVERLAPPING_SEEDS: dict[str, Seeds] = {  # some of the changes each
+    "power": lambda at: (0, 3 + at) if at % 3 == 0 else (),
+    "kill": lambda at: (0,) if at % 4 == 1 else (),
+    "error": lambda at: (at // 4 % 4,) if at % 4 == 2 else (),
+    "freeze": lambda at: (at // 4 % 3,) if at % 4 == 3 else (),
+}
 LIFE_SEEDS: dict[str, Seeds] = SEEDS | {"power": lambda at: (0, 3 + at)}
+SEEDS_OF = {
+    "life": LIFE_SEEDS, "team_life": LIFE_SEEDS, "team_two_tries": TRIES_SEEDS, "team_overlapping": OVERLAPPING_SEEDS,
+}
 SOAK_SEEDS: dict[str, Seeds] = {
     "power": lambda at: range(60), "kill": lambda at: range(8), "error": lambda at: range(4),
     "freeze": lambda at: range(15),
@@ -54,8 +63,7 @@ def _run(scenario: int, mode: str, seeds: Seeds, scratch: Path) -> None:
 @pytest.mark.parametrize(("scenario", "mode"), PLAYED)
 def test_previous_or_new_step_survives(scenario: int, mode: str, scratch: Path) -> None:
     name = SCENARIOS[scenario].name
-    seeds = LIFE_SEEDS if name.endswith("life") else TRIES_SEEDS if name.endswith("tries") else SEEDS
-    _run(scenario, mode, seeds[mode], scratch)
+    _run(scenario, mode, SEEDS_OF.get(name, SEEDS)[mode], scratch)
 
 
 @pytest.mark.skipif(ONLY is not None, reason="SIM repeats one case")

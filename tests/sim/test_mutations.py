@@ -121,6 +121,12 @@ MUTANTS = {
     "a_try_writes_into_the_draft_of_another": Mutant(
         team.Team, "begin_try", (("self._tries.get(step, 1) + 1", "1"),), "team_two_tries", "freeze", start="index",
     ),
+    "retention_counts_what_is_not_committed_yet": Mutant(
+        Checkpointer, "_prune",
+        (("catalog.judge(catalog.steps(self._store)",
+          "catalog.judge(sorted({*catalog.steps(self._store), *(save.step for save in self._in_flight)})"),),
+        "team_overlapping", start="step-00000003",
+    ),
     "what_may_be_committed_is_withdrawn": Mutant(
         saving, "commit", (("if not (isinstance(error, RankError) and error.undecided):", "if True:"),),
         "team_second_save", "freeze", start="index",

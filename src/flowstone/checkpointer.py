@@ -182,7 +182,6 @@ class Checkpointer:
             else:
                 if candidate != candidates[0]:
                     self._superseded_above = candidate
-                    self._together.turn_back()
                 return report
         raise NoCheckpointError(f"no checkpoint in {self._store.location}", next="check the path")
 
@@ -246,38 +245,38 @@ class Checkpointer:
             raise ValueError(f"fence {fence!r} is neither 'auto' nor 'manual'")
         if type(step) is not int or not 0 <= step <= STEP_MAX:
             raise ValueError(f"step {step!r} is not an integer within 0..{STEP_MAX}")
+        team, rank = self._together.team, self._together.rank
+        this_try = "" if team is None else team.begin_try(step)  # before anything can fail
         self._check_sound()
         self._settle(leave=self._saves_in_flight - 1)
         waited = time.monotonic()
         self._become_writer()
         self._check_new(step)
         known = self._planned
-        described = describe(state, rank=self._together.rank, known=None if known is None else known.layout)
+        described = describe(state, rank=rank, known=None if known is None else known.layout)
         described_at = time.monotonic()
 
         def begin(planned: Planned) -> Flight:
             plan, now = planned.plan, time.monotonic()
             spent = described_at - waited, now - described_at, waited - started
             self._emit(SaveStarted(step, len(plan.pieces), plan.bytes, planned is known, *spent))
-            return self._start(save, planned, described, started)
+            return self._start(save, planned, described, started, this_try)
 
         save = Save(step)
-        assignment = None if self._together.team is None else self._together.team.assignment(described.layout)
-        if self._together.team is not None and assignment is None:
+        assignment = None if team is None else team.assignment(described.layout)
+        if team is not None and assignment is None:
             described = saving.held(described, fence=fence)
             self._save_once_planned(save, described, fence, begin)
             return save
-        self._planned = planned = saving.plan_save(
-            described, known, fence=fence, rank=self._together.rank, assignment=assignment
-        )
+        self._planned = planned = saving.plan_save(described, known, fence=fence, rank=rank, assignment=assignment)
         self._go_on_without_caller(begin(planned))
         return save
 
-    def _start(self, save: Save, planned: Planned, described: Described, started: float) -> Flight:
+    def _start(self, save: Save, planned: Planned, described: Described, started: float, this_try: str) -> Flight:
         arena, pace = self._opened_arena(), self._captures.pace(planned.plan, self._store.settings("write").tuning)
         if planned.waiter == "optimizers" and planned.plan.lazy_bytes:
             self._fence.guard(described.optimizers)
-        identity = None if self._together.team is None else self._together.team.draft_name(save.step)
+        identity = None if self._together.team is None else self._together.team.draft_name(this_try)
         return saving.start(self._store, save, planned, described, arena, pace, started, identity)
 
     def _save_once_planned(
@@ -475,7 +474,6 @@ class Checkpointer:
             return catalog.rewind(self._store, step)
 
         self._together.decide(f"going back to step {step}", set_aside)
-        self._together.turn_back()
         self._newest = step
 
     def close(self) -> None:

@@ -256,7 +256,7 @@ def start(
     except BaseException as error:
         if identity is None:
             publish.discard(store, draft)
-        elif getattr(error, "errno", 0) != errno.EEXIST:  # a file that is there is another attempt's
+        elif getattr(error, "errno", 0) != errno.EEXIST:  # a file that is there is not ours
             publish.withdraw(store, draft, [segment.name for segment in plan.segments])
         raise
     blocked_s = time.monotonic() - started

@@ -160,7 +160,8 @@ class Team:
         self.rank, self.size = agreement.rank, agreement.size
         self._agreement, self._host = agreement, host
         self._mine: Assignment | None = None
-        self.turns = 0  # how often this run has gone back to an earlier step, which it then saves anew
+        self._highest = -1  # step that was tried
+        self._tries: dict[int, int] = {}  # of steps that were tried more than once
         self._job = ""  # the name of this run of the job, once all know it
         self._lead = _Lead(agreement.size) if agreement.rank == 0 else None
 
@@ -168,9 +169,17 @@ class Team:
         """What this rank writes of `layout`, where that has been planned: it may begin."""
         return self._mine if self._mine is not None and self._mine.layout is layout else None
 
-    def draft_name(self, step: int) -> str:
+    def begin_try(self, step: int) -> str:
+        """A name for this call of `save`: ranks that call alike have the same, and none has one twice."""
+        if step > self._highest:
+            self._highest, tries = step, 1
+        else:
+            tries = self._tries[step] = self._tries.get(step, 1) + 1
+        return f"{step}-{tries}"
+
+    def draft_name(self, this_try: str) -> str:
         """The identity that a checkpoint will have: every rank knows it without asking."""
-        return f"{self._job}-{self.turns}-{step}"
+        return f"{self._job}-{this_try}"
 
     def share(
         self, step: int, layout: Layout, begun: Assignment | None = None, samples: NDArray[np.uint16] | None = None
@@ -225,7 +234,7 @@ class Team:
         """Tell the others that this rank writes nothing of a `step` that was planned, because of `error`."""
         self._mine = None
         try:
-            self._agreement.agree(f"the commit of step {step}", error, lambda _: Decision())
+            self._agreement.agree(f"the commit of step {step}", error, lambda _: Decision(), place=_before(step))
         except Exception as told:
             _log.debug("step %d is not saved: %s", step, told)
 
@@ -252,22 +261,26 @@ class Team:
 
         def look(said: Sequence[bytes]) -> Decision:
             written.extend(_unpack(one, _Written) for one in said)
+            _check_one_try(written)
             differing = _differing_sections(written)
             return Decision(msgspec.msgpack.encode(_Outcome(b"", differing))) if differing else publish_it()
 
         try:
-            outcome = _unpack(self._agreement.agree(f"the commit of step {step}", mine_packed, look).common, _Outcome)
+            agreed = self._agreement.agree(f"the commit of step {step}", mine_packed, look, place=_before(step))
+            outcome = _unpack(agreed.common, _Outcome)
             if outcome.apart:
                 assert not isinstance(made, Exception), "who has failed agrees on nothing"
-                outcome = _unpack(
-                    self._agreement.agree(
-                        f"the objects of step {step}", msgspec.msgpack.encode(_apart(made, outcome.apart)),
-                        lambda said: publish_it([_unpack(one, _Apart) for one in said]),
-                    ).common, _Outcome,
+                agreed = self._agreement.agree(
+                    f"the objects of step {step}", msgspec.msgpack.encode(_apart(made, outcome.apart)),
+                    lambda said: publish_it([_unpack(one, _Apart) for one in said]), place=_before(step),
                 )
-        except Exception:
-            if self._lead is not None:
-                publish.withdraw(store, draft, (INDEX_NAME, OBJECTS_NAME, MANIFEST_NAME))
+                outcome = _unpack(agreed.common, _Outcome)
+        except Exception as error:
+            if isinstance(error, RankError) and "tries" in error.facts:
+                self._tries[step] = max(self._tries.get(step, 1), int(str(error.facts["tries"])))
+            if self._lead is not None:  # ranks that have given up do not know that they may remove theirs
+                segments = [row.name for one in written for row in one.segments]
+                publish.withdraw(store, draft, (INDEX_NAME, OBJECTS_NAME, MANIFEST_NAME, *segments))
             raise
         return decode_manifest(outcome.manifest, path=f"{store.location}/{draft.directory}")
 
@@ -478,6 +491,22 @@ def _joined_sections(apart: Sequence[_Apart]) -> dict[str, bytes]:
         texts = {rank: zlib.decompress(text) for text, rank in first.items()}
         found[section] = join(section, texts, {rank: cast("Spine", apart[rank].spines[section]) for rank in texts})
     return found
+
+
+def _before(step: int) -> int:
+    """The place of a commit: who plans the step once more has given it up, and waits for those who are in it yet."""
+    return step - 1
+
+
+def _check_one_try(said: Sequence[_Written]) -> None:
+    """All have called `save` of this step equally often; else they write into different drafts."""
+    tries = [int(one.draft.rpartition("-")[2]) for one in said]
+    for rank, count in enumerate(tries):
+        if count != tries[0]:
+            raise RankError(
+                f"rank {rank} has come to its try {count} of this step, rank 0 to its try {tries[0]}", rank=rank,
+                phase="commit", tries=max(tries), next="save again: all ranks count on from there",
+            )
 
 
 def _check_visible(store: Store, directory: str, rank: int, segments: Sequence[SegmentRow]) -> None:

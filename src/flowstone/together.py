@@ -80,11 +80,6 @@ class Together:
         agreed = self._agreement.agree(phase, msgspec.json.encode(mine), join)
         return set(msgspec.json.decode(agreed.common, type=list[str]))
 
-    def turn_back(self) -> None:
-        """All ranks have gone back: steps are saved anew."""
-        if self.team is not None:
-            self.team.turns += 1
-
     def near(self, phase: str, node: str, mine: bytes | Exception) -> list[tuple[int, bytes]]:
         """Of the ranks of this node that have something to say: rank, and what it says, in their order.
 

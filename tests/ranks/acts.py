@@ -199,6 +199,20 @@ def one_step_behind(rank: int, path: str) -> list[str]:
     return told
 
 
+def unequal_tries(rank: int, path: str) -> list[str]:
+    """Rank 1 tries step 2 twice while the other tries 3, which fails; then both try 2, until they have it."""
+    state = state_of("rows")
+    with opened(path, on_error="continue") as checkpointer:
+        checkpointer.save(1, state).committed.result(60)
+        for _ in range(2 * rank):
+            outcome(checkpointer, 2, state)
+        outcome(checkpointer, 3, {**state, **({"extra": object()} if rank == 1 else {})})
+        told = [str(outcome(checkpointer, 2, state)) for _ in range(2)]
+        fill(state, 3)
+        checkpointer.save(3, state).committed.result(60)
+    return told
+
+
 def other_values(rank: int, path: str) -> str:
     """A value that is not the same on all ranks, and nobody said that it is each one's own."""
     state = {**state_of("rows"), "note": f"rank {rank}"}

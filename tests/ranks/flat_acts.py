@@ -158,18 +158,24 @@ def every_layout(rank: int, path: str) -> int:
     for number, size in enumerate((*SIZES, *SIZES)):
         if rank >= size:
             continue
-        dist.init_process_group(
-            "gloo", store=dist.PrefixStore(f"job {number}", store), rank=rank, world_size=size,
-            timeout=timedelta(seconds=60),
-        )
-        with opened(path) as checkpointer:
+        with job_of(store, number, rank, size), opened(path) as checkpointer:
             for kind in KINDS:
                 if number < len(SIZES):
                     save_one(checkpointer, kind, size, f"{path}-")
                 else:
                     done += load_all(checkpointer, kind, f"{path}-")
-        dist.destroy_process_group()
     return done
+
+
+@contextmanager
+def job_of(store: Any, number: int, rank: int, size: int) -> Iterator[None]:
+    """A job of the first `size` processes, over the store of them all."""
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore(f"job {number}", store), rank=rank, world_size=size,
+        timeout=timedelta(seconds=60),
+    )
+    yield
+    dist.destroy_process_group()
 
 
 def mixed_precision(path: str, strategy: ShardingStrategy) -> None:
@@ -237,3 +243,51 @@ def load_all(checkpointer: fs.Checkpointer, kind: str, beside: str) -> int:
             assert torch.equal(one, whole[name]), (kind, step, name)
         torch.testing.assert_close([training.step(), training.step()], losses, rtol=1e-5, atol=0)
     return len(sources)
+
+
+def noted(name: str) -> dict[str, object]:
+    """Slots of the parameter of that name that are no tensors."""
+    return {"scale": 0.1 * len(name), "mode": f"as {name}", "seen": [len(name), None, (2.5, "x")], "big": 1 << 80}
+
+
+def slots_by_name(training: Training) -> dict[str, dict[Any, Any]]:
+    """By name, the slots of the parameters of which this rank has something to keep."""
+    keeper = getattr(training.optimizer, "optim", training.optimizer)
+    named = [(name.replace("_fsdp_wrapped_module.", ""), one) for name, one in training.model.named_parameters()]
+    return {
+        name.removeprefix("module."): keeper.state[one] for name, one in named if one.numel() and one in keeper.state
+    }
+
+
+def slots_without_tensors(rank: int, path: str) -> dict[str, list[str]]:
+    """Two ranks save slots that are no tensors, each for what it keeps; one and three ranks load them."""
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    kinds = ("original", "zero")
+    loads = [(kind, into) for kind in kinds for into in (kind, "plain")]
+    found: dict[str, list[str]] = {}
+    for number, size in enumerate((2, 1, 3)):
+        if rank >= size:
+            continue
+        with job_of(store, number, rank, size), opened(path) as checkpointer:
+            for step, kind in enumerate(kinds if number == 0 else (), 1):
+                training = Training(kind, seed=step)
+                training.step()
+                for name, slots in slots_by_name(training).items():
+                    slots.update(noted(name))
+                checkpointer.save(step, training.state).committed.result(60)
+            for again, (kind, into) in enumerate(loads if number else (), 10 * number):
+                training = Training(into, seed=99)
+                for one in training.model.parameters() if into == "original" else ():
+                    training.optimizer.state[one] = {"mode": "made with the optimizer, also where nothing lies"}
+                checkpointer.load(training.state, step=1 + kinds.index(kind))
+                slots_of = slots_by_name(training)
+                for name, slots in slots_of.items():
+                    plain = {slot: value for slot, value in slots.items() if not isinstance(value, torch.Tensor)}
+                    assert plain == noted(name), (kind, into, size, name, plain)
+                    assert slots.keys() == {*noted(name), "step", "exp_avg", "exp_avg_sq"}
+                training.step()
+                checkpointer.save(again, training.state).committed.result(60)
+                checkpointer.load(training.state, step=again)
+                found[f"{kind} {into} {size}"] = sorted(slots_of)
+    return found

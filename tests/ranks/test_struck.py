@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from processes import Ranks, run
-from trouble_acts import DEADLINE_S, LOADS, POINTS, PUBLISHING
+from trouble_acts import DEADLINE_S, DECIDING, LOADS, POINTS, PUBLISHING
 
 import flowstone as fs
 
@@ -112,6 +112,34 @@ def test_a_rank_that_is_killed_or_freezes_is_told_of_and_the_next_save_succeeds(
 @pytest.mark.soak
 def test_a_rank_that_is_killed_or_freezes_anywhere(tmp_path: Path) -> None:
     _play(tmp_path, EVERY)
+
+
+def test_a_step_is_saved_again_where_nobody_knows_what_became_of_it(tmp_path: Path) -> None:
+    """Rank 0 goes on publishing, or fails to, while the others try once more: one of both tries is what is there."""
+    tries = [(point, how) for point in (*DECIDING, "manifest", "renamed") for how in ("frozen", "spoilt")]
+    jobs = {
+        (point, how): Ranks(RANKS, "trouble_acts", "the_same_step_again", str(tmp_path / f"{point}-{how}"), point, how)
+        for point, how in tries
+    }
+    waiting = dict(jobs)
+    deadline = time.monotonic() + 60
+    while waiting and time.monotonic() < deadline:
+        for (point, how), job in list(waiting.items()):
+            path = tmp_path / f"{point}-{how}"
+            if all(Path(f"{path}.told-{rank}").exists() for rank in range(1, RANKS)):
+                Path(f"{path}.on").touch()
+                job.kill(0, signal.SIGCONT)
+                del waiting[point, how]
+        time.sleep(0.01)
+    published = {("manifest", "frozen"), ("renamed", "frozen"), ("renamed", "spoilt")}  # the last has its name
+    for this, job in jobs.items():
+        for rank, found in enumerate(job.results()):
+            assert isinstance(found, dict)
+            first, second = found["told"]
+            assert rank == 0 or first == ["RankError", True], (this, rank, found)
+            right = ("StepExistsError", 2) if this in published else ("NoneType", 3)
+            assert (second, found["value"], found["left"]) == ([right[0], False], right[1], []), (this, rank, found)
+        fs.open(tmp_path / "-".join(this)).verify()
 
 
 @pytest.mark.parametrize("victim", [0, 2])

@@ -83,6 +83,14 @@ def test_a_rank_that_has_lost_a_call_catches_up(tmp_path: Path) -> None:
     assert values(tmp_path / "run", 3) == {3.0}
 
 
+def test_ranks_that_have_not_tried_a_step_equally_often_count_on_together(tmp_path: Path) -> None:
+    told = run(2, "acts", "unequal_tries", str(tmp_path / "run"))
+    for unlike, then in told:  # type: ignore[misc]
+        assert "rank 1 has come to its try 3 of this step, rank 0 to its try 2" in unlike
+        assert then == "None"
+    assert values(tmp_path / "run", 3) == {3.0}
+
+
 def test_values_that_differ_between_ranks_are_refused_by_section(tmp_path: Path) -> None:
     told = run(2, "acts", "other_values", str(tmp_path / "run"))
     assert all("'note' is not the same on rank 1 as on rank 0" in str(words) for words in told)

@@ -19,14 +19,14 @@ import torch
 from acts import opened, outcome
 
 import flowstone as fs
-from flowstone import loading, saving
+from flowstone import loading, saving, team
 from flowstone.commit import publish
 from flowstone.errors import StorageError
 from flowstone.ranks import agree, board, pulse
 from flowstone.store.local import LocalStore
 from flowstone.store.moving import LocalWriting
 from flowstone.store.system import System
-from flowstone.team import Team
+from flowstone.team import Team, _Lead
 
 ROWS = 30_000
 DEADLINE_S = 6.0  # half of it without a sign of life, and a rank is taken for dead
@@ -48,6 +48,9 @@ POINTS: dict[str, tuple[object, str, str | None]] = {
     "compare": (loading, "plan_load", ""),
     "read": (loading, "read", ""),
     "finish": (loading, "finish", ""),
+}
+DECIDING: dict[str, tuple[object, str, str | None]] = {
+    "planned": (_Lead, "share", None), "looked": (team, "_differing_sections", None),
 }
 LOADS = ("compare", "read", "finish")
 PUBLISHING = ("index", "manifest", "rename", "renamed")  # which rank 0 does alone
@@ -82,8 +85,11 @@ def holds(state: State, value: float) -> bool:
 
 @contextmanager
 def struck(point: str, how: str) -> Iterator[None]:
-    """At that point this process is killed, or stops until somebody lets it go on, or is refused something. Once."""
-    owner, name, words = POINTS[point]
+    """At that point this process is killed, or stops until somebody lets it go on, or is refused something. Once.
+
+    how  "killed", "frozen", "failing"; "spoilt": frozen, and then failing
+    """
+    owner, name, words = (POINTS | DECIDING)[point]
     original = getattr(owner, name)
     left = [1]
 
@@ -91,10 +97,11 @@ def struck(point: str, how: str) -> Iterator[None]:
         said = [one for one in arguments if isinstance(one, str)]
         if left and (not said if words is None else not words or any(words in one for one in said)):
             left.pop()
-            if how == "failing":
+            if how != "failing":
+                os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+                time.sleep(0.5)  # another thread may have got it: this one does not outrun it
+            if how in ("failing", "spoilt"):
                 raise OSError(errno.EIO, "made up") if owner is System else StorageError("made up", errno=errno.EIO)
-            os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
-            time.sleep(0.5)  # another thread may have got it: this one does not outrun it
         return original(*arguments, **more)
 
     with mock.patch.object(owner, name, stand_in):
@@ -148,6 +155,30 @@ def go_on(checkpointer: fs.Checkpointer, state: State, point: str) -> None:
     assert checkpointer.load(state).step == 3
     assert holds(state, 3)
     checkpointer.close()
+
+
+def the_same_step_again(rank: int, path: str, point: str, how: str) -> dict[str, object]:
+    """Rank 0 stops while it decides, and the others give it up. As soon as it goes on, all save that step again."""
+    state = {**state_of(rank, 1), "stages": {f"{rank}": torch.nn.Linear(2, 2)}}
+    told = []
+    with opened(path, on_error="continue", deadline_s=DEADLINE_S) as checkpointer:
+        checkpointer.save(1, state).committed.result(60)
+        for value in (2, 3):
+            fill(state, value)
+            with struck(point, how) if (rank, value) == (0, 2) else nullcontext():
+                error = outcome(checkpointer, 2, state)
+            told.append([getattr(error, "kind", type(error).__name__), getattr(error, "undecided", False)])
+            Path(f"{path}.told-{rank}").touch()
+            while not Path(f"{path}.on").exists():
+                time.sleep(0.01)
+        assert checkpointer.load(state).step == 2
+        value = state["step"]
+        assert isinstance(value, int)
+        assert holds(state, value), "a mixture"
+        left = [at.name for at in Path(path).glob(".saving-00000002-*")]
+        fill(state, 4)
+        checkpointer.save(3, state).committed.result(60)
+    return {"told": told, "value": value, "left": left}
 
 
 def one_after_the_other(rank: int, path: str, victim: int, points: list[str]) -> list[list[object]]:

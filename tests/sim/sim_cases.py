@@ -5,16 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from sim_disk import Change, Disk, PowerLoss, Unsynced
-from sim_team import team
+from sim_team import TeamJob, team
+from sim_turns import Freeze
 from sim_world import STORE, Job, Ledger, check, job
 
-from flowstone import FlowstoneError, Keep
+from flowstone import FlowstoneError, Keep, StepExistsError
 from flowstone.commit import catalog
 from flowstone.events import RemovalFailed
 from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME, step_directory
@@ -55,6 +56,8 @@ class Scenario:
 
     repeat  what the next process does after a kill, if not the same again
     ranks   how many the job has. Of several, one is killed, fails or freezes; the power is lost for all
+    modes   in which it is played
+    start   the first change at which it is stopped has this in its path
     """
 
     name: str
@@ -63,6 +66,8 @@ class Scenario:
     keep: Keep | None = None
     repeat: Callable[[Job], None] | None = None
     ranks: int = 1
+    modes: Collection[str] = tuple(MODES)
+    start: str = ""
 
 
 def _saved(*steps: int) -> Callable[[Path, Ledger], None]:
@@ -138,6 +143,18 @@ def _two_saves(job: Job) -> None:
     job.save(4)
 
 
+def _two_tries(job: TeamJob) -> None:
+    """A rank that was given up in the first may go on in the middle of the second."""
+    with suppress(StepExistsError):
+        job.save_twice(2)
+
+
+def _overlapping(job: TeamJob) -> None:
+    """Once there is a plan, the second begins before the first is committed."""
+    job.save(2)
+    job.save_both(3, 4)
+
+
 SCENARIOS: Sequence[Scenario] = (
     Scenario("first_save", _save(1)),
     Scenario("second_save", _save(2), _saved(1)),
@@ -150,6 +167,10 @@ SCENARIOS: Sequence[Scenario] = (
     Scenario("life", _life, keep=Keep(last=2), repeat=_save(9)),
     Scenario("team_first_save", _save(1), ranks=2),
     Scenario("team_second_save", _save(2), _saved(1), ranks=2),
+    Scenario("team_two_tries", _two_tries, _saved(1), ranks=2, modes=("freeze",)),
+    Scenario(
+        "team_overlapping", _overlapping, _saved(1), Keep(last=2), repeat=_save(9), ranks=2, start=".saving-00000003"
+    ),
     Scenario("team_life", _two_saves, _saved(1, 2), Keep(last=2), ranks=3),
 )
 
@@ -174,14 +195,16 @@ class Simulation:
         self._scenario.before(self._base, self._ledger)
 
     def cases(self, mode: int, seeds: Callable[[int], Sequence[int]], start: str = "") -> Iterator[list[Case]]:
-        """Every change of the scenario, with its seeds; and for a crash also the moment after the last.
+        """Every change of the scenario that has seeds; and for a crash also the moment after the last.
 
-        start  begin at the first change whose path has this in it
+        start  begin at the first change whose path has this in it; else where the scenario says
         """
         changes = self._play(self._disk()).changes
+        start = start or self._scenario.start
         first = next(change.number for change in changes if start in change.path)
         for at in range(first, len(changes) + (mode in (POWER, KILL))):
-            yield [Case(self._number, mode, at, seed) for seed in seeds(at)]
+            if cases := [Case(self._number, mode, at, seed) for seed in seeds(at)]:
+                yield cases
 
     def run(self, cases: Sequence[Case]) -> list[Violation]:
         """Play cases of one mode and change; what they violate."""
@@ -243,22 +266,24 @@ class Simulation:
         found = []
         for case in cases:
             disk, ledger = self._disk(), self._ledger.copy()
-            if case.seed % 2:
+            if case.seed:
                 found += self._judged(case, disk, lambda: self._thaw(case, disk, ledger))  # noqa: B023
                 continue
-            played = lambda: self._play(disk, ledger, number=case.order, freeze_at=case.at)  # noqa: B023, E731
+            played = lambda: self._play(disk, ledger, number=case.order, freeze=Freeze(case.at))  # noqa: B023, E731
             found += self._judged(case, disk, played)
             found += self._judged(case, disk, lambda: self._go_on(case, disk, ledger))  # noqa: B023
         return found
 
     def _thaw(self, case: Case, disk: Disk, ledger: Ledger) -> None:
         """Once all are there again, the same ranks do the same once more, and it succeeds."""
-        with self._job(disk, ledger, number=case.order, freeze_at=case.at) as acting:
+        after, spoilt = divmod(case.seed - 1, 2)
+        freeze = Freeze(case.at, after or None, spoilt=spoilt == 1)
+        with self._job(disk, ledger, number=case.order, freeze=freeze) as acting:
             with suppress(FlowstoneError):
                 self._scenario.act(acting)
             acting.settle()
             acting.try_again("b")
-            self._scenario.act(acting)
+            (self._scenario.repeat or self._scenario.act)(acting)
         self._check_after(disk, ledger, case)
 
     def _check_after(self, disk: Disk, ledger: Ledger, case: Case) -> None:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 from sim_disk import Disk, PowerLoss
-from sim_turns import RankBoard, RankDisk, Turns
+from sim_turns import Freeze, RankBoard, RankDisk, Turns
 from sim_world import Job, Ledger
 
 import flowstone as fs
@@ -39,9 +39,9 @@ class TeamJob:
 
     def __init__(
         self, sandbox: Path, disk: Disk, ledger: Ledger, *, ranks: int, keep: Keep | None = None, number: int = 0,
-        attempt: str = "a", by_wait: bool = False, again: bool = False, freeze_at: int | None = None,
+        attempt: str = "a", by_wait: bool = False, again: bool = False, freeze: Freeze | None = None,
     ) -> None:
-        self.turns = Turns(ranks, disk, number=number, freeze_at=freeze_at)
+        self.turns, self._number = Turns(ranks, disk, number=number, freeze=freeze), number
         values: dict[str, bytes] = {}
         self.members: list[Job] = []
         for rank in range(ranks):
@@ -55,6 +55,14 @@ class TeamJob:
 
     def save(self, step: int) -> None:
         self._each(lambda member: member.save(step))
+
+    def save_twice(self, step: int) -> None:
+        self._each(lambda member: member.save_twice(step))
+
+    def save_both(self, first: int, second: int) -> None:
+        """Each rank begins the second at a moment of its own."""
+        changes = {id(member): (self._number + 5 * rank) % 16 for rank, member in enumerate(self.members)}
+        self._each(lambda member: member.save_both(first, second, changes[id(member)]))
 
     def refused(self, step: int) -> None:
         self._each(lambda member: member.refused(step))

@@ -10,7 +10,8 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -22,15 +23,28 @@ TICK_S = 1.0
 _State = Literal["runs", "wants", "waits", "frozen", "done"]
 
 
+@dataclass(frozen=True, slots=True)
+class Freeze:
+    """A rank stops before change number `at`, until all others are done.
+
+    after   or until they have made so many changes, if they get there
+    spoilt  the change then fails
+    """
+
+    at: int
+    after: int | None = None
+    spoilt: bool = False
+
+
 class Turns:
     """Whose turn it is, and what time; stands where agreements ask for the time and sleep.
 
-    number     decides who goes first: the lowest rank, the highest, or any
-    freeze_at  the number of the change that whoever is to make it makes only after all others are done
+    number  decides who goes first: the lowest rank, the highest, or any
     """
 
-    def __init__(self, size: int, disk: Disk, *, number: int = 0, freeze_at: int | None = None) -> None:
-        self.size, self._disk, self._freeze_at = size, disk, freeze_at
+    def __init__(self, size: int, disk: Disk, *, number: int = 0, freeze: Freeze | None = None) -> None:
+        self.size, self._disk, self._freeze = size, disk, freeze
+        self._thaw_at = 0  # changes, while a rank is frozen
         chance = random.Random(number)
         orders: list[Callable[[list[int]], int]] = [min, max, chance.choice]
         self._choose = orders[number % 3]
@@ -132,8 +146,12 @@ class Turns:
         wanting = [rank for rank, state in enumerate(self._states) if state == "wants"]
         if wanting:
             rank = self._choose(wanting)
-            if self._freeze_at is not None and len(self._disk.changes) >= self._freeze_at:
-                self._freeze_at, self._states[rank] = None, "frozen"
+            made = len(self._disk.changes)
+            if "frozen" in self._states and made >= self._thaw_at:
+                self._thaw()
+                return
+            if self._freeze is not None and not self._thaw_at and made >= self._freeze.at:
+                self._states[rank], self._thaw_at = "frozen", made + (self._freeze.after or 10_000)
                 self._last_beat[rank] = self._now
                 self._pass_on()
                 return
@@ -142,9 +160,14 @@ class Turns:
             self._now += TICK_S
             self._wake("waits")
         elif "frozen" in self._states:
-            self._last_beat.clear()
-            self._wake("frozen")
+            self._thaw()
         self._changed.notify_all()
+
+    def _thaw(self) -> None:
+        self._last_beat.clear()
+        if self._freeze is not None and self._freeze.spoilt:
+            self._disk.fail_at = len(self._disk.changes)
+        self._wake("frozen")
 
     def _wake(self, those: _State) -> None:
         self._states = ["runs" if state == those else state for state in self._states]
@@ -156,44 +179,49 @@ class RankDisk(System):
 
     def __init__(self, disk: Disk, turns: Turns, rank: int) -> None:
         self._disk, self._turns, self._rank = disk, turns, rank
+        self.before_change: Callable[[], None] = lambda: None
+
+    def _turn(self) -> AbstractContextManager[None]:
+        self.before_change()
+        return self._turns.turn(self._rank)
 
     def check_power(self) -> None:
         self._turns.check(self._rank)
 
     def make_directory(self, path: Path) -> None:
-        with self._turns.turn(self._rank):
+        with self._turn():
             self._disk.make_directory(path)
 
     def create(self, path: Path, flags: int) -> int:
-        with self._turns.turn(self._rank):
+        with self._turn():
             return self._disk.create(path, flags)
 
     def reserve(self, fd: int, size_bytes: int) -> None:
-        with self._turns.turn(self._rank):
+        with self._turn():
             self._disk.reserve(fd, size_bytes)
 
     def write(self, fd: int, content: bytes) -> None:
-        with self._turns.turn(self._rank):
+        with self._turn():
             self._disk.write(fd, content)
 
     def sync(self, fd: int) -> None:
-        with self._turns.turn(self._rank):
+        with self._turn():
             self._disk.sync(fd)
 
     def sync_directory(self, path: Path) -> None:
-        with self._turns.turn(self._rank):
+        with self._turn():
             self._disk.sync_directory(path)
 
     def rename(self, source: Path, target: Path) -> None:
-        with self._turns.turn(self._rank):
+        with self._turn():
             self._disk.rename(source, target)
 
     def unlink(self, path: Path) -> None:
-        with self._turns.turn(self._rank):
+        with self._turn():
             self._disk.unlink(path)
 
     def remove_directory(self, path: Path) -> None:
-        with self._turns.turn(self._rank):
+        with self._turn():
             self._disk.remove_directory(path)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait as wait_futures
@@ -17,7 +19,7 @@ from sim_turns import RankDisk
 from flowstone import Checkpointer, Keep, NoCheckpointError, RankError, Save, StepExistsError, _native
 from flowstone.commit import catalog
 from flowstone.config import EngineOptions
-from flowstone.errors import FlowstoneError
+from flowstone.errors import FlowstoneError, StorageError
 from flowstone.events import Committed, Event
 from flowstone.format.manifest import step_directory
 from flowstone.reader import Checkpoint
@@ -90,7 +92,8 @@ class Ledger:
 
     def committed(self, step: int, tag: str, verdicts: Sequence[catalog.Verdict]) -> None:
         self.must[step] = tag
-        self.newest = {(step, tag)}
+        later = {one for one in self.newest if one is not None and one[0] > step}
+        self.newest = {(step, tag), *later}
         for verdict in verdicts:
             if not verdict.keep:
                 self.must.pop(verdict.step, None)
@@ -136,6 +139,31 @@ class WatchedStore(LocalStore):
         self._under_way.clear()
 
 
+class Handover:
+    """Lets the caller of a rank go on in the middle of what its writer's thread does; one of them acts at a time.
+
+    change  before which of the changes that the writer makes; 0: before it does anything
+    """
+
+    def __init__(self, change: int) -> None:
+        self._left = change
+        self.to_caller, self._to_writer = threading.Event(), threading.Event()
+
+    def before_change(self) -> None:
+        if threading.current_thread().name.startswith("flowstone-commit"):
+            self._left -= 1
+            if self._left == 0:
+                self.pause()
+
+    def pause(self) -> None:
+        """On the writer's thread."""
+        self.to_caller.set()
+        self._to_writer.wait()
+
+    def go_on(self) -> None:
+        self._to_writer.set()
+
+
 class Job:
     """A process that saves, as far as one can be had inside a test.
 
@@ -153,7 +181,7 @@ class Job:
         self.system, self.ledger, self.keep, self.by_wait = system, ledger, keep, by_wait
         self.attempt, self.again, self._part = attempt, again, part
         self.events: list[Event] = []
-        self._tag = ""
+        self._tags: dict[int, str] = {}
         self.checkpointer = Checkpointer(
             self.store, keep=keep, budget_bytes=4 * _MIB, engine=engine(number), on_event=self._hear,
             **options,  # type: ignore[arg-type]
@@ -163,16 +191,69 @@ class Job:
         """Save and wait until nothing moves any more. Raises what the save did."""
         if self.again and self._whole(step):
             self.refused(step)
-            return
-        tag = self._tag = f"{step}{self.attempt}"
+        else:
+            self._save(step)
+
+    def save_both(self, first: int, second: int, change: int) -> None:
+        """The second begins before the first is committed. Raises the first of what goes wrong.
+
+        change  that the first would make next, in the background; see Handover
+        """
+        assert isinstance(self.system, RankDisk)
+        handover = Handover(change)
+        saves: list[Save] = []
+        errors: list[FlowstoneError] = []
+        if change == 0:
+            self.checkpointer._writer.submit(handover.pause)
+        self.system.before_change = handover.before_change
+        try:
+            for step in (first, second):
+                try:
+                    saves.append(self._begin(step))
+                except FlowstoneError as error:
+                    errors.append(error)
+                idle = self.checkpointer._writer.submit(int)
+                while not (handover.to_caller.is_set() or idle.done()):
+                    self._check_power()
+                    wait_futures([idle], timeout=0.01)
+        finally:
+            self.system.before_change = lambda: None
+            handover.go_on()
+        for save in saves:
+            self._until_ended(save)
+            try:
+                save.committed.result()
+            except FlowstoneError as error:
+                errors.append(error)
+        self.settle()
+        for error in errors:
+            raise error
+
+    def _begin(self, step: int) -> Save:
+        tag = self._tags[step] = f"{step}{self.attempt}"
         self.ledger.begun(step, tag)
-        save = self.checkpointer.save(step, self._part(state(tag)))
+        return self.checkpointer.save(step, self._part(state(tag)))
+
+    def _save(self, step: int) -> None:
+        save = self._begin(step)
         self._until_ended(save)
         if self.by_wait:
             self.checkpointer.wait()
         else:
             save.committed.result()
         self.settle()
+
+    def save_twice(self, step: int) -> None:
+        """At once again, whatever has become of the first try. Raises what the second does."""
+        with suppress(FlowstoneError):
+            self.save(step)
+        self.attempt += "+"
+        try:
+            self.save(step) if self.again else self._save(step)
+        except (RankError, StorageError) as error:
+            if error.errno == errno.EEXIST:
+                raise AssertionError("the second try has met the files of the first") from error
+            raise
 
     def refused(self, step: int) -> None:
         """A step that is there cannot be saved."""
@@ -225,7 +306,7 @@ class Job:
         self.events.append(event)
         if isinstance(event, Committed):
             verdicts = catalog.judge(catalog.steps(self.store), self.keep)
-            self.ledger.committed(event.step, self._tag, verdicts)
+            self.ledger.committed(event.step, self._tags[event.step], verdicts)
 
     def _whole(self, step: int) -> bool:
         if step not in catalog.steps(self.store):

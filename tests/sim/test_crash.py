@@ -16,20 +16,31 @@ from sim_cases import MODES, SCENARIOS, Case, Simulation
 SHOWN_MAX = 5
 Seeds = Callable[[int], Sequence[int]]
 # By mode, the seeds of each change. Power: 0 to 2 are the extremes, and 2, everything written
-# survives, is what a kill checks first. Error: which errno, and how it is learnt of. Freeze: whether the same job goes
-# on, or the next one.
+# survives, is what a kill checks first. Error: which errno, and how it is learnt of. Freeze: whether the next job
+# goes on, or the same one; and then, whether what was to be changed can be, and after how many changes of others.
 SEEDS: dict[str, Seeds] = {
     "power": lambda at: (0, 1, 3), "kill": lambda at: (0,), "error": lambda at: (at % 4,),
-    "freeze": lambda at: (at % 2,),
+    "freeze": lambda at: (at % 3,),
+}
+TRIES_SEEDS = SEEDS | {"freeze": lambda at: (3 + 2 * (at % 7), 4 + 2 * (at % 6))}
+OVERLAPPING_SEEDS: dict[str, Seeds] = {  # some of the changes each
+    "power": lambda at: (0, 3 + at) if at % 3 == 0 else (),
+    "kill": lambda at: (0,) if at % 4 == 1 else (),
+    "error": lambda at: (at // 4 % 4,) if at % 4 == 2 else (),
+    "freeze": lambda at: (at // 4 % 3,) if at % 4 == 3 else (),
 }
 LIFE_SEEDS: dict[str, Seeds] = SEEDS | {"power": lambda at: (0, 3 + at)}
+SEEDS_OF = {
+    "life": LIFE_SEEDS, "team_life": LIFE_SEEDS, "team_two_tries": TRIES_SEEDS, "team_overlapping": OVERLAPPING_SEEDS,
+}
 SOAK_SEEDS: dict[str, Seeds] = {
     "power": lambda at: range(60), "kill": lambda at: range(8), "error": lambda at: range(4),
-    "freeze": lambda at: range(2),
+    "freeze": lambda at: range(15),
 }
 ALL = [
     pytest.param(at, mode, id=f"{mode}-{scenario.name}")
-    for mode in MODES for at, scenario in enumerate(SCENARIOS) if mode != "freeze" or scenario.ranks > 1
+    for mode in MODES for at, scenario in enumerate(SCENARIOS)
+    if mode in scenario.modes and (mode != "freeze" or scenario.ranks > 1)
 ]
 # Without the longest, whose parts others play.
 _LONG = {"kill-team_first_save", "error-team_first_save", "kill-team_life", "error-team_life", "freeze-team_life"}
@@ -51,8 +62,8 @@ def _run(scenario: int, mode: str, seeds: Seeds, scratch: Path) -> None:
 @pytest.mark.skipif(ONLY is not None, reason="SIM repeats one case")
 @pytest.mark.parametrize(("scenario", "mode"), PLAYED)
 def test_previous_or_new_step_survives(scenario: int, mode: str, scratch: Path) -> None:
-    seeds = LIFE_SEEDS if SCENARIOS[scenario].name.endswith("life") else SEEDS
-    _run(scenario, mode, seeds[mode], scratch)
+    name = SCENARIOS[scenario].name
+    _run(scenario, mode, SEEDS_OF.get(name, SEEDS)[mode], scratch)
 
 
 @pytest.mark.skipif(ONLY is not None, reason="SIM repeats one case")

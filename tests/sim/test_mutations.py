@@ -120,6 +120,15 @@ MUTANTS = {
         saving, "_capture_into", (("if error.errno != errno.ENOENT or tries <= 0:", "if True:"),), "team_second_save",
         "error", start="rank-",
     ),
+    "a_try_writes_into_the_draft_of_another": Mutant(
+        team.Team, "begin_try", (("self._tries.get(step, 1) + 1", "1"),), "team_two_tries", "freeze", start="index",
+    ),
+    "retention_counts_what_is_not_committed_yet": Mutant(
+        Checkpointer, "_prune",
+        (("catalog.judge(catalog.steps(self._store)",
+          "catalog.judge(sorted({*catalog.steps(self._store), *(save.step for save in self._in_flight)})"),),
+        "team_overlapping", start="step-00000003",
+    ),
     "what_may_be_committed_is_withdrawn": Mutant(
         saving, "commit", (("if not (isinstance(error, RankError) and error.undecided):", "if True:"),),
         "team_second_save", "freeze", start="index",
@@ -152,6 +161,6 @@ def test_mutant_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch, scratch
     monkeypatch.setattr(mutant.owner, mutant.name, _mutated(mutant))
     scenario = next(at for at, scenario in enumerate(SCENARIOS) if scenario.name == mutant.scenario)
     simulation = Simulation(scenario, scratch)
-    seeds = range(1 if mutant.mode == "freeze" else 12)
+    seeds = range(3, 15) if mutant.scenario == "team_two_tries" else range(1 if mutant.mode == "freeze" else 12)
     cases = simulation.cases(MODES[mutant.mode], lambda at: seeds, mutant.start)
     assert any(simulation.run(group) for group in cases), f"no case of {mutant.scenario} notices that {name}"

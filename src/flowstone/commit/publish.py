@@ -81,7 +81,7 @@ def discard(store: Store, draft: Draft) -> None:
 
 
 def withdraw(store: Store, draft: Draft, names: Sequence[str]) -> None:
-    """Remove what this rank has written of a draft that no rank publishes; the last one removes the directory, too."""
+    """Remove files of a draft that no rank publishes; whoever removes the last one removes the directory, too."""
     for path in (*(inside(draft.directory, name) for name in names), draft.directory):
         try:
             store.remove(path)

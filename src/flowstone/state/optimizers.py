@@ -234,6 +234,8 @@ class _Slots:
                 self._describer.ledger.enter(inside.called(f"{base}{slot}", (path, slot)), value, lazy=True)  # type: ignore[arg-type]
                 continue
             if not implicit(slot) or type(value) not in DENSE_TYPES:
+                if not member.here:
+                    continue  # whoever has the parameter lists it: a load leaves what is here as it was
                 self.enter()
                 plain = self._describer.key(slot, inside)
                 inner = inside.child(path).child(plain)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from test_share import boxes, check, held, jobs
 
 from flowstone.errors import CollisionError
+from flowstone.format.segment import entry_name
 from flowstone.pieces import DTYPES, Block, Box, Memory, Piece, Pieces, Places
 from flowstone.plan.cut import Cut, cut_up
 from flowstone.plan.share import Held, Names, Share, share
@@ -89,6 +90,26 @@ def test_even_writers_cut_nothing() -> None:
     found = share([stacked((1 << 20, 4), 8)] * 4, worth_bytes=1)
     assert found.cut is None
     assert not found.blocks
+
+
+def test_what_makes_no_writer_smaller_is_not_cut() -> None:
+    """A node of two ranks writes as much as one of four, so each of the two twice as much, in blocks or whole."""
+    found = share([stacked((4 << 20, 4), 120)] * 6, [0, 0, 0, 0, 1, 1])
+    assert found.bytes.tolist() == [15 << 26] * 4 + [30 << 26] * 2
+    assert found.cut is None
+    assert not found.blocks
+
+
+def test_a_tensor_stays_whole_where_another_is_called_like_its_block() -> None:
+    like = [("v", (100_003, 8), None), ("w", (20_003, 8), None), ("w[0:1429,0:8]", (2,), None)]
+    ranks = [held(like)] * 7
+    found = shared(ranks)
+    assert found.cut is not None
+    assert found.cut.names == {"v"}
+    for one, writes in zip(found.held, found.writes, strict=True):
+        pieces = boxes(one)
+        entries = [entry_name(*pieces[at], shape=one.names.shapes[at]) for at in writes.tolist()]
+        assert len(set(entries)) == len(entries)
 
 
 @pytest.mark.parametrize("seed", range(20))

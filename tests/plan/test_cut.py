@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from test_share import boxes, check, held, jobs
 
-from flowstone.errors import CollisionError
+from flowstone.errors import CollisionError, CoverageError
 from flowstone.format.segment import entry_name
 from flowstone.pieces import DTYPES, Block, Box, Memory, Piece, Pieces, Places
 from flowstone.plan.cut import Cut, cut_up
@@ -63,6 +63,15 @@ def test_ranks_that_have_begun_keep_their_blocks(ranks: list[Held], chance: rand
     for rank in begun:
         assert found.writes[rank].tolist() == before.writes[rank].tolist()
         assert boxes(found.held[rank]) == boxes(before.held[rank])
+
+
+def test_a_tensor_that_one_rank_holds_no_more_is_missed_in_blocks_too() -> None:
+    before = shared([stacked((1000, 8), 5)] * 7)
+    assert before.cut is not None
+    without = [stacked((1000, 8), 5)] * 6 + [stacked((1000, 8), 4)]
+    with pytest.raises(CoverageError, match="'w4' is held by ranks alone that have begun"):
+        shared(without, {rank: before.writes[rank] for rank in range(6)}, before)
+    check((found := shared(without)).held, found)
 
 
 def test_blocks_make_writers_even_where_replicas_are_few() -> None:

@@ -186,6 +186,6 @@ def _curves(run: Run, model: str, value: Callable[[Outcome], float]) -> tuple[Cu
 NOTES = (
     "Only the ranks are made up: each message, plan, index and manifest is made by the code that a job runs.",
     "Processor time of one process on one core; peaks are above what the process held before the phase.",
-    "The least possible is the exact maximum flow, which may cut pieces anywhere; plans write whole pieces.",
+    "The least possible is the exact maximum flow, which may cut pieces anywhere; plans cut long replicas at rows.",
     "Receipts: 33 ranks' are encoded, with random digests, and taken for all; each counts at every level of the tree.",
 )

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from test_share import boxes, check, held, jobs
 
-from flowstone.errors import CollisionError
+from flowstone.errors import CollisionError, CoverageError
+from flowstone.format.segment import entry_name
 from flowstone.pieces import DTYPES, Block, Box, Memory, Piece, Pieces, Places
 from flowstone.plan.cut import Cut, cut_up
 from flowstone.plan.share import Held, Names, Share, share
@@ -64,6 +65,15 @@ def test_ranks_that_have_begun_keep_their_blocks(ranks: list[Held], chance: rand
         assert boxes(found.held[rank]) == boxes(before.held[rank])
 
 
+def test_a_tensor_that_one_rank_holds_no_more_is_missed_in_blocks_too() -> None:
+    before = shared([stacked((1000, 8), 5)] * 7)
+    assert before.cut is not None
+    without = [stacked((1000, 8), 5)] * 6 + [stacked((1000, 8), 4)]
+    with pytest.raises(CoverageError, match="'w4' is held by ranks alone that have begun"):
+        shared(without, {rank: before.writes[rank] for rank in range(6)}, before)
+    check((found := shared(without)).held, found)
+
+
 def test_blocks_make_writers_even_where_replicas_are_few() -> None:
     """As under DDP: five tensors on seven ranks. Whole, one rank would write twice the mean and another nothing."""
     ranks = [stacked((100_003, 8), 5)] * 7
@@ -89,6 +99,26 @@ def test_even_writers_cut_nothing() -> None:
     found = share([stacked((1 << 20, 4), 8)] * 4, worth_bytes=1)
     assert found.cut is None
     assert not found.blocks
+
+
+def test_what_makes_no_writer_smaller_is_not_cut() -> None:
+    """A node of two ranks writes as much as one of four, so each of the two twice as much, in blocks or whole."""
+    found = share([stacked((4 << 20, 4), 120)] * 6, [0, 0, 0, 0, 1, 1])
+    assert found.bytes.tolist() == [15 << 26] * 4 + [30 << 26] * 2
+    assert found.cut is None
+    assert not found.blocks
+
+
+def test_a_tensor_stays_whole_where_another_is_called_like_its_block() -> None:
+    like = [("v", (100_003, 8), None), ("w", (20_003, 8), None), ("w[0:1429,0:8]", (2,), None)]
+    ranks = [held(like)] * 7
+    found = shared(ranks)
+    assert found.cut is not None
+    assert found.cut.names == {"v"}
+    for one, writes in zip(found.held, found.writes, strict=True):
+        pieces = boxes(one)
+        entries = [entry_name(*pieces[at], shape=one.names.shapes[at]) for at in writes.tolist()]
+        assert len(set(entries)) == len(entries)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -62,7 +62,7 @@ def cut_up(held: Sequence[Held], cut: Cut) -> tuple[list[Held], list[Blocks]]:
 class _Scissors:
     """Cuts the tensors of a job.
 
-    shape  of each tensor, a number: equal where shapes are
+    shape  of each tensor, as a number: equal where shapes are
     """
 
     def __init__(self, cut: Cut, tensors: Tensors, width: int) -> None:
@@ -101,22 +101,23 @@ class _Scissors:
         return Blocks(source, np.where(count[source] > 1, dim[source], -1), start, stop - start)
 
     def cut(self, form: Form, rows: NDArray[np.int64], blocks: Blocks, names: Names) -> Iterator[Held]:
-        """What these ranks of a form hold, cut."""
+        """What these ranks of a form hold, cut: each distinct box once, as where nothing is cut."""
         width, tensor, old = self._width, form.tensor[blocks.source], form.kind[blocks.source]
         is_cut = blocks.dim >= 0
         parts = np.flatnonzero(is_cut | (old != WHOLE))
-        of_whole = np.where(old == WHOLE, self._shape[tensor], -1)
+        shape = np.where(old == WHOLE, self._shape[tensor], -1)
         block = np.where(is_cut, [blocks.dim, blocks.start, blocks.length], -1)
-        told = np.column_stack([old, of_whole, *block])[parts]
+        told = np.column_stack([old, shape, *block])[parts]
         _, first, kinds = np.unique(told, axis=0, return_index=True, return_inverse=True)
-        like = parts[first]
-        of_rank = np.concatenate([form.boxes[rows], np.zeros((len(rows), 1, 2 * width), np.int64)], axis=1)
-        boxes = np.where((old[like] == WHOLE)[:, None], self._whole[tensor[like]], of_rank[:, old[like]])
-        some = np.flatnonzero(is_cut[like])
-        dim = blocks.dim[like][some]
-        boxes[:, some, dim] += blocks.start[like][some]
-        boxes[:, some, width + dim] = blocks.length[like][some]
-        half = np.arange(width) < self._ndim[tensor[like]][:, None]
+        at = parts[first]  # one part of each kind
+        # WHOLE takes the last of them, which is there for that alone.
+        uncut = np.concatenate([form.boxes[rows], np.zeros((len(rows), 1, 2 * width), np.int64)], axis=1)
+        boxes = np.where((old[at] == WHOLE)[:, None], self._whole[tensor[at]], uncut[:, old[at]])
+        of_blocks = np.flatnonzero(is_cut[at])
+        dim = blocks.dim[at][of_blocks]
+        boxes[:, of_blocks, dim] += blocks.start[at][of_blocks]
+        boxes[:, of_blocks, width + dim] = blocks.length[at][of_blocks]
+        half = np.arange(width) < self._ndim[tensor[at]][:, None]
         flat = boxes[:, np.concatenate([half, half], axis=1)]
         new = self._names_of(names, blocks.source)
         return (Held(new, parts, numbers, kinds.reshape(-1)) for numbers in flat)

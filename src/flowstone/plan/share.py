@@ -58,7 +58,8 @@ def share(
     nodes     the node of each rank; None: all on one
     kept      rank -> what it writes, whatever the others do: it has begun, by a plan that cut `kept_cut`
     samples   of each rank that has them: for each piece a digest of a few of its bytes
-    worth_bytes, block_bytes_min  replicas are cut, into blocks no shorter, if the largest writer gets so much less
+    worth_bytes, block_bytes_min  replicas are cut, into blocks of about so much and more, if the largest writer then
+                                  has so much less
     raises    CollisionError  two ranks give one tensor different dtypes or shapes, or replicas whose samples differ
               CoverageError   a tensor's boxes overlap without being equal, or leave a hole; or what is kept leaves one
     """
@@ -67,8 +68,13 @@ def share(
         _check(held, samples)
         return _cut_share(held, node, kept, kept_cut)
     found = _Sharing(held, node, kept, samples)
-    cut = None if kept else found.cut(worth_bytes, block_bytes_min)
-    return found.share if cut is None else _cut_share(held, node, kept, cut)
+    cut = None if kept else found.to_cut(worth_bytes, block_bytes_min)
+    if cut is None:
+        return found.share
+    # Less may be gained than seemed possible: nodes of few ranks have as much to write as those of many.
+    in_blocks = _cut_share(held, node, kept, cut)
+    gained = int(found.share.bytes.max()) - int(in_blocks.bytes.max())
+    return in_blocks if gained >= worth_bytes else found.share
 
 
 def _cut_share(
@@ -115,8 +121,8 @@ class _Sharing:
         self._level = _spread(self._sets, loads, node, table)
         self.share = Share(held, table.writes(len(held)), loads)
 
-    def cut(self, worth_bytes: int, block_bytes_min: int) -> Cut | None:
-        """What to cut; None where that gains little."""
+    def to_cut(self, worth_bytes: int, block_bytes_min: int) -> Cut | None:
+        """What to cut; None where that can gain little."""
         largest = int(self.share.bytes.max(initial=0))
         if largest - self._level < max(worth_bytes, _EVEN * self._level):
             return None
@@ -231,10 +237,15 @@ class _Table:
         )
 
     def some_of(self, shares: NDArray[np.float64]) -> frozenset[str]:
-        """The names of so large a share of the tensors of each class, rounded up."""
+        """The names of so large a share of the tensors of each class, rounded up.
+
+        None that another one is called like a block of: they would make one entry of a segment.
+        """
         first = np.ceil(self._sizes * shares)
         chosen = self._ordinal < first[self._number]
-        return frozenset(self.tensors.names[at] for at in np.flatnonzero(chosen).tolist())
+        names = self.tensors.names
+        like_blocks = {name.rpartition("[")[0] for name in names if name.endswith("]")}
+        return frozenset(names[at] for at in np.flatnonzero(chosen).tolist()) - like_blocks
 
     def check_replicas(
         self, number: int, group: NDArray[np.int64], samples: Sequence[NDArray[np.uint16] | None]

@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 SYSTEM_PACKAGES := liburing-dev libxxhash-dev libzstd-dev
 NATIVE_SOURCES := CMakeLists.txt $(shell find native -type f)
 
-.PHONY: demo test bench bench-full bench-interference bench-scale soak check check-native setup clean
+.PHONY: demo test bench bench-full bench-ranks bench-interference bench-scale soak check check-native setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -41,6 +41,13 @@ bench-full: setup
 	sh tools/system_packages.sh fio
 	$(BIN)/python bench/run.py --set full --json runs/bench/full.json --update docs/PERFORMANCE.md \
 	    --plots docs/figures $(BENCH)
+
+# A quarter of an hour: a job of four ranks, with parts of a state and with replicas.
+bench-ranks: setup
+	sh tools/system_packages.sh fio
+	mkdir -p runs/bench
+	$(BIN)/python bench/run.py --only flowstone-ranks flowstone-replicas --bytes 5e9 --passes 1 \
+	    --json runs/bench/ranks.json --section ranks --update docs/PERFORMANCE.md $(BENCH)
 
 # An hour and a half: GPT-2 trained with saves and without. After an interruption: make bench-interference BENCH=--resume
 bench-interference: setup

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         with script.workplace(options.directory) as (directory, bar):
             run = measure(directory, options, bar)
-    found = report(run)
+    found = report(run, options.section)
     if options.markdown:
         options.markdown.write_text(section(found))
     script.publish(found, options)
@@ -67,6 +67,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--rounds", type=int, default=5)
     add("--directory", type=Path, default=Path("runs/bench"), help="on the device to measure; environments are kept")
     script.add_results(parser, NAME, each="round")
+    add("--section", default=NAME, help="whose markers --update means, for rows that have a section of their own")
     add("--resume", action="store_true", help="go on with the rounds that --json holds, after an interruption")
     add("--markdown", type=Path, help="the section of docs/PERFORMANCE.md")
     add("--passes", type=int, default=fio.PASSES, help="over fio's candidates, to choose among them")
@@ -196,12 +197,13 @@ def command(options: argparse.Namespace) -> str:
     """What makes these numbers again; paths of this machine are nobody's business."""
     only = f" --only {' '.join(options.only)}" if options.only else ""
     size = f" --bytes {options.bytes / 1e9:g}e9" if options.bytes != SETS[options.set] else ""
-    return f"PYTHONPATH=src python bench/run.py --set {options.set}{size} --rounds {options.rounds}{only}"
+    passes = f" --passes {options.passes}" if options.passes != fio.PASSES else ""
+    return f"PYTHONPATH=src python bench/run.py --set {options.set}{size} --rounds {options.rounds}{passes}{only}"
 
 
-def report(run: Run) -> Report:
+def report(run: Run, name: str = NAME) -> Report:
     return Report(
-        NAME, run.command, run.started_utc, run.machine, table.conditions(run), goals(run), plots.charts(run),
+        name, run.command, run.started_utc, run.machine, table.conditions(run), goals(run), plots.charts(run),
         table.tables(run), table.notes(run),
     )
 

@@ -13,7 +13,7 @@ PHASE = 64  # where large tensors of torch's own allocator mostly start in their
 OTHER_PHASE = PHASE + 2048
 REPLICAS = "flowstone-replicas"
 CACHED, BUFFERED = "cached", "through the page cache"
-CONDITIONS = ("cold", f"cold, {BUFFERED}", CACHED, f"{CACHED}, {BUFFERED}")  # under which replicas are loaded
+CONDITIONS = ("cold", f"cold, {BUFFERED}", f"{CACHED}, {BUFFERED}")  # under which replicas are loaded
 SHARED, ALONE = "reads shared", "each rank for itself"
 
 
@@ -108,8 +108,8 @@ FLOWSTONE = (
         ranks=4, replicas=True,
         note="one job over gloo, each rank holds all of a state that has a quarter of the other rows' bytes, as "
         "under DDP; rates are of that state, once. Reads shared: each byte is read by one rank and passed on in shared "
-        "memory (the default); each rank for itself: EngineOptions(share_reads=False). Cached: all pages of the files "
-        "are in the page cache, which loads go past by default; through it: EngineOptions(direct='off')",
+        "memory (the default); each rank for itself: EngineOptions(share_reads=False). Through the page cache: "
+        "EngineOptions(direct='off'), where ranks share here alone; cached: all of the files is there",
     ),
     Entry("flowstone-posix", "Flowstone, io_uring refused", "ours", 3, _OURS, io_uring=False,
           note="by a seccomp filter, before the process's first instruction"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 import torch
@@ -12,8 +13,9 @@ import torch.distributed as dist
 
 from bench.rivals import BUFFERED, REPLICAS, SHARED
 from bench.state import State
-from flowstone import Checkpointer, Shard
+from flowstone import Checkpointer, LoadReport, Shard
 from flowstone.config import GIB, MIB, SHARED_READ_BYTES_MIN, EngineOptions
+from flowstone.store.local import LocalStore
 
 LEAST_ARENA_BYTES = 32 * MIB  # what finds no room in it, nearly everything, is written from where it lies
 SMALL_ARENA_BYTES = 256 * MIB
@@ -71,14 +73,17 @@ class Flowstone:
         return self._store / f"step-{number:08d}"
 
     def load(self, state: State, number: int, how: str, /) -> None:
-        if self._name == REPLICAS:
-            direct = "off" if BUFFERED in how else "auto"
-            self._options = replace(self._options, share_reads=SHARED in how, direct=direct)
-        report = self._opened().load(self._held(state))
+        report = self._load_replicas(state, how) if self._name == REPLICAS else self._opened().load(self._held(state))
         assert report.step == number
-        if self._name == REPLICAS:
-            is_worth_it = max(report.bytes, report.shared_bytes) >= SHARED_READ_BYTES_MIN
-            assert (report.shared_bytes > 0) == (SHARED in how and is_worth_it), f"{how}: {report.shared_bytes}"
+
+    def _load_replicas(self, state: State, how: str) -> LoadReport:
+        """Shared wherever that is asked, also where the product would not."""
+        self._options = replace(self._options, share_reads=SHARED in how, direct="off" if BUFFERED in how else "auto")
+        with mock.patch.object(LocalStore, "reads_past_cache", return_value=True):
+            report = self._opened().load(state)
+        is_worth_it = max(report.bytes, report.shared_bytes) >= SHARED_READ_BYTES_MIN
+        assert (report.shared_bytes > 0) == (SHARED in how and is_worth_it), f"{how}: {report.shared_bytes}"
+        return report
 
     def note(self, number: int, /) -> str:
         """From the manifest: which backend wrote, and how much of it from where it lay."""

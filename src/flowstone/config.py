@@ -134,7 +134,7 @@ class EngineOptions:
     write_bytes_per_s  what saves of this process may take of a shared device or network, whoever waits for them;
                     None: all. Without it, too, a lazy save is no faster than it must be to end before the fence
     share_reads     what several ranks of one node want is read by one of them, and passed on through memory that
-                    they share. Off: each reads for itself
+                    they share, where reads go past the page cache. Off: each reads for itself
     """
 
     backend: Backend = "auto"

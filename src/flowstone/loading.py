@@ -202,13 +202,13 @@ def agree(
     if together.team is None:
         return ready
     try:
-        return replace(ready, passing=_passing(ready, together, ready.held, willing=options.share_reads))
+        return replace(ready, passing=_passing(ready, store, together, ready.held, willing=options.share_reads))
     except BaseException:
         ready.held.close()
         raise
 
 
-def _passing(loading: Loading, together: Together, stack: ExitStack, *, willing: bool) -> Passing | None:
+def _passing(loading: Loading, store: Store, together: Together, stack: ExitStack, *, willing: bool) -> Passing | None:
     """How the ranks of this node pass on what several of them want; None where each reads for itself.
 
     stack    closes what that needs
@@ -219,8 +219,10 @@ def _passing(loading: Loading, together: Together, stack: ExitStack, *, willing:
     passing: Passing | None = None
     failure: Exception | None = None
     if willing and plan.bytes >= SHARED_READ_BYTES_MIN:
+        path = loading.checkpoint.segment_paths[int(index.segment[plan.piece[0]])]
         try:
-            offer = stack.enter_context(closing(Offer(index, plan)))
+            if store.reads_past_cache(path, plan.bytes):  # else the kernel reads once for all, and passing on is a loss
+                offer = stack.enter_context(closing(Offer(index, plan)))
         except OSError as error:
             _log.warning("no memory to share with ranks on this node (%s): each reads for itself", error)
         except Exception as error:

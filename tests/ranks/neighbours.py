@@ -16,14 +16,18 @@ import flowstone as fs
 from flowstone.config import MIB, EngineOptions
 from flowstone.stage import passing
 from flowstone.store import window
+from flowstone.store.local import LocalStore
 
 SIZES = [12 * MIB // 4 + 5, 700, 30 * MIB // 4, 3, 20 * MIB // 4 + 1, 0]
 
 
 @contextmanager
 def small_windows() -> Iterator[None]:
-    """So that a few megabytes take several batches."""
-    with mock.patch("flowstone.loading.SHARED_READ_BYTES_MIN", 1), mock.patch.object(passing, "WINDOW_BYTES", 8 * MIB):
+    """So that a few megabytes take several batches, wherever the store is."""
+    with (
+        mock.patch("flowstone.loading.SHARED_READ_BYTES_MIN", 1), mock.patch.object(passing, "WINDOW_BYTES", 8 * MIB),
+        mock.patch.object(LocalStore, "reads_past_cache", return_value=True),
+    ):
         yield
 
 
@@ -71,6 +75,14 @@ def load(rank: int, path: str, share: bool) -> list[int]:
 def load_replicas(rank: int, path: str) -> list[int]:
     state = state_of(rank, own=False)
     with small_windows(), opened(path) as checkpointer:
+        report = checkpointer.load(state, rules=[fs.Skip("shard")])
+    check(rank, state)
+    return [report.bytes, report.shared_bytes]
+
+
+def load_through_the_cache(rank: int, path: str) -> list[int]:
+    state = state_of(rank, own=False)
+    with opened(path, engine=EngineOptions(direct="off")) as checkpointer:
         report = checkpointer.load(state, rules=[fs.Skip("shard")])
     check(rank, state)
     return [report.bytes, report.shared_bytes]

@@ -9,7 +9,7 @@ from neighbours import SIZES
 from processes import Ranks, run
 
 import flowstone as fs
-from flowstone.config import MIB
+from flowstone.config import MIB, SHARED_READ_BYTES_MIN
 
 REPLICAS = 4 * sum(SIZES)
 WHOLE = REPLICAS + 12 * MIB  # with the shards: of that each rank wants a part of every chunk
@@ -34,6 +34,12 @@ def test_chunks_of_which_ranks_want_parts_are_read_once_and_what_one_wants_alone
     assert sum(read for read, _ in shared) <= 1.05 * WHOLE  # type: ignore[misc]
     assert [taken for _, taken in shared] == [WHOLE - ALONE] * 2  # type: ignore[misc]
     assert apart == [[WHOLE, 0], [WHOLE - ALONE, 0]]
+
+
+def test_what_goes_through_the_page_cache_is_read_by_each_rank(path: str) -> None:
+    """The kernel reads it once for all; to pass it on as well takes longer."""
+    assert REPLICAS >= SHARED_READ_BYTES_MIN
+    assert run(2, "neighbours", "load_through_the_cache", path) == [[REPLICAS, 0]] * 2
 
 
 def test_ranks_that_do_not_see_each_others_memory_read_for_themselves(path: str) -> None:

@@ -142,7 +142,7 @@ class Passing:
         chunk = index.first_chunk[piece]
         length = int((index.first_byte[chunk + last] - index.first_byte[chunk + first]).sum())
         self._filled_bytes += length
-        return store.read_extents(paths, rows, arena, wanted_bytes=length)
+        return store.read_extents(paths, rows, arena, wanted_bytes=self._plan.bytes)
 
     def _end_filling(self, batch: int, filling: Reading, parts: list[Scattered]) -> None:
         receipt = finish_reading(filling)

@@ -186,4 +186,7 @@ class Store(Protocol):
         past_cache    where it can be done, whatever was tuned: what is asked for is what the device holds
         """
 
+    def reads_past_cache(self, path: str, wanted_bytes: int) -> bool:
+        """Whether a read of so many bytes, this file's among them, goes past the page cache: each asks the device."""
+
     def close(self) -> None: ...

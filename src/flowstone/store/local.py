@@ -170,6 +170,15 @@ class LocalStore:
         direct = settings.direct if past_cache else settings.direct_at(wanted_bytes)
         return LocalReading(self.root, self._means, paths, rows, arena, direct=direct, stop_at_bad=stop_at_bad)
 
+    def reads_past_cache(self, path: str, wanted_bytes: int) -> bool:
+        direct = self._means.settings("read").direct_at(wanted_bytes)
+        if direct == "off":
+            return False
+        with self._told("open", path):
+            fd, alignment = self._means.open_to_read(self.root / path, direct)
+            os.close(fd)
+        return alignment > 1
+
     def close(self) -> None:
         """Stop the engines and give the lock back."""
         self._means.close()

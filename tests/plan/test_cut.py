@@ -18,6 +18,7 @@ from flowstone.errors import CollisionError, CoverageError
 from flowstone.format.segment import entry_name
 from flowstone.pieces import DTYPES, Block, Box, Memory, Piece, Pieces, Places
 from flowstone.plan.cut import Cut, cut_up
+from flowstone.plan.held import Tensors, forms
 from flowstone.plan.share import Held, Names, Share, share
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -177,3 +178,15 @@ def test_a_block_lies_where_its_rows_do() -> None:
         assert places.address.tolist() == [memory.address, array[:, 3:].ctypes.data]
         assert places.memory(1, taken[1]).shape == (1, 5, 6)
         assert places.memory(1, taken[1]).strides_bytes[1:] == array.strides[1:]
+
+
+def test_ranks_that_hold_the_same_blocks_share_them() -> None:
+    """Thousands of ranks, each with a block or more of its own to write: none has all boxes to itself."""
+    ranks = [stacked((1000, 8), 2)] * 500
+    found = shared(ranks)
+    assert found.cut is not None
+    assert len({id(one.boxes) for one in found.held}) == 1
+    (form,) = forms(found.held, Tensors.of(found.held), 2)
+    assert len(form.ranks) == 500
+    assert len(form.boxes) == 1
+    check(found.held, found)

@@ -77,15 +77,15 @@ class _Scissors:
     def alike(self, form: Form) -> Iterator[NDArray[np.int64]]:
         """The ranks of a form, as rows, whose boxes of tensors that may be cut have the same sides."""
         kinds = np.unique(form.kind[self._is_cut[form.tensor]])
-        sides = form.boxes[:, kinds[kinds != WHOLE], self._width :].reshape(len(form.ranks), -1)
-        alike = np.unique(sides, axis=0, return_inverse=True)[1].reshape(-1)
+        sides = form.boxes[:, kinds[kinds != WHOLE], self._width :].reshape(len(form.boxes), -1)
+        alike = np.unique(sides, axis=0, return_inverse=True)[1].reshape(-1)[form.variant]
         return (np.flatnonzero(alike == number) for number in range(int(alike.max()) + 1))
 
     def blocks(self, form: Form, row: int) -> Blocks:
         """How the pieces of one of its ranks are cut."""
         sides = self._whole[form.tensor, self._width :]
         part = form.kind != WHOLE
-        sides[part] = form.boxes[row, form.kind[part], self._width :]
+        sides[part] = form.boxes[form.variant[row], form.kind[part], self._width :]
         ndim = self._ndim[form.tensor]
         elements = np.where(np.arange(self._width) < ndim[:, None], sides, 1).prod(axis=1)
         bytes_ = elements * self._item_bytes[form.tensor]
@@ -111,16 +111,17 @@ class _Scissors:
         _, first, kinds = np.unique(told, axis=0, return_index=True, return_inverse=True)
         at = parts[first]  # one part of each kind
         # WHOLE takes the last of them, which is there for that alone.
-        uncut = np.concatenate([form.boxes[rows], np.zeros((len(rows), 1, 2 * width), np.int64)], axis=1)
+        variants, variant = np.unique(form.variant[rows], return_inverse=True)
+        uncut = np.concatenate([form.boxes[variants], np.zeros((len(variants), 1, 2 * width), np.int64)], axis=1)
         boxes = np.where((old[at] == WHOLE)[:, None], self._whole[tensor[at]], uncut[:, old[at]])
         of_blocks = np.flatnonzero(is_cut[at])
         dim = blocks.dim[at][of_blocks]
         boxes[:, of_blocks, dim] += blocks.start[at][of_blocks]
         boxes[:, of_blocks, width + dim] = blocks.length[at][of_blocks]
         half = np.arange(width) < self._ndim[tensor[at]][:, None]
-        flat = boxes[:, np.concatenate([half, half], axis=1)]
+        flat = list(np.ascontiguousarray(boxes[:, np.concatenate([half, half], axis=1)]))
         new = self._names_of(names, blocks.source)
-        return (Held(new, parts, numbers, kinds.reshape(-1)) for numbers in flat)
+        return (Held(new, parts, flat[at], kinds.reshape(-1)) for at in variant.tolist())
 
     def _names_of(self, names: Names, source: NDArray[np.int64]) -> Names:
         """Shared by all ranks that shared `names` and cut alike."""

@@ -7,6 +7,7 @@ all ranks are a class, and what holds for one of a class holds for all.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -128,7 +129,8 @@ class Form:
     ranks   ascending
     tensor  of each position: its row among all tensors
     kind    of each position: its box among `boxes`, or WHOLE
-    boxes   for each rank and kind a box, padded: as many offsets as the widest tensor has, then as many lengths
+    boxes   for each variant and kind a box, padded: as many offsets as the widest tensor has, then as many lengths
+    variant of each rank: ranks that hold the very same boxes, as replicas do, are of one
     ndim    of each kind
     """
 
@@ -136,6 +138,7 @@ class Form:
     tensor: NDArray[np.int64]
     kind: NDArray[np.int64]
     boxes: NDArray[np.int64]
+    variant: NDArray[np.int64]
     ndim: NDArray[np.int64]
 
     def occurrences(self) -> NDArray[np.int64]:
@@ -174,9 +177,14 @@ def _form(held: Sequence[Held], ranks: NDArray[np.int64], tensors: Tensors, widt
     ndim = np.zeros(int(kinds.max(initial=-1)) + 1, np.int64)
     ndim[kinds] = _ndim(one.names)[one.parts]
     mask = _mask(ndim, width)
-    boxes = np.zeros((len(ranks), *mask.shape), np.int64)
-    boxes[:, mask] = np.stack([held[rank].boxes for rank in ranks.tolist()])
-    return Form(ranks, tensors.rows[id(one.names)], kind, boxes, ndim)
+    numbers = [held[rank].boxes for rank in ranks.tolist()]
+    contents = {key: hashlib.blake2b(of, digest_size=16).digest() for key, of in {id(of): of for of in numbers}.items()}
+    distinct = {contents[id(of)]: of for of in numbers}
+    at = {content: position for position, content in enumerate(distinct)}
+    boxes = np.zeros((len(distinct), *mask.shape), np.int64)
+    boxes[:, mask] = np.stack(list(distinct.values()))
+    variant = np.array([at[contents[id(of)]] for of in numbers], np.int64)
+    return Form(ranks, tensors.rows[id(one.names)], kind, boxes, variant, ndim)
 
 
 def classes(found: Sequence[Form], tensors: Tensors, apart: Sequence[NDArray[np.int64] | None]) -> NDArray[np.int64]:

@@ -39,7 +39,7 @@ def index_of_team(
     del tensor
     box = box[order]
     boxes = np.concatenate([tensors.whole(width), *(_all_boxes(form) for form in found)])
-    ndim = np.concatenate([tensors.ndim, *(np.tile(form.ndim, len(form.ranks)) for form in found)])
+    ndim = np.concatenate([tensors.ndim, *(np.tile(form.ndim, len(form.boxes)) for form in found)])
     elements = np.where(np.arange(width) < ndim[:, None], boxes[:, width:], 1).prod(axis=1).astype(np.uint64)
     length = elements[box] * np.repeat(tensors.item_bytes.astype(np.uint64), counts)
     stored, chunk_order = chunks_in_order(length, order)
@@ -94,24 +94,24 @@ def _written(
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Of each piece that is written, rank after rank: its tensor, and its box.
 
-    Boxes are counted so: first the whole of each tensor, then those of each form, rank after rank.
+    Boxes are counted so: first the whole of each tensor, then those of each form, variant after variant.
     """
     starts = np.cumsum([0, *map(len, writes)])
     tensor, box = np.empty(int(starts[-1]), np.int32), np.empty(int(starts[-1]), np.int32)
-    counts = [len(form.ranks) * len(form.ndim) for form in found]
+    counts = [len(form.boxes) * len(form.ndim) for form in found]
     for form, base in zip(found, accumulate(counts, initial=len(tensors.names)), strict=False):
         is_whole = form.kind == WHOLE
         for at, rank in enumerate(form.ranks.tolist()):
             here, positions = slice(starts[rank], starts[rank + 1]), writes[rank]
             tensor[here] = form.tensor[positions]
-            numbers = np.where(is_whole, form.tensor, base + at * len(form.ndim) + form.kind)
+            numbers = np.where(is_whole, form.tensor, base + int(form.variant[at]) * len(form.ndim) + form.kind)
             box[here] = numbers[positions]
     return tensor, box
 
 
 def _all_boxes(form: Form) -> NDArray[np.int64]:
-    """Of each rank of a form, one behind the other."""
-    return form.boxes.reshape(len(form.ranks) * len(form.ndim), form.boxes.shape[2])
+    """Of each variant of a form, one behind the other."""
+    return form.boxes.reshape(len(form.boxes) * len(form.ndim), form.boxes.shape[2])
 
 
 def _flat(boxes: NDArray[np.uint64], ndim: NDArray[np.int64], box: NDArray[np.int32]) -> NDArray[np.uint64]:

@@ -225,7 +225,7 @@ class _Table:
             ranks.append(form.ranks)
             rows.append(self._base[at] + np.arange(len(form.ranks)) * len(strands.kind) + strand)
             whole = np.broadcast_to(self._whole[tensor], (len(form.ranks), 2 * self._width))
-            boxes.append(whole if kind == WHOLE else form.boxes[:, kind])
+            boxes.append(whole if kind == WHOLE else form.boxes[:, kind][form.variant])
             none = np.zeros(len(form.ranks), np.bool_)
             wrote.append(none if written is None else written[:, strands.first[strand]])
         rank = np.concatenate(ranks)

@@ -185,7 +185,8 @@ def test_ranks_that_hold_the_same_blocks_share_them() -> None:
     ranks = [stacked((1000, 8), 2)] * 500
     found = shared(ranks)
     assert found.cut is not None
-    assert len({id(one.boxes) for one in found.held}) == 1
+    for column in ("names", "parts", "boxes", "kinds"):
+        assert len({id(getattr(one, column)) for one in found.held}) == 1, column
     (form,) = forms(found.held, Tensors.of(found.held), 2)
     assert len(form.ranks) == 500
     assert len(form.boxes) == 1

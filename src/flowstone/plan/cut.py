@@ -119,9 +119,10 @@ class _Scissors:
         boxes[:, of_blocks, dim] += blocks.start[at][of_blocks]
         boxes[:, of_blocks, width + dim] = blocks.length[at][of_blocks]
         half = np.arange(width) < self._ndim[tensor[at]][:, None]
+        kinds = kinds.reshape(-1)
         flat = list(np.ascontiguousarray(boxes[:, np.concatenate([half, half], axis=1)]))
         new = self._names_of(names, blocks.source)
-        return (Held(new, parts, flat[at], kinds.reshape(-1)) for at in variant.tolist())
+        return (Held(new, parts, flat[at], kinds) for at in variant.tolist())
 
     def _names_of(self, names: Names, source: NDArray[np.int64]) -> Names:
         """Shared by all ranks that shared `names` and cut alike."""

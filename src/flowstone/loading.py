@@ -221,7 +221,7 @@ def _passing(loading: Loading, store: Store, together: Together, stack: ExitStac
     if willing and plan.bytes >= SHARED_READ_BYTES_MIN:
         path = loading.checkpoint.segment_paths[int(index.segment[plan.piece[0]])]
         try:
-            if store.reads_past_cache(path, plan.bytes):  # else the kernel reads once for all, and passing on is a loss
+            if store.reads_past_cache(path, plan.bytes):  # else the kernel reads once for all, and this gains nothing
                 offer = stack.enter_context(closing(Offer(index, plan)))
         except OSError as error:
             _log.warning("no memory to share with ranks on this node (%s): each reads for itself", error)

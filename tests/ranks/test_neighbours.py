@@ -37,7 +37,7 @@ def test_chunks_of_which_ranks_want_parts_are_read_once_and_what_one_wants_alone
 
 
 def test_what_goes_through_the_page_cache_is_read_by_each_rank(path: str) -> None:
-    """The kernel reads it once for all; to pass it on as well takes longer."""
+    """The kernel reads it once for all; to pass it on as well gains nothing."""
     assert REPLICAS >= SHARED_READ_BYTES_MIN
     assert run(2, "neighbours", "load_through_the_cache", path) == [[REPLICAS, 0]] * 2
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -39,13 +39,14 @@ def work(tasks: Sequence[Task], number: int, *, python: Path, io_uring: bool) ->
         meeting = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         tasks = [dataclasses.replace(task, port=meeting.port) for task in tasks]
     with tempfile.TemporaryDirectory() as desk:
-        workers = [
-            _Worker(Path(desk, str(at)), "bench.worker", task, Outcome, python, io_uring=io_uring, gated=task.gated)
-            for at, task in enumerate(tasks)
-        ]
-        timer = threading.Timer(TIMEOUT_S, _stop, (workers,))
-        timer.start()
+        workers: list[_Worker[Outcome]] = []
+        timer = _timer(TIMEOUT_S, lambda: _stop(workers))
         try:
+            for at, task in enumerate(tasks):
+                own = Path(desk, str(at))
+                workers.append(
+                    _Worker(own, "bench.worker", task, Outcome, python, io_uring=io_uring, gated=task.gated)
+                )
             if first.gated:
                 for _ in range(first.times):
                     _open_gate(workers)
@@ -64,8 +65,7 @@ def call(module: str, task: object, result: type[Result], *, python: Path, timeo
     """One process of `python -m MODULE TASK.json RESULT.json`; what it wrote. Raises WorkerError."""
     with tempfile.TemporaryDirectory() as desk:
         worker = _Worker(Path(desk, "0"), module, task, result, python)
-        timer = threading.Timer(timeout_s, worker.stop)
-        timer.start()
+        timer = _timer(timeout_s, worker.stop)
         try:
             return worker.outcome()
         except WorkerError as error:
@@ -75,6 +75,14 @@ def call(module: str, task: object, result: type[Result], *, python: Path, timeo
         finally:
             timer.cancel()
             worker.end()
+
+
+def _timer(seconds: float, action: Callable[[], object]) -> threading.Timer:
+    """Started. A script that is told to stop does not wait for it, wherever that finds it."""
+    timer = threading.Timer(seconds, action)
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 def _stop(workers: Sequence[_Worker[Outcome]]) -> None:

@@ -92,6 +92,6 @@ def test_a_job_of_ranks_and_refused_io_uring_have_their_own_measure() -> None:
 
 def test_sharing_reads_must_not_be_slower_and_reads_every_byte_once() -> None:
     found = goals(made_up.replicas())
-    assert [(goal.is_met, reached(goal)) for goal in found] == [(True, 2.0), *[(False, 0.5)] * 3, (True, 1.0)]
+    assert [(goal.is_met, reached(goal)) for goal in found] == [(True, 2.0), (True, 1.0)]
     assert found[0].text.startswith("four replicas, cold: ")
     assert "device" in found[-1].text

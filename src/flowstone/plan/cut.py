@@ -110,8 +110,8 @@ class _Scissors:
         told = np.column_stack([old, shape, *block])[parts]
         _, first, kinds = np.unique(told, axis=0, return_index=True, return_inverse=True)
         at = parts[first]  # one part of each kind
-        # WHOLE takes the last of them, which is there for that alone.
         variants, variant = np.unique(form.variant[rows], return_inverse=True)
+        # WHOLE takes the last of them, which is there for that alone.
         uncut = np.concatenate([form.boxes[variants], np.zeros((len(variants), 1, 2 * width), np.int64)], axis=1)
         boxes = np.where((old[at] == WHOLE)[:, None], self._whole[tensor[at]], uncut[:, old[at]])
         of_blocks = np.flatnonzero(is_cut[at])

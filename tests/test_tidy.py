@@ -30,13 +30,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ranks": {"config", "errors"},
     "reader": _BASE | {"format", "plan", "store", "stage", "commit", "state"},
     "saves": {"reader"},
+    "in_flight": _BASE | {"store", "commit", "saves"},
     "team": _BASE | {"format", "plan", "store", "commit", "ranks"},
     "saving": _BASE | {"format", "plan", "store", "stage", "commit", "state", "saves", "team", "_native"},
     "together": _BASE | {"ranks", "team"},
     "loading": _BASE | {"format", "plan", "store", "stage", "state", "reader", "together", "progress"},
     "explaining": _BASE | {"format", "plan", "loading", "reader", "ranks"},
     "checkpointer": _BASE
-    | {"format", "store", "stage", "commit", "state", "reader", "saves", "saving", "loading"}
+    | {"format", "store", "stage", "commit", "state", "reader", "saves", "in_flight", "saving", "loading"}
     | {"team", "together", "_native"},
     "study": _BASE | {"format", "plan", "store", "stage", "commit", "reader", "_native"},
     "cli": _BASE | {"format", "store", "commit", "reader", "progress", "demo", "cli_output"}

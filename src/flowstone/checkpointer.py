@@ -13,10 +13,8 @@ import os
 import socket
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import wait as wait_futures
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Literal
@@ -36,8 +34,6 @@ from flowstone.errors import (
     DamagedError,
     FlowstoneError,
     NoCheckpointError,
-    SaveFailedError,
-    StepExistsError,
     StorageError,
 )
 from flowstone.events import (
@@ -52,6 +48,7 @@ from flowstone.events import (
     SaveStarted,
 )
 from flowstone.format.manifest import MARKER_NAME, step_directory
+from flowstone.in_flight import InFlight
 from flowstone.loading import LoadReport
 from flowstone.reader import Checkpoint, check_store
 from flowstone.rules import Rule
@@ -107,7 +104,6 @@ class Checkpointer:
         self._options = engine or EngineOptions()
         self._store: Store = LocalStore(path, self._options) if isinstance(path, str | os.PathLike) else path
         self._keep, self._budget_bytes, self._on_event = keep, budget_bytes, on_event
-        self._on_error, self._max_unsaved_steps = on_error, max_unsaved_steps
         self._saves_in_flight = saves_in_flight
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="flowstone-commit")
         self._watcher = ThreadPoolExecutor(1, thread_name_prefix="flowstone-capture")
@@ -115,9 +111,9 @@ class Checkpointer:
         self._arena: _native.Arena | None = None
         self._planned: Planned | None = None  # for the last save
         self._store_id: str | None = None  # set once this job is the store's writer
-        self._newest: int | None = None
-        self._first_unsaved: int | None = None
-        self._in_flight: deque[Save] = deque()  # started, and not yet settled
+        self._in_flight = InFlight(
+            self._store, self._hurry, on_error=on_error, max_unsaved_steps=max_unsaved_steps
+        )
         self._captures = Captures(self._options.write_bytes_per_s)
         self._unsound: str | None = None  # why the state must not be saved
         self._superseded_above: int | None = None
@@ -248,10 +244,10 @@ class Checkpointer:
         team, rank = self._together.team, self._together.rank
         this_try = "" if team is None else team.begin_try(step)  # before anything can fail
         self._check_sound()
-        self._settle(leave=self._saves_in_flight - 1)
+        self._in_flight.settle(leave=self._saves_in_flight - 1)
         waited = time.monotonic()
         self._become_writer()
-        self._check_new(step)
+        self._in_flight.check_new(step)
         known = self._planned
         described = describe(state, rank=rank, known=None if known is None else known.layout)
         described_at = time.monotonic()
@@ -292,7 +288,7 @@ class Checkpointer:
         self._captures.expect(save)
         streams = as_on_this_thread(memory.device for memory in described.places.apart.values())
         self._writer.submit(self._begin_and_finish, save, described, fence, begin, streams)
-        self._in_flight.append(save)
+        self._in_flight.add(save)
 
     def _begin_and_finish(
         self, save: Save, described: Described, fence: Literal["auto", "manual"], begin: Callable[[Planned], Flight],
@@ -333,17 +329,9 @@ class Checkpointer:
                 f"cannot save step {save.step}: Python is ending", reason=str(error),
                 next="save before the script ends, not in an exit handler",
             ) from error
-        self._in_flight.append(save)
+        self._in_flight.add(save)
         if is_lazy:
             self._captures.add(flight)
-
-    def _check_new(self, step: int) -> None:
-        newest = max((save.step for save in self._in_flight), default=self._newest)
-        if newest is not None and step <= newest:
-            raise StepExistsError(
-                f"cannot save step {step} into {self._store.location}", found=f"newest step {newest}",
-                next=f"save a later step, or call rewind({step - 1 if step else 0}) first to set newer steps aside",
-            )
 
     def _watch(self, flight: Flight) -> None:
         """On a watcher thread: tell when the last lazy byte is captured."""
@@ -410,12 +398,12 @@ class Checkpointer:
                 self._store.unlock()
                 self._store_id = None
                 raise
-            self._newest = existing[-1] if existing else None
+            self._in_flight.newest = existing[-1] if existing else None
         if self._superseded_above is not None:
             self._drain_writer()
             if self._together.rank == 0:
                 catalog.rewind(self._store, self._superseded_above)
-            self._newest, self._superseded_above = self._superseded_above, None
+            self._in_flight.newest, self._superseded_above = self._superseded_above, None
 
     def _opened_arena(self) -> _native.Arena:
         """The arena for saves. It grows in the background, within the budget."""
@@ -454,7 +442,7 @@ class Checkpointer:
     def wait(self) -> None:
         """Wait until every save so far is durable; raises SaveFailedError if one failed unseen."""
         self._check_open()
-        self._settle()
+        self._in_flight.settle()
 
     def rewind(self, step: int) -> None:
         """Set every step above `step` aside, so that training can save them anew. `step` itself must exist."""
@@ -462,7 +450,7 @@ class Checkpointer:
         self._await_saves()
         failure: Exception | None = None
         try:
-            self._settle()
+            self._in_flight.settle()
         except FlowstoneError as error:
             failure = error
         self._together.confirm("the saves before going back", failure)
@@ -474,14 +462,14 @@ class Checkpointer:
             return catalog.rewind(self._store, step)
 
         self._together.decide(f"going back to step {step}", set_aside)
-        self._newest = step
+        self._in_flight.newest = step
 
     def close(self) -> None:
         """Wait for saves in flight, give the store and the memory back. Raises what `wait` raises."""
         if self._closed or os.getpid() != self._pid:
             return
         try:
-            self._settle()
+            self._in_flight.settle()
         finally:
             self._closed = True
             self._fence.lift()
@@ -508,38 +496,9 @@ class Checkpointer:
 
     def _await_saves(self) -> None:
         """Until the saves in flight have ended one way or the other."""
-        self._hurry()
-        wait_futures([save.committed for save in self._in_flight])
+        self._in_flight.await_all()
         if self._together.team is not None:
             self._drain_writer()  # which may still tell the others of a save that was refused here
-
-    def _settle(self, leave: int = 0) -> None:
-        """Wait until at most `leave` saves are in flight; raise the first failure that nobody has seen."""
-        while self._in_flight and (len(self._in_flight) > leave or self._in_flight[0].committed.done()):
-            self._hurry()
-            wait_futures([self._in_flight[0].committed])
-            self._settle_one(self._in_flight.popleft())
-
-    def _settle_one(self, ended: Save) -> None:
-        if not ended.committed.failed():
-            self._newest, self._first_unsaved = ended.step, None
-            return
-        self._first_unsaved = ended.step if self._first_unsaved is None else self._first_unsaved
-        existing = catalog.steps(self._store)  # the store knows how far the failed save had come
-        self._newest = existing[-1] if existing else None
-        failure = ended.committed.failure()
-        if failure is None:
-            return
-        behind = ended.step - (self._newest if self._newest is not None else self._first_unsaved or 0)
-        limit = self._max_unsaved_steps
-        if self._on_error == "continue" and (limit is None or behind <= limit):
-            _log.warning("step %d was not saved, going on: %s", ended.step, failure)
-            return
-        raise SaveFailedError(
-            f"step {ended.step} was not saved: {failure}",
-            newest="none" if self._newest is None else f"step {self._newest}",
-            next="see the cause; earlier checkpoints are untouched, and the next save may succeed",
-        ) from failure
 
     def _start_threads(self) -> None:
         """Start both threads while nothing depends on them: a save under way could not be finished without."""

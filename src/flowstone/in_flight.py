@@ -1,0 +1,82 @@
+"""Saves that were started and have not been accounted for, and what becomes of those that failed."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait as wait_futures
+from typing import Literal
+
+from flowstone.commit import catalog
+from flowstone.errors import SaveFailedError, StepExistsError
+from flowstone.saves import Save
+from flowstone.store.base import Store
+
+_log = logging.getLogger("flowstone")
+
+
+class InFlight:
+    """The saves of one Checkpointer, oldest first, and the newest step that is known to be committed.
+
+    newest  set by the first save, by what ends, and by going back; None while no step is known
+    """
+
+    def __init__(
+        self, store: Store, hurry: Callable[[], None], *, on_error: Literal["raise", "continue"],
+        max_unsaved_steps: int | None,
+    ) -> None:
+        """`hurry` ends the leisure of captures that somebody waits for."""
+        self._store, self._hurry = store, hurry
+        self._on_error, self._max_unsaved_steps = on_error, max_unsaved_steps
+        self._saves: deque[Save] = deque()
+        self._first_unsaved: int | None = None
+        self.newest: int | None = None
+
+    def __iter__(self) -> Iterator[Save]:
+        return iter(self._saves)
+
+    def add(self, save: Save) -> None:
+        self._saves.append(save)
+
+    def check_new(self, step: int) -> None:
+        """Raises StepExistsError if `step` is not above every step that is committed or under way."""
+        newest = max((save.step for save in self._saves), default=self.newest)
+        if newest is not None and step <= newest:
+            raise StepExistsError(
+                f"cannot save step {step} into {self._store.location}", found=f"newest step {newest}",
+                next=f"save a later step, or call rewind({step - 1 if step else 0}) first to set newer steps aside",
+            )
+
+    def await_all(self) -> None:
+        """Until all have ended one way or the other."""
+        self._hurry()
+        wait_futures([save.committed for save in self._saves])
+
+    def settle(self, leave: int = 0) -> None:
+        """Wait until at most `leave` are left; raise the first failure that nobody has seen."""
+        while self._saves and (len(self._saves) > leave or self._saves[0].committed.done()):
+            self._hurry()
+            wait_futures([self._saves[0].committed])
+            self._settle_one(self._saves.popleft())
+
+    def _settle_one(self, ended: Save) -> None:
+        if not ended.committed.failed():
+            self.newest, self._first_unsaved = ended.step, None
+            return
+        self._first_unsaved = ended.step if self._first_unsaved is None else self._first_unsaved
+        existing = catalog.steps(self._store)  # the store knows how far the failed save had come
+        self.newest = existing[-1] if existing else None
+        failure = ended.committed.failure()
+        if failure is None:
+            return
+        behind = ended.step - (self.newest if self.newest is not None else self._first_unsaved or 0)
+        limit = self._max_unsaved_steps
+        if self._on_error == "continue" and (limit is None or behind <= limit):
+            _log.warning("step %d was not saved, going on: %s", ended.step, failure)
+            return
+        raise SaveFailedError(
+            f"step {ended.step} was not saved: {failure}",
+            newest="none" if self.newest is None else f"step {self.newest}",
+            next="see the cause; earlier checkpoints are untouched, and the next save may succeed",
+        ) from failure

@@ -154,7 +154,8 @@ std::vector<std::span<const Line>> lines_of(const std::vector<Array>& samples) {
 PyWriteRows make_write_rows(const Array& file, const Array& offset, const Array& length, const Array& address,
                             const Array& chunk, const Array& layout, const std::vector<const PyGather*>& layouts,
                             std::uint64_t chunks, const std::optional<Array>& lazy, const std::optional<Array>& device,
-                            const std::vector<const PyDevice*>& devices, const std::vector<Array>& samples) {
+                            const std::vector<const PyDevice*>& devices, const std::vector<Array>& samples,
+                            const std::optional<Array>& seed) {
     const std::size_t count = row_count(file);
     const auto files = column<std::uint32_t>(file, "file", count);
     const auto offsets = column<std::uint64_t>(offset, "offset", count);
@@ -164,6 +165,7 @@ PyWriteRows make_write_rows(const Array& file, const Array& offset, const Array&
     const auto numbers = column<std::int64_t>(layout, "layout", count);
     const auto flags = lazy ? column<bool>(*lazy, "lazy", count) : std::vector<bool>(count, false);
     const auto places = device ? column<std::int32_t>(*device, "device", count) : std::vector<std::int32_t>(count, on_host);
+    const auto seeds = seed ? column<std::uint64_t>(*seed, "seed", count) : std::vector<std::uint64_t>(count, 0);
     auto rows = std::make_shared<WriteRows>();
     rows->devices = devices_of(devices);
     rows->samples = lines_of(samples);
@@ -172,7 +174,7 @@ PyWriteRows make_write_rows(const Array& file, const Array& offset, const Array&
     rows->rows.reserve(count);
     for (std::size_t i = 0; i < count; ++i)
         rows->rows.push_back(
-            {offsets[i], lengths[i], addresses[i], first_chunks[i], numbers[i], files[i], flags[i], places[i]});
+            {offsets[i], lengths[i], addresses[i], first_chunks[i], numbers[i], files[i], flags[i], places[i], seeds[i]});
     return {{std::move(rows)}};
 }
 
@@ -312,12 +314,18 @@ void bind_devices(nb::module_& module) {
         .def_prop_ro("pinned_bytes", [](const PyDelayedDevice& device) { return device.delayed().pinned_bytes(); })
         .def("hold", [](const PyDelayedDevice& device, bool held) { device.delayed().hold(held); }, "held"_a)
         .def("fail_after", [](const PyDelayedDevice& device, std::uint64_t copies) { device.delayed().fail_after(copies); }, "copies"_a);
-    module.def("line_begins", [](std::uint64_t row_bytes) {
-        std::vector<std::uint64_t> begins(chunk_count(row_bytes) * lines_per_chunk);
-        for (std::size_t line = 0; line < begins.size(); ++line) begins[line] = line_begin(row_bytes, line);
+    module.def("line_begins", [](const Array& row_bytes, const Array& seed) {
+        if (row_bytes.ndim() != 1) throw std::invalid_argument("row_bytes: wrong dtype or number of dimensions");
+        const auto lengths = column<std::uint64_t>(row_bytes, "row_bytes", row_bytes.shape(0));
+        const auto seeds = column<std::uint64_t>(seed, "seed", lengths.size());
+        std::vector<std::uint64_t> begins;
+        for (std::size_t i = 0; i < lengths.size(); ++i)
+            for (std::uint64_t line = 0; line < chunk_count(lengths[i]) * lines_per_chunk; ++line)
+                begins.push_back(line_begin(lengths[i], line, seeds[i]));
         return to_numpy(std::move(begins));
-    }, "row_bytes"_a);
+    }, "row_bytes"_a, "seed"_a);
     module.attr("LINE_BYTES") = sizeof(Line);
+    module.attr("LINES_PER_CHUNK") = lines_per_chunk;
 }
 
 void bind_rows(nb::module_& module) {
@@ -334,11 +342,13 @@ void bind_rows(nb::module_& module) {
         .def("__init__", [](PyWriteRows* self, const Array& file, const Array& offset, const Array& length, const Array& address,
                             const Array& chunk, const Array& layout, const std::vector<const PyGather*>& layouts, std::uint64_t chunks,
                             const std::optional<Array>& lazy, const std::optional<Array>& device,
-                            const std::vector<const PyDevice*>& devices, const std::vector<Array>& samples) {
-            new (self) PyWriteRows(
-                make_write_rows(file, offset, length, address, chunk, layout, layouts, chunks, lazy, device, devices, samples));
+                            const std::vector<const PyDevice*>& devices, const std::vector<Array>& samples,
+                            const std::optional<Array>& seed) {
+            new (self) PyWriteRows(make_write_rows(file, offset, length, address, chunk, layout, layouts, chunks, lazy, device, devices,
+                                                   samples, seed));
         }, nb::kw_only(), "file"_a, "offset"_a, "length"_a, "address"_a, "chunk"_a, "layout"_a, "layouts"_a, "chunks"_a,
-           "lazy"_a = nb::none(), "device"_a = nb::none(), "devices"_a = std::vector<const PyDevice*>(), "samples"_a = std::vector<Array>())
+           "lazy"_a = nb::none(), "device"_a = nb::none(), "devices"_a = std::vector<const PyDevice*>(), "samples"_a = std::vector<Array>(),
+           "seed"_a = nb::none())
         .def("sample_digests", [](const PyWriteRows& rows) {
             std::vector<std::uint64_t> digests;
             {

@@ -32,22 +32,25 @@ void check_device(std::int32_t device, std::int64_t layout, std::size_t devices,
     require(layout == contiguous, row, "a device's memory must be contiguous");
 }
 
-/// Spreads line numbers over the places they may take, so that no stride of the data hides from all of them.
+/// The mixing of SplitMix64: neighbours have nothing to do with each other.
 std::uint64_t scattered(std::uint64_t number) {
-    number *= 0x9E3779B97F4A7C15U;  // 2^64 / golden ratio
-    return number ^ (number >> 29);
+    number += 0x9E3779B97F4A7C15U;  // 2^64 / golden ratio
+    number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9U;
+    number = (number ^ (number >> 27)) * 0x94D049BB133111EBU;
+    return number ^ (number >> 31);
 }
 
 }  // namespace
 
-std::uint64_t line_begin(std::uint64_t row_bytes, std::uint64_t line) {
-    constexpr std::uint64_t quarter = chunk_bytes / lines_per_chunk;
+std::uint64_t line_begin(std::uint64_t row_bytes, std::uint64_t line, std::uint64_t seed) {
     constexpr std::uint64_t line_bytes = sizeof(Line);
-    const std::uint64_t whole_lines = row_bytes / line_bytes;
-    if (whole_lines == 0) return 0;
-    const std::uint64_t low = std::min(line * quarter / line_bytes, whole_lines - 1);
-    const std::uint64_t high = std::min(low + quarter / line_bytes, whole_lines);
-    return (low + scattered(line) % (high - low)) * line_bytes;
+    constexpr std::uint64_t quarter = chunk_bytes / lines_per_chunk / line_bytes;  // in lines
+    if (row_bytes <= line_bytes) return 0;
+    const std::uint64_t lines = (row_bytes + line_bytes - 1) / line_bytes;
+    const std::uint64_t low = std::min(line, (lines - 1) / quarter) * quarter;
+    const std::uint64_t places = std::min(quarter, lines - low);
+    const std::uint64_t place = ((scattered(scattered(seed) ^ line) >> 32) * places) >> 32;
+    return std::min((low + place) * line_bytes, row_bytes - line_bytes);
 }
 
 void check_rows(const WriteRows& rows, std::span<const std::uint64_t> file_bytes) {

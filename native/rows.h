@@ -20,9 +20,10 @@ inline constexpr std::int32_t on_host = -1;     // the device of a row that lies
 using Line = std::array<std::byte, 64>;
 inline constexpr std::uint64_t lines_per_chunk = 4;  // 20,000 misses for 5 GB: about a millisecond
 
-/// Where line number `line` of a row begins, a multiple of its length: somewhere in its quarter of its chunk, or in
-/// the last line where the row ends before that.
-std::uint64_t line_begin(std::uint64_t row_bytes, std::uint64_t line);
+/// Where line number `line` of a row begins: by `seed` somewhere in its quarter of its chunk, each place as likely as any
+/// other, or in the last quarter that there is where the row ends before that.
+/// Invariant: a line is whole, where the row has as many bytes, and begins at a multiple of its length or ends with the row.
+std::uint64_t line_begin(std::uint64_t row_bytes, std::uint64_t line, std::uint64_t seed);
 
 /// `length` bytes at `offset` of file number `file`, taken from `address`.
 struct WriteRow {
@@ -34,6 +35,7 @@ struct WriteRow {
     std::uint32_t file;
     bool lazy = false;  // may be captured after the caller has gone on; its source is watched
     std::int32_t device = on_host;  // whose memory `address` is in; a device's rows are contiguous
+    std::uint64_t seed = 0;  // of where its lines lie: another one for each row and save
 
     std::uint64_t end() const { return offset + length; }
     const std::byte* source() const { return reinterpret_cast<const std::byte*>(address); }

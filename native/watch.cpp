@@ -68,7 +68,7 @@ Watch::Watch(const WriteRows& rows) : rows_(rows), first_line_(rows.rows.size(),
         }
         first_line_[i] = next;
         for (std::uint64_t line = 0; line < line_count(row); ++line, ++next) {
-            const std::uint64_t begin = line_begin(row.length, line);
+            const std::uint64_t begin = line_begin(row.length, line, row.seed);
             const std::uint64_t end = line_end(row, begin);
             if (row.layout == contiguous)
                 sampler.add(row.source() + begin, end - begin, next);
@@ -88,7 +88,7 @@ void Watch::compare(std::size_t row, std::uint64_t begin, std::uint64_t end, con
     const Line* const lines = first_line_[row];
     if (lines == nullptr) return;
     for (std::uint64_t line = begin / quarter; line * quarter < end; ++line) {
-        const std::uint64_t line_low = line_begin(rows_.rows[row].length, line);
+        const std::uint64_t line_low = line_begin(rows_.rows[row].length, line, rows_.rows[row].seed);
         const std::uint64_t low = std::max(begin, line_low);
         const std::uint64_t high = std::min(end, line_end(rows_.rows[row], line_low));
         if (low >= high) continue;

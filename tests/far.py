@@ -48,13 +48,13 @@ class Far:
             with suppress(OSError):  # a stream that waits for copies is not told how they ended
                 self.native.synchronize()
 
-    def sample(self, rows: Sequence[Memory]) -> NDArray[np.uint8]:
+    def sample(self, rows: Sequence[Memory], seeds: NDArray[np.uint64]) -> NDArray[np.uint8]:
         lines = []
-        for row in rows:
+        for row, begins in zip(rows, streams.lines_of(rows, seeds), strict=True):
             inside = row.address - self.native.address + self.native.inside
             raw = (ctypes.c_uint8 * streams.row_bytes(row)).from_address(inside)
             whole = np.frombuffer(raw, np.uint8)
-            lines += [whole[b : b + _native.LINE_BYTES] for b in _native.line_begins(len(whole)).tolist()]
+            lines += [whole[b : b + _native.LINE_BYTES] for b in begins.tolist()]
         return np.concatenate(lines)
 
     def tensor(self, like: torch.Tensor) -> torch.Tensor:

@@ -1,19 +1,32 @@
-"""Digests of a few bytes of each tensor, by which ranks know their replicas."""
+"""The few lines of each tensor that are looked at, and digests of them, by which ranks know their replicas."""
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
+import pytest
 import torch
 from far import Far, shown
+from numpy.typing import NDArray
 
-from flowstone.stage.capture import sample_digests
+from flowstone import _native
+from flowstone.stage import capture
+from flowstone.stage.capture import _seeds, sample_digests
 from flowstone.state import describe
+from flowstone.state.tensors import memory_of
 
 
-def digests(state: dict[str, object]) -> list[int]:
+def digests(state: dict[str, object], seed: int = 0) -> list[int]:
     described = describe(state)
-    found: list[int] = sample_digests(described.pieces, described.places).tolist()
+    found: list[int] = sample_digests(described.pieces, described.places, seed=seed).tolist()
     return found
+
+
+def begins(row_bytes: int, seeds: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Where the lines of rows of this length lie, a row for each seed."""
+    found = _native.line_begins(np.full(len(seeds), row_bytes, np.uint64), seeds).astype(np.int64)
+    return found.reshape(len(seeds), -1)
 
 
 def test_equal_tensors_have_equal_digests_wherever_they_lie() -> None:
@@ -25,6 +38,9 @@ def test_equal_tensors_have_equal_digests_wherever_they_lie() -> None:
     assert digests({"a": large.numpy().copy()}) == plain[:1]
     with shown(Far(8 << 20)) as far:
         assert digests({"a": far.tensor(large), "b": small}) == plain[:2]
+        near = memory_of(tiny)
+        with mock.patch.object(capture, "host_copy", return_value=near):  # no line of it can be taken over there
+            assert digests({"c": far.tensor(tiny)}) == plain[2:3]
     assert len({*plain}) == 4
 
 
@@ -43,3 +59,49 @@ def test_a_change_of_one_byte_in_a_small_tensor_is_seen() -> None:
         before = digests({"a": values})
         values[at] = 1
         assert digests({"a": values}) != before
+
+
+QUARTER = 256 * 1024
+
+
+@pytest.mark.parametrize("changed", [64, 3072, 16 * 1024], ids=lambda n: f"{n} bytes")
+def test_what_changes_is_looked_at_as_often_as_the_limits_say(changed: int) -> None:
+    """docs/LIMITS.md: n neighbouring bytes by a chance of n in 256 KiB at each save, wherever they are."""
+    saves, rows = 2000, 25
+    looks = begins(1 << 20, np.concatenate([_seeds(rows, step) for step in range(saves)]))
+    for start in (0, 100 * 64, QUARTER - changed, QUARTER + 77 * 64):
+        hits = np.any((looks >= start) & (looks < start + changed), axis=1).reshape(saves, rows)
+        chance = changed / QUARTER
+        assert_as_likely(hits, chance)
+        # Saves and tensors have nothing to do with each other: what is missed in one is not missed for ever.
+        assert_as_likely(hits.any(axis=0), 1 - (1 - chance) ** saves)
+        assert_as_likely(hits.any(axis=1), 1 - (1 - chance) ** rows)
+
+
+def assert_as_likely(hits: NDArray[np.bool_], chance: float) -> None:
+    spread = (chance * (1 - chance) / hits.size) ** 0.5
+    assert abs(float(hits.mean()) - chance) < 4 * spread + 1e-6
+
+
+def test_neighbouring_tensors_and_saves_look_at_other_lines() -> None:
+    looks = begins(QUARTER, np.concatenate([_seeds(50, step) for step in range(50)]))[:, 0].reshape(50, 50)
+    for one, other in ((looks[1:], looks[:-1]), (looks[:, 1:], looks[:, :-1])):
+        assert np.mean(one == other) < 0.01
+        assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 0.1
+
+
+def test_one_byte_of_4096_is_looked_at_whatever_the_seed() -> None:
+    for row_bytes in (1 << 20, 5 << 20, 64 * 1024, 300_000, (7 << 20) + 4):
+        for looks in begins(row_bytes, np.arange(100, dtype=np.uint64)):
+            assert _native.LINE_BYTES * len(set(looks.tolist())) >= row_bytes / 4096
+            assert looks.max() + _native.LINE_BYTES <= row_bytes
+
+
+def test_replicas_that_differ_in_one_row_are_told_apart_after_some_saves() -> None:
+    torch.manual_seed(1)
+    one = torch.randn(4096, 256)
+    other = one.clone()
+    other[1234] += 1
+    assert all(digests({"a": one}, seed) == digests({"a": one.clone()}, seed) for seed in range(5))
+    told_apart = [digests({"a": one}, seed) != digests({"a": other}, seed) for seed in range(2000)]
+    assert 2 <= sum(told_apart) <= 20, "1 KiB of 256: one save in 256"

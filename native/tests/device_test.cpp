@@ -1,4 +1,5 @@
 // Rows that lie on a device: nobody but the device touches them, in either direction.
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -45,7 +46,7 @@ struct Far {
             row.lazy = true;
             if (row.device == on_host) continue;
             for (std::uint64_t line = 0; line < chunk_count(row.length) * lines_per_chunk; ++line) {
-                const std::uint64_t begin = line_begin(row.length, line);
+                const std::uint64_t begin = line_begin(row.length, line, row.seed);
                 const std::uint64_t bytes = std::min<std::uint64_t>(sizeof(Line), row.length - begin);
                 std::memcpy(samples.emplace_back().data(), device->inside() + place[i] + begin, bytes);
             }
@@ -62,17 +63,30 @@ std::shared_ptr<WriteJob> start(Bed& bed, const WriteRows& rows, const WriteOpti
 
 TEST_CASE("lines of a row lie in its quarters, whole and in order") {
     for (const std::uint64_t bytes : {std::uint64_t{64}, 65 * kib, mib, mib + 1, 3 * mib + 100, 7 * mib + 64})
-        for (std::uint64_t line = 0; line < chunk_count(bytes) * lines_per_chunk; ++line) {
-            CAPTURE(bytes);
-            CAPTURE(line);
-            const std::uint64_t begin = line_begin(bytes, line);
-            CHECK(begin % sizeof(Line) == 0);
-            CHECK(begin + sizeof(Line) <= bytes);
-            const std::uint64_t quarter = chunk_bytes / lines_per_chunk;
-            if ((line + 1) * quarter <= bytes) CHECK(begin / quarter == line);
+        for (std::uint64_t line = 0; line < chunk_count(bytes) * lines_per_chunk; ++line)
+            for (std::uint64_t seed = 0; seed < 50; ++seed) {
+                CAPTURE(bytes);
+                CAPTURE(line);
+                CAPTURE(seed);
+                const std::uint64_t begin = line_begin(bytes, line, seed);
+                CHECK((begin % sizeof(Line) == 0 || begin + sizeof(Line) == bytes));
+                CHECK(begin + sizeof(Line) <= bytes);
+                const std::uint64_t quarter = chunk_bytes / lines_per_chunk;
+                if ((line + 1) * quarter <= bytes) CHECK(begin / quarter == line);
+            }
+    CHECK(line_begin(0, 0, 7) == 0);
+    CHECK(line_begin(63, 0, 7) == 0);
+}
+
+TEST_CASE("every byte of a row is looked at by some seed") {
+    const std::uint64_t bytes = 256 * kib + 1000;  // the last part has 16 places, the last of them not a whole line further
+    std::vector<bool> seen(bytes, false);
+    for (std::uint64_t seed = 0; seed < 60'000; ++seed)
+        for (const std::uint64_t line : {0, 1}) {
+            const std::uint64_t begin = line_begin(bytes, line, seed);
+            std::fill_n(seen.begin() + static_cast<std::ptrdiff_t>(begin), sizeof(Line), true);
         }
-    CHECK(line_begin(0, 0) == 0);
-    CHECK(line_begin(63, 0) == 0);
+    CHECK(std::all_of(seen.begin(), seen.end(), [](bool one) { return one; }));
 }
 
 TEST_CASE("rows on a device come back, among rows on the host") {

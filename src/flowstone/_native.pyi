@@ -145,9 +145,14 @@ class DelayedDevice(Device):
 
 LINE_BYTES: int
 """A sample of a lazy row."""
+LINES_PER_CHUNK: int
 
-def line_begins(row_bytes: int) -> NDArray[np.uint64]:
-    """Where the samples of a row begin, multiples of LINE_BYTES: four of each chunk."""
+def line_begins(row_bytes: NDArray[np.uint64], seed: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Where the samples of rows begin, one row after the other: LINES_PER_CHUNK of each chunk of it.
+
+    Each is LINE_BYTES long, and lies somewhere in its part of its chunk, by the row's seed; a row that is shorter has
+    samples that begin and end with it.
+    """
 
 class WriteRows:
     """Columns of equal length n; row i puts `length[i]` bytes at `offset[i]` of file `file[i]`.
@@ -162,6 +167,7 @@ class WriteRows:
     lazy[i]: the row may be captured after the caller has gone on (None: no row may). A few lines of every
     chunk of such a row are read when the job starts, and compared with what is captured.
     device[i]: index into `devices`, whose memory `address[i]` is in, or -1 for the host's (None: all are).
+    seed[i]: by it the lines of a lazy row lie where they do (None: 0).
     samples: for each device, LINE_BYTES at each of the `line_begins` of its lazy rows, in the order of the rows;
     there before the device's first copy is made, and kept by the caller until all is captured.
     """
@@ -171,12 +177,12 @@ class WriteRows:
         address: NDArray[np.uint64], chunk: NDArray[np.uint64], layout: NDArray[np.int64],
         layouts: Sequence[GatherLayout], chunks: int, lazy: NDArray[np.bool_] | None = None,
         device: NDArray[np.int32] | None = None, devices: Sequence[Device] = (),
-        samples: Sequence[NDArray[np.uint8]] = (),
+        samples: Sequence[NDArray[np.uint8]] = (), seed: NDArray[np.uint64] | None = None,
     ) -> None: ...
     def sample_digests(self) -> NDArray[np.uint64]:
         """For each row a digest of a few lines of it, as they are now (of a device's: as `samples` has them).
 
-        Rows of equal bytes have equal digests, wherever they lie. All rows are to be lazy.
+        Rows of equal bytes and seeds have equal digests, wherever they lie. All rows are to be lazy.
         """
 
 class ReadRows:

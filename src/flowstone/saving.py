@@ -204,7 +204,7 @@ def plan_together(
     """
     try:
         with streams():
-            samples = sample_digests(described.pieces, described.places)
+            samples = sample_digests(described.pieces, described.places, seed=step)
     except Exception as error:
         team.absent(step, error)
         raise
@@ -270,7 +270,9 @@ def _capture_into(
     """Start the capture. A rank that gives up may remove the empty directory that others are about to write into."""
     while True:
         try:
-            return start_capture(store, draft.directory, planned.plan, places, arena, pace, planned.headers)
+            return start_capture(
+                store, draft.directory, planned.plan, places, arena, pace, planned.headers, seed=draft.step
+            )
         except StorageError as error:
             tries -= 1
             if error.errno != errno.ENOENT or tries <= 0:

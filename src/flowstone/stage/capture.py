@@ -38,7 +38,7 @@ from flowstone.format.digest import digest
 from flowstone.format.segment import encode_header
 from flowstone.pieces import Memory, Pieces, Places
 from flowstone.plan.write import SegmentPlan, WritePlan, place
-from flowstone.stage.streams import SideStream, side_stream
+from flowstone.stage.streams import SideStream, row_bytes, side_stream
 from flowstone.store.base import UNPACED, FilePlan, Pace, Store, Writing
 
 _Number = TypeVar("_Number", bound=np.generic)
@@ -77,11 +77,12 @@ class Headers:
 
 def start_capture(
     store: Store, directory: str, plan: WritePlan, places: Places, arena: _native.Arena, pace: Pace = UNPACED,
-    known: Headers | None = None,
+    known: Headers | None = None, *, seed: int = 0,
 ) -> Staged:
     """Start capturing what lies at `places` (parallel to the plan's pieces) into segments in `directory`.
 
     known  the headers of this very plan, as far as they were encoded before
+    seed   another one for each save: by it other lines are looked at
 
     Returns without waiting; the memory must stay alive until `writing.wait_captured()` returns, and
     unchanged, but for what is not lazy: that may change once `writing.wait_early()` returns. What lies on a
@@ -93,7 +94,8 @@ def start_capture(
     offsets = place(plan, np.where((layout < 0) & (device < 0), address % BLOCK_BYTES, 0))
     headers, digests = (known or Headers()).of(plan, offsets)
     count = len(headers)
-    samples = [_samples(at, stream, plan, device, places) for at, stream in enumerate(streams)]
+    seeds = _seeds(len(address), seed)
+    samples = [_samples(at, stream, plan, device, places, seeds) for at, stream in enumerate(streams)]
 
     def column(first: object, rest: NDArray[Any], kind: type[_Number]) -> NDArray[_Number]:
         return np.concatenate([np.asarray(first, kind), rest.astype(kind, copy=False)])[plan.order]
@@ -109,7 +111,7 @@ def start_capture(
         # Headers are ours and do not change, but somebody who waits for everything waits for them, too.
         lazy=column(np.full(count, plan.lazy.any()), plan.lazy, np.bool_),
         device=column(np.full(count, -1), device, np.int32), devices=[stream.native for stream in streams],
-        samples=samples,
+        samples=samples, seed=column(np.zeros(count), seeds, np.uint64),
     )
     for stream in streams:
         stream.follow()
@@ -124,14 +126,14 @@ def _header(plan: WritePlan, file: SegmentPlan, offsets: NDArray[np.uint64]) -> 
     return encode_header(rows, header_bytes=file.header_bytes, file_bytes=file.bytes, packed=file.packed)
 
 
-def _within_reach(places: Places) -> tuple[
+def _within_reach(places: Places, *, fetched_bytes_min: int = 1) -> tuple[
     NDArray[np.uint64], NDArray[np.int64], list[_native.GatherLayout], NDArray[np.int32], tuple[SideStream, ...],
     list[Memory],
 ]:
     """Where the engine gets each piece from: address, how strided memory is gathered, and on which device.
 
-    Device memory that no side stream can copy as it lies is brought to the host here. The last is the memory
-    that it was brought to: keep it alive.
+    Device memory that no side stream can copy as it lies, or of less than `fetched_bytes_min`, is brought to the host
+    here. The last is the memory that it was brought to: keep it alive.
     """
     address, layout = places.address, np.full(len(places.address), -1, np.int64)
     device = np.full(len(places.address), -1, np.int32)
@@ -140,7 +142,8 @@ def _within_reach(places: Places) -> tuple[
     hosted: list[Memory] = []
     for position, memory in places.apart.items():
         if memory.device != "cpu":
-            stream = side_stream(memory.device) if memory.contiguous and 0 not in memory.shape else None
+            is_fetched = memory.contiguous and row_bytes(memory) >= fetched_bytes_min
+            stream = side_stream(memory.device) if is_fetched else None
             if stream is not None:
                 if stream not in streams:
                     streams.append(stream)
@@ -160,27 +163,35 @@ def _within_reach(places: Places) -> tuple[
     return address, layout, layouts, device, tuple(streams), hosted
 
 
+def _seeds(pieces: int, seed: int) -> NDArray[np.uint64]:
+    """Another one for each piece and save: lines that were not looked at in one are in another."""
+    return np.arange(pieces, dtype=np.uint64) + np.uint64((seed << 32) % (1 << 64))
+
+
 def _samples(
-    at: int, stream: SideStream, plan: WritePlan, device: NDArray[np.int32], places: Places
+    at: int, stream: SideStream, plan: WritePlan, device: NDArray[np.int32], places: Places, seeds: NDArray[np.uint64]
 ) -> NDArray[np.uint8]:
     """What the engine compares the lazy rows of device number `at` with: lines of each, in the order of rows."""
     order = plan.order - len(plan.segments)
     order = order[order >= 0]  # the others are headers
     lazy = order[plan.lazy[order] & (device[order] == at)]
     rows = [places.apart[position] for position in lazy.tolist()]
-    return stream.sample(rows) if rows else np.zeros(0, np.uint8)
+    return stream.sample(rows, seeds[lazy]) if rows else np.zeros(0, np.uint8)
 
 
-def sample_digests(pieces: Pieces, places: Places) -> NDArray[np.uint16]:
+def sample_digests(pieces: Pieces, places: Places, *, seed: int) -> NDArray[np.uint16]:
     """For each piece a digest of a few lines of it, as they are now: equal pieces have equal ones, wherever they lie.
 
-    Waits for what the current streams of devices hold. Rows of a device have a line at least.
+    seed  by it the lines lie where they do: the same for whoever compares, and another one each time that they do
+
+    Waits for what the current streams of devices hold.
     """
-    address, layout, layouts, device, streams, hosted = _within_reach(places)
+    address, layout, layouts, device, streams, hosted = _within_reach(places, fetched_bytes_min=_native.LINE_BYTES)
     count = len(pieces)
     samples = []
     for at, stream in enumerate(streams):
-        samples.append(stream.sample([places.apart[row] for row in np.flatnonzero(device == at).tolist()]))
+        mine = [places.apart[row] for row in np.flatnonzero(device == at).tolist()]
+        samples.append(stream.sample(mine, np.full(len(mine), seed, np.uint64)))
         stream.follow()
         stream.native.synchronize()
     rows = _native.WriteRows(
@@ -188,6 +199,7 @@ def sample_digests(pieces: Pieces, places: Places) -> NDArray[np.uint16]:
         length=np.array([piece.bytes for piece in pieces], np.uint64), address=address,
         chunk=np.full(count, _native.NO_DIGEST, np.uint64), layout=layout, layouts=layouts, chunks=0,
         lazy=np.ones(count, np.bool_), device=device, devices=[stream.native for stream in streams], samples=samples,
+        seed=np.full(count, seed, np.uint64),
     )
     found = rows.sample_digests()
     del hosted  # kept until here

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from flowstone import _native
+from flowstone.config import CHUNK_BYTES
 from flowstone.pieces import Memory
 
 _log = logging.getLogger(__name__)
@@ -37,11 +38,18 @@ class SideStream(Protocol):
     def lead(self) -> None:
         """What the current stream is given from now on comes after the copies that are queued now."""
 
-    def sample(self, rows: Sequence[Memory]) -> NDArray[np.uint8]:
-        """A few lines of each chunk of dense rows, as they are on the current stream: `_native.line_begins`.
+    def sample(self, rows: Sequence[Memory], seeds: NDArray[np.uint64]) -> NDArray[np.uint8]:
+        """A few lines of each chunk of dense rows, as they are on the current stream: those at `lines_of`.
 
         The array is filled in before the first copy that comes after a `follow`. Rows have a line at least.
         """
+
+
+def lines_of(rows: Sequence[Memory], seeds: NDArray[np.uint64]) -> list[NDArray[np.uint64]]:
+    """Where the sampled lines of each of the rows begin, in bytes from its start."""
+    lengths = np.array([row_bytes(row) for row in rows], np.int64)
+    counts = -(-lengths // CHUNK_BYTES) * _native.LINES_PER_CHUNK
+    return np.split(_native.line_begins(lengths.astype(np.uint64), seeds), np.cumsum(counts)[:-1])
 
 
 class CudaStream:
@@ -53,7 +61,6 @@ class CudaStream:
         self._device = torch.device(name)
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self.native = _native.cuda_device(stream=self._stream.cuda_stream, name=name)
-        self._lines: dict[int, torch.Tensor] = {}  # by length of a row in bytes: the numbers of its lines
 
     def follow(self) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -61,22 +68,20 @@ class CudaStream:
     def lead(self) -> None:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
-    def sample(self, rows: Sequence[Memory]) -> NDArray[np.uint8]:
+    def sample(self, rows: Sequence[Memory], seeds: NDArray[np.uint64]) -> NDArray[np.uint8]:
         with torch.cuda.device(self._device), torch.no_grad():
-            lines = [self._lines_of(row_bytes(row)) for row in rows]
-            found = torch.empty((sum(map(len, lines)), _native.LINE_BYTES), dtype=torch.uint8, device=self._device)
+            lines = lines_of(rows, seeds)
+            # Pinned both ways: the processor does not wait for what the stream holds.
+            host = torch.from_numpy(np.concatenate(lines).astype(np.int64)).pin_memory()
+            begins = host.to(self._device, non_blocking=True)
+            found = torch.empty((len(begins), _native.LINE_BYTES), dtype=torch.uint8, device=self._device)
             at = 0
-            for row, numbers in zip(rows, lines, strict=True):
-                torch.index_select(_as_lines(row), 0, numbers, out=found[at : at + len(numbers)])
-                at += len(numbers)
+            for row, own in zip(rows, lines, strict=True):
+                reach = slice(at, at + len(own))
+                torch.index_select(_as_lines(row), 0, begins[reach], out=found[reach])
+                at += len(own)
             host = torch.empty(found.shape, dtype=torch.uint8, device="cpu", pin_memory=True)
             return host.copy_(found, non_blocking=True).numpy().reshape(-1)
-
-    def _lines_of(self, length: int) -> torch.Tensor:
-        if length not in self._lines:
-            numbers = _native.line_begins(length).astype(np.int64) // _native.LINE_BYTES
-            self._lines[length] = torch.from_numpy(numbers).to(self._device)
-        return self._lines[length]
 
 
 def row_bytes(row: Memory) -> int:
@@ -85,10 +90,10 @@ def row_bytes(row: Memory) -> int:
 
 
 def _as_lines(row: Memory) -> torch.Tensor:
-    """Dense device memory as rows of one line each; what is less than a line at its end is left out."""
+    """Dense device memory as lines, one that begins with each byte: they overlap."""
     assert isinstance(row.owner, torch.UntypedStorage), "device memory is owned by its storage"
-    start, shape = row.address - row.owner.data_ptr(), (row_bytes(row) // _native.LINE_BYTES, _native.LINE_BYTES)
-    return torch.empty(0, dtype=torch.uint8, device=row.device).set_(row.owner, start, shape, (_native.LINE_BYTES, 1))
+    start, shape = row.address - row.owner.data_ptr(), (row_bytes(row) - _native.LINE_BYTES + 1, _native.LINE_BYTES)
+    return torch.empty(0, dtype=torch.uint8, device=row.device).set_(row.owner, start, shape, (1, 1))
 
 
 def as_on_this_thread(devices: Iterable[str]) -> Callable[[], AbstractContextManager[object]]:

@@ -21,6 +21,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pieces": set(),
     "rules": set(),
     "progress": set(),
+    "turns": {"errors"},
     "format": {"config", "errors", "pieces", "_native"},
     "plan": {"config", "errors", "pieces", "rules", "format"},
     "store": {"config", "errors", "format", "_native"},
@@ -38,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "explaining": _BASE | {"format", "plan", "loading", "reader", "ranks"},
     "checkpointer": _BASE
     | {"format", "store", "stage", "commit", "state", "reader", "saves", "in_flight", "saving", "loading"}
-    | {"team", "together", "_native"},
+    | {"team", "together", "turns", "_native"},
     "study": _BASE | {"format", "plan", "store", "stage", "commit", "reader", "_native"},
     "cli": _BASE | {"format", "store", "commit", "reader", "progress", "demo", "cli_output"}
     | {"cli_bench", "cli_tune"},

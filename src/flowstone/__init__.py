@@ -12,6 +12,7 @@ from flowstone._version import __version__
 from flowstone.config import EngineOptions, Keep
 from flowstone.errors import (
     BudgetError,
+    BusyError,
     CancelledError,
     ClosedError,
     CollisionError,
@@ -34,10 +35,25 @@ from flowstone.errors import (
     UnsupportedFormatError,
     UnsupportedStateError,
 )
+from flowstone.events import (
+    Captured,
+    Committed,
+    Event,
+    FellBack,
+    Fenced,
+    Loaded,
+    LoadProgress,
+    OnEvent,
+    RemovalFailed,
+    Removed,
+    SaveFailed,
+    SaveStarted,
+    Written,
+)
 from flowstone.pieces import Box
 from flowstone.reader import Checkpoint
 from flowstone.reader import open_checkpoint as open
-from flowstone.rules import Cast, Init, Rename, Skip
+from flowstone.rules import Cast, Init, Rename, Rule, Skip
 
 if TYPE_CHECKING:
     from flowstone.checkpointer import Checkpointer
@@ -85,39 +101,57 @@ def __getattr__(name: str) -> object:
     return getattr(import_module(_NEED_TORCH[name]), name)
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 __all__ = [
     "BudgetError",
+    "BusyError",
     "CancelledError",
+    "Captured",
     "Cast",
     "Checkpoint",
     "Checkpointer",
     "ClosedError",
     "CollisionError",
+    "Committed",
     "CoverageError",
     "DamagedError",
     "EngineOptions",
+    "Event",
     "Explanation",
+    "FellBack",
+    "Fenced",
     "Flat",
     "FlowstoneError",
     "FormatError",
     "FullError",
     "Init",
     "Keep",
+    "LoadProgress",
     "LoadReport",
+    "Loaded",
     "LockedError",
     "MismatchError",
     "NoCheckpointError",
     "NotAStoreError",
     "ObjectPart",
+    "OnEvent",
     "Part",
     "PerRank",
     "Provider",
     "ProviderError",
     "RankError",
     "Registration",
+    "RemovalFailed",
+    "Removed",
     "Rename",
+    "Rule",
     "Save",
+    "SaveFailed",
     "SaveFailedError",
+    "SaveStarted",
     "Shard",
     "Skip",
     "Source",
@@ -128,6 +162,7 @@ __all__ = [
     "StorageError",
     "UnsupportedFormatError",
     "UnsupportedStateError",
+    "Written",
     "Box",
     "__version__",
     "explain",

@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -61,6 +62,7 @@ from flowstone.state import Described, collector_paused, describe
 from flowstone.store.base import Store
 from flowstone.store.local import LocalStore
 from flowstone.together import Together, is_about_bytes
+from flowstone.turns import Turn, one_at_a_time
 
 _log = logging.getLogger("flowstone")
 
@@ -79,8 +81,10 @@ class Checkpointer:
     deadline_s         in a job of several ranks, how long they wait for the slowest of them
     on_event           is told every event (see events.py), from the thread where it happens
 
-    Not safe to use from several threads at once. A context manager; leaving it, or the end of
-    the process, waits for saves in flight; a failure that nobody has seen ends the process with 1.
+    Calls from several threads wait for each other, but for `fence`; what another thread changes while `save` has not
+    returned is no part of any promise. Inside of a call, in `on_event` and in a Future's callback, a call is a
+    BusyError. A context manager; leaving it, or the end of the process, waits for saves in flight; a failure that
+    nobody has seen ends the process with 1.
     """
 
     def __init__(
@@ -105,8 +109,11 @@ class Checkpointer:
         self._store: Store = LocalStore(path, self._options) if isinstance(path, str | os.PathLike) else path
         self._keep, self._budget_bytes, self._on_event = keep, budget_bytes, on_event
         self._saves_in_flight = saves_in_flight
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="flowstone-commit")
-        self._watcher = ThreadPoolExecutor(1, thread_name_prefix="flowstone-capture")
+        self._turn = Turn()
+        self._state_lock = threading.RLock()  # while the state is described: a step of another thread waits
+        background = self._turn.leave_out_this_thread
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="flowstone-commit", initializer=background)
+        self._watcher = ThreadPoolExecutor(1, thread_name_prefix="flowstone-capture", initializer=background)
         self._fence = Fence(self._before_step)
         self._arena: _native.Arena | None = None
         self._planned: Planned | None = None  # for the last save
@@ -123,6 +130,7 @@ class Checkpointer:
 
     # Load
 
+    @one_at_a_time
     def latest(self) -> Checkpoint | None:
         """The newest committed checkpoint; None where there is none yet. Raises DamagedError if it is damaged.
 
@@ -138,6 +146,7 @@ class Checkpointer:
         found = self._together.decide("which step is the newest", look)
         return Checkpoint(self._store, step_directory(found[0]), self._options) if found else None
 
+    @one_at_a_time
     def load(
         self,
         state: Mapping[str, object],
@@ -206,6 +215,7 @@ class Checkpointer:
 
     # Save
 
+    @one_at_a_time
     def save(self, step: int, state: Mapping[str, object], *, fence: Literal["auto", "manual"] = "auto") -> Save:
         """Save `state` as `step`. Returns at once; what the next step will change is captured meanwhile.
 
@@ -241,14 +251,22 @@ class Checkpointer:
             raise ValueError(f"fence {fence!r} is neither 'auto' nor 'manual'")
         if type(step) is not int or not 0 <= step <= STEP_MAX:
             raise ValueError(f"step {step!r} is not an integer within 0..{STEP_MAX}")
-        team, rank = self._together.team, self._together.rank
+        team = self._together.team
         this_try = "" if team is None else team.begin_try(step)  # before anything can fail
         self._check_sound()
         self._in_flight.settle(leave=self._saves_in_flight - 1)
         waited = time.monotonic()
         self._become_writer()
         self._in_flight.check_new(step)
-        known = self._planned
+        with self._state_lock:
+            return self._begin(step, state, fence, started, waited, this_try)
+
+    def _begin(
+        self, step: int, state: Mapping[str, object], fence: Literal["auto", "manual"], started: float, waited: float,
+        this_try: str,
+    ) -> Save:
+        """Describe the state and start its capture. `waited`: when what had to be waited for was over."""
+        team, rank, known = self._together.team, self._together.rank, self._planned
         described = describe(state, rank=rank, known=None if known is None else known.layout)
         described_at = time.monotonic()
 
@@ -430,7 +448,9 @@ class Checkpointer:
             self._captures.hurry()
 
     def _pass_fence(self) -> None:
-        fenced = self._captures.fence()
+        self._turn.check_thread("fence")
+        with self._state_lock:
+            fenced = self._captures.fence()
         if fenced is None:
             return
         self._emit(fenced)
@@ -439,11 +459,13 @@ class Checkpointer:
             more = self._arena.touched_bytes + int(fenced.waited_s * COPY_BYTES_PER_S)
             self._arena.grow(min(more, self._captures.arena_bytes), when_idle=True)
 
+    @one_at_a_time
     def wait(self) -> None:
         """Wait until every save so far is durable; raises SaveFailedError if one failed unseen."""
         self._check_open()
         self._in_flight.settle()
 
+    @one_at_a_time
     def rewind(self, step: int) -> None:
         """Set every step above `step` aside, so that training can save them anew. `step` itself must exist."""
         self._check_open()
@@ -464,6 +486,7 @@ class Checkpointer:
         self._together.decide(f"going back to step {step}", set_aside)
         self._in_flight.newest = step
 
+    @one_at_a_time
     def close(self) -> None:
         """Wait for saves in flight, give the store and the memory back. Raises what `wait` raises."""
         if self._closed or os.getpid() != self._pid:

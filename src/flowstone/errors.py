@@ -6,6 +6,7 @@ FlowstoneError
 ├── StepExistsError          saving at or below the newest step
 ├── LockedError              another job writes into this store
 ├── ClosedError              the Checkpointer was closed
+├── BusyError                a call inside of another call, or on a thread that it would wait for
 ├── StateError               the state itself
 │   ├── UnsupportedStateError    an object that cannot be described
 │   │   └── ProviderError            a provider that does not keep its contract
@@ -63,6 +64,10 @@ class LockedError(FlowstoneError):
 
 class ClosedError(FlowstoneError):
     """The Checkpointer was used after close, or in a forked child."""
+
+
+class BusyError(FlowstoneError):
+    """A Checkpointer was called where the call could only wait for itself: inside of another one, or on its thread."""
 
 
 class StateError(FlowstoneError):

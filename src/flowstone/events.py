@@ -61,6 +61,17 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
+class BuffersFromOneRank:
+    """Buffers of modules (statistics of BatchNorm) that several ranks hold, each perhaps its own. Saved: the lowest's.
+
+    tensors  how many there are, in the whole job
+    """
+
+    step: int
+    tensors: int
+
+
+@dataclass(frozen=True, slots=True)
 class Committed:
     """The checkpoint exists and is durable."""
 
@@ -120,7 +131,7 @@ class RemovalFailed:
 
 
 Event = (
-    SaveStarted | Captured | Fenced | Written | Committed | SaveFailed | LoadProgress | Loaded | FellBack | Removed
-    | RemovalFailed
+    SaveStarted | Captured | Fenced | Written | BuffersFromOneRank | Committed | SaveFailed | LoadProgress | Loaded
+    | FellBack | Removed | RemovalFailed
 )
 OnEvent = Callable[[Event], None]

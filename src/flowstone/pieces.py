@@ -280,8 +280,10 @@ class Layout:
     aliases  further names of memory that is among the pieces: tied weights
     lazy     per piece: whether only an optimizer's step changes it (parameters, optimizer state),
              so that it may be captured after `save` returned
+    buffers  positions of pieces that are buffers of modules: where several ranks hold one, the lowest has the word
     """
 
     pieces: Pieces
     aliases: tuple[Alias, ...]
     lazy: tuple[bool, ...]
+    buffers: frozenset[int] = frozenset()

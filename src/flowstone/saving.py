@@ -29,7 +29,7 @@ from flowstone.config import (
     Tuning,
 )
 from flowstone.errors import RankError, StateChangedError, StorageError
-from flowstone.events import Captured, Event, Fenced, Written
+from flowstone.events import BuffersFromOneRank, Captured, Event, Fenced, Written
 from flowstone.format.manifest import Manifest, SegmentRow
 from flowstone.pieces import Layout, Places
 from flowstone.plan.write import WritePlan, index_file, plan_writes
@@ -357,6 +357,8 @@ def commit(
         receipt = receipt_of(flight)
         emit(flight.written(receipt))
         made = contribution(flight, receipt)
+        if assignment.buffers:
+            emit(BuffersFromOneRank(step, assignment.buffers))
     except Exception as error:
         made = error
     try:

@@ -56,6 +56,7 @@ class _Tensors(msgspec.Struct, frozen=True):
     names: list[str]
     dtypes: list[str]
     shapes: list[tuple[int, ...]]
+    buffers: list[int]
 
 
 class _Layout(msgspec.Struct, frozen=True):
@@ -127,12 +128,14 @@ class Assignment:
 
     positions  among the pieces of its layout, not descending
     blocks     of those of which it writes some rows alone
+    buffers    of the whole job: how many several ranks hold, and the lowest of them writes
     """
 
     plan: str
     layout: Layout
     positions: NDArray[np.int64]
     blocks: tuple[Block, ...] = ()
+    buffers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,13 +204,13 @@ class Team:
         except Exception:
             self._mine = None  # the next one is made anew
             raise
-        plan, self._job = msgspec.msgpack.decode(agreed.common, type=tuple[str, str])
+        plan, self._job, buffers = msgspec.msgpack.decode(agreed.common, type=tuple[str, str, int])
         part = _unpack(agreed.own, _Part)
         if part.positions is None:
             assert begun is not None, "only what was known can stay as it was"
-            self._mine = begun if plan == begun.plan else replace(begun, plan=plan)
+            self._mine = begun if plan == begun.plan else replace(begun, plan=plan, buffers=buffers)
         else:
-            self._mine = _assignment(plan, layout, part.positions, part.blocks)
+            self._mine = replace(_assignment(plan, layout, part.positions, part.blocks), buffers=buffers)
         return self._mine
 
     def _agree_on_plan(
@@ -328,7 +331,9 @@ class _Lead:
             self._plan = secrets.token_hex(8)
             told = _parts(self._shared)
             parts = [_Part(None) if rank in begun else one for rank, one in enumerate(told)]
-        return Decision(msgspec.msgpack.encode((self._plan, self.job)), list(map(msgspec.msgpack.encode, parts)))
+        buffers = 0 if self._shared is None else self._shared.buffers
+        common = msgspec.msgpack.encode((self._plan, self.job, buffers))
+        return Decision(common, list(map(msgspec.msgpack.encode, parts)))
 
     def commit(
         self, said: Sequence[_Written], apart: Sequence[_Apart], store: Store, draft: publish.Draft, store_id: str
@@ -370,7 +375,8 @@ class _Lead:
         if names is None:
             found = msgspec.msgpack.decode(lzma.decompress(layout.tensors), type=_Tensors)
             dtypes = tuple(DTYPES[name] for name in found.dtypes)
-            names = self._names[layout.tensors] = Names(tuple(found.names), dtypes, tuple(found.shapes))
+            names = Names(tuple(found.names), dtypes, tuple(found.shapes), frozenset(found.buffers))
+            self._names[layout.tensors] = names
         parts, kinds = (
             self._columns[one] if one in self._columns else self._columns.setdefault(one, _from_steps(one))
             for one in (layout.parts, layout.kinds)
@@ -395,7 +401,7 @@ def _pack(layout: Layout, samples: NDArray[np.uint16]) -> _Layout:
     pieces = layout.pieces
     parts = sorted(pieces.parts)
     boxes = [n for at in parts for n in (*pieces.parts[at].offset, *pieces.parts[at].shape)]
-    names = Names(pieces.names, pieces.dtypes, tuple(map(tuple, pieces.shapes)))
+    names = Names(pieces.names, pieces.dtypes, tuple(map(tuple, pieces.shapes)), layout.buffers)
     held = Held(names, np.array(parts, np.int64), np.array(boxes, np.int64)).compact()
     return _packed(held, samples, [(alias.name, alias.target) for alias in layout.aliases])
 
@@ -403,7 +409,8 @@ def _pack(layout: Layout, samples: NDArray[np.uint16]) -> _Layout:
 def _packed(held: Held, samples: NDArray[np.uint16], aliases: list[tuple[str, str]]) -> _Layout:
     assert held.kinds is not None, "each distinct box once"
     names = held.names
-    tensors = _Tensors(list(names.names), [dtype.name for dtype in names.dtypes], list(names.shapes))
+    dtypes = [dtype.name for dtype in names.dtypes]
+    tensors = _Tensors(list(names.names), dtypes, list(names.shapes), sorted(names.buffers))
     return _Layout(
         lzma.compress(msgspec.msgpack.encode(tensors), preset=0), _by_steps(held.parts), _by_steps(held.kinds),
         _compressed(held.boxes), samples.astype("<u2").tobytes(), aliases,

@@ -234,3 +234,29 @@ def test_of_tensors_cut_alike_some_may_have_been_begun(seed: int) -> None:
 
 def _box(one: Held, kind: int) -> np.ndarray:
     return one.boxes[4 * kind : 4 * kind + 4]
+
+
+def test_buffers_are_the_lowest_ranks_however_they_differ() -> None:
+    """Those of a stage's module are of the first rank that has the stage; nothing else of that shape is."""
+    shapes = ((64,), (64,), (64,))
+
+    def rank(stage: int, sample: int) -> tuple[Held, np.ndarray]:
+        names = tuple(f"{stage}.{name}" for name in ("weight", "mean", "variance"))
+        none = np.zeros(0, np.int64)
+        held = Held(Names(names, (F32,) * 3, shapes, frozenset({1, 2})), none, none)
+        return held, np.array([7, sample, sample], np.uint16)
+
+    ranks = [rank(stage, at) for at, stage in enumerate((0, 1, 0, 1, 1))]
+    found = share([held for held, _ in ranks], samples=[samples for _, samples in ranks])
+    check([held for held, _ in ranks], found)
+    assert found.buffers == 4
+    writes = [set(one.tolist()) - {0} for one in found.writes]
+    assert writes == [{1, 2}, {1, 2}, set(), set(), set()]
+
+
+def test_what_is_a_buffer_on_one_rank_alone_is_a_replica() -> None:
+    none = np.zeros(0, np.int64)
+    one = Held(Names(("w",), (F32,), ((64,),), frozenset({0})), none, none)
+    other = Held(Names(("w",), (F32,), ((64,),)), none, none)
+    with pytest.raises(CollisionError, match="'w' is not the same on rank 1"):
+        share([one, other], samples=[np.array([1], np.uint16), np.array([2], np.uint16)])

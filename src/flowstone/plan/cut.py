@@ -129,8 +129,9 @@ class _Scissors:
         key = id(names), source.tobytes()
         if key not in self._names:
             at = source.tolist()
+            buffers = frozenset(new for new, old in enumerate(at) if old in names.buffers)
             self._names[key] = Names(
                 tuple(map(names.names.__getitem__, at)), tuple(map(names.dtypes.__getitem__, at)),
-                tuple(map(names.shapes.__getitem__, at)),
+                tuple(map(names.shapes.__getitem__, at)), buffers,
             )
         return self._names[key]

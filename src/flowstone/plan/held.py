@@ -24,12 +24,14 @@ WHOLE = -1  # the kind of a piece that is the whole tensor
 class Names:
     """What pieces are but for their boxes. Ranks that hold parts of the same tensors share one.
 
-    shapes  of the global tensors
+    shapes   of the global tensors
+    buffers  positions of modules' buffers
     """
 
     names: tuple[str, ...]
     dtypes: tuple[DType, ...]
     shapes: tuple[tuple[int, ...], ...]
+    buffers: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,12 +70,18 @@ class Held:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tensors:
-    """The tensors of all ranks, in the order in which they first occur, and where those of each Names are."""
+    """The tensors of all ranks, in the order in which they first occur, and where those of each Names are.
+
+    rows     id of a Names -> the row of each of its positions
+    buffers  rows of those that are modules' buffers on every rank that holds them: no replicas, which have to be the
+             same, but each rank's own, of which the lowest has the word
+    """
 
     names: tuple[str, ...]
     dtypes: tuple[DType, ...]
     shapes: tuple[tuple[int, ...], ...]
-    rows: Mapping[int, NDArray[np.int64]]  # id of a Names -> the row of each of its positions
+    rows: Mapping[int, NDArray[np.int64]]
+    buffers: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, held: Sequence[Held]) -> Tensors:
@@ -82,10 +90,16 @@ class Tensors:
         dtypes: list[DType] = []
         shapes: list[tuple[int, ...]] = []
         rows: dict[int, NDArray[np.int64]] = {}
+        buffers: set[int] = set()
+        others: set[int] = set()
         for rank, one in enumerate(held):
             if id(one.names) not in rows:
-                rows[id(one.names)] = _enter(one.names, rank, known, dtypes, shapes)
-        return cls(tuple(known), tuple(dtypes), tuple(shapes), rows)
+                found = rows[id(one.names)] = _enter(one.names, rank, known, dtypes, shapes)
+                is_buffer = np.zeros(len(found), np.bool_)
+                is_buffer[list(one.names.buffers)] = True
+                buffers.update(found[is_buffer].tolist())
+                others.update(found[~is_buffer].tolist())
+        return cls(tuple(known), tuple(dtypes), tuple(shapes), rows, frozenset(buffers - others))
 
     @property
     def ndim(self) -> NDArray[np.int64]:
@@ -190,12 +204,15 @@ def _form(held: Sequence[Held], ranks: NDArray[np.int64], tensors: Tensors, widt
 def classes(found: Sequence[Form], tensors: Tensors, apart: Sequence[NDArray[np.int64] | None]) -> NDArray[np.int64]:
     """A number for each tensor: equal where two have the same dtype and shape, and the same box on every rank.
 
+    Buffers have numbers of their own.
+
     apart  for each form, numbers of its positions that tell tensors apart as well
     """
     alike: dict[tuple[DType, tuple[int, ...]], int] = {}
     pairs = zip(tensors.dtypes, tensors.shapes, strict=True)
     number = np.array([alike.setdefault(pair, len(alike)) for pair in pairs], np.int64)
-    count = len(alike)
+    number[list(tensors.buffers)] += len(alike)
+    count = 2 * len(alike)
     for form, more in zip(found, apart, strict=True):
         occurrence = form.occurrences()
         kind = form.kind if more is None else (form.kind + 1) * (int(more.max(initial=0)) + 1) + more

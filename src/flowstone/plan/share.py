@@ -1,9 +1,10 @@
 """Sharing: which rank writes which of the pieces that the ranks of a job hold.
 
 Equal boxes of one tensor on several ranks are replicas: one of them is written, and the choice spreads the bytes over
-nodes and over their ranks (balanced writers: ByteCheckpoint, arXiv 2407.20143). That every element is written exactly
-once is proved here, for the very plan that is used. Tensors that are cut alike everywhere are looked at once, all of
-them together: 8,192 ranks with 4,500 pieces each are a dozen classes of tensors.
+nodes and over their ranks (balanced writers: ByteCheckpoint, arXiv 2407.20143). Buffers of modules, which each rank
+may have updated by its own batch, are all taken from the lowest rank that holds them. That every element is written
+exactly once is proved here, for the very plan that is used. Tensors that are cut alike everywhere are looked at once,
+all of them together: 8,192 ranks with 4,500 pieces each are a dozen classes of tensors.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Share:
     bytes   for each rank, of those pieces
     blocks  for each rank, how `held` comes from what it holds; empty where nothing is cut
     cut     what is cut
+    buffers how many boxes of modules' buffers are held by several ranks, and written by the lowest
     """
 
     held: Sequence[Held]
@@ -45,6 +47,7 @@ class Share:
     bytes: NDArray[np.int64]
     blocks: Sequence[Blocks] = ()
     cut: Cut | None = None
+    buffers: int = 0
 
 
 def share(
@@ -101,6 +104,7 @@ class _Sharing:
         self._table = table = _Table(held, kept)
         loads = np.zeros(len(held), np.int64)
         sets: dict[bytes, _Set] = {}
+        buffers = 0
         for number in range(table.count):
             one = table.strand(number)
             group, first = _replicas(one.box)
@@ -109,6 +113,9 @@ class _Sharing:
             length = _lengths(table.tensors, one, first)
             order, count = _choices(table.tensors, one, group, len(first))
             starts = np.cumsum(count) - count
+            if one.tensor in table.tensors.buffers:
+                buffers += one.size * int((np.bincount(group) > 1).sum())
+                order, count, starts = order[starts], np.ones_like(count), np.arange(len(count))
             alone = order[starts[count == 1]]
             table.stop[one.row[alone]] = one.size
             np.add.at(loads, one.rank[alone], one.size * length[count == 1])
@@ -119,7 +126,7 @@ class _Sharing:
                 known.lots.append(_Lot(int(length[at]), one.size, one.row[rows], number))
         self._sets = list(sets.values())
         self._level = _spread(self._sets, loads, node, table)
-        self.share = Share(held, table.writes(len(held)), loads)
+        self.share = Share(held, table.writes(len(held)), loads, buffers=buffers)
 
     def to_cut(self, worth_bytes: int, block_bytes_min: int) -> Cut | None:
         """What to cut; None where that can gain little."""
@@ -254,6 +261,8 @@ class _Table:
 
         group  of each row of the class
         """
+        if self._first[number] in self.tensors.buffers:
+            return
         if not samples or len(group) == int(group.max(initial=-1)) + 1:
             return
         known: dict[int, tuple[int, NDArray[np.uint16]]] = {}  # of each group, the first rank's

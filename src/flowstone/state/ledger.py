@@ -39,6 +39,7 @@ class Ledger:
         self.names: list[str] = []
         self.tensors: list[torch.Tensor] = []
         self._lazy: list[bool] = []
+        self._buffers: list[int] = []
         self._given: dict[int, tuple[DType, Memory]] = {}
         self._within: dict[int, Shard] = {}
         self._runs: list[tuple[int, Place, Sequence[object] | None]] = []
@@ -46,13 +47,18 @@ class Ledger:
         self.split: set[str] = set()  # names of tensors that one object holds, or may hold, in several boxes
 
     def enter(
-        self, place: Place, tensor: torch.Tensor, *, within: Shard | Range | None = None, lazy: bool = False
+        self, place: Place, tensor: torch.Tensor, *, within: Shard | Range | None = None, lazy: bool = False,
+        buffer: bool = False,
     ) -> None:
-        """Enter a tensor under the place's name; `within`: what of a larger one it is. DTensors tell it."""
+        """Enter a tensor under the place's name; `within`: what of a larger one it is. DTensors tell it.
+
+        buffer  it is one of a module's: each rank may have its own, and the lowest has the word
+        """
         if self.sealed:
             raise unsupported(place.name, tensor, "is a tensor, or as long as one", "describe it as a Part")
         if is_dtensor(tensor):
-            self._enter_shards(place, shards_of(cast("DTensor", tensor), place.name), tensor, lazy=lazy)
+            shards = shards_of(cast("DTensor", tensor), place.name)
+            self._enter_shards(place, shards, tensor, lazy=lazy, buffer=buffer)
             return
         if isinstance(within, Range):
             # Even one box: on another rank it may be several, and what is tied here has to be tied there.
@@ -61,6 +67,8 @@ class Ledger:
             return
         if within is not None:
             self._within[len(self.names)] = within
+        if buffer:
+            self._buffers.append(len(self.names))
         self._runs.append((len(self.names), place, None))
         self.names.append(place.name)
         self.tensors.append(tensor)
@@ -70,23 +78,29 @@ class Ledger:
         """Enter the place's name as a further one of the tensor called `target`, in however many boxes that is."""
         self._tied.append((place, target))
 
-    def _enter_shards(self, place: Place, held: Sequence[Shard], tensor: torch.Tensor, *, lazy: bool) -> None:
+    def _enter_shards(
+        self, place: Place, held: Sequence[Shard], tensor: torch.Tensor, *, lazy: bool, buffer: bool = False
+    ) -> None:
         """Enter what this rank holds of a larger tensor: nothing, or a box, or several."""
         if place.rank is not None:
             raise unsupported(place.name, tensor, "is a part of what every rank keeps for itself", "drop PerRank")
         if len(held) > 1:
             self.split.add(place.name)
         for shard in held:
-            self.enter(place, cast("torch.Tensor", shard.tensor), within=shard, lazy=lazy)
+            self.enter(place, cast("torch.Tensor", shard.tensor), within=shard, lazy=lazy, buffer=buffer)
 
     def enter_all(
         self, place: Place, keys: Sequence[object], names: Sequence[str], values: Sequence[torch.Tensor], *,
-        lazy: Sequence[bool] = (),
+        lazy: Sequence[bool] = (), buffers: Sequence[int] = (),
     ) -> None:
-        """Enter tensors of one place, each under its own of the `names`, and reached by its own of the `keys`."""
+        """Enter tensors of one place, each under its own of the `names`, and reached by its own of the `keys`.
+
+        buffers  positions of those that are a module's buffers
+        """
         if names:
             if self.sealed:
                 self.enter(place.called(names[0], keys[0]), values[0])
+            self._buffers.extend(len(self.names) + at for at in buffers)
             self._runs.append((len(self.names), place, keys))
             self.names.extend(names)
             self.tensors.extend(values)
@@ -141,11 +155,16 @@ class Ledger:
         )
         kept = [at for at in range(len(self.names)) if at not in ties] if ties else range(len(self.names))
         lazy = [self._lazy[at] for at in kept] if ties else self._lazy
-        layout = Layout(self._boxed(pieces).take(kept), aliases, tuple(lazy))
+        layout = Layout(self._boxed(pieces).take(kept), aliases, tuple(lazy), self._kept_buffers(ties))
         if known is not None and known == layout:
             return known, places.take(kept)  # whose names have been checked
         self._check_names()
         return layout, places.take(kept)
+
+    def _kept_buffers(self, ties: Mapping[int, int]) -> frozenset[int]:
+        """Positions of buffers among the entries that are no ties."""
+        tied = sorted(ties)
+        return frozenset(at - bisect_right(tied, at) for at in self._buffers if at not in ties)
 
     def _boxed(self, pieces: Pieces) -> Pieces:
         """`pieces` with the global shapes and the boxes of those that are shards."""

@@ -38,7 +38,9 @@ def describe(describer: Describer, module: torch.nn.Module, place: Place) -> Joi
     tree = describer.survey.tree(module)
     if tree is not None and tree.dense and place.rank is None:
         lazy = [type(value) is torch.nn.Parameter or isinstance(value, torch.nn.Parameter) for value in tree.values]
-        describer.ledger.enter_all(place, tree.keys, names_below(place.name, tree.names), tree.values, lazy=lazy)
+        buffers = [at for at, is_parameter in enumerate(tree.parameters) if not is_parameter]
+        names = names_below(place.name, tree.names)
+        describer.ledger.enter_all(place, tree.keys, names, tree.values, lazy=lazy, buffers=buffers)
         return Joint()
     fsdp = describer.survey.wrapped(module, place)
     if fsdp is not None:
@@ -51,14 +53,13 @@ def describe(describer: Describer, module: torch.nn.Module, place: Place) -> Joi
         inner = place.called(f"{place.name}.{name}", key)
         dtype = None if fsdp is None else fsdp.dtype_saved(name, value)
         if dtype is not None:
-            describer.ledger.enter(inner, cast("torch.Tensor", value).detach().to(dtype))
+            describer.ledger.enter(inner, cast("torch.Tensor", value).detach().to(dtype), buffer=True)
             continue
         if provider_of_tensor(value) is not None:
             extra[name] = describer.provided(value, inner, lazy=isinstance(value, torch.nn.Parameter))
         elif live.has(value):
-            describer.ledger.enter(
-                inner, cast("torch.Tensor", value), lazy=isinstance(value, torch.nn.Parameter)
-            )
+            own = isinstance(value, torch.nn.Parameter)
+            describer.ledger.enter(inner, cast("torch.Tensor", value), lazy=own, buffer=not own)
             if place.rank is not None:
                 # Another rank may take this entry, and could not tell the tensors from the names.
                 extra[name] = TensorRef(inner.name, "tensor")

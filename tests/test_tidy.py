@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "explaining": _BASE | {"format", "plan", "loading", "reader", "ranks"},
     "checkpointer": _BASE
     | {"format", "store", "stage", "commit", "state", "reader", "saves", "in_flight", "saving", "loading"}
-    | {"team", "together", "turns", "_native"},
+    | {"team", "together", "turns", "progress", "_native"},
     "study": _BASE | {"format", "plan", "store", "stage", "commit", "reader", "_native"},
     "cli": _BASE | {"format", "store", "commit", "reader", "progress", "demo", "cli_output"}
     | {"cli_bench", "cli_tune"},

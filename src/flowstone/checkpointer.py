@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 from typing import Literal
 
@@ -51,6 +51,7 @@ from flowstone.events import (
 from flowstone.format.manifest import MARKER_NAME, step_directory
 from flowstone.in_flight import InFlight
 from flowstone.loading import LoadReport
+from flowstone.progress import say
 from flowstone.reader import Checkpoint, check_store
 from flowstone.rules import Rule
 from flowstone.saves import Save, call_at_exit
@@ -194,13 +195,14 @@ class Checkpointer:
     def _load(self, step: int, state: Mapping[str, object], rules: Sequence[Rule], stage: bool) -> LoadReport:
         started = time.monotonic()
         ready = loading.agree(self._store, self._options, self._together, step, state, rules=rules, stage=stage)
-        # From the first changed byte on, until the load is over, the state is unsound.
+        # Before the first byte can change: whatever ends this load, only one that succeeds takes it back. Unless it is
+        # certain that none has changed, on this rank and on all others.
         sound_before, self._unsound = self._unsound, f"the load of step {step} did not finish"
         failure: Exception | None = None
         try:
             tell = loading.teller(step, ready.plan.bytes, self._emit)
             found = loading.read(ready, self._store, tell)
-            if not found.written and self._together.team is None:
+            if found.failed and not found.written and self._together.team is None:
                 self._unsound = sound_before
             loading.finish(ready, found)
         except Exception as error:
@@ -562,8 +564,9 @@ class Checkpointer:
         try:
             self.close()
         except FlowstoneError as failure:
-            print(f"flowstone: {failure}", file=sys.stderr, flush=True)
-            sys.stdout.flush()
+            say(f"flowstone: {failure}")
+            with suppress(Exception):  # nobody reads it any more
+                sys.stdout.flush()
             os._exit(1)  # an exception in an exit handler would leave the status at 0
 
     def _removed(self, name: str, reason: str, error: StorageError | None) -> None:

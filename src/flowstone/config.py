@@ -26,6 +26,7 @@ STEP_MAX = 10**15
 
 # How the conductor waits: long enough to cost nothing, short enough for Ctrl-C.
 POLL_S = 0.1
+INTERRUPTS_MAX = 100  # of the wait until a load that is given up has stopped writing into memory
 
 ARENA_SHARE_OF_AVAILABLE = 4  # the default budget is a quarter of the memory that is available
 READ_ARENA_BYTES = 256 * MIB  # loads and checks never need more to reach the device's rate

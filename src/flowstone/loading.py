@@ -22,13 +22,14 @@ from flowstone.format.digest import digest
 from flowstone.format.index import Index
 from flowstone.format.manifest import encode_manifest, step_directory
 from flowstone.pieces import Pieces
-from flowstone.plan.match import Match, allowed, match, rename, renamed, section_of
+from flowstone.plan.match import Match, allowed, match, refuse, rename, renamed, section_of
 from flowstone.plan.read import ReadPlan, plan_reads
 from flowstone.progress import terminal_progress
 from flowstone.reader import Checkpoint
 from flowstone.rules import Rename, Rule, Skip
 from flowstone.stage.arena import open_read_arena
 from flowstone.stage.landing import Landed, land
+from flowstone.stage.overlap import overlaps
 from flowstone.stage.passing import Neighbour, Offer, Passing
 from flowstone.stage.scatter import Scattered, raise_damage, scatter, strewn
 from flowstone.state import Restoration, Stored, StoredTensor, prepare
@@ -85,7 +86,7 @@ class Loading:
     landed: Landed
     passing: Passing | None = None
     held: ExitStack = field(default_factory=ExitStack)
-    begun: Event = field(default_factory=Event)  # bytes may have changed
+    begun: Event = field(default_factory=Event)  # from here on bytes may change
 
     @property
     def changed_nothing(self) -> bool:
@@ -169,7 +170,21 @@ def compare(found: Wanted, elsewhere: Container[str], unwanted: Container[str] |
         restoration.pieces, restoration.aliases, sections=restoration.sections, index=found.checkpoint.index,
         names=found.names, rules=rules, differences=others, elsewhere=elsewhere,
     )
+    _check_apart(found, matched)
     return replace(matched, skipped=(*matched.skipped, *skipped))
+
+
+def _check_apart(found: Wanted, matched: Match) -> None:
+    """Raise MismatchError where one tensor's bytes would be loaded over another's."""
+    restoration = found.restoration
+    wanted, places = restoration.pieces.take(matched.wanted), restoration.places.take(matched.wanted)
+    pairs = overlaps(wanted, places, found.checkpoint.index, matched.rows)
+    if pairs:
+        refuse(
+            [f"overlap     {wanted.names[at]}: shares memory with {wanted.names[other]}" for at, other in pairs],
+            what="tensors of the state share memory",
+            next="leave one of the two out of the state, with fs.Skip for it, or give each its own memory (clone())",
+        )
 
 
 def agree(
@@ -268,11 +283,11 @@ def read(loading: Loading, store: Store, on_progress: Callable[[int], None]) -> 
         arena = open_read_arena(store)
         stack.callback(arena.close)
         places = loading.landed.places
+        loading.begun.set()  # whatever ends this from here on: nobody can say that nothing has changed
         if loading.passing is None:
             found = scatter(store, paths, index, plan, loading.wanted, places, arena, on_progress, devices)
         else:
             found = loading.passing.run(store, paths, loading.wanted, places, arena, on_progress, devices)
-        loading.begun.set()
     aside = loading.landed.aside
     return replace(found, written=tuple([p for p in found.written if p not in aside])) if aside else found
 

@@ -12,26 +12,43 @@ _QUIET_FOR_S = 1.0  # what is over sooner needs no line
 
 def terminal_progress(label: str) -> Callable[[int, int], None] | None:
     """A function to be told (done, total) bytes, or None when nobody is looking."""
-    if not sys.stderr.isatty():
+    if not _somebody_looks():
         return None
-    started = time.monotonic()
+    started, gone = time.monotonic(), False
 
     def show(done: int, total: int) -> None:
+        nonlocal gone
         elapsed = time.monotonic() - started
-        if elapsed < _QUIET_FOR_S:
+        if elapsed < _QUIET_FOR_S or gone:
             return
         share = done / total if total else 1.0
         end = "\n" if done >= total else ""
         line = f"\r{label}: {share:4.0%}  {done / 1e9:.2f} of {total / 1e9:.2f} GB  {done / 1e9 / elapsed:.2f} GB/s "
-        print(line, end=end, file=sys.stderr, flush=True)
+        gone = not say(line, end=end)
 
     return show
+
+
+def say(line: str, end: str = "\n") -> bool:
+    """Print to standard error, if that is still there; whether it is. What a line is about goes on without it."""
+    try:
+        print(line, end=end, file=sys.stderr, flush=True)
+    except Exception:  # a terminal that was closed, a stream that somebody has put in its place
+        return False
+    return True
+
+
+def _somebody_looks() -> bool:
+    try:
+        return sys.stderr.isatty()
+    except Exception:  # none at all, a closed one, or one that somebody has put in its place
+        return False
 
 
 @contextmanager
 def terminal_steps(label: str, total: int) -> Iterator[Callable[[str], None]]:
     """A bar for `total` steps, with the time that is left. Call what it gives after each, with what that step was."""
-    if not sys.stderr.isatty():
+    if not _somebody_looks():
         yield lambda _: None
         return
     from rich.console import Console

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from flowstone.errors import MismatchError
 from flowstone.format.index import Index
@@ -103,7 +104,7 @@ def match(
     skipped = {name for name in unexpected if allowed(rules, Skip, name)}
     faults += [f"unexpected  {name}: stored, wanted by nobody" for name in unexpected if name not in skipped]
     if faults:
-        _refuse(faults)
+        refuse(faults)
     rows = [row for row in found if row is not None]
     return Match(
         wanted=tuple([position for position, row in enumerate(found) if row is not None]), rows=tuple(rows),
@@ -163,12 +164,15 @@ def _equal(index: Index, one: int, other: int) -> bool:
     return content(one) == content(other)
 
 
-def _refuse(faults: Sequence[str]) -> None:
+def refuse(
+    faults: Sequence[str], what: str = "state and checkpoint differ",
+    next: str = "load into the model that was saved, or allow what differs by a rule (fs.Rename, Skip, Init, Cast)",
+) -> NoReturn:
+    """Raise MismatchError for all of them."""
     shown = "\n".join(faults[:_LISTED_MAX])
     if len(faults) > _LISTED_MAX:
         shown += f"\n... and {len(faults) - _LISTED_MAX} more"
     raise MismatchError(
-        f"state and checkpoint differ in {len(faults)} place{'s' * (len(faults) > 1)}; nothing was changed",
-        differences=tuple(faults), found=shown,
-        next="load into the model that was saved, or allow what differs by a rule (fs.Rename, Skip, Init, Cast)",
+        f"{what} in {len(faults)} place{'s' * (len(faults) > 1)}; nothing was changed",
+        differences=tuple(faults), found=shown, next=next,
     )

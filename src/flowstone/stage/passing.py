@@ -21,8 +21,8 @@ from flowstone.format.index import Index
 from flowstone.pieces import Pieces, Places
 from flowstone.plan.deal import Dealt, deal
 from flowstone.plan.read import ReadPlan, part_of
-from flowstone.stage.scatter import Scattered, locate_chunks, read_rows, scatter, scatter_by
-from flowstone.store.base import Reading, ReadReceipt, Store, finish_reading
+from flowstone.stage.scatter import Scattered, locate_chunks, nothing_read, read_rows, scatter, scatter_by
+from flowstone.store.base import Reading, Store, finish_reading, stop_reading
 from flowstone.store.window import Announcement, Counter, OpenWindow, Window, WindowReading
 
 _POLL_S = 0.0005  # a batch takes a hundred times as long
@@ -120,13 +120,12 @@ class Passing:
             if isinstance(error, RankError):
                 culprit = error.rank
             if isinstance(error, FlowstoneError):
-                parts.append(Scattered(_nothing_read(error), (), ()))
+                parts.append(Scattered(nothing_read(error), (), ()))
             return self._joined(parts)
         finally:
             self._offer.window.tell(Counter.FAILED, culprit + 1)
             if filling is not None:
-                filling.cancel()
-                filling.receipt()
+                stop_reading(filling)
         alone = self.dealt.alone
         rest = part_of(self._plan, self._index, alone, self._plan.first[alone], self._plan.last[alone])
         parts.append(scatter(store, paths, self._index, rest, wanted, places, arena, told, devices))
@@ -147,7 +146,7 @@ class Passing:
     def _end_filling(self, batch: int, filling: Reading, parts: list[Scattered]) -> None:
         receipt = finish_reading(filling)
         found = Scattered(receipt, (), locate_chunks(self._index, receipt))
-        if found.bad or receipt.error is not None:
+        if found.failed:
             parts.append(found)
         _check(found)
         self._offer.window.tell(Counter.FILLED, batch + 1)
@@ -184,7 +183,7 @@ class Passing:
         error = next((part.receipt.error for part in parts if part.receipt.error is not None), None)
         written = sorted({position for part in parts for position in part.written})
         return Scattered(
-            _nothing_read(error), tuple(written), tuple(bad for part in parts for bad in part.bad),
+            nothing_read(error), tuple(written), tuple(bad for part in parts for bad in part.bad),
             self._filled_bytes + sum(part.bytes for part in parts), sum(part.shared_bytes for part in parts),
         )
 
@@ -220,9 +219,5 @@ class _EndedError(Exception):
 
 
 def _check(found: Scattered) -> None:
-    if found.bad or found.receipt.error is not None:
+    if found.failed:
         raise _EndedError
-
-
-def _nothing_read(error: FlowstoneError | None) -> ReadReceipt:
-    return ReadReceipt(error, np.zeros(0, np.uint64), np.zeros(0, np.bool_), 0, 0, 0, 0)

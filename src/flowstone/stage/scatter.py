@@ -37,6 +37,11 @@ class Scattered:
     bytes: int = 0
     shared_bytes: int = 0
 
+    @property
+    def failed(self) -> bool:
+        """Whether some of it is damaged, or could not be read."""
+        return bool(self.bad) or self.receipt.error is not None
+
 
 def scatter(
     store: Store,
@@ -54,7 +59,8 @@ def scatter(
     paths        in the store, of the segments, by id
     devices      those that places are on, by name. What lies there is dense, and none of it `strewn`
     on_progress  is told the bytes done, every POLL_S
-    Never raises for bad bytes or a failing store: that is in the result. Ctrl-C cancels and is raised.
+    Never raises for bad bytes or a failing store: that is in the result. Ctrl-C cancels, and is raised once no byte
+    moves any more.
     """
     def read(rows: _native.ReadRows) -> Reading:
         return store.read_extents(paths, rows, arena, wanted_bytes=plan.bytes)
@@ -76,10 +82,19 @@ def scatter_by(
         index, plan.piece, plan.first, plan.last, address, file=file, offset=offset, layout=layout, layouts=layouts,
         device=_devices(plan, places, list(devices)), devices=list(devices.values()),
     )
-    receipt = finish_reading(read(rows), on_progress)
+    try:
+        reading = read(rows)
+    except FlowstoneError as error:  # before the first byte
+        return Scattered(nothing_read(error), (), ())
+    receipt = finish_reading(reading, on_progress)
     written = np.zeros(len(wanted), np.bool_)
     written[plan.target[receipt.touched]] = True
     return Scattered(receipt, tuple(np.flatnonzero(written).tolist()), locate_chunks(index, receipt), plan.bytes)
+
+
+def nothing_read(error: FlowstoneError | None) -> ReadReceipt:
+    """The receipt of a read that moved nothing."""
+    return ReadReceipt(error, np.zeros(0, np.uint64), np.zeros(0, np.bool_), 0, 0, 0, 0)
 
 
 def strewn(index: Index, plan: ReadPlan, places: Places) -> set[int]:
@@ -119,7 +134,7 @@ def locate_chunks(index: Index, receipt: ReadReceipt) -> tuple[tuple[int, int], 
 
 def raise_damage(found: Scattered, index: Index, wanted: Pieces, paths: Sequence[str], what: str) -> None:
     """Raise what a receipt says went wrong, naming every tensor that was written; nothing if nothing did."""
-    if not found.bad and found.receipt.error is None:
+    if not found.failed:
         return
     written = tuple(wanted.names[position] for position in found.written)
     changed = f"{len(written)} tensors" + (f": {', '.join(written[:5])}" + " ..." * (len(written) > 5)) * bool(written)

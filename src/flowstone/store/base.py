@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowstone import _native
-from flowstone.config import POLL_S, Direction
+from flowstone.config import INTERRUPTS_MAX, POLL_S, Direction
 from flowstone.errors import FlowstoneError
 from flowstone.format.manifest import IoRecord
 from flowstone.store.settings import Settings
@@ -103,7 +103,7 @@ class Reading(Protocol):
     def wait(self, timeout_s: float) -> bool: ...
 
     def receipt(self) -> ReadReceipt:
-        """Block until the end. Call once."""
+        """Block until the end."""
 
     def cancel(self) -> None: ...
 
@@ -112,16 +112,30 @@ class Reading(Protocol):
 
 
 def finish_reading(reading: Reading, on_progress: Callable[[int], None] | None = None) -> ReadReceipt:
-    """Wait for the end. `on_progress` is told the bytes done. Ctrl-C stops the reading, then is raised."""
+    """Wait for the end. `on_progress` is told the bytes done.
+
+    Whatever else ends the wait (Ctrl-C, a signal's handler that raises) stops the reading, and is raised once no byte
+    moves any more.
+    """
     try:
         while not reading.wait(POLL_S):
             if on_progress is not None:
                 on_progress(reading.done_bytes)
+        return reading.receipt()
     except BaseException:
-        reading.cancel()
-        reading.receipt()
+        stop_reading(reading)
         raise
-    return reading.receipt()
+
+
+def stop_reading(reading: Reading) -> None:
+    """Return once no byte moves any more, however often somebody tries to interrupt that."""
+    for _ in range(INTERRUPTS_MAX):
+        try:
+            reading.cancel()
+            reading.receipt()
+            return
+        except BaseException:  # noqa: S112  (the first one is on its way already; memory that still changes is worse)
+            continue
 
 
 class Store(Protocol):

@@ -185,9 +185,8 @@ class LocalReading:
             raise
 
     def _close(self) -> None:
-        for opened in self._opened:
-            os.close(opened.fd)
-        self._opened = []
+        while self._opened:
+            os.close(self._opened.pop().fd)
 
     @property
     def done_bytes(self) -> int:

@@ -1,0 +1,133 @@
+"""Overlap: wanted pieces whose memory another one shares, so that both cannot be loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowstone.format.index import Index
+from flowstone.pieces import Memory, Pieces, Places
+from flowstone.stage.landing import host_array
+
+_PAIRS_MAX = 20_000  # of strided pieces that are compared two by two: 40 ms
+_WORK_MAX = 100_000  # of one comparison; no view that anybody makes takes a hundredth
+
+
+def overlaps(pieces: Pieces, places: Places, index: Index, rows: Sequence[int]) -> list[tuple[int, int]]:
+    """Positions of pieces that share bytes with another one, each once, beside one that it shares them with.
+
+    rows  of the index, parallel: the tensors that are to be loaded there
+    Pieces that are the very same bytes in memory, and in the checkpoint, are none. Views that interleave without
+    sharing a byte are none. Looks at addresses, never at memory; on devices, too.
+    """
+    length = _lengths(pieces, index, rows)
+    low, space = places.address.astype(np.uint64), np.zeros(len(length), np.int64)
+    high = low + length
+    spaces = {"cpu": 0}
+    for at, memory in places.apart.items():
+        space[at] = spaces.setdefault(memory.device, len(spaces))
+        low[at], high[at] = _reach(memory)
+    found = []
+    for number in range(len(spaces)):
+        here = np.flatnonzero((space == number) & (length > 0))
+        for group in _groups(here, low, high):
+            found += _shared(group, low, high, pieces, places, index, rows)
+    return found
+
+
+def _lengths(pieces: Pieces, index: Index, rows: Sequence[int]) -> NDArray[np.uint64]:
+    """Bytes of each piece. What is whole, and stored as it is wanted, takes no look at the piece."""
+    tensor = np.array(rows, np.int64)
+    length: NDArray[np.uint64] = index.data_bytes[tensor].astype(np.uint64)
+    stored = tuple(map(index.dtypes.__getitem__, rows))
+    cast = [] if stored == pieces.dtypes else [at for at, dtype in enumerate(stored) if dtype != pieces.dtypes[at]]
+    for at in {*pieces.parts, *cast}:
+        length[at] = pieces[at].bytes
+    return length
+
+
+def _reach(memory: Memory) -> tuple[int, int]:
+    """The addresses between which it lies."""
+    reach = [(n - 1) * s for n, s in zip(memory.shape, memory.strides_bytes, strict=True) if n]
+    below, above = sum(r for r in reach if r < 0), sum(r for r in reach if r > 0)
+    return memory.address + below, memory.address + above + memory.item_bytes
+
+
+def _groups(here: NDArray[np.int64], low: NDArray[np.uint64], high: NDArray[np.uint64]) -> list[NDArray[np.int64]]:
+    """Those of `here` that lie, in part, between the addresses of others; each group apart from all else."""
+    ordered = here[np.argsort(low[here], kind="stable")]
+    reach = np.maximum.accumulate(high[ordered])
+    clashes = low[ordered][1:] < reach[:-1]
+    if not clashes.any():
+        return []
+    return [group for group in np.split(ordered, np.flatnonzero(~clashes) + 1) if len(group) > 1]
+
+
+def _shared(
+    group: NDArray[np.int64], low: NDArray[np.uint64], high: NDArray[np.uint64], pieces: Pieces, places: Places,
+    index: Index, rows: Sequence[int],
+) -> list[tuple[int, int]]:
+    """Of a group, ordered by address: those that share bytes with an earlier one."""
+    members = group.tolist()
+    memory = {at: places.memory(at, pieces[at]) for at in members}
+    last = np.searchsorted(low[group], high[group])  # those before it begin before one ends
+    if int((last - np.arange(len(members)) - 1).sum()) > _PAIRS_MAX:
+        pairs: Iterable[tuple[int, int]] = _marked(members, memory)
+    else:
+        pairs = (
+            (other, one) for at, one in enumerate(members) for other in members[at + 1 : int(last[at])]
+            if _share(memory[one], memory[other])
+        )
+    found: dict[int, int] = {}
+    for other, one in pairs:
+        if other not in found and not _are_one(one, other, memory, pieces, index, rows):
+            found[other] = one
+    return list(found.items())
+
+
+def _share(one: Memory, other: Memory) -> bool:
+    """Whether two whose addresses meet share a byte."""
+    if one.contiguous and other.contiguous:
+        return True
+    try:
+        # numpy's stubs know two of the values that its documentation gives.
+        return np.shares_memory(host_array(one), host_array(other), max_work=_WORK_MAX)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _are_one(
+    one: int, other: int, memory: dict[int, Memory], pieces: Pieces, index: Index, rows: Sequence[int]
+) -> bool:
+    """Whether both are the same run of bytes, and stored as such: in whatever order they are loaded, both are right."""
+    a, b = memory[one], memory[other]
+    same = a.contiguous and b.contiguous and _reach(a) == _reach(b)
+    return same and not {one, other} & pieces.parts.keys() and index.same_bytes(rows[one], rows[other])
+
+
+def _marked(members: Sequence[int], memory: dict[int, Memory]) -> Iterator[tuple[int, int]]:
+    """Pairs that share bytes, of very many that interleave: by marking, in a map of their memory, who lies where.
+
+    In time and memory by what they span, not by the number of pairs.
+    """
+    bounds = [_reach(memory[at]) for at in members]
+    begin = min(low for low, _ in bounds)
+    grain = int(np.gcd.reduce([n for at in members for n in _spacing(memory[at], begin)]))
+    owner = np.full((max(high for _, high in bounds) - begin) // grain, -1, np.int32)
+    for number, at in enumerate(members):
+        one = memory[at]
+        inside = np.lib.stride_tricks.as_strided(
+            owner[(one.address - begin) // grain :], (*one.shape, one.item_bytes // grain),
+            (*(s // grain * 4 for s in one.strides_bytes), 4),
+        )
+        before = int(inside.max())
+        if before >= 0:
+            yield at, members[before]
+        inside[...] = number
+
+
+def _spacing(memory: Memory, begin: int) -> list[int]:
+    """All distances in bytes by which its elements lie apart from each other and from `begin`."""
+    return [memory.address - begin, memory.item_bytes, *(abs(s) for s in memory.strides_bytes)]

@@ -1,0 +1,59 @@
+"""Replays one loop: python -m hostile --seed 7, from the folder of the tests."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from hostile.draw import Drawn, draw
+from hostile.moves import MOVES
+from hostile.nursery import HANGS_S, Line
+from hostile.shrink import fails_like, kind, played_apart, shrink
+from hostile.trainer import prepare
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m hostile", description=__doc__)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--at", help="make only the moves at these positions: 0,3,4")
+    parser.add_argument("--moves", help="draw from these moves alone, beside what every loop does: fork,share-memory")
+    parser.add_argument("--times", type=int, default=1, help="play it so often")
+    parser.add_argument("--shrink", action="store_true", help="find the shortest sequence of moves that fails alike")
+    asked = parser.parse_args()
+    drawn = draw(asked.seed, asked.moves.split(",") if asked.moves else None)
+    if asked.at is not None:
+        drawn = drawn.only([int(at) for at in asked.at.split(",") if at])
+    print(describe(drawn))
+    prepare()
+    with tempfile.TemporaryDirectory() as path:
+        for _ in range(asked.times):
+            (line,) = played_apart([drawn], Path(path), hangs_s=HANGS_S)
+            print(tell(line))
+            if line["problems"]:
+                break
+        else:
+            return 0
+        if asked.shrink:
+            wanted = kind(line["problems"])
+            shortest, positions = shrink(drawn, fails_like(wanted, Path(path), hangs_s=HANGS_S, times=asked.times))
+            print(f"shortest: --at {','.join(map(str, positions))}")
+            print(describe(shortest))
+    return 1
+
+
+def describe(drawn: Drawn) -> str:
+    lines = [f"seed {drawn.seed}: {drawn.setup}"]
+    lines += [f"  {at:3} {name:28} {MOVES[name].says}" for at, (name, _) in enumerate(drawn.moves)]
+    return "\n".join(lines)
+
+
+def tell(line: Line) -> str:
+    lines = [f"made: {', '.join(line['moves'])}"]
+    lines += [f"PROBLEM: {problem}" for problem in line["problems"]] or ["sound"]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""Many loops at once, and what they have been through all in all."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from hostile.moves import BROKEN, MOVES, Detection, Effect
+from hostile.nursery import Line
+
+TESTS = Path(__file__).resolve().parent.parent
+SAYS_MAX = 5  # loops that went wrong, of which a report has more than the number
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How all loops went."""
+
+    lines: list[Line]
+    counts: Counter[str]
+
+    @property
+    def wrong(self) -> list[Line]:
+        return sorted((line for line in self.lines if line["problems"]), key=lambda line: line["seed"])
+
+    def says(self) -> str:
+        wrong = self.wrong
+        words = [f"{len(wrong)} of {len(self.lines)} loops went wrong: seeds {[line['seed'] for line in wrong]}"]
+        for line in wrong[:SAYS_MAX]:
+            words += [f"--- python -m hostile --seed {line['seed']} --shrink", *line["moves"], *line["problems"]]
+        return "\n".join(words)
+
+    def missed(self, *, times: int) -> list[str]:
+        """Moves that fell into captures less often than so, and detections that were never needed."""
+        drawn = [move for move in MOVES.values() if move.name not in BROKEN and move.detection is not Detection.EXACT]
+        return [move.name for move in drawn if self.counts[f"made {move.name}"] < times]
+
+    def found(self, detection: Detection) -> int:
+        """How many saves failed after a move that was to be found by this means."""
+        escaping = [move.name for move in MOVES.values() if move.effect is Effect.ESCAPES]
+        return sum(self.counts[f"found {name}"] for name in escaping if MOVES[name].detection is detection)
+
+
+def campaign(
+    first: int, end: int, path: Path, *, workers: int = 1, moves: tuple[str, ...] = (), mutation: str = "",
+) -> Report:
+    """Play the loops of seeds `first` to `end`, shared out to so many programs."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(TESTS)}
+    programs = []
+    for number in range(workers):
+        command = [
+            sys.executable, "-m", "hostile.nursery", "--seeds", f"{first + number}:{end}:{workers}",
+            "--path", str(path / str(number)), "--moves", ",".join(moves), "--mutation", mutation,
+        ]
+        programs.append(subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, cwd=TESTS, text=True))
+    lines: list[Line] = []
+    for program in programs:
+        said, _ = program.communicate()
+        lines += map(json.loads, said.splitlines())
+    assert [line["seed"] for line in sorted(lines, key=lambda line: line["seed"])] == list(range(first, end))
+    counts: Counter[str] = Counter()
+    for line in lines:
+        counts.update(line["counts"])
+    return Report(lines, counts)

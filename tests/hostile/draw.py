@@ -1,0 +1,106 @@
+"""What a seed stands for: a store, a Checkpointer, a job, and the moves that are made on them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from random import Random
+
+import flowstone as fs
+from flowstone.config import Backend, Direct
+from flowstone.store.base import Pace
+from hostile.moves import BROKEN, MOVES, Detection, Move
+from hostile.states import OPTIMIZERS
+
+MIB = 1 << 20
+HELD = Pace(blocks=1, bytes_per_s=1)  # the first request goes out, the others when somebody waits for them
+TRICKLE = Pace(blocks=1, bytes_per_s=100 * MIB)
+MOVES_MAX = 14
+
+WATCHES_EXACTLY = "watch" in {field.name for field in dataclasses.fields(fs.EngineOptions)}
+"""Whether this version can be told to find every change, however small and whoever makes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """How a loop saves.
+
+    pace      of captures while nobody waits; None: as the library has it
+    in_place  whether what finds no room in the arena is written from where it lies
+    exact     every change is found; else few changed bytes may go unnoticed, unless a counter tells of them
+    """
+
+    in_memory: bool
+    pace: Pace | None
+    backend: Backend
+    direct: Direct
+    queue_depth: int
+    workers: int
+    in_place: bool
+    exact: bool
+    budget_bytes: int
+    saves_in_flight: int
+    on_error: str
+    keep: fs.Keep | None
+    kind: str
+    extras: tuple[str, ...]
+    job_seed: int
+
+    def engine(self) -> fs.EngineOptions:
+        exact = {"watch": "exact"} if self.exact else {}
+        return fs.EngineOptions(
+            backend=self.backend, direct=self.direct, queue_depth=self.queue_depth, workers=self.workers,
+            write_in_place=self.in_place, request_bytes=2 * MIB, **exact,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A seed, unfolded. Each move has a seed of its own, so that it does the same without those before it."""
+
+    seed: int
+    setup: Setup
+    moves: tuple[tuple[str, int], ...]
+
+    def only(self, positions: Collection[int]) -> Drawn:
+        return dataclasses.replace(self, moves=tuple(self.moves[at] for at in sorted(positions)))
+
+
+def draw(seed: int, names: Sequence[str] | None = None) -> Drawn:
+    """What `seed` stands for. `names`: draw from these moves alone, beside those that every loop makes."""
+    chance = Random(f"hostile {seed}")
+    setup = _setup(chance)
+    table = [move for move in MOVES.values() if move.basic or names is None or move.name in names]
+    table = [move for move in table if _may(move, setup) and (names is not None or move.name not in BROKEN)]
+    weights = [move.weight for move in table]
+    count = chance.randint(4, MOVES_MAX)
+    drawn = [(move.name, chance.randrange(1 << 32)) for move in chance.choices(table, weights, k=count)]
+    drawn.insert(chance.randint(0, 2), ("save", chance.randrange(1 << 32)))  # nothing happens before there is one
+    return Drawn(seed, setup, tuple(drawn))
+
+
+def _setup(chance: Random) -> Setup:
+    extras = ["average", "scheduler", "plain", "array", "rng"]
+    return Setup(
+        in_memory=chance.random() < 0.8,
+        pace=chance.choices([HELD, TRICKLE, None], [8, 1, 1])[0],
+        backend=chance.choice(["auto", "posix"]),
+        direct=chance.choice(["auto", "off"]),
+        queue_depth=chance.choice([1, 4, 16]),
+        workers=chance.randint(1, 2),
+        in_place=chance.random() < 0.5,
+        exact=WATCHES_EXACTLY and chance.random() < 0.5,
+        budget_bytes=chance.choice([4, 4, 8, 32]) * MIB,
+        saves_in_flight=chance.randint(1, 3),
+        on_error=chance.choice(["raise", "continue"]),
+        keep=chance.choice([None, None, None, fs.Keep(last=1), fs.Keep(last=2), fs.Keep(last=1, every=3)]),
+        kind=chance.choice([*OPTIMIZERS, "adamw-two", "sgd-two"]),
+        extras=tuple(extra for extra in extras if chance.random() < 0.3),
+        job_seed=chance.randrange(1 << 32),
+    )
+
+
+def _may(move: Move, setup: Setup) -> bool:
+    """Whether what the move does would be found, should it fall into a capture."""
+    return move.detection is not Detection.EXACT or setup.exact

@@ -1,0 +1,365 @@
+"""What happens around a loop: forks, threads, signals, garbage collection, exceptions."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from random import Random
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+import flowstone as fs
+from hostile.moves.move import Detection, Table
+from hostile.oracle import contents_of, differences
+
+if TYPE_CHECKING:
+    from hostile.trainer import Trainer
+
+TABLE = Table()
+_Result = TypeVar("_Result")
+LINES_MAX = 4000  # about as many as a save runs, of all modules
+
+
+# Collection and forks
+
+
+@TABLE.quiet()
+def collect_garbage(trainer: Trainer, chance: Random) -> None:
+    """Garbage is collected."""
+    gc.collect(chance.randint(0, 2))
+
+
+@TABLE.quiet()
+def make_garbage(trainer: Trainer, chance: Random) -> None:
+    """Cycles with tensors in them are made and dropped, and their memory is used again."""
+    for _ in range(5):
+        ring: list[Any] = [torch.rand(20_000)]
+        ring.append(ring)
+    del ring
+    gc.collect()
+    _ = [torch.zeros(50_000) for _ in range(5)]
+
+
+@TABLE.quiet()
+def fork(trainer: Trainer, chance: Random) -> None:
+    """A forked child changes its copy of the state, asks for what it must not, collects garbage, and ends."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            for tensor in trainer.job.lazy():
+                tensor.data.fill_(3)
+            code = _in_the_child(trainer)
+        finally:
+            os._exit(code)
+    ended = _reap(child)
+    if ended:
+        trainer.problem(f"a forked child ended with {ended}")
+
+
+def _in_the_child(trainer: Trainer) -> int:
+    for verb in (trainer.checkpointer.fence, trainer.checkpointer.latest):
+        try:
+            verb()
+        except fs.ClosedError:
+            continue
+        return 2
+    trainer.checkpointer.close()
+    for optimizer in trainer.job.optimizers:
+        optimizer.zero_grad()
+    gc.collect()
+    return 0
+
+
+def _reap(child: int) -> int:
+    for _ in range(1000):
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return -1
+
+
+# Threads
+
+
+@TABLE.escapes(Detection.SAMPLES)
+def change_from_a_thread(trainer: Trainer, chance: Random) -> None:
+    """A thread changes everything again and again, while the main one waits for the captures."""
+    tensors, end = trainer.job.lazy(), threading.Event()
+
+    def change() -> None:
+        while not end.is_set():
+            for tensor in tensors:
+                tensor.data.add_(1)
+
+    thread = threading.Thread(target=change)
+    for tensor in tensors:
+        tensor.data.add_(1)
+    thread.start()
+    trainer.call("fence", trainer.checkpointer.fence)
+    end.set()
+    thread.join()
+
+
+@TABLE.quiet()
+def wait_from_a_thread(trainer: Trainer, chance: Random) -> bool | None:
+    """Other threads wait for futures while the main one goes on."""
+    waited = [one.save for one in trainer.tries if one.save is not None]
+    threads = [threading.Thread(target=save.committed.exception, args=(20,)) for save in waited[-2:]]
+    for thread in threads:
+        thread.start()
+    trainer.train()
+    for thread in threads:
+        thread.join()
+    return None if threads else False
+
+
+@TABLE.quiet()
+def verbs_from_threads(trainer: Trainer, chance: Random) -> None:
+    """Several threads call verbs of one Checkpointer at once: each is done, or is refused by name."""
+    wrong: list[str] = []
+
+    def ask(verb: Callable[[], object]) -> None:
+        try:
+            verb()
+        except fs.FlowstoneError:
+            pass
+        except BaseException as error:
+            wrong.append(f"{type(error).__name__}: {error}")
+
+    verbs = [trainer.checkpointer.latest, trainer.checkpointer.fence, trainer.checkpointer.wait]
+    threads = [threading.Thread(target=ask, args=(chance.choice(verbs),)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if wrong:
+        trainer.problem(f"verbs in threads raised {wrong}")
+
+
+@TABLE.quiet()
+def step_in_a_thread(trainer: Trainer, chance: Random) -> None:
+    """The step of training is made by another thread."""
+    thread = threading.Thread(target=trainer.train)
+    thread.start()
+    thread.join()
+
+
+# Signals
+
+
+def struck(act: Callable[[], _Result], line: int) -> _Result:
+    """Call it, and raise at its line number `line`, counted over all that it runs: as a signal's handler would."""
+    from hostile.trainer import Struck
+
+    left = line
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        if event == "line":
+            left -= 1
+            if left <= 0:
+                sys.settrace(None)
+                raise Struck(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
+        return trace
+
+    sys.settrace(trace)
+    try:
+        return act()
+    finally:
+        sys.settrace(None)
+
+
+def alarmed(act: Callable[[], _Result], delay_s: float) -> _Result:
+    """Call it, and let a real signal's handler raise after so long."""
+    from hostile.trainer import Struck
+
+    armed = True
+
+    def strike(*_: object) -> None:
+        if armed:
+            raise Struck("by SIGALRM")
+
+    before = signal.signal(signal.SIGALRM, strike)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, delay_s)
+        try:
+            return act()
+        finally:
+            armed = False
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _line(chance: Random) -> int:
+    return int(LINES_MAX ** chance.random())
+
+
+@TABLE.quiet(weight=2)
+def strike_a_save(trainer: Trainer, chance: Random) -> None:
+    """A signal's handler raises at some line of save()."""
+    trainer.save(around=lambda begin: struck(begin, _line(chance)))
+
+
+@TABLE.quiet(weight=2)
+def alarm_a_save(trainer: Trainer, chance: Random) -> None:
+    """SIGALRM's handler raises at some instant of save()."""
+    trainer.save(around=lambda begin: alarmed(begin, chance.random() ** 2 * 0.02 + 1e-5))
+
+
+def _verb(trainer: Trainer, chance: Random) -> Callable[[], object]:
+    checkpointer = trainer.checkpointer
+    return chance.choice([checkpointer.wait, checkpointer.fence, checkpointer.latest, checkpointer.close])
+
+
+@TABLE.quiet(weight=2)
+def strike_a_verb(trainer: Trainer, chance: Random) -> None:
+    """A signal's handler raises at some line of wait(), fence(), latest() or close()."""
+    from hostile.trainer import Struck
+
+    verb = _verb(trainer, chance)
+    try:
+        how = struck(lambda: trainer.call("a verb", verb), _line(chance)) if chance.random() < 0.5 else alarmed(
+            lambda: trainer.call("a verb", verb), chance.random() ** 2 * 0.02 + 1e-5
+        )
+        del how
+    except Struck:
+        pass
+    if verb == trainer.checkpointer.close:
+        trainer.call("close", trainer.checkpointer.close)
+        trainer.checkpointer = trainer.opened()
+
+
+@TABLE.quiet()
+def strike_a_load(trainer: Trainer, chance: Random) -> None:
+    """A signal's handler raises at some line of load(): what is half loaded cannot be saved."""
+    from hostile.trainer import Struck
+
+    before = contents_of(trainer.state)
+    try:
+        struck(lambda: trainer.checkpointer.load(trainer.state), _line(chance))
+    except Struck:
+        after = contents_of(trainer.state)
+        held = [before, *(one.wanted for one in trainer.tries)]
+        whole = any(not differences(wanted, after) for wanted in held)
+        trainer.unsound, trainer.torn = True, not whole
+    except (fs.NoCheckpointError, fs.MismatchError):
+        pass
+    else:
+        trainer.unsound = trainer.torn = False
+
+
+# Exceptions
+
+
+class Raised(Exception):
+    """What a hook of the user's raises."""
+
+
+def _raise(*_: object) -> None:
+    raise Raised
+
+
+@TABLE.quiet()
+def raise_in_forward(trainer: Trainer, chance: Random) -> None:
+    """A hook raises in forward."""
+    hook = trainer.job.model.norm.register_forward_hook(_raise)
+    with contextlib.suppress(Raised):
+        trainer.job.backward()
+    hook.remove()
+
+
+@TABLE.quiet()
+def raise_in_backward(trainer: Trainer, chance: Random) -> None:
+    """A hook of a gradient raises in backward."""
+    parameter = next(p for p in trainer.job.model.parameters() if p.requires_grad)
+    hook = parameter.register_hook(_raise)
+    with contextlib.suppress(Raised):
+        trainer.job.backward()
+    hook.remove()
+
+
+@TABLE.quiet()
+def raise_before_the_step(trainer: Trainer, chance: Random) -> None:
+    """A hook of the user's raises before the step."""
+    hook = trainer.job.optimizers[0].register_step_pre_hook(_raise)
+    with contextlib.suppress(Raised):
+        trainer.train()
+    hook.remove()
+    trainer.job.zero_grad()
+
+
+@TABLE.quiet()
+def raise_in_state_dict(trainer: Trainer, chance: Random) -> None:
+    """A hook raises while the state is described: that save is refused by name."""
+    hook = trainer.job.model.register_state_dict_pre_hook(_raise)
+    try:
+        trainer.checkpointer.save(trainer.newest + 1, trainer.state)
+        trainer.problem("a state was saved that could not be described")
+    except (fs.StateError, fs.SaveFailedError):
+        pass
+    except fs.DamagedError:
+        if not trainer.unsound:
+            raise
+    finally:
+        hook.remove()
+
+
+@TABLE.quiet()
+def raise_in_on_event(trainer: Trainer, chance: Random) -> None:
+    """on_event raises from here on, which must not matter."""
+    trainer.on_event = _raise
+
+
+@TABLE.quiet()
+def call_verbs_in_on_event(trainer: Trainer, chance: Random) -> None:
+    """on_event calls verbs from here on: they are done, or refused by name at once."""
+
+    def ask(event: object) -> None:
+        for verb in (trainer.checkpointer.latest, trainer.checkpointer.wait, trainer.checkpointer.fence):
+            with contextlib.suppress(fs.FlowstoneError):
+                verb()
+
+    trainer.on_event = ask
+
+
+@TABLE.quiet()
+def call_verbs_in_a_callback(trainer: Trainer, chance: Random) -> None:
+    """A future's callback calls verbs."""
+    one = trainer.save()
+    if one is None or one.save is None:
+        return
+    checkpointer = trainer.checkpointer
+
+    def ask(_: object) -> None:
+        for verb in (checkpointer.latest, checkpointer.wait):
+            with contextlib.suppress(fs.FlowstoneError):
+                verb()
+
+    one.save.committed.add_done_callback(ask)
+    one.save.captured.add_done_callback(ask)
+
+
+@TABLE.quiet()
+def replace_the_model_in_a_hook(trainer: Trainer, chance: Random) -> None:
+    """A post hook of the step puts other memory behind the weights."""
+    def replace(*_: object) -> None:
+        for parameter in trainer.job.large():
+            parameter.data = parameter.data.clone()
+
+    hook = trainer.job.optimizers[0].register_step_post_hook(replace)
+    trainer.train()
+    hook.remove()
+

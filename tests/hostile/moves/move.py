@@ -1,0 +1,104 @@
+"""What a move is, and what it declares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from random import Random
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from hostile.trainer import Trainer
+
+
+class Effect(Enum):
+    """What a move does to saves whose capture is under way.
+
+    QUIET    nothing: no byte of theirs changes, or only after a wait, so they have to be committed
+    ESCAPES  it changes bytes of theirs, or takes the memory away: they hold what was saved, or fail by name
+    """
+
+    QUIET = auto()
+    ESCAPES = auto()
+
+
+class Detection(Enum):
+    """By what means the library has to find it, if it reaches a capture.
+
+    NOTHING  it has nothing to find
+    SAMPLES  every element changes, or nearly every one: a few lines of each chunk show it
+    COUNTER  an operation of torch's in place: it may change few bytes, and moves a version counter
+    EXACT    few bytes, and no counter: drawn only where every written page is told by the system
+    MEMORY   the memory is gone or cannot be read
+    """
+
+    NOTHING = auto()
+    SAMPLES = auto()
+    COUNTER = auto()
+    EXACT = auto()
+    MEMORY = auto()
+
+
+Act = Callable[["Trainer", Random], "bool | None"]
+_Act = TypeVar("_Act", bound=Callable[["Trainer", Random], "bool | None"])
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A move of a loop.
+
+    weight  of 1 is what most have in the draw
+    basic   loops that are drawn from a few named moves have it all the same
+    act     makes the move; returns False when it found nothing to do it to
+    """
+
+    name: str
+    act: Act
+    effect: Effect
+    detection: Detection
+    weight: float
+    basic: bool
+
+    @property
+    def says(self) -> str:
+        return (self.act.__doc__ or "").strip().splitlines()[0]
+
+
+class Table(dict[str, Move]):
+    """Moves by name; its methods register functions, whose first line of documentation says what they do."""
+
+    def quiet(self, *, weight: float = 1, basic: bool = False) -> Callable[[_Act], _Act]:
+        return self._entered(Effect.QUIET, Detection.NOTHING, weight, basic)
+
+    def escapes(self, detection: Detection, *, weight: float = 1) -> Callable[[_Act], _Act]:
+        return self._entered(Effect.ESCAPES, detection, weight, False)
+
+    def _entered(self, effect: Effect, detection: Detection, weight: float, basic: bool) -> Callable[[_Act], _Act]:
+        def enter(act: _Act) -> _Act:
+            name = act.__name__.replace("_", "-")
+            assert name not in self
+            assert act.__doc__, f"{name} says not what it does"
+            self[name] = Move(name, act, effect, detection, weight, basic)
+            return act
+
+        return enter
+
+
+_GONE = "SIGSEGV or SIGBUS: memory that goes away is read as if it were there"
+_FEW = "committed wrong: few bytes were changed by an operation that moves a version counter"
+_AVERAGE = "refused: the average is captured lazily, though no optimizer steps it"
+_LOCKS = "hangs, or raises an error of the library's inside"
+BROKEN: dict[str, str] = {
+    "share-memory": _GONE, "put-into-a-queue": _GONE, "free-and-allocate": _GONE, "free-until-needed": _GONE,
+    "grow-in-place": _GONE, "resize-array": _GONE, "forbid-reading": _GONE, "cut-a-file": _GONE,
+    "touch-a-row": _FEW, "revive-dead-rows": _FEW, "index-copy": _FEW, "touch-a-view": _FEW, "renormalise-rows": _FEW,
+    "update-average": _AVERAGE, "step-and-average": _AVERAGE,
+    "evaluate-schedule-free": "refused: train() and eval() change weights, and are not waited for as the step is",
+    "wrap-the-optimizer": "saved by numbers, not by names: nobody looks into the wrapper",
+    "strike-a-save": "hangs: a save that is struck before it is known is never hurried",
+    "alarm-a-save": "the same",
+    "strike-a-verb": "a close that is struck leaves the store locked, or hangs",
+    "call-verbs-in-on-event": _LOCKS, "call-verbs-in-a-callback": _LOCKS, "verbs-from-threads": _LOCKS,
+}
+"""Moves that are known to break the library, and how: not drawn. Empty, or there is something to mend."""

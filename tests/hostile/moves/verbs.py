@@ -1,0 +1,197 @@
+"""What loops do by the library's own verbs, in any order, rightly and wrongly."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING
+
+import flowstone as fs
+from hostile.moves.move import Detection, Table
+from hostile.oracle import contents_of, differences
+
+if TYPE_CHECKING:
+    from hostile.trainer import Trainer
+
+TABLE = Table()
+
+
+@TABLE.quiet(weight=12, basic=True)
+def save(trainer: Trainer, chance: Random) -> None:
+    """Saves, and goes on."""
+    trainer.save()
+
+
+@TABLE.quiet(weight=3, basic=True)
+def save_by_hand(trainer: Trainer, chance: Random) -> None:
+    """Saves with fence="manual": whoever changes the state has to call fence() before."""
+    trainer.save("manual")
+
+
+@TABLE.quiet(weight=3)
+def save_and_wait(trainer: Trainer, chance: Random) -> None:
+    """Saves, and waits until it is durable."""
+    one = trainer.save()
+    if one is not None and one.save is not None:
+        one.save.committed.exception(20)
+
+
+@TABLE.quiet(weight=6, basic=True)
+def train(trainer: Trainer, chance: Random) -> None:
+    """A step of training."""
+    trainer.train()
+
+
+@TABLE.quiet(weight=2)
+def fence_and_change(trainer: Trainer, chance: Random) -> None:
+    """Calls fence(), then changes everything, as is allowed."""
+    trainer.checkpointer.fence()
+    for tensor in trainer.job.lazy():
+        tensor.detach().add_(1)
+
+
+@TABLE.quiet(weight=2)
+def wait(trainer: Trainer, chance: Random) -> None:
+    """Waits for every save so far."""
+    trainer.call("wait", trainer.checkpointer.wait)
+    trainer.look()
+
+
+@TABLE.quiet()
+def latest(trainer: Trainer, chance: Random) -> None:
+    """Asks for the newest checkpoint, and has it verified."""
+    newest = trainer.call("latest", trainer.checkpointer.latest)
+    if newest is not None:
+        newest.verify()
+
+
+@TABLE.quiet()
+def read_back(trainer: Trainer, chance: Random) -> bool | None:
+    """Opens the store beside the Checkpointer, and reads one tensor of what is there."""
+    steps = sorted(trainer.root.glob("step-*"))
+    if not steps or trainer.setup.keep is not None:
+        return False
+    checkpoint = fs.open(trainer.root, step=int(chance.choice(steps).name.removeprefix("step-")))
+    checkpoint.read(chance.choice(list(checkpoint.tensors)))
+    return None
+
+
+@TABLE.quiet(weight=2)
+def load(trainer: Trainer, chance: Random) -> bool | None:
+    """Goes back to the newest checkpoint; what does not fit must not change anything."""
+    known = [one for one in trainer.tries if not one.gone]
+    if any(one.kind != trainer.job.kind for one in known):
+        return False  # it would bring slots that this optimizer does not have
+    before = contents_of(trainer.state)
+    try:
+        report = trainer.checkpointer.load(trainer.state)
+    except fs.NoCheckpointError:
+        return False
+    except fs.MismatchError:
+        wrong = differences(before, contents_of(trainer.state))
+        if wrong:
+            trainer.problem(f"a load was refused, and has changed {wrong[:4]}")
+        return None
+    trainer.unsound = trainer.torn = False
+    (saved,) = (one for one in known if one.step == report.step)
+    wrong = differences(saved.wanted, contents_of(trainer.state))
+    if wrong:
+        trainer.problem(f"step {report.step} was loaded wrong: {wrong[:4]}")
+    return None
+
+
+@TABLE.quiet()
+def rewind(trainer: Trainer, chance: Random) -> bool | None:
+    """Sets newer steps aside, and saves them anew from there."""
+    trainer.settle()
+    trainer.look()
+    steps = sorted(int(at.name.removeprefix("step-")) for at in trainer.root.glob("step-*"))
+    if not steps:
+        return False
+    back_to = chance.choice(steps)
+    trainer.call("rewind", lambda: trainer.checkpointer.rewind(back_to))
+    for one in trainer.tries:
+        one.gone = one.gone or one.step > back_to
+    trainer.newest = back_to
+    return None
+
+
+@TABLE.quiet()
+def reopen(trainer: Trainer, chance: Random) -> None:
+    """Closes the Checkpointer, and makes another one in the same store."""
+    trainer.call("close", trainer.checkpointer.close)
+    trainer.checkpointer = trainer.opened()
+
+
+@TABLE.quiet()
+def use_after_close(trainer: Trainer, chance: Random) -> None:
+    """Closes the Checkpointer, is refused by name, and makes another one."""
+    trainer.call("close", trainer.checkpointer.close)
+    for verb in (trainer.checkpointer.latest, trainer.checkpointer.fence, trainer.checkpointer.wait):
+        try:
+            verb()
+        except fs.ClosedError:
+            continue
+        trainer.problem("a closed Checkpointer works")
+    trainer.train()  # its hooks are gone
+    trainer.checkpointer = trainer.opened()
+
+
+@TABLE.quiet()
+def second_writer(trainer: Trainer, chance: Random) -> None:
+    """Another Checkpointer of the same store, which has its writer: it may look, and is refused to save."""
+    one = trainer.save()
+    other = trainer.opened()
+    other.latest()
+    try:
+        other.save(trainer.newest + 1, {"x": 1})
+        trainer.problem("two Checkpointers write into one store")
+    except fs.LockedError:
+        pass
+    finally:
+        other.close()
+    if one is not None and one.save is None and not one.excused:
+        trainer.problem("the first writer could not save")
+
+
+@TABLE.quiet()
+def save_old_step(trainer: Trainer, chance: Random) -> bool | None:
+    """Saves a step that is there, which is refused."""
+    if not any(one.save is not None and one.failure is None and not one.gone for one in trainer.tries):
+        return False
+    trainer.settle()
+    if not list(trainer.root.glob("step-*")):
+        return False
+    step = int(max(trainer.root.glob("step-*")).name.removeprefix("step-"))
+    try:
+        trainer.checkpointer.save(step, trainer.state)
+        trainer.problem(f"step {step} was saved over")
+    except fs.StepExistsError:
+        pass
+    except fs.DamagedError:
+        if not trainer.unsound:
+            raise
+    return None
+
+
+@TABLE.quiet()
+def save_what_cannot_be(trainer: Trainer, chance: Random) -> None:
+    """Saves something that cannot be saved, which is refused by name, and changes nothing for the next save."""
+    try:
+        trainer.checkpointer.save(trainer.newest + 1, {**trainer.state, "odd": object()})
+        trainer.problem("an object was saved")
+    except fs.SaveFailedError:
+        pass
+    except fs.StateError:
+        pass
+    except fs.DamagedError:
+        if not trainer.unsound:
+            raise
+
+
+@TABLE.escapes(Detection.SAMPLES)
+def broken_promise(trainer: Trainer, chance: Random) -> None:
+    """Saves with fence="manual", and changes everything without calling fence()."""
+    trainer.save("manual")
+    trainer.escapes("broken-promise")
+    for tensor in trainer.job.lazy():
+        tensor.data.add_(1)

@@ -1,0 +1,65 @@
+"""Whatever a training loop does: no wrong byte is committed, no process dies, nothing stands still."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hostile.campaign import Report, campaign
+from hostile.draw import draw
+from hostile.moves import BROKEN, MOVES, Detection
+from hostile.shrink import shrink
+
+SOAKED = range(1000, 21_000)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    return campaign(0, 200, tmp_path_factory.mktemp("hostile"))
+
+
+def test_two_hundred_hostile_loops_commit_what_they_saved_or_are_told_by_name(report: Report) -> None:
+    assert not report.wrong, report.says()
+
+
+def test_their_moves_fell_into_captures_and_were_found(report: Report) -> None:
+    counts = report.counts
+    assert counts["committed"] > 400
+    assert report.found(Detection.SAMPLES) > 80
+    assert not report.missed(times=2)
+    assert sum(count for name, count in counts.items() if name.startswith("met ")) > 700
+
+
+def test_every_move_that_is_known_to_break_something_is_a_move() -> None:
+    assert BROKEN.keys() <= MOVES.keys()
+
+
+def test_a_seed_stands_for_the_same_loop_each_time() -> None:
+    assert [draw(seed) for seed in range(50)] == [draw(seed) for seed in range(50)]
+    assert len({draw(seed).moves for seed in range(50)}) == 50
+
+
+def test_a_loop_is_shrunk_to_the_moves_that_matter() -> None:
+    drawn = next(loop for loop in map(draw, range(100)) if len(loop.moves) > 10)
+    guilty = {drawn.moves[2], drawn.moves[7]}
+    shortest, positions = shrink(drawn, lambda loop: guilty <= set(loop.moves))
+    assert positions == (2, 7)
+    assert set(shortest.moves) == guilty
+
+
+def test_a_library_that_hears_of_no_change_is_found_to_commit_wrong_bytes(tmp_path: Path) -> None:
+    report = campaign(0, 12, tmp_path, moves=("add-through-data", "fill-by-address"), mutation="blind")
+    assert any("COMMITTED WRONG" in line["problems"][0] for line in report.wrong)
+
+
+def test_a_library_whose_steps_do_not_wait_is_found_to_fail_for_nothing(tmp_path: Path) -> None:
+    report = campaign(0, 12, tmp_path, moves=("train",), mutation="unfenced")
+    assert any("failed, and nothing had escaped" in line["problems"][0] for line in report.wrong)
+
+
+@pytest.mark.soak
+def test_twenty_thousand_hostile_loops(tmp_path: Path) -> None:
+    report = campaign(SOAKED.start, SOAKED.stop, tmp_path, workers=2)
+    print(dict(report.counts))
+    assert not report.wrong, report.says()

@@ -23,7 +23,7 @@ public:
         fd_ = ::mkostemp(path.data(), O_CLOEXEC);
         if (fd_ < 0) throw std::system_error(errno, std::generic_category(), path);
         // Reopened under its name: O_DIRECT at open is what a segment asks for.
-        direct_fd_ = ::open(path.c_str(), O_RDWR | O_DIRECT | O_CLOEXEC);
+        direct_fd_ = ::open(path.c_str(), O_RDWR | O_DIRECT | O_CLOEXEC | O_NOFOLLOW);
         ::unlink(path.c_str());
     }
     ~ScratchFile() {

@@ -24,7 +24,8 @@ from flowstone.plan.read import plan_reads
 from flowstone.stage.arena import open_read_arena
 from flowstone.stage.scatter import raise_damage, scatter
 from flowstone.store.base import Store
-from flowstone.store.local import LOCK_NAME, LocalStore
+from flowstone.store.local import LocalStore
+from flowstone.store.lock import LOCK_NAME
 from flowstone.store.tuning import TUNING_NAME
 
 if TYPE_CHECKING:

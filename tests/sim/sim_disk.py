@@ -89,17 +89,17 @@ class Disk(System):
 
     # What LocalStore calls
 
-    def make_directory(self, path: Path) -> None:
+    def make_directory(self, path: Path, at: int | None = None) -> None:
         with self._guard:
             self._begin("mkdir", path)
-            super().make_directory(path)
+            super().make_directory(path, at)
             self._add(Node(True, [None, self._place(path)]))
 
-    def create(self, path: Path, flags: int) -> int:
+    def create(self, path: Path, flags: int, at: int | None = None) -> int:
         with self._guard:
             self._begin("create", path)
             known = path.exists()
-            fd = super().create(path, flags)
+            fd = super().create(path, flags, at)
             self._open[fd] = self._find(path) if known else self._add(Node(False, [None, self._place(path)]))
             return fd
 
@@ -135,7 +135,7 @@ class Disk(System):
             node = self._nodes[self._open[fd]]
             node.durable, node.clean = path.read_bytes(), True
 
-    def sync_directory(self, path: Path) -> None:
+    def sync_directory(self, path: Path, fd: int | None = None) -> None:
         if not path.is_relative_to(self.sandbox):
             return  # durable before the world began
         with self._guard:
@@ -147,27 +147,27 @@ class Disk(System):
                     if node.places == [None]:
                         del self._nodes[number]
 
-    def rename(self, source: Path, target: Path) -> None:
+    def rename(self, source: Path, target: Path, source_at: int | None = None, target_at: int | None = None) -> None:
         with self._guard:
             self._begin("rename", target)
             assert source.parent == target.parent, "the model knows renames within one directory"
             number = self._find(source)
-            super().rename(source, target)
+            super().rename(source, target, source_at, target_at)
             self._nodes[number].places.append(self._place(target))
 
-    def unlink(self, path: Path) -> None:
+    def unlink(self, path: Path, at: int | None = None) -> None:
         with self._guard:
             self._begin("unlink", path)
             node = self._nodes[self._find(path)]
             node.left = path.read_bytes()
-            super().unlink(path)
+            super().unlink(path, at)
             node.places.append(None)
 
-    def remove_directory(self, path: Path) -> None:
+    def remove_directory(self, path: Path, at: int | None = None) -> None:
         with self._guard:
             self._begin("rmdir", path)
             node = self._nodes[self._find(path)]
-            super().remove_directory(path)
+            super().remove_directory(path, at)
             node.places.append(None)
 
     # What a test asks
@@ -299,5 +299,5 @@ class Unsynced(System):
     def sync(self, fd: int) -> None:
         pass
 
-    def sync_directory(self, path: Path) -> None:
+    def sync_directory(self, path: Path, fd: int | None = None) -> None:
         pass

@@ -188,13 +188,13 @@ class RankDisk(System):
     def check_power(self) -> None:
         self._turns.check(self._rank)
 
-    def make_directory(self, path: Path) -> None:
+    def make_directory(self, path: Path, at: int | None = None) -> None:
         with self._turn():
-            self._disk.make_directory(path)
+            self._disk.make_directory(path, at)
 
-    def create(self, path: Path, flags: int) -> int:
+    def create(self, path: Path, flags: int, at: int | None = None) -> int:
         with self._turn():
-            return self._disk.create(path, flags)
+            return self._disk.create(path, flags, at)
 
     def reserve(self, fd: int, size_bytes: int) -> None:
         with self._turn():
@@ -208,21 +208,21 @@ class RankDisk(System):
         with self._turn():
             self._disk.sync(fd)
 
-    def sync_directory(self, path: Path) -> None:
+    def sync_directory(self, path: Path, fd: int | None = None) -> None:
         with self._turn():
-            self._disk.sync_directory(path)
+            self._disk.sync_directory(path, fd)
 
-    def rename(self, source: Path, target: Path) -> None:
+    def rename(self, source: Path, target: Path, source_at: int | None = None, target_at: int | None = None) -> None:
         with self._turn():
-            self._disk.rename(source, target)
+            self._disk.rename(source, target, source_at, target_at)
 
-    def unlink(self, path: Path) -> None:
+    def unlink(self, path: Path, at: int | None = None) -> None:
         with self._turn():
-            self._disk.unlink(path)
+            self._disk.unlink(path, at)
 
-    def remove_directory(self, path: Path) -> None:
+    def remove_directory(self, path: Path, at: int | None = None) -> None:
         with self._turn():
-            self._disk.remove_directory(path)
+            self._disk.remove_directory(path, at)
 
 
 class RankBoard:

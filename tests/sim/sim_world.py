@@ -135,7 +135,7 @@ class WatchedStore(LocalStore):
         for writing in self._under_way:
             while not writing._job.wait(0.1):
                 pass
-            writing._close()
+            writing._opened.close()
         self._under_way.clear()
 
 

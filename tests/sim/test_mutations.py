@@ -20,6 +20,7 @@ from flowstone import Checkpointer, saving, team
 from flowstone.commit import catalog, publish
 from flowstone.ranks import agree
 from flowstone.store.local import LocalStore, LocalWriting
+from flowstone.store.lock import WriterLock
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ MUTANTS = {
         Checkpointer, "_become_writer", (("catalog.sweep(self._store, self._removed)", "pass"),), "sweep"
     ),
     "failed_lock_keeps_its_descriptor": Mutant(
-        LocalStore, "lock", (("os.close(fd)  # an open", "pass  # an open"),), "second_save", "error"
+        WriterLock, "take", (("os.close(fd)  # an open", "pass  # an open"),), "second_save", "error"
     ),
     "failed_segment_is_published": Mutant(
         LocalWriting, "receipt", (("self._error() or self._sync_error()", "self._sync_error()"),), "second_save",

@@ -138,6 +138,20 @@ class StoreContract:
             getattr(store, verb)("missing")
         assert caught.value.errno == errno.ENOENT
 
+    def test_a_stamp_is_another_one_once_the_file_is(self, store: Store) -> None:
+        assert store.stamp("file") is None
+        assert store.stamp("file/inner") is None
+        store.put("file", b"1")
+        first = store.stamp("file")
+        assert first is not None
+        assert store.stamp("file") == first
+        store.remove("file")
+        store.put("other", b"1")
+        store.put("file", b"1")
+        assert store.stamp("file") != first
+        assert not store.is_link("file")
+        assert not store.is_link("missing")
+
     def test_rename_moves_a_directory_with_its_files(self, store: Store) -> None:
         store.make_directory(".saving-1")
         store.put(".saving-1/file", b"content")
@@ -172,15 +186,21 @@ class StoreContract:
     # The lock
 
     def test_one_writer_at_a_time_and_the_other_is_named(self, store: Store, root: Path) -> None:
+        with pytest.raises(LockedError):
+            store.check_lock()
         store.lock("the first job")
         store.lock("the first job")
+        store.check_lock()
         other = self.open_store(root)
         with pytest.raises(LockedError, match="the first job"):
             other.lock("the second job")
         store.unlock()
         other.lock("the second job")
+        other.check_lock()
         with pytest.raises(LockedError, match="the second job"):
             store.lock("the first job")
+        with pytest.raises(LockedError):
+            store.check_lock()
         other.close()
         store.lock("the first job")
 

@@ -11,6 +11,7 @@ from flowstone.config import Keep
 from flowstone.errors import NoCheckpointError, StorageError
 from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME, Manifest, step_directory, step_of_directory
 from flowstone.store.base import Store
+from flowstone.store.lock import LOCK_NAME
 from flowstone.store.tuning import TUNING_NAME
 
 SAVING, DELETING, SUPERSEDED, TUNING = ".saving-", ".deleting-", ".superseded-", ".flowstone-tuning-"
@@ -22,6 +23,7 @@ _LEFTOVER_FILES = {
     f".{MARKER_NAME}-": "a marker that was never put in place",
     ".flowstone-probe-": "a probe for direct I/O that never finished",
     f".{TUNING_NAME}-": "a tuning that was never put in place",
+    f".{LOCK_NAME}-": "a lock that was never put in place",
 }
 
 

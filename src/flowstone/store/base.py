@@ -2,6 +2,9 @@
 
 Paths are names relative to the store's root, with "/" between them. What fails raises
 StorageError with operation, errno and path, FullError when space is the reason.
+
+What makes, writes, renames, syncs, removes or locks something follows no link in the store; what reads follows a link
+to a directory, never one to a file.
 """
 
 from __future__ import annotations
@@ -145,11 +148,19 @@ class Store(Protocol):
     def location(self) -> str:
         """For people and messages."""
 
-    def exists(self, path: str = "") -> bool: ...
+    def exists(self, path: str = "") -> bool:
+        """Whether there is something of that name. What cannot be told is a StorageError, and not no for an answer."""
+
+    def is_link(self, path: str) -> bool:
+        """Whether there is a link to something else, which is somebody else's."""
+
     def names(self, path: str = "") -> tuple[str, ...]:
         """Entries of a directory, sorted; empty when it does not exist."""
 
     def size(self, path: str) -> int: ...
+    def stamp(self, path: str) -> str | None:
+        """What is another one once the file is; None where there is none."""
+
     def read(self, path: str, *, length: int | None = None) -> bytes:
         """The first `length` bytes of a file, or all of it."""
 
@@ -175,6 +186,9 @@ class Store(Protocol):
 
     def lock(self, holder: str) -> None:
         """Become the one writer, until `unlock` or the death of the process; LockedError names who is."""
+
+    def check_lock(self) -> None:
+        """Raise LockedError unless this is the one writer still: before what only that may do."""
 
     def unlock(self) -> None: ...
 

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
 import stat
-import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from io import FileIO
 from pathlib import Path
 
 from flowstone import _native
 from flowstone.config import Direction, EngineOptions
-from flowstone.errors import LockedError
 from flowstone.store.base import UNPACED, FilePlan, Pace
+from flowstone.store.directories import directory, is_link, is_there, parent
+from flowstone.store.forks import forget_in_children
+from flowstone.store.lock import WriterLock
 from flowstone.store.means import Means, open_file
 from flowstone.store.moving import LocalReading, LocalWriting
 from flowstone.store.refusals import told
 from flowstone.store.settings import Settings
 from flowstone.store.system import System
-
-LOCK_NAME = "flowstone.lock"
 
 
 class LocalStore:
@@ -39,8 +36,8 @@ class LocalStore:
         self.root = Path(root).absolute()
         self.system = system or System()
         self._means = Means(self.root, options or EngineOptions())
-        self._lock_fd: int | None = None
-        os.register_at_fork(after_in_child=partial(_forget_after_fork, weakref.ref(self)))
+        self._lock = WriterLock(self.root, self.system)
+        forget_in_children(self)
 
     @property
     def location(self) -> str:
@@ -50,7 +47,11 @@ class LocalStore:
 
     def exists(self, path: str = "") -> bool:
         with self._told("look for", path):
-            return (self.root / path).exists()
+            return is_there(self.root / path, follow=not path)
+
+    def is_link(self, path: str) -> bool:
+        with self._told("look at", path):
+            return is_link(self.root / path)
 
     def names(self, path: str = "") -> tuple[str, ...]:
         with self._told("list", path):
@@ -66,6 +67,14 @@ class LocalStore:
                 raise OSError(errno.ELOOP, "a symbolic link")
             return found.st_size
 
+    def stamp(self, path: str) -> str | None:
+        with self._told("stat", path):
+            try:
+                found = os.stat(self.root / path, follow_symlinks=False)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            return f"{found.st_dev}/{found.st_ino}/{found.st_size}/{found.st_mtime_ns}/{found.st_ctime_ns}"
+
     def read(self, path: str, *, length: int | None = None) -> bytes:
         with self._told("read", path), open(open_file(self.root / path), "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
@@ -75,11 +84,12 @@ class LocalStore:
     def make_directory(self, path: str = "") -> None:
         with self._told("mkdir", path):
             if path:
-                self.system.make_directory(self.root / path)
+                with parent(self.root, path) as at:
+                    self.system.make_directory(self.root / path, at)
                 return
-            missing = [at for at in (self.root, *self.root.parents) if not at.exists()]
-            for at in reversed(missing):
-                self.system.make_directory(at)
+            missing = [at for at in (self.root, *self.root.parents) if not is_there(at, follow=True)]
+            for above in reversed(missing):
+                self.system.make_directory(above)
             self._sync_way_to_root()
 
     def _sync_way_to_root(self) -> None:
@@ -94,12 +104,12 @@ class LocalStore:
                 return  # safe: a directory that we cannot open is not one that a job of ours has made
 
     def sync_directory(self, path: str = "") -> None:
-        with self._told("fsync", path):
-            self.system.sync_directory(self.root / path)
+        with self._told("fsync", path), directory(self.root, path) as fd:
+            self.system.sync_directory(self.root / path, fd)
 
     def put(self, path: str, data: bytes) -> None:
-        with self._told("write", path, needed_bytes=len(data)):
-            fd = self.system.create(self.root / path, os.O_WRONLY | os.O_EXCL)
+        with self._told("write", path, needed_bytes=len(data)), parent(self.root, path) as at:
+            fd = self.system.create(self.root / path, os.O_WRONLY | os.O_EXCL, at)
             try:
                 self.system.write(fd, data)
                 self.system.sync(fd)
@@ -107,18 +117,18 @@ class LocalStore:
                 os.close(fd)
 
     def rename(self, source: str, target: str) -> None:
-        with self._told("rename", source):
-            if (self.root / target).exists():
+        with self._told("rename", source), parent(self.root, source) as at, parent(self.root, target) as target_at:
+            if is_there(self.root / target):
                 raise FileExistsError(errno.EEXIST, f"{target} exists")
-            self.system.rename(self.root / source, self.root / target)
+            self.system.rename(self.root / source, self.root / target, at, target_at)
 
     def remove(self, path: str) -> None:
-        with self._told("remove", path):
-            at = self.root / path
-            if at.is_dir() and not at.is_symlink():
-                self.system.remove_directory(at)
+        with self._told("remove", path), parent(self.root, path) as at:
+            name = path.rpartition("/")[2]
+            if stat.S_ISDIR(os.stat(name, dir_fd=at, follow_symlinks=False).st_mode):
+                self.system.remove_directory(self.root / path, at)
             else:
-                self.system.unlink(at)
+                self.system.unlink(self.root / path, at)
 
     def free_bytes(self) -> int:
         with self._told("statvfs", ""):
@@ -127,33 +137,13 @@ class LocalStore:
     # The writer lock
 
     def lock(self, holder: str) -> None:
-        if self._lock_fd is not None:
-            return
-        with self._told("lock", LOCK_NAME):
-            fd = self.system.create(self.root / LOCK_NAME, os.O_RDWR)
-            try:
-                # flock dies with the process, and with the last copy of the descriptor:
-                # forked children close theirs (_forget_after_fork), so that they do not keep the lock.
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                found = os.read(fd, 1000).decode(errors="replace").strip()
-                os.close(fd)
-                raise LockedError(
-                    f"cannot save into {self.root}: another job writes there",
-                    holder=found or "unknown", next="stop that job, or save into another directory",
-                ) from error
-            try:
-                os.ftruncate(fd, 0)
-                self.system.write(fd, holder.encode() + b"\n")
-            except BaseException:
-                os.close(fd)  # an open descriptor would hold the lock against our own next try
-                raise
-            self._lock_fd = fd
+        self._lock.take(holder)
+
+    def check_lock(self) -> None:
+        self._lock.check()
 
     def unlock(self) -> None:
-        if self._lock_fd is not None:
-            os.close(self._lock_fd)
-            self._lock_fd = None
+        self._lock.release()
 
     # Bulk bytes
 
@@ -211,9 +201,3 @@ def _read_all(file: FileIO, length: int) -> bytes:
         parts.append(part)
         length -= len(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def _forget_after_fork(store: weakref.ref[LocalStore]) -> None:
-    alive = store()
-    if alive is not None:
-        alive.forget()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,23 +14,13 @@ from flowstone.config import KIB, POLL_S, Direct
 from flowstone.errors import CancelledError, DamagedError, FlowstoneError, StateChangedError
 from flowstone.format.manifest import IoRecord
 from flowstone.store.base import FilePlan, Pace, ReadReceipt, Receipt
+from flowstone.store.directories import parent
 from flowstone.store.means import Means
+from flowstone.store.opened import OpenFiles
 from flowstone.store.refusals import MORE_THREADS, explain, told
 from flowstone.store.system import System
 
 _GAP_BYTES = 64 * KIB  # of padding that is cheaper to write than to split a request at
-
-
-@dataclass(frozen=True, slots=True)
-class _Open:
-    """An open segment. alignment > 1: open with O_DIRECT, which needs it."""
-
-    path: Path
-    fd: int
-    alignment: int
-
-    def native(self) -> _native.File:
-        return _native.File(fd=self.fd, path=str(self.path), alignment=self.alignment)
 
 
 class LocalWriting:
@@ -44,7 +33,7 @@ class LocalWriting:
         self._root, self._system, self._means = root, system, means
         self._bytes = sum(file.bytes for file in files)
         self._direct = means.settings("write").direct_at(self._bytes)
-        self._opened: list[_Open] = []
+        self._opened = OpenFiles()
         try:
             for file in files:
                 self._create(file)
@@ -58,27 +47,23 @@ class LocalWriting:
                     cap_bytes_per_s=pace.cap or 0,
                 )
         except BaseException:
-            self._close()
+            self._opened.close()
             raise
 
     def _create(self, file: FilePlan) -> None:
         path = self._root / file.path
         with told(self._root, "probe", ""):
             alignment = self._means.alignment_to_write(self._direct)
-        with told(self._root, "create", file.path, needed_bytes=self._bytes):
-            fd = self._system.create(path, os.O_RDWR | os.O_EXCL | (os.O_DIRECT if alignment > 1 else 0))
-        self._opened.append(_Open(path, fd, alignment))
+        flags = os.O_RDWR | os.O_EXCL | (os.O_DIRECT if alignment > 1 else 0)
+        with told(self._root, "create", file.path, needed_bytes=self._bytes), parent(self._root, file.path) as at:
+            fd = self._system.create(path, flags, at)
+        self._opened.add(path, fd, alignment)
         with told(self._root, "allocate", file.path, needed_bytes=self._bytes):
             self._system.reserve(fd, file.bytes)
         if alignment > 1 and not self._means.takes_direct(fd):
-            with told(self._root, "open", file.path):
-                buffered = self._system.create(path, os.O_RDWR)
-            self._opened[-1] = _Open(path, buffered, 1)
-            os.close(fd)
-
-    def _close(self) -> None:
-        for opened in self._opened:
-            os.close(opened.fd)
+            with told(self._root, "open", file.path), parent(self._root, file.path) as at:
+                buffered = self._system.create(path, os.O_RDWR, at)
+            self._opened.replace_last(buffered, 1)
 
     @property
     def done_bytes(self) -> int:
@@ -105,13 +90,14 @@ class LocalWriting:
     def receipt(self) -> Receipt:
         while not self._job.wait(POLL_S):
             pass
+        alignment = self._alignment
         try:
             error = self._error() or self._sync_error()
         finally:
-            self._close()
+            self._opened.close()
         job, running, settings = self._job, self._running, self._running.settings
         io = IoRecord(
-            backend=running.engine.backend, alignment=self._alignment, request_bytes=running.request_bytes,
+            backend=running.engine.backend, alignment=alignment, request_bytes=running.request_bytes,
             queue_depth=running.queue_depth, workers=settings.tuning.workers, copied_bytes=job.copied_bytes,
             direct_bytes=job.direct_bytes, requests=job.requests, origin=settings.origin, explicit=settings.explicit,
         )
@@ -162,7 +148,7 @@ class LocalReading:
     ) -> None:
         self._root, self._means, self._paths, self._rows, self._arena = root, means, paths, rows, arena
         self._direct, self._stop_at_bad = direct, stop_at_bad
-        self._opened: list[_Open] = []
+        self._opened = OpenFiles()
         self._touched: NDArray[np.bool_] | None = None  # by attempts that were given up
         self._refusal: FlowstoneError | None = None  # of another attempt
         self._begin()
@@ -173,7 +159,7 @@ class LocalReading:
             for path in self._paths:
                 with told(self._root, "open", path):
                     fd, alignment = self._means.open_to_read(self._root / path, self._direct)
-                self._opened.append(_Open(self._root / path, fd, alignment))
+                self._opened.add(self._root / path, fd, alignment)
             natives = [opened.native() for opened in self._opened]
             with told(self._root, "begin to read from", "", remedy=MORE_THREADS):
                 self._job = self._running.engine.read(
@@ -181,12 +167,8 @@ class LocalReading:
                     in_place=self._running.settings.tuning.in_place, request_bytes=self._running.request_bytes,
                 )
         except BaseException:
-            self._close()
+            self._opened.close()
             raise
-
-    def _close(self) -> None:
-        while self._opened:
-            os.close(self._opened.pop().fd)
 
     @property
     def done_bytes(self) -> int:
@@ -204,7 +186,7 @@ class LocalReading:
         if fault is None or job.cancelled or self._means.give_up(self._running, fault, direct=direct) is None:
             return False
         self._touched = job.touched if self._touched is None else self._touched | job.touched
-        self._close()
+        self._opened.close()
         try:
             self._begin()
         except FlowstoneError as error:
@@ -218,7 +200,7 @@ class LocalReading:
     def receipt(self) -> ReadReceipt:
         while not self.wait(POLL_S):
             pass
-        self._close()
+        self._opened.close()
         job = self._job
         touched = job.touched if self._touched is None else self._touched | job.touched
         return ReadReceipt(

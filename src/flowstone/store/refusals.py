@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 from flowstone.errors import FullError, StorageError
 
@@ -17,7 +18,8 @@ _REMEDIES = {
     errno.EACCES: "give this user the permission, or choose another path",
     errno.EPERM: "give this user the permission, or choose another path",
     errno.EROFS: "mount the file system for writing, or choose another path",
-    errno.ELOOP: "a checkpoint holds no symbolic links; copy it with its files, not links to them",
+    errno.ELOOP: "a checkpoint holds no symbolic links, and nothing in a store is changed through one; "
+    "put the files themselves there",
     errno.EISDIR: _PLAIN_FILES,
     errno.ENXIO: _PLAIN_FILES,
     errno.ENOENT: "check the path",
@@ -53,14 +55,19 @@ def explain(
 
 @contextmanager
 def told(
-    root: Path, operation: str, path: str, *, needed_bytes: int | None = None, remedy: str | None = None
+    root: Path, operation: str, path: str, *, needed_bytes: int | None = None, remedy: str | None = None,
+    remedies: Mapping[int, str] = MappingProxyType({}),
 ) -> Iterator[None]:
-    """Turn an OSError into a StorageError that says what was being done, and to what. `path` is in the store."""
+    """Turn an OSError into a StorageError that says what was being done, and to what. `path` is in the store.
+
+    remedy, remedies  what to do next, of any errno and of some, where the caller knows better than that alone tells
+    """
     try:
         yield
     except OSError as error:
         code, where = error.errno or 0, str(root / path)
-        raise explain(root, operation, code, where, needed_bytes=needed_bytes, remedy=remedy) from error
+        better = remedies.get(code, remedy)
+        raise explain(root, operation, code, where, needed_bytes=needed_bytes, remedy=better) from error
 
 
 def _room(root: Path) -> dict[str, object]:

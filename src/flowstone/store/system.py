@@ -12,16 +12,20 @@ from flowstone import _native
 class System:
     """The operating system, as LocalStore writes to it. Failures are OSErrors.
 
+    An entry is reached by the descriptor `at` of the directory that it lies in, where that is given, and by its whole
+    path else; `path` is the whole one. No link is followed at its end.
+
     Bulk bytes are missing here: the native engine writes them to descriptors from `create`,
     between `reserve` and `sync`. Reads are missing too: they change nothing.
     """
 
-    def make_directory(self, path: Path) -> None:
-        os.mkdir(path)
+    def make_directory(self, path: Path, at: int | None = None) -> None:
+        os.mkdir(_reached(path, at), dir_fd=at)
 
-    def create(self, path: Path, flags: int) -> int:
+    def create(self, path: Path, flags: int, at: int | None = None) -> int:
         """Open for writing, and create where it is missing. The descriptor is the caller's to close."""
-        return os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        flags |= os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        return os.open(_reached(path, at), flags, 0o644, dir_fd=at)
 
     def reserve(self, fd: int, size_bytes: int) -> None:
         """Give an empty file its size, with blocks reserved where the file system can."""
@@ -40,19 +44,28 @@ class System:
         """Make a file's bytes and size durable, not its name."""
         os.fsync(fd)
 
-    def sync_directory(self, path: Path) -> None:
-        """Make a directory's entries durable."""
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+    def sync_directory(self, path: Path, fd: int | None = None) -> None:
+        """Make a directory's entries durable; by its own descriptor `fd`, where that is given."""
+        if fd is not None:
             os.fsync(fd)
+            return
+        opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(opened)
         finally:
-            os.close(fd)
+            os.close(opened)
 
-    def rename(self, source: Path, target: Path) -> None:
-        os.rename(source, target)
+    def rename(self, source: Path, target: Path, source_at: int | None = None, target_at: int | None = None) -> None:
+        os.rename(
+            _reached(source, source_at), _reached(target, target_at), src_dir_fd=source_at, dst_dir_fd=target_at
+        )
 
-    def unlink(self, path: Path) -> None:
-        os.unlink(path)
+    def unlink(self, path: Path, at: int | None = None) -> None:
+        os.unlink(_reached(path, at), dir_fd=at)
 
-    def remove_directory(self, path: Path) -> None:
-        os.rmdir(path)
+    def remove_directory(self, path: Path, at: int | None = None) -> None:
+        os.rmdir(_reached(path, at), dir_fd=at)
+
+
+def _reached(path: Path, at: int | None) -> str | Path:
+    return path if at is None else path.name

@@ -78,7 +78,7 @@ def open_site(directory: Path, where: Where | None) -> Iterator[Site]:
         _lock(store, holder)
     try:
         for name in store.names():
-            if name.startswith(catalog.TUNING):
+            if name.startswith(catalog.TUNING) and not store.is_link(name):
                 _remove_dead(store, name, holder)
         name = f"{catalog.TUNING}{secrets.token_hex(8)}"
         store.make_directory(name)

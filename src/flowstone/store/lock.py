@@ -1,0 +1,139 @@
+"""The lock of a store's one writer: a file that is locked, as long as the process lives."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from flowstone.errors import LockedError
+from flowstone.store.directories import directory
+from flowstone.store.refusals import told
+from flowstone.store.system import System
+
+LOCK_NAME = "flowstone.lock"
+_ANEW = f"remove {LOCK_NAME}: it has to be a plain file, and is made anew"
+_NO_FILE = {errno.ELOOP: _ANEW, errno.EISDIR: _ANEW, errno.ENXIO: _ANEW}
+_TRIES = 16  # to lock a file that others replace meanwhile
+
+
+class WriterLock:
+    """Of the store at `root`. flock dies with the process, and with the last copy of the descriptor: forked children
+    close theirs (store/forks.py), so that they do not keep it.
+
+    The file tells who holds it, and a token by which the holder knows its own.
+    """
+
+    def __init__(self, root: Path, system: System) -> None:
+        self._root, self._system = root, system
+        self._fd: int | None = None
+        self._said = b""
+
+    def take(self, holder: str) -> None:
+        """Raises LockedError, which names who has it. Does nothing where it is held already."""
+        if self._fd is not None:
+            return
+        with told(self._root, "lock", LOCK_NAME), directory(self._root) as at:
+            for _ in range(_TRIES):
+                fd = self._locked(at)
+                if fd is not None:
+                    break
+            else:
+                raise LockedError(
+                    f"cannot save into {self._root}: others replace {LOCK_NAME} again and again", holder="unknown",
+                    next="find out who removes it",
+                )
+            try:
+                self._said = f"{holder}\n{secrets.token_hex(8)}\n".encode()
+                os.ftruncate(fd, 0)
+                self._system.write(fd, self._said)
+            except BaseException:
+                os.close(fd)  # an open descriptor would hold the lock against our own next try
+                raise
+        self._fd = fd
+
+    def _locked(self, at: int) -> int | None:
+        """A descriptor of the file, with the lock; None where the file is another one by then."""
+        with told(self._root, "lock", LOCK_NAME, remedies=_NO_FILE):
+            fd = self._system.create(self._root / LOCK_NAME, os.O_RDWR | os.O_NONBLOCK, at)
+            try:
+                if not stat.S_ISREG(os.fstat(fd).st_mode):
+                    raise OSError(errno.ENXIO, "not a plain file")
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError as error:
+                    raise LockedError(
+                        f"cannot save into {self._root}: another job writes there", holder=_holder(fd),
+                        next="stop that job, or save into another directory",
+                    ) from error
+                if not _is_at(fd, at):
+                    os.close(fd)
+                    return None
+                if os.fstat(fd).st_nlink > 1:
+                    return self._replaced(fd, at)
+            except BaseException:
+                os.close(fd)
+                raise
+        return fd
+
+    def _replaced(self, fd: int, at: int) -> int:
+        """A file of its own in the place of one that has another name, too: what is written there is not ours alone.
+
+        Copies of a store that are made of hard links have it, and those would lock each other out.
+        """
+        draft = self._root / f".{LOCK_NAME}-{secrets.token_hex(8)}"
+        own = self._system.create(draft, os.O_RDWR | os.O_EXCL, at)
+        try:
+            fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._system.rename(draft, self._root / LOCK_NAME, at, at)  # while nobody else has the old one's lock
+        except BaseException:
+            os.close(own)
+            raise
+        os.close(fd)
+        return own
+
+    def check(self) -> None:
+        """Raise LockedError unless it is held still: leases run out, machines freeze, files are removed by hand."""
+        fd = self._fd
+        if fd is None:
+            raise LockedError(f"the lock of {self._root} is not held", next="report this: our own mistake")
+        with told(self._root, "look for the lock in", ""), directory(self._root) as at:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no change, unless it was lost
+                lost = None if _is_at(fd, at) else f"{LOCK_NAME} was removed or replaced"
+                if lost is None and os.pread(fd, len(self._said) + 1, 0) != self._said:
+                    lost = f"{_holder(fd)} has had it since"
+            except OSError as error:
+                if error.errno not in (errno.EWOULDBLOCK, errno.ESTALE):
+                    raise
+                lost = f"{_holder(fd)} has it" if error.errno == errno.EWOULDBLOCK else f"{LOCK_NAME} was removed"
+        if lost is not None:
+            raise LockedError(
+                f"this job has lost the lock of {self._root}", found=lost,
+                next="stop whoever else writes there; the next save asks for the lock again",
+            )
+
+    def release(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+
+def _is_at(fd: int, at: int) -> bool:
+    """Whether the directory has this very file under the lock's name."""
+    try:
+        found = os.stat(LOCK_NAME, dir_fd=at, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(found, os.fstat(fd))
+
+
+def _holder(fd: int) -> str:
+    """Who has written itself down in the file."""
+    try:
+        return os.pread(fd, 1000, 0).decode(errors="replace").partition("\n")[0].strip() or "unknown"
+    except OSError:
+        return "unknown"  # safe: only a fact less in the message

@@ -272,7 +272,7 @@ def test_a_stored_tensor_that_nobody_wants_is_unexpected(checkpoint: Path) -> No
     before = content(blank)
     with pytest.raises(fs.MismatchError) as caught:
         _load(checkpoint.parent, blank)
-    assert caught.value.differences == ("unexpected  many.2: stored, wanted by nobody",)
+    assert caught.value.differences == ("unexpected  many.2: in the checkpoint, not in your state",)
     assert content(blank) == before
 
 

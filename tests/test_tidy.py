@@ -15,11 +15,13 @@ PACKAGE = ROOT / "src" / "flowstone"
 _BASE = {"config", "errors", "events", "pieces", "rules", "_version"}
 MAY_IMPORT: dict[str, set[str]] = {
     "_version": set(),
-    "config": set(),
+    "config": {"errors"},  # what an option cannot be
     "errors": set(),
     "events": set(),
-    "pieces": set(),
-    "rules": set(),
+    "pieces": {"errors"},
+    "rules": {"errors"},
+    "calls": {"config", "errors", "rules"},
+    "regions": {"calls", "errors", "pieces"},
     "progress": set(),
     "turns": {"errors"},
     "format": {"config", "errors", "pieces", "_native"},
@@ -29,17 +31,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "state": {"config", "errors", "pieces", "format"},
     "commit": {"config", "errors", "pieces", "format", "store", "_native"},
     "ranks": {"config", "errors"},
-    "reader": _BASE | {"format", "plan", "store", "stage", "commit", "state"},
+    "reader": _BASE | {"calls", "regions", "format", "plan", "store", "stage", "commit", "state"},
     "saves": {"reader"},
     "in_flight": _BASE | {"store", "commit", "saves"},
     "team": _BASE | {"format", "plan", "store", "commit", "ranks"},
     "saving": _BASE | {"format", "plan", "store", "stage", "commit", "state", "saves", "team", "_native"},
     "together": _BASE | {"ranks", "team"},
     "loading": _BASE | {"format", "plan", "store", "stage", "state", "reader", "together", "progress"},
-    "explaining": _BASE | {"format", "plan", "loading", "reader", "ranks"},
+    "explaining": _BASE | {"calls", "format", "plan", "loading", "reader", "ranks"},
     "checkpointer": _BASE
     | {"format", "store", "stage", "commit", "state", "reader", "saves", "in_flight", "saving", "loading"}
-    | {"team", "together", "turns", "progress", "_native"},
+    | {"team", "together", "turns", "calls", "progress", "_native"},
     "study": _BASE | {"format", "plan", "store", "stage", "commit", "reader", "_native"},
     "cli": _BASE | {"format", "store", "commit", "reader", "progress", "demo", "cli_output"}
     | {"cli_bench", "cli_tune"},

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from flowstone._version import __version__
 from flowstone.config import EngineOptions, Keep
 from flowstone.errors import (
+    ArgumentError,
     BudgetError,
     BusyError,
     CancelledError,
@@ -25,6 +26,7 @@ from flowstone.errors import (
     MismatchError,
     NoCheckpointError,
     NotAStoreError,
+    NoTensorError,
     ProviderError,
     RankError,
     SaveFailedError,
@@ -106,6 +108,7 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "ArgumentError",
     "BudgetError",
     "BusyError",
     "CancelledError",
@@ -135,6 +138,7 @@ __all__ = [
     "LockedError",
     "MismatchError",
     "NoCheckpointError",
+    "NoTensorError",
     "NotAStoreError",
     "ObjectPart",
     "OnEvent",

@@ -18,15 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from types import TracebackType
-from typing import Literal
+from typing import Literal, cast
 
-from flowstone import _native, loading, saving
+from flowstone import _native, calls, loading, saving
 from flowstone.commit import catalog, publish
 from flowstone.config import (
     COPY_BYTES_PER_S,
     DEADLINE_S,
     FENCE_WAIT_S,
-    STEP_MAX,
     EngineOptions,
     Keep,
 )
@@ -52,7 +51,7 @@ from flowstone.format.manifest import MARKER_NAME, step_directory
 from flowstone.in_flight import InFlight
 from flowstone.loading import LoadReport
 from flowstone.progress import say
-from flowstone.reader import Checkpoint, check_store
+from flowstone.reader import Checkpoint, check_no_checkpoint, check_store, stores_below
 from flowstone.rules import Rule
 from flowstone.saves import Save, call_at_exit
 from flowstone.saving import Captures, Flight, Planned
@@ -73,7 +72,7 @@ class Checkpointer:
 
     path               a directory, or a Store that is ready and is closed with this; checkpoints are put
                        beside what else a directory holds
-    keep               which checkpoints retention spares; None keeps all
+    keep               which checkpoints retention spares; a number: the newest so many; None keeps all
     budget_bytes       memory for staging, all in all; None: a node's ranks share a quarter of what is available
     on_error           "raise": a failed save raises at the next call; "continue": it is only an event,
                        until `max_unsaved_steps` steps have passed since the last committed one
@@ -92,7 +91,7 @@ class Checkpointer:
         self,
         path: str | os.PathLike[str] | Store,
         *,
-        keep: Keep | None = None,
+        keep: Keep | int | None = None,
         budget_bytes: int | None = None,
         on_error: Literal["raise", "continue"] = "raise",
         max_unsaved_steps: int | None = None,
@@ -101,13 +100,14 @@ class Checkpointer:
         deadline_s: float = DEADLINE_S,
         on_event: OnEvent | None = None,
     ) -> None:
-        if on_error not in ("raise", "continue"):
-            raise ValueError(f"on_error {on_error!r} is neither 'raise' nor 'continue'")
-        if saves_in_flight < 1:
-            raise ValueError(f"saves_in_flight {saves_in_flight} is less than one")
+        root = calls.to_store(path)
+        keep, budget_bytes, max_unsaved_steps, saves_in_flight, deadline_s = calls.to_options(
+            keep=keep, budget_bytes=budget_bytes, on_error=on_error, max_unsaved_steps=max_unsaved_steps,
+            engine=engine, saves_in_flight=saves_in_flight, deadline_s=deadline_s, on_event=on_event,
+        )
         self._together = Together(deadline_s)
         self._options = engine or EngineOptions()
-        self._store: Store = LocalStore(path, self._options) if isinstance(path, str | os.PathLike) else path
+        self._store = cast("Store", path) if root is None else LocalStore(root, self._options)
         self._keep, self._budget_bytes, self._on_event = keep, budget_bytes, on_event
         self._saves_in_flight = saves_in_flight
         self._turn = Turn()
@@ -141,7 +141,10 @@ class Checkpointer:
         self._await_saves()
 
         def look() -> list[int]:
+            check_no_checkpoint(self._store)
             newest = catalog.newest(self._store)
+            if newest is None and (below := stores_below(self._store)):
+                _log.warning("there is no checkpoint in %s; stores are in %s", self._store.location, below)
             return [] if newest is None else [newest.step]
 
         found = self._together.decide("which step is the newest", look)
@@ -153,7 +156,7 @@ class Checkpointer:
         state: Mapping[str, object],
         *,
         step: int | None = None,
-        rules: Sequence[Rule] = (),
+        rules: Rule | Sequence[Rule] = (),
         stage: bool = False,
         fallback: bool = False,
     ) -> LoadReport:
@@ -169,6 +172,7 @@ class Checkpointer:
                                      changed, and saving is refused until a load succeeds
         """
         self._check_open()
+        state, step, rules = calls.to_load(state, step, rules, {"stage": stage, "fallback": fallback})
         self._await_saves()
 
         def look() -> list[int]:
@@ -241,6 +245,7 @@ class Checkpointer:
         """
         started = time.monotonic()
         self._check_open()
+        step, state, fence = calls.to_save(step, state, fence)
         try:
             return self._save(step, state, fence, started)
         except Exception as error:
@@ -249,10 +254,6 @@ class Checkpointer:
             raise
 
     def _save(self, step: int, state: Mapping[str, object], fence: Literal["auto", "manual"], started: float) -> Save:
-        if fence not in ("auto", "manual"):
-            raise ValueError(f"fence {fence!r} is neither 'auto' nor 'manual'")
-        if type(step) is not int or not 0 <= step <= STEP_MAX:
-            raise ValueError(f"step {step!r} is not an integer within 0..{STEP_MAX}")
         team = self._together.team
         this_try = "" if team is None else team.begin_try(step)  # before anything can fail
         self._check_sound()
@@ -408,6 +409,7 @@ class Checkpointer:
             self._store_id = ""  # rank 0 knows it
         if self._store_id is None:
             if not self._store.exists(MARKER_NAME):
+                check_no_checkpoint(self._store)
                 self._store.make_directory()
             self._store.lock(f"process {os.getpid()} on {socket.gethostname()}")
             try:
@@ -471,6 +473,7 @@ class Checkpointer:
     def rewind(self, step: int) -> None:
         """Set every step above `step` aside, so that training can save them anew. `step` itself must exist."""
         self._check_open()
+        step = calls.step_number(step, verb="rewind")
         self._await_saves()
         failure: Exception | None = None
         try:

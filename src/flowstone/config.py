@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from dataclasses import dataclass
 from typing import Literal
+
+from flowstone.errors import ArgumentError
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -71,18 +74,36 @@ Direct = Literal["auto", "on", "off"]
 Direction = Literal["write", "read"]
 
 
+def whole_number(name: str, value: object) -> int:
+    """An option that counts something: any integer but a bool, or a float that is one (4e9 bytes).
+
+    raises  ArgumentError
+    """
+    whole = int(value) if isinstance(value, float) and value.is_integer() else value
+    try:
+        if isinstance(whole, bool):
+            raise TypeError("a truth value")
+        return operator.index(whole)  # type: ignore[arg-type]
+    except TypeError:
+        raise ArgumentError(
+            f"{name} {value!r:.60} is not a whole number", found=type(value).__qualname__, next="give an int"
+        ) from None
+
+
 def _check_engine(backend: str, queue_depth: int | None, request_bytes: int | None, workers: int | None) -> None:
-    """Raise ValueError for what no engine takes; None is checked where it is resolved."""
+    """Raise ArgumentError for what no engine takes; None is checked where it is resolved."""
     if backend not in ("auto", "io_uring", "posix"):
-        raise ValueError(f"backend {backend!r} is none of 'auto', 'io_uring', 'posix'")
+        raise ArgumentError(f"backend {backend!r} is none of 'auto', 'io_uring', 'posix'", next="'auto' is the default")
     if queue_depth is not None and not 1 <= queue_depth <= QUEUE_DEPTH_MAX:
-        raise ValueError(f"queue_depth {queue_depth} is not within 1..{QUEUE_DEPTH_MAX}")
+        raise ArgumentError(f"queue_depth {queue_depth} is not within 1..{QUEUE_DEPTH_MAX}", next="16 is the default")
     if request_bytes is not None and (
         request_bytes % BLOCK_BYTES or not REQUEST_BYTES_MIN <= request_bytes <= REQUEST_BYTES_MAX
     ):
-        raise ValueError(f"request_bytes {request_bytes} is not a multiple of 4096 within 2..64 MiB")
+        raise ArgumentError(
+            f"request_bytes {request_bytes} is not a multiple of 4096 within 2..64 MiB", next="8 << 20 is the default"
+        )
     if workers is not None and not 1 <= workers <= WORKERS_MAX:
-        raise ValueError(f"workers {workers} is not within 1..{WORKERS_MAX}")
+        raise ArgumentError(f"workers {workers} is not within 1..{WORKERS_MAX}", next="leave it out for one or two")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +170,21 @@ class EngineOptions:
     share_reads: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("queue_depth", "request_bytes", "workers", "write_bytes_per_s"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, whole_number(name, value))
+        for name in ("write_in_place", "read_in_place", "share_reads"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and (value is not None or name == "share_reads"):
+                raise ArgumentError(f"{name} {value!r:.60} is neither True nor False", next="give one of them")
         if self.write_bytes_per_s is not None and self.write_bytes_per_s < REQUEST_BYTES_MIN:
-            raise ValueError(f"write_bytes_per_s {self.write_bytes_per_s} is less than one request of 2 MiB a second")
+            raise ArgumentError(
+                f"write_bytes_per_s {self.write_bytes_per_s} is less than one request of 2 MiB a second",
+                next="give more, or leave it out for all that the device gives",
+            )
         if self.direct not in ("auto", "on", "off"):
-            raise ValueError(f"direct {self.direct!r} is none of 'auto', 'on', 'off'")
+            raise ArgumentError(f"direct {self.direct!r} is none of 'auto', 'on', 'off'", next="'auto' is the default")
         _check_engine(self.backend, self.queue_depth, self.request_bytes, self.workers)
 
 
@@ -168,7 +200,16 @@ class Keep:
     every: int | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "last", whole_number("Keep: last", self.last))
+        if self.every is not None:
+            object.__setattr__(self, "every", whole_number("Keep: every", self.every))
         if self.last < 1:
-            raise ValueError(f"Keep(last={self.last}): at least the newest checkpoint is kept")
+            raise ArgumentError(
+                f"Keep(last={self.last}): at least the newest checkpoint is kept",
+                next="give 1 or more; keep=None keeps all"
+            )
         if self.every is not None and self.every < 1:
-            raise ValueError(f"Keep(every={self.every}) is not a positive number of steps")
+            raise ArgumentError(
+                f"Keep(every={self.every}) is not a positive number of steps",
+                next="leave it out to keep the newest alone"
+            )

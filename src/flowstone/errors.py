@@ -6,6 +6,8 @@ FlowstoneError
 ├── StepExistsError          saving at or below the newest step
 ├── LockedError              another job writes into this store
 ├── ClosedError              the Checkpointer was closed
+├── ArgumentError            an argument that a call does not take (also a ValueError)
+├── NoTensorError            the checkpoint holds no tensor of that name (also a KeyError)
 ├── BusyError                a call inside of another call, or on a thread that it would wait for
 ├── StateError               the state itself
 │   ├── UnsupportedStateError    an object that cannot be described
@@ -64,6 +66,17 @@ class LockedError(FlowstoneError):
 
 class ClosedError(FlowstoneError):
     """The Checkpointer was used after close, or in a forked child."""
+
+
+class ArgumentError(FlowstoneError, ValueError):
+    """A call was given what it does not take; nothing was done."""
+
+
+class NoTensorError(FlowstoneError, KeyError):
+    """A checkpoint holds no tensor of the name that was asked for."""
+
+    def __str__(self) -> str:  # a KeyError would show it in quotes
+        return str(self.args[0])
 
 
 class BusyError(FlowstoneError):

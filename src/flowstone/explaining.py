@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flowstone.calls import to_load
 from flowstone.config import READ_ARENA_BYTES
-from flowstone.errors import MismatchError
+from flowstone.errors import ArgumentError, MismatchError
 from flowstone.format.index import Index
 from flowstone.loading import Wanted, compare, want
 from flowstone.plan.match import Match, section_of
@@ -41,7 +42,7 @@ class Explanation:
     cast         converted from another dtype
     initialised  wanted, not stored, left as they are
     missing      wanted, not stored, and no rule allows it
-    unwanted     stored in the sections that are asked for, wanted by nobody here
+    unwanted     in the sections that are asked for, not in this state
     differences  everything for which `load` would raise MismatchError; empty: it would not
     peak_bytes   of memory beyond the state, at most: new tensors, values on their way to another dtype, the window
     """
@@ -77,7 +78,7 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(checkpoint: Checkpoint, state: Mapping[str, object], *, rules: Sequence[Rule] = ()) -> Explanation:
+def explain(checkpoint: Checkpoint, state: Mapping[str, object], *, rules: Rule | Sequence[Rule] = ()) -> Explanation:
     """Say what loading `checkpoint` into `state` would do, on this rank; other ranks are not asked.
 
     Reads the checkpoint's index and objects, none of its tensors. Changes nothing.
@@ -85,6 +86,11 @@ def explain(checkpoint: Checkpoint, state: Mapping[str, object], *, rules: Seque
     rules   as for `load`
     raises  what `load` raises, but MismatchError for differences: those are in the result
     """
+    if not isinstance(checkpoint, Checkpoint):
+        raise ArgumentError(
+            f"explain: {checkpoint!r:.60} is no open checkpoint", next="write fs.explain(fs.open(path, step), state)"
+        )
+    state, _, rules = to_load(state, None, rules, {})
     rank, ranks = rank_and_size()
     found = want(checkpoint, state, rules=rules, rank=rank, ranks=ranks)
     index, names, pieces = checkpoint.index, found.names, found.restoration.pieces
@@ -99,6 +105,7 @@ def explain(checkpoint: Checkpoint, state: Mapping[str, object], *, rules: Seque
     initialised = () if matched is None else matched.initialised
     used = {*pieces.names, *(alias.name for alias in found.restoration.aliases)}
     asked = found.restoration.sections
+    sections = {*asked, *checkpoint.objects}
     return Explanation(
         step=checkpoint.step, path=checkpoint.path, sources=_sources(checkpoint, plan),
         bytes=sum(piece.bytes for piece in wanted), read_bytes=plan.bytes,
@@ -107,7 +114,9 @@ def explain(checkpoint: Checkpoint, state: Mapping[str, object], *, rules: Seque
         missing=tuple(
             name for name, row in zip(pieces.names, rows, strict=True) if row is None and name not in initialised
         ),
-        unwanted=tuple(name for name in names if name not in used and "@" not in name and section_of(name) in asked),
+        unwanted=tuple(
+            name for name in names if name not in used and "@" not in name and section_of(name, sections) in asked
+        ),
         differences=differences, peak_bytes=found.restoration.new_bytes + converted + READ_ARENA_BYTES,
     )
 

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowstone.config import SHARED_READ_BYTES_MIN, EngineOptions
+from flowstone.errors import ArgumentError
 from flowstone.events import LoadProgress
 from flowstone.format.digest import digest
 from flowstone.format.index import Index
@@ -46,7 +47,7 @@ class LoadReport:
 
     matched      names of the tensors that were read
     initialised  wanted, not stored, left as they were (Init)
-    skipped      stored, wanted by nobody (Skip)
+    skipped      in the checkpoint, not in the state (Skip)
     cast         converted from another dtype (Cast)
     renamed      stored name and name in the state, where they differ (Rename)
     notes        what else a careful reader would want to know
@@ -113,7 +114,8 @@ class Wanted:
         found: dict[str, list[str]] = {section: [] for section in self.restoration.sections}
         for difference in self.restoration.differences:
             if difference.kind == "unexpected":
-                found.setdefault(section_of(difference.name), []).append(difference.name)
+                section = section_of(difference.name, self.restoration.sections)
+                found.setdefault(section, []).append(difference.name)
         return found
 
 
@@ -125,6 +127,12 @@ def want(
     raises  DamagedError, StateError, MismatchError (two names become one)
     """
     checkpoint.check()
+    sections = [*checkpoint.objects, *checkpoint.contents.per_rank]
+    if isinstance(state, Mapping) and not state and sections:
+        raise ArgumentError(
+            "load: the state is empty, so nothing would be loaded", checkpoint=", ".join(sections[:10]),
+            next="hand over what is to be brought back, under these names: {'model': model, ...}",
+        )
     names = renamed(checkpoint.index.rows(), rules)
     stored = _stored(checkpoint, names, rules, rank)
     return Wanted(checkpoint, rules, names, prepare(state, stored, rank=rank, ranks=ranks))
@@ -169,6 +177,7 @@ def compare(found: Wanted, elsewhere: Container[str], unwanted: Container[str] |
     matched = match(
         restoration.pieces, restoration.aliases, sections=restoration.sections, index=found.checkpoint.index,
         names=found.names, rules=rules, differences=others, elsewhere=elsewhere,
+        others=found.checkpoint.contents.replicated,
     )
     _check_apart(found, matched)
     return replace(matched, skipped=(*matched.skipped, *skipped))

@@ -17,6 +17,8 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
+from flowstone.errors import ArgumentError
+
 
 @dataclass(frozen=True, slots=True)
 class Box:
@@ -26,12 +28,24 @@ class Box:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "offset", tuple(self.offset))
-        object.__setattr__(self, "shape", tuple(self.shape))
+        try:
+            object.__setattr__(self, "offset", tuple(self.offset))
+            object.__setattr__(self, "shape", tuple(self.shape))
+            negative = any(n < 0 for n in (*self.offset, *self.shape))
+        except TypeError:
+            raise ArgumentError(
+                f"box offset {self.offset!r:.60} or shape {self.shape!r:.60} is no sequence of whole numbers",
+                next="give both with one int for each dimension: fs.Box((0, 0), (128, 768))",
+            ) from None
         if len(self.offset) != len(self.shape):
-            raise ValueError(f"box offset {self.offset} and shape {self.shape} differ in length")
-        if any(n < 0 for n in (*self.offset, *self.shape)):
-            raise ValueError(f"box offset {self.offset} or shape {self.shape} is negative")
+            raise ArgumentError(
+                f"box offset {self.offset} and shape {self.shape} differ in length",
+                next="give one number for each dimension"
+            )
+        if negative:
+            raise ArgumentError(
+                f"box offset {self.offset} or shape {self.shape} is negative", next="count elements from 0"
+            )
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:

@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, overload
 
 import numpy as np
 
+from flowstone.calls import step_number, store_path
 from flowstone.commit import catalog, contents
 from flowstone.commit.contents import inside
 from flowstone.commit.publish import read_marker
 from flowstone.commit.verify import Verified, verify
 from flowstone.config import EngineOptions
-from flowstone.errors import DamagedError, NoCheckpointError, NotAStoreError, StorageError, UnsupportedStateError
+from flowstone.errors import (
+    ArgumentError,
+    DamagedError,
+    NoCheckpointError,
+    NotAStoreError,
+    NoTensorError,
+    StorageError,
+    UnsupportedStateError,
+)
 from flowstone.format.index import Index
 from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME, Manifest, step_directory
-from flowstone.pieces import Box, DType, Memory, Piece, Pieces, Places
+from flowstone.pieces import DType, Memory, Piece, Pieces, Places
 from flowstone.plan.read import plan_reads
+from flowstone.regions import Region, to_box
 from flowstone.stage.arena import open_read_arena
 from flowstone.stage.scatter import raise_damage, scatter
 from flowstone.store.base import Store
@@ -31,6 +41,7 @@ from flowstone.store.tuning import TUNING_NAME
 if TYPE_CHECKING:
     import torch
 
+_LOOKED_AT_MAX = 200  # entries of a directory that is no store
 _OURS = (LOCK_NAME, TUNING_NAME)  # that say nothing yet of a store
 
 
@@ -54,6 +65,8 @@ class TensorTable(Mapping[str, TensorEntry]):
         self._rows = index.rows()
 
     def __getitem__(self, name: str) -> TensorEntry:
+        if name not in self._rows:
+            raise no_tensor(name, self._rows)
         index, row = self._index, self._rows[name]
         pieces = index.pieces_of(row)
         length = int(index.length[pieces.start : pieces.stop].sum())
@@ -66,14 +79,15 @@ class TensorTable(Mapping[str, TensorEntry]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def row(self, name: str) -> int:
-        """The index row of a tensor. Raises KeyError with names that are alike."""
-        if name not in self._rows:
-            last = name.rpartition(".")[2]
-            alike = [known for known in self._rows if known.endswith(last)][:5]
-            hint = f"; there is {', '.join(alike)}" if alike else ""
-            raise KeyError(f"no tensor {name!r} in this checkpoint{hint}")
-        return self._rows[name]
+
+def no_tensor(name: object, names: Iterable[str], **facts: object) -> NoTensorError:
+    """The error for a name that no tensor has, with those that are alike."""
+    last = str(name).rpartition(".")[2]
+    alike = [known for known in names if known.endswith(last)][:5]
+    hint = f"; there is {', '.join(alike)}" if alike else ""
+    return NoTensorError(
+        f"no tensor {name!r} in this checkpoint{hint}", **facts, next="`list(checkpoint.tensors)` has all names"
+    )
 
 
 class Checkpoint:
@@ -119,23 +133,23 @@ class Checkpoint:
         contents.check_segments(self._store, self._directory, self.manifest)
 
     @overload
-    def read(self, name: str, box: Box | None = None, *, framework: Literal["torch"] = "torch") -> torch.Tensor: ...
+    def read(self, name: str, box: Region = None, *, framework: Literal["torch"] = "torch") -> torch.Tensor: ...
     @overload
-    def read(self, name: str, box: Box | None = None, *, framework: Literal["numpy"]) -> np.ndarray: ...
+    def read(self, name: str, box: Region = None, *, framework: Literal["numpy"]) -> np.ndarray: ...
     def read(
-        self, name: str, box: Box | None = None, *, framework: Literal["torch", "numpy"] = "torch"
+        self, name: str, box: Region = None, *, framework: Literal["torch", "numpy"] = "torch"
     ) -> torch.Tensor | np.ndarray:
         """A tensor, or the `box` of it (offset and shape in elements), in fresh memory; every chunk verified.
 
-        raises  KeyError       no such tensor
-                ValueError     the box does not lie in it, or an unknown framework
+        box     or what numpy would index by: `slice(0, 128)`, `np.s_[0:128, 3]`; whole numbers drop a dimension
+
+        raises  NoTensorError  no such tensor (also a KeyError)
+                ArgumentError  the box does not lie in it, or an unknown framework (also a ValueError)
                 DamagedError   stored bytes are not what was written
         """
-        row = self.tensors.row(name)
+        row = self._row(name)
         shape, dtype = self.index.shapes[row], self.index.dtypes[row]
-        box = Box.whole(shape) if box is None else box
-        if not box.inside(shape):
-            raise ValueError(f"box {box} does not lie in {name!r} of shape {shape}")
+        box, result_shape = to_box(box, shape, name)
         result, memory = _fresh(dtype, box.shape, framework)
         wanted = Pieces.of([Piece(name, dtype, shape, box)])
         plan = plan_reads(self.index, wanted, [row])
@@ -145,7 +159,17 @@ class Checkpoint:
         finally:
             arena.close()
         raise_damage(found, self.index, wanted, self.segment_paths, f"cannot read {name!r} of {self.path}")
-        return result
+        return result if result_shape == box.shape else result.reshape(result_shape)
+
+    def _row(self, name: str) -> int:
+        """The index row of a tensor; NoTensorError says where else something of that name is."""
+        row = self.index.rows().get(name)
+        if row is not None:
+            return row
+        place = str(name).partition(".")[0]
+        is_object = place in self.objects or place in self.contents.per_rank
+        also = {"objects": f"there is {place!r} in .objects"} if is_object else {}
+        raise no_tensor(name, self.tensors, **also)
 
     def verify(self, on_progress: Callable[[int, int], None] | None = None) -> Verified:
         """Account for every byte of every file, padding included. Raises DamagedError naming all that differs."""
@@ -182,19 +206,23 @@ def open_checkpoint(
     raises  NotAStoreError      nothing of ours is at `path`
             NoCheckpointError   a store without any checkpoint, or without that step
             DamagedError        its manifest is not what was written
+            ArgumentError       `path` names no directory, `step` is no step
     """
+    if not isinstance(engine, EngineOptions | None):
+        raise ArgumentError(f"engine {engine!r:.60} is no EngineOptions", next="write engine=fs.EngineOptions(...)")
+    wanted = None if step is None else step_number(step, verb="open")
     options = engine or EngineOptions()
-    store = LocalStore(path, options)
+    store = LocalStore(store_path(path), options)
     if store.exists(MANIFEST_NAME):
         found = Checkpoint(store, "", options)
-        if step not in (None, found.step):
+        if wanted not in (None, found.step):
             raise NoCheckpointError(
-                f"{path} is the checkpoint of step {found.step}, not a store", wanted=f"step {step}",
+                f"{path} is the checkpoint of step {found.step}, not a store", wanted=f"step {wanted}",
                 next="open the directory above it, or leave out the step",
             )
         return found
     check_store(store)
-    return Checkpoint(store, step_directory(catalog.find(store, step)), options)
+    return Checkpoint(store, step_directory(catalog.find(store, wanted)), options)
 
 
 def check_store(store: Store) -> None:
@@ -206,6 +234,7 @@ def check_store(store: Store) -> None:
     if store.exists(MARKER_NAME):
         read_marker(store)
         return
+    check_no_checkpoint(store)
     try:
         foreign = [name for name in store.names() if name not in _OURS and catalog.leftover(name) is None]
         checkpoints = catalog.steps(store)
@@ -214,10 +243,26 @@ def check_store(store: Store) -> None:
             raise
         foreign, checkpoints = ["a file"], ()
     if foreign and not checkpoints:
+        below = "" if foreign == ["a file"] else stores_below(store)
         raise NotAStoreError(
             f"{store.location} is neither a store nor a checkpoint", missing=f"{MARKER_NAME}, step-*, {MANIFEST_NAME}",
-            found=", ".join(foreign[:5]), next="check the path",
+            found=", ".join(foreign[:5]), next=f"give one of the stores in it: {below}" if below else "check the path",
         )
+
+
+def check_no_checkpoint(store: Store) -> None:
+    """Raise NotAStoreError where a Checkpointer was given a checkpoint: it would make a store inside of it."""
+    if store.exists(MANIFEST_NAME) and not store.exists(MARKER_NAME):
+        raise NotAStoreError(
+            f"{store.location} is a checkpoint, not a store of checkpoints", found=MANIFEST_NAME,
+            next=f"give the directory above it: {os.path.dirname(store.location)}",
+        )
+
+
+def stores_below(store: Store) -> str:
+    """The first few directories in a store's place that are stores themselves, for a message; "" if none is."""
+    names = [name for name in store.names()[:_LOOKED_AT_MAX] if store.exists(f"{name}/{MARKER_NAME}")]
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 def _fresh(dtype: DType, shape: tuple[int, ...], framework: str) -> tuple[torch.Tensor | np.ndarray, Memory]:
@@ -227,7 +272,7 @@ def _fresh(dtype: DType, shape: tuple[int, ...], framework: str) -> tuple[torch.
         result = tensors.empty(dtype, shape)
         return result, tensors.memory_of(result)
     if framework != "numpy":
-        raise ValueError(f"framework {framework!r} is neither 'torch' nor 'numpy'")
+        raise ArgumentError(f"framework {framework!r} is neither 'torch' nor 'numpy'", next="give one of them")
     try:
         array = np.empty(shape, dtype.name)
     except TypeError:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from flowstone.errors import ArgumentError
+
 _STATE = ".state."
 
 
@@ -21,6 +23,9 @@ class Rename:
 
     source: str
     target: str
+
+    def __post_init__(self) -> None:
+        _check_text("Rename", source=self.source, target=self.target)
 
     def apply(self, name: str) -> str:
         outer, state, inner = name.partition(_STATE)
@@ -37,9 +42,12 @@ class Rename:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """Stored tensors and other values that match may be wanted by nobody."""
+    """What matches may be in the checkpoint and not in the state."""
 
     pattern: str
+
+    def __post_init__(self) -> None:
+        _check_text(type(self).__name__, pattern=self.pattern)
 
     def allows(self, name: str) -> bool:
         return fnmatchcase(name, self.pattern)
@@ -51,6 +59,9 @@ class Init:
 
     pattern: str
 
+    def __post_init__(self) -> None:
+        _check_text(type(self).__name__, pattern=self.pattern)
+
     def allows(self, name: str) -> bool:
         return fnmatchcase(name, self.pattern)
 
@@ -61,8 +72,21 @@ class Cast:
 
     pattern: str
 
+    def __post_init__(self) -> None:
+        _check_text(type(self).__name__, pattern=self.pattern)
+
     def allows(self, name: str) -> bool:
         return fnmatchcase(name, self.pattern)
+
+
+def _check_text(rule: str, **texts: object) -> None:
+    """What is no text matches nothing: a rule that allowed nothing would be passed over without a word."""
+    for name, text in texts.items():
+        if not isinstance(text, str) or not text:
+            raise ArgumentError(
+                f"{rule}: {name} {text!r:.60} is no name", expected="a str: a dotted name, with * in a pattern",
+                next=f"write one {rule} for each name or pattern",
+            )
 
 
 Rule = Rename | Skip | Init | Cast

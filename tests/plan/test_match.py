@@ -54,7 +54,7 @@ def test_every_difference_is_listed_not_only_the_first() -> None:
         "missing     m.gone: float32 (2,), is not in the checkpoint",
         "shape       m.shape: wanted (2,), stored (3,)",
         "dtype       m.kind: wanted float32, stored int8",
-        "unexpected  m.extra: stored, wanted by nobody",
+        "unexpected  m.extra: in the checkpoint, not in your state",
     ]
 
 
@@ -70,7 +70,7 @@ def test_sections_that_are_not_asked_for_are_not_looked_at() -> None:
     stored = index(piece("m.a"), piece("other.b"), piece("m@0.c"))
     assert matched([piece("m.a")], stored).rows == (0,)
     assert differences([piece("m.a")], stored, sections=("m", "other")) == [
-        "unexpected  other.b: stored, wanted by nobody"
+        "unexpected  other.b: in the checkpoint, not in your state"
     ]
 
 
@@ -112,7 +112,7 @@ def test_a_rename_that_makes_two_names_one_is_refused() -> None:
 
 def test_a_name_with_an_at_sign_is_a_name_like_any_other() -> None:
     stored = index(piece("m.a"), piece("m.b@1"))
-    assert differences([piece("m.a")], stored) == ["unexpected  m.b@1: stored, wanted by nobody"]
+    assert differences([piece("m.a")], stored) == ["unexpected  m.b@1: in the checkpoint, not in your state"]
 
 
 def test_a_tied_tensor_must_be_stored_under_both_names() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -30,8 +30,13 @@ class Match:
     skipped: tuple[str, ...]
 
 
-def section_of(name: str) -> str:
-    """The state's top-level entry that a tensor name belongs to."""
+def section_of(name: str, sections: Container[str]) -> str:
+    """The top-level entry that a name belongs to: the longest of `sections` that it lies in; they may have dots."""
+    end = len(name)
+    while end != -1:
+        if name[:end] in sections:
+            return name[:end]
+        end = name.rfind(".", 0, end)
     return name.partition(".")[0].partition("@")[0]
 
 
@@ -67,12 +72,14 @@ def match(
     rules: Sequence[Rule],
     differences: Sequence[str] = (),
     elsewhere: Container[str] = (),
+    others: Collection[str] = (),
 ) -> Match:
     """Find each wanted piece among the stored `names`, and account for every stored one.
 
     sections     the top-level entries that are asked for; others are not looked at
     differences  already found in what is not a tensor; raised together with ours
     elsewhere    names that other ranks want
+    others       top-level entries of the checkpoint, asked for or not
     raises       MismatchError that lists every difference
     """
     faults = list(differences)
@@ -99,10 +106,12 @@ def match(
     faults += _untied(aliases, names, index, rules)
     initialised += [alias.name for alias in aliases if alias.name not in names and allowed(rules, Init, alias.name)]
     used = set(pieces.names).union(alias.name for alias in aliases) if not alike else names
-    unexpected = [n for n in names if n not in used and not _is_of_a_rank(n) and section_of(n) in sections]
+    known = {*sections, *others}
+    unexpected = [n for n in names if n not in used and not _is_of_a_rank(n) and section_of(n, known) in sections]
     unexpected = [n for n in unexpected if n not in elsewhere]
     skipped = {name for name in unexpected if allowed(rules, Skip, name)}
-    faults += [f"unexpected  {name}: stored, wanted by nobody" for name in unexpected if name not in skipped]
+    left = [name for name in unexpected if name not in skipped]
+    faults += [f"unexpected  {name}: in the checkpoint, not in your state" for name in left]
     if faults:
         refuse(faults)
     rows = [row for row in found if row is not None]

@@ -7,6 +7,7 @@ order in which they lie in memory: a few boxes of it, each dense. Nobody has to 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -94,8 +95,15 @@ class Flat:
         self, tensor: torch.Tensor, members: Iterable[tuple[str | None, Sequence[int]]], begin: int = 0
     ) -> None:
         self.tensor = tensor
-        self.members = tuple((_member_name(name), tuple(int(n) for n in shape)) for name, shape in members)
-        self.begin = int(begin)
+        try:
+            self.begin = operator.index(begin)
+            self.members = tuple((_member_name(name), tuple(map(operator.index, shape))) for name, shape in members)
+        except (TypeError, ValueError):
+            raise UnsupportedStateError(
+                "the members of a flat tensor are names with shapes, in order",
+                found=f"members {members!r:.60}, begin {begin!r:.20}",
+                next="write fs.Flat(buffer, [('weight', (1024, 1024)), ('bias', (1024,))], begin=0)",
+            ) from None
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != 1 or self.begin < 0:
             found = f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__qualname__
             raise UnsupportedStateError(

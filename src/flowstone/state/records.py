@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import operator
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,10 @@ class PerRank:
     __slots__ = ("redeal", "value")
 
     def __init__(self, value: object, *, redeal: Redeal | None = None) -> None:
+        if redeal is not None and not callable(redeal):
+            raise UnsupportedStateError(
+                f"redeal={redeal!r:.60} cannot be called", next="give a function: redeal(states, rank, ranks)"
+            )
         self.value = value
         self.redeal = redeal
 
@@ -47,8 +52,16 @@ class Shard:
 
     def __init__(self, tensor: torch.Tensor | np.ndarray, shape: Sequence[int], offset: Sequence[int]) -> None:
         self.tensor = tensor
-        self.shape = tuple(int(n) for n in shape)
-        self.offset = tuple(int(n) for n in offset)
+        try:
+            self.shape, self.offset = tuple(map(operator.index, shape)), tuple(map(operator.index, offset))
+            if not isinstance(tensor, torch.Tensor | np.ndarray):
+                raise TypeError("no tensor")
+        except TypeError:
+            raise UnsupportedStateError(
+                "a shard is a tensor, with the global shape and the offset of what it holds of it",
+                found=f"Shard({type(tensor).__qualname__}, {shape!r:.40}, {offset!r:.40})",
+                next="write fs.Shard(tensor, (4096, 1024), (1024, 0)): one whole number for each dimension",
+            ) from None
         local = tuple(tensor.shape)
         fits = len(local) == len(self.shape) == len(self.offset) and all(
             o >= 0 and o + n <= whole for o, n, whole in zip(self.offset, local, self.shape, strict=True)

@@ -158,6 +158,10 @@ def register_provider(own: type[T], provider: Provider[T] | None = None) -> Regi
 
     raises  ProviderError  no provider; a type that is built in, or has one; a kind that is taken
     """
+    if not isinstance(own, type):
+        raise ProviderError(
+            f"{own!r:.60} is no type", next="write register_provider(YourClass, YourProvider()), or decorate a Provider"
+        )
     if provider is not None:
         return Registration(REGISTRY, REGISTRY.add(own, provider))
 

@@ -23,6 +23,8 @@ _REMEDIES = {
     errno.EISDIR: _PLAIN_FILES,
     errno.ENXIO: _PLAIN_FILES,
     errno.ENOENT: "check the path",
+    errno.ENOTDIR: "a file is where a directory should be; choose another path",
+    errno.ENAMETOOLONG: "choose a shorter path",
     errno.EMFILE: "raise the limit on open files of a process (ulimit -n)",
     errno.ENFILE: "raise the machine's limit on open files (fs.file-max)",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f), or use a file system that takes larger ones",

@@ -1,0 +1,251 @@
+"""What the public calls accept: arguments are checked, and brought into one form, before anything happens."""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, cast
+
+from flowstone.config import STEP_MAX, EngineOptions, Keep, whole_number
+from flowstone.errors import ArgumentError, StorageError
+from flowstone.rules import Cast, Init, Rename, Rule, Skip
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//|/(?=[^/]))")
+_SCHEMES = frozenset({
+    "abfs", "abfss", "adl", "az", "azure", "file", "ftp", "gcs", "gs", "hdfs", "hf", "http", "https", "memory", "oci",
+    "oss", "r2", "s3", "s3a", "sftp", "ssh", "webdav", "wasb", "wasbs",
+})
+"""Of URLs that `Path` has made a single slash of. With two slashes every scheme is one."""
+
+_STORE_METHODS = ("lock", "read_extents", "rename", "write")
+
+
+def step_number(step: object, *, verb: str) -> int:
+    """`step` as an int: any integer, numpy's and tensors of one included; no bool, no float.
+
+    raises  ArgumentError
+    """
+    try:
+        if isinstance(step, bool) or str(getattr(step, "dtype", "")).endswith("bool"):
+            raise TypeError("a truth value")
+        number = operator.index(step)  # type: ignore[arg-type]
+    except (TypeError, RuntimeError):
+        raise ArgumentError(
+            f"{verb}: step {shown(step)} is not an integer within 0..{STEP_MAX}", found=type_name(step),
+            next="give the number of the training step: an int, or a numpy integer or tensor that holds one",
+        ) from None
+    if not 0 <= number <= STEP_MAX:
+        raise ArgumentError(
+            f"{verb}: step {number} is not an integer within 0..{STEP_MAX}",
+            next="count training steps from 0; a time or a hash is no step",
+        )
+    return number
+
+
+def to_save(step: object, state: object, fence: object) -> tuple[int, Mapping[str, object], Literal["auto", "manual"]]:
+    """The arguments of `save`. Raises ArgumentError."""
+    if _is_state(step) and not _is_state(state):
+        raise ArgumentError(
+            "save: the state comes first and the step second", found=f"save({type_name(step)}, {shown(state)})",
+            next="write save(step, state)",
+        )
+    number = step_number(step, verb="save")
+    if fence not in ("auto", "manual"):
+        raise ArgumentError(
+            f"save: fence {shown(fence)} is neither 'auto' nor 'manual'",
+            next="leave it out, or promise by 'manual' to call fence() before the state changes",
+        )
+    return number, cast("Mapping[str, object]", state), fence  # what is no mapping is told by the walk over it
+
+
+def to_load(
+    state: object, step: object, rules: object, flags: Mapping[str, object]
+) -> tuple[Mapping[str, object], int | None, tuple[Rule, ...]]:
+    """The arguments of `load`; `flags` are True or False. Raises ArgumentError."""
+    if not _is_state(state) and step is None and _is_number(state):
+        raise ArgumentError(
+            f"load: a step, {shown(state)}, where the state belongs", next=f"write load(state, step={shown(state)})"
+        )
+    number = None if step is None else step_number(step, verb="load")
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ArgumentError(f"load: {name} {shown(flag)} is neither True nor False", next="give one of them")
+    for name, value in state.items() if isinstance(state, Mapping) else ():
+        if isinstance(value, type):  # which would be replaced by what is stored; to save one is refused by the walk
+            raise ArgumentError(
+                f"load: state[{name!r}] is the class {type_name(value)}", expected="an object of it",
+                next=f"hand over the object that trains, not {value.__qualname__}",
+            )
+    return cast("Mapping[str, object]", state), number, to_rules(rules)
+
+
+def to_rules(rules: object) -> tuple[Rule, ...]:
+    """Rules as a tuple; one alone will do. Raises ArgumentError for what is no rule: it would allow nothing."""
+    kinds = (Cast, Init, Rename, Skip)
+    if isinstance(rules, kinds):
+        return (rules,)
+    if not isinstance(rules, Sequence) or isinstance(rules, str):
+        raise ArgumentError(
+            f"rules: {shown(rules)} is no sequence of rules", next="give a list: rules=[fs.Skip('model.head.*')]"
+        )
+    for rule in rules:
+        if not isinstance(rule, kinds):
+            pattern = repr(rule) if isinstance(rule, str) else "'model.head.*'"
+            raise ArgumentError(
+                f"rules: {shown(rule)} is no rule", expected="fs.Rename, fs.Skip, fs.Init or fs.Cast",
+                next=f"say what may differ: fs.Skip({pattern}), fs.Init({pattern}), ...",
+            )
+    return tuple(rules)
+
+
+def _is_state(value: object) -> bool:
+    """Whether it could be what somebody wants to save."""
+    return isinstance(value, Mapping) or hasattr(value, "state_dict")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) or (hasattr(value, "__index__") and getattr(value, "shape", None) == ())
+
+
+def store_path(path: object) -> Path:
+    """The directory that `path` names, absolute; `~` is the home directory.
+
+    raises  ArgumentError for what names no directory: a URL, nothing, another type
+            StorageError where the current directory, from which it is relative, is gone
+    """
+    try:
+        text = os.fspath(path)  # type: ignore[call-overload]
+    except TypeError:
+        text = None
+    if not isinstance(text, str):
+        raise ArgumentError(
+            f"{shown(path)} is not a path", expected="a str or a pathlib.Path that names a directory",
+            found=type_name(path), next=_remedy_of(path),
+        )
+    if not text.strip() or "\0" in text:
+        raise ArgumentError(
+            f"the path {text!r} names no directory",
+            next="give the directory for the checkpoints; '.' is the current one. Is a variable unset?",
+        )
+    url = _URL.match(text)
+    if url is not None and (url[2] == "//" or url[1].lower() in _SCHEMES):
+        _refuse_url(text, url[1].lower())
+    try:
+        return Path(text).expanduser().absolute()
+    except RuntimeError:
+        raise ArgumentError(f"nobody knows the home directory of {text!r}", next="write the path out") from None
+    except OSError as error:
+        raise StorageError(
+            f"the path {text!r} is relative, and the current directory is gone", errno=error.errno or 0,
+            reason=error.strerror, next="change to a directory that exists, or give an absolute path",
+        ) from error
+
+
+def _refuse_url(text: str, scheme: str) -> None:
+    inside = text.partition(":")[2].lstrip("/")
+    remedy = (
+        f"write the path alone: '/{inside}'" if scheme == "file" else
+        "mount it as a file system and give that path, or save to a directory and copy checkpoints from there"
+    )
+    raise ArgumentError(
+        f"{text!r} is a URL", expected="a directory of a mounted file system: no other store is supported yet",
+        next=remedy,
+    )
+
+
+def _remedy_of(path: object) -> str:
+    """What to do with an object that is no path."""
+    location = getattr(path, "path", None)
+    if isinstance(location, str):
+        return f"give the path of its store: {os.path.dirname(location)!r}"
+    return "give the directory for the checkpoints"
+
+
+def to_store(path: object) -> Path | None:
+    """The directory of a store; None for an object that is a store itself. Raises as `store_path`."""
+    is_store = not isinstance(path, str) and all(hasattr(path, name) for name in _STORE_METHODS)
+    return None if is_store else store_path(path)
+
+
+def to_options(
+    *, keep: object, budget_bytes: object, on_error: object, max_unsaved_steps: object, engine: object,
+    saves_in_flight: object, deadline_s: object, on_event: object,
+) -> tuple[Keep | None, int | None, int | None, int, float]:
+    """The options of a Checkpointer: keep, budget_bytes, max_unsaved_steps, saves_in_flight, deadline_s.
+
+    raises  ArgumentError
+    """
+    if on_error not in ("raise", "continue"):
+        raise ArgumentError(
+            f"on_error {shown(on_error)} is neither 'raise' nor 'continue'", next="leave it out to raise"
+        )
+    if not isinstance(engine, EngineOptions | None):
+        raise ArgumentError(
+            f"engine {shown(engine)} is no EngineOptions", next="write engine=fs.EngineOptions(backend=..., ...)"
+        )
+    if on_event is not None and not callable(on_event):
+        raise ArgumentError(
+            f"on_event {shown(on_event)} cannot be called", next="give a function of one argument, the event"
+        )
+    deadline = _number("deadline_s", deadline_s)
+    if not deadline > 0:
+        raise ArgumentError(f"deadline_s {shown(deadline_s)} is no time to wait", next="give seconds, more than 0")
+    return (
+        _keep(keep),
+        None if budget_bytes is None else _count("budget_bytes", budget_bytes, least=0),
+        None if max_unsaved_steps is None else _count("max_unsaved_steps", max_unsaved_steps, least=0),
+        _count("saves_in_flight", saves_in_flight, least=1),
+        deadline,
+    )
+
+
+def _keep(keep: object) -> Keep | None:
+    if keep is None or isinstance(keep, Keep):
+        return keep
+    try:
+        return Keep(last=_count("keep", keep, least=1))
+    except ArgumentError:
+        raise ArgumentError(
+            f"keep {shown(keep)} is neither a Keep nor a number of checkpoints",
+            next="write keep=fs.Keep(last=3, every=1000), keep=3 for the newest three, or leave it out to keep all",
+        ) from None
+
+
+def _count(name: str, value: object, *, least: int) -> int:
+    number = whole_number(name, value)
+    if not least <= number < 1 << 62:
+        words = "less than one" if least == 1 and number < 1 else f"not within {least}..2^62"
+        raise ArgumentError(f"{name} {number} is {words}", next=f"give {least} or more")
+    return number
+
+
+def _number(name: str, value: object) -> float:
+    try:
+        if isinstance(value, bool | str):
+            raise TypeError("no number")
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise ArgumentError(
+            f"{name} {shown(value)} is not a number", found=type_name(value), next="give seconds"
+        ) from None
+    if math.isnan(number):
+        raise ArgumentError(f"{name} is not a number", found="nan", next="give seconds")
+    return number
+
+
+def type_name(value: object) -> str:
+    kind = value if isinstance(value, type) else type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def shown(value: object) -> str:
+    """What an argument looks like, on a line."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:
+        text = f"a {type_name(value)}"  # safe: an argument that cannot be shown is refused all the same
+    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -1,0 +1,81 @@
+"""What of a tensor is to be read: a Box, or an index as numpy takes it."""
+
+from __future__ import annotations
+
+import operator
+from types import EllipsisType
+from typing import SupportsIndex, TypeAlias
+
+from flowstone.calls import shown
+from flowstone.errors import ArgumentError
+from flowstone.pieces import Box
+
+_Index: TypeAlias = slice | SupportsIndex | EllipsisType
+Region: TypeAlias = Box | _Index | tuple[_Index, ...] | None
+"""None: all of it."""
+
+
+def to_box(region: object, shape: tuple[int, ...], name: str) -> tuple[Box, tuple[int, ...]]:
+    """A region of a tensor of `shape`, and the shape of what is read: as numpy indexes it, or a Box, or None for all.
+
+    region  a Box; or an index as numpy takes it: slices without a step, whole numbers, `...`, and tuples of them
+    raises  ArgumentError
+    """
+    if region is None:
+        return Box.whole(shape), shape
+    if isinstance(region, Box):
+        if any(type(n) is not int for n in (*region.offset, *region.shape)):
+            try:
+                region = Box(tuple(map(operator.index, region.offset)), tuple(map(operator.index, region.shape)))
+            except TypeError:
+                raise ArgumentError(
+                    f"box {region} is not of whole numbers", next="give offset and shape as ints"
+                ) from None
+        if not region.inside(shape):
+            raise ArgumentError(
+                f"box {region} does not lie in {name!r} of shape {shape}", next="give an offset and a shape within it"
+            )
+        return region, region.shape
+    return _indexed(region if isinstance(region, tuple) else (region,), shape, name)
+
+
+def _indexed(index: tuple[object, ...], shape: tuple[int, ...], name: str) -> tuple[Box, tuple[int, ...]]:
+    """A Box of what numpy would take by `index`, and the shape that it would have."""
+    if sum(part is ... for part in index) == 0:
+        index = (*index, ...)
+    at = next(i for i, part in enumerate(index) if part is ...)
+    left = len(shape) - (len(index) - 1)
+    if left < 0 or sum(part is ... for part in index) > 1:
+        raise ArgumentError(
+            f"{len(index) - 1} indices for {name!r} of shape {shape}", next="give one for each dimension at most"
+        )
+    full = (*index[:at], *[slice(None)] * left, *index[at + 1 :])
+    offset, length, result = [], [], []
+    for part, side in zip(full, shape, strict=True):
+        begin, stop = _run(part, side, shape, name)
+        offset.append(begin)
+        length.append(stop - begin)
+        if isinstance(part, slice):
+            result.append(stop - begin)
+    return Box(tuple(offset), tuple(length)), tuple(result)
+
+
+def _run(part: object, side: int, shape: tuple[int, ...], name: str) -> tuple[int, int]:
+    """Where one index begins and ends, in a dimension of length `side`."""
+    try:
+        if isinstance(part, slice):
+            begin, stop, step = part.indices(side)
+            if step == 1:
+                return begin, max(begin, stop)
+        elif not isinstance(part, bool):
+            number = operator.index(part)  # type: ignore[arg-type]
+            if -side <= number < side:
+                return number % side, number % side + 1
+            raise ArgumentError(f"index {number} does not lie in {name!r} of shape {shape}", next="count from 0")
+    except (TypeError, ValueError):
+        pass  # told below
+    raise ArgumentError(
+        f"{shown(part)} does not index {name!r} in one run",
+        expected="a fs.Box, slices without a step, whole numbers, or `...`",
+        next="read the range around it, and index what is read",
+    )

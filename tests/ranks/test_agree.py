@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import pytest
 from threads import Job
 
 from flowstone.errors import FullError, RankError
-from flowstone.ranks import Agreement, Decision, Pulse
+from flowstone.ranks import Agreement, Board, Decision, Pulse
 from flowstone.ranks.agree import Agreed
 
 MIB = 1 << 20
@@ -180,6 +182,61 @@ def test_without_the_store_a_rank_is_told_that_it_is_gone() -> None:
     assert "Connection reset by peer" in str(caught.value)
     assert "addresses" not in str(caught.value)
     assert caught.value.undecided
+
+
+class _Watched:
+    """A board on which one rank looks for a key at moments that a test chooses."""
+
+    def __init__(self, board: Board, look: Callable[[list[str], bool], bool]) -> None:
+        self._board, self._look = board, look
+
+    def check(self, keys: list[str]) -> bool:
+        return self._look(keys, self._board.check(keys))
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._board, name)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_what_a_rank_reads_of_its_children_is_not_taken_down_by_them() -> None:
+    """Of 19 ranks the last is late. Rank 17 has learnt so, and has gone, just as its parent begins to read it."""
+    job = Job(19, deadline_s=0.3)
+    looked, gone = threading.Event(), threading.Event()
+    decided: list[bool] = []
+
+    def parent_looks(keys: list[str], found: bool) -> bool:
+        if keys == ["1/down"] and found:
+            decided.append(found)
+        if decided and keys == ["1/up/17"] and not looked.is_set():
+            assert found
+            looked.set()
+            assert gone.wait(60)
+        return found
+
+    def child_looks(keys: list[str], found: bool) -> bool:
+        return found and (keys != ["1/down"] or looked.is_set())
+
+    for rank, look in ((1, parent_looks), (17, child_looks)):
+        board = cast("Board", _Watched(job.boards[rank], look))
+        job.ranks[rank] = Agreement(board, rank, 19, deadline_s=0.3 if rank == 17 else 600)
+
+    def act(rank: Agreement) -> Agreed:
+        try:
+            return rank.agree("save", b"", joined)
+        finally:
+            if rank.rank == 17:
+                gone.set()
+
+    started = time.monotonic()
+    errors = job.run(act, ranks=list(range(18)))
+    assert looked.is_set()
+    assert time.monotonic() - started < 20, "a board waits for what is gone"
+    assert {str(error) for error in errors} == {str(errors[0])}
+    late = job.run(lambda rank: rank.agree("save", b"", joined), ranks=[18])
+    assert str(late[0]) == str(errors[0])
+    job.run(lambda rank: rank.agree("next", b"", joined))
+    job.run(lambda rank: rank.agree("next", b"", lambda _: Decision()))
+    assert job.server.num_keys() <= 5, "the last verdict and its claim, and nothing of those who were too late"
 
 
 def test_ranks_that_agree_on_different_things_are_told() -> None:

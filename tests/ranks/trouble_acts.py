@@ -22,7 +22,7 @@ import flowstone as fs
 from flowstone import loading, saving, team
 from flowstone.commit import publish
 from flowstone.errors import StorageError
-from flowstone.ranks import agree, board, pulse
+from flowstone.ranks import agree, board, exchange, pulse
 from flowstone.store.local import LocalStore
 from flowstone.store.moving import LocalWriting
 from flowstone.store.system import System
@@ -323,7 +323,7 @@ def other_clocks(rank: int, path: str) -> list[int]:
     with ExitStack() as patches:
         if rank == 1:  # as on another machine, which was started long before
             clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 1e8, sleep=time.sleep)
-            for module in (agree, board, pulse):
+            for module in (agree, board, exchange, pulse):
                 patches.enter_context(mock.patch.object(module, "time", clock))
             patches.enter_context(mock.patch("time.time", return_value=1.0))
         with opened(path, keep=fs.Keep(last=2), deadline_s=20.0) as checkpointer:

@@ -18,7 +18,7 @@ from flowstone import Keep, together
 from flowstone.errors import FlowstoneError, RankError, SaveFailedError, StepExistsError
 from flowstone.events import Event
 from flowstone.ranks import Job as RankJob
-from flowstone.ranks import agree, board, pulse
+from flowstone.ranks import agree, board, exchange, pulse
 
 DEADLINE_S = 12.0  # of the simulation's own time
 
@@ -139,7 +139,7 @@ def team(sandbox: Path, disk: Disk, ledger: Ledger, **options: object) -> Iterat
         idle = SimpleNamespace(stop=lambda: None)
         stack.enter_context(mock.patch.object(together, "Pulse", return_value=idle))
         clock = SimpleNamespace(monotonic=lambda: job.turns.monotonic(), sleep=lambda s: job.turns.sleep(s))
-        for module in (agree, board, pulse):
+        for module in (agree, board, exchange, pulse):
             stack.enter_context(mock.patch.object(module, "time", clock))
         job = TeamJob(sandbox, disk, ledger, **options)  # type: ignore[arg-type]
         try:

@@ -18,7 +18,7 @@ from sim_cases import MODES, SCENARIOS, Simulation
 
 from flowstone import Checkpointer, saving, team
 from flowstone.commit import catalog, publish
-from flowstone.ranks import agree
+from flowstone.ranks import agree, exchange
 from flowstone.store.local import LocalStore, LocalWriting
 from flowstone.store.lock import WriterLock
 
@@ -106,8 +106,8 @@ MUTANTS = {
         "error", start="rank-",
     ),
     "ranks_give_up_what_rank_0_is_deciding": Mutant(
-        agree._Exchange, "_tick_down",
-        (("    if self._is_decided:\n        raise _TooLateError(failure)\n    if self.claim():", "    if True:"),),
+        exchange.Exchange, "_tick_down",
+        (("    if self._is_decided:\n        raise TooLateError(failure)\n    if self.claim():", "    if True:"),),
         "team_second_save", "freeze", start="index",
     ),
     "rank_0_decides_what_others_have_given_up": Mutant(

@@ -44,7 +44,7 @@ class Mail:
         return self._board.check([key])
 
     def read(self, key: str) -> bytes:
-        """A message that is posted."""
+        """A message that is posted, and that nobody takes down meanwhile: the board would wait for what is gone."""
         return b"".join([self._board.get(f"{key}#{number}") for number in range(int(self._board.get(key)))])
 
     def claim(self, key: str) -> bool:
@@ -55,13 +55,17 @@ class Mail:
         """Forget all claims."""
         self._board.delete_key(key)
 
-    def remove(self, key: str) -> None:
-        """Take a message down, if it is there."""
-        if self.is_posted(key):
-            count = int(self._board.get(key))
-            self._board.delete_key(key)
-            for number in range(count):
-                self._board.delete_key(f"{key}#{number}")
+    def remove(self, key: str, length: int | None = None) -> None:
+        """Take a message down. Of a message that is read by one rank alone, that rank does it.
+
+        length  of the message, if it is known that it is posted
+        """
+        if length is None and not self.is_posted(key):
+            return
+        count = int(self._board.get(key)) if length is None else -(-length // MESSAGE_BYTES_MAX)
+        self._board.delete_key(key)
+        for number in range(count):
+            self._board.delete_key(f"{key}#{number}")
 
     def await_posted(self, keys: list[str], *, tick: Callable[[list[str], float], None], since: float) -> None:
         """Wait until all `keys` are posted.

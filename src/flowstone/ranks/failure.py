@@ -1,0 +1,58 @@
+"""What went wrong on a rank, as all ranks are told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from flowstone.errors import FlowstoneError, RankError
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """What went wrong on a rank, in words and numbers that every rank understands."""
+
+    rank: int
+    phase: str
+    kind: str
+    message: str
+    errno: int = 0
+    facts: dict[str, str] = {}
+    is_silence: bool = False  # somebody else has waited for `rank` in vain
+    undecided: bool = False  # known to one rank alone: who was to decide is gone
+    ahead: int | None = None
+
+    def error(self) -> RankError:
+        said = f"rank {self.rank} failed: {self.message}"
+        words = self.message if self.is_silence else said
+        return RankError(
+            words, rank=self.rank, phase=self.phase, errno=self.errno, kind=self.kind, undecided=self.undecided,
+            ahead=self.ahead,
+            **{name: fact for name, fact in self.facts.items() if name not in ("rank", "phase", "errno", "kind")},
+        )
+
+
+def own_failure(rank: int, phase: str, error: Exception) -> Failure:
+    """What has failed on a rank: if that is what it knows of another one, it is not the root cause."""
+    failure = failure_of(rank, phase, error)
+    if isinstance(error, RankError):
+        return msgspec.structs.replace(failure, rank=error.rank, is_silence=True)
+    return failure
+
+
+def failure_of(rank: int, phase: str, error: Exception) -> Failure:
+    message = error.message if isinstance(error, FlowstoneError) else f"{type(error).__name__}: {error}"
+    facts = {name: str(fact) for name, fact in error.facts.items()} if isinstance(error, FlowstoneError) else {}
+    return Failure(rank, phase, type(error).__name__, message, int(getattr(error, "errno", 0) or 0), facts)
+
+
+def first_failure(failures: Sequence[Failure]) -> Failure | None:
+    """The root cause: a rank's own failure rather than that others waited for it; of several, the lowest rank's."""
+    return min(failures, key=lambda one: (one.is_silence, one.rank), default=None)
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """"rank 3", "ranks 3, 7", "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 92 more"."""
+    shown = ", ".join(map(str, sorted(ranks)[:8]))
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

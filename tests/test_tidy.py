@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "in_flight": _BASE | {"store", "commit", "saves"},
     "team": _BASE | {"format", "plan", "store", "commit", "ranks"},
     "saving": _BASE | {"format", "plan", "store", "stage", "commit", "state", "saves", "team", "_native"},
-    "together": _BASE | {"ranks", "team"},
+    "together": _BASE | {"ranks", "team", "turns"},
     "loading": _BASE | {"format", "plan", "store", "stage", "state", "reader", "together", "progress"},
     "explaining": _BASE | {"calls", "format", "plan", "loading", "reader", "ranks"},
     "checkpointer": _BASE

@@ -173,7 +173,7 @@ def to_store(path: object) -> Path | None:
 
 def to_options(
     *, keep: object, budget_bytes: object, on_error: object, max_unsaved_steps: object, engine: object,
-    saves_in_flight: object, deadline_s: object, on_event: object,
+    saves_in_flight: object, deadline_s: object, alone: object, on_event: object,
 ) -> tuple[Keep | None, int | None, int | None, int, float]:
     """The options of a Checkpointer: keep, budget_bytes, max_unsaved_steps, saves_in_flight, deadline_s.
 
@@ -191,6 +191,8 @@ def to_options(
         raise ArgumentError(
             f"on_event {shown(on_event)} cannot be called", next="give a function of one argument, the event"
         )
+    if not isinstance(alone, bool):
+        raise ArgumentError(f"alone {shown(alone)} is neither True nor False", next="leave it out to save together")
     deadline = _number("deadline_s", deadline_s)
     if not deadline > 0:
         raise ArgumentError(f"deadline_s {shown(deadline_s)} is no time to wait", next="give seconds, more than 0")

@@ -79,6 +79,8 @@ class Checkpointer:
     engine             how bytes move; what is left out is as tuned for the mount, else a measured default
     saves_in_flight    how many saves may be under way at once; `save` waits when there are more
     deadline_s         in a job of several ranks, how long they wait for the slowest of them
+    alone              this process saves and loads by itself, whatever job it is in: what it saves has to be whole.
+                       For `if rank == 0: ckpt.save(...)`, and for what one rank evaluates
     on_event           is told every event (see events.py), from the thread where it happens
 
     Calls from several threads wait for each other, but for `fence`; what another thread changes while `save` has not
@@ -98,14 +100,14 @@ class Checkpointer:
         engine: EngineOptions | None = None,
         saves_in_flight: int = 2,
         deadline_s: float = DEADLINE_S,
+        alone: bool = False,
         on_event: OnEvent | None = None,
     ) -> None:
         root = calls.to_store(path)
         keep, budget_bytes, max_unsaved_steps, saves_in_flight, deadline_s = calls.to_options(
             keep=keep, budget_bytes=budget_bytes, on_error=on_error, max_unsaved_steps=max_unsaved_steps,
-            engine=engine, saves_in_flight=saves_in_flight, deadline_s=deadline_s, on_event=on_event,
+            engine=engine, saves_in_flight=saves_in_flight, deadline_s=deadline_s, alone=alone, on_event=on_event,
         )
-        self._together = Together(deadline_s)
         self._options = engine or EngineOptions()
         self._store = cast("Store", path) if root is None else LocalStore(root, self._options)
         self._keep, self._budget_bytes, self._on_event = keep, budget_bytes, on_event
@@ -127,6 +129,8 @@ class Checkpointer:
         self._superseded_above: int | None = None
         self._closed = False
         self._pid = os.getpid()
+        # Last: it tells other ranks that this Checkpointer is there.
+        self._together = Together(deadline_s, self._store.location, self._turn, alone=alone)
         atexit.register(self._at_exit)
 
     # Load
@@ -256,8 +260,10 @@ class Checkpointer:
     def _save(self, step: int, state: Mapping[str, object], fence: Literal["auto", "manual"], started: float) -> Save:
         team = self._together.team
         this_try = "" if team is None else team.begin_try(step)  # before anything can fail
+        self._together.comes_to(step)
         self._check_sound()
-        self._in_flight.settle(leave=self._saves_in_flight - 1)
+        with self._together.pressing():  # the caller trains: no save is worth that it stands for those who never call
+            self._in_flight.settle(leave=self._saves_in_flight - 1)
         waited = time.monotonic()
         self._become_writer()
         self._in_flight.check_new(step)
@@ -270,7 +276,8 @@ class Checkpointer:
     ) -> Save:
         """Describe the state and start its capture. `waited`: when what had to be waited for was over."""
         team, rank, known = self._together.team, self._together.rank, self._planned
-        described = describe(state, rank=rank, known=None if known is None else known.layout)
+        layout = None if known is None else known.layout
+        described = describe(state, rank=rank, known=layout, whole=self._together.alone)
         described_at = time.monotonic()
 
         def begin(planned: Planned) -> Flight:

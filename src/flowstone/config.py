@@ -60,6 +60,8 @@ CATCH_UP_CALLS = 16  # that ranks may be behind others, having failed where thos
 DRAFT_TRIES = 16  # of a rank to write into the draft of all, which others that give up may remove
 LEAVE_S = 10.0  # that rank 0 waits for others to leave before it
 HEARTBEAT_S = 10.0  # between two lines in the log of who waits for whom
+NOTICE_S = 5.0  # until the first of them
+UNANSWERED_S = 10.0  # for ranks that have not called, where it is known that they will not, or others are held up
 
 # Below this, a gather of windows cannot keep even a slow device busy.
 BUDGET_BYTES_MIN = 32 * MIB

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import msgspec
 import numpy as np
@@ -12,8 +13,9 @@ from numpy.typing import NDArray
 
 from flowstone.config import PULSE_S, SILENCE_S
 from flowstone.errors import FlowstoneError, FormatError, RankError, StorageError
-from flowstone.ranks import Agreement, Decision, Pulse, this_job
+from flowstone.ranks import Activity, Agreement, Decision, Job, Pulse, this_job
 from flowstone.team import Team
+from flowstone.turns import Turn
 
 _log = logging.getLogger(__name__)
 _FALL_BACK = {"DamagedError", "FormatError", "FullError", "StorageError", "UnsupportedFormatError"}
@@ -25,15 +27,36 @@ class Together:
     team  for saves; None in a job of one rank
     """
 
-    def __init__(self, deadline_s: float) -> None:
-        job = this_job()
-        self.deadline_s = deadline_s
+    def __init__(self, deadline_s: float, label: str, turn: Turn, *, alone: bool = False) -> None:
+        """Tells the other ranks of itself from now on, until `leave`.
+
+        label  what is saved into
+        turn   says which call this rank is in
+        alone  this process decides by itself, whatever job it is in
+        """
+        job = Job() if alone else this_job()
+        self.deadline_s, self.alone = deadline_s, alone
+        self._turn, self._highest = turn, -1
         self.rank, self.size = job.rank, job.size
         silence_s = min(SILENCE_S, deadline_s / 2)
-        self._agreement = Agreement(job.board, job.rank, job.size, deadline_s=deadline_s, silence_s=silence_s)
         pulse_s = min(PULSE_S, silence_s / 10)
-        self._pulse = None if job.board is None else Pulse(job.board, job.rank, every_s=pulse_s)
+        self._pulse = None if job.board is None else Pulse(job.board, job.rank, label, self._activity, every_s=pulse_s)
+        self._agreement = Agreement(
+            job.board, job.rank, job.size, deadline_s=deadline_s, silence_s=silence_s, label=label, pulse=self._pulse
+        )
         self.team = None if job.size == 1 else Team(self._agreement, socket.gethostname())
+
+    def comes_to(self, step: int) -> None:
+        """This rank has been told to save `step`: who waits for it hears so."""
+        self._highest = max(step, self._highest)
+
+    def _activity(self) -> Activity:
+        turn = self._turn
+        return Activity(turn.calls, turn.last, turn.verb is not None, self._highest)
+
+    def pressing(self) -> AbstractContextManager[None]:
+        """Meanwhile somebody waits for the others who would rather not: see `Agreement.pressing`."""
+        return self._agreement.pressing()
 
     def decide(self, phase: str, look: Callable[[], Sequence[int]]) -> list[int]:
         """What rank 0 finds: one rank decides what exists. Raises what it raises there, RankError elsewhere."""
@@ -102,13 +125,12 @@ class Together:
 
     def leave(self) -> None:
         """The end: rank 0, whose process may hold what the ranks talk over, goes last."""
+        if self._pulse is not None:
+            self._pulse.close()  # first: who still waits for this rank is told that it does not come
         try:
             self._agreement.leave()
         except RuntimeError as error:  # torch's: whoever keeps what we talk over has gone before
             _log.debug("left without a word: %s", error)
-        finally:
-            if self._pulse is not None:
-                self._pulse.stop()
 
 
 def is_about_bytes(error: FlowstoneError) -> bool:

@@ -26,6 +26,7 @@ class Turn:
         self.lock = threading.RLock()
         self.pid = os.getpid()  # a fork's copy may be locked by a thread that the fork does not have
         self.verb: str | None = None
+        self.calls, self.last = 0, ""  # how many verbs were entered, and the last of them
         self._thread: int | None = None  # that is in `verb`
         self._background: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # that saves are finished on
 
@@ -39,7 +40,9 @@ class Turn:
 
     def enter(self, verb: str) -> None:
         """With the lock held: from now on this thread is in `verb`."""
-        self.verb, self._thread = verb, threading.get_ident()
+        self.verb = self.last = verb
+        self._thread = threading.get_ident()
+        self.calls += 1
 
     def leave(self) -> None:
         self.verb = self._thread = None

@@ -119,8 +119,8 @@ def same_local_names(rank: int, path: str) -> str:
 def loop(rank: int, path: str, size: int, steps: int, begins: bool) -> list[int]:
     """Hand out samples with the loader of the document, `steps` of each rank, and save. What was seen here."""
     example: dict[str, object] = {}
-    sample = re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(), flags=re.DOTALL | re.MULTILINE)[0]
-    exec(sample, example)
+    samples = re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(), flags=re.DOTALL | re.MULTILINE)
+    exec(next(sample for sample in samples if "class Loader" in sample), example)
     loader = example["Loader"](100, rank, size)  # type: ignore[operator]
     state = {"loader": fs.PerRank(loader, redeal=example["redeal"])}  # type: ignore[arg-type]
     with opened(path) as checkpointer:

@@ -81,8 +81,12 @@ def test_another_path_on_one_rank_is_refused(tmp_path: Path, is_there: bool) -> 
     if is_there:
         (tmp_path / "run-other").mkdir()
     told = run(2, "trouble_acts", "another_path", str(tmp_path / "run"))
-    words = "rank 0 does not see what rank 1 has written" if is_there else f"cannot mkdir {tmp_path / 'run-other'}"
-    assert all(words in str(one) for one in told)
+    paths = [str(tmp_path / "run"), str(tmp_path / "run-other")]
+    for rank, one in enumerate(told):
+        words = f" for the others with a Checkpointer of {paths[1 - rank]}, not of {paths[rank]}"
+        assert f"rank {1 - rank} wait" in str(one)
+        assert words in str(one), one
+        assert "Checkpointers of one path" in str(one)
     for path in (tmp_path / "run", tmp_path / "run-other"):
         assert not list(path.glob("step-*"))
         assert not list(path.glob(".saving-*"))

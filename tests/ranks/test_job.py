@@ -41,10 +41,6 @@ def test_ranks_meet_whatever_their_processes_have_opened_before() -> None:
     boards[0].set("word", b"heard")
     assert boards[1].check(["word"])
     assert boards[1].get("word") == b"heard"
-    again = [joined(now, rank) for rank in (0, 1)]
-    assert not again[1].check(["word"]), "another Checkpointer has a board of its own"
-    again[0].set("word", b"again")
-    assert (again[1].get("word"), boards[1].get("word")) == (b"again", b"heard")
 
 
 def test_ranks_of_a_node_share_a_quarter_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ import flowstone as fs
 from flowstone import loading, saving, team
 from flowstone.commit import publish
 from flowstone.errors import StorageError
-from flowstone.ranks import agree, board, exchange, pulse
+from flowstone.ranks import agree, board, exchange, hearing
 from flowstone.store.local import LocalStore
 from flowstone.store.moving import LocalWriting
 from flowstone.store.system import System
@@ -306,7 +306,10 @@ def one_does_not_see(rank: int, path: str, how: str) -> dict[str, str]:
 
 def another_path(rank: int, path: str) -> str:
     """Rank 1 was given another path."""
-    with opened(f"{path}-other" if rank else path, on_error="continue") as checkpointer:
+    with (
+        mock.patch.object(exchange, "UNANSWERED_S", 2.0),
+        opened(f"{path}-other" if rank else path, on_error="continue", deadline_s=600.0) as checkpointer,
+    ):
         return str(outcome(checkpointer, 1, state_of(rank, 1, size=2)))
 
 
@@ -323,7 +326,7 @@ def other_clocks(rank: int, path: str) -> list[int]:
     with ExitStack() as patches:
         if rank == 1:  # as on another machine, which was started long before
             clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 1e8, sleep=time.sleep)
-            for module in (agree, board, exchange, pulse):
+            for module in (agree, board, exchange, hearing):
                 patches.enter_context(mock.patch.object(module, "time", clock))
             patches.enter_context(mock.patch("time.time", return_value=1.0))
         with opened(path, keep=fs.Keep(last=2), deadline_s=20.0) as checkpointer:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 from sim_disk import Disk, PowerLoss
-from sim_turns import Freeze, RankBoard, RankDisk, Turns
+from sim_turns import Freeze, RankBoard, RankDisk, StillPulse, Turns
 from sim_world import Job, Ledger
 
 import flowstone as fs
@@ -18,7 +18,7 @@ from flowstone import Keep, together
 from flowstone.errors import FlowstoneError, RankError, SaveFailedError, StepExistsError
 from flowstone.events import Event
 from flowstone.ranks import Job as RankJob
-from flowstone.ranks import agree, board, exchange, pulse
+from flowstone.ranks import agree, board, exchange, hearing
 
 DEADLINE_S = 12.0  # of the simulation's own time
 
@@ -136,10 +136,9 @@ def _cause(error: BaseException | None) -> BaseException | None:
 def team(sandbox: Path, disk: Disk, ledger: Ledger, **options: object) -> Iterator[TeamJob]:
     with ExitStack() as stack:
         job = None
-        idle = SimpleNamespace(stop=lambda: None)
-        stack.enter_context(mock.patch.object(together, "Pulse", return_value=idle))
+        stack.enter_context(mock.patch.object(together, "Pulse", StillPulse))
         clock = SimpleNamespace(monotonic=lambda: job.turns.monotonic(), sleep=lambda s: job.turns.sleep(s))
-        for module in (agree, board, exchange, pulse):
+        for module in (agree, board, exchange, hearing):
             stack.enter_context(mock.patch.object(module, "time", clock))
         job = TeamJob(sandbox, disk, ledger, **options)  # type: ignore[arg-type]
         try:

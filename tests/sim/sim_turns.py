@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 from sim_disk import Disk, PowerLoss
 
+from flowstone.ranks.pulse import Activity, Pulse, Status
 from flowstone.store.system import System
 
 TICK_S = 1.0
@@ -225,6 +227,13 @@ class RankDisk(System):
             self._disk.remove_directory(path, at)
 
 
+class StillPulse(Pulse):
+    """Says once that its rank is there, in a call."""
+
+    def __init__(self, board: RankBoard, rank: int, label: str, activity: object, *, every_s: float) -> None:
+        super().__init__(board, rank, label, lambda: Activity(is_inside=True), every_s=3600)
+
+
 class RankBoard:
     """The job's board as one rank sees it. Pulses beat by themselves, as long as a rank lives."""
 
@@ -238,12 +247,16 @@ class RankBoard:
 
     def get(self, key: str) -> bytes:
         self._turns.check(self._rank)
-        kind, _, rank = key.partition("/")
-        return str(self._turns.beat(int(rank))).encode() if kind == "alive" else self._values[key]
+        kind, _, rest = key.partition("/")
+        if kind != "at":
+            return self._values[key]
+        said = msgspec.msgpack.decode(self._values[key], type=Status)
+        beat = self._turns.beat(int(rest.partition("/")[0]))
+        return msgspec.msgpack.encode(msgspec.structs.replace(said, beat=int(beat / TICK_S)))
 
     def check(self, keys: list[str]) -> bool:
         self._turns.looks(self._rank)
-        return all(key in self._values or key.startswith("alive/") for key in keys)
+        return all(key in self._values for key in keys)
 
     def add(self, key: str, amount: int) -> int:
         self._turns.check(self._rank)

@@ -107,12 +107,11 @@ MUTANTS = {
     ),
     "ranks_give_up_what_rank_0_is_deciding": Mutant(
         exchange.Exchange, "_tick_down",
-        (("    if self._is_decided:\n        raise TooLateError(failure)\n    if self.claim():", "    if True:"),),
+        (("elif self._is_decided:\n        raise TooLateError(failure)\n    elif self.claim():", "else:"),),
         "team_second_save", "freeze", start="index",
     ),
     "rank_0_decides_what_others_have_given_up": Mutant(
-        agree.Agreement, "_settle", (("if one.claim():", "one.claim()\n        if True:"),), "team_second_save",
-        "freeze",
+        agree.Agreement, "_settle", (("if one.claim():", "if True:"),), "team_second_save", "freeze", start="index",
     ),
     "others_remove_what_rank_0_publishes": Mutant(
         team.Team, "commit", (("if self._lead is not None:", "if True:"),), "team_second_save", "freeze", start="index"

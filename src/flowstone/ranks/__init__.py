@@ -4,6 +4,8 @@ from flowstone.ranks.agree import Agreed, Agreement
 from flowstone.ranks.board import Board, Mail
 from flowstone.ranks.exchange import Decision
 from flowstone.ranks.job import Job, rank_and_size, this_job
-from flowstone.ranks.pulse import Pulse
+from flowstone.ranks.pulse import Activity, Pulse
 
-__all__ = ["Agreed", "Agreement", "Board", "Decision", "Job", "Mail", "Pulse", "rank_and_size", "this_job"]
+__all__ = [
+    "Activity", "Agreed", "Agreement", "Board", "Decision", "Job", "Mail", "Pulse", "rank_and_size", "this_job",
+]

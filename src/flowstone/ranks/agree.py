@@ -12,15 +12,17 @@ that lives learns the same. There are no collectives, and every wait has an end.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from flowstone.config import DEADLINE_S, HEARTBEAT_S, LEAVE_S, SILENCE_S, TREE_FAN
+from flowstone.config import DEADLINE_S, HEARTBEAT_S, LEAVE_S, POLL_S, SILENCE_S, TREE_FAN
 from flowstone.errors import RankError
 from flowstone.ranks.board import Board, Mail
-from flowstone.ranks.exchange import Decision, Exchange, TooLateError, Verdict
-from flowstone.ranks.pulse import Hearing
+from flowstone.ranks.exchange import Decision, Exchange, Side, TooLateError, Verdict
+from flowstone.ranks.hearing import Hearing
+from flowstone.ranks.pulse import Pulse
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +36,45 @@ class Agreed:
 class Agreement:
     """One rank's side of a job's agreements. All ranks come by the same ones in the same order. One thread at a time.
 
-    A job of one rank agrees with itself, without a board.
+    A job of one rank agrees with itself, without a board. Which Checkpointers of several ranks belong together turns
+    out when these first agree: those meet that agree at the same time, and save into the same place. So a rank may
+    have others besides, that never meet anybody; and calls that other ranks did not make are passed over.
     """
 
     def __init__(
         self, board: Board | None, rank: int, size: int, *, deadline_s: float = DEADLINE_S,
         silence_s: float = SILENCE_S, heartbeat_s: float = HEARTBEAT_S, fan: int = TREE_FAN,
+        label: str | None = None, pulse: Pulse | None = None,
     ) -> None:
+        """`label`: what the Checkpointer saves into; None: the board is for these very ranks, who need not meet."""
         assert board is not None or size == 1, "ranks need something to talk over"
         self.rank, self.size = rank, size
         self.mail = None if board is None else Mail(board)
-        self._hearing = None if board is None else Hearing(board, silence_s=silence_s)
-        self._deadline_s, self._heartbeat_s, self._fan = deadline_s, heartbeat_s, fan
+        self._pulse, self._label = pulse, label
+        self._deadline_s = deadline_s
+        self._side: Side | None = None
+        if board is not None and self.mail is not None:
+            hearing = Hearing(board, label=label or "", silence_s=silence_s)
+            serial = 1 if pulse is None else pulse.serial
+            self._side = Side(self.mail, hearing, rank, size, fan, deadline_s, heartbeat_s, serial)
+            if label is None:
+                hearing.serials = [1] * size
+        self._group: str | None = "" if label is None else None  # in front of all keys
         self._number = 0
         self._decided: list[Exchange] = []  # on rank 0: those whose verdict somebody may still have to read
         self._unheard: set[str] = set()  # where ranks that were too late post what nobody reads any more
+
+    @contextlib.contextmanager
+    def pressing(self) -> Iterator[None]:
+        """Meanwhile somebody is held up: those that live, and have not called, are not waited for much longer."""
+        if self._side is None:
+            yield
+            return
+        self._side.pressed = True
+        try:
+            yield
+        finally:
+            self._side.pressed = False
 
     def agree(
         self, phase: str, mine: bytes | Exception, decide: Callable[[Sequence[bytes]], Decision], *,
@@ -62,18 +88,15 @@ class Agreement:
         raises      RankError, the same on every rank: the first failure, of a rank or of `decide`; a rank that is
                     silent or late. Where it happened, the very error that it was
         """
-        if self.mail is None:
+        if self._side is None:
             if isinstance(mine, Exception):
                 raise mine
             decision = decide([mine])
             return Agreed(decision.common, decision.each[0] if decision.each else b"")
-        self._number += 1
-        one = Exchange(
-            self.mail, self._hearing, f"{self._number}", phase, self.rank, self.size, self._fan,
-            self._deadline_s, self._heartbeat_s, place,
-        )
         try:
-            verdict = self._settle(one, mine, decide)
+            if self._pulse is not None:
+                self._pulse.waits = self._group is None
+            one, verdict = self._exchange(self._side, phase, mine, decide, place)
             own_part = one.own() if verdict.has_each else b""
         except RuntimeError as error:  # torch's, of every kind
             raise RankError(
@@ -88,9 +111,47 @@ class Agreement:
             raise verdict.failure.error() from own
         return Agreed(verdict.common, own_part)
 
+    def _exchange(
+        self, side: Side, phase: str, mine: bytes | Exception, decide: Callable[[Sequence[bytes]], Decision],
+        place: int | None,
+    ) -> tuple[Exchange, Verdict]:
+        """The next one. Those of which others have given up another call than this are passed over."""
+        while True:
+            if self._group is None:
+                counter = f"meet/{hashlib.blake2b((self._label or '').encode(), digest_size=8).hexdigest()}"
+                one = Exchange(side, self._enter(side.mail, counter, phase), phase, place, counter)
+            else:
+                self._number += 1
+                one = Exchange(side, f"{self._group}{self._number}", phase, place)
+            verdict = self._settle(one, mine, decide)
+            if verdict.group:
+                self._group, side.hearing.serials = f"{verdict.group}/", verdict.serials
+                if self._pulse is not None:
+                    self._pulse.group, self._pulse.waits = verdict.group, False
+            failure = verdict.failure
+            if failure is None or not failure.is_absence or failure.phase == phase:
+                return one, verdict
+
+    def _enter(self, mail: Mail, counter: str, phase: str) -> str:
+        """The meeting that is to come. One Checkpointer of a rank at a time."""
+        since = time.monotonic()
+        while not mail.claim(f"{(name := f'{counter}/{mail.count(counter)}')}/in/{self.rank}"):
+            waited_s = time.monotonic() - since
+            if waited_s > self._deadline_s:
+                raise RankError(
+                    f"another Checkpointer of {self._label} on this rank waits for the others ({waited_s:.0f} s)",
+                    rank=self.rank, phase=phase, next="use one Checkpointer for each path, on all ranks alike",
+                )
+            time.sleep(POLL_S)
+        return name
+
     def _settle(
         self, one: Exchange, mine: bytes | Exception, decide: Callable[[Sequence[bytes]], Decision]
     ) -> Verdict:
+        if one.is_over():
+            if self.rank == 0:
+                self._decided.append(one)
+            return one.learn()
         said = one.collect(mine)
         self._take_down_unheard()
         self._unheard.update(one.unheard())
@@ -104,17 +165,18 @@ class Agreement:
 
     def leave(self) -> None:
         """No more agreements. Rank 0, whose process may hold the board, waits a while until all others have left."""
-        if self.mail is None:
+        if self.mail is None or self._group is None:
             return
         if self.rank != 0:
-            self.mail.post(f"bye/{self.rank}", b"")
+            self.mail.post(f"{self._group}bye/{self.rank}", b"")
             return
         def tick(_: list[str], waited_s: float) -> None:
             if waited_s > LEAVE_S:
                 raise TooLateError(None)
 
         with contextlib.suppress(TooLateError):
-            self.mail.await_posted([f"bye/{r}" for r in range(1, self.size)], tick=tick, since=time.monotonic())
+            byes = [f"{self._group}bye/{r}" for r in range(1, self.size)]
+            self.mail.await_posted(byes, tick=tick, since=time.monotonic())
 
     def _take_down_unheard(self) -> None:
         assert self.mail is not None

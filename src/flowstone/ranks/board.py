@@ -51,6 +51,10 @@ class Mail:
         """Whether this is the first claim of the key, by anybody."""
         return self._board.add(key, 1) == 1
 
+    def count(self, key: str, more: int = 0) -> int:
+        """What has been counted there, all in all."""
+        return self._board.add(key, more)
+
     def unclaim(self, key: str) -> None:
         """Forget all claims."""
         self._board.delete_key(key)

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
-from flowstone.config import DEADLINE_MARGIN_S
+from flowstone.config import DEADLINE_MARGIN_S, NOTICE_S, UNANSWERED_S
 from flowstone.ranks.board import Mail
 from flowstone.ranks.failure import Failure, failure_of, first_failure, own_failure, ranks_in_words
-from flowstone.ranks.pulse import Hearing
+from flowstone.ranks.hearing import Heard, Hearing
 
 _log = logging.getLogger(__name__)
 _RECHECK_S = 1.0  # of the pulses of those that are waited for
+_HEARD_MAX = 64  # of those; whoever is further down the tree is looked after there
+_LOGS = "look at the logs of those ranks; the job's other ranks go on, and may save again"
+_EVERY_RANK = (
+    "make this call on every rank, with Checkpointers of one path; a rank that saves or loads by itself constructs "
+    "its own with alone=True"
+)
 
 
 class Said(msgspec.Struct, frozen=True):
@@ -24,12 +31,17 @@ class Said(msgspec.Struct, frozen=True):
     payload: bytes
     failure: Failure | None = None
     place: int | None = None
+    serial: int = 1
 
 
 class Verdict(msgspec.Struct, frozen=True):
+    """`group`: what ranks that have met are called from now on; `serials`: of each, which of its Checkpointers."""
+
     common: bytes = b""
     has_each: bool = False
     failure: Failure | None = None
+    group: str = ""
+    serials: list[int] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,30 +52,58 @@ class Decision:
     each: Sequence[bytes] = ()
 
 
+@dataclass(slots=True)
+class Side:
+    """One rank's side of all its exchanges.
+
+    serial   of its Checkpointer
+    pressed  somebody is held up who need not be: those that live, and have not called, are not waited for much longer
+    passive  ranks that were found not to have called, and what was heard of them then
+    """
+
+    mail: Mail
+    hearing: Hearing
+    rank: int
+    size: int
+    fan: int
+    deadline_s: float
+    heartbeat_s: float
+    serial: int = 1
+    pressed: bool = False
+    passive: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+
 class Exchange:
-    """One agreement under way."""
+    """One agreement under way.
+
+    meeting  counts those by which ranks meet, if this is one
+    """
 
     def __init__(
-        self, mail: Mail, hearing: Hearing | None, name: str, phase: str, rank: int, size: int, fan: int,
-        deadline_s: float, heartbeat_s: float, place: int | None,
+        self, side: Side, name: str, phase: str, place: int | None = None, meeting: str | None = None
     ) -> None:
-        assert hearing is not None
-        self._mail, self._hearing, self._name, self._phase = mail, hearing, name, phase
-        self._rank, self._size, self._fan = rank, size, fan
-        self._deadline_s, self._heartbeat_s, self._place = deadline_s, heartbeat_s, place
+        self._mail, self._hearing, self._name, self._phase = side.mail, side.hearing, name, phase
+        self._rank, self._size, self._fan = side.rank, side.size, side.fan
+        self._deadline_s, self._place, self._meeting, self._side = side.deadline_s, place, meeting, side
         self._since = time.monotonic()
-        self._told = self._looked = 0.0
+        self._told = min(NOTICE_S, side.heartbeat_s) - side.heartbeat_s
+        self._looked = 0.0
         self.refusal: Exception | None = None  # of rank 0, to decide
         self._eaches = 0  # messages that were posted for one rank each
         self._is_decided = False  # or is about to be, by somebody else
         self._heard: dict[int, int] = {}  # children whose messages were read, and how long those were
+
+    def is_over(self) -> bool:
+        """Whether it was decided before this rank came to it."""
+        return self._mail.is_posted(self._down())
 
     # Up
 
     def collect(self, mine: bytes | Exception) -> list[Said]:
         """What this rank and all below it in the tree say. Passed on upwards, but by rank 0."""
         failure = own_failure(self._rank, self._phase, mine) if isinstance(mine, Exception) else None
-        said = [Said(self._rank, self._phase, b"" if isinstance(mine, Exception) else mine, failure, self._place)]
+        payload = b"" if isinstance(mine, Exception) else mine
+        said = [Said(self._rank, self._phase, payload, failure, self._place, self._side.serial)]
         children = self._children(self._rank)
         if children:
             self._mail.post(self._here(self._rank), b"")
@@ -79,7 +119,7 @@ class Exchange:
             self._mail.await_posted([self._up(child) for child in children], tick=self._tick_up, since=self._since)
         except TooLateError as error:
             if error.failure is not None:
-                said.append(Said(self._rank, self._phase, b"", error.failure))
+                said.append(Said(self._rank, self._phase, b"", error.failure, self._place, self._side.serial))
         for child in children:
             if self._mail.is_posted(self._up(child)):  # and stays: we alone take it down
                 message = self._mail.read(self._up(child))
@@ -100,18 +140,43 @@ class Exchange:
         # Those further down give up first, and say whom they miss.
         limit_s = self._deadline_s + DEADLINE_MARGIN_S * self._height(self._rank)
         due = waited_s >= limit_s
-        if due or self._is_time(waited_s):
-            late = [r for key in missing for r in self._missing_below(int(key.rpartition("/")[2]))]
-            silent = {r: silent_s for r in late if (silent_s := self._hearing.silent_s(r)) is not None}
-            if silent:
-                words = f"nothing heard of {ranks_in_words(list(silent))} for {max(silent.values()):.0f} s"
-                raise TooLateError(self._silence(list(silent), words))
-            if self._mail.is_posted(self._down()):
-                raise TooLateError(None)  # others have given up, and decided: that is to be learnt
-            if due:
-                words = f"{ranks_in_words(late)} did not come to '{self._phase}' in {waited_s:.0f} s"
-                raise TooLateError(self._silence(late, words))
-            self._tell(f"waiting for {ranks_in_words(late)}", waited_s)
+        if not due and not self._is_time(waited_s):
+            return
+        late = [r for key in missing for r in self._missing_below(int(key.rpartition("/")[2]))]
+        heard = [self._hearing.of(rank, self._place) for rank in late[:_HEARD_MAX]]
+        if self._mail.is_posted(self._down()):
+            raise TooLateError(None)  # others have given up, and decided: that is to be learnt
+        failure = self._gone(heard, late, waited_s)
+        if failure is None and due:
+            failure = self._did_not_come(heard, late, waited_s)
+        if failure is not None:
+            raise TooLateError(failure)
+        self._tell(f"waiting for {ranks_in_words(late)}", waited_s, heard)
+
+    def _gone(self, heard: Sequence[Heard], late: Sequence[int], waited_s: float) -> Failure | None:
+        """Why it is useless to wait any longer."""
+        silent = {one.rank: one.silent_s for one in heard if one.prospect == "silent"}
+        if silent:
+            words = f"nothing heard of {ranks_in_words(list(silent))} for {max(silent.values()):.0f} s"
+            return self._silence(list(silent), words)
+        is_long = waited_s >= UNANSWERED_S
+        gone = [one for one in heard if one.prospect == "closed" or (one.prospect == "elsewhere" and is_long)]
+        if gone:
+            words = f"rank {gone[0].rank} {gone[0].words}, and does not come to '{self._phase}'"
+            return self._silence([one.rank for one in gone], words, _EVERY_RANK)
+        idle = is_long and bool(heard) and all(one.prospect == "idle" for one in heard)
+        known = self._side.passive
+        if idle and (self._side.pressed or all(known.get(one.rank) == one.mark for one in heard)):
+            return self._did_not_come(heard, late, waited_s)
+        return None
+
+    def _did_not_come(self, heard: Sequence[Heard], late: Sequence[int], waited_s: float) -> Failure:
+        idle = [one for one in heard if one.prospect == "idle"]
+        self._side.passive.update({one.rank: one.mark for one in idle})
+        words = f"{ranks_in_words(late)} did not come to '{self._phase}' in {waited_s:.0f} s"
+        if not idle:
+            return self._silence(late, words)
+        return self._silence(late, f"{words}: rank {idle[0].rank} {idle[0].words}", _EVERY_RANK)
 
     def _missing_below(self, rank: int) -> list[int]:
         """Ranks of a branch that have not said anything yet; the branch's root if all have."""
@@ -142,9 +207,16 @@ class Exchange:
         for rank, message in enumerate(decision.each):
             self._mail.post(self._down(rank), message)
         self._eaches = len(decision.each)
-        self._pronounce(Verdict(decision.common, bool(decision.each), failure))
+        verdict = Verdict(decision.common, bool(decision.each), failure)
+        serials = {one.rank: one.serial for one in said}
+        if self._meeting is not None and len(serials) == self._size:
+            group = secrets.token_hex(4)
+            verdict = msgspec.structs.replace(verdict, group=group, serials=[serials[r] for r in range(self._size)])
+        self._pronounce(verdict)
 
     def _pronounce(self, verdict: Verdict) -> None:
+        if self._meeting is not None:
+            self._mail.count(self._meeting, 1)  # first: who comes from now on meets the others at the next
         self._mail.post(self._down(), msgspec.msgpack.encode(verdict))
 
     def clear(self) -> None:
@@ -175,18 +247,21 @@ class Exchange:
         limit_s = self._deadline_s + DEADLINE_MARGIN_S * (self._height(0) + 2)
         if self._is_decided:
             limit_s += self._deadline_s
-        words = f"rank 0 did not decide on '{self._phase}' in {waited_s:.0f} s" if waited_s >= limit_s else None
-        if self._is_time(waited_s):
-            silent_s = self._hearing.silent_s(0)
-            if silent_s is not None:
-                words = f"nothing heard of rank 0 for {silent_s:.0f} s"
-            self._tell("waiting for rank 0 to decide", waited_s)
-        if words is None:
+        due = waited_s >= limit_s
+        if not due and not self._is_time(waited_s):
             return
-        failure = self._silence([0], words)
-        if self._is_decided:
+        heard = [self._hearing.of(0, self._place)]
+        if self._mail.is_posted(self._down()):
+            return
+        failure = self._gone(heard, [0], waited_s)
+        if failure is None and due:
+            words = f"rank 0 did not decide on '{self._phase}' in {waited_s:.0f} s"
+            failure = self._silence([0], words)
+        if failure is None:
+            self._tell("waiting for rank 0 to decide", waited_s, heard)
+        elif self._is_decided:
             raise TooLateError(failure)
-        if self.claim():
+        elif self.claim():
             self._pronounce(Verdict(failure=failure))
 
     # Words
@@ -202,9 +277,10 @@ class Exchange:
                 )
         return None
 
-    def _silence(self, ranks: Sequence[int], words: str) -> Failure:
-        facts = {"next": "look at the logs of those ranks; the job's other ranks go on, and may save again"}
-        return Failure(ranks[0], self._phase, "RankError", words, 0, facts, is_silence=True)
+    def _silence(self, ranks: Sequence[int], words: str, remedy: str = _LOGS) -> Failure:
+        return Failure(
+            ranks[0], self._phase, "RankError", words, 0, {"next": remedy}, is_silence=True, is_absence=True
+        )
 
     def _is_time(self, waited_s: float) -> bool:
         """Whether it is time to look for those that are missing."""
@@ -213,10 +289,15 @@ class Exchange:
         self._looked = waited_s
         return True
 
-    def _tell(self, what: str, waited_s: float) -> None:
-        if waited_s - self._told >= self._heartbeat_s:
-            self._told = waited_s
-            _log.warning("rank %d, %s: %s (%.0f s)", self._rank, self._phase, what, waited_s)
+    def _tell(self, what: str, waited_s: float, heard: Sequence[Heard]) -> None:
+        if waited_s - self._told < self._side.heartbeat_s:
+            return
+        self._told = waited_s
+        known = [one for one in heard if one.words]
+        words = f": rank {known[0].rank} {known[0].words}" if known else ""
+        if any(one.prospect in ("idle", "elsewhere") for one in known):
+            words += f". If it never does: {_EVERY_RANK}"
+        _log.warning("rank %d, %s: %s (%.0f s)%s", self._rank, self._phase, what, waited_s, words)
 
     # The tree
 

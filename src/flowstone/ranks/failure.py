@@ -18,7 +18,8 @@ class Failure(msgspec.Struct, frozen=True):
     message: str
     errno: int = 0
     facts: dict[str, str] = {}
-    is_silence: bool = False  # somebody else has waited for `rank` in vain
+    is_silence: bool = False  # somebody else has waited for `rank` in vain, or was told so
+    is_absence: bool = False  # it has not come to this phase
     undecided: bool = False  # known to one rank alone: who was to decide is gone
     ahead: int | None = None
 

@@ -32,8 +32,8 @@ def rank_and_size() -> tuple[int, int]:
 def this_job() -> Job:
     """As torch.distributed has it; a process without it is a job of its own.
 
-    The board is a part of the job's own store, over a connection of its own: a call on it holds up nobody else's. The
-    store counts what each rank has opened, so that ranks meet, whatever their processes have opened in other jobs.
+    The board is a part of the job's own store, over a connection of its own: a call on it holds up nobody else's. All
+    Checkpointers of the job share it; those that belong together meet when they first agree.
     """
     rank, size = rank_and_size()
     if size == 1:
@@ -41,5 +41,4 @@ def this_job() -> Job:
     store = dist.distributed_c10d._get_default_store()  # no public name gives it
     own = store.clone()  # type: ignore[attr-defined]  # not in the stubs
     own.set_timeout(timedelta(seconds=SILENCE_S))  # of a call, where the process that keeps the store is frozen
-    board = PrefixStore(f"flowstone/{own.add(f'flowstone/opened/{rank}', 1)}", own)
-    return Job(rank, size, cast("Board", board))  # torch's types: values are str alone
+    return Job(rank, size, cast("Board", PrefixStore("flowstone", own)))  # torch's types: values are str alone

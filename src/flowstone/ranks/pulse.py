@@ -1,60 +1,126 @@
-"""The pulse: every rank says from time to time that it is alive, so that a dead one is known from a slow one."""
+"""The pulse: every rank says from time to time that it is alive, and what it is doing.
+
+So a dead rank is known from a slow one, and one that will never come from both.
+"""
 
 from __future__ import annotations
 
 import logging
-import time
-from threading import Event, Thread
+import os
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable
+from types import FrameType
 
-from flowstone.config import PULSE_S, SILENCE_S
+import msgspec
+
+from flowstone.config import PULSE_S
 from flowstone.ranks.board import Board
 
 _log = logging.getLogger(__name__)
+_OURS = os.path.dirname(os.path.dirname(__file__))
+
+
+class Activity(msgspec.Struct, frozen=True):
+    """What a Checkpointer is used for.
+
+    calls      how many were begun; `last` is the last of them, `is_inside` while it goes on
+    step       the highest that was to be saved
+    """
+
+    calls: int = 0
+    last: str = ""
+    is_inside: bool = False
+    step: int = -1
+
+
+class Status(msgspec.Struct, frozen=True):
+    """What a rank says of one of its Checkpointers.
+
+    beat       how often it has said so
+    label      what it saves into
+    group      that it has met the others in; "" until then
+    waits      for the others to meet it, or did so in vain
+    is_closed  it will not come any more
+    line       where the main thread is, in the user's code
+    """
+
+    beat: int
+    label: str
+    group: str = ""
+    activity: Activity = Activity()
+    waits: bool = False
+    is_closed: bool = False
+    line: str = ""
 
 
 class Pulse:
-    """Beats until stopped, or until the board is gone. Never waits in the store, so it may share a connection."""
+    """Beats until stopped, or until the board is gone. Never waits in the store, so it may share a connection.
 
-    def __init__(self, board: Board, rank: int, *, every_s: float = PULSE_S) -> None:
-        self._board, self._rank, self._every_s = board, rank, every_s
-        self._stopped = Event()
-        self._thread = Thread(target=self._beat, name="flowstone-pulse", daemon=True)
+    serial  of this Checkpointer, among those that this rank has opened in the job
+    group   that it has met the others in, once it has
+    waits   to meet them, or has done so in vain
+    """
+
+    def __init__(
+        self, board: Board, rank: int, label: str = "", activity: Callable[[], Activity] = Activity, *,
+        every_s: float = PULSE_S,
+    ) -> None:
+        self._board, self._rank, self._label, self._every_s = board, rank, label, every_s
+        self.serial = board.add(opened(rank), 1)
+        self.group, self.waits = "", False
+        self._beats, self._activity = 0, activity
+        self._stopped = threading.Event()
+        self._say()
+        self._thread = threading.Thread(target=self._beat, name="flowstone-pulse", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         self._stopped.set()
         self._thread.join()
 
+    def close(self) -> None:
+        """Stop, and say so: nobody has to wait for this rank."""
+        self.stop()
+        self._say(is_closed=True)
+
     def _beat(self) -> None:
-        number = 0
-        while not self._stopped.is_set():
-            try:
-                self._board.set(key(self._rank), str(number).encode())
-            except RuntimeError as error:  # torch's, of every kind: whoever waits for something meets it, too
-                _log.debug("no more pulse of rank %d: %s", self._rank, error)
+        while not self._stopped.wait(self._every_s):
+            if not self._say():
                 return
-            number += 1
-            self._stopped.wait(self._every_s)
+
+    def _say(self, *, is_closed: bool = False) -> bool:
+        """Whether the board still takes it."""
+        self._beats += 1
+        status = Status(
+            self._beats, self._label, self.group, self._activity(), self.waits, is_closed, users_line()
+        )
+        try:
+            self._board.set(key(self._rank, self.serial), msgspec.msgpack.encode(status))
+        except RuntimeError as error:  # torch's, of every kind: whoever waits for something meets it, too
+            _log.debug("no more pulse of rank %d: %s", self._rank, error)
+            return False
+        return True
 
 
-class Hearing:
-    """When each rank was last heard of, by whoever waits for it."""
-
-    def __init__(self, board: Board, *, silence_s: float = SILENCE_S) -> None:
-        self._board, self._silence_s = board, silence_s
-        self._last: dict[int, tuple[bytes, float]] = {}
-
-    def silent_s(self, rank: int) -> float | None:
-        """How long nothing has been heard of a rank, in seconds, if that is too long to be chance."""
-        now = time.monotonic()
-        if not self._board.check([key(rank)]):
-            return None  # it has not begun: late, perhaps, but not silent
-        beat = self._board.get(key(rank))
-        if rank not in self._last or self._last[rank][0] != beat:
-            self._last[rank] = (beat, now)
-        silent = now - self._last[rank][1]
-        return silent if silent > self._silence_s else None
+def opened(rank: int) -> str:
+    """Counts the Checkpointers that a rank has opened."""
+    return f"opened/{rank}"
 
 
-def key(rank: int) -> str:
-    return f"alive/{rank}"
+def key(rank: int, serial: int) -> str:
+    return f"at/{rank}/{serial}"
+
+
+def users_line() -> str:
+    """Where the main thread is: the innermost line that is neither Python's, nor an installed package's, nor ours."""
+    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+    innermost = frame
+    others = (_OURS, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")
+    while frame is not None and frame.f_code.co_filename.startswith(others):
+        frame = frame.f_back
+    shown = frame or innermost
+    if shown is None:
+        return ""
+    return f"{os.path.basename(shown.f_code.co_filename)}:{shown.f_lineno} in {shown.f_code.co_name}"

@@ -36,10 +36,13 @@ BYTES_INLINE_MAX = 64 * 1024
 
 
 @collector_paused()
-def describe(state: Mapping[str, object], *, rank: int = 0, known: Layout | None = None) -> Described:
+def describe(
+    state: Mapping[str, object], *, rank: int = 0, known: Layout | None = None, whole: bool = False
+) -> Described:
     """Describe everything in `state`, as `rank` holds it.
 
     known   the layout of an earlier description; it is the result's own, the very object, where nothing differs
+    whole   nobody else has a part of it: tensors of which this process holds a part are refused, too
     raises  UnsupportedStateError, naming the path, for what cannot be stored;
             CollisionError when two paths make one name
 
@@ -47,7 +50,7 @@ def describe(state: Mapping[str, object], *, rank: int = 0, known: Layout | None
     changes nothing. Memory in the result is the user's and kept alive by it.
     """
     check_sections(state)
-    describer = Describer(survey(state, rank))
+    describer = Describer(survey(state, rank), Ledger(whole=whole))
     shared: dict[str, object] = {}
     per_rank: dict[str, object] = {}
     for section, value in state.items():

@@ -6,6 +6,7 @@ tens of thousands of them, and what a column costs is mostly the first look at e
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import repeat
@@ -33,9 +34,12 @@ _NO_TENSOR = torch.empty(0)  # stands where memory was entered without a tensor
 class Ledger:
     """Collects entries in order. The same memory under a second name becomes an alias."""
 
-    def __init__(self, *, sealed: bool = False) -> None:
-        """A `sealed` one takes nothing: what is described then is written while bytes already move."""
-        self.sealed = sealed
+    def __init__(self, *, sealed: bool = False, whole: bool = False) -> None:
+        """A `sealed` one takes nothing: what is described then is written while bytes already move.
+
+        whole  parts of tensors are refused: nobody else holds the rest
+        """
+        self.sealed, self._whole = sealed, whole
         self.names: list[str] = []
         self.tensors: list[torch.Tensor] = []
         self._lazy: list[bool] = []
@@ -84,6 +88,8 @@ class Ledger:
         """Enter what this rank holds of a larger tensor: nothing, or a box, or several."""
         if place.rank is not None:
             raise unsupported(place.name, tensor, "is a part of what every rank keeps for itself", "drop PerRank")
+        if self._whole and not held:
+            raise _part(place.name, "nothing of it")
         if len(held) > 1:
             self.split.add(place.name)
         for shard in held:
@@ -155,7 +161,10 @@ class Ledger:
         )
         kept = [at for at in range(len(self.names)) if at not in ties] if ties else range(len(self.names))
         lazy = [self._lazy[at] for at in kept] if ties else self._lazy
-        layout = Layout(self._boxed(pieces).take(kept), aliases, tuple(lazy), self._kept_buffers(ties))
+        boxed = self._boxed(pieces)
+        if self._whole:
+            _check_whole(boxed)
+        layout = Layout(boxed.take(kept), aliases, tuple(lazy), self._kept_buffers(ties))
         if known is not None and known == layout:
             return known, places.take(kept)  # whose names have been checked
         self._check_names()
@@ -228,3 +237,20 @@ class Ledger:
         """Whether two entries of one name are boxes that one object holds of one tensor."""
         boxed = one in self._within and other in self._within and self.names[one] in self.split
         return boxed and self.place(one).parent is self.place(other).parent
+
+
+def _check_whole(pieces: Pieces) -> None:
+    """Raise UnsupportedStateError for the first tensor of which only a part is here."""
+    held: dict[str, int] = {}
+    for at, box in pieces.parts.items():
+        held[pieces.names[at]] = held.get(pieces.names[at], 0) + box.elements
+    for at, box in pieces.parts.items():
+        if held[pieces.names[at]] < math.prod(pieces.shapes[at]):
+            raise _part(pieces.names[at], f"{box} of shape {tuple(pieces.shapes[at])}")
+
+
+def _part(name: str, found: str) -> UnsupportedStateError:
+    return UnsupportedStateError(
+        f"this process holds a part of {name!r}, whose rest lies on other ranks", found=found,
+        next="save it by a Checkpointer that all ranks construct and call, without alone=True",
+    )

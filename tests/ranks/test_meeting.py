@@ -1,0 +1,218 @@
+"""Which Checkpointers belong together turns out when they first agree, and who does not come is known in time."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+from threads import Job
+
+from flowstone.errors import RankError
+from flowstone.ranks import Activity, Agreement, Decision, Pulse, exchange
+from flowstone.ranks.agree import Agreed
+
+pytestmark = pytest.mark.usefixtures("impatient")
+SIZE = 3
+
+
+class Checkpointers:
+    """One of each rank, or of some, as far as they agree: what each is used for, as its pulse tells it."""
+
+    def __init__(self, job: Job, label: str = "runs/gpt", ranks: Sequence[int] = range(SIZE), **options: float) -> None:
+        self.activity = dict.fromkeys(ranks, Activity())
+        self.pulses = {
+            rank: Pulse(job.boards[rank], rank, label, lambda rank=rank: self.activity[rank], every_s=0.05)  # type: ignore[misc]
+            for rank in ranks
+        }
+        self.sides = {
+            rank: Agreement(job.boards[rank], rank, job.size, label=label, pulse=pulse, **options)  # type: ignore[arg-type]
+            for rank, pulse in self.pulses.items()
+        }
+
+    def close(self, rank: int) -> None:
+        self.pulses[rank].close()
+
+    def stop(self) -> None:
+        for pulse in self.pulses.values():
+            pulse.stop()
+
+
+@contextmanager
+def opened(job: Job, *args: object, **options: object) -> Iterator[Checkpointers]:
+    made = Checkpointers(job, *args, **options)  # type: ignore[arg-type]
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+def everybody(said: Sequence[bytes]) -> Decision:
+    return Decision(b",".join(said))
+
+
+def agree(job: Job, made: Checkpointers, phase: str, ranks: Sequence[int] = range(SIZE)) -> list[Agreed | RankError]:
+    return job.run(lambda one: made.sides[one.rank].agree(phase, f"{one.rank}".encode(), everybody), ranks=list(ranks))
+
+
+def test_one_checkpointer_more_on_one_rank_breaks_nothing() -> None:
+    """Made and never used; used by one rank alone; made before the shared ones, and between their calls."""
+    job = Job(SIZE)
+    together = [Agreed(b"0,1,2", b"")] * SIZE
+    with opened(job, ranks=[0]), opened(job) as shared:
+        assert agree(job, shared, "which step to load") == together
+        with opened(job, ranks=[1], deadline_s=0.2) as alone:
+            assert isinstance(agree(job, alone, "which step is the newest", [1])[0], RankError)
+            assert agree(job, shared, "the plan of step 1") == together
+        with opened(job) as another:
+            assert agree(job, another, "which step to load") == together
+            assert agree(job, shared, "the plan of step 2") == together
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_call_that_other_ranks_do_not_make_is_passed_over(rank: int, first: bool) -> None:
+    """`if rank == 0: ckpt.latest()` fails, and is over then: the calls that all ranks make meet each other."""
+    job = Job(SIZE)
+    with opened(job, deadline_s=0.3) as made:
+        if not first:
+            agree(job, made, "the plan of step 1")
+        for _ in range(2):
+            told = agree(job, made, "which step is the newest", [rank])[0]
+            assert isinstance(told, RankError)
+            assert "'which step is the newest'" in str(told)
+        for step in (2, 3):
+            assert agree(job, made, f"the plan of step {step}") == [Agreed(b"0,1,2", b"")] * SIZE
+
+
+def test_two_stores_are_told_apart_whoever_comes_first() -> None:
+    job = Job(SIZE)
+    turn = [threading.Barrier(SIZE) for _ in range(2)]
+    with opened(job, "runs/a") as first, opened(job, "runs/b") as second:
+        def both(one: Agreement) -> list[bytes]:
+            stores = [(b"a", first), (b"b", second)][:: -1 if one.rank == 1 else 1]
+            found: dict[bytes, bytes] = {}
+
+            def come(name: bytes, made: Checkpointers) -> None:
+                found[name] = made.sides[one.rank].agree("the plan of step 1", name, everybody).common
+
+            threads = [threading.Thread(target=come, args=store) for store in stores]
+            for thread, barrier in zip(threads, turn, strict=True):
+                thread.start()
+                barrier.wait(30)  # the others come to their first meanwhile
+            for thread in threads:
+                thread.join()
+            return [found[b"a"], found[b"b"]]
+
+        assert job.run(both) == [[b"a,a,a", b"b,b,b"]] * SIZE
+
+
+def test_two_checkpointers_of_one_store_meet_one_after_the_other() -> None:
+    """As where the first save of one is planned beside training, and another one loads meanwhile."""
+    job = Job(SIZE)
+    with opened(job) as first, opened(job) as second:
+        def both(one: Agreement) -> list[Agreed]:
+            found: list[Agreed] = []
+            thread = threading.Thread(
+                target=lambda: found.append(first.sides[one.rank].agree("the plan of step 1", b"x", everybody))
+            )
+            thread.start()
+            while job.server.num_keys() < 2 * SIZE + 3:  # the others are on their way
+                time.sleep(0.001)
+            thread.join()
+            found.append(second.sides[one.rank].agree("which step to load", b"y", everybody))
+            return found
+
+        assert job.run(both) == [[Agreed(b"x,x,x", b""), Agreed(b"y,y,y", b"")]] * SIZE
+
+
+def failure(told: Sequence[Agreed | RankError]) -> RankError:
+    error = told[0]
+    assert isinstance(error, RankError)
+    assert all(str(one) == str(error) for one in told)
+    assert "alone=True" in str(error)
+    return error
+
+
+@pytest.mark.parametrize("met", [False, True])
+@pytest.mark.parametrize("gone", [0, 2])
+def test_a_rank_that_has_closed_its_checkpointer_is_not_waited_for(met: bool, gone: int) -> None:
+    job = Job(SIZE)
+    others = [rank for rank in range(SIZE) if rank != gone]
+    with mock.patch.object(exchange, "UNANSWERED_S", 0.1), opened(job) as made:
+        if met:
+            agree(job, made, "which step to load")
+        made.close(gone)
+        error = failure(agree(job, made, "the plan of step 1", others))
+    assert f"rank {gone} has closed its Checkpointer of runs/gpt" in str(error)
+    assert error.rank == gone
+
+
+def test_a_rank_that_waits_with_another_path_is_named_with_both() -> None:
+    job = Job(SIZE)
+    with (
+        mock.patch.object(exchange, "UNANSWERED_S", 0.3), opened(job, ranks=[0, 1]) as made,
+        opened(job, "runs/other", ranks=[2]) as other,
+    ):
+        both = {0: made, 1: made, 2: other}
+        told = job.run(lambda one: both[one.rank].sides[one.rank].agree("which step to load", b"", everybody))
+    assert "rank 2 waits for the others with a Checkpointer of runs/other, not of runs/gpt" in str(failure(told[:2]))
+    assert "rank 0 waits for the others with a Checkpointer of runs/gpt, not of runs/other" in str(failure(told[2:]))
+
+
+def warned(caplog: pytest.LogCaptureFixture, act: Callable[[], object], *words: str) -> None:
+    """Within `act` it is told who is waited for, why it does not come, and what to do."""
+    with caplog.at_level(logging.WARNING, "flowstone"):
+        act()
+    lines = [record.getMessage() for record in caplog.records]
+    assert any(all(word in line for word in (*words, "alone=True")) for line in lines), lines
+
+
+@pytest.mark.parametrize("met", [False, True])
+def test_a_rank_that_lives_and_does_not_call_is_told_of_in_seconds(
+    met: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(SIZE)
+    with mock.patch.object(exchange, "NOTICE_S", 0.1), opened(job, deadline_s=0.5) as made:
+        if met:
+            agree(job, made, "which step to load")
+            made.activity = dict.fromkeys(range(SIZE), Activity(1, "load"))
+            time.sleep(0.1)
+        told: list[Agreed | RankError] = []
+        words = "rank 1 is alive, and has not called it" + (", after load()" if met else "") + "; it is at "
+        warned(caplog, lambda: told.extend(agree(job, made, "the plan of step 1", [0, 2])), "waiting for rank 1", words)
+    assert words in str(failure(told))
+
+
+def test_a_rank_that_has_constructed_none_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(2)
+    with mock.patch.object(exchange, "NOTICE_S", 0.1), opened(job, ranks=[0], deadline_s=0.4) as made:
+        words = "rank 1 has constructed no Checkpointer of runs/gpt"
+        warned(caplog, lambda: agree(job, made, "the plan of step 1", [0]), "waiting for rank 1", words)
+    with opened(job, ranks=[0, 1], deadline_s=0.4) as made:
+        agree(job, made, "which step to load", [0, 1])
+        with opened(job, ranks=[0], deadline_s=0.4) as other:
+            error = failure(agree(job, other, "which step to load", [0]))
+    assert "rank 1 has constructed no other Checkpointer of runs/gpt; it is at " in str(error)
+
+
+def test_who_is_held_up_does_not_wait_long_for_those_that_do_not_call() -> None:
+    """And who has been found not to call is not waited for again, until it calls something."""
+    job = Job(SIZE)
+    with mock.patch.object(exchange, "UNANSWERED_S", 0.2), opened(job, deadline_s=600) as made:
+        agree(job, made, "which step to load")
+        started = time.monotonic()
+        with made.sides[0].pressing():
+            failure(agree(job, made, "the plan of step 1", [0, 2]))
+        failure(agree(job, made, "the plan of step 2", [0, 2]))
+        assert time.monotonic() - started < 20
+        made.activity[1] = Activity(2, "save", step=3)
+        time.sleep(0.2)
+        late = threading.Timer(1.0, lambda: agree(job, made, "the plan of step 3", [1]))
+        late.start()
+        assert isinstance(agree(job, made, "the plan of step 3", [0, 2])[0], Agreed), "it has called, so it will come"
+        late.join()

@@ -5,23 +5,9 @@
 #include <cstring>
 #include <stdexcept>
 
-#define XXH_INLINE_ALL
-#include <xxhash.h>
-
 #include "bounds.h"
 
 namespace flowstone {
-
-std::uint64_t xxh3_64(const void* bytes, std::size_t length) { return XXH3_64bits(bytes, length); }
-
-std::uint64_t xxh3_64(const void* first, std::size_t first_length, const void* second, std::size_t second_length) {
-    XXH3_state_t state;
-    XXH3_64bits_reset(&state);
-    XXH3_64bits_update(&state, first, first_length);
-    XXH3_64bits_update(&state, second, second_length);
-    return XXH3_64bits_digest(&state);
-}
-
 namespace {
 
 std::uint64_t multiply(std::uint64_t a, std::uint64_t b) {
@@ -31,53 +17,41 @@ std::uint64_t multiply(std::uint64_t a, std::uint64_t b) {
     return product;
 }
 
-/// Copy `count` runs that lie whole on both sides.
-template <bool is_gather, std::size_t run_bytes>
-void copy_runs(std::byte* packed, const std::byte* memory, std::uint64_t count, std::uint64_t packed_stride,
-               std::int64_t memory_stride) {
-    for (; count != 0; --count, packed += packed_stride, memory += memory_stride) {
-        if constexpr (is_gather)
-            std::memcpy(packed, memory, run_bytes);
-        else
-            std::memcpy(const_cast<std::byte*>(memory), packed, run_bytes);
-    }
-}
-
-template <bool is_gather>
-void copy_runs(std::byte* packed, const std::byte* memory, std::uint64_t count, std::uint64_t packed_stride,
-               std::int64_t memory_stride, std::uint64_t run_bytes) {
-    // A fixed length turns memcpy into one load and one store: 5 times faster for single elements.
-    switch (run_bytes) {
-        case 1: return copy_runs<is_gather, 1>(packed, memory, count, packed_stride, memory_stride);
-        case 2: return copy_runs<is_gather, 2>(packed, memory, count, packed_stride, memory_stride);
-        case 4: return copy_runs<is_gather, 4>(packed, memory, count, packed_stride, memory_stride);
-        case 8: return copy_runs<is_gather, 8>(packed, memory, count, packed_stride, memory_stride);
-        case 16: return copy_runs<is_gather, 16>(packed, memory, count, packed_stride, memory_stride);
-        default: break;
-    }
-    for (; count != 0; --count, packed += packed_stride, memory += memory_stride) {
-        if constexpr (is_gather)
-            std::memcpy(packed, memory, run_bytes);
-        else
-            std::memcpy(const_cast<std::byte*>(memory), packed, run_bytes);
-    }
+template <std::size_t run_bytes>
+void copy_strided(std::byte* target, std::int64_t target_stride, const std::byte* source, std::int64_t source_stride, std::uint64_t count) {
+    for (; count != 0; --count, target += target_stride, source += source_stride) std::memcpy(target, source, run_bytes);
 }
 
 }  // namespace
 
-/// Pointers are to packed byte `begin` and memory byte 0. `memory` is written by scatter only and
-/// `packed` by gather only; one type for both keeps the loops single.
+void copy_strided(std::byte* target, std::int64_t target_stride, const std::byte* source, std::int64_t source_stride,
+                  std::uint64_t count, std::uint64_t run_bytes) {
+    // A fixed length turns memcpy into one load and one store: 5 times faster for single elements.
+    switch (run_bytes) {
+        case 1: return copy_strided<1>(target, target_stride, source, source_stride, count);
+        case 2: return copy_strided<2>(target, target_stride, source, source_stride, count);
+        case 4: return copy_strided<4>(target, target_stride, source, source_stride, count);
+        case 8: return copy_strided<8>(target, target_stride, source, source_stride, count);
+        case 16: return copy_strided<16>(target, target_stride, source, source_stride, count);
+        default: break;
+    }
+    for (; count != 0; --count, target += target_stride, source += source_stride) std::memcpy(target, source, run_bytes);
+}
+
+/// Pointers are to packed byte `begin` and memory byte 0.
 struct Layout::Range {
     std::uint64_t begin;
     std::uint64_t end;
-    std::byte* packed;
-    const std::byte* memory;
+    const std::byte* packed;
+    std::byte* memory;
 };
 
 Layout Layout::whole(std::uint64_t item_bytes, std::span<const std::uint64_t> shape,
                      std::span<const std::int64_t> strides_bytes) {
     const std::vector<std::uint64_t> origin(shape.size(), 0);
-    return box(item_bytes, shape, origin, shape, strides_bytes);
+    Layout layout = box(item_bytes, shape, origin, shape, strides_bytes);
+    layout.is_whole_ = true;
+    return layout;
 }
 
 Layout Layout::box(std::uint64_t item_bytes, std::span<const std::uint64_t> extent_shape,
@@ -156,8 +130,7 @@ std::vector<std::uint64_t> Layout::locate(std::uint64_t begin) const {
     return index;
 }
 
-template <bool is_gather>
-void Layout::move_row(const Range& range, std::uint64_t packed_at, std::int64_t memory_at, std::uint64_t first) const {
+void Layout::scatter_row(const Range& range, std::uint64_t packed_at, std::int64_t memory_at, std::uint64_t first) const {
     const Loop& inner = loops_.back();
     for (std::uint64_t i = first; i < inner.count;) {
         const std::uint64_t start = packed_at + i * inner.packed_stride;
@@ -168,25 +141,26 @@ void Layout::move_row(const Range& range, std::uint64_t packed_at, std::int64_t 
             ++i;
             continue;
         }
-        std::byte* packed = range.packed + (low - range.begin);
-        const std::byte* memory =
+        const std::byte* packed = range.packed + (low - range.begin);
+        std::byte* memory =
             range.memory + memory_at + static_cast<std::int64_t>(i) * inner.memory_stride + static_cast<std::int64_t>(low - start);
         if (high - low < run_bytes_) {
-            copy_runs<is_gather>(packed, memory, 1, 0, 0, high - low);
+            std::memcpy(memory, packed, high - low);
             ++i;
             continue;
         }
         const std::uint64_t fitting = (range.end - run_bytes_ - start) / inner.packed_stride + 1;
         const std::uint64_t count = std::min(inner.count - i, fitting);
-        copy_runs<is_gather>(packed, memory, count, inner.packed_stride, inner.memory_stride, run_bytes_);
+        copy_strided(memory, inner.memory_stride, packed, static_cast<std::int64_t>(inner.packed_stride), count, run_bytes_);
         i += count;
     }
 }
 
-template <bool is_gather> void Layout::move(const Range& range) const {
-    assert(range.begin <= range.end && range.end <= packed_bytes_);
-    if (run_bytes_ == 0 || range.begin == range.end) return;
-    std::vector<std::uint64_t> index = locate(range.begin);
+void Layout::scatter(std::uint64_t begin, std::uint64_t end, const std::byte* packed, std::byte* memory) const {
+    const Range range{begin, end, packed, memory};
+    assert(begin <= end && end <= packed_bytes_);
+    if (run_bytes_ == 0 || begin == end) return;
+    std::vector<std::uint64_t> index = locate(begin);
     const std::size_t inner = loops_.size() - 1;
     for (;;) {
         std::uint64_t packed_at = base_;
@@ -195,21 +169,13 @@ template <bool is_gather> void Layout::move(const Range& range) const {
             packed_at += index[d] * loops_[d].packed_stride;
             memory_at += static_cast<std::int64_t>(index[d]) * loops_[d].memory_stride;
         }
-        if (packed_at >= range.end) return;
-        move_row<is_gather>(range, packed_at, memory_at, index[inner]);
+        if (packed_at >= end) return;
+        scatter_row(range, packed_at, memory_at, index[inner]);
         index[inner] = 0;
         std::size_t d = inner;
         while (d > 0 && ++index[d - 1] == loops_[d - 1].count) index[--d] = 0;
         if (d == 0) return;
     }
-}
-
-void Layout::gather(std::uint64_t begin, std::uint64_t end, const std::byte* memory, std::byte* packed) const {
-    move<true>({begin, end, packed, memory});
-}
-
-void Layout::scatter(std::uint64_t begin, std::uint64_t end, const std::byte* packed, std::byte* memory) const {
-    move<false>({begin, end, const_cast<std::byte*>(packed), memory});
 }
 
 }  // namespace flowstone

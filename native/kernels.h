@@ -1,4 +1,4 @@
-// The loops over bytes: digest, gather, scatter. Pure; safe from any thread.
+// The loops over bytes: gather, scatter. Safe from any thread.
 #pragma once
 
 #include <cstddef>
@@ -6,12 +6,15 @@
 #include <span>
 #include <vector>
 
+#include "digest.h"
+
 namespace flowstone {
 
-/// XXH3-64, seed 0 (https://github.com/Cyan4973/xxHash).
-std::uint64_t xxh3_64(const void* bytes, std::size_t length);
-/// Of two runs of bytes as if they were one.
-std::uint64_t xxh3_64(const void* first, std::size_t first_length, const void* second, std::size_t second_length);
+/// `count` runs from `source` to `target`, each at its stride from the one before it.
+void copy_strided(std::byte* target, std::int64_t target_stride, const std::byte* source, std::int64_t source_stride,
+                  std::uint64_t count, std::uint64_t run_bytes);
+
+class LiveAccess;
 
 /// A box of a packed (row-major) array matched with strided memory.
 ///
@@ -34,8 +37,9 @@ public:
     /// Length of the packed array, the bytes outside the box included.
     std::uint64_t packed_bytes() const { return packed_bytes_; }
 
-    /// packed[0 .. end - begin) = packed bytes [begin, end); only bytes inside the box are written.
-    void gather(std::uint64_t begin, std::uint64_t end, const std::byte* memory, std::byte* packed) const;
+    /// packed[0 .. end - begin) = packed bytes [begin, end), out of live memory; of a layout that is `whole`.
+    /// 0, or what LiveAccess::read says; `packed` then holds anything. (gather.cpp)
+    int gather(std::uint64_t begin, std::uint64_t end, const std::byte* memory, std::byte* packed, LiveAccess& live) const;
 
     /// The reverse: the box's bytes that lie in packed bytes [begin, end) go to memory.
     void scatter(std::uint64_t begin, std::uint64_t end, const std::byte* packed, std::byte* memory) const;
@@ -47,17 +51,17 @@ private:
         std::int64_t memory_stride;   // bytes
     };
     struct Range;  // one call's view: [begin, end) and both sides' pointers
+    struct Cut;    // of a packed range, to gather
 
     void add_loop(Loop loop);
     void merge_run();
     std::vector<std::uint64_t> locate(std::uint64_t begin) const;
-    template <bool is_gather> void move(const Range& range) const;
-    template <bool is_gather>
-    void move_row(const Range& range, std::uint64_t packed_at, std::int64_t memory_at, std::uint64_t first) const;
+    void scatter_row(const Range& range, std::uint64_t packed_at, std::int64_t memory_at, std::uint64_t first) const;
 
     std::uint64_t packed_bytes_ = 0;
     std::uint64_t base_ = 0;       // packed offset of the box's first byte
     std::uint64_t run_bytes_ = 0;  // 0: the box is empty
+    bool is_whole_ = false;
     std::vector<Loop> loops_;      // outermost first, at least one unless empty
 };
 

@@ -88,7 +88,7 @@ void ReadJob::begin_mapped(const ReadWindow& planned) {
     window->planned = &planned;
     window->mapped = true;
     begin_window(false);
-    machine_.workers->post([this, window] { deliver(window); });
+    machine_.workers->post([this, window](LiveAccess&) { deliver(window); });
 }
 
 void ReadJob::begin(const ReadWindow& planned, Block block) {
@@ -142,7 +142,7 @@ void ReadJob::end_op(const std::shared_ptr<Window>& window, const Outcome& outco
         window->block.release();
         end_window();
     } else {
-        machine_.workers->post([this, window] { deliver(window); });
+        machine_.workers->post([this, window](LiveAccess&) { deliver(window); });
     }
 }
 

@@ -1,8 +1,8 @@
 #include "watch.h"
 
 #include <algorithm>
-#include <array>
 #include <cstring>
+#include <system_error>
 
 #include "bounds.h"
 #include "write_plan.h"
@@ -16,34 +16,11 @@ bool is_watched(const WriteRow& row) { return row.lazy && row.length != 0; }
 std::uint64_t line_count(const WriteRow& row) { return chunk_count(row.length) * lines_per_chunk; }
 std::uint64_t line_end(const WriteRow& row, std::uint64_t begin) { return std::min(begin + sizeof(Line), row.length); }
 
-/// Copies lines that lie far from each other: many at once are on their way, for each misses every cache there is.
-class Sampler {
-public:
-    void add(const std::byte* source, std::size_t length, Line* out) {
-        __builtin_prefetch(source);
-        Due& due = due_[next_++ % ahead];
-        take(due);
-        due = {source, length, out};
-    }
-    void finish() {
-        for (Due& due : due_) take(due);
-    }
-
-private:
-    struct Due {
-        const std::byte* source = nullptr;
-        std::size_t length = 0;
-        Line* out = nullptr;
-    };
-    static constexpr std::size_t ahead = 32;
-
-    static void take(Due& due) {
-        if (due.out != nullptr) std::memcpy(due.out->data(), due.source, due.length);
-        due.out = nullptr;
-    }
-
-    std::array<Due, ahead> due_{};
-    std::size_t next_ = 0;
+/// A line of a row.
+struct Spot {
+    std::size_t row = 0;
+    std::uint64_t begin = 0;
+    std::uint64_t end = 0;
 };
 
 }  // namespace
@@ -53,30 +30,45 @@ Watch::Watch(const WriteRows& rows) : rows_(rows), first_line_(rows.rows.size(),
     for (const WriteRow& row : rows.rows)
         if (is_watched(row) && row.device == on_host) count += line_count(row);
     lines_.resize(count);
-    Line* next = lines_.data();
-    Sampler sampler;
+    const Line* next = lines_.data();
     std::vector<const Line*> next_sample;
     for (const std::span<const Line> samples : rows.samples) next_sample.push_back(samples.data());
     for (std::size_t i = 0; i < rows.rows.size(); ++i) {
         const WriteRow& row = rows.rows[i];
         if (!is_watched(row)) continue;
-        if (row.device != on_host) {
-            const Line*& samples = next_sample[static_cast<std::size_t>(row.device)];
-            first_line_[i] = samples;
-            samples += line_count(row);
-            continue;
-        }
-        first_line_[i] = next;
+        const Line*& first = row.device == on_host ? next : next_sample[static_cast<std::size_t>(row.device)];
+        first_line_[i] = first;
+        first += line_count(row);
+    }
+    read_lines();
+}
+
+void Watch::read_lines() {
+    LiveAccess live;
+    LiveBatch<Spot> batch(live);
+    const auto flush = [&] {
+        batch.flush([&](const Spot& spot, int error) {
+            if (error != 0) report(spot.row, spot.begin, spot.end, error);
+        });
+    };
+    Line* next = lines_.data();
+    for (std::size_t i = 0; i < rows_.rows.size(); ++i) {
+        const WriteRow& row = rows_.rows[i];
+        if (!is_watched(row) || row.device != on_host) continue;
         for (std::uint64_t line = 0; line < line_count(row); ++line, ++next) {
             const std::uint64_t begin = line_begin(row.length, line, row.seed);
-            const std::uint64_t end = line_end(row, begin);
-            if (row.layout == contiguous)
-                sampler.add(row.source() + begin, end - begin, next);
-            else
-                copy_row(rows, row, begin, end, next->data());
+            const Spot spot{i, begin, line_end(row, begin)};
+            if (!batch.empty() && (!batch.has_room() || batch.end() != next->data() || row.layout != contiguous)) flush();
+            if (row.layout == contiguous) {
+                // Each misses every cache there is: they are fetched while the list is made, which never faults.
+                __builtin_prefetch(row.source() + spot.begin);
+                batch.add(next->data(), row.source() + spot.begin, spot.end - spot.begin, spot);
+            } else if (const int error = copy_row(rows_, row, spot.begin, spot.end, next->data(), live)) {
+                report(i, spot.begin, spot.end, error);
+            }
         }
     }
-    sampler.finish();
+    flush();
 }
 
 std::uint64_t Watch::sample_digest(std::size_t row) const {
@@ -107,9 +99,9 @@ void Watch::note_seam(std::size_t row, std::uint64_t begin, std::uint64_t digest
     if (differs) report(row, begin, std::min(rows_.rows[row].length, round_down(begin, chunk_bytes) + chunk_bytes));
 }
 
-void Watch::report(std::size_t row, std::uint64_t begin, std::uint64_t end) {
+void Watch::report(std::size_t row, std::uint64_t begin, std::uint64_t end, int error) {
     const std::lock_guard lock(mutex_);
-    if (!change_) change_ = Change{row, begin, end};
+    if (!change_) change_ = Change{row, begin, end, error};
 }
 
 std::optional<Watch::Change> Watch::change() const {
@@ -119,6 +111,7 @@ std::optional<Watch::Change> Watch::change() const {
 
 std::vector<std::uint64_t> sample_digests(const WriteRows& rows) {
     const Watch watch(rows);
+    if (const auto change = watch.change()) throw std::system_error(change->error, std::generic_category(), "reading live memory");
     std::vector<std::uint64_t> digests(rows.rows.size());
     for (std::size_t i = 0; i < digests.size(); ++i) digests[i] = watch.sample_digest(i);
     return digests;

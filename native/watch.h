@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "live_memory.h"
 #include "rows.h"
 
 namespace flowstone {
@@ -32,18 +33,21 @@ public:
     /// Row bytes [begin, the end of their chunk) as one of the two windows that meet there saw them.
     void note_seam(std::size_t row, std::uint64_t begin, std::uint64_t digest);
 
-    /// Row bytes [begin, end) are found to have changed.
-    void report(std::size_t row, std::uint64_t begin, std::uint64_t end);
+    /// Row bytes [begin, end) are found to have changed; or, with an `error` (EFAULT), not to be there any more.
+    void report(std::size_t row, std::uint64_t begin, std::uint64_t end, int error = 0);
 
     struct Change {
         std::size_t row;
         std::uint64_t begin;  // bytes, from the row's start
         std::uint64_t end;
+        int error;  // errno, where they could not be read
     };
     /// The first that was found.
     std::optional<Change> change() const;
 
 private:
+    void read_lines();
+
     const WriteRows& rows_;
     std::vector<Line> lines_;               // of rows on the host
     std::vector<const Line*> first_line_;  // per row; null: unwatched
@@ -53,7 +57,7 @@ private:
 };
 
 /// For each row a digest of a few lines of it, read now; samples of rows on a device are there already. Rows of equal
-/// bytes have equal ones, wherever they lie. All rows are to be lazy.
+/// bytes have equal ones, wherever they lie. All rows are to be lazy. Throws std::system_error (EFAULT) where one is not there.
 std::vector<std::uint64_t> sample_digests(const WriteRows& rows);
 
 }  // namespace flowstone

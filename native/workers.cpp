@@ -5,11 +5,12 @@
 namespace flowstone {
 
 Workers::Workers(std::size_t count, Priority priority) {
+    for (std::size_t i = 0; i < count; ++i) live_.push_back(std::make_unique<LiveAccess>());
     threads_.reserve(count);
     for (std::size_t i = 0; i < count; ++i)
-        threads_.emplace_back([this, priority] {
+        threads_.emplace_back([this, priority, i] {
             assume(priority);
-            run();
+            run(*live_[i]);
         });
 }
 
@@ -22,21 +23,21 @@ Workers::~Workers() {
     for (std::jthread& thread : threads_) thread.join();
 }
 
-void Workers::post(std::function<void()> task) {
+void Workers::post(Task task) {
     const std::lock_guard lock(mutex_);
     tasks_.push_back(std::move(task));
     posted_.notify_one();
 }
 
-void Workers::run() {
+void Workers::run(LiveAccess& live) {
     std::unique_lock lock(mutex_);
     for (;;) {
         posted_.wait(lock, [this] { return stopping_ || !tasks_.empty(); });
         if (tasks_.empty()) return;
-        const std::function<void()> task = std::move(tasks_.front());
+        const Task task = std::move(tasks_.front());
         tasks_.pop_front();
         lock.unlock();
-        task();
+        task(live);
         lock.lock();
     }
 }

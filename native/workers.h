@@ -5,10 +5,12 @@
 #include <cstddef>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
 
+#include "live_memory.h"
 #include "priority.h"
 
 namespace flowstone {
@@ -23,17 +25,19 @@ public:
     Workers(const Workers&) = delete;
     Workers& operator=(const Workers&) = delete;
 
-    /// Does not block. Tasks do not throw.
-    void post(std::function<void()> task);
+    /// Does not block. Tasks do not throw; each is given what its thread copies live memory with.
+    using Task = std::function<void(LiveAccess& live)>;
+    void post(Task task);
     std::size_t count() const { return threads_.size(); }
 
 private:
-    void run();
+    void run(LiveAccess& live);
 
     std::mutex mutex_;
     std::condition_variable posted_;
-    std::deque<std::function<void()>> tasks_;
+    std::deque<Task> tasks_;
     bool stopping_ = false;
+    std::vector<std::unique_ptr<LiveAccess>> live_;  // one each
     std::vector<std::jthread> threads_;
 };
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cassert>
+#include <cerrno>
 #include <chrono>
 #include <optional>
 #include <string>
@@ -27,6 +28,7 @@ struct WriteJob::Window {
     std::byte* rest = nullptr;             // of what was fetched: see fetch_run; null: nothing was
     std::atomic<std::size_t> fetching{0};  // devices
     std::atomic<std::size_t> ops_left{0};
+    std::atomic<bool> gone{false};  // direct: the system has not found all of its sources
 };
 
 /// Whose turn it is. Early windows go first. Copied ones go from the front, direct ones from the back;
@@ -173,7 +175,9 @@ void WriteJob::begin_copied(const WriteWindow& planned, Block block) {
     window->block = std::move(block);
     if (window->lazy) ++copied_under_way_;
     begin_window(true);
-    machine_.workers->post([this, window] { needs_fetch(*rows_, window->planned) ? fetch(window) : capture_copied(window); });
+    machine_.workers->post([this, window](LiveAccess& live) {
+        needs_fetch(*rows_, window->planned) ? fetch(window, live) : capture_copied(window, live);
+    });
 }
 
 /// A block also has room for the rest of a chunk that a fetched window cuts.
@@ -189,11 +193,11 @@ void WriteJob::begin_direct(DirectPlan plan, bool lazy) {
     window->lazy = lazy;
     ++direct_under_way_;
     begin_window(true);
-    machine_.workers->post([this, window] { capture_direct(window); });
+    machine_.workers->post([this, window](LiveAccess& live) { capture_direct(window, live); });
 }
 
 /// Queue what lies on devices, and copy what lies beside it on the host.
-void WriteJob::fetch(const std::shared_ptr<Window>& window) {
+void WriteJob::fetch(const std::shared_ptr<Window>& window, LiveAccess& live) {
     window->rest = window->block.bytes() + (arena_->block_bytes() - chunk_bytes);
     std::vector<bool> used(rows_->devices.size(), false);
     const auto queue_copy = [&](const WriteRow& row, std::uint64_t begin, std::uint64_t bytes, std::byte* out) {
@@ -204,7 +208,9 @@ void WriteJob::fetch(const std::shared_ptr<Window>& window) {
             take_outcome({device_fault(*device, error, *files_[row.file], row.offset + begin, bytes), false});
     };
     for (const WriteRun& run : split_runs(*rows_, window->planned, options_.gap_bytes))
-        if (!stopping()) fetch_run(*rows_, run, window->block.bytes() + (run.begin - window->planned.begin), window->rest, queue_copy);
+        if (!stopping())
+            fetch_run(*rows_, run, window->block.bytes() + (run.begin - window->planned.begin), window->rest, queue_copy, watch_, live);
+    take_change();
     queue(*window);
     await_fetched(window, used);
 }
@@ -213,7 +219,7 @@ void WriteJob::fetch(const std::shared_ptr<Window>& window) {
 void WriteJob::await_fetched(const std::shared_ptr<Window>& window, const std::vector<bool>& used) {
     window->fetching = 1 + static_cast<std::size_t>(std::count(used.begin(), used.end(), true));
     const auto arrived = [this, window] {
-        if (--window->fetching == 0) machine_.workers->post([this, window] { capture_copied(window); });
+        if (--window->fetching == 0) machine_.workers->post([this, window](LiveAccess& live) { capture_copied(window, live); });
     };
     for (std::size_t i = 0; i < used.size(); ++i) {
         if (!used[i]) continue;
@@ -228,7 +234,7 @@ void WriteJob::await_fetched(const std::shared_ptr<Window>& window, const std::v
     arrived();
 }
 
-void WriteJob::capture_copied(const std::shared_ptr<Window>& window) {
+void WriteJob::capture_copied(const std::shared_ptr<Window>& window, LiveAccess& live) {
     if (stopping()) {
         release(*window);
         return end(window);
@@ -236,7 +242,7 @@ void WriteJob::capture_copied(const std::shared_ptr<Window>& window) {
     const std::vector<WriteRun> runs = split_runs(*rows_, window->planned, options_.gap_bytes);
     const auto image = [&](const WriteRun& run) { return window->block.bytes() + (run.begin - window->planned.begin); };
     for (const WriteRun& run : runs) {
-        capture_run(*rows_, run, image(run), window->rest, digests_, watch_);
+        capture_run(*rows_, run, image(run), window->rest, digests_, watch_, live);
         copied_bytes_ += row_bytes(*rows_, run);
     }
     take_change();
@@ -245,21 +251,23 @@ void WriteJob::capture_copied(const std::shared_ptr<Window>& window) {
     for (const WriteRun& run : runs) submit(window, run, {{image(run), run.end - run.begin}});
 }
 
-void WriteJob::capture_direct(const std::shared_ptr<Window>& window) {
+void WriteJob::capture_direct(const std::shared_ptr<Window>& window, LiveAccess& live) {
     if (stopping()) return end(window);
     std::byte* bounce = window->bounce.get();
     std::vector<std::vector<iovec>> lists;
     for (const DirectRun& direct : window->direct->runs) {
-        digest_run(*rows_, direct.run, digests_);
+        digest_run(*rows_, direct.run, digests_, watch_, live);
         std::vector<iovec>& list = lists.emplace_back();
         for (const DirectPart& part : direct.parts) {
             const std::uint64_t bytes = part.end - part.begin;
-            if (part.source == nullptr) image_range(*rows_, direct.run, part.begin, part.end, bounce);
+            if (part.source == nullptr) image_range(*rows_, direct.run, part.begin, part.end, bounce, watch_, live);
             list.push_back({part.source == nullptr ? bounce : const_cast<std::byte*>(part.source), bytes});
             if (part.source == nullptr) bounce += bytes;
         }
         copied_bytes_ += row_bytes(*rows_, direct.run);
     }
+    take_change();
+    if (stopping()) return end(window);
     copied_bytes_ -= window->direct->direct_bytes;
     direct_bytes_ += window->direct->direct_bytes;
     window->ops_left = lists.size();
@@ -283,19 +291,29 @@ void WriteJob::submit(const std::shared_ptr<Window>& window, const WriteRun& run
 }
 
 void WriteJob::end_op(const std::shared_ptr<Window>& window, std::uint64_t bytes, const Outcome& outcome) {
-    take_outcome(outcome);
+    // What is ours is there: it is the caller's memory that the system did not find.
+    const bool is_gone = window->direct && outcome.fault && outcome.fault->error == EFAULT;
+    if (is_gone)
+        window->gone = true;
+    else
+        take_outcome(outcome);
     if (!outcome.fault && !outcome.dropped) done_bytes_ += bytes;
     if (--window->ops_left != 0) return;
-    if (window->direct && window->lazy && !stopping())
-        machine_.workers->post([this, window] { confirm(window); });
+    if (window->direct && (window->lazy || window->gone) && !stopping())
+        machine_.workers->post([this, window](LiveAccess& live) { confirm(window, live); });
     else
         end(window);
 }
 
 /// The device has read lazy sources by itself: were they still what was digested?
-void WriteJob::confirm(const std::shared_ptr<Window>& window) {
-    for (const DirectRun& direct : window->direct->runs) confirm_run(*rows_, direct.run, digests_, watch_);
+void WriteJob::confirm(const std::shared_ptr<Window>& window, LiveAccess& live) {
+    for (const DirectRun& direct : window->direct->runs) confirm_run(*rows_, direct.run, digests_, watch_, live);
     take_change();
+    if (window->gone && !stopping()) {
+        // All of it is there again, but was not written.
+        const WriteRun& run = window->direct->runs.front().run;
+        take_outcome({Fault{"capture", EFAULT, files_[run.file]->path, run.begin, window->direct->runs.back().run.end - run.begin}, false});
+    }
     end(window);
 }
 
@@ -304,7 +322,7 @@ void WriteJob::take_change() {
     if (!change) return;
     const WriteRow& row = rows_->rows[change->row];
     const std::string& path = files_[row.file]->path;
-    take_outcome({Fault{"capture", 0, path, row.offset + change->begin, change->end - change->begin}, false});
+    take_outcome({Fault{"capture", change->error, path, row.offset + change->begin, change->end - change->begin}, false});
 }
 
 /// Nothing on the host is read for it any more, and nothing more of a device is queued.

@@ -33,7 +33,7 @@ struct WriteOptions {
 /// Windows with a row that is not lazy come first, as fast as they can. The others follow within
 /// `options`, until somebody waits for them. What lies on a device is queued to be copied into a block, and goes on
 /// like everything else once it is there. A lazy source that has changed before it was captured is a
-/// fault ("capture", with the place in the file), never a silent mixture.
+/// fault ("capture", with the place in the file), never a silent mixture; so is one that is not there any more (EFAULT).
 class WriteJob final : public Job {
 public:
     /// Starts at once. `rows` have passed check_rows; the arena's blocks hold a request.
@@ -64,13 +64,13 @@ private:
     std::optional<Block> take_block(Order& order);
     void begin_copied(const WriteWindow& planned, Block block);
     void begin_direct(DirectPlan plan, bool lazy);
-    void fetch(const std::shared_ptr<Window>& window);
+    void fetch(const std::shared_ptr<Window>& window, LiveAccess& live);
     void await_fetched(const std::shared_ptr<Window>& window, const std::vector<bool>& used);
-    void capture_copied(const std::shared_ptr<Window>& window);
-    void capture_direct(const std::shared_ptr<Window>& window);
+    void capture_copied(const std::shared_ptr<Window>& window, LiveAccess& live);
+    void capture_direct(const std::shared_ptr<Window>& window, LiveAccess& live);
     void submit(const std::shared_ptr<Window>& window, const WriteRun& run, std::vector<iovec> parts);
     void end_op(const std::shared_ptr<Window>& window, std::uint64_t bytes, const Outcome& outcome);
-    void confirm(const std::shared_ptr<Window>& window);
+    void confirm(const std::shared_ptr<Window>& window, LiveAccess& live);
     void take_change();
     void queue(const Window& window);
     void release(const Window& window);

@@ -3,28 +3,14 @@
 #include <algorithm>
 #include <cassert>
 #include <cstring>
-#include <memory>
 
 #include "bounds.h"
 
 namespace flowstone {
 namespace {
 
-/// Room for one gathered chunk, per thread, because a chunk is gathered at most once at a time.
-std::byte* scratch() {
-    thread_local const std::unique_ptr<std::byte[]> memory(new std::byte[chunk_bytes]);
-    return memory.get();
-}
-
 const Layout* layout_of(const WriteRows& rows, const WriteRow& row) {
     return row.layout == contiguous ? nullptr : &rows.layouts[static_cast<std::size_t>(row.layout)];
-}
-
-/// Row bytes [begin, end) as one run of memory: the source itself, or `room` filled with them.
-const std::byte* row_run(const WriteRows& rows, const WriteRow& row, std::uint64_t begin, std::uint64_t end, std::byte* room) {
-    if (row.layout == contiguous) return row.source() + begin;
-    copy_row(rows, row, begin, end, room);
-    return room;
 }
 
 struct Span {
@@ -62,29 +48,123 @@ template <class Each> void for_chunks(const WriteRows& rows, std::size_t row_ind
     }
 }
 
-/// One chunk's part to its place in the image, digested there while it is in the cache.
-void capture_chunk(const WriteRows& rows, const ChunkShare& part, std::byte* image, const std::byte* fetched,
-                   std::span<std::uint64_t> digests, Watch& watch) {
-    const WriteRow& row = rows.rows[part.row];
-    if (fetched == nullptr) copy_row(rows, row, part.low, part.high, image);
-    if (row.chunk == no_digest) return;
-    watch.compare(part.row, part.low, part.high, image);
-    const std::uint64_t bytes = part.high - part.low;
-    if (!part.starts_here()) {
-        if (part.ends_here()) watch.note_seam(part.row, part.low, xxh3_64(image, bytes));
-        return;
-    }
-    std::uint64_t& digest = digests[row.chunk + part.chunk];
-    if (part.ends_here()) {
-        digest = xxh3_64(image, bytes);
-        return;
-    }
-    const std::uint64_t rest_bytes = part.end - part.high;
-    if (fetched == nullptr) copy_row(rows, row, part.high, part.end, scratch());
-    const std::byte* const rest = fetched == nullptr ? scratch() : fetched;
-    digest = xxh3_64(image, bytes, rest, rest_bytes);
-    watch.note_seam(part.row, part.high, xxh3_64(rest, rest_bytes));
+/// Row bytes, or a report that they are not there.
+bool read_row(const WriteRows& rows, std::size_t row, std::uint64_t begin, std::uint64_t end, std::byte* out, Watch& watch,
+              LiveAccess& live) {
+    const int error = copy_row(rows, rows.rows[row], begin, end, out, live);
+    if (error != 0) watch.report(row, begin, end, error);
+    return error == 0;
 }
+
+/// Shows row bytes [begin, end) to `look(begin, end, bytes)`, piece by piece out of room that stays in the cache. Whether
+/// they are there.
+template <class Look>
+bool view_row(const WriteRows& rows, std::size_t row, std::uint64_t begin, std::uint64_t end, Watch& watch, LiveAccess& live, Look look) {
+    constexpr std::uint64_t piece_bytes = std::uint64_t{256} << 10;
+    for (; begin < end; begin += piece_bytes) {
+        const std::uint64_t piece_end = std::min(begin + piece_bytes, end);
+        if (!read_row(rows, row, begin, piece_end, live.chunk_room(), watch, live)) return false;
+        look(begin, piece_end, live.chunk_room());
+    }
+    return true;
+}
+
+/// Makes a run's image. What is short is copied by the batch; a chunk is digested while it is in the cache.
+class Capture {
+public:
+    Capture(const WriteRows& rows, const std::byte* fetched, std::span<std::uint64_t> digests, Watch& watch, LiveAccess& live)
+        : rows_(rows), fetched_(fetched), digests_(digests), watch_(watch), live_(live), batch_(live) {}
+    ~Capture() { flush(); }
+    Capture(const Capture&) = delete;
+    Capture& operator=(const Capture&) = delete;
+
+    void gap(std::byte* image, std::uint64_t bytes) {
+        // Zeros are read like sources, so that the batch goes on across them.
+        if (!batch_.empty() && batch_.has_room() && image == batch_.end() && bytes <= sizeof zeros)
+            batch_.add(image, zeros, bytes, {});
+        else
+            std::memset(image, 0, bytes);
+    }
+
+    void share(const ChunkShare& part, std::byte* image) {
+        const WriteRow& row = rows_.rows[part.row];
+        const std::uint64_t bytes = part.high - part.low;
+        const bool is_short = bytes < short_bytes && row.layout == contiguous && fetched_ == nullptr && part.ends_here();
+        if (!batch_.empty() && (!is_short || !batch_.has_room() || image != batch_.end() || batch_.bytes() + bytes > batch_bytes)) flush();
+        if (is_short)
+            batch_.add(image, row.source() + part.low, bytes, {part, image});
+        else if (fetched_ == nullptr && row.layout == contiguous && row.chunk != no_digest)
+            stream(part, image);
+        else if (fetched_ != nullptr || read_row(rows_, part.row, part.low, part.high, image, watch_, live_))
+            take(part, image);
+    }
+
+private:
+    struct Item {
+        ChunkShare part;
+        const std::byte* image = nullptr;  // null: a gap
+    };
+    static constexpr std::uint64_t short_bytes = std::uint64_t{64} << 10;
+    static constexpr std::uint64_t batch_bytes = std::uint64_t{256} << 10;  // in the cache with what it comes from
+    static constexpr std::byte zeros[block_alignment_bytes] = {};
+
+    void flush() {
+        batch_.flush([&](const Item& item, int error) {
+            if (item.image == nullptr) return;
+            if (error != 0)
+                watch_.report(item.part.row, item.part.low, item.part.high, error);
+            else
+                take(item.part, item.image);
+        });
+    }
+
+    /// The part is in its place.
+    void take(const ChunkShare& part, const std::byte* image) {
+        if (rows_.rows[part.row].chunk == no_digest) return;
+        const std::uint64_t bytes = part.high - part.low;
+        if (part.ends_here()) return note(part, image, xxh3_64(image, bytes));
+        Digester digester;
+        digester.update(image, bytes);
+        finish(part, image, digester);
+    }
+
+    void stream(const ChunkShare& part, std::byte* image) {
+        const WriteRow& row = rows_.rows[part.row];
+        Digester digester;
+        if (const int error = live_.read(image, row.source() + part.low, part.high - part.low, row.length - part.high, digester))
+            return watch_.report(part.row, part.low, part.high, error);
+        finish(part, image, digester);
+    }
+
+    /// The digester has seen the part: it also sees what of the chunk lies beyond the run.
+    void finish(const ChunkShare& part, const std::byte* image, Digester& digester) {
+        if (part.starts_here() && !part.ends_here()) {
+            const std::byte* rest = fetched_;
+            if (rest == nullptr) {
+                rest = live_.chunk_room();
+                if (!read_row(rows_, part.row, part.high, part.end, live_.chunk_room(), watch_, live_)) return;
+            }
+            digester.update(rest, part.end - part.high);
+            watch_.note_seam(part.row, part.high, xxh3_64(rest, part.end - part.high));
+        }
+        note(part, image, digester.value());
+    }
+
+    void note(const ChunkShare& part, const std::byte* image, std::uint64_t digest) {
+        watch_.compare(part.row, part.low, part.high, image);
+        if (part.starts_here())
+            digests_[rows_.rows[part.row].chunk + part.chunk] = digest;
+        else if (part.ends_here())
+            watch_.note_seam(part.row, part.low, digest);
+    }
+
+    const WriteRows& rows_;
+    const std::byte* const fetched_;
+    const std::span<std::uint64_t> digests_;
+    Watch& watch_;
+    LiveAccess& live_;
+    LiveBatch<Item> batch_;
+};
 
 /// First row in the run that ends after `offset`.
 std::size_t first_row_after(const WriteRows& rows, const WriteRun& run, std::uint64_t offset) {
@@ -144,12 +224,10 @@ DirectRun plan_direct_run(const WriteRows& rows, const WriteRun& run) {
 
 }  // namespace
 
-void copy_row(const WriteRows& rows, const WriteRow& row, std::uint64_t begin, std::uint64_t end, std::byte* out) {
+int copy_row(const WriteRows& rows, const WriteRow& row, std::uint64_t begin, std::uint64_t end, std::byte* out, LiveAccess& live) {
     assert(row.device == on_host);
-    if (const Layout* layout = layout_of(rows, row))
-        layout->gather(begin, end, row.source(), out);
-    else
-        std::memcpy(out, row.source() + begin, end - begin);
+    if (const Layout* layout = layout_of(rows, row)) return layout->gather(begin, end, row.source(), out, live);
+    return live.read(out, row.source() + begin, end - begin);
 }
 
 std::vector<WriteWindow> plan_windows(const WriteRows& rows, std::uint64_t request_bytes) {
@@ -214,12 +292,13 @@ std::optional<DirectPlan> plan_direct(const WriteRows& rows, const WriteWindow& 
     return plan;
 }
 
-void fetch_run(const WriteRows& rows, const WriteRun& run, std::byte* image, std::byte* rest, const Fetch& fetch) {
-    const auto get = [&](const WriteRow& row, std::uint64_t begin, std::uint64_t end, std::byte* out) {
-        if (row.device == on_host)
-            copy_row(rows, row, begin, end, out);
+void fetch_run(const WriteRows& rows, const WriteRun& run, std::byte* image, std::byte* rest, const Fetch& fetch, Watch& watch,
+               LiveAccess& live) {
+    const auto get = [&](std::size_t row, std::uint64_t begin, std::uint64_t end, std::byte* out) {
+        if (rows.rows[row].device == on_host)
+            (void)read_row(rows, row, begin, end, out, watch, live);
         else
-            fetch(row, begin, end - begin, out);
+            fetch(rows.rows[row], begin, end - begin, out);
     };
     walk(
         rows, run, run.begin, run.end, [](std::uint64_t, std::uint64_t) {},
@@ -227,56 +306,64 @@ void fetch_run(const WriteRows& rows, const WriteRun& run, std::byte* image, std
             const WriteRow& row = rows.rows[i];
             const std::uint64_t low = span.low - row.offset;
             const std::uint64_t high = span.high - row.offset;
-            get(row, low, high, image + (span.low - run.begin));
+            get(i, low, high, image + (span.low - run.begin));
             // Of a chunk that began before the run, the rest is another window's.
             const std::uint64_t chunk = round_down(high, chunk_bytes);
             if (row.chunk != no_digest && high < row.length && chunk < high && chunk >= low)
-                get(row, high, std::min(chunk + chunk_bytes, row.length), rest);
+                get(i, high, std::min(chunk + chunk_bytes, row.length), rest);
         });
 }
 
 void capture_run(const WriteRows& rows, const WriteRun& run, std::byte* image, const std::byte* rest,
-                 std::span<std::uint64_t> digests, Watch& watch) {
+                 std::span<std::uint64_t> digests, Watch& watch, LiveAccess& live) {
+    Capture capture(rows, rest, digests, watch, live);
     walk(
         rows, run, run.begin, run.end,
-        [&](std::uint64_t low, std::uint64_t high) { std::memset(image + (low - run.begin), 0, high - low); },
+        [&](std::uint64_t low, std::uint64_t high) { capture.gap(image + (low - run.begin), high - low); },
         [&](std::size_t row, Span span) {
             for_chunks(rows, row, span, [&](const ChunkShare& part) {
-                capture_chunk(rows, part, image + (rows.rows[row].offset + part.low - run.begin), rest, digests, watch);
+                capture.share(part, image + (rows.rows[row].offset + part.low - run.begin));
             });
         });
 }
 
-void digest_run(const WriteRows& rows, const WriteRun& run, std::span<std::uint64_t> digests) {
+void digest_run(const WriteRows& rows, const WriteRun& run, std::span<std::uint64_t> digests, Watch& watch, LiveAccess& live) {
     for_digests(rows, run, [&](const ChunkShare& part) {
-        const WriteRow& row = rows.rows[part.row];
         if (!part.starts_here()) return;
-        digests[row.chunk + part.chunk] = xxh3_64(row_run(rows, row, part.begin, part.end, scratch()), part.end - part.begin);
+        Digester digester;
+        const auto digest = [&](std::uint64_t begin, std::uint64_t end, const std::byte* bytes) { digester.update(bytes, end - begin); };
+        if (view_row(rows, part.row, part.begin, part.end, watch, live, digest)) digests[rows.rows[part.row].chunk + part.chunk] = digester.value();
     });
 }
 
-void confirm_run(const WriteRows& rows, const WriteRun& run, std::span<const std::uint64_t> digests, Watch& watch) {
+void confirm_run(const WriteRows& rows, const WriteRun& run, std::span<const std::uint64_t> digests, Watch& watch, LiveAccess& live) {
     for_digests(rows, run, [&](const ChunkShare& part) {
-        const WriteRow& row = rows.rows[part.row];
-        const std::uint64_t begin = part.starts_here() ? part.begin : part.low;
-        const std::byte* const bytes = row_run(rows, row, begin, part.end, scratch());
-        watch.compare(part.row, begin, part.end, bytes);
+        Digester seen;    // of the chunk, if it starts in the run, else of what the run has written of it
+        Digester beyond;  // of what other windows write of it
+        const auto look = [&](std::uint64_t begin, std::uint64_t end, const std::byte* bytes) {
+            watch.compare(part.row, begin, end, bytes);
+            seen.update(bytes, end - begin);
+            if (begin >= part.high) beyond.update(bytes, end - begin);
+        };
+        if (!view_row(rows, part.row, part.low, part.high, watch, live, look)) return;
         if (!part.starts_here()) {
-            if (part.ends_here()) watch.note_seam(part.row, part.low, xxh3_64(bytes, part.end - begin));
+            if (part.ends_here()) watch.note_seam(part.row, part.low, seen.value());
             return;
         }
-        if (xxh3_64(bytes, part.end - begin) != digests[row.chunk + part.chunk]) watch.report(part.row, begin, part.end);
-        if (!part.ends_here()) watch.note_seam(part.row, part.high, xxh3_64(bytes + (part.high - begin), part.end - part.high));
+        if (!view_row(rows, part.row, part.high, part.end, watch, live, look)) return;
+        if (seen.value() != digests[rows.rows[part.row].chunk + part.chunk]) watch.report(part.row, part.begin, part.end);
+        if (!part.ends_here()) watch.note_seam(part.row, part.high, beyond.value());
     });
 }
 
-void image_range(const WriteRows& rows, const WriteRun& run, std::uint64_t begin, std::uint64_t end, std::byte* image) {
+void image_range(const WriteRows& rows, const WriteRun& run, std::uint64_t begin, std::uint64_t end, std::byte* image,
+                 Watch& watch, LiveAccess& live) {
     walk(
         rows, run, begin, end,
         [&](std::uint64_t low, std::uint64_t high) { std::memset(image + (low - begin), 0, high - low); },
         [&](std::size_t i, Span span) {
-            const WriteRow& row = rows.rows[i];
-            copy_row(rows, row, span.low - row.offset, span.high - row.offset, image + (span.low - begin));
+            const std::uint64_t offset = rows.rows[i].offset;
+            (void)read_row(rows, i, span.low - offset, span.high - offset, image + (span.low - begin), watch, live);
         });
 }
 

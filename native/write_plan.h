@@ -8,6 +8,7 @@
 #include <span>
 #include <vector>
 
+#include "live_memory.h"
 #include "rows.h"
 #include "watch.h"
 
@@ -57,31 +58,35 @@ struct DirectPlan {
 /// (on a device, strided, at another phase, or too much to bounce).
 std::optional<DirectPlan> plan_direct(const WriteRows& rows, const WriteWindow& window, std::uint64_t gap_bytes);
 
-/// Row bytes [begin, end), counted from the row's start, to `out`. The row is on the host.
-void copy_row(const WriteRows& rows, const WriteRow& row, std::uint64_t begin, std::uint64_t end, std::byte* out);
+// Sources are live memory: what is not there any more is reported to `watch`, and is then anything in the image.
+
+/// Row bytes [begin, end), counted from the row's start, to `out`. The row is on the host. 0, or why not (LiveAccess::read).
+int copy_row(const WriteRows& rows, const WriteRow& row, std::uint64_t begin, std::uint64_t end, std::byte* out, LiveAccess& live);
 
 /// Make `image` the run's exact bytes, gaps zero, and digest every chunk that starts in the run
 /// (also where it goes on past the run's end). What is digested is the image, not the source, so the
 /// digests are those of what will be written whatever happens to the source; `watch` is told what was seen.
 /// `rest` is null, or fetch_run has filled both.
 void capture_run(const WriteRows& rows, const WriteRun& run, std::byte* image, const std::byte* rest,
-                 std::span<std::uint64_t> digests, Watch& watch);
+                 std::span<std::uint64_t> digests, Watch& watch, LiveAccess& live);
 
 /// To copy `bytes` from a row on a device, later; until then their place must stay.
 using Fetch = std::function<void(const WriteRow& row, std::uint64_t begin, std::uint64_t bytes, std::byte* out)>;
 
 /// All that capture_run will look at: the run's bytes into `image`, and those of the chunk that goes on past its end into
 /// `rest`, with room for a chunk. Rows on the host are copied, those on devices are left to `fetch`.
-void fetch_run(const WriteRows& rows, const WriteRun& run, std::byte* image, std::byte* rest, const Fetch& fetch);
+void fetch_run(const WriteRows& rows, const WriteRun& run, std::byte* image, std::byte* rest, const Fetch& fetch, Watch& watch,
+               LiveAccess& live);
 
 /// The digests alone, of a run that is about to be written from where it lies.
-void digest_run(const WriteRows& rows, const WriteRun& run, std::span<std::uint64_t> digests);
+void digest_run(const WriteRows& rows, const WriteRun& run, std::span<std::uint64_t> digests, Watch& watch, LiveAccess& live);
 
 /// The run has been written from where it lies: `watch` is told where the sources are not what was digested.
-void confirm_run(const WriteRows& rows, const WriteRun& run, std::span<const std::uint64_t> digests, Watch& watch);
+void confirm_run(const WriteRows& rows, const WriteRun& run, std::span<const std::uint64_t> digests, Watch& watch, LiveAccess& live);
 
 /// The image of [begin, end) inside the run alone.
-void image_range(const WriteRows& rows, const WriteRun& run, std::uint64_t begin, std::uint64_t end, std::byte* image);
+void image_range(const WriteRows& rows, const WriteRun& run, std::uint64_t begin, std::uint64_t end, std::byte* image,
+                 Watch& watch, LiveAccess& live);
 
 /// Source bytes in the run.
 std::uint64_t row_bytes(const WriteRows& rows, const WriteRun& run);

@@ -7,7 +7,9 @@
 #include <vector>
 
 #include "bounds.h"
+#include "digest.h"
 #include "kernels.h"
+#include "live_memory.h"
 
 namespace flowstone {
 namespace {
@@ -93,6 +95,22 @@ Layout layout_of(const Sample& sample) {
 
 TEST_CASE("xxh3_64 matches the published value of nothing") { CHECK(xxh3_64(nullptr, 0) == 0x2D06800538D394C2); }
 
+TEST_CASE("the digest is the same for every kind of processor, at once and bit by bit") {
+    std::mt19937_64 random(3);
+    const std::vector<std::byte> bytes = random_bytes(random, 70'000);
+    for (const std::size_t length : {1U, 16U, 17U, 128U, 129U, 240U, 241U, 1024U, 1025U, 4096U, 65'537U, 70'000U})
+        for (const std::size_t first : {std::size_t{0}, std::size_t{1}, length / 2, length}) {
+            const std::uint64_t plain = flowstone_xxh3_plain.whole(bytes.data(), length);
+            CAPTURE(length);
+            CAPTURE(first);
+            CHECK(xxh3_64(bytes.data(), length) == plain);
+            Digester digester;
+            digester.update(bytes.data(), first);
+            digester.update(bytes.data() + first, length - first);
+            CHECK(digester.value() == plain);
+        }
+}
+
 TEST_CASE("scatter in random pieces equals the byte-wise reference") {
     std::mt19937_64 random(1);
     for (int round = 0; round < 3000; ++round) {
@@ -114,6 +132,7 @@ TEST_CASE("scatter in random pieces equals the byte-wise reference") {
 
 TEST_CASE("gather of any range equals the byte-wise reference") {
     std::mt19937_64 random(2);
+    LiveAccess live;
     for (int round = 0; round < 3000; ++round) {
         const Sample sample = make_sample(random, true);
         std::vector<std::byte> dense(sample.packed.size());
@@ -121,10 +140,55 @@ TEST_CASE("gather of any range equals the byte-wise reference") {
         const std::uint64_t begin = random() % (dense.size() + 1);
         const std::uint64_t end = begin + random() % (dense.size() - begin + 1);
         std::vector<std::byte> actual(end - begin);
-        Layout::whole(sample.item_bytes, sample.shape, sample.strides)
-            .gather(begin, end, sample.memory.data() + sample.origin, actual.data());
+        const Layout layout = Layout::whole(sample.item_bytes, sample.shape, sample.strides);
+        REQUIRE(layout.gather(begin, end, sample.memory.data() + sample.origin, actual.data(), live) == 0);
         CAPTURE(round);
         REQUIRE(std::equal(actual.begin(), actual.end(), dense.begin() + static_cast<std::ptrdiff_t>(begin)));
+    }
+}
+
+TEST_CASE("gather of large arrays equals the byte-wise reference, whatever their strides") {
+    struct Shape {
+        std::uint64_t item_bytes;
+        Sizes shape;
+        Strides strides;
+    };
+    const Shape shapes[] = {
+        {4, {512, 700}, {4, 2048}},               // transposed
+        {4, {64, 3, 7, 50}, {4200, 4, 600, 12}},  // channels last
+        {4, {300'000}, {8}},                      // every other one
+        {4, {5'000}, {1024}},                     // a column
+        {2, {1'000, 600}, {-2'400, 2}},           // rows of 1200 bytes, backwards
+        {8, {400, 300}, {-8, 4'000}},             // transposed, backwards
+        {1, {7, 200'000}, {0, 1}},                // expanded
+        {16, {3, 5'000}, {16, 4'096}},
+    };
+    std::mt19937_64 random(4);
+    LiveAccess live;
+    for (const Shape& shape : shapes) {
+        Sample sample{shape.item_bytes, shape.shape, Sizes(shape.shape.size(), 0), shape.shape, shape.strides, 0, {}, {}};
+        std::int64_t below = 0;
+        std::int64_t above = static_cast<std::int64_t>(shape.item_bytes);
+        std::uint64_t packed = shape.item_bytes;
+        for (std::size_t d = 0; d < shape.shape.size(); ++d) {
+            const std::int64_t reach = static_cast<std::int64_t>(shape.shape[d] - 1) * shape.strides[d];
+            (reach < 0 ? below : above) += reach;
+            packed *= shape.shape[d];
+        }
+        sample.origin = static_cast<std::uint64_t>(-below);
+        sample.memory = random_bytes(random, static_cast<std::size_t>(above - below));
+        std::vector<std::byte> dense(packed);
+        each_byte(sample, [&](std::uint64_t at, std::uint64_t memory) { dense[at] = sample.memory[memory]; });
+        const Layout layout = Layout::whole(shape.item_bytes, shape.shape, shape.strides);
+        for (int round = 0; round < 4; ++round) {
+            const std::uint64_t begin = round == 0 ? 0 : random() % (packed + 1);
+            const std::uint64_t end = round == 0 ? packed : begin + random() % (packed - begin + 1);
+            std::vector<std::byte> actual(end - begin);
+            REQUIRE(layout.gather(begin, end, sample.memory.data() + sample.origin, actual.data(), live) == 0);
+            CAPTURE(shape.strides[0]);
+            CAPTURE(round);
+            REQUIRE(std::equal(actual.begin(), actual.end(), dense.begin() + static_cast<std::ptrdiff_t>(begin)));
+        }
     }
 }
 

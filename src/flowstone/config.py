@@ -27,6 +27,8 @@ NDIM_MAX = 64  # torch's own limit on dimensions
 NAME_BYTES_MAX = 65_535
 STEP_MAX = 10**15
 
+NAMES_TOLD = 20  # of tensors, in the message of an error; the error itself has them all
+
 # How the conductor waits: long enough to cost nothing, short enough for Ctrl-C.
 POLL_S = 0.1
 INTERRUPTS_MAX = 100  # of the wait until a load that is given up has stopped writing into memory

@@ -20,7 +20,7 @@ FlowstoneError
 │   └── UnsupportedFormatError   written by a newer version, or needs an unknown feature
 ├── StorageError             the operating system refused: operation, errno, path, range
 │   └── FullError                no space: bytes needed and free
-├── StateChangedError        the state changed before it was captured: a mutation escaped the fence
+├── StateChangedError        the state changed before it was captured, or its memory went away
 ├── BudgetError              a declared memory limit cannot hold what was asked for
 ├── RankError                another rank failed, or was not heard of: which one, in what
 ├── CancelledError           stopped before the end
@@ -147,17 +147,19 @@ class FullError(StorageError):
 
 
 class StateChangedError(FlowstoneError):
-    """Bytes of the state changed between `save` and their capture, so that save holds nothing.
+    """Bytes of the state changed between `save` and their capture, or went away, so that save holds nothing.
 
     path, offset, length  where in the files of that save they would have been
     names                 of the tensors, once they are known
+    gone                  whether their memory was not there any more: shared, resized or freed in place
     """
 
     def __init__(
-        self, message: str, *, path: str, offset: int, length: int, names: tuple[str, ...] = (), **facts: object
+        self, message: str, *, path: str, offset: int, length: int, names: tuple[str, ...] = (), gone: bool = False,
+        **facts: object,
     ) -> None:
         super().__init__(message, **facts)
-        self.path, self.offset, self.length, self.names = path, offset, length, names
+        self.path, self.offset, self.length, self.names, self.gone = path, offset, length, names, gone
 
 
 class BudgetError(FlowstoneError):

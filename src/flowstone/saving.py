@@ -25,6 +25,7 @@ from flowstone.config import (
     CHUNK_BYTES,
     DRAFT_TRIES,
     FIRST_ARENA_BYTES,
+    NAMES_TOLD,
     PACKED_BELOW_BYTES,
     Tuning,
 )
@@ -36,6 +37,7 @@ from flowstone.plan.write import WritePlan, index_file, plan_writes
 from flowstone.saves import Save
 from flowstone.stage.capture import Headers, Staged, sample_digests, start_capture
 from flowstone.stage.hold import hold
+from flowstone.stage.moved import moved
 from flowstone.state import Described
 from flowstone.store.base import Pace, Receipt, Store, Writing
 from flowstone.team import Assignment, Contribution, Team
@@ -88,6 +90,7 @@ class Flight:
     started: float
     blocked_s: float
     assignment: Assignment | None = None
+    moved: NDArray[np.int64] | None = None  # once captured: pieces whose memory went away before they were
 
     @property
     def writing(self) -> Writing:
@@ -115,7 +118,10 @@ class Flight:
 
     def captured(self) -> Captured:
         """Everything has been captured: the sources are let go of."""
-        self.staged = replace(self.staged, sources=())
+        places, lazy = self.staged.places, np.flatnonzero(self.plan.lazy & (self.plan.length > 0))
+        if places is not None and self.outlasts_save:
+            self.moved = moved(places, lazy)
+        self.staged = replace(self.staged, places=None, sources=())
         seconds = time.monotonic() - self.started
         return Captured(self.save.step, self.blocked_s, seconds, self.plan.bytes - self.plan.lazy_bytes)
 
@@ -320,6 +326,8 @@ def receipt_of(flight: Flight) -> Receipt:
     """Blocks until the segments are durable. Raises what went wrong; StateChangedError with the tensors' names."""
     receipt = flight.writing.receipt()
     flight.save.captured.result()  # told before anything that follows from it
+    if flight.moved is not None and len(flight.moved) and not isinstance(receipt.error, StorageError):
+        raise _gone(flight, flight.moved)
     if isinstance(receipt.error, StateChangedError):
         raise _with_names(receipt.error, flight.plan, flight.staged.offsets)
     if receipt.error is not None:
@@ -395,12 +403,30 @@ def _segments(flight: Flight) -> list[SegmentRow]:
 
 
 def _with_names(error: StateChangedError, plan: WritePlan, offsets: NDArray[np.uint64]) -> StateChangedError:
-    """The error with the tensors whose bytes had changed."""
+    """The error with the tensors whose bytes had changed, or were gone."""
     hit = (offsets < error.offset + error.length) & (offsets + plan.length > error.offset)
     inside = [number for number, segment in enumerate(plan.segments) if error.path.endswith(f"/{segment.name}")]
     names = tuple(plan.pieces.names[at] for at in np.flatnonzero(hit & np.isin(plan.segment, inside)).tolist())
+    return _named(names, path=error.path, offset=error.offset, length=error.length, gone=error.gone)
+
+
+def _gone(flight: Flight, pieces: NDArray[np.int64]) -> StateChangedError:
+    """The memory of these pieces went away before all was captured."""
+    plan, first = flight.plan, int(pieces[0])
+    names = tuple(plan.pieces.names[at] for at in pieces.tolist())
+    path = f"{flight.draft.directory}/{plan.segments[int(plan.segment[first])].name}"
+    offset, length = int(flight.staged.offsets[first]), int(plan.length[first])
+    return _named(names, path=path, offset=offset, length=length, gone=True)
+
+
+def _named(names: tuple[str, ...], *, path: str, offset: int, length: int, gone: bool) -> StateChangedError:
+    told = ", ".join(names[:NAMES_TOLD]) + f" and {len(names) - NAMES_TOLD} more" * (len(names) > NAMES_TOLD)
+    if gone:
+        what = f"the memory of {told} went away"
+        remedy = "call fence() before you share, resize or free the memory of what is being saved"
+    else:
+        what = f"{told} changed"
+        remedy = "change parameters in an optimizer that is in the state, or call fence() before you change them"
     return StateChangedError(
-        f"{', '.join(names)} changed before it was captured", path=error.path, offset=error.offset,
-        length=error.length, names=names,
-        next="change parameters in an optimizer that is in the state, or call fence() before you change them",
+        f"{what} before it was captured", path=path, offset=offset, length=length, names=names, gone=gone, next=remedy
     )

@@ -21,6 +21,10 @@ copied when the save starts (on a device the current stream gathers them). A cop
 that file and digest agree whatever happens to the source; what is written from where it lies is digested before and
 after. A difference is a fault of that job, so an error in its receipt: that save fails with `StateChangedError`, which
 names the tensors, and the checkpoint before it stays the newest.
+
+**Memory that goes away** meanwhile is one more such fault. Nothing keeps a storage's memory where it was, so the kernel
+copies it (`native/live_memory.h`), and says where there is nothing any more; and when all is captured the storages are
+asked whether they still have it (`moved.py`).
 """
 
 from __future__ import annotations
@@ -50,13 +54,15 @@ class Staged:
 
     offsets  file offset of each piece's bytes, in plan order
     headers  the digest of each segment's header
-    sources  what the writers read from: keep it until captured
+    places   where the pieces lie
+    sources  what else the writers read from: keep both until captured
     streams  of the devices that some of it lies on: that memory is read when they come to it
     """
 
     writing: Writing
     offsets: NDArray[np.uint64]
     headers: tuple[str, ...]
+    places: Places | None
     sources: tuple[object, ...]
     streams: tuple[SideStream, ...]
 
@@ -117,7 +123,7 @@ def start_capture(
         stream.follow()
     files = [FilePlan(f"{directory}/{segment.name}", segment.bytes) for segment in plan.segments]
     writing = store.write(files, rows, arena, pace)
-    return Staged(writing, offsets, digests, (places, hosted, headers, samples), streams)
+    return Staged(writing, offsets, digests, places, (hosted, headers, samples), streams)
 
 
 def _header(plan: WritePlan, file: SegmentPlan, offsets: NDArray[np.uint64]) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -112,9 +113,7 @@ class LocalWriting:
     def _error(self) -> FlowstoneError | None:
         fault = self._job.fault
         if fault is not None and fault.operation == "capture":
-            return StateChangedError(
-                "the state changed before it was captured", path=fault.path, offset=fault.offset, length=fault.length
-            )
+            return self._capture_error(fault)
         if fault is not None:
             instead = self._means.give_up(self._running, fault, direct=self._alignment > 1)
             return explain(
@@ -124,6 +123,16 @@ class LocalWriting:
         if self._job.cancelled:
             return CancelledError("the save was cancelled", next="save again")
         return None
+
+    def _capture_error(self, fault: _native.Fault) -> FlowstoneError:
+        """The state, not the store, has failed that save; or the system, which did not copy it."""
+        if fault.errno not in (0, errno.EFAULT):
+            return explain(self._root, "copy the state for", fault.errno, fault.path, reach=_reach(fault))
+        gone = fault.errno == errno.EFAULT
+        what = "the state's memory went away" if gone else "the state changed"
+        return StateChangedError(
+            f"{what} before it was captured", path=fault.path, offset=fault.offset, length=fault.length, gone=gone
+        )
 
     def _sync_error(self) -> FlowstoneError | None:
         for opened in self._opened:

@@ -1,0 +1,38 @@
+"""Moved: whether memory that was captured lazily is still where it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flowstone.pieces import Places
+
+
+def moved(places: Places, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Those of `positions` whose storage has its memory elsewhere now, or none: shared, resized or freed in place.
+
+    Nothing keeps a storage's memory where it was. What was freed may still be mapped, and hold what it held but for
+    the few bytes in which an allocator keeps its lists. About 0.2 microseconds for each.
+    """
+    storages = [places.owners[at] for at in positions.tolist()]
+    owned = np.fromiter((isinstance(one, torch.UntypedStorage) for one in storages), np.bool_, len(storages))
+    if not owned.all():  # arrays do not move while somebody refers to them
+        return moved(places, positions[owned])
+    begin = _column(map(torch.UntypedStorage.data_ptr, storages), len(storages))
+    end = begin + _column(map(torch.UntypedStorage.nbytes, storages), len(storages))
+    address = places.address[positions]
+    away = positions[(address < begin) | (address >= end)]
+    return np.array([at for at in away.tolist() if _has_address_of_owner(places, at)], np.int64)
+
+
+def _has_address_of_owner(places: Places, position: int) -> bool:
+    """Whether the piece lies on the device of the storage that owns it: else their addresses have nothing in common."""
+    memory, owner = places.apart.get(position), places.owners[position]
+    return memory is None or (isinstance(owner, torch.UntypedStorage) and str(owner.device) == memory.device)
+
+
+def _column(numbers: Iterable[int], count: int) -> NDArray[np.uint64]:
+    return np.fromiter(numbers, np.uint64, count)

@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ranks": {"config", "errors"},
     "reader": _BASE | {"calls", "regions", "format", "plan", "store", "stage", "commit", "state"},
     "saves": {"reader"},
-    "in_flight": _BASE | {"store", "commit", "saves"},
+    "in_flight": _BASE | {"format", "store", "commit", "saves"},
     "team": _BASE | {"format", "plan", "store", "commit", "ranks"},
     "saving": _BASE | {"format", "plan", "store", "stage", "commit", "state", "saves", "team", "_native"},
     "together": _BASE | {"ranks", "team", "turns"},

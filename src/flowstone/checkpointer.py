@@ -21,7 +21,8 @@ from types import TracebackType
 from typing import Literal, cast
 
 from flowstone import _native, calls, loading, saving
-from flowstone.commit import catalog, publish
+from flowstone.commit import catalog
+from flowstone.commit.writer import StoreWriter
 from flowstone.config import (
     COPY_BYTES_PER_S,
     DEADLINE_S,
@@ -40,6 +41,7 @@ from flowstone.events import (
     Committed,
     Event,
     FellBack,
+    LeftAlone,
     Loaded,
     OnEvent,
     RemovalFailed,
@@ -47,7 +49,7 @@ from flowstone.events import (
     SaveFailed,
     SaveStarted,
 )
-from flowstone.format.manifest import MARKER_NAME, step_directory
+from flowstone.format.manifest import step_directory
 from flowstone.in_flight import InFlight
 from flowstone.loading import LoadReport
 from flowstone.progress import say
@@ -110,7 +112,7 @@ class Checkpointer:
         )
         self._options = engine or EngineOptions()
         self._store = cast("Store", path) if root is None else LocalStore(root, self._options)
-        self._keep, self._budget_bytes, self._on_event = keep, budget_bytes, on_event
+        self._budget_bytes, self._on_event = budget_bytes, on_event
         self._saves_in_flight = saves_in_flight
         self._turn = Turn()
         self._state_lock = threading.RLock()  # while the state is described: a step of another thread waits
@@ -120,7 +122,8 @@ class Checkpointer:
         self._fence = Fence(self._before_step)
         self._arena: _native.Arena | None = None
         self._planned: Planned | None = None  # for the last save
-        self._store_id: str | None = None  # set once this job is the store's writer
+        self._store_writer = StoreWriter(self._store, keep, self._removed, self._left)
+        self._has_threads = False
         self._in_flight = InFlight(
             self._store, self._hurry, on_error=on_error, max_unsaved_steps=max_unsaved_steps
         )
@@ -382,7 +385,8 @@ class Checkpointer:
         save, plan = flight.save, flight.plan
         try:
             team, emit = self._together.team, self._emit
-            manifest = saving.commit(flight, self._store, self._store_id or "", team, shared=shared, emit=emit)
+            store_id = self._store_writer.store_id or ""  # which rank 0 knows
+            manifest = saving.commit(flight, self._store, store_id, team, shared=shared, emit=emit)
         except BaseException as error:
             save.captured.result()  # by the watcher
             self._end_badly(save, error)
@@ -391,7 +395,7 @@ class Checkpointer:
         save.committed.set_result(Checkpoint(self._store, step_directory(save.step), self._options, manifest))
         # A larger arena shortens what a save waits for. Touching fresh pages is slower than a device, so no save waits.
         self._opened_arena().grow(plan.file_bytes - plan.lazy_bytes, when_idle=True)
-        self._prune()
+        self._store_writer.retain(save.step)
 
     def _end_badly(self, save: Save, error: BaseException) -> None:
         if not save.captured.done():
@@ -399,39 +403,26 @@ class Checkpointer:
         self._emit(SaveFailed(save.step, str(error)))
         save.committed.set_exception(error)
 
-    def _prune(self) -> None:
-        """Retention, only after the successor is durable. A failure is told, and tried again at the next save."""
-        if self._keep is None or self._together.rank != 0:
-            return
-        try:
-            catalog.prune(self._store, catalog.judge(catalog.steps(self._store), self._keep), self._removed)
-        except Exception:
-            _log.exception("retention could not run")  # on the writer thread nobody else would hear of it
-
     def _become_writer(self) -> None:
-        """At the first save: lock, sweep, and learn the newest step. Then, what a fallback left to set aside."""
-        if self._store_id is None:
+        """At the first save: lock, sweep, and learn the newest step. Then, what a fallback left to set aside.
+
+        Again, where the lock was lost since: another job may have written.
+        """
+        if not self._has_threads:
             self._start_threads()
-        if self._together.rank != 0:
-            self._store_id = ""  # rank 0 knows it
-        if self._store_id is None:
-            if not self._store.exists(MARKER_NAME):
+        if self._together.rank == 0:
+            if self._store_writer.has_lost_the_lock():
+                self._await_saves()
+                self._drain_writer()
+                self._store_writer.give_up()
+            if self._store_writer.store_id is None:
                 check_no_checkpoint(self._store)
-                self._store.make_directory()
-            self._store.lock(f"process {os.getpid()} on {socket.gethostname()}")
-            try:
-                self._store_id = publish.open_store(self._store)
-                catalog.sweep(self._store, self._removed)
-                existing = catalog.steps(self._store)
-            except BaseException:
-                self._store.unlock()
-                self._store_id = None
-                raise
-            self._in_flight.newest = existing[-1] if existing else None
+                holder = f"process {os.getpid()} on {socket.gethostname()}"
+                self._in_flight.newest = self._store_writer.begin(holder)
         if self._superseded_above is not None:
             self._drain_writer()
             if self._together.rank == 0:
-                catalog.rewind(self._store, self._superseded_above)
+                self._store_writer.rewind(self._superseded_above)
             self._in_flight.newest, self._superseded_above = self._superseded_above, None
 
     def _opened_arena(self) -> _native.Arena:
@@ -493,7 +484,7 @@ class Checkpointer:
             catalog.find(self._store, step)
             self._become_writer()
             self._drain_writer()
-            return catalog.rewind(self._store, step)
+            return self._store_writer.rewind(step)
 
         self._together.decide(f"going back to step {step}", set_aside)
         self._in_flight.newest = step
@@ -541,6 +532,7 @@ class Checkpointer:
             self._drain_writer()
             self._watcher.submit(int).result()
             call_at_exit(self._hurry)
+            self._has_threads = True
         except RuntimeError as error:
             raise StorageError(
                 "cannot start the threads that end saves", errno=errno.EAGAIN, reason=str(error),
@@ -583,6 +575,9 @@ class Checkpointer:
         self._emit(Removed(name, reason) if error is None else RemovalFailed(name, f"{reason}: {error}"))
         if error is not None:
             _log.warning("could not remove %s: %s", name, error)
+
+    def _left(self, name: str, why: str) -> None:
+        self._emit(LeftAlone(name, why))
 
     def _emit(self, event: Event) -> None:
         if self._on_event is None:

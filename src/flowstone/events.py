@@ -130,8 +130,19 @@ class RemovalFailed:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class LeftAlone:
+    """Retention or a sweep has met what is not this store's own, and left it: a link, another store's, a user's file.
+
+    Told once of each by a Checkpointer.
+    """
+
+    name: str
+    reason: str
+
+
 Event = (
     SaveStarted | Captured | Fenced | Written | BuffersFromOneRank | Committed | SaveFailed | LoadProgress | Loaded
-    | FellBack | Removed | RemovalFailed
+    | FellBack | Removed | RemovalFailed | LeftAlone
 )
 OnEvent = Callable[[Event], None]

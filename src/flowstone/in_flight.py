@@ -9,7 +9,9 @@ from concurrent.futures import wait as wait_futures
 from typing import Literal
 
 from flowstone.commit import catalog
+from flowstone.commit.retention import foreign_or_own
 from flowstone.errors import SaveFailedError, StepExistsError
+from flowstone.format.manifest import step_directory
 from flowstone.saves import Save
 from flowstone.store.base import Store
 
@@ -44,8 +46,15 @@ class InFlight:
         newest = max((save.step for save in self._saves), default=self.newest)
         if newest is not None and step <= newest:
             raise StepExistsError(
-                f"cannot save step {step} into {self._store.location}", found=f"newest step {newest}",
+                f"cannot save step {step} into {self._store.location}",
+                found=f"newest {foreign_or_own(self._store, newest)}",
                 next=f"save a later step, or call rewind({step - 1 if step else 0}) first to set newer steps aside",
+            )
+        directory = step_directory(step)
+        if self._store.exists(directory):  # with a manifest in it, it would be among the steps
+            raise StepExistsError(
+                f"cannot save step {step} into {self._store.location}", found=f"{directory}, which is no checkpoint",
+                next=f"move {directory} away, or save a later step",
             )
 
     def await_all(self) -> None:
@@ -65,7 +74,8 @@ class InFlight:
             self.newest, self._first_unsaved = ended.step, None
             return
         self._first_unsaved = ended.step if self._first_unsaved is None else self._first_unsaved
-        existing = catalog.steps(self._store)  # the store knows how far the failed save had come
+        # The store knows how far the failed save had come. What is newer than that, somebody else has put there.
+        existing = [step for step in catalog.steps(self._store) if step <= ended.step]
         self.newest = existing[-1] if existing else None
         failure = ended.committed.failure()
         if failure is None:

@@ -17,7 +17,7 @@ from sim_disk import Disk, PowerLoss, Unsynced
 from sim_turns import RankDisk
 
 from flowstone import Checkpointer, Keep, NoCheckpointError, RankError, Save, StepExistsError, _native
-from flowstone.commit import catalog
+from flowstone.commit import catalog, retention
 from flowstone.config import EngineOptions
 from flowstone.errors import FlowstoneError, StorageError
 from flowstone.events import Committed, Event
@@ -90,7 +90,7 @@ class Ledger:
         self.may.setdefault(step, set()).add(tag)
         self.newest.add((step, tag))
 
-    def committed(self, step: int, tag: str, verdicts: Sequence[catalog.Verdict]) -> None:
+    def committed(self, step: int, tag: str, verdicts: Sequence[retention.Verdict]) -> None:
         self.must[step] = tag
         later = {one for one in self.newest if one is not None and one[0] > step}
         self.newest = {(step, tag), *later}
@@ -305,7 +305,7 @@ class Job:
         """On the writer thread: a commit is on the ledger before retention begins, as it is told before that."""
         self.events.append(event)
         if isinstance(event, Committed):
-            verdicts = catalog.judge(catalog.steps(self.store), self.keep)
+            verdicts = retention.judge(catalog.steps(self.store), self.keep)
             self.ledger.committed(event.step, self._tags[event.step], verdicts)
 
     def _whole(self, step: int) -> bool:

@@ -17,7 +17,8 @@ import pytest
 from sim_cases import MODES, SCENARIOS, Simulation
 
 from flowstone import Checkpointer, saving, team
-from flowstone.commit import catalog, publish
+from flowstone.commit import catalog, publish, retention
+from flowstone.commit.writer import StoreWriter
 from flowstone.ranks import agree, exchange
 from flowstone.store.local import LocalStore, LocalWriting
 from flowstone.store.lock import WriterLock
@@ -68,7 +69,7 @@ MUTANTS = {
         "retention",
     ),
     "deletion_is_not_synced_before_files_go": Mutant(
-        catalog, "prune", (("store.sync_directory()", "pass"),), "retention", start=".deleting-00000002"
+        retention, "prune", (("store.sync_directory()", "pass"),), "retention", start=".deleting-00000002"
     ),
     "sweep_does_not_sync_before_files_go": Mutant(
         catalog, "sweep", (("store.sync_directory()", "pass"),), "retention", "kill", start=".deleting-00000002"
@@ -77,12 +78,11 @@ MUTANTS = {
         LocalStore, "make_directory", (("self._sync_way_to_root()", "pass"),), "first_save", start="step-"
     ),
     "store_left_by_a_dead_process_is_trusted": Mutant(
-        Checkpointer, "_become_writer", (("if not self._store.exists(MARKER_NAME)", "if not self._store.exists()"),),
-        "first_save", "kill",
+        StoreWriter, "begin", (("if not store.exists(MARKER_NAME)", "if not store.exists()"),), "first_save", "kill",
     ),
     "rewind_is_not_synced": Mutant(catalog, "rewind", (("store.sync_directory()", "pass"),), "rewind_alone"),
     "leftovers_are_not_swept": Mutant(
-        Checkpointer, "_become_writer", (("catalog.sweep(self._store, self._removed)", "pass"),), "sweep"
+        StoreWriter, "begin", (("catalog.sweep(store, self._on_removed, self._stays)", "pass"),), "sweep"
     ),
     "failed_lock_keeps_its_descriptor": Mutant(
         WriterLock, "take", (("os.close(fd)  # an open", "pass  # an open"),), "second_save", "error"
@@ -124,9 +124,9 @@ MUTANTS = {
         team.Team, "begin_try", (("self._tries.get(step, 1) + 1", "1"),), "team_two_tries", "freeze", start="index",
     ),
     "retention_counts_what_is_not_committed_yet": Mutant(
-        Checkpointer, "_prune",
-        (("catalog.judge(catalog.steps(self._store)",
-          "catalog.judge(sorted({*catalog.steps(self._store), *(save.step for save in self._in_flight)})"),),
+        retention.Retention, "run",
+        (("judge(existing, self._keep, committed=committed, foreign=self._foreign)",
+          "judge((*existing, committed + 1), self._keep)"),),
         "team_overlapping", start="step-00000003",
     ),
     "what_may_be_committed_is_withdrawn": Mutant(
@@ -149,9 +149,9 @@ def _mutated(mutant: Mutant) -> FunctionType:
 
 
 def _prune_all(self: Checkpointer) -> None:
-    verdicts = [catalog.Verdict(step, False, "a mutant") for step in catalog.steps(self._store)]
-    if self._keep is not None:
-        catalog.prune(self._store, verdicts, self._removed)
+    verdicts = [retention.Verdict(step, False, "a mutant") for step in catalog.steps(self._store)]
+    if self._store_writer._keep is not None:
+        retention.prune(self._store, verdicts, self._removed)
 
 
 @pytest.mark.parametrize("name", MUTANTS)

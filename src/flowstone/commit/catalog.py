@@ -1,13 +1,12 @@
-"""Which checkpoints exist, which go, and in what order they do (docs/ORDERING.md, Retention)."""
+"""Which checkpoints exist, and what dead writers have left (docs/ORDERING.md, Retention and sweep, Rewind)."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
+from flowstone.commit import removal
 from flowstone.commit.contents import inside, read_manifest
-from flowstone.config import Keep
 from flowstone.errors import NoCheckpointError, StorageError
 from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME, Manifest, step_directory, step_of_directory
 from flowstone.store.base import Store
@@ -15,6 +14,7 @@ from flowstone.store.lock import LOCK_NAME
 from flowstone.store.tuning import TUNING_NAME
 
 SAVING, DELETING, SUPERSEDED, TUNING = ".saving-", ".deleting-", ".superseded-", ".flowstone-tuning-"
+LEFT = ".left"  # behind a removed step's name: the directory of what somebody else had put into it
 _LEFTOVER_DIRECTORIES = {
     SAVING: "a save that never finished", DELETING: "a deletion that never finished",
     TUNING: "a measurement that never finished",
@@ -25,15 +25,6 @@ _LEFTOVER_FILES = {
     f".{TUNING_NAME}-": "a tuning that was never put in place",
     f".{LOCK_NAME}-": "a lock that was never put in place",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What retention decides about one step, and why."""
-
-    step: int
-    keep: bool
-    reason: str
 
 
 def steps(store: Store) -> tuple[int, ...]:
@@ -65,53 +56,20 @@ def find(store: Store, step: int | None) -> int:
     return existing[-1] if step is None else step
 
 
-def judge(existing: Sequence[int], keep: Keep | None) -> tuple[Verdict, ...]:
-    """Retention as a pure function: a verdict on each of `existing` (committed steps, ascending)."""
-    verdicts = []
-    for position, step in enumerate(existing):
-        rank = len(existing) - position
-        if keep is None:
-            verdicts.append(Verdict(step, True, "everything is kept"))
-        elif rank <= keep.last:
-            verdicts.append(Verdict(step, True, f"among the newest {keep.last}"))
-        elif keep.every is not None and step % keep.every == 0:
-            verdicts.append(Verdict(step, True, f"a multiple of {keep.every}"))
-        else:
-            verdicts.append(Verdict(step, False, f"older than the newest {keep.last}"))
-    return tuple(verdicts)
-
-
-def prune(
-    store: Store, verdicts: Iterable[Verdict], on_removed: Callable[[str, str, StorageError | None], None]
-) -> None:
-    """Remove each step that its verdict gives up, oldest first. Needs the lock.
-
-    on_removed  is told each directory, the reason, and the error if it could not be removed;
-                what is left is swept later
-    """
-    for verdict in verdicts:
-        if verdict.keep:
-            continue
-        name = step_directory(verdict.step)
-        try:
-            target = f"{DELETING}{verdict.step:08d}-{secrets.token_hex(8)}"
-            store.rename(name, target)
-            store.sync_directory()
-            _remove(store, target)
-        except StorageError as error:
-            on_removed(name, verdict.reason, error)
-        else:
-            on_removed(name, verdict.reason, None)
-
-
 def leftover(name: str) -> str | None:
     """Why an entry of a store is what a dead writer left, to be swept; None if it is not."""
     reasons = _LEFTOVER_DIRECTORIES | _LEFTOVER_FILES
     return next((why for prefix, why in reasons.items() if name.startswith(prefix)), None)
 
 
-def sweep(store: Store, on_removed: Callable[[str, str, StorageError | None], None]) -> None:
-    """Remove what dead writers left: torn saves and unfinished deletions. Needs the lock."""
+def sweep(
+    store: Store, on_removed: Callable[[str, str, StorageError | None], None],
+    on_left: Callable[[str, str], None] | None = None,
+) -> None:
+    """Remove what dead writers left: torn saves and unfinished deletions. Needs the lock.
+
+    on_left  is told each entry that stays, as it is not ours, and why
+    """
     leftovers = [(name, reason) for name in store.names() if (reason := leftover(name)) is not None]
     if leftovers:
         # The rename that made it a leftover may not be durable: without this sync a power loss
@@ -119,14 +77,44 @@ def sweep(store: Store, on_removed: Callable[[str, str, StorageError | None], No
         store.sync_directory()
     for name, reason in leftovers:
         try:
-            if name.startswith(tuple(_LEFTOVER_FILES)):
-                store.remove(name)
-            else:
-                _remove(store, name)
+            left = "" if not store.is_link(name) else "is a link, which no writer makes"
+            if not left:
+                left = _remove(store, name)
         except StorageError as error:
             on_removed(name, reason, error)
-        else:
+            continue
+        if not left:
             on_removed(name, reason, None)
+        elif on_left is not None:
+            on_left(name, left)
+
+
+def _remove(store: Store, name: str) -> str:
+    """Remove a leftover; why it stays, or is somewhere else now, if it does."""
+    if name.startswith(tuple(_LEFTOVER_FILES)):
+        store.remove(name)
+    elif name.startswith(TUNING):
+        removal.remove_all(store, name)
+    elif name.startswith(DELETING):
+        return finish_deletion(store, name)
+    elif left := removal.empty(store, name):
+        return f"holds {listed(left)}"
+    return ""
+
+
+def finish_deletion(store: Store, directory: str) -> str:
+    """Empty a DELETING directory. Where there is more in it than is ours: where that is then, and what it is."""
+    left = removal.empty(store, directory)
+    if not left:
+        return ""
+    step = directory.removeprefix(DELETING).partition("-")[0]
+    name = removal.set_apart(store, directory, f"step-{step}{LEFT}")
+    return f"the checkpoint is gone; {listed(left)}, stays in {name}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """What is not ours, in words."""
+    return f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}, which no writer made"
 
 
 def rewind(store: Store, step: int) -> tuple[int, ...]:
@@ -134,16 +122,9 @@ def rewind(store: Store, step: int) -> tuple[int, ...]:
 
     Newest first, so that a crash in between leaves a shorter tail of whole checkpoints.
     """
+    store.check_lock()
     moved = tuple(s for s in reversed(steps(store)) if s > step)
     for newer in moved:
         store.rename(step_directory(newer), f"{SUPERSEDED}{newer:08d}-{secrets.token_hex(8)}")
     store.sync_directory()  # also when nothing moved: an earlier rewind may have died before its sync
     return moved
-
-
-def _remove(store: Store, directory: str) -> None:
-    """The manifest first, so that a half-removed directory is no checkpoint under any name."""
-    names = sorted(store.names(directory), key=lambda name: name != MANIFEST_NAME)
-    for name in names:
-        store.remove(inside(directory, name))
-    store.remove(directory)

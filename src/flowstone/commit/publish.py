@@ -105,6 +105,7 @@ def publish(
     """Commit: index and objects, manifest, their directory, the rename, the store. Durable on return.
 
     The segments are durable already, which is what `receipt` says: it must carry no error.
+    raises  LockedError where the store's lock was lost, by then
     """
     assert receipt.error is None, "a failed receipt must not be published"
     for name, data in ((INDEX_NAME, index), (OBJECTS_NAME, objects)):
@@ -119,6 +120,8 @@ def publish(
     store.put(inside(draft.directory, MANIFEST_NAME), encode_manifest(manifest))
     # The entries too: a file whose name is not durable can vanish with a power loss.
     store.sync_directory(draft.directory)
+    # What follows only the one writer may do: this job may have stood still for longer than it keeps its lock.
+    store.check_lock()
     store.rename(draft.directory, step_directory(draft.step))
     # And the new name: a rename that is not synced can vanish likewise.
     store.sync_directory()

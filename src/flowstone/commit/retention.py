@@ -1,0 +1,174 @@
+"""Retention: which of a store's own checkpoints go, and in what order they do (docs/ORDERING.md, Retention)."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from flowstone.commit import catalog
+from flowstone.commit.contents import inside, read_manifest
+from flowstone.commit.publish import read_marker
+from flowstone.config import Keep
+from flowstone.errors import FormatError, NoCheckpointError, StorageError
+from flowstone.format.manifest import MANIFEST_NAME, step_directory
+from flowstone.store.base import Store
+
+_LISTED_MAX = 5  # steps that one line of the log spells out, the newest
+
+_log = logging.getLogger("flowstone")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What retention decides about one step, and why. `foreign`: it is not this store's own, so it stays."""
+
+    step: int
+    keep: bool
+    reason: str
+    foreign: bool = False
+
+
+def judge(
+    existing: Sequence[int], keep: Keep | None, *, committed: int | None = None,
+    foreign: Callable[[int], str | None] | None = None,
+) -> tuple[Verdict, ...]:
+    """A verdict on each of `existing` (steps with a manifest, ascending). What is foreign stays, and does not count.
+
+    committed  the step that has just been committed: it stays, and so do newer ones, which do not count
+    foreign    why a step is not this store's own, None if it is; asked only where it matters
+    """
+    if keep is None:
+        return tuple(Verdict(step, True, "everything is kept") for step in existing)
+    verdicts, counted = [], 0
+    for step in reversed(existing):
+        is_newer = committed is not None and step > committed
+        if not is_newer and counted >= keep.last and keep.every is not None and step % keep.every == 0:
+            verdicts.append(Verdict(step, True, f"a multiple of {keep.every}"))
+        elif step != committed and foreign is not None and (why := foreign(step)) is not None:
+            verdicts.append(Verdict(step, True, why, foreign=True))
+        elif is_newer:
+            verdicts.append(Verdict(step, True, f"newer than {committed}, which was just committed"))
+        elif counted < keep.last:
+            counted += 1
+            verdicts.append(Verdict(step, True, f"among the newest {keep.last}"))
+        else:
+            verdicts.append(Verdict(step, False, f"older than the newest {keep.last}"))
+    return tuple(reversed(verdicts))
+
+
+def prune(
+    store: Store, verdicts: Iterable[Verdict], on_removed: Callable[[str, str, StorageError | None], None],
+    on_left: Callable[[str, str], None] | None = None,
+) -> None:
+    """Remove each step that its verdict gives up, oldest first. Needs the lock, and asks for each whether it is held.
+
+    on_removed  is told each directory, the reason, and the error if it could not be removed;
+                what is left is swept later
+    on_left     is told what stays of one that was removed
+    raises      LockedError once the lock is lost
+    """
+    for verdict in verdicts:
+        if verdict.keep:
+            continue
+        name = step_directory(verdict.step)
+        try:
+            store.check_lock()
+            target = f"{catalog.DELETING}{verdict.step:08d}-{secrets.token_hex(8)}"
+            store.rename(name, target)
+            store.sync_directory()
+            left = catalog.finish_deletion(store, target)
+        except StorageError as error:
+            on_removed(name, verdict.reason, error)
+        else:
+            on_removed(name, verdict.reason, None)
+            if left and on_left is not None:
+                on_left(name, left)
+
+
+def whose(store: Store, step: int, store_id: str) -> str | None:
+    """Why a step is not the own one of the store of that identity; None if it is.
+
+    raises  StorageError where that cannot be told
+    """
+    directory = step_directory(step)
+    if store.is_link(directory):
+        return "is a link"
+    try:
+        manifest = read_manifest(store, directory)
+    except NoCheckpointError:
+        return "has no manifest any more"
+    except FormatError as error:
+        return f"has a manifest that cannot be read ({error.message})"
+    return None if manifest.store == store_id else "was saved into another store"
+
+
+def foreign_or_own(store: Store, step: int) -> str:
+    """A step as a message calls it, with whose it is, if not the store's own."""
+    try:
+        why = whose(store, step, read_marker(store).store)
+    except (FormatError, StorageError):
+        why = None  # safe: only a fact less in the message
+    return f"step {step}" if why is None else f"step {step}, which {why}"
+
+
+class Retention:
+    """Retention of one job, which knows of each step that it has looked at whether it is the store's own.
+
+    on_left  is told once of each step that stays as it is not
+    """
+
+    def __init__(
+        self, store: Store, store_id: str, keep: Keep | None,
+        on_removed: Callable[[str, str, StorageError | None], None], on_left: Callable[[str, str], None],
+    ) -> None:
+        self._store, self._store_id, self._keep = store, store_id, keep
+        self._on_removed, self._on_left = on_removed, on_left
+        self._known: dict[int, tuple[str, str | None]] = {}  # step -> stamp of its manifest, why it is not ours
+        self._told: set[tuple[int, str]] = set()
+
+    def run(self, committed: int) -> None:
+        """Remove what `keep` gives up, now that a step has been committed. Raises LockedError, StorageError."""
+        if self._keep is None:
+            return
+        existing = catalog.steps(self._store)
+        verdicts = judge(existing, self._keep, committed=committed, foreign=self._foreign)
+        self._tell([verdict for verdict in verdicts if verdict.foreign], committed)
+        prune(self._store, verdicts, self._on_removed, self._stays)
+        here = set(existing)
+        self._known = {step: known for step, known in self._known.items() if step in here}
+
+    def _tell(self, foreign: Sequence[Verdict], committed: int) -> None:
+        """Each once, and in the log all together: there may be many."""
+        lines = []
+        for verdict in foreign:
+            if (verdict.step, verdict.reason) not in self._told:
+                self._told.add((verdict.step, verdict.reason))
+                newer = f"; it is newer than step {committed}, and what load() takes" * (verdict.step > committed)
+                name, why = step_directory(verdict.step), f"{verdict.reason}{newer}"
+                lines.append(f"{name} {why}")
+                self._on_left(name, why)
+        if lines:
+            more = f" (and {len(lines) - _LISTED_MAX} more)" * (len(lines) > _LISTED_MAX)
+            listed = "; ".join(lines[-_LISTED_MAX:])
+            _log.warning("not this store's own, and left alone, in %s: %s%s", self._store.location, listed, more)
+
+    def _stays(self, name: str, why: str) -> None:
+        _log.warning("%s/%s: %s", self._store.location, name, why)
+        self._on_left(name, why)
+
+    def _foreign(self, step: int) -> str | None:
+        """See `whose`; a manifest is read once. What cannot be told now is not ours, for now."""
+        directory = step_directory(step)
+        try:
+            if self._store.is_link(directory):
+                return "is a link"
+            stamp = self._store.stamp(inside(directory, MANIFEST_NAME)) or ""
+            if self._known.get(step, ("", None))[0] != stamp or not stamp:
+                self._known[step] = stamp, whose(self._store, step, self._store_id)
+            return self._known[step][1]
+        except StorageError as error:
+            return f"cannot be looked at ({error.message})"
+
+

@@ -1,0 +1,81 @@
+"""A job as the one writer of a store, from its first save on: the lock, the sweep, retention, going back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from flowstone.commit import catalog, publish
+from flowstone.commit.retention import Retention
+from flowstone.config import Keep
+from flowstone.errors import LockedError, StorageError
+from flowstone.format.manifest import MARKER_NAME
+from flowstone.store.base import Store
+
+_log = logging.getLogger("flowstone")
+
+
+class StoreWriter:
+    """See above. Nothing is made or locked before `begin`.
+
+    store_id  the identity of the store, while this job is its writer
+    """
+
+    def __init__(
+        self, store: Store, keep: Keep | None, on_removed: Callable[[str, str, StorageError | None], None],
+        on_left: Callable[[str, str], None],
+    ) -> None:
+        self._store, self._keep, self._on_removed, self._on_left = store, keep, on_removed, on_left
+        self._retention: Retention | None = None
+        self.store_id: str | None = None
+
+    def begin(self, holder: str) -> int | None:
+        """Lock, make the store where there is none, sweep; the newest step. Raises LockedError, StorageError, ..."""
+        store = self._store
+        if not store.exists(MARKER_NAME):
+            store.make_directory()
+        store.lock(holder)
+        try:
+            store_id = publish.open_store(store)
+            catalog.sweep(store, self._on_removed, self._stays)
+            existing = catalog.steps(store)
+        except BaseException:
+            store.unlock()
+            raise
+        self._retention = Retention(store, store_id, self._keep, self._on_removed, self._on_left)
+        self.store_id = store_id
+        return existing[-1] if existing else None
+
+    def _stays(self, name: str, why: str) -> None:
+        _log.warning("not swept: %s/%s %s", self._store.location, name, why)
+        self._on_left(name, why)
+
+    def has_lost_the_lock(self) -> bool:
+        """Whether it has to begin again. What is under way then has failed, or will: `give_up` once that has ended."""
+        if self.store_id is None:
+            return False
+        try:
+            self._store.check_lock()
+        except LockedError as error:
+            _log.warning("%s; asking for it again", error)
+            return True
+        return False
+
+    def give_up(self) -> None:
+        """Let go of what is left of a lock that was lost."""
+        self._store.unlock()
+        self.store_id = None
+
+    def retain(self, committed: int) -> None:
+        """Retention, only after the successor is durable. A failure is told, and tried again at the next save."""
+        try:
+            if self._retention is not None:
+                self._retention.run(committed)
+        except LockedError as error:
+            _log.warning("nothing more is removed: %s", error)
+        except Exception:
+            _log.exception("retention could not run")  # on a thread where nobody else would hear of it
+
+    def rewind(self, step: int) -> tuple[int, ...]:
+        """Set every step above `step` aside; those that were."""
+        return catalog.rewind(self._store, step)

@@ -48,7 +48,7 @@ from flowstone.ranks.agree import _Exchange
 from flowstone.ranks.board import Mail
 from flowstone.ranks.pulse import Hearing
 from flowstone.saving import plan_save
-from flowstone.state import Described
+from flowstone.state import Counters, Described
 from flowstone.store.base import Receipt
 from flowstone.store.local import LocalStore
 
@@ -116,7 +116,9 @@ class Bench:
     def _write_plan(self, layout: Layout, decision: Decision) -> float:
         """The last rank's plan, and what a save with a known one takes."""
         count = len(layout.pieces)
-        described = Described(layout, Places(np.zeros(count, np.uint64), {}, [None] * count), {}, {}, (), deque())
+        nowhere = np.zeros(count, np.uint64)
+        uncounted = Counters((), (), nowhere, np.zeros(0, np.int64))
+        described = Described(layout, Places(nowhere, {}, [None] * count), {}, {}, (), uncounted, deque())
         part = team._unpack(decision.each[SAMPLE], team._Part)
         assert part.positions is not None
         assignment = team._assignment("plan", layout, part.positions, part.blocks)

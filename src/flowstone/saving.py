@@ -38,7 +38,7 @@ from flowstone.saves import Save
 from flowstone.stage.capture import Headers, Staged, sample_digests, start_capture
 from flowstone.stage.hold import hold
 from flowstone.stage.moved import moved
-from flowstone.state import Described
+from flowstone.state import CounterCheck, Described
 from flowstone.store.base import Pace, Receipt, Store, Writing
 from flowstone.team import Assignment, Contribution, Team
 
@@ -55,6 +55,14 @@ class Planned:
     plan: WritePlan
     assignment: Assignment | None = None  # in a job of several ranks: what this one writes
     headers: Headers = field(default_factory=Headers)  # of its last save
+
+    def late(self) -> NDArray[np.bool_]:
+        """Of each piece of the layout: whether any of it is captured after `save` has returned."""
+        if self.assignment is None:
+            return self.plan.lazy
+        late = np.zeros(len(self.layout.pieces), np.bool_)
+        late[self.assignment.positions[self.plan.lazy]] = True
+        return late
 
     def places(self, described: Described) -> Places:
         """Where what is written lies."""
@@ -76,6 +84,7 @@ class Flight:
     """A save under way.
 
     arena_bytes  what would hold all of it
+    check        whether what is captured late was changed before
     started      in seconds of the monotonic clock
     blocked_s    what the caller of `save` waited
     assignment   in a job of several ranks: what this one writes
@@ -87,6 +96,7 @@ class Flight:
     plan: WritePlan
     sections: Sections
     arena_bytes: int
+    check: CounterCheck
     started: float
     blocked_s: float
     assignment: Assignment | None = None
@@ -108,6 +118,7 @@ class Flight:
             return
         self.writing.hurry()
         self.writing.wait_queued()
+        self.check.changed()  # the step that follows is no change
         for stream in self.staged.streams:
             stream.lead()
 
@@ -117,7 +128,8 @@ class Flight:
         return Written(self.save.step, io.copied_bytes, io.direct_bytes, taken_s)
 
     def captured(self) -> Captured:
-        """Everything has been captured: the sources are let go of."""
+        """Everything has been captured: the sources are looked at a last time, and let go of."""
+        self.check.changed()
         places, lazy = self.staged.places, np.flatnonzero(self.plan.lazy & (self.plan.length > 0))
         if places is not None and self.outlasts_save:
             self.moved = moved(places, lazy)
@@ -226,7 +238,9 @@ def held(described: Described, *, fence: Literal["auto", "manual"]) -> Described
     """The same, with copies of all that would have to be captured before `save` returns."""
     lazy = _lazy(described, _waiter(described, fence))
     pieces = described.pieces
-    early = [at for at in range(len(pieces)) if not (lazy and lazy[at]) or pieces[at].bytes < PACKED_BELOW_BYTES]
+    late = np.array([one.bytes >= PACKED_BELOW_BYTES for one in pieces], np.bool_) & np.array(lazy or False, np.bool_)
+    described.counters.begin(late)
+    early = np.flatnonzero(~late).tolist()
     _ = described.objects, described.per_rank
     return replace(described, places=hold(pieces, described.places, early))
 
@@ -252,7 +266,9 @@ def start(
 
     identity  of the checkpoint to be, where several ranks make it
     """
-    plan, places = planned.plan, planned.places(described)
+    plan, places, late = planned.plan, planned.places(described), planned.late()
+    described.counters.begin(late)
+    check = CounterCheck(described.counters, planned.layout, late, _lazy(described, planned.waiter))
     draft = publish.begin(store, save.step, identity)
     try:
         staged = _capture_into(store, draft, planned, places, arena, pace, tries=1 if identity is None else DRAFT_TRIES)
@@ -266,7 +282,7 @@ def start(
             publish.withdraw(store, draft, [segment.name for segment in plan.segments])
         raise
     blocked_s = time.monotonic() - started
-    return Flight(save, draft, staged, plan, sections, arena_bytes, started, blocked_s, planned.assignment)
+    return Flight(save, draft, staged, plan, sections, arena_bytes, check, started, blocked_s, planned.assignment)
 
 
 def _capture_into(
@@ -328,10 +344,13 @@ def receipt_of(flight: Flight) -> Receipt:
     flight.save.captured.result()  # told before anything that follows from it
     if flight.moved is not None and len(flight.moved) and not isinstance(receipt.error, StorageError):
         raise _gone(flight, flight.moved)
+    counted = flight.check.changed()
     if isinstance(receipt.error, StateChangedError):
-        raise _with_names(receipt.error, flight.plan, flight.staged.offsets)
+        raise _with_names(receipt.error, flight, counted)
     if receipt.error is not None:
         raise receipt.error
+    if counted:
+        raise _named(counted, path=flight.draft.directory, offset=0, length=0, gone=False)
     return receipt
 
 
@@ -402,12 +421,14 @@ def _segments(flight: Flight) -> list[SegmentRow]:
     ]
 
 
-def _with_names(error: StateChangedError, plan: WritePlan, offsets: NDArray[np.uint64]) -> StateChangedError:
-    """The error with the tensors whose bytes had changed, or were gone."""
+def _with_names(error: StateChangedError, flight: Flight, counted: tuple[str, ...]) -> StateChangedError:
+    """The error with the tensors whose bytes had changed, or were gone; and of those that `counted` a change."""
+    plan, offsets = flight.plan, flight.staged.offsets
     hit = (offsets < error.offset + error.length) & (offsets + plan.length > error.offset)
     inside = [number for number, segment in enumerate(plan.segments) if error.path.endswith(f"/{segment.name}")]
-    names = tuple(plan.pieces.names[at] for at in np.flatnonzero(hit & np.isin(plan.segment, inside)).tolist())
-    return _named(names, path=error.path, offset=error.offset, length=error.length, gone=error.gone)
+    names = [plan.pieces.names[at] for at in np.flatnonzero(hit & np.isin(plan.segment, inside)).tolist()]
+    told = tuple(dict.fromkeys([*names, *(() if error.gone else counted)]))
+    return _named(told, path=error.path, offset=error.offset, length=error.length, gone=error.gone)
 
 
 def _gone(flight: Flight, pieces: NDArray[np.int64]) -> StateChangedError:
@@ -427,6 +448,7 @@ def _named(names: tuple[str, ...], *, path: str, offset: int, length: int, gone:
     else:
         what = f"{told} changed"
         remedy = "change parameters in an optimizer that is in the state, or call fence() before you change them"
+    was = "it was" if len(names) == 1 or gone else "they were"
     return StateChangedError(
-        f"{what} before it was captured", path=path, offset=offset, length=length, names=names, gone=gone, next=remedy
+        f"{what} before {was} captured", path=path, offset=offset, length=length, names=names, gone=gone, next=remedy
     )

@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
-from acts import opened
+import torch.distributed as dist
+from acts import local, opened
+from loops import CRAWL
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from flowstone.config import EngineOptions
+from flowstone.errors import RankError, StateChangedError
 from flowstone.events import BuffersFromOneRank, Event
+from flowstone.saving import Captures
 
 
-def training(*, wrapped: bool = True, broadcast: bool = True) -> dict[str, object]:
+def training(how: str = "ddp") -> dict[str, object]:
+    """More than a window on each of two ranks. `how`: replicated, or as FSDP2 ("fsdp") or FSDP1 have it."""
     torch.manual_seed(5)
-    net: nn.Module = nn.Sequential(nn.Linear(64, 300), nn.BatchNorm1d(300), nn.ReLU(), nn.Linear(300, 64))
-    if wrapped:
-        net = DistributedDataParallel(net, broadcast_buffers=broadcast)
+    net: nn.Module = nn.Sequential(nn.Linear(512, 1024), nn.BatchNorm1d(1024), nn.ReLU(), nn.Linear(1024, 512))
+    if how == "ddp":
+        net = DistributedDataParallel(net)
+    elif how == "fsdp":
+        net = fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    else:
+        net = FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=how == "original")
     return {"model": net, "optimizer": torch.optim.AdamW(net.parameters(), lr=1e-2)}
 
 
 def step(state: dict[str, object], seed: int) -> None:
     model, optimizer = state["model"], state["optimizer"]
-    batch = torch.randn(16, 64, generator=torch.Generator().manual_seed(seed))
+    batch = torch.randn(16, 512, generator=torch.Generator().manual_seed(seed))
     model(batch).square().mean().backward()  # type: ignore[operator]
     optimizer.step()  # type: ignore[attr-defined]
     optimizer.zero_grad()  # type: ignore[attr-defined]
@@ -44,3 +58,38 @@ def save_statistics(rank: int, path: str, steps: int) -> dict[str, object]:
             saver.save(number, state).committed.result(60)
     buffers = [(event.step, event.tensors) for event in told if isinstance(event, BuffersFromOneRank)]
     return {"held": held, "buffers": buffers}
+
+
+def train_beside(rank: int, path: str, how: str) -> list[bool]:
+    """Save, then forward and backward while the capture stays behind, then a row that changes on rank 1 alone.
+
+    Of each save, whether it failed by the name of that row's tensor.
+    """
+    state, found = training(how), []
+    engine = EngineOptions(request_bytes=2 << 20)
+    still = mock.patch.object(Captures, "pace", return_value=CRAWL)
+    with still, opened(path, on_error="continue", engine=engine) as saver:
+        for number in (1, 2, 3, 4):
+            save = saver.save(number, state)
+            state["model"](torch.randn(4, 512)).square().mean().backward()  # type: ignore[operator]
+            assert number != 3 or not save.captured.done(), "it was changed too late"
+            if number == 3 and rank == 1:
+                spoil(state)
+            state["optimizer"].step()  # type: ignore[attr-defined]
+            state["optimizer"].zero_grad()  # type: ignore[attr-defined]
+            found.append(is_change(save.committed.exception(60)))
+    return found
+
+
+@torch.no_grad()
+def spoil(state: dict[str, object]) -> None:
+    """One element of every moment: of replicas those alone matter that this rank writes."""
+    for slots in state["optimizer"].state.values():  # type: ignore[attr-defined]
+        for slot in ("exp_avg", "exp_avg_sq"):
+            local(slots[slot]).view(-1)[:1].add_(1)
+
+
+def is_change(error: BaseException | None) -> bool:
+    assert error is None or isinstance(error, StateChangedError | RankError), error
+    assert error is None or "exp_avg" in str(error), error
+    return error is not None

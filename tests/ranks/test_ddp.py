@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from processes import run
 
 import flowstone as fs
@@ -21,3 +22,10 @@ def test_buffers_of_replicated_modules_come_from_rank_0_all_of_them_at_every_sav
         assert checkpoint.read("model.1.num_batches_tracked").item() == number
     for one in told:
         assert one["buffers"] == [[number, 3] for number in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp", "flat", "original"])
+def test_no_forward_or_backward_is_taken_for_a_change_and_one_element_on_one_rank_is(tmp_path: Path, how: str) -> None:
+    """Parameters are gathered, resharded and swapped meanwhile: none of that counts. What is written in place does."""
+    told = run(2, "ddp_acts", "train_beside", str(tmp_path / "run"), how)
+    assert told == [[False, False, True, False]] * 2

@@ -16,11 +16,12 @@ what is left is copied at the speed of memory as far as the arena has room, afte
 had to wait is told as the event `Fenced`, and makes the arena grow for the next one, while no save uses it.
 `write_bytes_per_s` caps early and lazy bytes alike, whoever waits.
 
-**What escapes the fence** is found by the engine (`native/watch.h`), by a few lines of every chunk of a lazy piece,
-copied when the save starts (on a device the current stream gathers them). A copied window is digested in its block, so
-that file and digest agree whatever happens to the source; what is written from where it lies is digested before and
-after. A difference is a fault of that job, so an error in its receipt: that save fails with `StateChangedError`, which
-names the tensors, and the checkpoint before it stays the newest.
+**What escapes the fence** is found by tensors' version counters (`state/counters.py`), and by the engine
+(`native/watch.h`), by a few lines of every chunk of a lazy piece, copied when the save starts (on a device the current
+stream gathers them). A copied window is digested in its block, so that file and digest agree whatever happens to the
+source; what is written from where it lies is digested before and after. A difference is a fault of that job, so an
+error in its receipt: that save fails with `StateChangedError`, which names the tensors, and the checkpoint before it
+stays the newest.
 
 **Memory that goes away** meanwhile is one more such fault. Nothing keeps a storage's memory where it was, so the kernel
 copies it (`native/live_memory.h`), and says where there is nothing any more; and when all is captured the storages are

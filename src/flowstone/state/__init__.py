@@ -14,6 +14,7 @@ ranges from FSDP1's tables, `Flat` declares them. To the optimizer's half of the
 in it: `optimizers.Member` says where. `zero.py` knows who keeps the state of a ZeroRedundancyOptimizer.
 """
 
+from flowstone.state.counters import CounterCheck, Counters
 from flowstone.state.describe import BYTES_INLINE_MAX, describe
 from flowstone.state.flat import Flat
 from flowstone.state.generators import rng
@@ -26,6 +27,8 @@ from flowstone.state.survey import collector_paused
 
 __all__ = [
     "BYTES_INLINE_MAX",
+    "CounterCheck",
+    "Counters",
     "Described",
     "Difference",
     "Flat",

@@ -15,6 +15,7 @@ from flowstone.format.joints import Joint
 from flowstone.format.objects import Provided, TensorRef, tensor_refs, unsupported
 from flowstone.pieces import DTYPES, Layout, Places
 from flowstone.state import constants, generators, modules, optimizers, provided, tensors
+from flowstone.state.counters import Counters
 from flowstone.state.flat import Flat
 from flowstone.state.kinds import Kind
 from flowstone.state.ledger import Ledger
@@ -58,8 +59,8 @@ def describe(
             per_rank[section] = describer.node(value.value, section_place(section, rank))
         else:
             shared[section] = describer.node(value, section_place(section))
-    layout, places = describer.close(known)
-    return Described(layout, places, shared, per_rank, describer.survey.optimizers, describer.late)
+    layout, places, counters = describer.close(known)
+    return Described(layout, places, shared, per_rank, describer.survey.optimizers, counters, describer.late)
 
 
 class Describer:
@@ -84,12 +85,14 @@ class Describer:
         groups = [group for optimizer in self.survey.optimizers for group in optimizer.param_groups]
         return frozenset(id(parameter) for group in groups for parameter in group["params"])
 
-    def close(self, known: Layout | None) -> tuple[Layout, Places]:
+    def close(self, known: Layout | None) -> tuple[Layout, Places, Counters]:
         """What was entered, once everything has been."""
         columns = self.ledger.look(hold=True)
         apart = {at: tensors.memory_of(tensors.resolved(self.ledger.tensors[at])) for at in columns.odd}
         self.ledger.sealed = True
-        return self.ledger.close(columns, apart, known)
+        layout, places, piece = self.ledger.close(columns, apart, known)
+        counters = Counters(self.ledger.tensors, columns.owners, columns.address, piece)
+        return layout, places, counters
 
     def node(self, value: object, place: Place) -> object:
         """The object that stands for `value`, whose tensors go into the ledger."""

@@ -137,8 +137,8 @@ class Ledger:
 
     def close(
         self, columns: tensors.Columns, apart: Mapping[int, Memory], known: Layout | None = None
-    ) -> tuple[Layout, Places]:
-        """The layout of all entries, and where each piece lies.
+    ) -> tuple[Layout, Places, NDArray[np.int64]]:
+        """The layout of all entries, where each piece lies, and which piece each entry is, or is a further name of.
 
         apart   the memory of each of the columns' odd tensors
         known   a layout from before: returned itself when it is still the layout
@@ -166,9 +166,16 @@ class Ledger:
             _check_whole(boxed)
         layout = Layout(boxed.take(kept), aliases, tuple(lazy), self._kept_buffers(ties))
         if known is not None and known == layout:
-            return known, places.take(kept)  # whose names have been checked
+            return known, places.take(kept), self._pieces_of(ties)  # whose names have been checked
         self._check_names()
-        return layout, places.take(kept)
+        return layout, places.take(kept), self._pieces_of(ties)
+
+    def _pieces_of(self, ties: Mapping[int, int]) -> NDArray[np.int64]:
+        is_piece = np.ones(len(self.names), np.bool_)
+        is_piece[list(ties)] = False
+        position = np.cumsum(is_piece) - 1
+        position[list(ties)] = position[list(ties.values())]
+        return position
 
     def _kept_buffers(self, ties: Mapping[int, int]) -> frozenset[int]:
         """Positions of buffers among the entries that are no ties."""

@@ -14,6 +14,7 @@ import torch
 
 from flowstone.errors import UnsupportedStateError
 from flowstone.pieces import Alias, DType, Layout, Pieces, Places
+from flowstone.state.counters import Counters
 
 DifferenceKind: TypeAlias = Literal["missing", "unexpected", "shape", "dtype", "kind"]
 
@@ -83,6 +84,7 @@ class Described:
     layout      what there is: pieces, aliases, and which of them are lazy
     places      parallel to its pieces: where each lies
     optimizers  every optimizer of the state: each may change lazy pieces in its step
+    counters    of what lies there, by which changes that escape the fence are found
 
     What is not bytes comes by `objects` and `per_rank`. Providers make theirs when these are first asked for:
     ask once the bytes of the pieces move, and before the state changes.
@@ -93,6 +95,7 @@ class Described:
     _objects: Mapping[str, object]
     _per_rank: Mapping[str, object]
     optimizers: tuple[torch.optim.Optimizer, ...]
+    counters: Counters
     _late: deque[Callable[[], None]] = field(default_factory=deque)
 
     @property

@@ -325,7 +325,8 @@ class Restorer:
             else:
                 apart[position] = tensors.memory_of(tensor)
                 self._check_apart(apart[position], tensor, self.ledger.names[position])
-        return self.ledger.close(columns, apart)
+        layout, places, _ = self.ledger.close(columns, apart)
+        return layout, places
 
     def into_array(self, array: np.ndarray, node: object, place: Place, *, within: Shard | None = None) -> None:
         """Want an array's elements in its own memory."""

@@ -1,0 +1,101 @@
+"""Version counters: torch counts the in-place operations on a tensor, and all views of it share the count.
+
+A counter that has moved between `save` and the end of the capture is a change that no fence held back, however few
+elements it was of. One that has not moved proves nothing: fused kernels, `.data` and numpy move none.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flowstone.pieces import Layout
+
+_version = attrgetter("_version")
+_UNKNOWN = -1  # what inference tensors count
+
+
+def versions(tensors: Sequence[torch.Tensor]) -> NDArray[np.int64]:
+    """The counter of each tensor."""
+    try:
+        return np.fromiter(map(_version, tensors), np.int64, len(tensors))
+    except RuntimeError:
+        return np.array([_UNKNOWN if one.is_inference() else one._version for one in tensors], np.int64)
+
+
+class Counters:
+    """What has been counted of the tensors of a state, since it was described. Columns, one row for each tensor.
+
+    tensors  every one that was come by; kept, so that it is the same ones that are asked again
+    owners   the storage that each lay in, and `address` where
+    piece    position of the piece that each is, or is a further name of
+    """
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], owners: Sequence[object], address: NDArray[np.uint64],
+        piece: NDArray[np.int64],
+    ) -> None:
+        self.tensors, self.owners, self.address, self.piece = tensors, owners, address, piece
+        self._rows: NDArray[np.int64] | None = None
+        self._counted = np.zeros(0, np.int64)
+
+    def begin(self, late: NDArray[np.bool_]) -> None:
+        """Count from now on, for those pieces that are captured late. A second call changes nothing."""
+        if self._rows is None:
+            self._rows = np.flatnonzero(late[self.piece])
+            self._counted = self._now()
+
+    def moved(self) -> NDArray[np.int64]:
+        """Rows of tensors that have been changed in place meanwhile."""
+        assert self._rows is not None, "what has not begun has not moved"
+        moved: NDArray[np.int64] = self._rows[self._now() != self._counted]
+        return moved
+
+    def _now(self) -> NDArray[np.int64]:
+        assert self._rows is not None
+        return versions([self.tensors[row] for row in self._rows.tolist()])
+
+
+class CounterCheck:
+    """Whether a save's sources were changed before they were captured, as far as counters tell. Any thread may ask."""
+
+    def __init__(self, counters: Counters, layout: Layout, late: NDArray[np.bool_], guarded: Sequence[bool]) -> None:
+        """`late`: which pieces are captured after `save` has returned; `guarded`: which nobody may change till then."""
+        self._lock = threading.Lock()
+        self._counters: Counters | None = counters
+        self._layout, self._late, self._guarded = layout, late, guarded
+        self._changed: tuple[str, ...] = ()
+
+    def changed(self) -> tuple[str, ...]:
+        """The names of what has changed. Looks when it is first asked, and lets the tensors go then."""
+        with self._lock:
+            if self._counters is not None:
+                found = sorted(set(self._changes(self._counters)))
+                self._changed = tuple(map(self._layout.pieces.names.__getitem__, found))
+                self._counters = None
+            return self._changed
+
+    def _changes(self, counters: Counters) -> Iterator[int]:
+        """Positions of pieces.
+
+        All views of a storage count together. Where most of it is nothing that is guarded (a corner of a pool;
+        parameters and gradients in one buffer), somebody has written there: that tells nothing of the piece.
+        """
+        rows = [row for row in counters.moved().tolist() if self._late[counters.piece[row]]]
+        if not rows:
+            return
+        guarded = np.array([piece.bytes for piece in self._layout.pieces], np.int64) * np.array(self._guarded, np.bool_)
+        for row in rows:
+            owner, address, piece = counters.owners[row], int(counters.address[row]), int(counters.piece[row])
+            held = owner.nbytes() if isinstance(owner, torch.UntypedStorage) else 0
+            begin = owner.data_ptr() if isinstance(owner, torch.UntypedStorage) else address
+            if begin <= address < begin + held:  # else it is no longer where it was
+                inside = (counters.address >= np.uint64(begin)) & (counters.address < np.uint64(begin + held))
+                if 2 * int(guarded[np.unique(counters.piece[inside])].sum()) <= held:
+                    continue
+            yield piece

@@ -362,7 +362,8 @@ def test_a_second_writer_is_refused_by_name_until_the_first_is_dead(store: Path,
 def test_two_checkpointers_of_one_process_are_two_writers(store: Path) -> None:
     with fs.Checkpointer(store) as one, fs.Checkpointer(store) as other:
         one.save(1, {"x": 1})
-        with pytest.raises(fs.LockedError, match=f"another job writes there(.|\n)*process {os.getpid()} on"):
+        says = f"another Checkpointer of this process(.|\n)*process {os.getpid()} on"
+        with pytest.raises(fs.LockedError, match=says):
             other.save(2, {"x": 2})
         one.close()
         other.save(2, {"x": 2})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import logging
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -563,3 +565,11 @@ def test_the_readme_face_of_an_open_checkpoint(store: Path) -> None:
     assert found.objects["config"] == {"lr": 0.1}
     assert found.verify().sound
     assert partial(fs.open, store)().path == f"{store}/step-00001200"
+
+
+def test_a_healthy_run_says_one_line_for_each_commit_and_load(store: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="flowstone"), fs.Checkpointer(store) as checkpointer:
+        checkpointer.save(7, filled(1)).committed.result()
+        checkpointer.load(filled(0))
+    said = [re.sub(r"[\d,]+ bytes in [\d.]+ s", "N bytes in N s", message) for message in caplog.messages]
+    assert said == [f"committed step 7: N bytes in N s, in {store}", f"loaded step 7: N bytes in N s, in {store}"]

@@ -24,6 +24,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "regions": {"calls", "errors", "pieces"},
     "progress": set(),
     "turns": {"errors"},
+    "telling": {"errors", "events"},
+    "ending": {"errors", "progress"},
+    "writer_lock": {"errors"},
     "format": {"config", "errors", "pieces", "_native"},
     "plan": {"config", "errors", "pieces", "rules", "format"},
     "store": {"config", "errors", "format", "_native"},
@@ -41,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "explaining": _BASE | {"calls", "format", "plan", "loading", "reader", "ranks"},
     "checkpointer": _BASE
     | {"format", "store", "stage", "commit", "state", "reader", "saves", "in_flight", "saving", "loading"}
-    | {"team", "together", "turns", "calls", "progress", "_native"},
+    | {"team", "together", "turns", "calls", "ending", "telling", "writer_lock", "_native"},
     "study": _BASE | {"format", "plan", "store", "stage", "commit", "reader", "_native"},
     "cli": _BASE | {"format", "store", "commit", "reader", "progress", "demo", "cli_output"}
     | {"cli_bench", "cli_tune"},

@@ -38,11 +38,13 @@ from flowstone.errors import (
     UnsupportedStateError,
 )
 from flowstone.events import (
+    BuffersFromOneRank,
     Captured,
     Committed,
     Event,
     FellBack,
     Fenced,
+    LeftAlone,
     Loaded,
     LoadProgress,
     OnEvent,
@@ -110,6 +112,7 @@ def __dir__() -> list[str]:
 __all__ = [
     "ArgumentError",
     "BudgetError",
+    "BuffersFromOneRank",
     "BusyError",
     "CancelledError",
     "Captured",
@@ -132,6 +135,7 @@ __all__ = [
     "FullError",
     "Init",
     "Keep",
+    "LeftAlone",
     "LoadProgress",
     "LoadReport",
     "Loaded",

@@ -6,17 +6,14 @@
 
 from __future__ import annotations
 
-import atexit
 import errno
 import logging
 import os
-import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Literal, cast
 
@@ -30,6 +27,7 @@ from flowstone.config import (
     EngineOptions,
     Keep,
 )
+from flowstone.ending import Ending, without_frames
 from flowstone.errors import (
     ClosedError,
     DamagedError,
@@ -39,23 +37,18 @@ from flowstone.errors import (
 )
 from flowstone.events import (
     Committed,
-    Event,
     FellBack,
-    LeftAlone,
     Loaded,
     OnEvent,
-    RemovalFailed,
-    Removed,
     SaveFailed,
     SaveStarted,
 )
 from flowstone.format.manifest import step_directory
 from flowstone.in_flight import InFlight
 from flowstone.loading import LoadReport
-from flowstone.progress import say
 from flowstone.reader import Checkpoint, check_no_checkpoint, check_store, stores_below
 from flowstone.rules import Rule
-from flowstone.saves import Save, call_at_exit
+from flowstone.saves import Save
 from flowstone.saving import Captures, Flight, Planned
 from flowstone.stage.arena import default_budget_bytes, open_write_arena
 from flowstone.stage.fence import Fence
@@ -63,8 +56,10 @@ from flowstone.stage.streams import as_on_this_thread
 from flowstone.state import Described, collector_paused, describe
 from flowstone.store.base import Store
 from flowstone.store.local import LocalStore
+from flowstone.telling import Teller
 from flowstone.together import Together, is_about_bytes
 from flowstone.turns import Turn, one_at_a_time
+from flowstone.writer_lock import as_writer, caller
 
 _log = logging.getLogger("flowstone")
 
@@ -88,8 +83,10 @@ class Checkpointer:
     Calls from several threads wait for each other, but for `fence`; what another thread changes while `save` has not
     returned is no part of any promise. Inside of a call, in `on_event` and in a Future's callback, a call is a
     BusyError. A context manager; leaving it, or the end of the process, waits for saves in flight; a failure that
-    nobody has seen ends the process with 1.
+    nobody has seen ends the process with 1. One that nobody holds any more gives store and memory back after its saves.
     """
+
+    _closed = True  # until there is something to close
 
     def __init__(
         self,
@@ -112,29 +109,32 @@ class Checkpointer:
         )
         self._options = engine or EngineOptions()
         self._store = cast("Store", path) if root is None else LocalStore(root, self._options)
-        self._budget_bytes, self._on_event = budget_bytes, on_event
+        self._budget_bytes = budget_bytes
         self._saves_in_flight = saves_in_flight
         self._turn = Turn()
         self._state_lock = threading.RLock()  # while the state is described: a step of another thread waits
+        self.made_at = caller()
         background = self._turn.leave_out_this_thread
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="flowstone-commit", initializer=background)
         self._watcher = ThreadPoolExecutor(1, thread_name_prefix="flowstone-capture", initializer=background)
         self._fence = Fence(self._before_step)
         self._arena: _native.Arena | None = None
         self._planned: Planned | None = None  # for the last save
-        self._store_writer = StoreWriter(self._store, keep, self._removed, self._left)
+        self._emit = Teller(on_event, self._store.location)
+        self._store_writer = StoreWriter(self._store, keep, self._emit.removed, self._emit.left)
         self._has_threads = False
-        self._in_flight = InFlight(
-            self._store, self._hurry, on_error=on_error, max_unsaved_steps=max_unsaved_steps
-        )
         self._captures = Captures(self._options.write_bytes_per_s)
+        self._in_flight = InFlight(
+            self._store, self._captures.hurry, on_error=on_error, max_unsaved_steps=max_unsaved_steps
+        )
         self._unsound: str | None = None  # why the state must not be saved
         self._superseded_above: int | None = None
-        self._closed = False
         self._pid = os.getpid()
         # Last: it tells other ranks that this Checkpointer is there.
         self._together = Together(deadline_s, self._store.location, self._turn, alone=alone)
-        atexit.register(self._at_exit)
+        self._emit.quiet = self._together.rank > 0
+        self._end = Ending(self.close)
+        self._closed = False
 
     # Load
 
@@ -315,7 +315,7 @@ class Checkpointer:
         """
         self._fence.guard(described.optimizers)
         self._opened_arena()
-        save.captured.hurry = save.committed.hurry = self._hurry
+        save.captured.hurry = save.committed.hurry = self._captures.hurry
         self._captures.expect(save)
         streams = as_on_this_thread(memory.device for memory in described.places.apart.values())
         self._writer.submit(self._begin_and_finish, save, described, fence, begin, streams)
@@ -347,7 +347,7 @@ class Checkpointer:
         """The rest of a save is for the watcher's thread, and for the writer's."""
         save, is_lazy = flight.save, flight.outlasts_save
         # All that are under way: the writer's thread takes them in order, so that one waits for those before it.
-        save.captured.hurry = save.committed.hurry = self._hurry
+        save.captured.hurry = save.committed.hurry = self._captures.hurry
         try:
             if is_lazy:
                 self._watcher.submit(self._watch, flight)
@@ -401,7 +401,7 @@ class Checkpointer:
         if not save.captured.done():
             save.captured.set_result(None)
         self._emit(SaveFailed(save.step, str(error)))
-        save.committed.set_exception(error)
+        save.committed.set_exception(without_frames(error))
 
     def _become_writer(self) -> None:
         """At the first save: lock, sweep, and learn the newest step. Then, what a fallback left to set aside.
@@ -417,8 +417,7 @@ class Checkpointer:
                 self._store_writer.give_up()
             if self._store_writer.store_id is None:
                 check_no_checkpoint(self._store)
-                holder = f"process {os.getpid()} on {socket.gethostname()}"
-                self._in_flight.newest = self._store_writer.begin(holder)
+                self._in_flight.newest = as_writer(self, self._store.location, self._store_writer.begin)
         if self._superseded_above is not None:
             self._drain_writer()
             if self._together.rank == 0:
@@ -443,11 +442,6 @@ class Checkpointer:
         """An optimizer is about to step."""
         if not self._closed and os.getpid() == self._pid:
             self._pass_fence()
-
-    def _hurry(self) -> None:
-        """Somebody waits for what is not captured yet. Any thread."""
-        if os.getpid() == self._pid:  # a fork's copies of native objects have no threads behind them
-            self._captures.hurry()
 
     def _pass_fence(self) -> None:
         self._turn.check_thread("fence")
@@ -501,11 +495,35 @@ class Checkpointer:
             self._fence.lift()
             self._watcher.shutdown()
             self._writer.shutdown()
-            atexit.unregister(self._at_exit)
             self._together.leave()
-            if self._arena is not None:
-                self._arena.close()
-            self._store.close()
+            self._give_back()
+
+    def _give_back(self) -> None:
+        self._end.call_off()
+        if self._arena is not None:
+            self._arena.close()
+        self._store.close()
+
+    def __del__(self) -> None:
+        """Nobody holds it any more. No save is in flight: each holds it. Any thread, in the middle of anything."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        self._watcher.shutdown(wait=False)  # this may be their own thread; and optimizers' hooks, which
+        self._writer.shutdown(wait=False)  # may be running, are left to find out that there is nobody
+        try:
+            self._in_flight.settle()
+            self._give_back()
+        except FlowstoneError as failure:
+            self._give_back()
+            self._end.fail(failure)
+        self._together.abandon()
+
+    def finish_saves(self, location: str) -> None:
+        """Wait until saves into the store at `location` have ended, and what follows them, if that is ours."""
+        if not self._closed and os.getpid() == self._pid and self._store.location == location:
+            self._in_flight.await_all()
+            self._drain_writer()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -531,7 +549,7 @@ class Checkpointer:
         try:
             self._drain_writer()
             self._watcher.submit(int).result()
-            call_at_exit(self._hurry)
+            self._end.before_threads_end(self._captures.hurry)
             self._has_threads = True
         except RuntimeError as error:
             raise StorageError(
@@ -560,29 +578,3 @@ class Checkpointer:
                 f"the state must not be saved: {self._unsound}, and part of the state has changed",
                 next="load a checkpoint with success first",
             )
-
-    def _at_exit(self) -> None:
-        """The script ended without `close`: wait, and do not let a lost save look like success."""
-        try:
-            self.close()
-        except FlowstoneError as failure:
-            say(f"flowstone: {failure}")
-            with suppress(Exception):  # nobody reads it any more
-                sys.stdout.flush()
-            os._exit(1)  # an exception in an exit handler would leave the status at 0
-
-    def _removed(self, name: str, reason: str, error: StorageError | None) -> None:
-        self._emit(Removed(name, reason) if error is None else RemovalFailed(name, f"{reason}: {error}"))
-        if error is not None:
-            _log.warning("could not remove %s: %s", name, error)
-
-    def _left(self, name: str, why: str) -> None:
-        self._emit(LeftAlone(name, why))
-
-    def _emit(self, event: Event) -> None:
-        if self._on_event is None:
-            return
-        try:
-            self._on_event(event)
-        except Exception:
-            _log.exception("on_event failed on %s", type(event).__name__)

@@ -79,6 +79,9 @@ class Committed:
     bytes: int  # of all files
     seconds: float  # since `save` was called
 
+    def __str__(self) -> str:
+        return f"committed step {self.step}: {self.bytes:,} bytes in {self.seconds:.2f} s"
+
 
 @dataclass(frozen=True, slots=True)
 class SaveFailed:
@@ -104,6 +107,9 @@ class Loaded:
     step: int
     bytes: int
     seconds: float
+
+    def __str__(self) -> str:
+        return f"loaded step {self.step}: {self.bytes:,} bytes in {self.seconds:.2f} s"
 
 
 @dataclass(frozen=True, slots=True)

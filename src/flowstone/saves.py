@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -21,6 +19,14 @@ class HurriedFuture(Future[_Result], Generic[_Result]):
         super().__init__()
         self.set_running_or_notify_cancel()
         self.hurry: Callable[[], None] = _nothing
+
+    def set_result(self, result: _Result) -> None:
+        super().set_result(result)
+        self.hurry = _nothing  # a Save that somebody keeps keeps nothing else
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        super().set_exception(exception)
+        self.hurry = _nothing
 
     def result(self, timeout: float | None = None) -> _Result:
         if not self.done():
@@ -80,21 +86,3 @@ class Save:
     step: int
     captured: HurriedFuture[None] = field(default_factory=HurriedFuture)
     committed: ReportedFuture[Checkpoint] = field(default_factory=ReportedFuture)
-
-
-def call_at_exit(method: Callable[[], None]) -> None:
-    """Call a bound method, if its object is alive, when the script has ended and Python begins to wait for threads.
-
-    What `atexit` calls comes after the threads of executors have come to their ends, and in a process of
-    `multiprocessing` not at all. Python has no public name for the moment before; where it has none at all
-    this does nothing.
-    """
-    register = getattr(threading, "_register_atexit", None)
-    if register is not None:
-        register(_call, weakref.WeakMethod(method))
-
-
-def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    alive = method()
-    if alive is not None:
-        alive()

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -149,6 +150,7 @@ class Captures:
         self._left_alone: float | None = None  # since when the last save leaves training alone
         self._leisures_s: deque[float] = deque(maxlen=4)
         self.arena_bytes = 0  # that would hold all of the last save
+        self._pid = os.getpid()
 
     def add(self, flight: Flight) -> None:
         self._flights = [*(other for other in self._flights if not other.save.captured.done()), flight]
@@ -170,6 +172,8 @@ class Captures:
 
     def hurry(self) -> None:
         """Somebody waits for what is not captured yet. Any thread."""
+        if os.getpid() != self._pid:
+            return  # a fork's copies of native objects have no threads behind them
         for flight in self._flights:
             flight.writing.hurry()
 

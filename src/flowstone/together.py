@@ -123,6 +123,11 @@ class Together:
         agreed = self._agreement.agree(phase, words, group)
         return msgspec.msgpack.decode(agreed.own, type=list[tuple[int, bytes]])
 
+    def abandon(self) -> None:
+        """Whoever spoke for this rank is gone: the others need not wait for it. Returns at once."""
+        if self._pulse is not None:
+            self._pulse.stop(wait=False)
+
     def leave(self) -> None:
         """The end: rank 0, whose process may hold what the ranks talk over, goes last."""
         if self._pulse is not None:

@@ -76,9 +76,10 @@ class Pulse:
         self._thread = threading.Thread(target=self._beat, name="flowstone-pulse", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
+    def stop(self, *, wait: bool = True) -> None:
         self._stopped.set()
-        self._thread.join()
+        if wait:
+            self._thread.join()
 
     def close(self) -> None:
         """Stop, and say so: nobody has to wait for this rank."""

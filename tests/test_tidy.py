@@ -23,6 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "calls": {"config", "errors", "rules"},
     "regions": {"calls", "errors", "pieces"},
     "progress": set(),
+    "threads": {"errors"},
     "turns": {"errors"},
     "telling": {"errors", "events"},
     "ending": {"errors", "progress"},
@@ -44,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "explaining": _BASE | {"calls", "format", "plan", "loading", "reader", "ranks"},
     "checkpointer": _BASE
     | {"format", "store", "stage", "commit", "state", "reader", "saves", "in_flight", "saving", "loading"}
-    | {"team", "together", "turns", "calls", "ending", "telling", "writer_lock", "_native"},
+    | {"team", "together", "threads", "turns", "calls", "ending", "telling", "writer_lock", "_native"},
     "study": _BASE | {"format", "plan", "store", "stage", "commit", "reader", "_native"},
     "cli": _BASE | {"format", "store", "commit", "reader", "progress", "demo", "cli_output"}
     | {"cli_bench", "cli_tune"},

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import threading
@@ -17,7 +16,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Literal, cast
 
-from flowstone import _native, calls, loading, saving
+from flowstone import _native, calls, loading, saving, threads
 from flowstone.commit import catalog
 from flowstone.commit.writer import StoreWriter
 from flowstone.config import (
@@ -33,7 +32,6 @@ from flowstone.errors import (
     DamagedError,
     FlowstoneError,
     NoCheckpointError,
-    StorageError,
 )
 from flowstone.events import (
     Committed,
@@ -409,7 +407,9 @@ class Checkpointer:
         Again, where the lock was lost since: another job may have written.
         """
         if not self._has_threads:
-            self._start_threads()
+            threads.start(self._writer, self._watcher)
+            self._end.before_threads_end(self._captures.hurry)
+            self._has_threads = True
         if self._together.rank == 0:
             if self._store_writer.has_lost_the_lock():
                 self._await_saves()
@@ -543,19 +543,6 @@ class Checkpointer:
         self._in_flight.await_all()
         if self._together.team is not None:
             self._drain_writer()  # which may still tell the others of a save that was refused here
-
-    def _start_threads(self) -> None:
-        """Start both threads while nothing depends on them: a save under way could not be finished without."""
-        try:
-            self._drain_writer()
-            self._watcher.submit(int).result()
-            self._end.before_threads_end(self._captures.hurry)
-            self._has_threads = True
-        except RuntimeError as error:
-            raise StorageError(
-                "cannot start the threads that end saves", errno=errno.EAGAIN, reason=str(error),
-                next="raise the limits on threads and processes (ulimit -u, pids.max)",
-            ) from error
 
     def _drain_writer(self) -> None:
         """Wait for retention too, which runs behind a commit."""

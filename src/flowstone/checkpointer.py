@@ -51,7 +51,7 @@ from flowstone.saving import Captures, Flight, Planned
 from flowstone.stage.arena import default_budget_bytes, open_write_arena
 from flowstone.stage.fence import Fence
 from flowstone.stage.streams import as_on_this_thread
-from flowstone.state import Described, collector_paused, describe
+from flowstone.state import Described, collector_paused, describe, found_in, warn_of_save
 from flowstone.store.base import Store
 from flowstone.store.local import LocalStore
 from flowstone.telling import Teller
@@ -278,6 +278,8 @@ class Checkpointer:
         """Describe the state and start its capture. `waited`: when what had to be waited for was over."""
         team, rank, known = self._together.team, self._together.rank, self._planned
         layout = None if known is None else known.layout
+        if known is None and (idiom := found_in(state)):
+            warn_of_save(idiom)
         described = describe(state, rank=rank, known=layout, whole=self._together.alone)
         described_at = time.monotonic()
 

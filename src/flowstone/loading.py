@@ -33,7 +33,8 @@ from flowstone.stage.landing import Landed, land
 from flowstone.stage.overlap import overlaps
 from flowstone.stage.passing import Neighbour, Offer, Passing
 from flowstone.stage.scatter import Scattered, raise_damage, scatter, strewn
-from flowstone.state import Restoration, Stored, StoredTensor, prepare
+from flowstone.state import Restoration, Stored, StoredTensor, found_in, prepare, warn_of_load, wrapped_sections
+from flowstone.state.names import strip_wrappers
 from flowstone.store.base import Store
 from flowstone.store.window import Announcement, node
 from flowstone.together import Together
@@ -133,6 +134,10 @@ def want(
             "load: the state is empty, so nothing would be loaded", checkpoint=", ".join(sections[:10]),
             next="hand over what is to be brought back, under these names: {'model': model, ...}",
         )
+    if isinstance(state, Mapping):
+        if idiom := found_in(state, modules=False):
+            warn_of_load(idiom)
+        rules = (*rules, *map(_Unwrap, wrapped_sections(state, checkpoint.objects)))
     names = renamed(checkpoint.index.rows(), rules)
     stored = _stored(checkpoint, names, rules, rank)
     return Wanted(checkpoint, rules, names, prepare(state, stored, rank=rank, ranks=ranks))
@@ -177,10 +182,37 @@ def compare(found: Wanted, elsewhere: Container[str], unwanted: Container[str] |
     matched = match(
         restoration.pieces, restoration.aliases, sections=restoration.sections, index=found.checkpoint.index,
         names=found.names, rules=rules, differences=others, elsewhere=elsewhere,
-        others=found.checkpoint.contents.replicated,
+        others=found.checkpoint.contents.replicated, remedy=_remedy(found),
     )
     _check_apart(found, matched)
     return replace(matched, skipped=(*matched.skipped, *skipped))
+
+
+class _Unwrap(Rename):
+    """Names below a section without what wrappers of modules have put into them; see `wrapped_sections`."""
+
+    def __init__(self, section: str) -> None:
+        super().__init__(section, section)
+
+    def apply(self, name: str) -> str:
+        head = f"{self.source}."
+        return head + strip_wrappers(name.removeprefix(head)) if name.startswith(head) else name
+
+
+def _remedy(found: Wanted) -> str:
+    """What to do about differences whose cause is known; "" where it is not."""
+    remedies, checkpoint = found.restoration.remedies, found.checkpoint
+    if remedies:
+        return "; ".join(dict.fromkeys(remedies))
+    sections = [*checkpoint.objects, *checkpoint.contents.per_rank]
+    known = {rename(section, found.rules) for section in sections}
+    absent = [section for section in found.restoration.sections if section not in known]
+    if not absent or not sections:
+        return ""
+    return (
+        f"the checkpoint has no {', '.join(map(repr, absent[:5]))}; it has {', '.join(map(repr, sections[:10]))}: call "
+        "them so in your state, or say by fs.Rename(stored, wanted) what is called otherwise"
+    )
 
 
 def _check_apart(found: Wanted, matched: Match) -> None:

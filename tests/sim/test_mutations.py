@@ -151,7 +151,7 @@ def _mutated(mutant: Mutant) -> FunctionType:
 def _prune_all(self: Checkpointer) -> None:
     verdicts = [retention.Verdict(step, False, "a mutant") for step in catalog.steps(self._store)]
     if self._store_writer._keep is not None:
-        retention.prune(self._store, verdicts, self._removed)
+        retention.prune(self._store, verdicts, self._emit.removed)
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -73,6 +73,7 @@ def match(
     differences: Sequence[str] = (),
     elsewhere: Container[str] = (),
     others: Collection[str] = (),
+    remedy: str = "",
 ) -> Match:
     """Find each wanted piece among the stored `names`, and account for every stored one.
 
@@ -80,6 +81,7 @@ def match(
     differences  already found in what is not a tensor; raised together with ours
     elsewhere    names that other ranks want
     others       top-level entries of the checkpoint, asked for or not
+    remedy       what to do about differences, where their cause is known
     raises       MismatchError that lists every difference
     """
     faults = list(differences)
@@ -112,6 +114,8 @@ def match(
     skipped = {name for name in unexpected if allowed(rules, Skip, name)}
     left = [name for name in unexpected if name not in skipped]
     faults += [f"unexpected  {name}: in the checkpoint, not in your state" for name in left]
+    if faults and remedy:
+        refuse(faults, next=remedy)
     if faults:
         refuse(faults)
     rows = [row for row in found if row is not None]

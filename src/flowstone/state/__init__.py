@@ -23,6 +23,7 @@ from flowstone.state.records import Described, Difference, PerRank, Shard, Store
 from flowstone.state.registry import Registration, register_provider
 from flowstone.state.restore import Restoration, prepare
 from flowstone.state.split import SplitTensor
+from flowstone.state.state_dicts import found_in, warn_of_load, warn_of_save, wrapped_sections
 from flowstone.state.survey import collector_paused
 
 __all__ = [
@@ -44,7 +45,11 @@ __all__ = [
     "StoredTensor",
     "collector_paused",
     "describe",
+    "found_in",
     "prepare",
     "register_provider",
     "rng",
+    "warn_of_load",
+    "warn_of_save",
+    "wrapped_sections",
 ]

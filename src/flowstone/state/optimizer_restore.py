@@ -13,11 +13,11 @@ import torch
 from flowstone.errors import StateError
 from flowstone.format import objects
 from flowstone.format.objects import Provided, TensorRef
-from flowstone.state import tensors
+from flowstone.state import state_dicts, tensors
 from flowstone.state.flat import Range
 from flowstone.state.fresh import Fresh, constant_free, kind_of, refers_to_tensors, without_tensors
 from flowstone.state.names import Place
-from flowstone.state.optimizers import NOT_OPTIONS, Anatomy, Member, dissect
+from flowstone.state.optimizers import NOT_OPTIONS, Anatomy, Member, StoredGroup, StoredOptimizer, dissect
 from flowstone.state.records import MISSING, Phase, Shard, StoredTensor
 from flowstone.state.shards import is_dtensor
 from flowstone.state.survey import provider_of_tensor
@@ -33,11 +33,15 @@ def restore(restorer: Restorer, optimizer: torch.optim.Optimizer, node: object, 
     if node is MISSING:
         restorer.differ("missing", place.name, "an optimizer", "nothing of that name")
         return
-    stored = _read(node)
-    if stored is None:
+    stored = read(node)
+    if stored is None and not state_dicts.is_optimizers(node):
         restorer.differ("kind", place.name, "an optimizer", kind_of(node))
         return
     anatomy = dissect(optimizer, restorer.parameters, place)
+    if stored is None:
+        stored = state_dicts.translate(restorer, node, anatomy, place)
+        if stored is None:
+            return
     rebuild = _Rebuild(restorer, optimizer, anatomy, place)
     rebuild.match_groups(stored.groups)
     if place.rank is None:
@@ -47,23 +51,7 @@ def restore(restorer: Restorer, optimizer: torch.optim.Optimizer, node: object, 
     restorer.later(Phase.OPTIMIZERS, rebuild.apply)
 
 
-@dataclass(frozen=True, slots=True)
-class _StoredGroup:
-    params: list[str]
-    options: dict[object, object]
-
-
-@dataclass(frozen=True, slots=True)
-class _StoredOptimizer:
-    """The four entries of an optimizer's object, see optimizers.py."""
-
-    groups: list[_StoredGroup]
-    listed: dict[str, dict[object, object]]
-    shared: object
-    extra: object
-
-
-def _read(node: object) -> _StoredOptimizer | None:
+def read(node: object) -> StoredOptimizer | None:
     """The entries of a stored object, or None when it is no optimizer's."""
     match node:
         case {"param_groups": list(groups), "state": dict(listed), "shared": dict(shared), "extra": dict(extra)}:
@@ -71,11 +59,11 @@ def _read(node: object) -> _StoredOptimizer | None:
             for group in groups:
                 match group:
                     case {"params": list(params), "options": dict(options)} if all(type(p) is str for p in params):
-                        found.append(_StoredGroup(params, options))
+                        found.append(StoredGroup(params, options))
                     case _:
                         return None
             if all(type(path) is str and isinstance(slots, dict) for path, slots in listed.items()):
-                return _StoredOptimizer(found, listed, shared, extra)
+                return StoredOptimizer(found, listed, shared, extra)
     return None
 
 
@@ -111,13 +99,13 @@ class _Rebuild:
                 return member
         return None
 
-    def match_groups(self, stored: list[_StoredGroup]) -> None:
+    def match_groups(self, stored: list[StoredGroup]) -> None:
         """Pair groups that have the same members, in whatever order; then those of which only some are here."""
         rename = self.restorer.stored.rename
         waiting: dict[frozenset[str], list[int]] = {}
         for i, members in enumerate(self.anatomy.groups):
             waiting.setdefault(frozenset(member.home.path for member in members), []).append(i)
-        parts: list[tuple[int, _StoredGroup, list[Member | None]]] = []
+        parts: list[tuple[int, StoredGroup, list[Member | None]]] = []
         for i, group in enumerate(stored):
             found = [self._find(rename(path), path) for path in group.params]
             key = frozenset(
@@ -130,7 +118,7 @@ class _Rebuild:
                 parts.append((i, group, found))
         self._match_parts(parts, sorted(i for left in waiting.values() for i in left))
 
-    def _match_parts(self, stored: list[tuple[int, _StoredGroup, list[Member | None]]], waiting: list[int]) -> None:
+    def _match_parts(self, stored: list[tuple[int, StoredGroup, list[Member | None]]], waiting: list[int]) -> None:
         """Pair groups by those of the stored members that are here. The others are differences, where no other rank
         has them; so is each group left over.
         """

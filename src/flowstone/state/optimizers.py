@@ -37,6 +37,24 @@ NOT_OPTIONS = frozenset({"params", "param_names"})
 """Keys of a group that belong to the order of its members, not to its settings."""
 
 
+@dataclass(frozen=True, slots=True)
+class StoredGroup:
+    """A group of a stored optimizer: the paths of its members, and its settings."""
+
+    params: list[str]
+    options: dict[object, object]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredOptimizer:
+    """The entries of a stored optimizer's object; `listed` is its "state"."""
+
+    groups: list[StoredGroup]
+    listed: dict[str, dict[object, object]]
+    shared: object
+    extra: object
+
+
 class Member(NamedTuple):
     """A parameter in a group, as one optimizer sees it: its own, or one that lies in a flat one of its own.
 

@@ -15,7 +15,7 @@ from flowstone.errors import StateError
 from flowstone.format import objects
 from flowstone.format.objects import Provided, TensorRef, unsupported
 from flowstone.pieces import Alias, Layout, Memory, Pieces, Places
-from flowstone.state import generators, modules, optimizer_restore, provided, tensors
+from flowstone.state import generators, modules, optimizer_restore, provided, state_dicts, tensors
 from flowstone.state.describe import Describer
 from flowstone.state.flat import Flat, Range
 from flowstone.state.fresh import Fitting, Fresh, constant_free, kind_of, refers_to_tensors, without_tensors
@@ -52,6 +52,7 @@ class Restoration:
     sections        of the state: what was asked for
     new_bytes       of memory among these that is new
     notes           what is left out or kept on purpose, for the report
+    remedies        what to do about differences whose cause is known
     """
 
     def __init__(self, restorer: Restorer, sections: tuple[str, ...]) -> None:
@@ -61,6 +62,7 @@ class Restoration:
         self.aliases: tuple[Alias, ...] = layout.aliases
         self.differences: tuple[Difference, ...] = tuple(restorer.differences)
         self.notes: tuple[str, ...] = tuple(restorer.notes)
+        self.remedies: tuple[str, ...] = tuple(restorer.remedies)
         self.sections = sections
         self.new_bytes = restorer.new_bytes
         self._actions = restorer.actions
@@ -109,6 +111,7 @@ class Restorer:
         self.ledger = Ledger()
         self.differences: list[Difference] = []
         self.notes: list[str] = []
+        self.remedies: list[str] = []
         self.actions: dict[Phase, list[Callable[[], None]]] = {phase: [] for phase in Phase}
         self.written: list[torch.Tensor] = []
         self.new_bytes = 0
@@ -252,6 +255,8 @@ class Restorer:
     def _container(self, value: object, node: object, place: Place) -> Replacement | None:
         """A container with something to write in place: item by item, strict about its keys."""
         mapping = isinstance(value, dict)
+        if state_dicts.is_optimizers(value) and self._is_lost_on(value, node, place):
+            return None
         if type(value) is not tuple:
             self._check_once(value, node, place)
         if node is not MISSING and (type(node) not in CONTAINERS or isinstance(node, dict) != mapping):
@@ -277,6 +282,17 @@ class Restorer:
         for key, replacement in replaced.items():
             self.later(Phase.VALUES, partial(_replace, cast("dict[object, object]", value), key, replacement))
         return None
+
+    def _is_lost_on(self, value: object, node: object, place: Place) -> bool:
+        """Whether what is stored of an optimizer has no place in the state_dict() that is to take it."""
+        itself = f"hand over the optimizer itself as {place.path}, not its state_dict()"
+        if optimizer_restore.read(node) is not None:
+            self.differ("kind", place.name, "the state_dict() of an optimizer", "an optimizer")
+            self.remedies.append(itself)
+            return True
+        if state_dicts.is_optimizers(node) and state_dicts.is_fresh(value, node):
+            self.remedies.append(f"{itself}: this one is fresh, and has no tensors to load into")
+        return False
 
     def want(self, place: Place, made: torch.Tensor | np.ndarray) -> None:
         """Want memory of our own making."""

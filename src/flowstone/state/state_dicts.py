@@ -1,0 +1,177 @@
+"""What `state_dict()` returned, in the place of the object that it came from: the idiom of torch.save.
+
+It is saved, and loaded back into such dicts. But nothing of it is lazy, and an optimizer's slots are named by numbers,
+which say what they are only together with the order of parameters. A stored one is loaded into the optimizer itself by
+that order, as `Optimizer.load_state_dict` does it, once everything that can be compared has been.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from flowstone.format.objects import TensorRef
+from flowstone.state.names import Place, strip_wrappers
+from flowstone.state.optimizers import NOT_OPTIONS, Anatomy, Member, StoredGroup, StoredOptimizer
+
+if TYPE_CHECKING:
+    from flowstone.state.restore import Restorer
+
+_log = logging.getLogger("flowstone")
+_DEPTH_MAX = 3  # containers that are looked into: {"trainer": {"optimizers": [...]}}
+_ITEMS_MAX = 100  # of each
+
+
+def is_optimizers(value: object) -> bool:
+    """Whether it is what an optimizer's state_dict() returns, or what a checkpoint holds of that."""
+    if not isinstance(value, Mapping) or not {"state", "param_groups"} <= value.keys():
+        return False
+    groups = value["param_groups"]
+    return (
+        isinstance(value["state"], dict) and isinstance(groups, list)
+        and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
+    )
+
+
+def found_in(state: Mapping[str, object], *, modules: bool = True) -> str:
+    """Where in a state the state_dict() of an optimizer lies, or of a module, for a message; "" for nowhere."""
+    if modules and isinstance(state, OrderedDict) and hasattr(state, "_metadata"):
+        return "the state itself is the state_dict() of a module"
+    found = [one for one in _found_below(state, "state", 0) if modules or one.endswith("an optimizer")]
+    return ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
+
+
+def _found_below(value: object, path: str, depth: int) -> Iterator[str]:
+    items = value.items() if isinstance(value, Mapping) else enumerate(cast("list[object]", value))
+    for _, (key, item) in zip(range(_ITEMS_MAX), items, strict=False):
+        inner = f"{path}[{key!r}]"
+        if is_optimizers(item):
+            yield f"{inner} is the state_dict() of an optimizer"
+        elif isinstance(item, OrderedDict) and hasattr(item, "_metadata"):
+            yield f"{inner} is the state_dict() of a module"
+        elif depth < _DEPTH_MAX and type(item) in (dict, list):
+            yield from _found_below(item, inner, depth + 1)
+
+
+@cache
+def warn_of_save(found: str) -> None:
+    """Say once what is better than what was `found_in` the state of a save."""
+    _log.warning(
+        "%s. All of it is captured before save() returns, and an optimizer's state is named by numbers. Hand over the "
+        'objects themselves: save(step, {"model": model, "optimizer": optimizer}); load() takes the same',
+        found,
+    )
+
+
+@cache
+def warn_of_load(found: str) -> None:
+    """The same for a load."""
+    _log.warning(
+        "%s. Its tensors are loaded in place, but learning rates and other plain values only into that dict: give it "
+        "to the optimizer's load_state_dict() after the load, or hand over the optimizer itself",
+        found,
+    )
+
+
+def wrapped_sections(state: Mapping[str, object], objects: Mapping[str, object]) -> tuple[str, ...]:
+    """Sections of modules of which a state_dict() is stored, with names of wrappers in its keys (`module.weight`)."""
+    return tuple([
+        section for section, node in objects.items()
+        if isinstance(state.get(section), torch.nn.Module) and type(node) in (dict, OrderedDict)
+        and _is_wrapped([key for key, item in cast("dict[object, object]", node).items() if type(item) is TensorRef])
+    ])
+
+
+def _is_wrapped(keys: list[object]) -> bool:
+    if not all(type(key) is str for key in keys):
+        return False
+    stripped = {strip_wrappers(cast("str", key)) for key in keys}
+    return len(stripped) == len(keys) and stripped != set(keys)
+
+
+def is_fresh(value: object, node: object) -> bool:
+    """Whether a state_dict() has no state yet for parameters of which the stored one has some."""
+    mine, theirs = cast("dict[str, dict[object, object]]", value), cast("dict[str, dict[object, object]]", node)
+    return bool(theirs["state"]) and not mine["state"]
+
+
+def translate(restorer: Restorer, node: object, anatomy: Anatomy, place: Place) -> StoredOptimizer | None:
+    """What a stored state_dict() says of the optimizer whose `anatomy` it is to be loaded into.
+
+    By names, where both have them; else by order, where all counts and shapes agree. What does not is entered as a
+    difference, and the result is None.
+    """
+    stored = cast("dict[str, list[dict[object, object]]]", node)
+    groups, slots = stored["param_groups"], cast("dict[object, dict[object, object]]", stored["state"])
+    named = _by_name(restorer, groups, anatomy, place)
+    numbers = [cast("list[object]", group["params"]) for group in groups]
+    mine = [list(group) for group in anatomy.groups]
+    if named is None:
+        flat = any(member.lies is not None for group in mine for member in group)
+        if flat or list(map(len, numbers)) != list(map(len, mine)):
+            counts = [", ".join(str(len(group)) for group in side) for side in (mine, numbers)]
+            restorer.differ("kind", place.name, f"an optimizer of groups of {counts[0]} parameters", f"of {counts[1]}")
+            return None
+        pairs = [pair for of, group in zip(numbers, mine, strict=True) for pair in zip(of, group, strict=True)]
+    else:
+        pairs = named
+    members = dict(pairs)
+    if len(members) != len(pairs) or not all(isinstance(one, dict) for key, one in slots.items() if key in members):
+        restorer.differ("kind", place.name, "an optimizer", "a state_dict() that numbers its parameters twice")
+        return None
+    for number, member in pairs:
+        _check_shapes(restorer, slots.get(number, {}), member, place)
+    how = "by order, as load_state_dict() takes them" if named is None else "by their names"
+    restorer.notes.append(f"{place.name}: a state_dict() was saved; its parameters were found {how}")
+    return StoredOptimizer(
+        [
+            StoredGroup([members[number].home.path for number in of], _options(group))
+            for of, group in zip(numbers, groups, strict=True)
+        ],
+        {members[number].home.path: of for number, of in slots.items() if number in members},
+        {key: value for key, value in slots.items() if key not in members},
+        {key: value for key, value in stored.items() if key not in ("state", "param_groups")},
+    )
+
+
+def _options(group: Mapping[object, object]) -> dict[object, object]:
+    return {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+
+
+def _by_name(
+    restorer: Restorer, groups: list[dict[object, object]], anatomy: Anatomy, place: Place
+) -> list[tuple[object, Member]] | None:
+    """Numbers of stored parameters with the members of their names; None where some have no name that tells."""
+    pairs: list[tuple[object, Member]] = []
+    by_path = {member.home.path: member for member in anatomy.members()}
+    for group in groups:
+        numbers = cast("list[object]", group["params"])
+        names = group.get("param_names", numbers)
+        if not isinstance(names, list) or len(names) != len(numbers) or not all(type(name) is str for name in names):
+            return None
+        for number, name in zip(numbers, names, strict=True):
+            end = restorer.stored.rename(strip_wrappers(name))
+            found = [path for path in by_path if path == end or path.endswith(f".{end}")]
+            if not found:
+                restorer.differ("unexpected", f"{place.name}.state.{name}", "no such parameter", "state of it")
+            if len(found) > 1:
+                return None
+            pairs += [(number, by_path[path]) for path in found]
+    return pairs
+
+
+def _check_shapes(restorer: Restorer, slots: Mapping[object, object], member: Member, place: Place) -> None:
+    """A slot has its parameter's shape, or is a single number: else nobody could tell that it is this parameter's."""
+    held = member.home.held
+    shape = tuple(member.parameter.shape if held is None else held.shape)
+    for key, node in slots.items():
+        name = restorer.stored.rename(node.name) if isinstance(node, TensorRef) else ""
+        known = restorer.stored.tensors.get(name) if name else None
+        if known is not None and known.shape != shape and set(known.shape) - {1}:
+            wanted = f"{shape} or a single number, for '{member.home.path}'"
+            restorer.differ("shape", f"{place.name}.state.{member.home.path}.{key}", wanted, str(known.shape))

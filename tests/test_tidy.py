@@ -38,8 +38,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "reader": _BASE | {"calls", "regions", "format", "plan", "store", "stage", "commit", "state"},
     "saves": {"reader"},
     "in_flight": _BASE | {"format", "store", "commit", "saves"},
-    "team": _BASE | {"format", "plan", "store", "commit", "ranks"},
-    "saving": _BASE | {"format", "plan", "store", "stage", "commit", "state", "saves", "team", "_native"},
+    "messages": _BASE | {"format", "plan", "store"},
+    "lead": _BASE | {"format", "plan", "store", "commit", "ranks", "messages"},
+    "team": _BASE | {"format", "store", "commit", "ranks", "lead", "messages"},
+    "saving": _BASE | {"format", "plan", "store", "stage", "commit", "state", "saves", "messages", "team"}
+    | {"_native"},
     "together": _BASE | {"ranks", "team", "turns"},
     "loading": _BASE | {"format", "plan", "store", "stage", "state", "reader", "together", "progress"},
     "explaining": _BASE | {"calls", "format", "plan", "loading", "reader", "ranks"},

@@ -24,7 +24,6 @@ from bench.meter import Meter, resident_bytes
 from bench.scaling.bound import least_largest, ownership
 from bench.scaling.records import Outcome, Spent, Task
 from bench.scaling.state import MODELS, PARALLELISMS, RANKS_PER_NODE, Job, Sizes, layout_of, pieces_of
-from flowstone import team
 from flowstone.format.digest import chunk_digests
 from flowstone.format.index import decode_index
 from flowstone.format.manifest import (
@@ -36,6 +35,19 @@ from flowstone.format.manifest import (
     SegmentRow,
     encode_manifest,
 )
+from flowstone.lead import Lead
+from flowstone.messages import (
+    Contribution,
+    PackedLayout,
+    Part,
+    Proposal,
+    assignment_of,
+    compressed,
+    pack,
+    packed,
+    unpack,
+    written_by,
+)
 from flowstone.pieces import Layout, Places
 from flowstone.plan.held import Held
 from flowstone.plan.listing import index_of_team
@@ -44,9 +56,9 @@ from flowstone.plan.read import plan_reads
 from flowstone.plan.share import Share
 from flowstone.plan.write import place
 from flowstone.ranks import Decision
-from flowstone.ranks.agree import _Exchange
 from flowstone.ranks.board import Mail
-from flowstone.ranks.pulse import Hearing
+from flowstone.ranks.exchange import Exchange, Side
+from flowstone.ranks.hearing import Hearing
 from flowstone.saving import plan_save
 from flowstone.state import Counters, Described
 from flowstone.store.base import Receipt
@@ -84,13 +96,13 @@ class Bench:
         held = [job.held(rank) for rank in range(task.ranks)]
         layout = layout_of(held[SAMPLE])
         with self._phase("say"):
-            own = team._pack(layout, np.zeros(len(layout.pieces), np.uint16))
+            own = pack(layout, np.zeros(len(layout.pieces), np.uint16))
         messages, made = _said(held)
         assert made == own, "a made-up rank says what a real one would"
         board = _Board()
-        lead = team._Lead(task.ranks)
+        lead = Lead(task.ranks)
         with self._phase("first plan"):
-            decision = lead.share([team._unpack(message, team._Proposal) for message in messages])
+            decision = lead.share([unpack(message, Proposal) for message in messages])
         posted, posted_bytes = _exchanged(messages, decision, board)
         shared = lead._shared
         assert shared is not None
@@ -119,9 +131,9 @@ class Bench:
         nowhere = np.zeros(count, np.uint64)
         uncounted = Counters((), (), nowhere, np.zeros(0, np.int64))
         described = Described(layout, Places(nowhere, {}, [None] * count), {}, {}, (), uncounted, deque())
-        part = team._unpack(decision.each[SAMPLE], team._Part)
+        part = unpack(decision.each[SAMPLE], Part)
         assert part.positions is not None
-        assignment = team._assignment("plan", layout, part.positions, part.blocks)
+        assignment = assignment_of("plan", layout, part.positions, part.blocks)
         with self._phase("write plan"):
             planned = plan_save(described, None, fence="manual", rank=SAMPLE, assignment=assignment)
         again = replace(assignment, plan="next")
@@ -141,16 +153,16 @@ class Bench:
             lengths = self._sizes(shared.held[rank])[shared.writes[rank]]
             count = len(lengths)
             chunks = int((-(-lengths // (1 << 20))).sum())
-            made = team.Contribution(
+            made = Contribution(
                 [SegmentRow(0, None, f"rank-{rank:05d}.safetensors", int(lengths.sum()), 4096, "0" * 16)],
                 np.zeros(count, np.uint32), np.cumsum(-(-lengths // 4096) * 4096 + 4096).astype(np.uint64),
                 Receipt(None, chance.integers(0, 1 << 64, chunks, np.uint64), _IO),
                 {"step": b"1"}, {}, {"step": 1},
             )
-            found.append(len(msgspec.msgpack.encode(team._contribution(made, "p" * 16, "d" * 24, replicated=False))))
+            found.append(len(msgspec.msgpack.encode(written_by(made, "p" * 16, "d" * 24, replicated=False))))
         return found
 
-    def _commit(self, shared: Share, lead: team._Lead) -> tuple[bytes, list[SegmentRow], bytes]:
+    def _commit(self, shared: Share, lead: Lead) -> tuple[bytes, list[SegmentRow], bytes]:
         """Index and manifest of what all ranks have written, as rank 0 makes them in every save."""
         counts = list(map(len, shared.writes))
         segment = np.repeat(np.arange(len(counts), dtype=np.uint32), counts)
@@ -232,7 +244,8 @@ def _exchanged(messages: Sequence[bytes], decision: Decision, board: _Board) -> 
     mails = [Mail(board) for _ in range(ranks)]
     hearing = Hearing(board)
     sides = [
-        _Exchange(mails[rank], hearing, "1", "the plan", rank, ranks, FAN, 600.0, 600.0, 1) for rank in range(ranks)
+        Exchange(Side(mail, hearing, rank, ranks, FAN, 600.0, 600.0), "1", "the plan", 1)
+        for rank, mail in enumerate(mails)
     ]
     for rank in reversed(range(ranks)):
         said = sides[rank].collect(messages[rank])
@@ -245,17 +258,17 @@ def _exchanged(messages: Sequence[bytes], decision: Decision, board: _Board) -> 
     return sum(mail.sent for mail in mails), sum(mail.sent_bytes for mail in mails)
 
 
-def _said(held: Sequence[Held]) -> tuple[list[bytes], team._Layout | None]:
+def _said(held: Sequence[Held]) -> tuple[list[bytes], PackedLayout | None]:
     """What each rank says, and the layout in what SAMPLE does. What ranks have alike is encoded once."""
-    known: dict[tuple[int, int, int], team._Layout] = {}
+    known: dict[tuple[int, int, int], PackedLayout] = {}
     messages, made = [], None
     for rank, one in enumerate(held):
         key = id(one.names), id(one.parts), id(one.kinds)
         if key not in known:
-            known[key] = team._packed(one, np.zeros(len(one.names.names), np.uint16), [])
-        layout = msgspec.structs.replace(known[key], boxes=team._compressed(one.boxes))
+            known[key] = packed(one, np.zeros(len(one.names.names), np.uint16), [])
+        layout = msgspec.structs.replace(known[key], boxes=compressed(one.boxes))
         node = f"node-{rank // RANKS_PER_NODE}"
-        messages.append(msgspec.msgpack.encode(team._Proposal(1, node, None, layout)))
+        messages.append(msgspec.msgpack.encode(Proposal(1, node, None, layout)))
         if rank == SAMPLE:
             made = layout
     return messages, made

@@ -33,6 +33,7 @@ from flowstone.config import (
 from flowstone.errors import RankError, StateChangedError, StorageError
 from flowstone.events import BuffersFromOneRank, Captured, Event, Fenced, Written
 from flowstone.format.manifest import Manifest, SegmentRow
+from flowstone.messages import Assignment, Contribution
 from flowstone.pieces import Layout, Places
 from flowstone.plan.write import WritePlan, index_file, plan_writes
 from flowstone.saves import Save
@@ -41,7 +42,7 @@ from flowstone.stage.hold import hold
 from flowstone.stage.moved import moved
 from flowstone.state import CounterCheck, Described
 from flowstone.store.base import Pace, Receipt, Store, Writing
-from flowstone.team import Assignment, Contribution, Team
+from flowstone.team import Team
 
 Waiter: TypeAlias = Literal["nobody", "optimizers", "caller"]
 """Who will wait for the capture before changing what is captured lazily."""

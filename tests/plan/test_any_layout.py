@@ -20,9 +20,10 @@ import numpy as np
 import pytest
 from layouts import Case, inside
 
-from flowstone import _native, team
+from flowstone import _native
 from flowstone.format.index import Index, decode_index
 from flowstone.format.manifest import SegmentRow
+from flowstone.messages import assignment_of, parts_of
 from flowstone.pieces import Box, Layout, Piece, Pieces
 from flowstone.plan.listing import index_of_team
 from flowstone.plan.read import plan_reads
@@ -94,9 +95,9 @@ def save(case: Case, values: dict[str, np.ndarray], chance: random.Random) -> Di
     segments: dict[str, bytearray] = {}
     rows: list[SegmentRow] = []
     offsets, digests, numbers = [], [], []
-    for rank, (pieces, part) in enumerate(zip(ranks, team._parts(shared), strict=True)):
+    for rank, (pieces, part) in enumerate(zip(ranks, parts_of(shared), strict=True)):
         assert part.positions is not None
-        writes = team._assignment("plan", Layout(pieces, (), ()), part.positions, part.blocks)
+        writes = assignment_of("plan", Layout(pieces, (), ()), part.positions, part.blocks)
         mine = pieces.take(writes.positions.tolist(), writes.blocks)
         room = chance.choice((1 << 20, 1 << 20, 8192))
         plan = plan_writes(mine, rank=rank, alone=False, header_bytes_max=room)

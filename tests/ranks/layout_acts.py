@@ -57,7 +57,7 @@ def play(rank: int, path: str, seeds: list[int], ranks_max: int) -> None:
         try:
             if rank < case.source.size:
                 _as_job(store, f"{seed}/save", rank, case.source.size)
-                with mock.patch("flowstone.team.share", cut if seed % 2 else share):
+                with mock.patch("flowstone.lead.share", cut if seed % 2 else share):
                     save(case, rank, where)
                 dist.destroy_process_group()
                 store.set(f"{seed}/saved/{rank}", b"")

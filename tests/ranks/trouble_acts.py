@@ -22,11 +22,12 @@ import flowstone as fs
 from flowstone import loading, saving, team
 from flowstone.commit import publish
 from flowstone.errors import StorageError
+from flowstone.lead import Lead
 from flowstone.ranks import agree, board, exchange, hearing
 from flowstone.store.local import LocalStore
 from flowstone.store.moving import LocalWriting
 from flowstone.store.system import System
-from flowstone.team import Team, _Lead
+from flowstone.team import Team
 
 ROWS = 30_000
 DEADLINE_S = 6.0  # half of it without a sign of life, and a rank is taken for dead
@@ -50,7 +51,7 @@ POINTS: dict[str, tuple[object, str, str | None]] = {
     "finish": (loading, "finish", ""),
 }
 DECIDING: dict[str, tuple[object, str, str | None]] = {
-    "planned": (_Lead, "share", None), "looked": (team, "_differing_sections", None),
+    "planned": (Lead, "share", None), "looked": (team, "differing_sections", None),
 }
 LOADS = ("compare", "read", "finish")
 PUBLISHING = ("index", "manifest", "rename", "renamed")  # which rank 0 does alone

@@ -1,0 +1,193 @@
+"""Rank 0's side of a team: it learns what all hold and have written, shares out who writes what, and publishes."""
+
+from __future__ import annotations
+
+import lzma
+import secrets
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from flowstone._version import __version__
+from flowstone.commit import publish
+from flowstone.commit.contents import join_objects
+from flowstone.errors import CollisionError, RankError, StorageError, UnsupportedStateError
+from flowstone.format.joints import Spine, join
+from flowstone.format.manifest import Manifest, SegmentRow
+from flowstone.messages import Apart, PackedLayout, Part, Proposal, Tensors, Written, from_steps, numbers, parts_of
+from flowstone.pieces import DTYPES, Alias
+from flowstone.plan.held import Held, Names
+from flowstone.plan.listing import index_of_team
+from flowstone.plan.share import Share, share
+from flowstone.ranks import Decision
+from flowstone.store.base import Receipt, Store
+
+
+class Lead:
+    """What rank 0 knows of all."""
+
+    def __init__(self, size: int) -> None:
+        self.job = secrets.token_hex(4)
+        self._plan = ""
+        self._held: list[Held | None] = [None] * size
+        self._aliases: list[Sequence[tuple[str, str]]] = [()] * size
+        self._shared: Share | None = None
+        self._names: dict[bytes, Names] = {}
+        self._columns: dict[bytes, NDArray[np.int64]] = {}  # that several ranks have alike
+
+    def share(self, said: Sequence[Proposal]) -> Decision:
+        _all_equal({rank: one.step for rank, one in enumerate(said)}, "save step {}")
+        begun = {rank for rank, one in enumerate(said) if one.layout is None}
+        wrong = [rank for rank in begun if said[rank].plan != self._plan]
+        if wrong:
+            self._plan = ""
+            raise RankError(
+                f"rank {wrong[0]} has begun to save by an older plan", rank=wrong[0], phase="plan",
+                next="save again: the next plan is a new one",
+            )
+        for rank, one in enumerate(said):
+            if one.layout is not None:
+                self._held[rank] = self._unpacked(one.layout)
+                self._aliases[rank] = one.layout.aliases
+        parts = [Part(None)] * len(said)
+        if len(begun) < len(said):
+            hosts = {host: at for at, host in enumerate(dict.fromkeys(one.host for one in said))}
+            known = self._shared if begun else None
+            try:
+                self._shared = share(
+                    [held for held in self._held if held is not None], [hosts[one.host] for one in said],
+                    {rank: known.writes[rank] for rank in begun} if known else {},
+                    [None if one.layout is None else np.frombuffer(one.layout.samples, "<u2") for one in said],
+                    kept_cut=known.cut if known else None,
+                )
+            except Exception:
+                self._plan = ""
+                raise
+            self._plan = secrets.token_hex(8)
+            told = parts_of(self._shared)
+            parts = [Part(None) if rank in begun else one for rank, one in enumerate(told)]
+        buffers = 0 if self._shared is None else self._shared.buffers
+        common = msgspec.msgpack.encode((self._plan, self.job, buffers))
+        return Decision(common, list(map(msgspec.msgpack.encode, parts)))
+
+    def commit(
+        self, said: Sequence[Written], apart: Sequence[Apart], store: Store, draft: publish.Draft, store_id: str
+    ) -> Manifest:
+        """Publish. `apart`: of each rank, what it has of sections that are not the same on all."""
+        _all_equal({rank: one.plan for rank, one in enumerate(said)}, "write by plan {}")
+        _all_equal({rank: one.draft for rank, one in enumerate(said)}, "write into {}")
+        segments: list[SegmentRow] = []
+        columns = []
+        for rank, one in enumerate(said):
+            _check_visible(store, draft.directory, rank, one.segments)
+            columns.append(numbers(one.segment, np.uint32) + np.uint32(len(segments)))
+            segments += [msgspec.structs.replace(row, id=len(segments) + at) for at, row in enumerate(one.segments)]
+        assert self._shared is not None, "what is committed was shared out"
+        frame, piece_order, chunk_order = index_of_team(
+            self._shared.held, self._shared.writes, self._all_aliases(), np.concatenate(columns)
+        )
+        offsets = np.concatenate([numbers(one.offsets, np.uint64) for one in said])
+        digests = np.concatenate([numbers(one.digests, np.uint64) for one in said])
+        per_rank: dict[str, list[bytes]] = {}
+        for one in said:
+            for section, text in one.per_rank.items():
+                per_rank.setdefault(section, []).append(text)
+        io = msgspec.structs.replace(
+            said[0].io, copied_bytes=sum(one.io.copied_bytes for one in said),
+            direct_bytes=sum(one.io.direct_bytes for one in said), requests=sum(one.io.requests or 0 for one in said),
+        )
+        replicated = msgspec.msgpack.decode(zlib.decompress(said[0].objects), type=dict[str, bytes])
+        replicated |= _joined_sections(apart)
+        return publish.publish(
+            store, draft, store_id=store_id, segments=segments,
+            index=frame.fill(offsets[piece_order], digests[chunk_order]), totals=frame.totals,
+            objects=join_objects(replicated, per_rank),
+            receipt=Receipt(None, digests, io), writer=f"flowstone {__version__}", ranks=len(said),
+        )
+
+    def _unpacked(self, layout: PackedLayout) -> Held:
+        names = self._names.get(layout.tensors)
+        if names is None:
+            found = msgspec.msgpack.decode(lzma.decompress(layout.tensors), type=Tensors)
+            dtypes = tuple(DTYPES[name] for name in found.dtypes)
+            names = Names(tuple(found.names), dtypes, tuple(found.shapes), frozenset(found.buffers))
+            self._names[layout.tensors] = names
+        parts, kinds = (
+            self._columns[one] if one in self._columns else self._columns.setdefault(one, from_steps(one))
+            for one in (layout.parts, layout.kinds)
+        )
+        return Held(names, parts, numbers(layout.boxes, np.int64), kinds)
+
+    def _all_aliases(self) -> list[Alias]:
+        """The further names of every rank, each once; CollisionError where ranks tie different tensors."""
+        found: dict[str, str] = {}
+        for aliases in self._aliases:
+            for name, target in aliases:
+                if found.setdefault(name, target) != target:
+                    raise CollisionError(
+                        f"{name!r} is tied to {found[name]!r} on one rank, and to {target!r} on another",
+                        next="tie the same parameters on every rank",
+                    )
+        stored = {name for held in self._held if held is not None for name in held.names.names}
+        return [Alias(name, target) for name, target in found.items() if name not in stored]
+
+
+def differing_sections(said: Sequence[Written]) -> list[str]:
+    """The replicated sections that are not the same on all ranks. Raises where ranks save different sections."""
+    for rank, one in enumerate(said):
+        if one.sections.keys() != said[0].sections.keys() or one.per_rank.keys() != said[0].per_rank.keys():
+            raise UnsupportedStateError(
+                f"rank {rank} saves other sections than rank 0",
+                expected=", ".join([*said[0].sections, *said[0].per_rank]),
+                found=", ".join([*one.sections, *one.per_rank]),
+                next="hand over a state of the same sections on every rank",
+            )
+    return [name for name, of in said[0].sections.items() if any(one.sections[name] != of for one in said)]
+
+
+def _joined_sections(apart: Sequence[Apart]) -> dict[str, bytes]:
+    """One text for each section that ranks have differently. Raises UnsupportedStateError where that cannot be."""
+    found = {}
+    for section in apart[0].texts if apart else ():
+        first: dict[bytes, int] = {}  # of equal ones the lowest rank
+        for rank, one in enumerate(apart):
+            first.setdefault(one.texts[section], rank)
+        texts = {rank: zlib.decompress(text) for text, rank in first.items()}
+        found[section] = join(section, texts, {rank: cast("Spine", apart[rank].spines[section]) for rank in texts})
+    return found
+
+
+def check_one_try(said: Sequence[Written]) -> None:
+    """All have called `save` of this step equally often; else they write into different drafts."""
+    tries = [int(one.draft.rpartition("-")[2]) for one in said]
+    for rank, count in enumerate(tries):
+        if count != tries[0]:
+            raise RankError(
+                f"rank {rank} has come to its try {count} of this step, rank 0 to its try {tries[0]}", rank=rank,
+                phase="commit", tries=max(tries), next="save again: all ranks count on from there",
+            )
+
+
+def _check_visible(store: Store, directory: str, rank: int, segments: Sequence[SegmentRow]) -> None:
+    """What another rank has written has to be there for rank 0, too."""
+    for row in segments:
+        path = f"{directory}/{row.name}"
+        if not store.exists(path) or store.size(path) != row.bytes:
+            raise StorageError(
+                f"rank 0 does not see what rank {rank} has written", expected=f"{row.bytes} bytes in {path}",
+                found=f"{store.size(path)} bytes" if store.exists(path) else "no such file",
+                next="let all ranks save into one directory that every node sees at once",
+            )
+
+
+def _all_equal(found: Mapping[int, object], words: str) -> None:
+    for rank, value in found.items():
+        if value != found[0]:
+            raise RankError(
+                f"rank {rank} was to {words.format(value)}, rank 0 to {words.format(found[0])}", rank=rank,
+                phase="plan", next="call save() with the same step on every rank",
+            )

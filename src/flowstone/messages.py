@@ -1,0 +1,216 @@
+"""What ranks tell each other of a save: what each holds, what it is to write, what it has written. In few bytes."""
+
+from __future__ import annotations
+
+import lzma
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from flowstone.format.digest import digest
+from flowstone.format.joints import spine_of
+from flowstone.format.manifest import IoRecord, SegmentRow
+from flowstone.pieces import Block, Layout
+from flowstone.plan.cut import Blocks
+from flowstone.plan.held import Held, Names
+from flowstone.plan.share import Share
+from flowstone.store.base import Receipt
+
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
+_Number = TypeVar("_Number", bound=np.generic)
+
+
+class Tensors(msgspec.Struct, frozen=True):
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[tuple[int, ...]]
+    buffers: list[int]
+
+
+class PackedLayout(msgspec.Struct, frozen=True):
+    """A layout in few bytes, by the columns of `Held`.
+
+    `tensors`, `parts` and `kinds` are the same on all ranks that hold parts of the same tensors, cut alike.
+    """
+
+    tensors: bytes  # Tensors, compressed
+    parts: bytes
+    kinds: bytes
+    boxes: bytes
+    samples: bytes  # uint16: of each piece, a digest of a few of its bytes
+    aliases: list[tuple[str, str]]
+
+
+class Proposal(msgspec.Struct, frozen=True):
+    """What a rank says of a save: the step, and its layout if it is new; else the plan that it has begun by."""
+
+    step: int
+    host: str
+    plan: str | None
+    layout: PackedLayout | None
+
+
+class Part(msgspec.Struct, frozen=True):
+    """What a rank writes, as rank 0 has decided. `positions` is None where that stays as it was.
+
+    blocks  int64: of those that are written in part, by several ranks, position among `positions`, dimension, start
+            and length; all of the one, then all of the next
+    """
+
+    positions: bytes | None
+    blocks: bytes = b""
+
+
+class Written(msgspec.Struct, frozen=True):
+    """What a rank has written."""
+
+    plan: str
+    draft: str
+    segments: list[SegmentRow]
+    segment: bytes  # uint32, of each piece that it writes
+    offsets: bytes  # uint64
+    digests: bytes  # uint64, of the chunks
+    sections: dict[str, str]  # digest of each
+    objects: bytes  # replicated sections, of rank 0 alone
+    per_rank: dict[str, bytes]
+    io: IoRecord
+
+
+class Apart(msgspec.Struct, frozen=True):
+    """What a rank has of sections that are not the same on all. `spines`: of each, a Spine, as messages have it."""
+
+    texts: dict[str, bytes]
+    spines: dict[str, object]
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What rank 0 makes of what all have written: a manifest, or the sections that it has to see of each first."""
+
+    manifest: bytes
+    apart: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What this rank writes, by the plan of that name.
+
+    positions  among the pieces of its layout, not descending
+    blocks     of those of which it writes some rows alone
+    buffers    of the whole job: how many several ranks hold, and the lowest of them writes
+    """
+
+    plan: str
+    layout: Layout
+    positions: NDArray[np.int64]
+    blocks: tuple[Block, ...] = ()
+    buffers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What one rank has to commit.
+
+    segment   of each piece that it writes, in the order of its assignment: position among `segments`
+    offsets   of the same, in bytes
+    objects   section to what `replicated` is the text of
+    """
+
+    segments: Sequence[SegmentRow]
+    segment: NDArray[np.uint32]
+    offsets: NDArray[np.uint64]
+    receipt: Receipt
+    replicated: Mapping[str, bytes]
+    per_rank: Mapping[str, bytes]
+    objects: Mapping[str, object]
+
+
+def pack(layout: Layout, samples: NDArray[np.uint16]) -> PackedLayout:
+    pieces = layout.pieces
+    parts = sorted(pieces.parts)
+    boxes = [n for at in parts for n in (*pieces.parts[at].offset, *pieces.parts[at].shape)]
+    names = Names(pieces.names, pieces.dtypes, tuple(map(tuple, pieces.shapes)), layout.buffers)
+    held = Held(names, np.array(parts, np.int64), np.array(boxes, np.int64)).compact()
+    return packed(held, samples, [(alias.name, alias.target) for alias in layout.aliases])
+
+
+def packed(held: Held, samples: NDArray[np.uint16], aliases: list[tuple[str, str]]) -> PackedLayout:
+    assert held.kinds is not None, "each distinct box once"
+    names = held.names
+    dtypes = [dtype.name for dtype in names.dtypes]
+    tensors = Tensors(list(names.names), dtypes, list(names.shapes), sorted(names.buffers))
+    return PackedLayout(
+        lzma.compress(msgspec.msgpack.encode(tensors), preset=0), by_steps(held.parts), by_steps(held.kinds),
+        compressed(held.boxes), samples.astype("<u2").tobytes(), aliases,
+    )
+
+
+def parts_of(shared: Share) -> Iterator[Part]:
+    """What each rank is told. Ranks that write alike are told the same bytes."""
+    known: dict[tuple[int, int], Part] = {}
+    for rank, writes in enumerate(shared.writes):
+        blocks = shared.blocks[rank] if shared.blocks else None
+        key = id(writes), id(blocks)
+        if key not in known:
+            known[key] = Part(by_steps(writes)) if blocks is None else _part_of(writes, blocks)
+        yield known[key]
+
+
+def _part_of(writes: NDArray[np.int64], blocks: Blocks) -> Part:
+    at = np.flatnonzero(blocks.dim[writes] >= 0)
+    cut = writes[at]
+    columns = np.stack([at, blocks.dim[cut], blocks.start[cut], blocks.length[cut]])
+    return Part(by_steps(blocks.source[writes]), compressed(columns) if len(at) else b"")
+
+
+def assignment_of(plan: str, layout: Layout, positions: bytes, blocks: bytes) -> Assignment:
+    """What a rank has been told to write of its layout."""
+    writes, cut = from_steps(positions), []
+    for at, dim, start, length in numbers(blocks, np.int64).reshape(4, -1).T.tolist() if blocks else ():
+        piece = layout.pieces[int(writes[at])]
+        row_bytes = math.prod(piece.box.shape[dim + 1 :]) * piece.dtype.item_bytes
+        cut.append(Block(at, dim, start, length, start * row_bytes))
+    return Assignment(plan, layout, writes, tuple(cut))
+
+
+def compressed(numbers: NDArray[np.int64]) -> bytes:
+    return zlib.compress(numbers.astype("<i8").tobytes(), 1)
+
+
+def by_steps(numbers: NDArray[np.int64]) -> bytes:
+    """Compressed by the steps between them, most of which are alike."""
+    return compressed(np.diff(numbers, prepend=0))
+
+
+def from_steps(packed: bytes) -> NDArray[np.int64]:
+    return np.cumsum(numbers(packed, np.int64))
+
+
+def written_by(made: Contribution, plan: str, draft: str, *, replicated: bool) -> Written:
+    return Written(
+        plan=plan, draft=draft, segments=list(made.segments),
+        segment=zlib.compress(made.segment.astype("<u4").tobytes(), 1),
+        offsets=zlib.compress(made.offsets.astype("<u8").tobytes(), 1),
+        digests=zlib.compress(made.receipt.digests.astype("<u8").tobytes(), 0),
+        sections={name: digest(text) for name, text in made.replicated.items()},
+        objects=zlib.compress(msgspec.msgpack.encode(dict(made.replicated)), 1) if replicated else b"",
+        per_rank=dict(made.per_rank), io=made.receipt.io,
+    )
+
+
+def apart_of(made: Contribution, sections: Sequence[str]) -> Apart:
+    texts = {name: zlib.compress(made.replicated[name], 1) for name in sections}
+    return Apart(texts, {name: spine_of(made.objects[name]) for name in sections})
+
+
+def numbers(packed: bytes, kind: type[_Number]) -> NDArray[_Number]:
+    return np.frombuffer(zlib.decompress(packed), np.dtype(kind).newbyteorder("<")).astype(kind)
+
+
+def unpack(message: bytes, kind: type[_Struct]) -> _Struct:
+    return msgspec.msgpack.decode(message, type=kind)

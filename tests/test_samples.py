@@ -12,14 +12,16 @@ from numpy.typing import NDArray
 
 from flowstone import _native
 from flowstone.stage import capture
-from flowstone.stage.capture import _seeds, sample_digests
+from flowstone.stage.capture import _seeds
+from flowstone.stage.samples import take_samples
 from flowstone.state import describe
 from flowstone.state.tensors import memory_of
 
 
 def digests(state: dict[str, object], seed: int = 0) -> list[int]:
     described = describe(state)
-    found: list[int] = sample_digests(described.pieces, described.places, seed=seed).tolist()
+    lengths = np.array([piece.bytes for piece in described.pieces], np.uint64)
+    found: list[int] = take_samples(described.places, np.arange(len(lengths)), lengths, seed=seed).digests().tolist()
     return found
 
 

@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "in_flight": _BASE | {"format", "store", "commit", "saves"},
     "messages": _BASE | {"format", "plan", "store"},
     "lead": _BASE | {"format", "plan", "store", "commit", "ranks", "messages"},
-    "team": _BASE | {"format", "store", "commit", "ranks", "lead", "messages"},
+    "team": _BASE | {"format", "plan", "store", "commit", "ranks", "lead", "messages"},
     "saving": _BASE | {"format", "plan", "store", "stage", "commit", "state", "saves", "messages", "team"}
     | {"_native"},
     "together": _BASE | {"ranks", "team", "turns"},

@@ -47,7 +47,7 @@ from flowstone.loading import LoadReport
 from flowstone.reader import Checkpoint, check_no_checkpoint, check_store, stores_below
 from flowstone.rules import Rule
 from flowstone.saves import Save
-from flowstone.saving import Captures, Flight, Planned
+from flowstone.saving import Captures, Flight, Looked, Planned
 from flowstone.stage.arena import default_budget_bytes, open_write_arena
 from flowstone.stage.fence import Fence
 from flowstone.stage.streams import as_on_this_thread
@@ -287,10 +287,11 @@ class Checkpointer:
             plan, now = planned.plan, time.monotonic()
             spent = described_at - waited, now - described_at, waited - started
             self._emit(SaveStarted(step, len(plan.pieces), plan.bytes, planned is known, *spent))
-            return self._start(save, planned, described, started, this_try)
+            return self._start(save, planned, described, started, this_try, looked)
 
         save = Save(step)
         assignment = None if team is None else team.assignment(described.layout)
+        looked = None if team is None else saving.look(step, described, assignment)
         if team is not None and assignment is None:
             described = saving.held(described, fence=fence)
             self._save_once_planned(save, described, fence, begin)
@@ -299,12 +300,14 @@ class Checkpointer:
         self._go_on_without_caller(begin(planned))
         return save
 
-    def _start(self, save: Save, planned: Planned, described: Described, started: float, this_try: str) -> Flight:
+    def _start(
+        self, save: Save, planned: Planned, described: Described, started: float, this_try: str, looked: Looked | None
+    ) -> Flight:
         arena, pace = self._opened_arena(), self._captures.pace(planned.plan, self._store.settings("write").tuning)
         if planned.waiter == "optimizers" and planned.plan.lazy_bytes:
             self._fence.guard(described.optimizers)
         identity = None if self._together.team is None else self._together.team.draft_name(this_try)
-        return saving.start(self._store, save, planned, described, arena, pace, started, identity)
+        return saving.start(self._store, save, planned, described, arena, pace, started, identity, looked)
 
     def _save_once_planned(
         self, save: Save, described: Described, fence: Literal["auto", "manual"], begin: Callable[[Planned], Flight]
@@ -328,7 +331,7 @@ class Checkpointer:
         """On the writer thread: all of a save whose plan the ranks have yet to agree on."""
         assert self._together.team is not None
         try:
-            planned = saving.plan_together(save.step, described, self._together.team, fence=fence, streams=streams)
+            planned = saving.plan_together(save.step, described, self._together.team, fence=fence)
             try:
                 with streams():
                     flight = begin(planned)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import lzma
 import secrets
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import cast
+from collections import deque
+from collections.abc import Mapping, Sequence, Set
+from typing import NoReturn, cast
 
 import msgspec
 import numpy as np
@@ -15,14 +16,27 @@ from numpy.typing import NDArray
 from flowstone._version import __version__
 from flowstone.commit import publish
 from flowstone.commit.contents import join_objects
+from flowstone.config import FAR_COMPARED_MAX, PLANS_REMEMBERED
 from flowstone.errors import CollisionError, RankError, StorageError, UnsupportedStateError
 from flowstone.format.joints import Spine, join
 from flowstone.format.manifest import Manifest, SegmentRow
-from flowstone.messages import Apart, PackedLayout, Part, Proposal, Tensors, Written, from_steps, numbers, parts_of
+from flowstone.messages import (
+    Apart,
+    PackedLayout,
+    Part,
+    Proposal,
+    Tensors,
+    Terms,
+    Written,
+    from_steps,
+    numbers,
+    parts_of,
+)
 from flowstone.pieces import DTYPES, Alias
 from flowstone.plan.held import Held, Names
 from flowstone.plan.listing import index_of_team
-from flowstone.plan.share import Share, share
+from flowstone.plan.replicas import differing
+from flowstone.plan.share import Share, check_replicas, share
 from flowstone.ranks import Decision
 from flowstone.store.base import Receipt, Store
 
@@ -35,44 +49,68 @@ class Lead:
         self._plan = ""
         self._held: list[Held | None] = [None] * size
         self._aliases: list[Sequence[tuple[str, str]]] = [()] * size
+        self._is_far = [False] * size
         self._shared: Share | None = None
+        # Of each rank, the plans in which it has what it has now: it may have begun several saves by an older one.
+        self._same: list[deque[str]] = [deque(maxlen=PLANS_REMEMBERED) for _ in range(size)]
         self._names: dict[bytes, Names] = {}
         self._columns: dict[bytes, NDArray[np.int64]] = {}  # that several ranks have alike
 
     def share(self, said: Sequence[Proposal]) -> Decision:
         _all_equal({rank: one.step for rank, one in enumerate(said)}, "save step {}")
         begun = {rank for rank, one in enumerate(said) if one.layout is None}
-        wrong = [rank for rank in begun if said[rank].plan != self._plan]
+        wrong = [rank for rank in begun if said[rank].plan not in self._same[rank]]
         if wrong:
-            self._plan = ""
             raise RankError(
                 f"rank {wrong[0]} has begun to save by an older plan", rank=wrong[0], phase="plan",
                 next="save again: the next plan is a new one",
             )
-        for rank, one in enumerate(said):
-            if one.layout is not None:
-                self._held[rank] = self._unpacked(one.layout)
-                self._aliases[rank] = one.layout.aliases
         parts = [Part(None)] * len(said)
         if len(begun) < len(said):
-            hosts = {host: at for at, host in enumerate(dict.fromkeys(one.host for one in said))}
-            known = self._shared if begun else None
-            try:
-                self._shared = share(
-                    [held for held in self._held if held is not None], [hosts[one.host] for one in said],
-                    {rank: known.writes[rank] for rank in begun} if known else {},
-                    [None if one.layout is None else np.frombuffer(one.layout.samples, "<u2") for one in said],
-                    kept_cut=known.cut if known else None,
-                )
-            except Exception:
-                self._plan = ""
-                raise
-            self._plan = secrets.token_hex(8)
-            told = parts_of(self._shared)
-            parts = [Part(None) if rank in begun else one for rank, one in enumerate(told)]
-        buffers = 0 if self._shared is None else self._shared.buffers
-        common = msgspec.msgpack.encode((self._plan, self.job, buffers))
-        return Decision(common, list(map(msgspec.msgpack.encode, parts)))
+            told = parts_of(self._share_anew(said, begun))
+            parts = [msgspec.structs.replace(one, positions=None) if r in begun else one for r, one in enumerate(told)]
+        assert self._shared is not None, "the first plan is new to all"
+        terms = Terms(self._plan, self.job, self._shared.buffers, self._share_compared(self._shared))
+        return Decision(msgspec.msgpack.encode(terms), list(map(msgspec.msgpack.encode, parts)))
+
+    def _share_anew(self, said: Sequence[Proposal], begun: Set[int]) -> Share:
+        """A plan in which those that have begun keep what they write. One that cannot be leaves all as it was."""
+        held, hosts = list(self._held), dict.fromkeys(one.host for one in said)
+        number = {host: at for at, host in enumerate(hosts)}
+        for rank, one in enumerate(said):
+            if one.layout is not None:
+                held[rank] = self._unpacked(one.layout)
+        known = self._shared if begun else None
+        shared = share(
+            [one for one in held if one is not None], [number[one.host] for one in said],
+            {rank: known.writes[rank] for rank in begun} if known else {}, kept_cut=known.cut if known else None,
+        )
+        self._held, self._shared, self._plan = held, shared, secrets.token_hex(8)
+        for rank, one in enumerate(said):
+            if one.layout is not None:
+                self._aliases[rank], self._is_far[rank] = one.layout.aliases, one.is_far
+                self._same[rank].clear()
+            self._same[rank].append(self._plan)
+        return shared
+
+    def _share_compared(self, shared: Share) -> float | None:
+        """Of all replicas; None: all of them. Looking at a tensor on a device costs a call: so there it is by turns."""
+        if not any(self._is_far):
+            return None
+        most = max((int((number >= 0).sum()) for number in shared.replicas.number), default=0)
+        return min(1.0, FAR_COMPARED_MAX / most) if most else 1.0
+
+    def replicas_differ(self, said: Sequence[Written]) -> bool:
+        """Whether ranks have seen something else in what they hold alike."""
+        assert self._shared is not None, "what is committed was shared out"
+        folds = [None if one.folds is None else np.frombuffer(one.folds, "<u8") for one in said]
+        return differing(self._shared.replicas.sets, folds)
+
+    def tell_replicas_apart(self, said: Sequence[bytes]) -> NoReturn:
+        """Raise CollisionError with what is not the same, and where. `said`: of each rank, digests of its pieces."""
+        held = [one for one in self._held if one is not None]
+        check_replicas(held, [np.frombuffer(zlib.decompress(one), "<u2") if one else None for one in said])
+        raise AssertionError("digests are equal, and numbers that are made of them differ")
 
     def commit(
         self, said: Sequence[Written], apart: Sequence[Apart], store: Store, draft: publish.Draft, store_id: str

@@ -19,6 +19,7 @@ from flowstone.format.manifest import IoRecord, SegmentRow
 from flowstone.pieces import Block, Layout
 from flowstone.plan.cut import Blocks
 from flowstone.plan.held import Held, Names
+from flowstone.plan.replicas import Compared
 from flowstone.plan.share import Share
 from flowstone.store.base import Receipt
 
@@ -43,7 +44,6 @@ class PackedLayout(msgspec.Struct, frozen=True):
     parts: bytes
     kinds: bytes
     boxes: bytes
-    samples: bytes  # uint16: of each piece, a digest of a few of its bytes
     aliases: list[tuple[str, str]]
 
 
@@ -54,6 +54,7 @@ class Proposal(msgspec.Struct, frozen=True):
     host: str
     plan: str | None
     layout: PackedLayout | None
+    is_far: bool = False  # some of it lies on a device
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -61,14 +62,30 @@ class Part(msgspec.Struct, frozen=True):
 
     blocks  int64: of those that are written in part, by several ranks, position among `positions`, dimension, start
             and length; all of the one, then all of the next
+    sets    int64: of each piece of its layout, in which set of replicas it is (plan.replicas)
     """
 
     positions: bytes | None
     blocks: bytes = b""
+    sets: bytes = b""
+
+
+class Terms(msgspec.Struct, frozen=True):
+    """What all ranks are told of a plan.
+
+    job      the name of this run of the job
+    buffers  how many several ranks hold, and the lowest of them writes
+    share    of the replicas, that is compared in each save; None: all of them
+    """
+
+    plan: str
+    job: str
+    buffers: int
+    share: float | None
 
 
 class Written(msgspec.Struct, frozen=True):
-    """What a rank has written."""
+    """What a rank has written. `folds`: uint64, of each set of replicas that it is in; none where it cannot tell."""
 
     plan: str
     draft: str
@@ -80,6 +97,7 @@ class Written(msgspec.Struct, frozen=True):
     objects: bytes  # replicated sections, of rank 0 alone
     per_rank: dict[str, bytes]
     io: IoRecord
+    folds: bytes | None
 
 
 class Apart(msgspec.Struct, frozen=True):
@@ -90,10 +108,15 @@ class Apart(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What rank 0 makes of what all have written: a manifest, or the sections that it has to see of each first."""
+    """What rank 0 makes of what all have written: a manifest, or what it has to see of each first.
+
+    apart      sections that are not the same everywhere
+    replicas   some are not, and it has to be found out which
+    """
 
     manifest: bytes
     apart: list[str]
+    replicas: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +126,7 @@ class Assignment:
     positions  among the pieces of its layout, not descending
     blocks     of those of which it writes some rows alone
     buffers    of the whole job: how many several ranks hold, and the lowest of them writes
+    compared   what it compares with other ranks
     """
 
     plan: str
@@ -110,6 +134,7 @@ class Assignment:
     positions: NDArray[np.int64]
     blocks: tuple[Block, ...] = ()
     buffers: int = 0
+    compared: Compared | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +144,7 @@ class Contribution:
     segment   of each piece that it writes, in the order of its assignment: position among `segments`
     offsets   of the same, in bytes
     objects   section to what `replicated` is the text of
+    looked_at which of its pieces this rank has looked at when the save began, and what they came to
     """
 
     segments: Sequence[SegmentRow]
@@ -128,44 +154,88 @@ class Contribution:
     replicated: Mapping[str, bytes]
     per_rank: Mapping[str, bytes]
     objects: Mapping[str, object]
+    looked_at: LookedAt | None = None
+
+    def folds(self, step: int, compared: Compared | None) -> NDArray[np.uint64] | None:
+        """One number for each set of replicas that this rank is in; None where it has not looked at some of them."""
+        if compared is None or self.looked_at is None:
+            return None
+        at = compared.looked_at(step)
+        digests = self.looked_at.of(compared.rows[at])
+        return None if digests is None else compared.folded(at, digests)
+
+    def digests(self, step: int, assignment: Assignment) -> bytes:
+        """For each piece of the layout what it came to, if it is compared; nothing where that is not known."""
+        compared = assignment.compared
+        if compared is None or self.looked_at is None:
+            return b""
+        at = compared.looked_at(step)
+        digests = self.looked_at.of(compared.rows[at])
+        if digests is None:
+            return b""
+        found = np.zeros(len(assignment.layout.pieces), "<u2")
+        found[compared.rows[at]] = digests
+        return zlib.compress(found.tobytes(), 1)
 
 
-def pack(layout: Layout, samples: NDArray[np.uint16]) -> PackedLayout:
+@dataclass(frozen=True, slots=True)
+class LookedAt:
+    """Digests of a few bytes of some pieces: of those at `rows` of the layout, or of all (None)."""
+
+    rows: NDArray[np.int64] | None
+    digests: NDArray[np.uint16]
+
+    def of(self, rows: NDArray[np.int64]) -> NDArray[np.uint16] | None:
+        """Those of the pieces at `rows`; None if some of them were not looked at."""
+        if self.rows is None:
+            return self.digests[rows]
+        if not np.isin(rows, self.rows).all():
+            return None
+        order = np.argsort(self.rows)
+        return self.digests[order[np.searchsorted(self.rows, rows, sorter=order)]]
+
+
+def pack(layout: Layout) -> PackedLayout:
     pieces = layout.pieces
     parts = sorted(pieces.parts)
     boxes = [n for at in parts for n in (*pieces.parts[at].offset, *pieces.parts[at].shape)]
     names = Names(pieces.names, pieces.dtypes, tuple(map(tuple, pieces.shapes)), layout.buffers)
     held = Held(names, np.array(parts, np.int64), np.array(boxes, np.int64)).compact()
-    return packed(held, samples, [(alias.name, alias.target) for alias in layout.aliases])
+    return packed(held, [(alias.name, alias.target) for alias in layout.aliases])
 
 
-def packed(held: Held, samples: NDArray[np.uint16], aliases: list[tuple[str, str]]) -> PackedLayout:
+def packed(held: Held, aliases: list[tuple[str, str]]) -> PackedLayout:
     assert held.kinds is not None, "each distinct box once"
     names = held.names
     dtypes = [dtype.name for dtype in names.dtypes]
     tensors = Tensors(list(names.names), dtypes, list(names.shapes), sorted(names.buffers))
     return PackedLayout(
         lzma.compress(msgspec.msgpack.encode(tensors), preset=0), by_steps(held.parts), by_steps(held.kinds),
-        compressed(held.boxes), samples.astype("<u2").tobytes(), aliases,
+        compressed(held.boxes), aliases,
     )
 
 
 def parts_of(shared: Share) -> Iterator[Part]:
     """What each rank is told. Ranks that write alike are told the same bytes."""
-    known: dict[tuple[int, int], Part] = {}
+    known: dict[tuple[int, int, int], Part] = {}
+    sets: dict[int, bytes] = {}
     for rank, writes in enumerate(shared.writes):
-        blocks = shared.blocks[rank] if shared.blocks else None
-        key = id(writes), id(blocks)
+        blocks, number = shared.blocks[rank] if shared.blocks else None, shared.replicas.number[rank]
+        if id(number) not in sets:
+            sets[id(number)] = by_steps(number.astype(np.int64))
+        key = id(writes), id(blocks), id(number)
         if key not in known:
-            known[key] = Part(by_steps(writes)) if blocks is None else _part_of(writes, blocks)
+            known[key] = _part_of(writes, blocks, sets[id(number)])
         yield known[key]
 
 
-def _part_of(writes: NDArray[np.int64], blocks: Blocks) -> Part:
+def _part_of(writes: NDArray[np.int64], blocks: Blocks | None, sets: bytes) -> Part:
+    if blocks is None:
+        return Part(by_steps(writes), b"", sets)
     at = np.flatnonzero(blocks.dim[writes] >= 0)
     cut = writes[at]
     columns = np.stack([at, blocks.dim[cut], blocks.start[cut], blocks.length[cut]])
-    return Part(by_steps(blocks.source[writes]), compressed(columns) if len(at) else b"")
+    return Part(by_steps(blocks.source[writes]), compressed(columns) if len(at) else b"", sets)
 
 
 def assignment_of(plan: str, layout: Layout, positions: bytes, blocks: bytes) -> Assignment:
@@ -191,7 +261,9 @@ def from_steps(packed: bytes) -> NDArray[np.int64]:
     return np.cumsum(numbers(packed, np.int64))
 
 
-def written_by(made: Contribution, plan: str, draft: str, *, replicated: bool) -> Written:
+def written_by(
+    made: Contribution, plan: str, draft: str, folds: NDArray[np.uint64] | None = None, *, replicated: bool
+) -> Written:
     return Written(
         plan=plan, draft=draft, segments=list(made.segments),
         segment=zlib.compress(made.segment.astype("<u4").tobytes(), 1),
@@ -200,6 +272,7 @@ def written_by(made: Contribution, plan: str, draft: str, *, replicated: bool) -
         sections={name: digest(text) for name, text in made.replicated.items()},
         objects=zlib.compress(msgspec.msgpack.encode(dict(made.replicated)), 1) if replicated else b"",
         per_rank=dict(made.per_rank), io=made.receipt.io,
+        folds=None if folds is None else folds.astype("<u8").tobytes(),
     )
 
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
@@ -33,13 +31,14 @@ from flowstone.config import (
 from flowstone.errors import RankError, StateChangedError, StorageError
 from flowstone.events import BuffersFromOneRank, Captured, Event, Fenced, Written
 from flowstone.format.manifest import Manifest, SegmentRow
-from flowstone.messages import Assignment, Contribution
+from flowstone.messages import Assignment, Contribution, LookedAt
 from flowstone.pieces import Layout, Places
 from flowstone.plan.write import WritePlan, index_file, plan_writes
 from flowstone.saves import Save
-from flowstone.stage.capture import Headers, Staged, sample_digests, start_capture
+from flowstone.stage.capture import Headers, Staged, start_capture
 from flowstone.stage.hold import hold
 from flowstone.stage.moved import moved
+from flowstone.stage.samples import Samples, take_samples
 from flowstone.state import CounterCheck, Described
 from flowstone.store.base import Pace, Receipt, Store, Writing
 from flowstone.team import Team
@@ -81,6 +80,18 @@ class Sections:
     objects: Mapping[str, object]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Looked:
+    """A few bytes of what other ranks hold, too, as they were when `save` was called. `rows`: of the layout, or all."""
+
+    rows: NDArray[np.int64] | None
+    samples: Samples
+
+    def at(self) -> LookedAt:
+        """Blocks until devices have gathered theirs."""
+        return LookedAt(self.rows, self.samples.digests())
+
+
 @dataclass(slots=True, eq=False)
 class Flight:
     """A save under way.
@@ -90,6 +101,7 @@ class Flight:
     started      in seconds of the monotonic clock
     blocked_s    what the caller of `save` waited
     assignment   in a job of several ranks: what this one writes
+    looked       in such a job
     """
 
     save: Save
@@ -103,6 +115,7 @@ class Flight:
     blocked_s: float
     assignment: Assignment | None = None
     moved: NDArray[np.int64] | None = None  # once captured: pieces whose memory went away before they were
+    looked: Looked | None = None
 
     @property
     def writing(self) -> Writing:
@@ -149,7 +162,7 @@ class Captures:
         self._flights: list[Flight] = []  # replaced, never changed: `hurry` may come from any thread
         self._to_come: list[Save] = []  # that begin in the background, once it is known what they write
         self._left_alone: float | None = None  # since when the last save leaves training alone
-        self._leisures_s: deque[float] = deque(maxlen=4)
+        self._leisures_s: tuple[float, ...] = ()  # the last four; replaced, as another thread may look
         self.arena_bytes = 0  # that would hold all of the last save
         self._pid = os.getpid()
 
@@ -182,7 +195,7 @@ class Captures:
         """Wait until the state may change; None when it might."""
         started = time.monotonic()
         if self._left_alone is not None:
-            self._leisures_s.append(started - self._left_alone)
+            self._leisures_s = (*self._leisures_s, started - self._left_alone)[-4:]
             self._left_alone = None
         self._flights = waiting = [flight for flight in self._flights if not flight.save.captured.done()]
         to_come = [save for save in self._to_come if not save.captured.done()]
@@ -218,25 +231,27 @@ def plan_save(
 
 
 def plan_together(
-    step: int, described: Described, team: Team, *, fence: Literal["auto", "manual"],
-    streams: Callable[[], AbstractContextManager[object]],
+    step: int, described: Described, team: Team, *, fence: Literal["auto", "manual"]
 ) -> Planned:
-    """The plan for a layout that is new, once all ranks have agreed on who writes what. Blocks.
-
-    streams  makes the current streams of devices what they are where the state was described
-    """
-    try:
-        with streams():
-            samples = sample_digests(described.pieces, described.places, seed=step)
-    except Exception as error:
-        team.absent(step, error)
-        raise
-    assignment = team.share(step, described.layout, samples=samples)
+    """The plan for a layout that is new, once all ranks have agreed on who writes what. Blocks."""
+    is_far = any(memory.device != "cpu" for memory in described.places.apart.values())
+    assignment = team.share(step, described.layout, is_far=is_far)
     try:
         return plan_save(described, None, fence=fence, rank=team.rank, assignment=assignment)
     except Exception as error:
         team.give_up(step, error)
         raise
+
+
+def look(step: int, described: Described, assignment: Assignment | None) -> Looked:
+    """Look at a few bytes of what other ranks hold, too; without a plan, of everything. Before the state can change."""
+    compared = None if assignment is None else assignment.compared
+    if compared is None:
+        lengths = np.array([piece.bytes for piece in described.pieces], np.uint64)
+        return Looked(None, take_samples(described.places, np.arange(len(lengths)), lengths, seed=step))
+    at = compared.looked_at(step)
+    rows = compared.rows[at]
+    return Looked(rows, take_samples(described.places, rows, compared.length[at], seed=step))
 
 
 def held(described: Described, *, fence: Literal["auto", "manual"]) -> Described:
@@ -265,11 +280,12 @@ def _lazy(described: Described, waiter: Waiter) -> Sequence[bool]:
 
 def start(
     store: Store, save: Save, planned: Planned, described: Described, arena: _native.Arena, pace: Pace, started: float,
-    identity: str | None = None,
+    identity: str | None = None, looked: Looked | None = None,
 ) -> Flight:
     """Start a save. Blocks until what is not lazy is captured; what fails up to then leaves no draft.
 
     identity  of the checkpoint to be, where several ranks make it
+    looked    in such a job: what this rank has seen of what it will compare
     """
     plan, places, late = planned.plan, planned.places(described), planned.late()
     described.counters.begin(late)
@@ -287,7 +303,9 @@ def start(
             publish.withdraw(store, draft, [segment.name for segment in plan.segments])
         raise
     blocked_s = time.monotonic() - started
-    return Flight(save, draft, staged, plan, sections, arena_bytes, check, started, blocked_s, planned.assignment)
+    return Flight(
+        save, draft, staged, plan, sections, arena_bytes, check, started, blocked_s, planned.assignment, looked=looked
+    )
 
 
 def _capture_into(
@@ -415,7 +433,7 @@ def contribution(flight: Flight, receipt: Receipt) -> Contribution:
     """What this rank has to commit, of a save whose segments are durable."""
     return Contribution(
         _segments(flight), flight.plan.segment, flight.staged.offsets, receipt, flight.sections.replicated,
-        flight.sections.per_rank, flight.sections.objects,
+        flight.sections.per_rank, flight.sections.objects, None if flight.looked is None else flight.looked.at(),
     )
 
 

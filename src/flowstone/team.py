@@ -10,12 +10,11 @@ new waits for the others, in the background, and for what rank 0 makes of it. Ea
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from flowstone.commit import publish
 from flowstone.config import CATCH_UP_CALLS
@@ -36,14 +35,17 @@ from flowstone.messages import (
     Outcome,
     Part,
     Proposal,
+    Terms,
     Written,
     apart_of,
     assignment_of,
+    from_steps,
     pack,
     unpack,
     written_by,
 )
 from flowstone.pieces import Layout
+from flowstone.plan.replicas import Compared
 from flowstone.ranks import Agreed, Agreement, Decision
 from flowstone.store.base import Store
 
@@ -51,44 +53,58 @@ _log = logging.getLogger(__name__)
 
 
 class Team:
-    """One rank's side of it. One thread at a time, and every rank in the same order."""
+    """One rank's side of it.
+
+    Whoever saves asks for what is known (`assignment`, `begin_try`, `draft_name`), on any thread, and waits for nobody.
+    What ranks do together is for one thread, the writer's, in the same order on every rank: what is learnt there is
+    known as soon as it is learnt, all of it at once.
+    """
 
     def __init__(self, agreement: Agreement, host: str) -> None:
         self.rank, self.size = agreement.rank, agreement.size
         self._agreement, self._host = agreement, host
-        self._mine: Assignment | None = None
+        self._mine: Assignment | None = None  # replaced by the writer's thread, never changed
+        self._job = ""  # the name of this run of the job, once all know it; the same for ever
+        self._counting = threading.Lock()  # around the next two
         self._highest = -1  # step that was tried
         self._tries: dict[int, int] = {}  # of steps that were tried more than once
-        self._job = ""  # the name of this run of the job, once all know it
         self._lead = Lead(agreement.size) if agreement.rank == 0 else None
 
     def assignment(self, layout: Layout) -> Assignment | None:
         """What this rank writes of `layout`, where that has been planned: it may begin."""
-        return self._mine if self._mine is not None and self._mine.layout is layout else None
+        mine = self._mine
+        return mine if mine is not None and mine.layout is layout else None
 
     def begin_try(self, step: int) -> str:
         """A name for this call of `save`: ranks that call alike have the same, and none has one twice."""
-        if step > self._highest:
-            self._highest, tries = step, 1
-        else:
-            tries = self._tries[step] = self._tries.get(step, 1) + 1
+        with self._counting:
+            if step > self._highest:
+                self._highest, tries = step, 1
+            else:
+                tries = self._tries[step] = self._tries.get(step, 1) + 1
         return f"{step}-{tries}"
+
+    def _count_on(self, step: int, tries: int) -> None:
+        """Another rank has tried `step` so often."""
+        with self._counting:
+            self._tries[step] = max(self._tries.get(step, 1), tries)
 
     def draft_name(self, this_try: str) -> str:
         """The identity that a checkpoint will have: every rank knows it without asking."""
         return f"{self._job}-{this_try}"
 
     def share(
-        self, step: int, layout: Layout, begun: Assignment | None = None, samples: NDArray[np.uint16] | None = None
+        self, step: int, layout: Layout, begun: Assignment | None = None, *, is_far: bool = False
     ) -> Assignment:
         """Agree on a plan for `step`.
 
-        begun    the one that this rank has already begun by
-        samples  otherwise: of each piece, a digest of a few of its bytes; replicas have equal ones
-        raises   RankError; CollisionError, CoverageError on rank 0
+        begun   the one that this rank has already begun by
+        is_far  some of the layout lies on a device
+        raises  RankError; CollisionError, CoverageError on rank 0
         """
-        packed = None if samples is None else pack(layout, samples)
-        proposal = Proposal(step, self._host, begun.plan if begun else None, packed)
+        proposal = Proposal(step, self._host, begun.plan, None) if begun else Proposal(
+            step, self._host, None, pack(layout), is_far
+        )
         lead = self._lead
         try:
             agreed = self._agree_on_plan(
@@ -98,14 +114,17 @@ class Team:
         except Exception:
             self._mine = None  # the next one is made anew
             raise
-        plan, self._job, buffers = msgspec.msgpack.decode(agreed.common, type=tuple[str, str, int])
-        part = unpack(agreed.own, Part)
-        if part.positions is None:
-            assert begun is not None, "only what was known can stay as it was"
-            self._mine = begun if plan == begun.plan else replace(begun, plan=plan, buffers=buffers)
-        else:
-            self._mine = replace(assignment_of(plan, layout, part.positions, part.blocks), buffers=buffers)
-        return self._mine
+        terms, part = unpack(agreed.common, Terms), unpack(agreed.own, Part)
+        self._job = terms.job
+        mine = begun
+        if part.positions is not None:
+            mine = assignment_of(terms.plan, layout, part.positions, part.blocks)
+        assert mine is not None, "only what was known can stay as it was"
+        if part.sets:
+            compared = Compared.of(layout, from_steps(part.sets), terms.share)
+            mine = replace(mine, plan=terms.plan, buffers=terms.buffers, compared=compared)
+        self._mine = mine
+        return mine
 
     def _agree_on_plan(
         self, step: int, mine: bytes | Exception, decide: Callable[[Sequence[bytes]], Decision]
@@ -147,7 +166,8 @@ class Team:
         if isinstance(made, Exception):
             mine = made
         else:
-            mine = written_by(made, assignment.plan, draft.directory, replicated=self.rank == 0)
+            folds = made.folds(step, assignment.compared)
+            mine = written_by(made, assignment.plan, draft.directory, folds, replicated=self.rank == 0)
         mine_packed = mine if isinstance(mine, Exception) else msgspec.msgpack.encode(mine)
         written: list[Written] = []
 
@@ -159,14 +179,25 @@ class Team:
         def look(said: Sequence[bytes]) -> Decision:
             written.extend(unpack(one, Written) for one in said)
             check_one_try(written)
+            assert self._lead is not None
+            if self._lead.replicas_differ(written):
+                return Decision(msgspec.msgpack.encode(Outcome(b"", [], replicas=True)))
             differing = differing_sections(written)
             return Decision(msgspec.msgpack.encode(Outcome(b"", differing))) if differing else publish_it()
+
+        def tell_apart(said: Sequence[bytes]) -> Decision:
+            assert self._lead is not None
+            self._lead.tell_replicas_apart(said)
 
         try:
             agreed = self._agreement.agree(f"the commit of step {step}", mine_packed, look, place=_before(step))
             outcome = unpack(agreed.common, Outcome)
+            assert not isinstance(made, Exception), "who has failed agrees on nothing"
+            if outcome.replicas:
+                self._agreement.agree(
+                    f"the replicas of step {step}", made.digests(step, assignment), tell_apart, place=_before(step)
+                )
             if outcome.apart:
-                assert not isinstance(made, Exception), "who has failed agrees on nothing"
                 agreed = self._agreement.agree(
                     f"the objects of step {step}", msgspec.msgpack.encode(apart_of(made, outcome.apart)),
                     lambda said: publish_it([unpack(one, Apart) for one in said]), place=_before(step),
@@ -174,7 +205,7 @@ class Team:
                 outcome = unpack(agreed.common, Outcome)
         except Exception as error:
             if isinstance(error, RankError) and "tries" in error.facts:
-                self._tries[step] = max(self._tries.get(step, 1), int(str(error.facts["tries"])))
+                self._count_on(step, int(str(error.facts["tries"])))
             if self._lead is not None:  # ranks that have given up do not know that they may remove theirs
                 segments = [row.name for one in written for row in one.segments]
                 publish.withdraw(store, draft, (INDEX_NAME, OBJECTS_NAME, MANIFEST_NAME, *segments))

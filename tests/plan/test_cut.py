@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from test_share import boxes, check, held, jobs
 
-from flowstone.errors import CollisionError, CoverageError
+from flowstone.errors import CoverageError
 from flowstone.format.segment import entry_name
 from flowstone.pieces import DTYPES, Block, Box, Memory, Piece, Pieces, Places
 from flowstone.plan.cut import Cut, cut_up
@@ -153,15 +153,14 @@ def test_a_tensor_without_rows_stays_whole() -> None:
     assert blocks.dim.tolist() == [-1] * 3 + [0] * 8
 
 
-def test_replicas_are_still_compared() -> None:
+def test_replicas_are_compared_whole() -> None:
     ranks = [stacked((1000, 8), 2)] * 3
-    same, other = np.array([1, 2], np.uint16), np.array([1, 3], np.uint16)
-    before = share(ranks, samples=[same] * 3, worth_bytes=1, block_bytes_min=4)
+    before = share(ranks, worth_bytes=1, block_bytes_min=4)
     assert before.cut is not None
-    kept = {0: before.writes[0]}
-    share(ranks, kept=kept, kept_cut=before.cut, samples=[None, same, same])
-    with pytest.raises(CollisionError, match="'w1' is not the same on rank 2 as on rank 1"):
-        share(ranks, kept=kept, kept_cut=before.cut, samples=[None, same, other])
+    after = share(ranks, kept={0: before.writes[0]}, kept_cut=before.cut)
+    for found in (before.replicas, after.replicas):
+        assert [number.tolist() for number in found.number] == [[0, 0]] * 3
+        assert [sets.tolist() for sets in found.sets] == [[0]] * 3
 
 
 def test_a_block_lies_where_its_rows_do() -> None:

@@ -1,41 +1,183 @@
-"""Pieces of one name and box on several ranks have to be the same."""
+"""Pieces of one name and box on several ranks have to be the same, at every save."""
 
 from __future__ import annotations
 
+import random
+import zlib
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from flowstone.errors import CollisionError
-from flowstone.pieces import DTYPES
-from flowstone.plan.share import Held, Names, share
+from flowstone.messages import LookedAt
+from flowstone.pieces import DTYPES, Box, Layout, Piece, Pieces
+from flowstone.plan.replicas import Compared, ReplicaSets, differing
+from flowstone.plan.share import Held, Names, check_replicas, share
 
 NONE = np.zeros(0, np.int64)
+F32 = DTYPES["float32"]
 
 
-def whole(*names: str) -> Held:
+def whole(*names: str, buffers: Sequence[int] = ()) -> Held:
     """A rank that holds all of some tensors."""
-    return Held(Names(names, (DTYPES["float32"],) * len(names), ((4,),) * len(names)), NONE, NONE)
+    return Held(Names(names, (F32,) * len(names), ((4,),) * len(names), frozenset(buffers)), NONE, NONE)
 
 
 def samples(*of: int) -> np.ndarray:
     return np.array(of, np.uint16)
 
 
-def test_replicas_with_equal_samples_are_shared_out() -> None:
-    found = share([whole("a", "b"), whole("b", "c")], samples=[samples(1, 2), samples(2, 3)])
-    assert sum(map(len, found.writes)) == 3
+def test_replicas_with_equal_samples_are_the_same() -> None:
+    ranks = [whole("a", "b"), whole("b", "c")]
+    check_replicas(ranks, [samples(1, 2), samples(2, 3)])
+    assert sum(map(len, share(ranks).writes)) == 3
 
 
-def test_replicas_whose_samples_differ_are_refused_by_name() -> None:
-    with pytest.raises(CollisionError, match=r"'[bc]' is not the same on rank 2 as on rank 0"):
-        share(
-            [whole("a", "b", "c"), whole("a"), whole("b", "c")],
-            samples=[samples(1, 2, 4), samples(1), samples(3, 5)],
-        )
+def test_replicas_whose_samples_differ_are_named_with_their_ranks() -> None:
+    ranks = [whole("a", "b", "c"), whole("a"), whole("b", "c")]
+    with pytest.raises(CollisionError, match=r"'b' is not the same on rank 2 as on rank 0; nor are 1 other tensors"):
+        check_replicas(ranks, [samples(1, 2, 4), samples(1), samples(3, 5)])
+    many = [samples(1)] * 2 + [samples(2)] * 12
+    with pytest.raises(CollisionError, match=r"'a' is not the same on ranks 2, 3, 4, .*, 9 and 4 more as on rank 0\n"):
+        check_replicas([whole("a")] * 14, many)
 
 
 def test_a_rank_without_samples_is_not_compared() -> None:
-    kept = {0: np.array([0], np.int64)}
-    share([whole("a"), whole("a"), whole("a")], kept=kept, samples=[None, samples(7), samples(7)])
+    ranks = [whole("a"), whole("a"), whole("a")]
+    check_replicas(ranks, [None, samples(7), samples(7)])
     with pytest.raises(CollisionError, match="'a' is not the same on rank 2 as on rank 1"):
-        share([whole("a"), whole("a"), whole("a")], kept=kept, samples=[None, samples(7), samples(8)])
+        check_replicas(ranks, [None, samples(7), samples(8)])
+
+
+def test_buffers_are_not_compared() -> None:
+    ranks = [whole("a", "b", buffers=[1])] * 2
+    check_replicas(ranks, [samples(1, 2), samples(1, 3)])
+    assert [one.tolist() for one in share(ranks).replicas.number] == [[0, -1]] * 2
+
+
+# By one number for each set
+
+
+def seen(piece: Piece) -> int:
+    return zlib.crc32(f"{piece.name} {piece.box}".encode()) % 65_536
+
+
+class Rank:
+    """One rank's pieces, and what it sees of each: a number that comes of its name and box alone."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self.pieces = pieces
+        self.layout = Layout(Pieces.of(pieces), (), ())
+        self.seen = np.array([seen(piece) for piece in pieces], np.uint16)
+
+    @property
+    def held(self) -> Held:
+        parts = {at: piece.box for at, piece in enumerate(self.pieces) if piece.box != Box.whole(piece.shape)}
+        boxes = [n for box in parts.values() for n in (*box.offset, *box.shape)]
+        names = Names(self.layout.pieces.names, self.layout.pieces.dtypes, self.layout.pieces.shapes)
+        return Held(names, np.array([*parts], np.int64), np.array(boxes, np.int64)).compact()
+
+
+def folded(ranks: Sequence[Rank], found: ReplicaSets, step: int, part: float | None = None) -> list[NDArray[np.uint64]]:
+    folds = []
+    for one, number in zip(ranks, found.number, strict=True):
+        compared = Compared.of(one.layout, number, part)
+        at = compared.looked_at(step)
+        folds.append(compared.folded(at, one.seen[compared.rows[at]]))
+    return folds
+
+
+def drawn(chance: random.Random) -> list[Rank]:
+    """Rows of some tensors on groups of ranks, others whole on some or all, in an order of each rank's own."""
+    size, group = chance.choice([(2, 1), (4, 2), (6, 3), (5, 5)])
+    ranks: list[list[Piece]] = [[] for _ in range(size)]
+    for number in range(chance.randrange(1, 12)):
+        name = f"t{number}"
+        if chance.random() < 0.5:
+            for rank, pieces in enumerate(ranks):
+                pieces.append(Piece(name, F32, (group, 3), Box((rank % group, 0), (1, 3))))
+        else:
+            for rank in chance.sample(range(size), chance.randrange(1, size + 1)):
+                ranks[rank].append(Piece(name, F32, (4, 3), Box.whole((4, 3))))
+    for pieces in ranks:
+        chance.shuffle(pieces)
+    return [Rank(pieces) for pieces in ranks]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_one_number_for_each_set_tells_every_difference_and_no_other(seed: int) -> None:
+    chance = random.Random(seed)
+    ranks = drawn(chance)
+    found = share([one.held for one in ranks]).replicas
+    assert not differing(found.sets, folded(ranks, found, step=seed))
+    places = [(rank, at) for rank, one in enumerate(ranks) for at in range(len(one.pieces))]
+    for rank, at in chance.sample(places, min(8, len(places))):
+        piece = ranks[rank].pieces[at]
+        shared = sum(other.box == piece.box for one in ranks for other in one.pieces if other.name == piece.name) > 1
+        assert (found.number[rank][at] >= 0) == shared
+        ranks[rank].seen[at] ^= 1 << chance.randrange(16)
+        assert differing(found.sets, folded(ranks, found, step=seed)) == shared
+        ranks[rank].seen[at] = seen(piece)
+
+
+def test_differences_that_two_ranks_share_are_found_and_those_not_asked_are_left_out() -> None:
+    ranks = [Rank([Piece(name, F32, (4,), Box.whole((4,))) for name in "ab"]) for _ in range(4)]
+    found = share([one.held for one in ranks]).replicas
+    for one in ranks[2:]:
+        one.seen[0] += 1
+        one.seen[1] -= 1
+    folds: list[NDArray[np.uint64] | None] = [*folded(ranks, found, step=1)]
+    assert differing(found.sets, folds)
+    folds[:2] = None, None
+    assert not differing(found.sets, folds)
+    assert not differing(found.sets, [None] * 4)
+
+
+def test_a_part_of_them_is_looked_at_by_turns_the_same_on_all_ranks() -> None:
+    pieces = [Piece(f"t{n}", F32, (16,), Box.whole((16,))) for n in range(400)]
+    ranks = [Rank(pieces), Rank(pieces[::-1])]
+    found = share([one.held for one in ranks]).replicas
+    seen: set[str] = set()
+    for step in range(200):
+        names = []
+        for one, number in zip(ranks, found.number, strict=True):
+            compared = Compared.of(one.layout, number, 0.05)
+            names.append({one.pieces[at].name for at in compared.rows[compared.looked_at(step)].tolist()})
+        assert names[0] == names[1]
+        assert 0 < len(names[0]) < 60
+        seen |= names[0]
+        assert not differing(found.sets, folded(ranks, found, step, 0.05))
+    assert len(seen) == 400, "in the course of many saves each is looked at"
+    small = Rank([Piece("s", F32, (15,), Box.whole((15,)))])
+    compared = Compared.of(small.layout, np.zeros(1, np.int64), 1.0)
+    assert not len(compared.looked_at(1)), "a device has no line of it to give"
+
+
+def test_what_was_not_looked_at_is_known_to_be_so() -> None:
+    some = LookedAt(np.array([7, 2, 5]), samples(70, 20, 50))
+    found = some.of(np.array([5, 7]))
+    assert found is not None
+    assert found.tolist() == [50, 70]
+    assert some.of(np.array([5, 6])) is None
+    nothing = some.of(np.zeros(0, np.int64))
+    assert nothing is not None
+    assert not len(nothing)
+    assert LookedAt(np.zeros(0, np.int64), samples()).of(np.array([1])) is None
+    every = LookedAt(None, samples(1, 2, 3)).of(np.array([2, 0]))
+    assert every is not None
+    assert every.tolist() == [3, 1]
+
+
+def test_ranks_that_number_alike_share_one_array() -> None:
+    """8 groups of 64 ranks, each group with replicas of one shard of 300 tensors."""
+    ranks = [
+        Rank([Piece(f"t{n}", F32, (8, 4), Box((rank % 8, 0), (1, 4))) for n in range(300)]) for rank in range(8)
+    ] * 64
+    held = [one.held for one in ranks[:8]] * 64
+    found = share(held).replicas
+    assert len({id(number) for number in found.number}) <= 8
+    sets = np.concatenate(found.sets)
+    assert (len(sets), len({*sets.tolist()})) == (512, 8)
+    assert np.array_equal(sets[:8], sets[-8:])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from flowstone.errors import CollisionError, CoverageError
 from flowstone.pieces import DTYPES, Box
 from flowstone.plan import share as sharing
-from flowstone.plan.share import Held, Names, Share, share
+from flowstone.plan.share import Held, Names, Share, check_replicas, share
 
 F32 = DTYPES["float32"]
 
@@ -247,7 +247,8 @@ def test_buffers_are_the_lowest_ranks_however_they_differ() -> None:
         return held, np.array([7, sample, sample], np.uint16)
 
     ranks = [rank(stage, at) for at, stage in enumerate((0, 1, 0, 1, 1))]
-    found = share([held for held, _ in ranks], samples=[samples for _, samples in ranks])
+    check_replicas([held for held, _ in ranks], [samples for _, samples in ranks])
+    found = share([held for held, _ in ranks])
     check([held for held, _ in ranks], found)
     assert found.buffers == 4
     writes = [set(one.tolist()) - {0} for one in found.writes]
@@ -259,4 +260,4 @@ def test_what_is_a_buffer_on_one_rank_alone_is_a_replica() -> None:
     one = Held(Names(("w",), (F32,), ((64,),), frozenset({0})), none, none)
     other = Held(Names(("w",), (F32,), ((64,),)), none, none)
     with pytest.raises(CollisionError, match="'w' is not the same on rank 1"):
-        share([one, other], samples=[np.array([1], np.uint16), np.array([2], np.uint16)])
+        check_replicas([one, other], [np.array([1], np.uint16), np.array([2], np.uint16)])

@@ -22,6 +22,7 @@ from flowstone.pieces import Box
 from flowstone.plan.boxes import check_tiling, tiles
 from flowstone.plan.cut import Blocks, Cut, cut_up
 from flowstone.plan.held import WHOLE, Form, Held, Names, Tensors, classes, forms
+from flowstone.plan.replicas import ReplicaSets
 from flowstone.plan.spread import Replicas, spread
 
 _MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)  # odd constants of golden ratio and XXH64
@@ -40,6 +41,7 @@ class Share:
     blocks  for each rank, how `held` comes from what it holds; empty where nothing is cut
     cut     what is cut
     buffers how many boxes of modules' buffers are held by several ranks, and written by the lowest
+    replicas  which pieces several ranks hold, which have to be the same
     """
 
     held: Sequence[Held]
@@ -48,58 +50,84 @@ class Share:
     blocks: Sequence[Blocks] = ()
     cut: Cut | None = None
     buffers: int = 0
+    replicas: ReplicaSets = field(default_factory=lambda: ReplicaSets((), ()))
 
 
 def share(
     held: Sequence[Held], nodes: Sequence[int] | None = None,
-    kept: Mapping[int, NDArray[np.int64]] = MappingProxyType({}),
-    samples: Sequence[NDArray[np.uint16] | None] = (), *,
+    kept: Mapping[int, NDArray[np.int64]] = MappingProxyType({}), *,
     kept_cut: Cut | None = None, worth_bytes: int = CUT_WORTH_BYTES, block_bytes_min: int = CUT_BLOCK_BYTES_MIN,
 ) -> Share:
     """Choose a writer for each distinct piece.
 
     nodes     the node of each rank; None: all on one
     kept      rank -> what it writes, whatever the others do: it has begun, by a plan that cut `kept_cut`
-    samples   of each rank that has them: for each piece a digest of a few of its bytes
     worth_bytes, block_bytes_min  replicas are cut, into blocks of about so much and more, if the largest writer then
                                   has so much less
-    raises    CollisionError  two ranks give one tensor different dtypes or shapes, or replicas whose samples differ
+    raises    CollisionError  two ranks give one tensor different dtypes or shapes
               CoverageError   a tensor's boxes overlap without being equal, or leave a hole; or what is kept leaves one
     """
     node = np.zeros(len(held), np.int64) if nodes is None else np.asarray(nodes, np.int64)
     if kept_cut is not None:
-        _check(held, samples)
-        return _cut_share(held, node, kept, kept_cut)
-    found = _Sharing(held, node, kept, samples)
+        return replace(_cut_share(held, node, kept, kept_cut), replicas=_replicas_of(held))
+    found = _Sharing(held, node, kept)
     cut = None if kept else found.to_cut(worth_bytes, block_bytes_min)
     if cut is None:
         return found.share
     # Less may be gained than seemed possible: nodes of few ranks have as much to write as those of many.
     in_blocks = _cut_share(held, node, kept, cut)
     gained = int(found.share.bytes.max()) - int(in_blocks.bytes.max())
-    return in_blocks if gained >= worth_bytes else found.share
+    return replace(in_blocks, replicas=found.share.replicas) if gained >= worth_bytes else found.share
 
 
 def _cut_share(
     held: Sequence[Held], node: NDArray[np.int64], kept: Mapping[int, NDArray[np.int64]], cut: Cut
 ) -> Share:
     cut_held, blocks = cut_up(held, cut)
-    return replace(_Sharing(cut_held, node, kept, ()).share, blocks=blocks, cut=cut)
+    return replace(_Sharing(cut_held, node, kept).share, blocks=blocks, cut=cut)
 
 
-def _check(held: Sequence[Held], samples: Sequence[NDArray[np.uint16] | None]) -> None:
-    """Raise CollisionError where replicas differ, as far as their samples tell."""
+def _replicas_of(held: Sequence[Held]) -> ReplicaSets:
     table = _Table(held, {})
     for number in range(table.count):
-        table.check_replicas(number, _replicas(table.strand(number).box)[0], samples)
+        one = table.strand(number)
+        table.note_replicas(one, _groups(one.box)[0])
+    return table.replicas(len(held))
+
+
+def check_replicas(held: Sequence[Held], samples: Sequence[NDArray[np.uint16] | None]) -> None:
+    """Raise CollisionError where boxes that several ranks hold are not the same, as far as their samples tell.
+
+    samples  of each rank that has them: for each piece a digest of a few of its bytes
+    """
+    table = _Table(held, {})
+    found: dict[str, tuple[int, list[int]]] = {}
+    for number in range(table.count):
+        one = table.strand(number)
+        if one.tensor not in table.tensors.buffers:
+            table.compare_replicas(number, _groups(one.box)[0], samples, found)
+    if found:
+        name = min(found, key=table.tensors.names.index)
+        first, others = found[name]
+        more = f"; nor are {len(found) - 1} other tensors" if len(found) > 1 else ""
+        raise CollisionError(
+            f"{name!r} is not the same on {_in_words(others)} as on rank {first}{more}",
+            next="give what is not a replica a name of its own (stages and experts: their global names), "
+            "make replicas equal before the save, or let each rank keep its own: fs.PerRank",
+        )
+
+
+def _in_words(ranks: Sequence[int]) -> str:
+    """"rank 3", "ranks 3, 7"; not more than eight of them."""
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 class _Sharing:
     """A share, and whether it would be better with blocks."""
 
     def __init__(
-        self, held: Sequence[Held], node: NDArray[np.int64], kept: Mapping[int, NDArray[np.int64]],
-        samples: Sequence[NDArray[np.uint16] | None],
+        self, held: Sequence[Held], node: NDArray[np.int64], kept: Mapping[int, NDArray[np.int64]]
     ) -> None:
         self._table = table = _Table(held, kept)
         loads = np.zeros(len(held), np.int64)
@@ -107,9 +135,9 @@ class _Sharing:
         buffers = 0
         for number in range(table.count):
             one = table.strand(number)
-            group, first = _replicas(one.box)
+            group, first = _groups(one.box)
             _prove(table.tensors, one, first)
-            table.check_replicas(number, group, samples)
+            table.note_replicas(one, group)
             length = _lengths(table.tensors, one, first)
             order, count = _choices(table.tensors, one, group, len(first))
             starts = np.cumsum(count) - count
@@ -126,7 +154,9 @@ class _Sharing:
                 known.lots.append(_Lot(int(length[at]), one.size, one.row[rows], number))
         self._sets = list(sets.values())
         self._level = _spread(self._sets, loads, node, table)
-        self.share = Share(held, table.writes(len(held)), loads, buffers=buffers)
+        self.share = Share(
+            held, table.writes(len(held)), loads, buffers=buffers, replicas=table.replicas(len(held))
+        )
 
     def to_cut(self, worth_bytes: int, block_bytes_min: int) -> Cut | None:
         """What to cut; None where that can gain little."""
@@ -221,6 +251,8 @@ class _Table:
                 self._by_class[of].append((at, strand))
         self.start = np.zeros(int(self._base[-1]), np.int32)
         self.stop = np.zeros(int(self._base[-1]), np.int32)
+        self._set = np.full(int(self._base[-1]), -1, np.int32)  # of ranks that hold the same, for each row
+        self._sets: dict[bytes, int] = {}
 
     def strand(self, number: int) -> _Class:
         """All boxes of a class."""
@@ -254,17 +286,40 @@ class _Table:
         like_blocks = {name.rpartition("[")[0] for name in names if name.endswith("]")}
         return frozenset(names[at] for at in np.flatnonzero(chosen).tolist()) - like_blocks
 
-    def check_replicas(
-        self, number: int, group: NDArray[np.int64], samples: Sequence[NDArray[np.uint16] | None]
+    def note_replicas(self, one: _Class, group: NDArray[np.int64]) -> None:
+        """Remember which ranks hold the same box. `group`: of each row of the class."""
+        count = np.bincount(group)
+        if one.tensor in self.tensors.buffers or int(count.max(initial=0)) < 2:
+            return
+        order = np.argsort(group, kind="stable")
+        starts = np.cumsum(count) - count
+        for at in np.flatnonzero(count > 1).tolist():
+            rows = order[starts[at] : starts[at] + count[at]]
+            self._set[one.row[rows]] = self._sets.setdefault(np.sort(one.rank[rows]).tobytes(), len(self._sets))
+
+    def replicas(self, ranks: int) -> ReplicaSets:
+        """What was noted of all classes."""
+        number: list[NDArray[np.int32]] = [np.zeros(0, np.int32)] * ranks
+        sets: list[NDArray[np.int32]] = [np.zeros(0, np.int32)] * ranks
+        for at, (form, strands) in enumerate(zip(self._forms, self._strands, strict=True)):
+            noted = self._set[self._base[at] : self._base[at + 1]].reshape(len(form.ranks), len(strands.kind))
+            known: dict[bytes, NDArray[np.int32]] = {}
+            for row, rank in enumerate(form.ranks.tolist()):
+                own, local = np.unique(noted[row], return_inverse=True)
+                alone = int(np.searchsorted(own, 0))  # 1 where there is a -1
+                pattern = (local.reshape(-1) - alone).astype(np.int32)
+                sets[rank] = own[alone:]
+                number[rank] = known.setdefault(pattern.tobytes(), pattern[strands.strand])
+        return ReplicaSets(number, sets)
+
+    def compare_replicas(
+        self, number: int, group: NDArray[np.int64], samples: Sequence[NDArray[np.uint16] | None],
+        found: dict[str, tuple[int, list[int]]],
     ) -> None:
-        """Raise CollisionError where two boxes of one group are not the same, as far as their samples tell.
+        """Enter into `found` the tensors of a class that are not the same everywhere: the first rank, and the others.
 
         group  of each row of the class
         """
-        if self._first[number] in self.tensors.buffers:
-            return
-        if not samples or len(group) == int(group.max(initial=-1)) + 1:
-            return
         known: dict[int, tuple[int, NDArray[np.uint16]]] = {}  # of each group, the first rank's
         row = 0
         for at, strand in self._by_class[number]:
@@ -272,18 +327,13 @@ class _Table:
             positions = np.flatnonzero(strands.strand == strand)
             positions = positions[np.argsort(strands.ordinal[positions])]
             for rank in form.ranks.tolist():
-                found, row = samples[rank], row + 1
-                if found is None:
+                mine, row = samples[rank], row + 1
+                if mine is None:
                     continue
-                first, theirs = known.setdefault(int(group[row - 1]), (rank, found[positions]))
-                wrong = np.flatnonzero(theirs != found[positions])
-                if len(wrong):
-                    tensor = int(form.tensor[positions[wrong[0]]])
-                    raise CollisionError(
-                        f"{self.tensors.names[tensor]!r} is not the same on rank {rank} as on rank {first}",
-                        next="give what is not a replica a name of its own (stages and experts: their global names), "
-                        "make replicas equal, or let each rank keep its own: fs.PerRank",
-                    )
+                first, theirs = known.setdefault(int(group[row - 1]), (rank, mine[positions]))
+                for wrong in np.flatnonzero(theirs != mine[positions]).tolist():
+                    name = self.tensors.names[int(form.tensor[positions[wrong]])]
+                    found.setdefault(name, (first, []))[1].append(rank)
 
     def writes(self, ranks: int) -> tuple[NDArray[np.int64], ...]:
         """The positions that each rank writes."""
@@ -342,7 +392,7 @@ def _told_apart(written: NDArray[np.bool_] | None) -> NDArray[np.int64] | None:
     return np.unique(columns, return_inverse=True)[1].reshape(-1)
 
 
-def _replicas(boxes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _groups(boxes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The group of equal boxes that each row is in, and the first row of each group."""
     columns = boxes.astype(np.uint64)
     key = np.zeros(len(columns), np.uint64)
@@ -430,4 +480,4 @@ def _hand_out(lots: Sequence[_Lot], replicas: Replicas, dealt: NDArray[np.int64]
         done[lot.length] += lot.size
 
 
-__all__ = ["Cut", "Held", "Names", "Share", "share"]
+__all__ = ["Cut", "Held", "Names", "Share", "check_replicas", "share"]

@@ -41,7 +41,7 @@ from flowstone import _native
 from flowstone.config import BLOCK_BYTES
 from flowstone.format.digest import digest
 from flowstone.format.segment import encode_header
-from flowstone.pieces import Memory, Pieces, Places
+from flowstone.pieces import Memory, Places
 from flowstone.plan.write import SegmentPlan, WritePlan, place
 from flowstone.stage.streams import SideStream, row_bytes, side_stream
 from flowstone.store.base import UNPACED, FilePlan, Pace, Store, Writing
@@ -97,7 +97,7 @@ def start_capture(
     after `writing.wait_queued()` (or, if it is not lazy, `wait_early`) and the `lead` of its side stream.
     Raises StorageError when the segments cannot be created.
     """
-    address, layout, layouts, device, streams, hosted = _within_reach(places)
+    address, layout, layouts, device, streams, hosted = within_reach(places)
     offsets = place(plan, np.where((layout < 0) & (device < 0), address % BLOCK_BYTES, 0))
     headers, digests = (known or Headers()).of(plan, offsets)
     count = len(headers)
@@ -133,7 +133,7 @@ def _header(plan: WritePlan, file: SegmentPlan, offsets: NDArray[np.uint64]) -> 
     return encode_header(rows, header_bytes=file.header_bytes, file_bytes=file.bytes, packed=file.packed)
 
 
-def _within_reach(places: Places, *, fetched_bytes_min: int = 1) -> tuple[
+def within_reach(places: Places, *, fetched_bytes_min: int = 1) -> tuple[
     NDArray[np.uint64], NDArray[np.int64], list[_native.GatherLayout], NDArray[np.int32], tuple[SideStream, ...],
     list[Memory],
 ]:
@@ -184,33 +184,6 @@ def _samples(
     lazy = order[plan.lazy[order] & (device[order] == at)]
     rows = [places.apart[position] for position in lazy.tolist()]
     return stream.sample(rows, seeds[lazy]) if rows else np.zeros(0, np.uint8)
-
-
-def sample_digests(pieces: Pieces, places: Places, *, seed: int) -> NDArray[np.uint16]:
-    """For each piece a digest of a few lines of it, as they are now: equal pieces have equal ones, wherever they lie.
-
-    seed  by it the lines lie where they do: the same for whoever compares, and another one each time that they do
-
-    Waits for what the current streams of devices hold.
-    """
-    address, layout, layouts, device, streams, hosted = _within_reach(places, fetched_bytes_min=_native.LINE_BYTES)
-    count = len(pieces)
-    samples = []
-    for at, stream in enumerate(streams):
-        mine = [places.apart[row] for row in np.flatnonzero(device == at).tolist()]
-        samples.append(stream.sample(mine, np.full(len(mine), seed, np.uint64)))
-        stream.follow()
-        stream.native.synchronize()
-    rows = _native.WriteRows(
-        file=np.zeros(count, np.uint32), offset=np.zeros(count, np.uint64),
-        length=np.array([piece.bytes for piece in pieces], np.uint64), address=address,
-        chunk=np.full(count, _native.NO_DIGEST, np.uint64), layout=layout, layouts=layouts, chunks=0,
-        lazy=np.ones(count, np.bool_), device=device, devices=[stream.native for stream in streams], samples=samples,
-        seed=np.full(count, seed, np.uint64),
-    )
-    found = rows.sample_digests()
-    del hosted  # kept until here
-    return found.astype(np.uint16)
 
 
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}

@@ -1,0 +1,39 @@
+"""Replicas that drift apart after the first save: each save compares them, and none mixes ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from processes import run
+
+import flowstone as fs
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_replicas_that_drift_apart_fail_that_save_by_name_and_rank(tmp_path: Path, size: int) -> None:
+    told = run(size, "drift_acts", "drifts", str(tmp_path / "run"))
+    others = "rank 1" if size == 2 else "ranks 1, 2"
+    for one in told:
+        assert isinstance(one, list)
+        assert [one[at] for at in (0, 1, 3, 4)] == ["1", "2", "4", "5"]
+        assert f"'model.table' is not the same on {others} as on rank 0; nor are " in one[2], one[2]
+        assert "make replicas equal before the save, or let each rank keep its own: fs.PerRank" in one[2]
+    names = sorted(path.name for path in (tmp_path / "run").glob("*step-*"))
+    assert names == [f"step-{number:08d}" for number in (1, 2, 4, 5)]
+    assert not list((tmp_path / "run").glob(".saving-*"))
+    assert all(fs.open(tmp_path / "run", step).verify().sound for step in (1, 2, 4, 5))
+
+
+def test_one_tensor_that_differs_is_named_at_whichever_save(tmp_path: Path) -> None:
+    for one in run(2, "drift_acts", "one_drifts_by_one_tensor", str(tmp_path / "run")):
+        assert isinstance(one, list)
+        for said in one:
+            name, _, words = said.partition(": ")
+            assert f"'model.{name}' is not the same on rank 1 as on rank 0\n" in words
+
+
+def test_models_of_each_rank_are_kept_per_rank(tmp_path: Path) -> None:
+    saved = run(2, "drift_acts", "inner_and_outer", str(tmp_path / "run"), True)
+    assert saved[0] != saved[1]
+    assert run(3, "drift_acts", "inner_and_outer", str(tmp_path / "run"), False) == [saved[0], saved[1], saved[0]]

@@ -1,0 +1,78 @@
+"""What a save asks of its team while the writer's thread is in the midst of another one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from processes import run
+
+import flowstone as fs
+from flowstone.errors import RankError
+from flowstone.lead import Lead
+from flowstone.messages import Part, Proposal, Terms, pack, unpack
+from flowstone.pieces import DTYPES, Box, Layout, Piece, Pieces
+from flowstone.ranks import Agreement
+from flowstone.team import Team
+
+
+class _Held(dict[int, int]):
+    """A dictionary of tries, in which another thread comes between a look and what follows from it."""
+
+    def __init__(self, between: threading.Thread) -> None:
+        super().__init__()
+        self._between = between
+
+    def get(self, key: int, default: int = 0) -> int:  # type: ignore[override]
+        found = super().get(key, default)
+        if not self._between.ident:
+            self._between.start()
+            self._between.join(0.2)  # it may have to wait for us
+        return found
+
+
+@pytest.mark.parametrize("tried", [[], [7], [7, 7]])
+def test_no_two_tries_of_a_step_have_one_name_whichever_thread_counts(tried: Sequence[int]) -> None:
+    """The writer's thread learns how often others have tried, just as the caller begins another try."""
+    team = Team(Agreement(None, 0, 1), "host")
+    names = [team.begin_try(step) for step in (7, *tried)]
+    caller = threading.Thread(target=lambda: names.append(team.begin_try(7)))
+    held = _Held(caller)
+    held.update(team._tries)
+    team._tries = held
+    team._count_on(7, 2)
+    caller.join()
+    names.append(team.begin_try(7))
+    assert len({*names}) == len(names), names
+
+
+def test_a_layout_that_changes_on_one_rank_fails_no_save_that_another_has_begun(tmp_path: Path) -> None:
+    assert run(2, "drift_acts", "one_has_more_under_way", str(tmp_path / "run")) == [["None"] * 3] * 2
+    for step in (2, 3, 4):
+        checkpoint = fs.open(tmp_path / "run", step)
+        assert checkpoint.verify().sound
+        assert set(checkpoint.tensors) == {f"stages.{n}.{name}" for n in (0, 1) for name in ("weight", "bias")}
+
+
+def test_a_plan_that_cannot_be_leaves_the_one_before_it_as_it_was() -> None:
+    """One rank's state makes no whole with the others': they go on by what they have begun, and it comes back."""
+    def layout(length: int) -> Layout:
+        return Layout(Pieces.of([Piece("w", DTYPES["float32"], (length,), Box.whole((length,)))]), (), ())
+
+    lead = Lead(2)
+    fits, does_not = pack(layout(8)), pack(layout(9))
+    first = lead.share([Proposal(1, "a", None, fits), Proposal(1, "a", None, fits)])
+    plan = unpack(first.common, Terms).plan
+    with pytest.raises(fs.CollisionError):
+        lead.share([Proposal(2, "a", plan, None), Proposal(2, "a", None, does_not)])
+    both = lead.share([Proposal(3, "a", plan, None), Proposal(3, "a", plan, None)])
+    assert unpack(both.common, Terms).plan == plan
+    again = lead.share([Proposal(4, "a", plan, None), Proposal(4, "a", None, fits)])
+    newer = unpack(again.common, Terms).plan
+    assert newer != plan
+    assert unpack(again.each[0], Part).positions is None
+    assert unpack(lead.share([Proposal(5, "a", plan, None), Proposal(5, "a", newer, None)]).common, Terms).plan == newer
+    with pytest.raises(RankError, match="rank 1 has begun to save by an older plan"):
+        lead.share([Proposal(6, "a", plan, None), Proposal(6, "a", plan, None)])

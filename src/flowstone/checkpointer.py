@@ -267,7 +267,7 @@ class Checkpointer:
             self._in_flight.settle(leave=self._saves_in_flight - 1)
         waited = time.monotonic()
         self._become_writer()
-        self._in_flight.check_new(step)
+        self._in_flight.check_new(step, looks=self._together.rank == 0)
         with self._state_lock:
             return self._begin(step, state, fence, started, waited, this_try)
 

@@ -41,8 +41,11 @@ class InFlight:
     def add(self, save: Save) -> None:
         self._saves.append(save)
 
-    def check_new(self, step: int) -> None:
-        """Raises StepExistsError if `step` is not above every step that is committed or under way."""
+    def check_new(self, step: int, *, looks: bool = True) -> None:
+        """Raises StepExistsError if `step` is not above every step that is committed or under way.
+
+        looks  into the store, too: of several ranks one does, which knows what is a checkpoint there
+        """
         newest = max((save.step for save in self._saves), default=self.newest)
         if newest is not None and step <= newest:
             raise StepExistsError(
@@ -51,7 +54,7 @@ class InFlight:
                 next=f"save a later step, or call rewind({step - 1 if step else 0}) first to set newer steps aside",
             )
         directory = step_directory(step)
-        if self._store.exists(directory):  # with a manifest in it, it would be among the steps
+        if looks and self._store.exists(directory):  # with a manifest in it, it would be among the steps
             raise StepExistsError(
                 f"cannot save step {step} into {self._store.location}", found=f"{directory}, which is no checkpoint",
                 next=f"move {directory} away, or save a later step",

@@ -32,6 +32,7 @@ from flowstone.errors import (
     DamagedError,
     FlowstoneError,
     NoCheckpointError,
+    is_damage,
 )
 from flowstone.events import (
     Committed,
@@ -55,7 +56,7 @@ from flowstone.state import Described, collector_paused, describe, found_in, war
 from flowstone.store.base import Store
 from flowstone.store.local import LocalStore
 from flowstone.telling import Teller
-from flowstone.together import Together, is_about_bytes
+from flowstone.together import Together
 from flowstone.turns import Turn, one_at_a_time
 from flowstone.writer_lock import as_writer, caller
 
@@ -169,7 +170,8 @@ class Checkpointer:
 
         rules     what may differ (Rename, Skip, Init, Cast), each listed in the report
         stage     read and check every byte before the first of the state changes, where memory allows
-        fallback  on damage try the next older step; the damaged ones are set aside at the next save
+        fallback  on damage try the next older step; the damaged ones are set aside at the next save.
+                  What the system refuses (descriptors, memory, a permission) is no damage, and raised
 
         raises    NoCheckpointError  nothing to load
                   MismatchError      state and checkpoint differ: all differences, nothing changed
@@ -190,7 +192,7 @@ class Checkpointer:
             try:
                 report = self._load(candidate, state, rules, stage)
             except FlowstoneError as error:
-                if candidate == candidates[-1] or not is_about_bytes(error):
+                if candidate == candidates[-1] or not is_damage(error):
                     raise
                 _log.warning("step %d cannot be loaded, trying an older one: %s", candidate, error)
                 self._emit(FellBack(candidate, str(error)))

@@ -31,6 +31,7 @@ Each message says what failed, on which object, what was expected and found, and
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 
 
@@ -144,6 +145,27 @@ class StorageError(FlowstoneError):
 
 class FullError(StorageError):
     """No space is left: the facts say how many bytes are needed and how many are free."""
+
+
+_LOST = frozenset({
+    # The medium does not give it back any more, in the words of several file systems.
+    errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EILSEQ, errno.EUCLEAN, errno.EREMOTEIO,
+    # Something else is there, or nothing.
+    errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO,
+})
+
+
+def is_damage(error: BaseException) -> bool:
+    """Whether it says that what was stored is not there any more as it was written, here or on another rank.
+
+    What the system refuses for want of descriptors, memory, permission, or a connection says nothing about that; nor
+    does a format that is too new for this reader.
+    """
+    if isinstance(error, RankError):
+        return error.kind in ("DamagedError", "FormatError") or (error.kind == "StorageError" and error.errno in _LOST)
+    if isinstance(error, StorageError):
+        return error.errno in _LOST
+    return isinstance(error, FormatError) and not isinstance(error, UnsupportedFormatError)
 
 
 class StateChangedError(FlowstoneError):

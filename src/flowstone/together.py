@@ -12,13 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowstone.config import PULSE_S, SILENCE_S
-from flowstone.errors import FlowstoneError, FormatError, RankError, StorageError
+from flowstone.errors import RankError
 from flowstone.ranks import Activity, Agreement, Decision, Job, Pulse, this_job
 from flowstone.team import Team
 from flowstone.turns import Turn
 
 _log = logging.getLogger(__name__)
-_FALL_BACK = {"DamagedError", "FormatError", "FullError", "StorageError", "UnsupportedFormatError"}
 
 
 class Together:
@@ -136,8 +135,3 @@ class Together:
             self._agreement.leave()
         except RuntimeError as error:  # torch's: whoever keeps what we talk over has gone before
             _log.debug("left without a word: %s", error)
-
-
-def is_about_bytes(error: FlowstoneError) -> bool:
-    """Whether the checkpoint cannot be read, here or on another rank: an older one might be."""
-    return isinstance(error, (FormatError, StorageError)) or (isinstance(error, RankError) and error.kind in _FALL_BACK)

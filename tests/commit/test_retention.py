@@ -402,7 +402,7 @@ def test_a_job_whose_lock_another_one_has_taken_is_told_at_its_next_save(store: 
         _remove(store)
         with fs.Checkpointer(store) as other:
             other.save(2, state()).committed.result()
-            with pytest.raises(fs.LockedError, match="another job writes there"):
+            with pytest.raises(fs.LockedError, match="another Checkpointer of this process"):
                 checkpointer.save(3, state())
         with pytest.raises(fs.StepExistsError):
             checkpointer.save(2, state())

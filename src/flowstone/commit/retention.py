@@ -106,8 +106,10 @@ def whose(store: Store, step: int, store_id: str) -> str | None:
 
 def foreign_or_own(store: Store, step: int) -> str:
     """A step as a message calls it, with whose it is, if not the store's own."""
+    why: str | None = None
     try:
-        why = whose(store, step, read_marker(store).store)
+        if store.exists(step_directory(step)):  # or it is on its way
+            why = whose(store, step, read_marker(store).store)
     except (FormatError, StorageError):
         why = None  # safe: only a fact less in the message
     return f"step {step}" if why is None else f"step {step}, which {why}"

@@ -12,7 +12,7 @@ from flowstone import _native
 from flowstone.commit import contents
 from flowstone.commit.contents import inside
 from flowstone.config import CHUNK_BYTES
-from flowstone.errors import FormatError, StorageError
+from flowstone.errors import FlowstoneError, FormatError, StorageError, is_damage
 from flowstone.format.digest import digest, zero_digest
 from flowstone.format.index import Index
 from flowstone.format.manifest import MANIFEST_NAME, Manifest, SegmentRow
@@ -71,7 +71,8 @@ def verify(
     """Check everything that the manifest in `directory` vouches for. Blocks.
 
     on_progress  is told the bytes done and the bytes in all
-    raises       NoCheckpointError; DamagedError when even the manifest cannot be believed
+    raises       NoCheckpointError; DamagedError when even the manifest cannot be believed; StorageError for what
+                 could not be looked at
     """
     manifest = contents.read_manifest(store, directory)
     findings: list[Finding] = []
@@ -91,9 +92,16 @@ def _gather(findings: list[Finding], file: str, check: Callable[[], Index | obje
     try:
         result = check()
     except (FormatError, StorageError) as error:
-        findings.append(Finding(file, str(error)))
+        findings.append(_finding(file, error))
         return None
     return result if isinstance(result, Index) else None
+
+
+def _finding(file: str, error: FlowstoneError) -> Finding:
+    """What an error says of a file. Raises it if it says nothing about that: what could not be looked at is not bad."""
+    if not is_damage(error):
+        raise error
+    return Finding(file, str(error))
 
 
 def _segment_is_whole(store: Store, directory: str, row: SegmentRow, findings: list[Finding]) -> bool:
@@ -109,7 +117,7 @@ def _segment_is_whole(store: Store, directory: str, row: SegmentRow, findings: l
             return False
         found = digest(store.read(path, length=row.header_bytes))
     except StorageError as error:
-        findings.append(Finding(row.name, str(error)))
+        findings.append(_finding(row.name, error))
         return False
     if found != row.header_digest:
         findings.append(Finding(row.name, f"header, bytes 0..{row.header_bytes}: not what was written"))
@@ -122,7 +130,7 @@ def _check_entries(store: Store, directory: str, row: SegmentRow, index: Index, 
     try:
         entries, _, start = parse_header(store.read(path, length=row.header_bytes), path=path)
     except (FormatError, StorageError) as error:
-        findings.append(Finding(row.name, str(error)))
+        findings.append(_finding(row.name, error))
         return
     expected = {}
     pieces = np.flatnonzero(index.segment == row.id)
@@ -176,7 +184,7 @@ def _check_runs(
         at = position - (int(ends[segment]) - counts[segment])
         findings.append(Finding(segments[segment].name, f"{runs[segment].told(at, index)}: not what was written"))
     if receipt.error is not None:
-        findings.append(Finding(directory, str(receipt.error)))
+        findings.append(_finding(directory, receipt.error))
 
 
 def _runs(index: Index, row: SegmentRow) -> _Runs:

@@ -57,7 +57,7 @@ class StoreWriter:
         try:
             self._store.check_lock()
         except LockedError as error:
-            _log.warning("%s; asking for it again", error)
+            _log.warning("%s (%s); asking for it again", error.message, error.facts.get("found"))
             return True
         return False
 

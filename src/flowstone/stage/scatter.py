@@ -14,11 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowstone import _native
-from flowstone.errors import DamagedError, FlowstoneError, RankError
+from flowstone.errors import DamagedError, FlowstoneError, RankError, StorageError, is_damage
 from flowstone.format.index import Index
 from flowstone.pieces import Box, Memory, Pieces, Places
 from flowstone.plan.read import ReadPlan
 from flowstone.store.base import Reading, ReadReceipt, Store, finish_reading
+
+_AGAIN = "load again, or an older step, before saving"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +152,16 @@ def raise_damage(found: Scattered, index: Index, wanted: Pieces, paths: Sequence
             changed=changed, next="load an older step, or allow it with load(..., fallback=True)",
         )
     error: FlowstoneError | None = found.receipt.error
-    if error is not None:
-        if written and not isinstance(error, RankError):
-            raise DamagedError(
-                f"{what}: reading failed part of the way", written=written,
-                cause=error.message, range=error.facts.get("range", "unknown"), changed=changed,
-                next="load again, or an older step, before saving",
-            ) from error
+    assert error is not None, "there is something else that is wrong"
+    if not written or isinstance(error, RankError):
         raise error
+    facts: dict[str, object] = {
+        "cause": error.message, "range": error.facts.get("range", "unknown"), "changed": changed,
+    }
+    if isinstance(error, StorageError) and not is_damage(error):  # the checkpoint may be as it was written
+        facts |= {"reason": error.facts.get("reason", "unknown"), "next": error.facts.get("next", _AGAIN)}
+        raise StorageError(f"{what}: reading failed part of the way", errno=error.errno, **facts) from error
+    raise DamagedError(f"{what}: reading failed part of the way", written=written, **facts, next=_AGAIN) from error
 
 
 def _targets(

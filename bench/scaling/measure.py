@@ -96,7 +96,7 @@ class Bench:
         held = [job.held(rank) for rank in range(task.ranks)]
         layout = layout_of(held[SAMPLE])
         with self._phase("say"):
-            own = pack(layout, np.zeros(len(layout.pieces), np.uint16))
+            own = pack(layout)
         messages, made = _said(held)
         assert made == own, "a made-up rank says what a real one would"
         board = _Board()
@@ -265,7 +265,7 @@ def _said(held: Sequence[Held]) -> tuple[list[bytes], PackedLayout | None]:
     for rank, one in enumerate(held):
         key = id(one.names), id(one.parts), id(one.kinds)
         if key not in known:
-            known[key] = packed(one, np.zeros(len(one.names.names), np.uint16), [])
+            known[key] = packed(one, [])
         layout = msgspec.structs.replace(known[key], boxes=compressed(one.boxes))
         node = f"node-{rank // RANKS_PER_NODE}"
         messages.append(msgspec.msgpack.encode(Proposal(1, node, None, layout)))

@@ -42,6 +42,8 @@ def found_in(state: Mapping[str, object], *, modules: bool = True) -> str:
     """Where in a state the state_dict() of an optimizer lies, or of a module, for a message; "" for nowhere."""
     if modules and isinstance(state, OrderedDict) and hasattr(state, "_metadata"):
         return "the state itself is the state_dict() of a module"
+    if not isinstance(state, Mapping):
+        return ""  # what that is, is told where it is described
     found = [one for one in _found_below(state, "state", 0) if modules or one.endswith("an optimizer")]
     return ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
 

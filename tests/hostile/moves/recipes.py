@@ -156,7 +156,7 @@ def prune_for_good(trainer: Trainer, chance: Random) -> bool | None:
     return None
 
 
-@TABLE.quiet()
+@TABLE.escapes(Detection.COUNTER)
 def norm_a_weight(trainer: Trainer, chance: Random) -> bool | None:
     """Parametrizes a layer's weight by magnitude and direction, and makes the optimizer anew."""
     found = _plain_layers(trainer)
@@ -168,7 +168,7 @@ def norm_a_weight(trainer: Trainer, chance: Random) -> bool | None:
     return None
 
 
-@TABLE.quiet()
+@TABLE.escapes(Detection.COUNTER)
 def end_a_norm(trainer: Trainer, chance: Random) -> bool | None:
     """Takes a parametrization away again."""
     if not _with(trainer, "parametrizations") and norm_a_weight(trainer, chance) is False:

@@ -211,7 +211,7 @@ def swap_data(trainer: Trainer, chance: Random) -> bool | None:
     return None
 
 
-@TABLE.quiet()
+@TABLE.escapes(Detection.COUNTER)
 def swap_tensors(trainer: Trainer, chance: Random) -> None:
     """torch.utils.swap_tensors puts new ones in the place of parameters, and the old ones are dropped."""
     parameter = chance.choice(trainer.job.large())
@@ -222,7 +222,7 @@ def swap_tensors(trainer: Trainer, chance: Random) -> None:
     _ = torch.full_like(parameter, 9)  # where the old one lay, if nobody holds it
 
 
-@TABLE.quiet()
+@TABLE.escapes(Detection.COUNTER)
 def set_source(trainer: Trainer, chance: Random) -> None:
     """tensor.set_() puts another storage behind parameters, and that is changed."""
     parameter = chance.choice(trainer.job.large())

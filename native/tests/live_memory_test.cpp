@@ -56,10 +56,11 @@ std::vector<Manner> manners() {
     return all;
 }
 
-std::shared_ptr<WriteJob> start(Bed& bed, const WriteRows& rows, bool direct) {
-    // No lazy window gets a block before it is hurried, so that those that can are written from where they lie.
+/// A paced job waits to be hurried, and then copies what it has blocks for. One that is not goes ahead by itself, and
+/// what can be written from where it lies always is, as no lazy window gets a block.
+std::shared_ptr<WriteJob> start(Bed& bed, const WriteRows& rows, bool direct, bool paced = true) {
     return bed.engine.write(bed.arena, {{bed.scratch.file(), bed.file_bytes}}, std::make_shared<WriteRows>(rows),
-                            {.in_place = direct, .blocks = direct ? 0U : 2U, .bytes_per_s = 1});
+                            {.in_place = direct, .blocks = direct ? 0U : 2U, .bytes_per_s = paced ? 1U : 0U});
 }
 
 WriteRow lazy_row(std::uint64_t offset, std::uint64_t length, std::uint64_t address, WriteRows& rows, std::int64_t layout = contiguous) {
@@ -225,20 +226,19 @@ TEST_CASE("a source that goes away between its digest and its write fails the jo
             CAPTURE(comes_back);
             const Pages pages(4 * mib);
             std::atomic<int> writes{0};
-            std::atomic<std::uint64_t> struck{3 * mib};  // with several threads any window may be the first to be written
-            Bed bed(setup, 4 * mib, [&](Direction, std::uint64_t offset, std::uint64_t) -> Trouble {
-                if (++writes == 1 && comes_back) {
-                    struck = offset;
-                    return {EFAULT, UINT64_MAX};
-                }
-                if (writes == 1) pages.take(3 * mib, 4 * mib);  // the last window is the first to be written from where it lies
+            std::atomic<std::uint64_t> struck{0};
+            // Any window may be the first to be written, from any thread: it loses what it is about to write.
+            Bed bed(setup, 4 * mib, [&](Direction, std::uint64_t offset, std::uint64_t bytes) -> Trouble {
+                if (++writes != 1) return {};
+                struck = offset;
+                if (comes_back) return {EFAULT, UINT64_MAX};
+                pages.take(offset, offset + bytes);
                 return {};
             });
             WriteRows rows;
             rows.rows.push_back(lazy_row(0, 2 * mib, pages.address(), rows));
             rows.rows.push_back(lazy_row(2 * mib, 2 * mib, pages.address() + 2 * mib, rows));
-            const auto job = start(bed, rows, true);
-            job->hurry();
+            const auto job = start(bed, rows, true, false);
             REQUIRE(job->wait(10));
             REQUIRE(job->fault());
             CHECK(job->fault()->operation == "capture");

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from forge import edit_manifest, flip, place_of
+from msgspec.structs import replace
 from specimen import STEP, state
 from typer.testing import CliRunner, Result
 
 import flowstone as fs
 from flowstone.cli import app
+from flowstone.format.manifest import decode_manifest, encode_manifest, step_directory
 
 Script = Callable[..., "subprocess.Popen[str]"]
 VERBS = ["ls", "show", "verify"]
@@ -232,3 +234,48 @@ def test_piped_output_is_free_of_progress_and_of_escapes(two: Path, verb: str) -
 def test_version_and_unknown_verbs() -> None:
     assert run("--version").stdout == f"flowstone {fs.__version__}\n"
     assert run("frobnicate").exit_code == 2
+
+
+_COUNTED = """
+import collections, os, sys
+from typer.testing import CliRunner
+from flowstone.cli import app
+store, calls, listed, opened = sys.argv[1], collections.Counter(), [], []
+def audit(event, given):
+    if event in ("os.listdir", "os.scandir") and str(given[0]).startswith(store):
+        listed.append(given[0])
+    if event == "open" and str(given[0]).startswith(store):
+        opened.append(os.path.basename(given[0]))
+def count(frame, event, what):
+    if event == "c_call" and what.__module__ in ("posix", "_io"):
+        calls[what.__name__] += 1
+sys.addaudithook(audit)
+sys.setprofile(count)
+done = CliRunner().invoke(app, ["ls", *sys.argv[1:]])
+sys.setprofile(None)
+print(done.exit_code, done.stdout.count("12345"), len(listed))
+print(max(calls[name] for name in ("open", "stat", "lstat", "readlink")), calls["fstat"])
+print(sorted({"numpy", "rich", "torch"} & set(sys.modules)))
+print(*[f"{name}={opened.count(name)}" for name in sorted(set(opened))])
+"""
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_long_listing_opens_each_manifest_once_and_imports_little(
+    checkpoint: Path, script: Script, as_json: bool
+) -> None:
+    many, store = 300, checkpoint.parent
+    manifest = decode_manifest((checkpoint / "manifest.json").read_bytes(), path="")
+    for step in range(123450000, 123450000 + many):
+        (store / step_directory(step)).mkdir()
+        (store / step_directory(step) / "manifest.json").write_bytes(encode_manifest(replace(manifest, step=step)))
+    out, err = script(_COUNTED, store, *["--json"] * as_json).communicate(timeout=120)
+    first, most, imported, opened = out.splitlines()
+    status, shown, listed = first.split()
+    assert (status, imported) == ("0", "[]"), err
+    assert int(shown) in (many, 2 * many)
+    assert int(listed) <= 3, "the store is listed again and again"
+    often, sizes = map(int, most.split())  # imports look for files, too
+    assert often <= many + 150, "more than one call of a kind for each checkpoint"
+    assert sizes <= 2 * many + 150, "Python asks each file's size once more than we do"
+    assert opened == f"flowstone.json=1 manifest.json={many + 1}"

@@ -50,8 +50,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"format", "store", "stage", "commit", "state", "reader", "saves", "in_flight", "saving", "loading"}
     | {"team", "together", "threads", "turns", "calls", "ending", "telling", "writer_lock", "_native"},
     "study": _BASE | {"format", "plan", "store", "stage", "commit", "reader", "_native"},
-    "cli": _BASE | {"format", "store", "commit", "reader", "progress", "demo", "cli_output"}
-    | {"cli_bench", "cli_tune"},
+    "cli": _BASE | {"format", "reader", "progress", "demo", "cli_ls", "cli_output", "cli_bench", "cli_tune"},
+    "cli_ls": {"calls", "errors", "format", "store", "commit", "cli_output"},
     "cli_bench": {"config", "progress", "study", "cli_output"},
     "cli_tune": {"config", "study", "cli_bench", "cli_output"},
     "cli_output": {"errors"},

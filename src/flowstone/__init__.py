@@ -1,7 +1,7 @@
 """Flowstone: checkpoints for large-model training, saved while it goes on, at the device's speed.
 
-The public face. Names that need torch are imported when they are first used, so that
-reading and checking checkpoints needs none.
+The public face. Names that need torch are imported when they are first used, so that reading and checking
+checkpoints needs none; so are those that need numpy: a listing is done before that is imported.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ from flowstone.events import (
     SaveStarted,
     Written,
 )
-from flowstone.pieces import Box
-from flowstone.reader import Checkpoint
-from flowstone.reader import open_checkpoint as open
 from flowstone.rules import Cast, Init, Rename, Rule, Skip
 
 if TYPE_CHECKING:
     from flowstone.checkpointer import Checkpointer
     from flowstone.explaining import Explanation, Source, explain
     from flowstone.loading import LoadReport
+    from flowstone.pieces import Box
+    from flowstone.reader import Checkpoint
+    from flowstone.reader import open_checkpoint as open
     from flowstone.saves import Save
     from flowstone.state import (
         Flat,
@@ -77,7 +77,9 @@ if TYPE_CHECKING:
         rng,
     )
 
-_NEED_TORCH = {
+_LATER = {
+    "Box": "flowstone.pieces",
+    "Checkpoint": "flowstone.reader",
     "Checkpointer": "flowstone.checkpointer",
     "Explanation": "flowstone.explaining",
     "LoadReport": "flowstone.loading",
@@ -92,17 +94,20 @@ _NEED_TORCH = {
     "Source": "flowstone.explaining",
     "SplitTensor": "flowstone.state",
     "explain": "flowstone.explaining",
+    "open": "flowstone.reader",
     "register_provider": "flowstone.state",
     "rng": "flowstone.state",
 }
 
 
 def __getattr__(name: str) -> object:
-    if name not in _NEED_TORCH:
+    if name not in _LATER:
         raise AttributeError(f"module 'flowstone' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_NEED_TORCH[name]), name)
+    found = getattr(import_module(_LATER[name]), "open_checkpoint" if name == "open" else name)
+    globals()[name] = found  # from now on it is found without us
+    return found
 
 
 def __dir__() -> list[str]:

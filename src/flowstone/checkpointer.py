@@ -18,6 +18,7 @@ from typing import Literal, cast
 
 from flowstone import _native, calls, loading, saving, threads
 from flowstone.commit import catalog
+from flowstone.commit.places import check_no_checkpoint, check_store, stores_below
 from flowstone.commit.writer import StoreWriter
 from flowstone.config import (
     COPY_BYTES_PER_S,
@@ -45,7 +46,7 @@ from flowstone.events import (
 from flowstone.format.manifest import step_directory
 from flowstone.in_flight import InFlight
 from flowstone.loading import LoadReport
-from flowstone.reader import Checkpoint, check_no_checkpoint, check_store, stores_below
+from flowstone.reader import Checkpoint
 from flowstone.rules import Rule
 from flowstone.saves import Save
 from flowstone.saving import Captures, Flight, Looked, Planned

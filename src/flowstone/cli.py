@@ -1,43 +1,37 @@
-"""The command line: one function per verb. Reading verbs import no torch."""
+"""The command line: one function per verb. Reading verbs import no torch, and each what it needs when it runs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from flowstone import cli_bench
+from flowstone import cli_bench, cli_ls
 from flowstone import cli_tune as _cli_tune  # noqa: F401  (its verb joins those of `bench`)
 from flowstone._version import __version__
-from flowstone.cli_output import make_console, print_json, size_text, told
-from flowstone.commit import catalog
+from flowstone.cli_ls import local_time, row_of
+from flowstone.cli_output import AsJson, StorePath, make_console, print_json, size_text, told
 from flowstone.config import MIB
-from flowstone.errors import FormatError, NotAStoreError
-from flowstone.format.manifest import MANIFEST_NAME, IoRecord, step_directory
-from flowstone.format.objects import Named, Provided, TensorRef
+from flowstone.format.manifest import IoRecord
 from flowstone.progress import terminal_progress
-from flowstone.reader import Checkpoint, check_store, open_checkpoint
-from flowstone.store.local import LocalStore
+
+if TYPE_CHECKING:
+    from flowstone.reader import Checkpoint
 
 app = typer.Typer(
     help="Checkpoints of large-model training: list, look into, verify.", no_args_is_help=True,
     pretty_exceptions_enable=False, add_completion=False,
 )
+app.command()(cli_ls.ls)
 app.add_typer(cli_bench.app, name="bench")
 
-_UNFINISHED = (catalog.SAVING, catalog.DELETING, catalog.SUPERSEDED, catalog.TUNING)
 _SHOWN_TENSORS = 40  # rows that `show` prints unless asked for all
 _TEXT_MAX = 60  # characters of a plain value in a table
 
-StorePath = Annotated[Path, typer.Argument(metavar="PATH", help="A store, or one checkpoint's own directory.")]
 Step = Annotated[int | None, typer.Option("--step", help="Which step; the newest if left out.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
 def main() -> None:
@@ -53,31 +47,6 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 
 @app.command()
-def ls(path: StorePath, as_json: AsJson = False) -> None:
-    """List the checkpoints of a store. Exit status 1 if one of them is damaged."""
-    with told(as_json):
-        rows, leftovers = _listing(path)
-    if as_json:
-        print_json({"path": str(path), "checkpoints": rows, "leftovers": leftovers})
-    else:
-        table = Table("step", "created", "size", "tensors", "ranks", "state")
-        for row in rows:
-            cells = [str(row["step"])]
-            if row["error"] is None:
-                cells += [_local(str(row["created"])), size_text(row["bytes"])]
-                cells += [f"{row['tensors']:,}", str(row["ranks"]), "ok"]
-            else:
-                cells += ["", "", "", "", f"[red]damaged[/]: {escape(str(row['error']).splitlines()[0])}"]
-            table.add_row(*cells)
-        make_console().print(table)
-        if leftovers:
-            shown = ", ".join(leftovers)
-            make_console().print(f"{len(leftovers)} unfinished or set aside, never read: {shown}", markup=False)
-    if any(row["error"] is not None for row in rows):
-        raise typer.Exit(1)
-
-
-@app.command()
 def show(
     path: StorePath,
     step: Step = None,
@@ -85,6 +54,11 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show what a checkpoint holds: tensors, objects, files."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from flowstone.reader import open_checkpoint
+
     with told(as_json):
         checkpoint = open_checkpoint(path, step)
         tensors, objects = checkpoint.tensors, checkpoint.objects
@@ -95,8 +69,8 @@ def show(
     console, manifest = make_console(), checkpoint.manifest
     console.print(f"[bold]step {manifest.step}[/] in {escape(checkpoint.path)}")
     console.print(
-        f"saved {_local(manifest.created)} by {manifest.writer} from {manifest.ranks} rank(s); {manifest.tensors:,} "
-        f"tensors, {size_text(manifest.data_bytes)} in {len(manifest.segments)} segment(s)"
+        f"saved {local_time(manifest.created)} by {manifest.writer} from {manifest.ranks} rank(s); "
+        f"{manifest.tensors:,} tensors, {size_text(manifest.data_bytes)} in {len(manifest.segments)} segment(s)"
     )
     console.print(f"written by {_io(manifest.io)}")
     table = Table("tensor", "dtype", "shape", "size", "pieces")
@@ -120,6 +94,8 @@ def show(
 @app.command()
 def verify(path: StorePath, step: Step = None, as_json: AsJson = False) -> None:
     """Read every byte of a checkpoint and check it, padding included. Exit status 1 on damage."""
+    from flowstone.reader import open_checkpoint
+
     with told(as_json):
         checkpoint = open_checkpoint(path, step)
         verified = checkpoint.inspect(terminal_progress(f"verifying step {checkpoint.step}"))
@@ -150,6 +126,8 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Train a GPT, kill it again and again, resume, compare bit for bit. Exit status 0 if every claim held."""
+    from rich.console import Console
+
     from flowstone.demo import acts, claims  # only this verb needs what it starts
 
     judged: list[claims.Claim] = []
@@ -161,33 +139,6 @@ def demo(
     raise typer.Exit(status)
 
 
-def _listing(path: Path) -> tuple[list[dict[str, object]], list[str]]:
-    """A row for each checkpoint, newest last, and the names of what is none."""
-    store = LocalStore(path)
-    if store.exists(MANIFEST_NAME):
-        return [_row(open_checkpoint(path))], []
-    if not store.exists():
-        raise NotAStoreError(f"there is nothing at {path}", next="check the path")
-    check_store(store)
-    rows = []
-    for step in catalog.steps(store):
-        try:
-            rows.append(_row(open_checkpoint(path, step)))
-        except FormatError as error:
-            rows.append({"step": step, "directory": step_directory(step), "error": str(error)})
-    leftovers = [n for n in store.names() if n.startswith(_UNFINISHED)]
-    return rows, leftovers
-
-
-def _row(checkpoint: Checkpoint) -> dict[str, object]:
-    manifest = checkpoint.manifest
-    size = sum(row.bytes for row in manifest.segments) + manifest.index.bytes + manifest.objects.bytes
-    return {
-        "step": manifest.step, "directory": checkpoint.path, "created": manifest.created, "bytes": size,
-        "tensors": manifest.tensors, "pieces": manifest.pieces, "ranks": manifest.ranks, "error": None,
-    }
-
-
 def _shown(checkpoint: Checkpoint) -> dict[str, object]:
     manifest = checkpoint.manifest
     tensors = [
@@ -196,7 +147,7 @@ def _shown(checkpoint: Checkpoint) -> dict[str, object]:
     ]
     files = [{"name": row.name, "bytes": row.bytes} for row in manifest.segments]
     files += [{"name": row.name, "bytes": row.bytes} for row in (manifest.index, manifest.objects)]
-    return _row(checkpoint) | {
+    return row_of(checkpoint.manifest, checkpoint.path) | {
         "writer": manifest.writer, "id": manifest.id, "files": files, "tensors": tensors,
         "objects": {section: _plain(value) for section, value in checkpoint.objects.items()},
         "per_rank": {section: [_plain(v) for v in vs] for section, vs in checkpoint.contents.per_rank.items()},
@@ -206,6 +157,8 @@ def _shown(checkpoint: Checkpoint) -> dict[str, object]:
 
 def _plain(value: object) -> object:
     """A value as JSON can show it; what has no JSON form is shown as text."""
+    from flowstone.format.objects import Provided
+
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, Provided):
@@ -222,6 +175,8 @@ def _plain(value: object) -> object:
 
 def _text(value: object) -> str:
     """What Python shows; but what stands for a tensor or a constant, by its name."""
+    from flowstone.format.objects import Named, Provided, TensorRef
+
     if isinstance(value, TensorRef):
         return f"{value.kind} {value.name}"
     if isinstance(value, Provided):
@@ -236,10 +191,6 @@ def _summary(value: object) -> str:
         return f"{len(value)} values"
     text = _text(value)
     return text if len(text) <= _TEXT_MAX else text[:_TEXT_MAX] + " ..."
-
-
-def _local(created: str) -> str:
-    return created.replace("T", " ").replace("+00:00", " UTC")
 
 
 def _io(io: IoRecord) -> str:

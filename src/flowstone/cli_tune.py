@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import Progress
 
 from flowstone.cli_bench import app
 from flowstone.cli_output import make_console, print_json, size_text, told
 from flowstone.config import MIB, Tuning
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from flowstone.study.search import Gain
     from flowstone.study.tune import Found
 
@@ -50,6 +49,8 @@ def tune(
     if as_json:
         print_json(msgspec.to_builtins(report))
         return
+    from rich.markup import escape
+
     console = make_console()
     console.print(
         f"{escape(report.place)}: {size_text(report.bytes)} a trial, {report.seconds:.0f} s, "
@@ -100,6 +101,9 @@ def _trials_shown() -> Iterator[OnTrial | None]:
     if not sys.stderr.isatty():
         yield None
         return
+    from rich.console import Console
+    from rich.progress import Progress
+
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None)
         yield lambda what, done, planned: bar.update(task, description=what, completed=done, total=planned)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,21 +12,19 @@ import numpy as np
 
 from flowstone.calls import step_number, store_path
 from flowstone.commit import catalog, contents
-from flowstone.commit.contents import inside
-from flowstone.commit.publish import read_marker
+from flowstone.commit.manifests import inside, read_manifest
+from flowstone.commit.places import check_store
 from flowstone.commit.verify import Verified, verify
 from flowstone.config import EngineOptions
 from flowstone.errors import (
     ArgumentError,
     DamagedError,
     NoCheckpointError,
-    NotAStoreError,
     NoTensorError,
-    StorageError,
     UnsupportedStateError,
 )
 from flowstone.format.index import Index
-from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME, Manifest, step_directory
+from flowstone.format.manifest import MANIFEST_NAME, Manifest, step_directory
 from flowstone.pieces import DType, Memory, Piece, Pieces, Places
 from flowstone.plan.read import plan_reads
 from flowstone.regions import Region, to_box
@@ -35,14 +32,10 @@ from flowstone.stage.arena import open_read_arena
 from flowstone.stage.scatter import raise_damage, scatter
 from flowstone.store.base import Store
 from flowstone.store.local import LocalStore
-from flowstone.store.lock import LOCK_NAME
-from flowstone.store.tuning import TUNING_NAME
 
 if TYPE_CHECKING:
     import torch
 
-_LOOKED_AT_MAX = 200  # entries of a directory that is no store
-_OURS = (LOCK_NAME, TUNING_NAME)  # that say nothing yet of a store
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +91,7 @@ class Checkpoint:
 
     def __init__(self, store: Store, directory: str, options: EngineOptions, manifest: Manifest | None = None) -> None:
         self._store, self._directory, self._options = store, directory, options
-        self.manifest = manifest or contents.read_manifest(store, directory)
+        self.manifest = manifest or read_manifest(store, directory)
 
     @property
     def step(self) -> int:
@@ -223,46 +216,6 @@ def open_checkpoint(
         return found
     check_store(store)
     return Checkpoint(store, step_directory(catalog.find(store, wanted)), options)
-
-
-def check_store(store: Store) -> None:
-    """Raise NotAStoreError where something is, but nothing of ours.
-
-    What passes: a store; checkpoints without a marker; an absent or empty directory; one in which
-    a first save was cut short.
-    """
-    if store.exists(MARKER_NAME):
-        read_marker(store)
-        return
-    check_no_checkpoint(store)
-    try:
-        foreign = [name for name in store.names() if name not in _OURS and catalog.leftover(name) is None]
-        checkpoints = catalog.steps(store)
-    except StorageError as error:
-        if error.errno != errno.ENOTDIR:
-            raise
-        foreign, checkpoints = ["a file"], ()
-    if foreign and not checkpoints:
-        below = "" if foreign == ["a file"] else stores_below(store)
-        raise NotAStoreError(
-            f"{store.location} is neither a store nor a checkpoint", missing=f"{MARKER_NAME}, step-*, {MANIFEST_NAME}",
-            found=", ".join(foreign[:5]), next=f"give one of the stores in it: {below}" if below else "check the path",
-        )
-
-
-def check_no_checkpoint(store: Store) -> None:
-    """Raise NotAStoreError where a Checkpointer was given a checkpoint: it would make a store inside of it."""
-    if store.exists(MANIFEST_NAME) and not store.exists(MARKER_NAME):
-        raise NotAStoreError(
-            f"{store.location} is a checkpoint, not a store of checkpoints", found=MANIFEST_NAME,
-            next=f"give the directory above it: {os.path.dirname(store.location)}",
-        )
-
-
-def stores_below(store: Store) -> str:
-    """The first few directories in a store's place that are stores themselves, for a message; "" if none is."""
-    names = [name for name in store.names()[:_LOOKED_AT_MAX] if store.exists(f"{name}/{MARKER_NAME}")]
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 def _fresh(dtype: DType, shape: tuple[int, ...], framework: str) -> tuple[torch.Tensor | np.ndarray, Memory]:

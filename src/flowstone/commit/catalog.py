@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Sequence
 
 from flowstone.commit import removal
-from flowstone.commit.contents import inside, read_manifest
+from flowstone.commit.manifests import inside, read_manifest
 from flowstone.errors import NoCheckpointError, StorageError
 from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME, Manifest, step_directory, step_of_directory
 from flowstone.store.base import Store

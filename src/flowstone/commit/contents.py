@@ -7,19 +7,17 @@ from dataclasses import dataclass
 
 import msgspec
 
-from flowstone.config import MANIFEST_BYTES_MAX, OBJECTS_BYTES_MAX
-from flowstone.errors import DamagedError, NoCheckpointError
+from flowstone.commit.manifests import inside
+from flowstone.config import OBJECTS_BYTES_MAX
+from flowstone.errors import DamagedError
 from flowstone.format import objects
 from flowstone.format.digest import check_chunks, digest
 from flowstone.format.index import Index, decode_index
 from flowstone.format.manifest import (
     INDEX_NAME,
-    MANIFEST_NAME,
     OBJECTS_NAME,
     FileRow,
     Manifest,
-    decode_manifest,
-    step_of_directory,
 )
 from flowstone.store.base import Store
 
@@ -30,30 +28,6 @@ class Objects:
 
     replicated: dict[str, object]
     per_rank: dict[str, list[object]]
-
-
-def inside(directory: str, name: str) -> str:
-    """The path of a checkpoint's file; the directory is "" when the store's root is the checkpoint."""
-    return f"{directory}/{name}" if directory else name
-
-
-def read_manifest(store: Store, directory: str) -> Manifest:
-    """The commit record, checked. Raises NoCheckpointError, DamagedError or UnsupportedFormatError."""
-    path = inside(directory, MANIFEST_NAME)
-    shown = f"{store.location}/{path}"
-    if not store.exists(path):
-        raise NoCheckpointError(
-            f"there is no checkpoint in {store.location}/{directory}", missing=MANIFEST_NAME,
-            next="run `flowstone ls` to see what is there",
-        )
-    manifest = decode_manifest(store.read(path, length=MANIFEST_BYTES_MAX), path=shown)
-    named = step_of_directory(directory or store.location.rpartition("/")[2])
-    if named is not None and named != manifest.step:
-        raise DamagedError(
-            f"{shown} is in the wrong directory", expected=f"step {named}", found=f"step {manifest.step}",
-            next="give the directory its own name back",
-        )
-    return manifest
 
 
 def read_index(store: Store, directory: str, manifest: Manifest) -> Index:

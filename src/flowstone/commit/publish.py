@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from flowstone.commit.contents import inside
+from flowstone.commit.manifests import inside, read_marker
 from flowstone.errors import FlowstoneError, StorageError
 from flowstone.format.digest import chunk_digests
 from flowstone.format.index import Totals
@@ -21,7 +21,6 @@ from flowstone.format.manifest import (
     Manifest,
     Marker,
     SegmentRow,
-    decode_marker,
     encode_manifest,
     encode_marker,
     step_directory,
@@ -49,10 +48,6 @@ def open_store(store: Store) -> str:
         store.rename(temporary, MARKER_NAME)
         store.sync_directory()
     return read_marker(store).store
-
-
-def read_marker(store: Store) -> Marker:
-    return decode_marker(store.read(MARKER_NAME), path=f"{store.location}/{MARKER_NAME}")
 
 
 def begin(store: Store, step: int, identity: str | None = None) -> Draft:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import re
 
-from flowstone.commit.contents import inside
+from flowstone.commit.manifests import inside
 from flowstone.errors import StorageError
 from flowstone.format.manifest import INDEX_NAME, MANIFEST_NAME, OBJECTS_NAME
 from flowstone.store.base import Store

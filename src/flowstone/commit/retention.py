@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from flowstone.commit import catalog
-from flowstone.commit.contents import inside, read_manifest
-from flowstone.commit.publish import read_marker
+from flowstone.commit.manifests import inside, read_manifest, read_marker
 from flowstone.config import Keep
 from flowstone.errors import FormatError, NoCheckpointError, StorageError
 from flowstone.format.manifest import MANIFEST_NAME, step_directory

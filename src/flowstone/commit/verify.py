@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from flowstone import _native
 from flowstone.commit import contents
-from flowstone.commit.contents import inside
+from flowstone.commit.manifests import inside, read_manifest
 from flowstone.config import CHUNK_BYTES
 from flowstone.errors import FlowstoneError, FormatError, StorageError, is_damage
 from flowstone.format.digest import digest, zero_digest
@@ -74,7 +74,7 @@ def verify(
     raises       NoCheckpointError; DamagedError when even the manifest cannot be believed; StorageError for what
                  could not be looked at
     """
-    manifest = contents.read_manifest(store, directory)
+    manifest = read_manifest(store, directory)
     findings: list[Finding] = []
     index = _gather(findings, "index.safetensors", lambda: contents.read_index(store, directory, manifest))
     _gather(findings, "objects.json", lambda: contents.read_objects(store, directory, manifest))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from flowstone import _native
 from flowstone.config import CHUNK_BYTES
 from flowstone.errors import DamagedError
@@ -40,5 +38,7 @@ _zero_digests_block = bytes(64 * 1024)
 
 def zero_digest(length_bytes: int) -> int:
     """The digest of `length_bytes` zero bytes: what padding must have."""
+    import numpy as np  # which a listing does without
+
     block = _zero_digests_block if length_bytes <= len(_zero_digests_block) else bytes(length_bytes)
     return _native.xxh3_64(np.frombuffer(block, np.uint8)[:length_bytes])

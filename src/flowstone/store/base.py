@@ -11,16 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-from flowstone import _native
 from flowstone.config import INTERRUPTS_MAX, POLL_S, Direction
 from flowstone.errors import FlowstoneError
 from flowstone.format.manifest import IoRecord
 from flowstone.store.settings import Settings
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from flowstone import _native
 
 
 @dataclass(frozen=True, slots=True)

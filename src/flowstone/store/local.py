@@ -10,18 +10,21 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from io import FileIO
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from flowstone import _native
 from flowstone.config import Direction, EngineOptions
 from flowstone.store.base import UNPACED, FilePlan, Pace
 from flowstone.store.directories import directory, is_link, is_there, parent
 from flowstone.store.forks import forget_in_children
 from flowstone.store.lock import WriterLock
 from flowstone.store.means import Means, open_file
-from flowstone.store.moving import LocalReading, LocalWriting
 from flowstone.store.refusals import told
 from flowstone.store.settings import Settings
 from flowstone.store.system import System
+
+if TYPE_CHECKING:
+    from flowstone import _native
+    from flowstone.store.moving import LocalReading, LocalWriting
 
 
 class LocalStore:
@@ -150,12 +153,16 @@ class LocalStore:
     def write(
         self, files: Sequence[FilePlan], rows: _native.WriteRows, arena: _native.Arena, pace: Pace = UNPACED
     ) -> LocalWriting:
+        from flowstone.store.moving import LocalWriting  # needs numpy, which a listing does without
+
         return LocalWriting(self.root, self.system, self._means, files, rows, arena, pace)
 
     def read_extents(
         self, paths: Sequence[str], rows: _native.ReadRows, arena: _native.Arena, *, wanted_bytes: int,
         stop_at_bad: bool = True, past_cache: bool = False,
     ) -> LocalReading:
+        from flowstone.store.moving import LocalReading  # as above
+
         settings = self._means.settings("read")
         direct = settings.direct if past_cache else settings.direct_at(wanted_bytes)
         return LocalReading(self.root, self._means, paths, rows, arena, direct=direct, stop_at_bad=stop_at_bad)

@@ -14,11 +14,11 @@ from typing import Literal
 
 from flowstone._version import __version__
 from flowstone.commit import catalog, publish
-from flowstone.commit.contents import inside
+from flowstone.commit.manifests import inside
+from flowstone.commit.places import check_store
 from flowstone.config import Tuning
 from flowstone.errors import LockedError, NotAStoreError, StorageError
 from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME
-from flowstone.reader import check_store
 from flowstone.store.base import Store
 from flowstone.store.local import LocalStore
 from flowstone.store.place import Place, place_of

@@ -1,0 +1,79 @@
+"""Commit records, one or all of a store's: what a listing needs, and no more."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass
+
+from flowstone.config import MANIFEST_BYTES_MAX
+from flowstone.errors import DamagedError, FormatError, NoCheckpointError, StorageError
+from flowstone.format.manifest import (
+    MANIFEST_NAME,
+    MARKER_NAME,
+    Manifest,
+    Marker,
+    decode_manifest,
+    decode_marker,
+    step_of_directory,
+)
+from flowstone.store.base import Store
+
+_NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR)
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A step of a store: its directory, and its commit record, or what is wrong with that."""
+
+    step: int
+    directory: str
+    manifest: Manifest | None
+    error: FormatError | StorageError | None
+
+
+def inside(directory: str, name: str) -> str:
+    """The path of a checkpoint's file; the directory is "" when the store's root is the checkpoint."""
+    return f"{directory}/{name}" if directory else name
+
+
+def read_manifest(store: Store, directory: str) -> Manifest:
+    """The commit record, checked. Raises NoCheckpointError, DamagedError or UnsupportedFormatError."""
+    path = inside(directory, MANIFEST_NAME)
+    shown = f"{store.location}/{path}"
+    try:
+        text = store.read(path, length=MANIFEST_BYTES_MAX)
+    except StorageError as error:
+        if error.errno not in _NOTHING_THERE:
+            raise
+        raise NoCheckpointError(
+            f"there is no checkpoint in {store.location}/{directory}", missing=MANIFEST_NAME,
+            next="run `flowstone ls` to see what is there",
+        ) from None
+    manifest = decode_manifest(text, path=shown)
+    named = step_of_directory(directory or store.location.rpartition("/")[2])
+    if named is not None and named != manifest.step:
+        raise DamagedError(
+            f"{shown} is in the wrong directory", expected=f"step {named}", found=f"step {manifest.step}",
+            next="give the directory its own name back",
+        )
+    return manifest
+
+
+def read_marker(store: Store) -> Marker:
+    return decode_marker(store.read(MARKER_NAME), path=f"{store.location}/{MARKER_NAME}")
+
+
+def listing(store: Store) -> list[Listed]:
+    """Every step with a manifest in place, ascending. Looks at the names once, and opens one file for each step."""
+    found = []
+    for name in store.names():
+        step = step_of_directory(name)
+        if step is None:
+            continue
+        try:
+            found.append(Listed(step, name, read_manifest(store, name), None))
+        except NoCheckpointError:
+            continue  # a directory of that name, and nothing committed
+        except (FormatError, StorageError) as error:
+            found.append(Listed(step, name, None, error))
+    return sorted(found, key=lambda one: one.step)

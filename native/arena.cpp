@@ -30,6 +30,9 @@ void Block::release() {
     if (Arena* arena = std::exchange(arena_, nullptr)) arena->give_back(index_);
 }
 
+Stay::Stay(Arena& arena) : arena_(arena) { arena_.enter(); }
+Stay::~Stay() { arena_.leave(); }
+
 Arena::Arena(std::uint64_t budget_bytes, std::uint64_t block_bytes, Priority priority) : block_bytes_(block_bytes) {
     if (block_bytes < huge_page_bytes || block_bytes % block_alignment_bytes != 0 || block_bytes > request_bytes_max)
         throw std::invalid_argument("block_bytes must be a multiple of 4096, from 2 MiB to 1 GiB");
@@ -46,7 +49,12 @@ Arena::Arena(std::uint64_t budget_bytes, std::uint64_t block_bytes, Priority pri
     // inherits pages that it never looks at.
     (void)::madvise(mapping_, mapping_bytes_, MADV_HUGEPAGE);
     (void)::madvise(mapping_, mapping_bytes_, MADV_DONTFORK);
-    toucher_ = std::jthread([this, priority](const std::stop_token& stop) { touch_loop(stop, priority); });
+    try {
+        toucher_ = std::jthread([this, priority](const std::stop_token& stop) { touch_loop(stop, priority); });
+    } catch (...) {
+        ::munmap(mapping_, mapping_bytes_);
+        throw;
+    }
 }
 
 Arena::~Arena() {

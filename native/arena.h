@@ -40,6 +40,19 @@ private:
     std::uint32_t index_ = 0;
 };
 
+/// A job's time in the arena: as long as it lasts, the arena cannot close.
+class Stay {
+public:
+    /// Throws std::invalid_argument once the arena is closed.
+    explicit Stay(Arena& arena);
+    ~Stay();
+    Stay(const Stay&) = delete;
+    Stay& operator=(const Stay&) = delete;
+
+private:
+    Arena& arena_;
+};
+
 /// Blocks of `block_bytes`, mapped at construction, touched once by a background thread as `grow`
 /// asks, reused (hottest first) until the arena closes.
 ///
@@ -83,16 +96,15 @@ public:
     /// Make every waiter ask again.
     void wake();
 
-    /// A job's stay: the arena cannot close during it. `enter` throws std::invalid_argument once closed.
-    void enter();
-    void leave();
-
     /// Stop the toucher and unmap. Throws std::invalid_argument while a job runs.
     void close();
     bool closed() const;
 
 private:
     friend class Block;
+    friend class Stay;
+    void enter();
+    void leave();
     void touch_loop(const std::stop_token& stop, Priority priority);
     bool may_touch_locked() const { return touched_ < wanted_ || (touched_ < wanted_idle_ && jobs_ == 0); }
     void touch(std::uint32_t index);

@@ -29,7 +29,7 @@ DelayedDevice::DelayedDevice(std::uint64_t bytes, std::chrono::microseconds dela
     ::close(fd);
     if (inside == MAP_FAILED || outside_ == MAP_FAILED) refuse("mmap");
     inside_ = static_cast<std::byte*>(inside);
-    thread_ = std::jthread([this](const std::stop_token& stop) { run(stop); });
+    thread_ = std::jthread([this](const std::stop_token& stop) { run(stop); });  // where that fails, so does the test
 }
 
 DelayedDevice::~DelayedDevice() {

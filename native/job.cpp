@@ -8,7 +8,7 @@ namespace flowstone {
 
 Job::Job(Machine machine, std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<const File>> files)
     : machine_(std::move(machine)), arena_(std::move(arena)), files_(std::move(files)) {
-    arena_->enter();
+    stay_.emplace(*arena_);
 }
 
 bool Job::wait(double timeout_s) { return wait_until(timeout_s, finished_); }
@@ -119,7 +119,7 @@ void Job::finish() {
     changed_.wait(lock, [&] { return under_way_ == 0; });
     assert(reading_sources_ == 0);
     registered_.reset();
-    arena_->leave();
+    stay_.reset();
     machine_.workers.reset();
     machine_.backend.reset();
     early_captured_ = queued_ = captured_ = finished_ = true;

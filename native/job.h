@@ -82,6 +82,7 @@ protected:
     Machine machine_;
     const std::shared_ptr<Arena> arena_;
     const std::vector<std::shared_ptr<const File>> files_;
+    std::optional<Stay> stay_;  // until it has finished, or could not begin
     std::atomic<bool> stopping_{false};
     std::atomic<std::uint64_t> done_bytes_{0};
     std::atomic<std::uint64_t> copied_bytes_{0};

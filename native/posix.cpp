@@ -13,6 +13,7 @@
 #include "backend.h"
 #include "bounds.h"
 #include "op_queue.h"
+#include "thread_start.h"
 #include "transfer.h"
 
 namespace flowstone {
@@ -49,21 +50,16 @@ class PosixBackend final : public Backend {
 public:
     PosixBackend(std::uint32_t queue_depth, Troubles troubles, Priority priority) : troubles_(std::move(troubles)) {
         const std::size_t count = std::min<std::size_t>(queue_depth, posix_threads_max);
-        threads_.reserve(count);
-        for (std::size_t i = 0; i < count; ++i)
-            threads_.emplace_back([this, priority] {
-                assume(priority);
-                run();
-            });
+        const auto body = [this, priority](std::size_t) {
+            assume(priority);
+            run();
+        };
+        threads_ = start_threads(count, body, [this] { stop(); });
     }
 
     ~PosixBackend() override {
-        {
-            const std::lock_guard lock(mutex_);
-            assert(waiting_.empty());
-            stopping_ = true;
-            submitted_.notify_all();
-        }
+        assert(waiting_.empty());
+        stop();
         for (std::jthread& thread : threads_) thread.join();
     }
 
@@ -76,6 +72,12 @@ public:
     const char* name() const override { return "posix"; }
 
 private:
+    void stop() {
+        const std::lock_guard lock(mutex_);
+        stopping_ = true;
+        submitted_.notify_all();
+    }
+
     void run() {
         std::unique_lock lock(mutex_);
         for (;;) {

@@ -57,7 +57,7 @@ bool moves_blocks_of(const ScratchFile& file, std::uint32_t alignment) {
 
 bool has_io_uring() {
     try {
-        make_uring_backend(1);  // its destructor waits for a NOP to come back
+        make_uring_backend(1);  // which asks the kernel for something
         return true;
     } catch (const std::system_error&) {
         return false;  // whatever the reason, the other backend works

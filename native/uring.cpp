@@ -1,9 +1,13 @@
 // The io_uring backend: any thread submits, one reaper thread owns the completion queue.
 #include <liburing.h>
+#include <poll.h>
+#include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cassert>
 #include <cerrno>
+#include <future>
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -62,16 +66,20 @@ class UringBackend final : public Backend {
 public:
     UringBackend(std::uint32_t queue_depth, Troubles troubles, Priority priority)
         : queue_depth_(queue_depth), troubles_(std::move(troubles)) {
-        // One entry more than the depth, for the NOP that stops the reaper.
+        // One entry more than the depth, for the bell that stops the reaper.
         const int error = ::io_uring_queue_init(queue_depth + 1, &ring_, 0);
         if (error < 0) throw std::system_error(-error, std::generic_category(), "io_uring_queue_init");
         // Kernels before 5.19 have no sparse tables: there nothing can be registered.
         if (::io_uring_register_buffers_sparse(&ring_, memory_slots) == 0) memory_.open(memory_slots);
         if (::io_uring_register_files_sparse(&ring_, file_slots) == 0) files_.open(file_slots);
-        reaper_ = std::jthread([this, priority] {
-            assume(priority);
-            reap();
-        });
+        bell_ = ::eventfd(0, EFD_CLOEXEC);
+        try {
+            if (bell_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
+            start_reaper(priority);
+        } catch (...) {
+            close();
+            throw;
+        }
     }
 
     ~UringBackend() override {
@@ -80,8 +88,7 @@ public:
             assert(waiting_.empty());
         }
         stop_reaper();
-        reaper_.join();
-        ::io_uring_queue_exit(&ring_);
+        close();
     }
 
     void submit(std::unique_ptr<Op> op) override {
@@ -117,6 +124,12 @@ public:
     }
 
 private:
+    void close() {
+        if (reaper_.joinable()) reaper_.join();
+        ::io_uring_queue_exit(&ring_);
+        if (bell_ >= 0) ::close(bell_);
+    }
+
     /// The caller has taken a place in flight for the op.
     void begin(std::unique_ptr<Op> op) { launch(new Transfer(std::move(op), &troubles_)); }
 
@@ -173,25 +186,45 @@ private:
         return taken == 0 ? EAGAIN : -taken;
     }
 
+    /// The ring's first entry tells when the bell is rung: the reaper then wakes also where the kernel takes no more
+    /// entries. 0, or errno.
+    int listen() {
+        const std::lock_guard lock(submit_mutex_);
+        io_uring_sqe* const entry = ::io_uring_get_sqe(&ring_);
+        ::io_uring_prep_poll_add(entry, bell_, POLLIN);
+        entry->user_data = stop_mark;
+        return flush(entry);
+    }
+
     void stop_reaper() {
-        for (;;) {
-            {
-                const std::lock_guard lock(submit_mutex_);
-                if (io_uring_sqe* entry = ::io_uring_get_sqe(&ring_)) {
-                    ::io_uring_prep_nop(entry);
-                    entry->user_data = stop_mark;
-                    if (flush(entry) == 0) return;
-                }
-            }
-            ::usleep(1000);
+        stopping_ = true;
+        while (::eventfd_write(bell_, 1) != 0 && errno == EINTR) {
         }
+    }
+
+    void start_reaper(Priority priority) {
+        std::promise<int> began;
+        reaper_ = std::jthread([this, priority, &began] {
+            assume(priority);
+            const int error = listen();  // here: what a thread has asked the kernel for ends with it
+            began.set_value(error);
+            if (error == 0) reap();
+        });
+        const int error = began.get_future().get();
+        if (error != 0) throw std::system_error(error, std::generic_category(), "io_uring_enter");
     }
 
     void reap() {
         for (;;) {
             io_uring_cqe* completion = nullptr;
             const int error = ::io_uring_wait_cqe(&ring_, &completion);
-            if (error < 0) continue;  // EINTR and EAGAIN: nothing has been consumed, ask again
+            if (error < 0) {
+                // Nothing has been consumed: ask again. Where the kernel is not to be asked any more (seccomp), what it
+                // was asked before still completes, in memory that we share with it.
+                if (error != -EINTR && error != -EAGAIN) ::usleep(1000);
+                if (stopping_) return;
+                continue;
+            }
             const std::uint64_t mark = completion->user_data;
             const ssize_t result = completion->res;
             ::io_uring_cqe_seen(&ring_, completion);
@@ -240,6 +273,8 @@ private:
     io_uring ring_{};
     Slots memory_;
     Slots files_;
+    int bell_ = -1;
+    std::atomic<bool> stopping_{false};  // no op is under way any more
     std::jthread reaper_;
 };
 

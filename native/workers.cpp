@@ -6,20 +6,21 @@ namespace flowstone {
 
 Workers::Workers(std::size_t count, Priority priority) {
     for (std::size_t i = 0; i < count; ++i) live_.push_back(std::make_unique<LiveAccess>());
-    threads_.reserve(count);
-    for (std::size_t i = 0; i < count; ++i)
-        threads_.emplace_back([this, priority, i] {
-            assume(priority);
-            run(*live_[i]);
-        });
+    const auto body = [this, priority](std::size_t i) {
+        assume(priority);
+        run(*live_[i]);
+    };
+    threads_ = start_threads(count, body, [this] { stop(); });
+}
+
+void Workers::stop() {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+    posted_.notify_all();
 }
 
 Workers::~Workers() {
-    {
-        const std::lock_guard lock(mutex_);
-        stopping_ = true;
-        posted_.notify_all();
-    }
+    stop();
     for (std::jthread& thread : threads_) thread.join();
 }
 

@@ -12,6 +12,7 @@
 
 #include "live_memory.h"
 #include "priority.h"
+#include "thread_start.h"
 
 namespace flowstone {
 
@@ -19,6 +20,7 @@ namespace flowstone {
 /// every task holds an arena block or one of its job's places, and those are bounded.
 class Workers {
 public:
+    /// Throws std::system_error, std::bad_alloc.
     explicit Workers(std::size_t count, Priority priority = Priority::normal);
     /// Runs what is queued, then joins.
     ~Workers();
@@ -32,6 +34,7 @@ public:
 
 private:
     void run(LiveAccess& live);
+    void stop();
 
     std::mutex mutex_;
     std::condition_variable posted_;

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <set>
 #include <stdexcept>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -47,14 +48,14 @@ TEST_CASE("nothing is touched before grow, and never more than the budget") {
 
 TEST_CASE("what is to grow when idle waits for the last job") {
     Arena arena(8 * block, block);
-    arena.enter();
+    std::optional<Stay> stay(std::in_place, arena);
     arena.grow(4 * block, true);
     arena.grow(2 * block);
     std::vector<Block> blocks;
     for (int i = 0; i < 2; ++i) blocks.push_back(*arena.acquire(never));
     std::this_thread::sleep_for(std::chrono::milliseconds(20));  // of touching, were there any
     CHECK(arena.touched_bytes() == 2 * block);
-    arena.leave();
+    stay.reset();
     for (int i = 0; i < 2; ++i) blocks.push_back(*arena.acquire(never));
     CHECK(arena.touched_bytes() == 4 * block);
 }
@@ -101,14 +102,14 @@ TEST_CASE("an arena in use does not close") {
         const Block held = *arena.acquire(never);
         CHECK_THROWS_AS(arena.close(), std::invalid_argument);
     }
-    arena.enter();
+    std::optional<Stay> stay(std::in_place, arena);
     CHECK_THROWS_AS(arena.close(), std::invalid_argument);
-    arena.leave();
+    stay.reset();
     arena.close();
     arena.close();
     CHECK(arena.touched_bytes() == 0);
     CHECK_FALSE(arena.try_acquire());
-    CHECK_THROWS_AS(arena.enter(), std::invalid_argument);
+    CHECK_THROWS_AS(Stay{arena}, std::invalid_argument);
 }
 
 }  // namespace flowstone

@@ -23,7 +23,6 @@ from flowstone.store.moving import LocalWriting
 PROBED_RING = 2  # entries of the ring that the probe makes; every engine's is larger
 
 needs_io_uring = pytest.mark.skipif(not _native.has_io_uring(), reason="this kernel or container refuses io_uring")
-awaits_engine = pytest.mark.xfail(strict=True, reason="the io_uring engine cannot stop where io_uring_enter is refused")
 needs_seccomp = pytest.mark.skipif(not sandbox.HAS_SECCOMP, reason="no seccomp filters here")
 
 
@@ -132,9 +131,8 @@ def _in_the_middle_of_a_save(path: Path) -> tuple[str, list[str], list[str], lis
 
 @needs_io_uring
 @needs_seccomp
-@awaits_engine
 def test_io_uring_refused_during_a_save_fails_that_save_and_the_next_is_posix(tmp_path: Path) -> None:
-    error, left, heard, same = apart(_in_the_middle_of_a_save, tmp_path / "run", timeout_s=6)
+    error, left, heard, same = apart(_in_the_middle_of_a_save, tmp_path / "run")
     assert error.startswith("cannot write ")
     assert "EPERM" in error
     assert "save again: the next attempt uses POSIX threads instead of io_uring" in error
@@ -152,9 +150,8 @@ def _before_a_load(path: Path) -> tuple[bool, list[str]]:
 
 @needs_io_uring
 @needs_seccomp
-@awaits_engine
 def test_io_uring_refused_to_a_load_is_read_again_by_posix(tmp_path: Path) -> None:
-    same, heard = apart(_before_a_load, tmp_path / "run", timeout_s=6)
+    same, heard = apart(_before_a_load, tmp_path / "run")
     assert same
     assert heard == ["io_uring is refused (Function not implemented); going on with POSIX threads"]
 
@@ -185,9 +182,8 @@ def _probe_of_half_an_engine() -> bool:
 
 @needs_io_uring
 @needs_seccomp
-@awaits_engine
 def test_a_ring_that_can_be_made_and_not_entered_is_no_io_uring() -> None:
-    assert apart(_probe_of_half_an_engine, timeout_s=5) is False
+    assert apart(_probe_of_half_an_engine) is False
 
 
 # Depth

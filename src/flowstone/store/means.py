@@ -96,7 +96,8 @@ class Means:
             return self._start_within("io_uring", tuning, request_bytes)
         if wanted == "posix" or self._ring_refused:
             return self._start_within("posix", tuning, request_bytes)
-        if not _native.has_io_uring():
+        asked_for = ("io_uring", tuning.queue_depth, request_bytes, tuning.workers)
+        if asked_for not in self._engines and not _native.has_io_uring():
             if wanted == "io_uring":
                 _log.warning("%s is tuned for io_uring, which is refused here: POSIX threads instead", self._root)
             self._ring_refused = True

@@ -163,6 +163,7 @@ def test_tied_weights_are_watched_under_each_of_their_names(tmp_path: Path) -> N
     other = nn.Linear(WIDTH, WIDTH)
     other.weight.data = model[2].weight.data
     assert other.weight is not model[2].weight
+    optimizer.add_param_group({"params": other.parameters()})
     with waiting(tmp_path) as checkpointer:
         state = {"model": model, "other": other, "optimizer": optimizer}
         save = checkpointer.save(1, state)

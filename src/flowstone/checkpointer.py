@@ -53,7 +53,7 @@ from flowstone.saving import Captures, Flight, Looked, Planned
 from flowstone.stage.arena import default_budget_bytes, open_write_arena
 from flowstone.stage.fence import Fence
 from flowstone.stage.streams import as_on_this_thread
-from flowstone.state import Described, collector_paused, describe, found_in, warn_of_save
+from flowstone.state import Described, Frozen, collector_paused, describe, found_in, warn_of_save
 from flowstone.store.base import Store
 from flowstone.store.local import LocalStore
 from flowstone.telling import Teller
@@ -120,6 +120,7 @@ class Checkpointer:
         self._fence = Fence(self._before_step)
         self._arena: _native.Arena | None = None
         self._planned: Planned | None = None  # for the last save
+        self._frozen = Frozen(saving.first_samples)
         self._emit = Teller(on_event, self._store.location)
         self._store_writer = StoreWriter(self._store, keep, self._emit.removed, self._emit.left)
         self._has_threads = False
@@ -210,6 +211,7 @@ class Checkpointer:
         # Before the first byte can change: whatever ends this load, only one that succeeds takes it back. Unless it is
         # certain that none has changed, on this rank and on all others.
         sound_before, self._unsound = self._unsound, f"the load of step {step} did not finish"
+        self._frozen.forget()
         failure: Exception | None = None
         try:
             tell = loading.teller(step, ready.plan.bytes, self._emit)
@@ -280,10 +282,15 @@ class Checkpointer:
     ) -> Save:
         """Describe the state and start its capture. `waited`: when what had to be waited for was over."""
         team, rank, known = self._together.team, self._together.rank, self._planned
-        layout = None if known is None else known.layout
+        layout = None if known is None or (team and not team.assignment(known.layout)) else known.layout
+        copied_bytes_max = self._opened_arena().budget_bytes // 2 if team else None
         if known is None and (idiom := found_in(state)):
             warn_of_save(idiom)
-        described = describe(state, rank=rank, known=layout, whole=self._together.alone)
+        described = describe(
+            state, rank=rank, known=layout, whole=self._together.alone, frozen=self._frozen,
+            copied_bytes_max=copied_bytes_max,
+        )
+        self._fence.tell(described.unguarded)
         described_at = time.monotonic()
 
         def begin(planned: Planned) -> Flight:

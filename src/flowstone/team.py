@@ -73,7 +73,9 @@ class Team:
     def assignment(self, layout: Layout) -> Assignment | None:
         """What this rank writes of `layout`, where that has been planned: it may begin."""
         mine = self._mine
-        return mine if mine is not None and mine.layout is layout else None
+        if mine is None or mine.layout.pieces is not layout.pieces or mine.layout.aliases is not layout.aliases:
+            return None
+        return mine if mine.layout is layout else replace(mine, layout=layout)  # when it is captured has changed alone
 
     def begin_try(self, step: int) -> str:
         """A name for this call of `save`: ranks that call alike have the same, and none has one twice."""

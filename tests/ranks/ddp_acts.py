@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from unittest import mock
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flowstone.config import EngineOptions
 from flowstone.errors import RankError, StateChangedError
-from flowstone.events import BuffersFromOneRank, Event
+from flowstone.events import BuffersFromOneRank, Captured, Event, SaveStarted
 from flowstone.saving import Captures
 
 
@@ -93,3 +94,33 @@ def is_change(error: BaseException | None) -> bool:
     assert error is None or isinstance(error, StateChangedError | RankError), error
     assert error is None or "exp_avg" in str(error), error
     return error is not None
+
+
+def follow(rank: int, path: str, budget_bytes: int) -> list[object]:
+    """Save twice, and each time change an encoder that follows, of 2 MiB, before anything can be captured late.
+
+    Of each save: why it failed, and how many MiB of it were captured before `save` returned.
+    """
+    torch.manual_seed(5)
+    model = nn.ModuleDict({"encoder": nn.Linear(512, 512), "follower": nn.Linear(512, 1024).requires_grad_(False)})
+    state = {"model": model, "optimizer": torch.optim.SGD(model["encoder"].parameters(), lr=0.1)}
+    told: list[Event] = []
+    has_followed = threading.Event()
+
+    def hear(event: Event) -> None:
+        told.append(event)
+        assert not isinstance(event, SaveStarted) or event.step > 1 or has_followed.wait(60)
+
+    found: list[object] = []
+    engine = EngineOptions(request_bytes=2 << 20)
+    with opened(path, on_event=hear, on_error="continue", engine=engine, budget_bytes=budget_bytes) as saver:
+        for number in (1, 2):
+            save = saver.save(number, state)
+            with torch.no_grad():
+                model["follower"].weight.add_(1)
+            has_followed.set()
+            error = save.committed.exception(60)
+            assert error is None or "model.follower.weight changed before it was captured" in str(error), error
+            found.append(error is not None)
+    early = [event.early_bytes >> 20 for event in told if isinstance(event, Captured)]
+    return [*found, max(early) > 1]

@@ -29,3 +29,15 @@ def test_no_forward_or_backward_is_taken_for_a_change_and_one_element_on_one_ran
     """Parameters are gathered, resharded and swapped meanwhile: none of that counts. What is written in place does."""
     told = run(2, "ddp_acts", "train_beside", str(tmp_path / "run"), how)
     assert told == [[False, False, True, False]] * 2
+
+
+@pytest.mark.parametrize(("budget_mib", "fails"), [(16, False), (4, True)], ids=["fits", "does not fit"])
+def test_in_the_first_save_of_ranks_copies_of_unowned_parameters_are_made_as_far_as_the_budget_goes(
+    tmp_path: Path, budget_mib: int, fails: bool
+) -> None:
+    told: list[Any] = run(2, "ddp_acts", "follow", str(tmp_path / "run"), budget_mib << 20)
+    assert [one[:2] for one in told] == [[fails, False]] * 2
+    first = fs.open(tmp_path / "run", step=2 if fails else 1).read("model.follower.weight")
+    second = fs.open(tmp_path / "run", step=2).read("model.follower.weight")
+    assert (second - first).mean().item() == pytest.approx(0 if fails else 1)
+    assert any(early for *_, early in told), "the second one captures it early"

@@ -29,10 +29,13 @@ def test_parameters_and_buffers_have_their_own_names() -> None:
     assert described.objects == {"model": {}}
 
 
-def test_only_parameters_are_lazy() -> None:
-    described = describe({"model": net()})
+def test_only_parameters_that_an_optimizer_of_the_state_steps_are_lazy() -> None:
+    model = net()
+    state: dict[str, object] = {"model": model, "other": net(1), "optimizer": torch.optim.SGD(model[:2].parameters())}
+    described = describe(state)
     lazy = {piece.name for piece, lazy in zip(described.pieces, described.lazy, strict=True) if lazy}
-    assert lazy == {f"model.{name}" for name, _ in net().named_parameters()}
+    assert lazy == {f"model.{name}" for name, _ in model[:2].named_parameters()}
+    assert not any(describe({"model": model}).lazy)
 
 
 def test_a_module_is_loaded_into_its_own_memory() -> None:

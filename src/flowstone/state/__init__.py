@@ -17,7 +17,9 @@ in it: `optimizers.Member` says where. `zero.py` knows who keeps the state of a 
 from flowstone.state.counters import CounterCheck, Counters
 from flowstone.state.describe import BYTES_INLINE_MAX, describe
 from flowstone.state.flat import Flat
+from flowstone.state.frozen import Frozen
 from flowstone.state.generators import rng
+from flowstone.state.inner import takes_hook
 from flowstone.state.provider import ObjectPart, Part, Provider
 from flowstone.state.records import Described, Difference, PerRank, Shard, Stored, StoredTensor
 from flowstone.state.registry import Registration, register_provider
@@ -33,6 +35,7 @@ __all__ = [
     "Described",
     "Difference",
     "Flat",
+    "Frozen",
     "ObjectPart",
     "Part",
     "PerRank",
@@ -49,6 +52,7 @@ __all__ = [
     "prepare",
     "register_provider",
     "rng",
+    "takes_hook",
     "warn_of_load",
     "warn_of_save",
     "wrapped_sections",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import cast
 
 import numpy as np
@@ -17,8 +18,10 @@ from flowstone.pieces import DTYPES, Layout, Places
 from flowstone.state import constants, generators, modules, optimizers, provided, tensors
 from flowstone.state.counters import Counters
 from flowstone.state.flat import Flat
+from flowstone.state.frozen import Frozen
+from flowstone.state.inner import Core, stepped_by
 from flowstone.state.kinds import Kind
-from flowstone.state.ledger import Ledger
+from flowstone.state.ledger import Ledger, Role
 from flowstone.state.names import PLAIN_KEYS, Place, check_sections, names_below, section_place
 from flowstone.state.records import Described, PerRank, Shard
 from flowstone.state.survey import (
@@ -38,12 +41,16 @@ BYTES_INLINE_MAX = 64 * 1024
 
 @collector_paused()
 def describe(
-    state: Mapping[str, object], *, rank: int = 0, known: Layout | None = None, whole: bool = False
+    state: Mapping[str, object], *, rank: int = 0, known: Layout | None = None, whole: bool = False,
+    frozen: Frozen | None = None, copied_bytes_max: int | None = None,
 ) -> Described:
     """Describe everything in `state`, as `rank` holds it.
 
     known   the layout of an earlier description; it is the result's own, the very object, where nothing differs
     whole   nobody else has a part of it: tensors of which this process holds a part are refused, too
+    frozen  what earlier descriptions have seen of parameters that nobody owns; sees it anew
+    copied_bytes_max  where the layout is not the known one, what is captured early has to be copied; if that is more
+            than so many bytes, parameters that may change at any time are captured late, too
     raises  UnsupportedStateError, naming the path, for what cannot be stored;
             CollisionError when two paths make one name
 
@@ -59,8 +66,11 @@ def describe(
             per_rank[section] = describer.node(value.value, section_place(section, rank))
         else:
             shared[section] = describer.node(value, section_place(section))
-    layout, places, counters = describer.close(known)
-    return Described(layout, places, shared, per_rank, describer.survey.optimizers, counters, describer.late)
+    layout, places, counters = describer.close(known, frozen, copied_bytes_max)
+    found = describer.survey
+    return Described(
+        layout, places, shared, per_rank, found.optimizers, found.unguarded, counters, describer.late
+    )
 
 
 class Describer:
@@ -80,17 +90,18 @@ class Describer:
         return self.survey.parameters()
 
     @cached_property
-    def _stepped(self) -> frozenset[int]:
-        """Identities of what an optimizer of the state steps."""
-        groups = [group for optimizer in self.survey.optimizers for group in optimizer.param_groups]
-        return frozenset(id(parameter) for group in groups for parameter in group["params"])
+    def stepped(self) -> frozenset[int]:
+        """Identities of parameters that optimizers of the state change, and nobody else, after they have waited."""
+        return frozenset(map(id, chain.from_iterable(map(stepped_by, self.survey.optimizers))))
 
-    def close(self, known: Layout | None) -> tuple[Layout, Places, Counters]:
+    def close(
+        self, known: Layout | None, frozen: Frozen | None = None, copied_bytes_max: int | None = None
+    ) -> tuple[Layout, Places, Counters]:
         """What was entered, once everything has been."""
         columns = self.ledger.look(hold=True)
         apart = {at: tensors.memory_of(tensors.resolved(self.ledger.tensors[at])) for at in columns.odd}
         self.ledger.sealed = True
-        layout, places, piece = self.ledger.close(columns, apart, known)
+        layout, places, piece = self.ledger.close(columns, apart, known, frozen, copied_bytes_max)
         counters = Counters(self.ledger.tensors, columns.owners, columns.address, piece)
         return layout, places, counters
 
@@ -113,22 +124,27 @@ class Describer:
                 return self._flat(cast("Flat", value), place)
             case Kind.MODULE:
                 return modules.describe(self, cast("torch.nn.Module", value), place)
-            case Kind.OPTIMIZER:
-                return optimizers.describe(self, cast("torch.optim.Optimizer", value), place)
             case Kind.GENERATOR:
                 return self.node(generators.state_of(value, place.name), place)
-            case Kind.STATEFUL:
-                return self._stateful(value, place)
+            case Kind.OPTIMIZER | Kind.STATEFUL:
+                core = optimizers.core_at(value, place)
+                return self._stateful(value, place) if core is None else self._optimizer(value, core, place)
             case Kind.PROVIDED:
                 return self.provided(value, place)
             case Kind.PER_RANK:
                 raise unsupported(place.name, value, "lies inside another value", "make it a section of the state")
 
-    def provided(self, value: object, place: Place, *, lazy: bool = False) -> Provided:
-        """What a provider says of `value`; `lazy` when only an optimizer's step changes any of it."""
+    def _optimizer(self, value: object, core: Core, place: Place) -> Joint:
+        node, base = optimizers.describe(self, core, place), optimizers.base_at(value, core, place)
+        if base is not None:
+            node["base"] = optimizers.describe(self, base, place.child("base"))
+        return node
+
+    def provided(self, value: object, place: Place, role: Role = Role.OTHER) -> Provided:
+        """What a provider says of `value`, which as a whole is a tensor of this role."""
         served = provider_of(value)
         assert served is not None, "who asks for it has seen that there is a provider"
-        return provided.describe(self, served, value, place, lazy=lazy)
+        return provided.describe(self, served, value, place, role)
 
     def _shard(self, shard: Shard, place: Place) -> TensorRef:
         if isinstance(shard.tensor, torch.Tensor):
@@ -142,7 +158,7 @@ class Describer:
         for span in flat.spans:
             self.ledger.enter(
                 place.called(f"{place.name}.{span.name}", span.name), span.of(flat.tensor), within=span.range,
-                lazy=id(flat.tensor) in self._stepped,
+                role=Role.STEPPED if id(flat.tensor) in self.stepped else Role.OTHER,
             )
         return {}
 

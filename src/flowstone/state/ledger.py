@@ -6,9 +6,11 @@ tens of thousands of them, and what a column costs is mostly the first look at e
 
 from __future__ import annotations
 
+import enum
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import repeat
 from typing import TYPE_CHECKING, cast
 
@@ -16,17 +18,29 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from flowstone.config import PACKED_BELOW_BYTES
 from flowstone.errors import CollisionError, UnsupportedStateError
 from flowstone.format.objects import unsupported
 from flowstone.pieces import Alias, Box, DType, Layout, Memory, Pieces, Places
 from flowstone.state import tensors
 from flowstone.state.flat import Range
+from flowstone.state.frozen import Frozen
 from flowstone.state.names import Place, valid_name
 from flowstone.state.records import Shard
 from flowstone.state.shards import is_dtensor, shards_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+class Role(enum.Enum):
+    """What a tensor is in the state: by that it is known when it may change, and whose it is where ranks differ."""
+
+    OTHER = enum.auto()  # may change at any time
+    STEPPED = enum.auto()  # changes only after the fence: in a step of an optimizer of the state
+    UNOWNED = enum.auto()  # a parameter of a model that is trained, and no optimizer's: frozen, if nobody changes it
+    PARAMETER = enum.auto()  # any other, may change at any time: an average, or one that its module changes by itself
+    BUFFER = enum.auto()  # may change at any time; each rank may have its own, and the lowest has the word
+
 
 _NO_TENSOR = torch.empty(0)  # stands where memory was entered without a tensor
 
@@ -42,8 +56,7 @@ class Ledger:
         self.sealed, self._whole = sealed, whole
         self.names: list[str] = []
         self.tensors: list[torch.Tensor] = []
-        self._lazy: list[bool] = []
-        self._buffers: list[int] = []
+        self._roles: list[Role] = []
         self._given: dict[int, tuple[DType, Memory]] = {}
         self._within: dict[int, Shard] = {}
         self._runs: list[tuple[int, Place, Sequence[object] | None]] = []
@@ -51,40 +64,31 @@ class Ledger:
         self.split: set[str] = set()  # names of tensors that one object holds, or may hold, in several boxes
 
     def enter(
-        self, place: Place, tensor: torch.Tensor, *, within: Shard | Range | None = None, lazy: bool = False,
-        buffer: bool = False,
+        self, place: Place, tensor: torch.Tensor, *, within: Shard | Range | None = None, role: Role = Role.OTHER
     ) -> None:
-        """Enter a tensor under the place's name; `within`: what of a larger one it is. DTensors tell it.
-
-        buffer  it is one of a module's: each rank may have its own, and the lowest has the word
-        """
+        """Enter a tensor under the place's name; `within`: what of a larger one it is. DTensors tell it."""
         if self.sealed:
             raise unsupported(place.name, tensor, "is a tensor, or as long as one", "describe it as a Part")
         if is_dtensor(tensor):
-            shards = shards_of(cast("DTensor", tensor), place.name)
-            self._enter_shards(place, shards, tensor, lazy=lazy, buffer=buffer)
+            self._enter_shards(place, shards_of(cast("DTensor", tensor), place.name), tensor, role)
             return
         if isinstance(within, Range):
             # Even one box: on another rank it may be several, and what is tied here has to be tied there.
             self.split.add(place.name)
-            self._enter_shards(place, within.cut(tensor), tensor, lazy=lazy)
+            self._enter_shards(place, within.cut(tensor), tensor, role)
             return
         if within is not None:
             self._within[len(self.names)] = within
-        if buffer:
-            self._buffers.append(len(self.names))
         self._runs.append((len(self.names), place, None))
         self.names.append(place.name)
         self.tensors.append(tensor)
-        self._lazy.append(lazy)
+        self._roles.append(role)
 
     def tie(self, place: Place, target: str) -> None:
         """Enter the place's name as a further one of the tensor called `target`, in however many boxes that is."""
         self._tied.append((place, target))
 
-    def _enter_shards(
-        self, place: Place, held: Sequence[Shard], tensor: torch.Tensor, *, lazy: bool, buffer: bool = False
-    ) -> None:
+    def _enter_shards(self, place: Place, held: Sequence[Shard], tensor: torch.Tensor, role: Role) -> None:
         """Enter what this rank holds of a larger tensor: nothing, or a box, or several."""
         if place.rank is not None:
             raise unsupported(place.name, tensor, "is a part of what every rank keeps for itself", "drop PerRank")
@@ -93,38 +97,34 @@ class Ledger:
         if len(held) > 1:
             self.split.add(place.name)
         for shard in held:
-            self.enter(place, cast("torch.Tensor", shard.tensor), within=shard, lazy=lazy, buffer=buffer)
+            self.enter(place, cast("torch.Tensor", shard.tensor), within=shard, role=role)
 
     def enter_all(
         self, place: Place, keys: Sequence[object], names: Sequence[str], values: Sequence[torch.Tensor], *,
-        lazy: Sequence[bool] = (), buffers: Sequence[int] = (),
+        roles: Sequence[Role] = (),
     ) -> None:
-        """Enter tensors of one place, each under its own of the `names`, and reached by its own of the `keys`.
-
-        buffers  positions of those that are a module's buffers
-        """
+        """Enter tensors of one place, each under its own of the `names`, and reached by its own of the `keys`."""
         if names:
             if self.sealed:
                 self.enter(place.called(names[0], keys[0]), values[0])
-            self._buffers.extend(len(self.names) + at for at in buffers)
             self._runs.append((len(self.names), place, keys))
             self.names.extend(names)
             self.tensors.extend(values)
-            self._lazy.extend(lazy or repeat(False, len(names)))
+            self._roles.extend(roles or repeat(Role.OTHER, len(names)))
 
     def add(
-        self, place: Place, dtype: DType, memory: Memory, *, within: Shard | None = None, lazy: bool = False
+        self, place: Place, dtype: DType, memory: Memory, *, within: Shard | None = None, role: Role = Role.OTHER
     ) -> None:
         """Enter memory that is no tensor's."""
         self._given[len(self.names)] = (dtype, memory)
-        self.enter(place, _NO_TENSOR, within=within, lazy=lazy)
+        self.enter(place, _NO_TENSOR, within=within, role=role)
 
     def add_array(
-        self, place: Place, array: np.ndarray, *, within: Shard | None = None, lazy: bool = False
+        self, place: Place, array: np.ndarray, *, within: Shard | None = None, role: Role = Role.OTHER
     ) -> None:
         """Enter an array that is to be saved."""
         dtype = tensors.check_array(array, place.name)
-        self.add(place, dtype, tensors.array_memory(tensors.ascending(array)), within=within, lazy=lazy)
+        self.add(place, dtype, tensors.array_memory(tensors.ascending(array)), within=within, role=role)
 
     def place(self, position: int) -> Place:
         """The place of an entry."""
@@ -136,12 +136,15 @@ class Ledger:
         return tensors.columns(self.tensors, self.names, hold=hold)
 
     def close(
-        self, columns: tensors.Columns, apart: Mapping[int, Memory], known: Layout | None = None
+        self, columns: tensors.Columns, apart: Mapping[int, Memory], known: Layout | None = None,
+        frozen: Frozen | None = None, copied_bytes_max: int | None = None,
     ) -> tuple[Layout, Places, NDArray[np.int64]]:
         """The layout of all entries, where each piece lies, and which piece each entry is, or is a further name of.
 
         apart   the memory of each of the columns' odd tensors
-        known   a layout from before: returned itself when it is still the layout
+        known   a layout from before: returned itself when it is still the layout; if not, with as much of it as is
+        frozen  what has been seen of parameters that nobody owns
+        copied_bytes_max  see `describe`
         raises  CollisionError when two places have one name, UnsupportedStateError for what is no name
         """
         dtypes, shapes, address = list(columns.dtypes), list(columns.shapes), columns.address.copy()
@@ -160,15 +163,43 @@ class Ledger:
             *(Alias(place.name, target) for place, target in self._tied),
         )
         kept = [at for at in range(len(self.names)) if at not in ties] if ties else range(len(self.names))
-        lazy = [self._lazy[at] for at in kept] if ties else self._lazy
         boxed = self._boxed(pieces)
         if self._whole:
             _check_whole(boxed)
-        layout = Layout(boxed.take(kept), aliases, tuple(lazy), self._kept_buffers(ties))
-        if known is not None and known == layout:
-            return known, places.take(kept), self._pieces_of(ties)  # whose names have been checked
-        self._check_names()
-        return layout, places.take(kept), self._pieces_of(ties)
+        pieces, places = boxed.take(kept), places.take(kept)
+        roles = self._kept_roles(kept, ties)
+        lazy = self._lazy(roles, kept, pieces, places, frozen)
+        buffers = frozenset(at for at, role in enumerate(roles) if role is Role.BUFFER)
+        layout = Layout(pieces, aliases, lazy, buffers)
+        if known is None or (known.pieces, known.aliases, known.buffers) != (pieces, aliases, buffers):
+            self._check_names()
+            if copied_bytes_max is not None:
+                layout = replace(layout, lazy=_within_budget(pieces, roles, lazy, copied_bytes_max))
+        else:  # whose names have been checked
+            layout = known if known.lazy == lazy else replace(known, lazy=lazy)
+        return layout, places, self._pieces_of(ties)
+
+    def _kept_roles(self, kept: Sequence[int], ties: Mapping[int, int]) -> list[Role]:
+        """The role of each piece. What one of its names allows may happen to it under any."""
+        roles = list(self._roles)
+        for at, first in ties.items():
+            if roles[first] not in (roles[at], Role.BUFFER):
+                roles[first] = Role.OTHER
+        return [roles[at] for at in kept] if ties else roles
+
+    def _lazy(
+        self, roles: Sequence[Role], kept: Sequence[int], pieces: Pieces, places: Places, frozen: Frozen | None
+    ) -> tuple[bool, ...]:
+        """Which pieces may be captured late: those that optimizers step, and those that are frozen."""
+        lazy = [role is Role.STEPPED for role in roles]
+        unowned = [at for at, role in enumerate(roles) if role is Role.UNOWNED] if Role.UNOWNED in roles else []
+        unowned = [at for at in unowned if pieces[at].bytes >= PACKED_BELOW_BYTES]
+        if unowned and frozen is not None:
+            own = [self.tensors[kept[at]] for at in unowned]
+            still = frozen.among(pieces.take(unowned), places.take(unowned), own)
+            for at, is_still in zip(unowned, still.tolist(), strict=True):
+                lazy[at] = is_still
+        return tuple(lazy)
 
     def _pieces_of(self, ties: Mapping[int, int]) -> NDArray[np.int64]:
         is_piece = np.ones(len(self.names), np.bool_)
@@ -176,11 +207,6 @@ class Ledger:
         position = np.cumsum(is_piece) - 1
         position[list(ties)] = position[list(ties.values())]
         return position
-
-    def _kept_buffers(self, ties: Mapping[int, int]) -> frozenset[int]:
-        """Positions of buffers among the entries that are no ties."""
-        tied = sorted(ties)
-        return frozenset(at - bisect_right(tied, at) for at in self._buffers if at not in ties)
 
     def _boxed(self, pieces: Pieces) -> Pieces:
         """`pieces` with the global shapes and the boxes of those that are shards."""
@@ -260,4 +286,19 @@ def _part(name: str, found: str) -> UnsupportedStateError:
     return UnsupportedStateError(
         f"this process holds a part of {name!r}, whose rest lies on other ranks", found=found,
         next="save it by a Checkpointer that all ranks construct and call, without alone=True",
+    )
+
+
+def _within_budget(
+    pieces: Pieces, roles: Sequence[Role], lazy: Sequence[bool], copied_bytes_max: int
+) -> tuple[bool, ...]:
+    """Where copies of all that is captured early would take more than that: without those of parameters.
+
+    A change of these before they are captured is found, and fails that save by name.
+    """
+    copied_bytes = sum(piece.bytes for piece, is_late in zip(pieces, lazy, strict=True) if not is_late)
+    if copied_bytes <= copied_bytes_max:
+        return tuple(lazy)
+    return tuple(
+        is_late or role in (Role.UNOWNED, Role.PARAMETER) for role, is_late in zip(roles, lazy, strict=True)
     )

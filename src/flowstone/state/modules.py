@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from functools import partial
+from itertools import repeat
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -16,10 +17,12 @@ from flowstone.format.objects import Provided, TensorRef
 from flowstone.state import tensors
 from flowstone.state.fresh import Fresh, kind_of, refers_to_tensors
 from flowstone.state.fsdp import Wrapped
+from flowstone.state.ledger import Role
 from flowstone.state.names import Place, names_below, strip_wrappers
 from flowstone.state.records import MISSING, Phase
 from flowstone.state.split import empty_like, splits
 from flowstone.state.survey import provider_of_tensor, refuse_failed_call
+from flowstone.state.trees import restless_in
 
 if TYPE_CHECKING:
     from flowstone.state.describe import Describer
@@ -37,14 +40,15 @@ def describe(describer: Describer, module: torch.nn.Module, place: Place) -> Joi
     """
     tree = describer.survey.tree(module)
     if tree is not None and tree.dense and place.rank is None:
-        lazy = [type(value) is torch.nn.Parameter or isinstance(value, torch.nn.Parameter) for value in tree.values]
-        buffers = [at for at, is_parameter in enumerate(tree.parameters) if not is_parameter]
-        names = names_below(place.name, tree.names)
-        describer.ledger.enter_all(place, tree.keys, names, tree.values, lazy=lazy, buffers=buffers)
+        roles = Roles(describer.stepped, tree.restless, tree.values)
+        own, names = roles.of_all(tree.values, tree.parameters), names_below(place.name, tree.names)
+        describer.ledger.enter_all(place, tree.keys, names, tree.values, roles=own)
         return Joint()
     fsdp = describer.survey.wrapped(module, place)
+    restless = frozenset[int]().union(*map(restless_in, module.modules()))
+    roles = Roles(describer.stepped, restless, module.parameters())
     if fsdp is not None:
-        _describe_flattened(describer, fsdp, place)
+        _describe_flattened(describer, fsdp, place, roles)
     entries = state_dict(module, place, fsdp)
     live = Live(module)
     extra = Joint()
@@ -53,13 +57,14 @@ def describe(describer: Describer, module: torch.nn.Module, place: Place) -> Joi
         inner = place.called(f"{place.name}.{name}", key)
         dtype = None if fsdp is None else fsdp.dtype_saved(name, value)
         if dtype is not None:
-            describer.ledger.enter(inner, cast("torch.Tensor", value).detach().to(dtype), buffer=True)
+            describer.ledger.enter(inner, cast("torch.Tensor", value).detach().to(dtype), role=Role.BUFFER)
             continue
+        held = live.own(value)
+        role = Role.OTHER if held is None else roles.of(held, isinstance(held, torch.nn.Parameter))
         if provider_of_tensor(value) is not None:
-            extra[name] = describer.provided(value, inner, lazy=isinstance(value, torch.nn.Parameter))
-        elif live.has(value):
-            own = isinstance(value, torch.nn.Parameter)
-            describer.ledger.enter(inner, cast("torch.Tensor", value), lazy=own, buffer=not own)
+            extra[name] = describer.provided(value, inner, role)
+        elif held is not None:
+            describer.ledger.enter(inner, cast("torch.Tensor", value), role=role)
             if place.rank is not None:
                 # Another rank may take this entry, and could not tell the tensors from the names.
                 extra[name] = TensorRef(inner.name, "tensor")
@@ -121,12 +126,43 @@ def restore(restorer: Restorer, module: torch.nn.Module, node: object, place: Pl
         )
 
 
-def _describe_flattened(describer: Describer, fsdp: Wrapped, place: Place) -> None:
-    """Enter what this rank holds of parameters that FSDP1 has flattened. Only an optimizer changes it."""
+class Roles:
+    """What the tensors of one module are in the state."""
+
+    def __init__(self, stepped: Set[int], restless: Set[int], tensors: Iterable[torch.Tensor]) -> None:
+        """`stepped`: ids of what optimizers of the state step; `restless`: of what changes without a step, too.
+
+        Of parameters that nobody steps, those may be frozen that lie in a model of which others are trained. A model
+        without any of these is a copy that is kept up in other ways: an average, a teacher, a target.
+        """
+        self._stepped = stepped - restless
+        self._restless = restless
+        self._unowned = Role.PARAMETER if stepped.isdisjoint(map(id, tensors)) else Role.UNOWNED
+
+    def of(self, tensor: torch.Tensor, is_parameter: bool) -> Role:
+        """What one tensor is."""
+        return self.of_all([tensor], [is_parameter])[0]
+
+    def of_all(self, tensors: Sequence[torch.Tensor], are_parameters: Iterable[bool]) -> list[Role]:
+        """What each is, a thousand in few calls."""
+        roles = [
+            Role.STEPPED if id(one) in self._stepped else self._unowned if is_parameter else Role.BUFFER
+            for one, is_parameter in zip(tensors, are_parameters, strict=True)
+        ]
+        if self._restless:
+            roles = [
+                Role.PARAMETER if role is not Role.BUFFER and id(one) in self._restless else role
+                for one, role in zip(tensors, roles, strict=True)
+            ]
+        return roles
+
+
+def _describe_flattened(describer: Describer, fsdp: Wrapped, place: Place, roles: Roles) -> None:
+    """Enter what this rank holds of parameters that FSDP1 has flattened."""
     for unit in fsdp.units:
-        for span in unit.spans:
+        for span, own in zip(unit.spans, unit.originals or repeat(unit.flat), strict=False):
             inner = place.called(f"{place.name}.{span.name}", span.name)
-            describer.ledger.enter(inner, span.of(unit.local), within=span.range, lazy=True)
+            describer.ledger.enter(inner, span.of(unit.local), within=span.range, role=roles.of(own, True))
         for name, target in unit.ties.items():
             describer.ledger.tie(place.called(f"{place.name}.{name}", name), f"{place.name}.{target}")
 
@@ -168,21 +204,25 @@ class Live:
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
         self._ids = {id(value) for value in _own_tensors(module)}
-        self._memory: set[tuple[object, ...] | None] | None = None
+        self._memory: dict[tuple[object, ...] | None, torch.Tensor] | None = None
 
     def has(self, value: object) -> bool:
         """Whether writing into `value` writes into the module."""
+        return self.own(value) is not None
+
+    def own(self, value: object) -> torch.Tensor | None:
+        """The module's tensor that is written into by writing into `value`."""
         if not isinstance(value, torch.Tensor):
-            return False
+            return None
         if id(value) in self._ids:
-            return True
+            return value
         if tensors.uninitialized(value) or type(value) is not torch.Tensor:
-            return False
+            return None
         if self._memory is None:
             # Only where state_dict() detaches: a whole module's worth of addresses is not free.
-            self._memory = {_identity(own) for own in _own_tensors(self._module)}
+            self._memory = {_identity(own): own for own in reversed(_own_tensors(self._module))}
         identity = _identity(value)
-        return identity is not None and identity in self._memory
+        return None if identity is None else self._memory.get(identity)
 
 
 def _own_tensors(module: torch.nn.Module) -> list[torch.Tensor]:

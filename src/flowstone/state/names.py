@@ -9,8 +9,10 @@ from typing import NamedTuple
 from flowstone.errors import UnsupportedStateError
 from flowstone.format.objects import key_text, valid_text
 
-WRAPPERS = frozenset({"_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-"""Components that wrappers put into the names of what they wrap; a checkpoint does not care."""
+WRAPPERS = frozenset({
+    "_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module", "_original_module",
+})
+"""Components that wrappers put into the names of what they wrap, the last two Fabric's; a checkpoint does not care."""
 _WRAPPERS = re.compile(rf"(?:^|(?<=\.))(?:{'|'.join(sorted(WRAPPERS))})\.")
 
 PLAIN_KEYS = frozenset({str, int})

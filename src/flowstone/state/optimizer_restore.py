@@ -16,6 +16,7 @@ from flowstone.format.objects import Provided, TensorRef
 from flowstone.state import state_dicts, tensors
 from flowstone.state.flat import Range
 from flowstone.state.fresh import Fresh, constant_free, kind_of, refers_to_tensors, without_tensors
+from flowstone.state.inner import Core, parts_of
 from flowstone.state.names import Place
 from flowstone.state.optimizers import NOT_OPTIONS, Anatomy, Member, StoredGroup, StoredOptimizer, dissect
 from flowstone.state.records import MISSING, Phase, Shard, StoredTensor
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 Built = Callable[[], object]
 
 
-def restore(restorer: Restorer, optimizer: torch.optim.Optimizer, node: object, place: Place) -> None:
+def restore(restorer: Restorer, optimizer: Core, node: object, place: Place) -> None:
     """Want an optimizer's tensors, existing ones in place; plan to put slots and settings into it."""
     if node is MISSING:
         restorer.differ("missing", place.name, "an optimizer", "nothing of that name")
@@ -72,7 +73,7 @@ class _Rebuild:
     """An optimizer's state in the making: what each slot and setting will be."""
 
     restorer: Restorer
-    optimizer: torch.optim.Optimizer
+    optimizer: Core
     anatomy: Anatomy
     place: Place
     slots: dict[str, dict[object, Built]] = field(default_factory=dict)  # by path of the parameter
@@ -335,7 +336,7 @@ class _Rebuild:
         state.update(cast("dict[object, dict[object, object]]", self.shared()))
         self._apply_options(keeper)
 
-    def _apply_options(self, *optimizers: torch.optim.Optimizer) -> None:
+    def _apply_options(self, *optimizers: Core) -> None:
         """Give the groups their settings: those of the optimizer, and of one that does its work."""
         for i, options in self.options.items():
             built = {key: make() for key, make in options.items()}
@@ -397,14 +398,17 @@ class _Rebuild:
                     current[slot] = value
 
 
-def _loads_itself(optimizer: torch.optim.Optimizer) -> bool:
+def _loads_itself(optimizer: Core) -> bool:
     """Whether load_state_dict() does more than torch's, which casts slots to the parameter's dtype."""
-    return _overrides_load(optimizer) or any(vars(optimizer).get(name) for name in _LOAD_HOOKS)
+    hooked = any(vars(part).get(name) for part in parts_of(optimizer) for name in _LOAD_HOOKS)
+    return hooked or _overrides_load(optimizer)
 
 
-def _overrides_load(optimizer: torch.optim.Optimizer) -> bool:
-    own = type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict
-    return own or "load_state_dict" in vars(optimizer)
+def _overrides_load(optimizer: Core) -> bool:
+    return any(
+        type(part).load_state_dict is not torch.optim.Optimizer.load_state_dict or "load_state_dict" in vars(part)
+        for part in parts_of(optimizer)
+    )
 
 
 _LOAD_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")

@@ -5,7 +5,8 @@ An optimizer's object:
     {"param_groups": [{"params": [path, ...], "options": {...}}, ...],
      "state":  {path: {slot: value}},    every slot that is not a dense tensor under a plain name
      "shared": {key: value},             state that belongs to no parameter
-     "extra":  {key: value}}             what a subclass adds to its state_dict()
+     "extra":  {key: value},             what a subclass adds to its state_dict()
+     "base":   {...}}                    the same of one inside that it does not show (SAM's), if there is one
 
 A slot that is a tensor, and whose key is text without a dot, is in no list: the tensor's name,
 `<optimizer>.state.<path>.<slot>`, says all. So a million slots cost the objects nothing.
@@ -24,6 +25,8 @@ from flowstone.format.joints import Groups, Joint
 from flowstone.format.objects import TensorRef
 from flowstone.state.flat import Range, Span
 from flowstone.state.fresh import refers_to_tensors
+from flowstone.state.inner import Core, base_of, core_of, is_optimizer, parts_of
+from flowstone.state.ledger import Role
 from flowstone.state.names import Place
 from flowstone.state.shards import is_dtensor
 from flowstone.state.survey import Home, Parameters, provider_of_tensor, refuse_failed_call
@@ -96,14 +99,32 @@ class Anatomy:
     options: tuple[Mapping[str, object], ...]
     shared: Mapping[object, object]
     extra: Mapping[object, object]
-    keeper: torch.optim.Optimizer
+    keeper: Core
 
     def members(self) -> Iterator[Member]:
         for group in self.groups:
             yield from group
 
 
-def dissect(optimizer: torch.optim.Optimizer, parameters: Parameters, place: Place) -> Anatomy:
+def core_at(value: object, place: Place) -> Core | None:
+    """Who keeps the state of a value, if it is an optimizer or an object around some; see `core_of`."""
+    if not is_optimizer(value):
+        return None
+    try:
+        return core_of(value)
+    except Exception as error:
+        raise refuse_failed_call(place, "state_dict", error) from error
+
+
+def base_at(value: object, core: Core, place: Place) -> Core | None:
+    """Whoever keeps state inside of it that it does not show; see `base_of`."""
+    try:
+        return None if local_optimizer(core, place) is not None else base_of(value, core)
+    except Exception as error:
+        raise refuse_failed_call(place, "state_dict", error) from error
+
+
+def dissect(optimizer: Core, parameters: Parameters, place: Place) -> Anatomy:
     """Read an optimizer through its own state_dict(), whose tensors are the live ones unless it says otherwise.
 
     raises  UnsupportedStateError for a parameter without a name, CollisionError for two of one name
@@ -136,7 +157,7 @@ def dissect(optimizer: torch.optim.Optimizer, parameters: Parameters, place: Pla
 
 
 def _packed(
-    optimizer: torch.optim.Optimizer, place: Place
+    optimizer: Core, place: Place
 ) -> tuple[Mapping[object, object], dict[object, Mapping[object, object]], list[list[object]]]:
     """An optimizer's state_dict(), its slots by number, and the numbers of its parameters, group by group."""
     try:
@@ -157,7 +178,7 @@ _ELSEWHERE = object()  # the number of a parameter whose state another rank keep
 
 
 def _spread(
-    whole: torch.optim.Optimizer, keeper: torch.optim.Optimizer, numbers: list[list[object]]
+    whole: Core, keeper: Core, numbers: list[list[object]]
 ) -> list[list[object]]:
     """The keeper's numbers of the whole optimizer's parameters."""
     known = {
@@ -205,11 +226,12 @@ def _home_by_name(group: Mapping[str, object], i: int, j: int, place: Place) -> 
     )
 
 
-def describe(describer: Describer, optimizer: torch.optim.Optimizer, place: Place) -> Joint:
+def describe(describer: Describer, optimizer: Core, place: Place) -> Joint:
     """Enter an optimizer's tensors; returns its object, as drawn at the top."""
     anatomy = dissect(optimizer, describer.parameters, place)
     inside = place.child("state")
-    slots = _Slots(describer, inside)
+    guarded = {id(one) for one in describer.survey.optimizers}
+    slots = _Slots(describer, inside, lazy=all(id(one) in guarded for one in parts_of(optimizer)))
     state = Joint()
     for member in anatomy.members():
         listed = slots.describe(member)
@@ -235,8 +257,10 @@ def describe(describer: Describer, optimizer: torch.optim.Optimizer, place: Plac
 class _Slots:
     """Enters the slots of one parameter after the other; those that their names tell, many at a time."""
 
-    def __init__(self, describer: Describer, inside: Place) -> None:
+    def __init__(self, describer: Describer, inside: Place, *, lazy: bool) -> None:
+        """`lazy`: nobody changes them but who has waited before."""
         self._describer, self._inside = describer, inside
+        self._role = Role.STEPPED if lazy else Role.OTHER
         self._keys: list[object] = []
         self._names: list[str] = []
         self._values: list[torch.Tensor] = []
@@ -249,7 +273,7 @@ class _Slots:
         for slot, value in member.slots.items():
             if type(value) not in DENSE_TYPES and implicit(slot) and is_dtensor(value):
                 self.enter()
-                self._describer.ledger.enter(inside.called(f"{base}{slot}", (path, slot)), value, lazy=True)  # type: ignore[arg-type]
+                self._describer.ledger.enter(inside.called(f"{base}{slot}", (path, slot)), value, role=self._role)  # type: ignore[arg-type]
                 continue
             if not implicit(slot) or type(value) not in DENSE_TYPES:
                 if not member.here:
@@ -258,7 +282,8 @@ class _Slots:
                 plain = self._describer.key(slot, inside)
                 inner = inside.child(path).child(plain)
                 own = provider_of_tensor(value) is not None
-                node = self._describer.provided(value, inner, lazy=True) if own else self._describer.node(value, inner)
+                describer = self._describer
+                node = describer.provided(value, inner, self._role) if own else describer.node(value, inner)
                 if type(held) is Range and refers_to_tensors(node):
                     raise _not_to_be_told(inner.name)
                 listed[plain] = node
@@ -267,7 +292,7 @@ class _Slots:
             mine = cast("torch.Tensor", value if member.lies is None else member.part_of(value))
             if held is not None and mine.shape == member.parameter.shape:
                 self.enter()
-                self._describer.ledger.enter(inside.called(name, key), mine, within=held, lazy=True)
+                self._describer.ledger.enter(inside.called(name, key), mine, within=held, role=self._role)
             elif not member.here:
                 continue
             elif type(held) is Range and mine.numel() != 1:
@@ -283,8 +308,8 @@ class _Slots:
 
     def enter(self) -> None:
         """Enter what has been collected: before anything else is, so that pieces stay in the state's order."""
-        lazy = [True] * len(self._names)
-        self._describer.ledger.enter_all(self._inside, self._keys, self._names, self._values, lazy=lazy)
+        roles = [self._role] * len(self._names)
+        self._describer.ledger.enter_all(self._inside, self._keys, self._names, self._values, roles=roles)
         self._keys, self._names, self._values = [], [], []
 
 

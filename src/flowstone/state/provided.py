@@ -16,6 +16,7 @@ from flowstone.format import objects
 from flowstone.format.objects import Provided, RefKind, TensorRef
 from flowstone.state.drawn import Drawn
 from flowstone.state.fresh import Fresh, kind_of
+from flowstone.state.ledger import Role
 from flowstone.state.names import Place
 from flowstone.state.provider import Part
 from flowstone.state.records import MISSING, Phase, Shard
@@ -26,20 +27,21 @@ if TYPE_CHECKING:
     from flowstone.state.restore import Restorer
 
 
-def describe(describer: Describer, served: Served, value: object, place: Place, *, lazy: bool = False) -> Provided:
+def describe(describer: Describer, served: Served, value: object, place: Place, role: Role) -> Provided:
     """Enter an object's parts; its small objects are filled in later, by what is put into `describer.late`.
 
-    lazy  whatever holds the object says that all of it is changed by an optimizer's step only
+    role  what the object is to whatever holds it
     """
     drawn = Drawn(served, value, place)
     found = Provided(served.kind, {}, {})
     for part, chunk in drawn.memory():
         inner = drawn.place_of(part)
         within = None if part.box is None else Shard(chunk, part.shape, part.box.offset)
+        own = Role.STEPPED if part.lazy else role
         if isinstance(chunk, torch.Tensor):
-            describer.ledger.enter(inner, chunk, within=within, lazy=lazy or part.lazy)
+            describer.ledger.enter(inner, chunk, within=within, role=own)
         else:
-            describer.ledger.add_array(inner, chunk, within=within, lazy=lazy or part.lazy)
+            describer.ledger.add_array(inner, chunk, within=within, role=own)
         found.parts[part.name] = TensorRef(inner.name, _ref_kind(chunk))
     describer.ledger.split.update(drawn.split)
     if drawn.objects:

@@ -83,7 +83,8 @@ class Described:
 
     layout      what there is: pieces, aliases, and which of them are lazy
     places      parallel to its pieces: where each lies
-    optimizers  every optimizer of the state: each may change lazy pieces in its step
+    optimizers  every optimizer of the state, and inside of those: each may change lazy pieces in its step
+    unguarded   names of optimizers that cannot be made to wait: nothing that they change is lazy
     counters    of what lies there, by which changes that escape the fence are found
 
     What is not bytes comes by `objects` and `per_rank`. Providers make theirs when these are first asked for:
@@ -94,7 +95,8 @@ class Described:
     places: Places
     _objects: Mapping[str, object]
     _per_rank: Mapping[str, object]
-    optimizers: tuple[torch.optim.Optimizer, ...]
+    optimizers: tuple[object, ...]
+    unguarded: tuple[str, ...]
     counters: Counters
     _late: deque[Callable[[], None]] = field(default_factory=deque)
 

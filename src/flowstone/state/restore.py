@@ -15,7 +15,7 @@ from flowstone.errors import StateError
 from flowstone.format import objects
 from flowstone.format.objects import Provided, TensorRef, unsupported
 from flowstone.pieces import Alias, Layout, Memory, Pieces, Places
-from flowstone.state import generators, modules, optimizer_restore, provided, state_dicts, tensors
+from flowstone.state import generators, modules, optimizer_restore, optimizers, provided, state_dicts, tensors
 from flowstone.state.describe import Describer
 from flowstone.state.flat import Flat, Range
 from flowstone.state.fresh import Fitting, Fresh, constant_free, kind_of, refers_to_tensors, without_tensors
@@ -208,12 +208,18 @@ class Restorer:
                 self._flat(cast("Flat", value), node, place)
             case Kind.MODULE:
                 modules.restore(self, cast("torch.nn.Module", value), node, place)
-            case Kind.OPTIMIZER:
-                optimizer_restore.restore(self, cast("torch.optim.Optimizer", value), node, place)
             case Kind.GENERATOR:
                 self._generator(value, node, place)
-            case Kind.STATEFUL:
-                self._stateful(value, node, place)
+            case Kind.OPTIMIZER | Kind.STATEFUL:
+                core = optimizers.core_at(value, place)
+                if core is None or (kind is Kind.STATEFUL and optimizer_restore.read(node) is None):
+                    self._stateful(value, node, place)
+                else:
+                    optimizer_restore.restore(self, core, node, place)
+                    base = optimizers.base_at(value, core, place)
+                    if base is not None and node is not MISSING:
+                        inner = node.get("base", MISSING) if isinstance(node, dict) else MISSING
+                        optimizer_restore.restore(self, base, inner, place.child("base"))
             case Kind.PROVIDED:
                 served = provider_of(value)
                 assert served is not None, "that is what the kind says"

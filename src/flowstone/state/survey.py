@@ -16,6 +16,7 @@ from flowstone.errors import UnsupportedStateError
 from flowstone.format.objects import DEPTH_MAX, unsupported
 from flowstone.state.flat import Flat, FlatHome, Range, Span
 from flowstone.state.fsdp import Wrapped, wrapped
+from flowstone.state.inner import guards_of, is_optimizer
 from flowstone.state.kinds import CONTAINERS, KINDS, PLAIN, STATEFUL, Kind
 from flowstone.state.names import Place, names_below, section_place, strip_wrappers
 from flowstone.state.records import PerRank, Shard
@@ -69,13 +70,16 @@ class Survey:
     shards   path -> the shard that lies there
     flats    flat tensors that the user has declared
     live     ids of containers that hold, at any depth, something to write in place
+    optimizers  all that are to wait before they change anything, those inside of others, too
+    unguarded   names of those that cannot be made to wait
     """
 
     modules: tuple[tuple[Place, torch.nn.Module], ...]
     tensors: tuple[tuple[Place, Sequence[object] | None, Sequence[torch.Tensor]], ...]
     shards: Mapping[str, Shard]
     flats: tuple[tuple[Place, Flat], ...]
-    optimizers: tuple[torch.optim.Optimizer, ...]
+    optimizers: tuple[object, ...]
+    unguarded: tuple[str, ...]
     live: frozenset[int]
     _trees: dict[int, Tree | None] = field(default_factory=dict)
     _wrapped: dict[int, Wrapped | None] = field(default_factory=dict)
@@ -195,8 +199,8 @@ def survey(state: Mapping[str, object], rank: int) -> Survey:
         inner = value.value if isinstance(value, PerRank) else value
         walk.visit(inner, section_place(section, own))
     return Survey(
-        tuple(walk.modules), tuple(walk.tensors), walk.shards, tuple(walk.flats), tuple(walk.optimizers),
-        frozenset(walk.live),
+        tuple(walk.modules), tuple(walk.tensors), walk.shards, tuple(walk.flats), tuple(walk.optimizers.values()),
+        tuple(walk.unguarded), frozenset(walk.live),
     )
 
 
@@ -206,7 +210,8 @@ class _Walk:
         self.tensors: list[tuple[Place, Sequence[object] | None, Sequence[torch.Tensor]]] = []
         self.shards: dict[str, Shard] = {}
         self.flats: list[tuple[Place, Flat]] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
+        self.optimizers: dict[int, object] = {}
+        self.unguarded: list[str] = []
         self.live: set[int] = set()
         self._open: set[int] = set()
 
@@ -226,8 +231,10 @@ class _Walk:
             self.flats.append((place, cast("Flat", value)))
         elif kind is Kind.MODULE:
             self.modules.append((place, cast("torch.nn.Module", value)))
-        elif kind is Kind.OPTIMIZER and not any(value is known for known in self.optimizers):
-            self.optimizers.append(cast("torch.optim.Optimizer", value))
+        elif kind is Kind.OPTIMIZER or (kind is Kind.STATEFUL and is_optimizer(value)):
+            guards = guards_of(value)
+            self.optimizers |= {id(one): one for one in guards}
+            self.unguarded += [] if guards else [place.name]
         elif kind is Kind.PER_RANK:
             raise unsupported(place.name, value, "lies inside another value", "make it a section of the state")
         return True

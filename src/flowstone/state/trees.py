@@ -29,6 +29,7 @@ class Tree:
     values      the module's very tensors
     parameters  per entry: whether it is registered as a parameter
     dense       whether all values are tensors that lie in memory as they are
+    restless    ids of parameters that change without a step, see `restless_in`
     """
 
     keys: Sequence[str]
@@ -36,6 +37,7 @@ class Tree:
     values: Sequence[torch.Tensor]
     parameters: Sequence[bool]
     dense: bool
+    restless: frozenset[int] = frozenset()
 
 
 def tree_of(module: torch.nn.Module) -> Tree | None:
@@ -45,12 +47,15 @@ def tree_of(module: torch.nn.Module) -> Tree | None:
     values: list[torch.Tensor] = []
     parameters: list[bool] = []
     ordinary: dict[type, bool] = {}
+    restless: set[int] = set()
     waiting: list[tuple[torch.nn.Module, str, str, int]] = [(module, "", "", 0)]
     while waiting:
         one, prefix, bare, depth = waiting.pop()
         kind, fields = type(one), vars(one)
         if kind not in ordinary:
             ordinary[kind] = _leaves_state_dict_alone(kind)
+        if issubclass(kind, _RESTLESS):
+            restless |= restless_in(one)
         if not ordinary[kind] or depth > _DEPTH_MAX or not _OVERRIDES.isdisjoint(fields):
             return None
         own, buffers, inner = map(fields.get, _TABLES)
@@ -80,7 +85,20 @@ def tree_of(module: torch.nn.Module) -> Tree | None:
     kinds = set(map(type, values))
     if len(set(keys)) < len(keys) or not all(issubclass(kind, torch.Tensor) for kind in kinds):
         return None
-    return Tree(keys, names, values, parameters, kinds <= DENSE_TYPES)
+    return Tree(keys, names, values, parameters, kinds <= DENSE_TYPES, frozenset(restless))
+
+
+_RESTLESS = (torch.nn.Embedding, torch.nn.EmbeddingBag, torch.optim.swa_utils.AveragedModel)
+
+
+def restless_in(module: torch.nn.Module) -> set[int]:
+    """Ids of the parameters of one module that its own methods change: in a forward, or with an average.
+
+    `max_norm` renormalises rows of an embedding whenever they are looked up.
+    """
+    if isinstance(module, torch.optim.swa_utils.AveragedModel):
+        return set(map(id, module.parameters()))
+    return {id(module.weight)} if isinstance(module, _RESTLESS) and module.max_norm is not None else set()
 
 
 def _leaves_state_dict_alone(kind: type) -> bool:

@@ -15,7 +15,7 @@ from flowstone.state.names import Place
 _MODULE = "torch.distributed.optim.zero_redundancy_optimizer"
 
 
-def local_optimizer(optimizer: torch.optim.Optimizer, place: Place) -> torch.optim.Optimizer | None:
+def local_optimizer(optimizer: object, place: Place) -> torch.optim.Optimizer | None:
     """The optimizer that does this rank's share of a ZeroRedundancyOptimizer's work; None for any other optimizer.
 
     Its groups are parallel to the whole one's, and hold the parameters of which this rank keeps the state.

@@ -86,16 +86,10 @@ class Table(dict[str, Move]):
 
 
 _GONE = "SIGSEGV or SIGBUS: memory that goes away is read as if it were there"
-_FEW = "committed wrong: few bytes were changed by an operation that moves a version counter"
-_AVERAGE = "refused: the average is captured lazily, though no optimizer steps it"
 _LOCKS = "hangs, or raises an error of the library's inside"
 BROKEN: dict[str, str] = {
     "share-memory": _GONE, "put-into-a-queue": _GONE, "free-and-allocate": _GONE, "free-until-needed": _GONE,
     "grow-in-place": _GONE, "resize-array": _GONE, "forbid-reading": _GONE, "cut-a-file": _GONE,
-    "touch-a-row": _FEW, "revive-dead-rows": _FEW, "index-copy": _FEW, "touch-a-view": _FEW, "renormalise-rows": _FEW,
-    "update-average": _AVERAGE, "step-and-average": _AVERAGE,
-    "evaluate-schedule-free": "refused: train() and eval() change weights, and are not waited for as the step is",
-    "wrap-the-optimizer": "saved by numbers, not by names: nobody looks into the wrapper",
     "strike-a-save": "hangs: a save that is struck before it is known is never hurried",
     "alarm-a-save": "the same",
     "strike-a-verb": "a close that is struck leaves the store locked, or hangs",

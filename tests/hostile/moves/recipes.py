@@ -55,6 +55,7 @@ def update_average(trainer: Trainer, chance: Random) -> bool | None:
     """The moving average takes in the weights, whether or not there was a step."""
     if trainer.job.average is None:
         return False
+    trainer.escapes("update-average", lambda one: one.fence == "manual")
     trainer.job.average.update_parameters(trainer.job.model)
     return None
 
@@ -291,6 +292,8 @@ def wrap_the_optimizer(trainer: Trainer, chance: Random) -> bool | None:
 def evaluate_schedule_free(trainer: Trainer, chance: Random) -> bool | None:
     """A schedule-free optimizer swaps weights in place for an evaluation, and back for training."""
     found = [one for one in trainer.job.optimizers if isinstance(one, ScheduleFree)]
+    known = {id(one) for one in found}
+    trainer.escapes("eval", lambda one: one.fence == "manual" or known.isdisjoint(map(id, one.optimizers)))
     for optimizer in found:
         optimizer.eval()
     with torch.no_grad():

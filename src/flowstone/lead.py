@@ -65,12 +65,13 @@ class Lead:
                 f"rank {wrong[0]} has begun to save by an older plan", rank=wrong[0], phase="plan",
                 next="save again: the next plan is a new one",
             )
+        shared = self._share_anew(said, begun) if len(begun) < len(said) else self._shared
+        assert shared is not None, "the first plan is new to all"
         parts = [Part(None)] * len(said)
-        if len(begun) < len(said):
-            told = parts_of(self._share_anew(said, begun))
+        if any(one.plan != self._plan for one in said):  # who has begun by an older one is told of the newest, too
+            told = parts_of(shared)
             parts = [msgspec.structs.replace(one, positions=None) if r in begun else one for r, one in enumerate(told)]
-        assert self._shared is not None, "the first plan is new to all"
-        terms = Terms(self._plan, self.job, self._shared.buffers, self._share_compared(self._shared))
+        terms = Terms(self._plan, self.job, shared.buffers, self._share_compared(shared))
         return Decision(msgspec.msgpack.encode(terms), list(map(msgspec.msgpack.encode, parts)))
 
     def _share_anew(self, said: Sequence[Proposal], begun: Set[int]) -> Share:

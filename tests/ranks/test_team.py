@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from processes import run
+from threads import Job
 
 import flowstone as fs
 from flowstone.errors import RankError
@@ -54,6 +55,32 @@ def test_a_layout_that_changes_on_one_rank_fails_no_save_that_another_has_begun(
         checkpoint = fs.open(tmp_path / "run", step)
         assert checkpoint.verify().sound
         assert set(checkpoint.tensors) == {f"stages.{n}.{name}" for n in (0, 1) for name in ("weight", "bias")}
+
+
+def test_who_has_begun_several_saves_by_an_older_plan_writes_all_of_them_by_the_newest() -> None:
+    """The second of them finds everybody begun: the one rank by the old plan, the other by what it has since become."""
+    def layout(*names: str) -> Layout:
+        pieces = [Piece(name, DTYPES["float32"], (8,), Box.whole((8,))) for name in names]
+        return Layout(Pieces.of(pieces), (), ())
+
+    job, old, new = Job(2), layout("w"), layout("v", "w")
+    teams = [Team(rank, "host") for rank in job.ranks]
+
+    def act(rank: Agreement) -> list[str]:
+        team = teams[rank.rank]
+        first = team.share(1, old)
+        if rank.rank == 0:  # has begun 2 and 3 before it hears of the other's
+            plans = [team.share(step, old, begun=first) for step in (2, 3)]
+        else:
+            plans = [team.share(2, new)]
+            plans.append(team.share(3, new, begun=plans[0]))
+        known = team.assignment(plans[-1].layout)
+        assert known is not None
+        assert known.compared is not None
+        return [one.plan for one in (*plans, known)]
+
+    one, other = job.run(act)
+    assert one == other, "by different plans nothing is committed, now and ever after"
 
 
 def test_a_plan_that_cannot_be_leaves_the_one_before_it_as_it_was() -> None:

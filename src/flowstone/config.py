@@ -65,6 +65,7 @@ DRAFT_TRIES = 16  # of a rank to write into the draft of all, which others that 
 LEAVE_S = 10.0  # that rank 0 waits for others to leave before it
 HEARTBEAT_S = 10.0  # between two lines in the log of who waits for whom
 NOTICE_S = 5.0  # until the first of them
+REJOIN_S = 2.0  # for others to come to their next call, once they have given up the one that this rank has missed
 UNANSWERED_S = 10.0  # for ranks that have not called, where it is known that they will not, or others are held up
 
 # Below this, a gather of windows cannot keep even a slow device busy.

@@ -89,6 +89,19 @@ def test_a_call_that_other_ranks_do_not_make_is_passed_over(rank: int, first: bo
             assert agree(job, made, f"the plan of step {step}") == [Agreed(b"0,1,2", b"")] * SIZE
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_has_missed_a_call_is_met_in_the_next_one_of_the_same_verb(rank: int) -> None:
+    """All ask what is newest, again and again; but one is kept from the first of these calls by an exception."""
+    job = Job(SIZE)
+    others = [other for other in range(SIZE) if other != rank]
+    with opened(job, deadline_s=0.3) as made:
+        agree(job, made, "the plan of step 1")
+        for told in agree(job, made, "which step is the newest", others):
+            assert isinstance(told, RankError)
+        for _ in range(2):
+            assert agree(job, made, "which step is the newest") == [Agreed(b"0,1,2", b"")] * SIZE
+
+
 def test_two_stores_are_told_apart_whoever_comes_first() -> None:
     job = Job(SIZE)
     turn = [threading.Barrier(SIZE) for _ in range(2)]

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from flowstone.config import DEADLINE_S, HEARTBEAT_S, LEAVE_S, POLL_S, SILENCE_S, TREE_FAN
+from flowstone.config import DEADLINE_S, HEARTBEAT_S, LEAVE_S, POLL_S, REJOIN_S, SILENCE_S, TREE_FAN
 from flowstone.errors import RankError
 from flowstone.ranks.board import Board, Mail
 from flowstone.ranks.exchange import Decision, Exchange, Side, TooLateError, Verdict
@@ -115,7 +115,11 @@ class Agreement:
         self, side: Side, phase: str, mine: bytes | Exception, decide: Callable[[Sequence[bytes]], Decision],
         place: int | None,
     ) -> tuple[Exchange, Verdict]:
-        """The next one. Those of which others have given up another call than this are passed over."""
+        """The next one. Those of which others have given up another call than this are passed over.
+
+        It may have been another call of the same verb: then they are in the next one already, or come to it. Else this
+        rank has come too late for its own call, and is told so.
+        """
         while True:
             if self._group is None:
                 counter = f"meet/{hashlib.blake2b((self._label or '').encode(), digest_size=8).hexdigest()}"
@@ -123,14 +127,31 @@ class Agreement:
             else:
                 self._number += 1
                 one = Exchange(side, f"{self._group}{self._number}", phase, place)
-            verdict = self._settle(one, mine, decide)
+            is_late = one.is_over()
+            verdict = self._settle(one, mine, decide, is_late)
             if verdict.group:
                 self._group, side.hearing.serials = f"{verdict.group}/", verdict.serials
                 if self._pulse is not None:
                     self._pulse.group, self._pulse.waits = verdict.group, False
             failure = verdict.failure
-            if failure is None or not failure.is_absence or failure.phase == phase:
+            if failure is None or not failure.is_absence:
                 return one, verdict
+            if failure.phase == phase and not (is_late and self._is_missed(side, phase)):
+                return one, verdict
+
+    def _is_missed(self, side: Side, phase: str) -> bool:
+        """Whether the others are in their next call, and this one is the same: it was another one that they gave up."""
+        if self._group is None:
+            return False  # who meets them anew comes to the same meeting as they do
+        following = Exchange(side, f"{self._group}{self._number + 1}", phase)
+        since = time.monotonic()
+        while not following.is_over():
+            if following.is_awaited():
+                return True
+            if time.monotonic() - since > REJOIN_S:
+                return False
+            time.sleep(POLL_S / 10)
+        return True
 
     def _enter(self, mail: Mail, counter: str, phase: str) -> str:
         """The meeting that is to come. One Checkpointer of a rank at a time."""
@@ -146,9 +167,9 @@ class Agreement:
         return name
 
     def _settle(
-        self, one: Exchange, mine: bytes | Exception, decide: Callable[[Sequence[bytes]], Decision]
+        self, one: Exchange, mine: bytes | Exception, decide: Callable[[Sequence[bytes]], Decision], is_late: bool
     ) -> Verdict:
-        if one.is_over():
+        if is_late:
             if self.rank == 0:
                 self._decided.append(one)
             return one.learn()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import secrets
 import time
@@ -96,6 +97,13 @@ class Exchange:
     def is_over(self) -> bool:
         """Whether it was decided before this rank came to it."""
         return self._mail.is_posted(self._down())
+
+    def is_awaited(self) -> bool:
+        """Whether rank 0 is in it, or somebody waits for rank 0 there, and they agree on the same as this rank."""
+        if self._rank != 0:
+            return self._mail.is_posted(self._here(0))
+        said = [self._mail.read(at) for at in map(self._up, self._children(0)) if self._mail.is_posted(at)]
+        return any(msgspec.msgpack.decode(one, type=list[Said])[0].phase == self._phase for one in said)
 
     # Up
 
@@ -316,7 +324,9 @@ class Exchange:
         return f"{self._name}/up/{rank}"
 
     def _here(self, rank: int) -> str:
-        return f"{self._name}/here/{rank}"
+        """Of rank 0 it says, too, what it is there for: nobody has to read what may be taken down meanwhile."""
+        what = f"/{hashlib.blake2b(self._phase.encode(), digest_size=8).hexdigest()}" if rank == 0 else ""
+        return f"{self._name}/here/{rank}{what}"
 
     @property
     def _claim(self) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from hostile.draw import Drawn, draw
 from hostile.moves import MOVES
 from hostile.nursery import HANGS_S, Line
+from hostile.ranks.replay import replay
 from hostile.shrink import fails_like, kind, played_apart, shrink
 from hostile.trainer import prepare
 
@@ -21,10 +22,15 @@ def main() -> int:
     parser.add_argument("--moves", help="draw from these moves alone, beside what every loop does: fork,share-memory")
     parser.add_argument("--times", type=int, default=1, help="play it so often")
     parser.add_argument("--shrink", action="store_true", help="find the shortest sequence of moves that fails alike")
+    parser.add_argument("--ranks", type=int, help="of a job of so many ranks")
     asked = parser.parse_args()
-    drawn = draw(asked.seed, asked.moves.split(",") if asked.moves else None)
-    if asked.at is not None:
-        drawn = drawn.only([int(at) for at in asked.at.split(",") if at])
+    moves = asked.moves.split(",") if asked.moves else None
+    at = None if asked.at is None else [int(at) for at in asked.at.split(",") if at]
+    if asked.ranks:
+        return replay(asked.seed, asked.ranks, moves, at, times=asked.times, shrinks=asked.shrink)
+    drawn = draw(asked.seed, moves)
+    if at is not None:
+        drawn = drawn.only(at)
     print(describe(drawn))
     prepare()
     with tempfile.TemporaryDirectory() as path:

@@ -19,10 +19,11 @@ SAYS_MAX = 5  # loops that went wrong, of which a report has more than the numbe
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How all loops went."""
+    """How all loops went. `options`: of a replay, beside the seed."""
 
     lines: list[Line]
     counts: Counter[str]
+    options: str = ""
 
     @property
     def wrong(self) -> list[Line]:
@@ -30,9 +31,11 @@ class Report:
 
     def says(self) -> str:
         wrong = self.wrong
-        words = [f"{len(wrong)} of {len(self.lines)} loops went wrong: seeds {[line['seed'] for line in wrong]}"]
+        seeds = [line["seed"] for line in wrong]
+        words = [f"{len(wrong)} of {len(self.lines)} loops went wrong: seeds {seeds}"]
         for line in wrong[:SAYS_MAX]:
-            words += [f"--- python -m hostile --seed {line['seed']} --shrink", *line["moves"], *line["problems"]]
+            replay = f"python -m hostile{self.options} --seed {line['seed']} --shrink"
+            words += [f"--- {replay}", *line["moves"], *line["problems"]]
         return "\n".join(words)
 
     def missed(self, *, times: int) -> list[str]:
@@ -48,13 +51,15 @@ class Report:
 
 def campaign(
     first: int, end: int, path: Path, *, workers: int = 1, moves: tuple[str, ...] = (), mutation: str = "",
+    several_ranks: bool = False,
 ) -> Report:
     """Play the loops of seeds `first` to `end`, shared out to so many programs."""
+    nursery, options = ("hostile.ranks.nursery", " --ranks 4") if several_ranks else ("hostile.nursery", "")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(TESTS)}
     programs = []
     for number in range(workers):
         command = [
-            sys.executable, "-m", "hostile.nursery", "--seeds", f"{first + number}:{end}:{workers}",
+            sys.executable, "-m", nursery, "--seeds", f"{first + number}:{end}:{workers}",
             "--path", str(path / str(number)), "--moves", ",".join(moves), "--mutation", mutation,
         ]
         programs.append(subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, cwd=TESTS, text=True))
@@ -66,4 +71,4 @@ def campaign(
     counts: Counter[str] = Counter()
     for line in lines:
         counts.update(line["counts"])
-    return Report(lines, counts)
+    return Report(lines, counts, options)

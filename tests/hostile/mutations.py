@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from unittest import mock
 
 import flowstone as fs
+from flowstone.lead import Lead
 from flowstone.stage.fence import Fence
 from flowstone.store.moving import LocalWriting
 
@@ -32,9 +33,18 @@ def unfenced() -> Iterator[None]:
 
 
 @contextmanager
+def mixing() -> Iterator[None]:
+    """Nobody compares replicas."""
+    with mock.patch.object(Lead, "replicas_differ", return_value=False):
+        yield
+
+
+@contextmanager
 def none() -> Iterator[None]:
     """The library as it is."""
     yield
 
 
-MUTATIONS: dict[str, Callable[[], AbstractContextManager[None]]] = {"": none, "blind": blind, "unfenced": unfenced}
+MUTATIONS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "": none, "blind": blind, "unfenced": unfenced, "mixing": mixing,
+}

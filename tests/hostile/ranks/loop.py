@@ -1,0 +1,375 @@
+"""One rank of a loop: makes the moves that were drawn, and tells of each save what was to be saved, and how it ended.
+
+All ranks run the same moves with the same chances; a move knows whose part is whose. What a rank tells goes to whoever
+started it as soon as it is known, since it may be killed; that one looks at the files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any, Literal, TypeVar
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import flowstone as fs
+from flowstone.events import Event
+from flowstone.ranks import agree, exchange
+from flowstone.saving import Captures
+from hostile.ranks.draw import DEADLINE_S, Life, Setup
+from hostile.ranks.moves import MOVES, Ending
+from hostile.ranks.oracle import Contents, contents_of
+from hostile.ranks.states import Job
+from hostile.trainer import Struck, descriptors, short
+
+_Result = TypeVar("_Result")
+ENDS_S = 4 * DEADLINE_S  # for a save to come to its end, once somebody waits; for a call to return
+Tell = Callable[[str, dict[str, Any]], None]
+
+
+@dataclass(slots=True, eq=False)
+class Try:
+    """A call of save.
+
+    position  of the move that made it; others at the same place belong to it, whatever their step
+    escaped   moves that may have changed bytes of it on this rank before they were captured
+    excused   why it may fail though nothing escaped
+    error     why the call did not return
+    """
+
+    position: str
+    step: int
+    escaped: list[str] = field(default_factory=list)
+    excused: list[str] = field(default_factory=list)
+    save: fs.Save | None = None
+    error: BaseException | None = None
+
+    @property
+    def open(self) -> bool:
+        return self.save is not None and not self.save.captured.done()
+
+    @property
+    def done(self) -> bool:
+        return self.save is None or self.save.committed.done()
+
+    @property
+    def failure(self) -> BaseException | None:
+        if self.save is None:
+            return self.error
+        return self.save.committed.exception() if self.save.committed.done() else None
+
+
+class Loop:
+    """One rank's loop under way. Moves are functions of it.
+
+    newest   the highest step that any rank has been told to save; the same on all
+    unsettled  why saves may fail until all ranks are together again
+    drifted  replicas are not the same on all ranks, so that no save may be committed
+    known    a save of this layout was committed, and nothing has happened since
+    """
+
+    def __init__(self, setup: Setup, life: Life, number: int, root: Path, tell: Tell) -> None:
+        self.setup, self.life, self.number, self.root, self.tell = setup, life, number, root, tell
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.job = Job(setup.kinds, setup.optimizer, setup.seed + number, large=setup.large)
+        if setup.stepped or number:
+            self.job.step()
+        self.tries: list[Try] = []
+        self.problems: list[str] = []
+        self.counts: Counter[str] = Counter()
+        self.said: list[str] = []
+        self.unsettled: list[str] = []
+        self.drifted = self.known = False
+        self.on_event: Callable[[Event], None] | None = None
+        self.newest, self.position, self.calls = 0, 0, 0
+        self.checkpointer = self.opened()
+
+    def opened(self, path: Path | None = None, **options: Any) -> fs.Checkpointer:
+        setup, self.known = self.setup, False
+        return fs.Checkpointer(
+            path or self.root, keep=setup.keep, budget_bytes=setup.budget_bytes, engine=setup.engine(),
+            on_error=setup.on_error, saves_in_flight=setup.saves_in_flight, deadline_s=DEADLINE_S,  # type: ignore[arg-type]
+            on_event=self._told, **options,
+        )
+
+    def _told(self, event: Event) -> None:
+        if self.on_event is not None:
+            self.on_event(event)
+
+    def problem(self, words: str) -> None:
+        self.problems.append(f"rank {self.rank}: {words}")
+
+    # Verbs
+
+    def call(self, verb: str, act: Callable[[], _Result]) -> _Result | None:
+        """What a verb returns; None where it raises, by name. It comes back in bounded time."""
+        started = time.monotonic()
+        try:
+            return act()
+        except fs.FlowstoneError as error:
+            if not isinstance(error, fs.SaveFailedError) and not self.unsettled:
+                self.problem(f"{verb} raised {short(error)}")
+        except Exception:
+            self.problem(f"{verb} raised {traceback.format_exc()}")
+        finally:
+            taken = time.monotonic() - started
+            if taken > ENDS_S:
+                self.problem(f"{verb} took {taken:.1f} s")
+        return None
+
+    def save(
+        self, fence: Literal["auto", "manual"] = "auto", *, step: int | None = None,
+        state: dict[str, Any] | None = None, excuse: str = "",
+        around: Callable[[Callable[[], fs.Save]], fs.Save] | None = None,
+    ) -> Try:
+        """Save the state as it is, and tell of it before. On all ranks that take part, at the same place."""
+        self.passed_over()
+        one = Try(f"{self.position}.{self.calls}", self.newest if step is None else step)
+        one.excused += [*self.unsettled, *([excuse] if excuse else []), *(["drift"] if self.drifted else [])]
+        contents: Contents = contents_of(self.job.parts())
+        note = {"kinds": list(self.setup.kinds), "steps": self.job.steps}
+        self.tell("try", {"position": one.position, "step": one.step, "contents": contents, "note": note})
+        self.tries.append(one)
+        self.counts["saves"] += 1
+        self.known = self.known and not one.excused
+        whole = self.job.state if state is None else state
+        begin = lambda: self.checkpointer.save(one.step, whole, fence=fence)  # noqa: E731
+        started = time.monotonic()
+        try:
+            one.save = around(begin) if around else begin()
+        except fs.FlowstoneError as error:
+            one.error = error
+            if isinstance(error, fs.SaveFailedError):
+                one.excused.append("an earlier one had failed")
+        except Struck as error:
+            one.error = error
+            one.excused.append("struck")
+        taken = time.monotonic() - started
+        if taken > ENDS_S:
+            self.problem(f"save of step {one.step} stood for {taken:.1f} s")
+        return one
+
+    def passed_over(self) -> None:
+        """A save of which this rank, if no other, is no part."""
+        self.newest += 1
+        self.calls += 1
+
+    def excuse(self, reason: str) -> None:
+        """What is under way may fail."""
+        for one in self.tries:
+            if not one.done:
+                one.excused.append(reason)
+
+    def escapes(self, name: str) -> None:
+        """From here on `name` changes, on this rank, what saves have not captured yet."""
+        for one in self.tries:
+            if one.open:
+                one.escaped.append(name)
+
+    def disturb(self, reason: str) -> None:
+        """Ranks go different ways: until they are together again, saves may fail."""
+        self.known = False
+        self.unsettled.append(reason)
+
+    def train(self) -> None:
+        self.job.step()
+
+    def settle(self) -> None:
+        """Until every save so far has come to its end, and every failure was told."""
+        for _ in range(len(self.tries) + 1):
+            started = time.monotonic()
+            try:
+                self.checkpointer.wait()
+            except fs.SaveFailedError:
+                continue
+            finally:
+                if time.monotonic() - started > ENDS_S:
+                    self.problem(f"wait() stood for {time.monotonic() - started:.1f} s")
+            return
+        self.problem("wait() goes on telling of failures")
+
+    def together(self) -> None:
+        """All ranks have come here, and nothing is under way: the next save has to work."""
+        self.call("wait", self.settle)
+        dist.barrier()
+        self.unsettled.clear()
+
+    def in_step(self) -> None:
+        """The same for any call. A rank that was refused a save may still tell the others, who then lose one call."""
+        behind = bool(self.unsettled)
+        self.call("wait", self.settle)
+        if behind:
+            self.call("latest", self.checkpointer.latest)
+        self.together()
+
+    def made_alike(self) -> None:
+        """Replicas are the same everywhere."""
+        self.together()
+        if self.drifted:
+            self.job.make_alike()
+            self.drifted = False
+
+    def make_known(self) -> None:
+        """A save of all is committed, so that all ranks know what each of them writes."""
+        if not self.known:
+            self.made_alike()
+            self.save()
+            self.together()
+            self.known = True
+
+    def load(self, **options: Any) -> fs.LoadReport | None:
+        """All ranks go back to the newest checkpoint; what they hold then is told."""
+        if self.checkpointer.latest() is None:
+            if any(one.save is not None and one.failure is None for one in self.tries):
+                self.problem("no checkpoint is found, and there was one")
+            return None
+        report = self.checkpointer.load(self.job.state, **options)
+        self.drifted = False
+        self.job.steps = self.job.state["note"]["steps"]
+        least = max((one.step for one in self.tries if self.is_committed(one)), default=0)
+        if "step" not in options and report.step < least:
+            self.problem(f"step {report.step} was loaded, and {least} was committed")
+        self.tell("load", {"step": report.step, "contents": contents_of(self.job.parts()), "steps": self.job.steps})
+        return report
+
+    @staticmethod
+    def is_committed(one: Try) -> bool:
+        return one.save is not None and one.save.committed.done() and one.save.committed.exception() is None
+
+    # The whole
+
+    def run(self) -> dict[str, Any]:
+        """What this rank says in the end."""
+        if self.number:
+            self._guarded("beginning anew", self._begin_anew)
+        for position, name, seed in self.life.moves:
+            self.position = position
+            self.said.append(f"{position} {name}")
+            self.counts[f"made {name}"] += 1
+            if any(one.open for one in self.tries):
+                self.counts[f"met {name}"] += 1
+            self._guarded(f"{position} {name}", lambda name=name, seed=seed: MOVES[name].act(self, Random(seed)))
+        self.position = -1
+        self.on_event = None
+        if self.life.ending is Ending.NONE:
+            self._guarded("the end", self._end)
+        if self.life.ending is not Ending.KILLED:
+            self._guarded("closing", lambda: self._close())
+        return self.report()
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "problems": self.problems, "said": self.said, "counts": dict(self.counts),
+            "tries": [self._ended(one) for one in self.tries],
+        }
+
+    def _guarded(self, where: str, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except Exception:
+            self.problem(f"{where}: {traceback.format_exc()}")
+        except (Struck, KeyboardInterrupt):
+            self.problem(f"{where}: struck out of turn: {traceback.format_exc()}")
+
+    def _begin_anew(self) -> None:
+        """In the store of a job that has ended somehow: bring back what is newest there."""
+        report = self.load()
+        self.newest = 0 if report is None else report.step
+
+    def _end(self) -> None:
+        """What has to work after whatever there was: a save, and a load of it."""
+        self.made_alike()
+        one = self.save()
+        if one.save is None:
+            self.problem(f"the save after all was refused: {short(one.error) if one.error else ''}")
+        else:
+            error = one.save.committed.exception(ENDS_S)
+            if error is not None:
+                self.problem(f"the save after all failed: {short(error)}")
+        dist.barrier()
+        with torch.no_grad():
+            for part in self.job.parts():
+                part.local.zero_()
+        report = self.load()
+        if report is not None and report.step != one.step:
+            self.problem(f"step {one.step} was loaded as {report.step}")
+
+    def _close(self) -> None:
+        started = time.monotonic()
+        with contextlib.suppress(fs.SaveFailedError):
+            self.checkpointer.close()
+        if time.monotonic() - started > ENDS_S:
+            self.problem(f"close() stood for {time.monotonic() - started:.1f} s")
+
+    def _ended(self, one: Try) -> dict[str, Any]:
+        """How a save ended, on this rank."""
+        error = one.failure
+        if one.save is not None and not one.save.committed.done():
+            how = "open"
+        else:
+            how = "committed" if error is None else "failed"
+        return {
+            "position": one.position, "step": one.step, "escaped": one.escaped, "excused": one.excused, "how": how,
+            "kind": "" if error is None else type(error).__name__, "said": "" if error is None else str(error),
+            "named": isinstance(error, fs.FlowstoneError | Struck), "undecided": getattr(error, "undecided", False),
+        }
+
+
+def play(setup: Setup, life: Life, number: int, root: Path, tell: Tell) -> dict[str, Any]:
+    """One life of a job, on this rank; checks that nothing of it stays in this process."""
+    opened, threads = descriptors(), threads_alive()
+    held = mock.patch.object(Captures, "pace", return_value=setup.pace) if setup.pace else contextlib.nullcontext()
+    with held:
+        found = Loop(setup, life, number, root, tell).run()
+    if life.ending is Ending.KILLED:
+        return found
+    gc.collect()
+    if left := descriptors() - opened:
+        found["problems"].append(f"rank {dist.get_rank()}: descriptors were left open: {sorted(left)}")
+    for _ in range(100):
+        if not (threads_alive() - threads):
+            break
+        time.sleep(0.01)
+    else:
+        found["problems"].append(f"rank {dist.get_rank()}: threads go on: {sorted(threads_alive() - threads)}")
+    return found
+
+
+def threads_alive() -> set[str]:
+    return {f"{thread.name} {thread.ident}" for thread in threading.enumerate()}
+
+
+@contextlib.contextmanager
+def hasty() -> Iterator[None]:
+    """What waits for ranks that live and do not come gives up soon: these loops have many of those."""
+    with (
+        mock.patch.object(exchange, "UNANSWERED_S", 1.0), mock.patch.object(exchange, "DEADLINE_MARGIN_S", 0.5),
+        mock.patch.object(agree, "LEAVE_S", 2.0),
+    ):
+        yield
+
+
+def killed_after(delay_s: float) -> None:
+    """This process is killed, in so long."""
+    import signal
+
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, delay_s)
+
+
+def killed() -> None:
+    """This process is killed now."""
+    import signal
+
+    os.kill(os.getpid(), signal.SIGKILL)

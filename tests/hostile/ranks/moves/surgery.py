@@ -1,0 +1,116 @@
+"""What ranks do to tensors between a save and the next step, some of them alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING
+
+import torch
+
+from hostile.moves import surgery
+from hostile.ranks.moves.move import Table, some_rank
+from hostile.ranks.states import EVERYWHERE
+
+if TYPE_CHECKING:
+    from hostile.ranks.loop import Loop
+
+TABLE = Table()
+WAYS = (
+    "add_in_place", "add_through_data", "add_through_numpy", "fill_by_address", "restore_by_copy", "touch_a_row",
+    "index_copy", "touch_a_view",
+)
+COUNTED = ("add_in_place", "touch_a_row", "index_copy", "touch_a_view")
+"""Of these, those that move a version counter."""
+
+
+@dataclass
+class OneRank:
+    """What moves of one rank ask a trainer for: tensors that are captured lazily."""
+
+    tensors: list[torch.Tensor]
+
+    @property
+    def job(self) -> OneRank:
+        return self
+
+    def lazy(self) -> list[torch.Tensor]:
+        return self.tensors
+
+
+def _known(loop: Loop, chance: Random) -> bool:
+    """Whether the layout has been shared out: what is not, is looked at by version counters alone until it is."""
+    if chance.random() < 0.7:
+        loop.make_known()
+    return loop.known
+
+
+@TABLE.move(weight=4)
+def change_on_one_rank(loop: Loop, chance: Random) -> None:
+    """One rank changes tensors while they are captured, in one of the ways of one rank, and changes them back after."""
+    victim, way = some_rank(loop, chance), chance.choice(WAYS if _known(loop, chance) else COUNTED)
+    loop.save()
+    if loop.rank == victim:
+        tensors = loop.job.lazy()
+        kept = [tensor.clone() for tensor in tensors]
+        if tensors:
+            loop.escapes(way)
+            getattr(surgery, way)(OneRank(tensors), chance)
+        loop.call("fence", loop.checkpointer.fence)
+        with torch.no_grad():
+            for tensor, before in zip(tensors, kept, strict=True):
+                tensor.copy_(before)
+    loop.known = False
+
+
+@TABLE.move(weight=2)
+def change_on_all(loop: Loop, chance: Random) -> None:
+    """All change what they hold alike, without a word, while it is captured."""
+    known = _known(loop, chance)
+    loop.save()
+    with torch.no_grad():
+        tensors = loop.job.lazy()
+        if tensors:
+            loop.escapes("change-on-all")
+        for tensor in tensors:
+            (tensor.data if known else tensor).add_(1)
+    loop.known = False
+
+
+@TABLE.move()
+def change_parts(loop: Loop, chance: Random) -> None:
+    """One rank changes what it alone holds, while it is captured: from there on the state is another one."""
+    victim, way = some_rank(loop, chance), chance.choice(WAYS if _known(loop, chance) else COUNTED)
+    loop.save()
+    tensors = loop.job.lazy(replicas=False)
+    if loop.rank == victim and tensors:
+        loop.escapes(way)
+        getattr(surgery, way)(OneRank(tensors), chance)
+    loop.known = False
+
+
+@TABLE.move(weight=2)
+def drift(loop: Loop, chance: Random) -> None:
+    """Replicas of some ranks drift away as a whole: saves fail by name, until they are alike again."""
+    ranks = chance.sample(range(loop.size), chance.randint(1, loop.size - 1)) if loop.size > 1 else []
+    replicas = [
+        part.local for part in loop.job.parts()
+        if part.holding == "replica" and part.name.split(".")[0] in EVERYWHERE and part.local.is_floating_point()
+        and part.local.numel() > 100
+    ]
+    loop.call("fence", loop.checkpointer.fence)
+    if not replicas or not ranks:
+        return
+    loop.make_known()  # a layout that is new may pass over a difference, once
+    loop.drifted, loop.known = True, False
+    with torch.no_grad():
+        for tensor in replicas if loop.rank in ranks else ():
+            tensor.mul_(1.5).add_(1)
+    for _ in range(chance.randint(1, 2)):
+        loop.save()
+
+
+@TABLE.move()
+def make_alike(loop: Loop, chance: Random) -> None:
+    """Replicas are brought back to what rank 0 has."""
+    loop.made_alike()

@@ -1,0 +1,155 @@
+"""What all ranks do alike, at about the same time."""
+
+from __future__ import annotations
+
+import gc
+import time
+from random import Random
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+import flowstone as fs
+from hostile.ranks.moves.move import Table, some_rank
+from hostile.ranks.oracle import steps_in
+
+if TYPE_CHECKING:
+    from hostile.ranks.loop import Loop
+
+TABLE = Table()
+
+
+@TABLE.move(weight=6, basic=True)
+def save(loop: Loop, chance: Random) -> None:
+    """Saves, and goes on."""
+    loop.save()
+
+
+@TABLE.move(weight=2)
+def save_by_hand(loop: Loop, chance: Random) -> None:
+    """Saves with fence="manual", and calls fence() before the next step."""
+    loop.save("manual")
+    loop.call("fence", loop.checkpointer.fence)
+
+
+@TABLE.move(weight=2, basic=True)
+def save_and_wait(loop: Loop, chance: Random) -> None:
+    """Saves, and waits until it is durable."""
+    one = loop.save()
+    if one.save is not None:
+        one.save.committed.exception(30)
+
+
+@TABLE.move(weight=5, basic=True)
+def train(loop: Loop, chance: Random) -> None:
+    """A step of training."""
+    loop.train()
+
+
+@TABLE.move(weight=2)
+def save_every_step(loop: Loop, chance: Random) -> None:
+    """Saves after each of some steps."""
+    for _ in range(chance.randint(2, 4)):
+        loop.train()
+        loop.save()
+
+
+@TABLE.move()
+def straggle(loop: Loop, chance: Random) -> None:
+    """One rank is late for a save, and the others have gone on to train."""
+    late, delay_s = some_rank(loop, chance), chance.random() * 0.4
+    if loop.rank == late:
+        gc.collect()
+        time.sleep(delay_s)
+    loop.save()
+    loop.train()
+
+
+@TABLE.move()
+def communicate_meanwhile(loop: Loop, chance: Random) -> None:
+    """A collective is under way around a save, which some ranks begin before it and some behind."""
+    value, behind = torch.ones(1000), chance.random() < 0.5
+    work = dist.all_reduce(value, async_op=True)
+    if behind and loop.rank % 2:
+        work.wait()
+    loop.save()
+    work.wait()
+    if value[0] != loop.size:
+        loop.problem("a collective beside a save has another sum")
+
+
+@TABLE.move(weight=2)
+def wait(loop: Loop, chance: Random) -> None:
+    """Waits for every save so far."""
+    loop.call("wait", loop.settle)
+
+
+@TABLE.move()
+def latest(loop: Loop, chance: Random) -> None:
+    """All ask for the newest checkpoint."""
+    loop.in_step()
+    found = loop.call("latest", loop.checkpointer.latest)
+    least = max((one.step for one in loop.tries if loop.is_committed(one)), default=-1)
+    if (-1 if found is None else found.step) < least:
+        loop.problem(f"the newest is {found}, and {least} was committed")
+
+
+@TABLE.move()
+def load(loop: Loop, chance: Random) -> None:
+    """All go back to the newest checkpoint."""
+    loop.in_step()
+    loop.load(stage=chance.random() < 0.2)
+
+
+@TABLE.move()
+def rewind(loop: Loop, chance: Random) -> None:
+    """Newer steps are set aside, and are saved anew from there."""
+    loop.in_step()
+    steps = sorted(steps_in(loop.root))
+    dist.barrier()
+    if not steps or loop.setup.keep is not None:
+        return
+    back_to = chance.choice(steps)
+    loop.call("rewind", lambda: loop.checkpointer.rewind(back_to))
+    loop.tries = [one for one in loop.tries if one.step <= back_to]
+    loop.tell("rewound", {"step": back_to})
+    loop.newest = back_to
+    dist.barrier()
+
+
+@TABLE.move()
+def reopen(loop: Loop, chance: Random) -> None:
+    """All close their Checkpointers, some sooner than others, and make new ones."""
+    late = chance.randrange(loop.size)
+    if loop.rank == late:
+        time.sleep(chance.random() * 0.2)
+    if loop.unsettled:
+        loop.together()
+    loop._close()
+    loop.checkpointer = loop.opened()
+
+
+@TABLE.move()
+def change_in_place_of_a_step(loop: Loop, chance: Random) -> None:
+    """All call fence(), and change what they hold alike, as is allowed."""
+    loop.call("fence", loop.checkpointer.fence)
+    with torch.no_grad():
+        for tensor in loop.job.lazy():
+            tensor.mul_(1.5)
+
+
+@TABLE.move()
+def use_after_close(loop: Loop, chance: Random) -> None:
+    """All close, are refused by name, and make new ones."""
+    if loop.unsettled:
+        loop.together()
+    loop._close()
+    for verb in (loop.checkpointer.latest, loop.checkpointer.wait):
+        try:
+            verb()
+            loop.problem("a closed Checkpointer works")
+        except fs.ClosedError:
+            continue
+    loop.train()
+    loop.checkpointer = loop.opened()

@@ -17,12 +17,12 @@ def kind(problems: Sequence[str]) -> str:
     """What the first problem is like, without its numbers and names; empty where there is none."""
     if not problems:
         return ""
-    first = problems[0].splitlines()[0]
+    first, *_ = lines = problems[0].strip().splitlines() or ["it says nothing"]
     if first.startswith(("it died", "it hung")):
         return first
     if "COMMITTED WRONG" in first:
         return "wrong"
-    last = problems[0].strip().splitlines()[-1] if "Traceback" in problems[0] else first
+    last = lines[-1] if "Traceback" in problems[0] else first
     return re.sub(r"(step )?\d+|['\"].*", "", last)[:60]
 
 

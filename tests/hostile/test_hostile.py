@@ -9,7 +9,7 @@ import pytest
 from hostile.campaign import Report, campaign
 from hostile.draw import draw
 from hostile.moves import BROKEN, MOVES, Detection
-from hostile.shrink import shrink
+from hostile.shrink import kind, shrink
 
 SOAKED = range(1000, 21_000)
 
@@ -46,6 +46,14 @@ def test_a_loop_is_shrunk_to_the_moves_that_matter() -> None:
     shortest, positions = shrink(drawn, lambda loop: guilty <= set(loop.moves))
     assert positions == (2, 7)
     assert set(shortest.moves) == guilty
+
+
+def test_a_problem_of_any_text_is_of_some_kind() -> None:
+    assert kind([]) == ""
+    assert kind([""]) == kind(["\n"]) != ""
+    assert kind(["it hung after 20 s", "more"]) == "it hung after 20 s"
+    traces = ["Traceback of it:\n  File x\nKeyError: 'exp_avg'\n"], ["Traceback\nKeyError: 3"]
+    assert [kind(one) for one in traces] == ["KeyError: "] * 2
 
 
 def test_a_library_that_hears_of_no_change_is_found_to_commit_wrong_bytes(tmp_path: Path) -> None:

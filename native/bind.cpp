@@ -356,7 +356,11 @@ void bind_rows(nb::module_& module) {
                 digests = sample_digests(*rows.held);
             }
             return to_numpy(std::move(digests));
-        });
+        })
+        .def("copy", [](const PyWriteRows& rows, std::size_t row, std::uint64_t begin, std::uint64_t end, std::uintptr_t target) {
+            const Unlocked unlocked;
+            return copy_part(*rows.held, row, begin, end, reinterpret_cast<std::byte*>(target));
+        }, "row"_a, "begin"_a, "end"_a, "target"_a);
     nb::class_<PyReadRows>(module, "ReadRows")
         .def("__init__", [](PyReadRows* self, const Array& file, const Array& offset, const Array& length, const Array& address,
                             const Array& chunk, const Array& first, const Array& last, const Array& layout,

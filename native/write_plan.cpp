@@ -230,6 +230,13 @@ int copy_row(const WriteRows& rows, const WriteRow& row, std::uint64_t begin, st
     return live.read(out, row.source() + begin, end - begin);
 }
 
+int copy_part(const WriteRows& rows, std::size_t row, std::uint64_t begin, std::uint64_t end, std::byte* out) {
+    if (row >= rows.rows.size() || begin > end || end > rows.rows[row].length || rows.rows[row].device != on_host)
+        throw std::invalid_argument("no such part of a row on the host");
+    LiveAccess live;
+    return copy_row(rows, rows.rows[row], begin, end, out, live);
+}
+
 std::vector<WriteWindow> plan_windows(const WriteRows& rows, std::uint64_t request_bytes) {
     std::vector<WriteWindow> windows;
     const std::vector<WriteRow>& all = rows.rows;

@@ -63,6 +63,9 @@ std::optional<DirectPlan> plan_direct(const WriteRows& rows, const WriteWindow& 
 /// Row bytes [begin, end), counted from the row's start, to `out`. The row is on the host. 0, or why not (LiveAccess::read).
 int copy_row(const WriteRows& rows, const WriteRow& row, std::uint64_t begin, std::uint64_t end, std::byte* out, LiveAccess& live);
 
+/// The same of row number `row`, for who has nothing to copy with. Throws std::invalid_argument where there is no such part.
+int copy_part(const WriteRows& rows, std::size_t row, std::uint64_t begin, std::uint64_t end, std::byte* out);
+
 /// Make `image` the run's exact bytes, gaps zero, and digest every chunk that starts in the run
 /// (also where it goes on past the run's end). What is digested is the image, not the source, so the
 /// digests are those of what will be written whatever happens to the source; `watch` is told what was seen.

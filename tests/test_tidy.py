@@ -41,14 +41,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "messages": _BASE | {"format", "plan", "store"},
     "lead": _BASE | {"format", "plan", "store", "commit", "ranks", "messages"},
     "team": _BASE | {"format", "plan", "store", "commit", "ranks", "lead", "messages"},
+    "changed": {"config", "errors"},
+    "unplanned": _BASE | {"stage", "state", "saves", "changed"},
     "saving": _BASE | {"format", "plan", "store", "stage", "commit", "state", "saves", "messages", "team"}
-    | {"_native"},
+    | {"changed", "unplanned", "_native"},
     "together": _BASE | {"ranks", "team", "turns"},
     "loading": _BASE | {"format", "plan", "store", "stage", "state", "reader", "together", "progress"},
     "explaining": _BASE | {"calls", "format", "plan", "loading", "reader", "ranks"},
     "checkpointer": _BASE
     | {"format", "store", "stage", "commit", "state", "reader", "saves", "in_flight", "saving", "loading"}
-    | {"team", "together", "threads", "turns", "calls", "ending", "telling", "writer_lock", "_native"},
+    | {"team", "together", "threads", "turns", "calls", "ending", "telling", "unplanned", "writer_lock"}
+    | {"_native"},
     "study": _BASE | {"format", "plan", "store", "stage", "commit", "reader", "_native"},
     "cli": _BASE | {"format", "reader", "progress", "demo", "cli_ls", "cli_output", "cli_bench", "cli_tune"},
     "cli_ls": {"calls", "errors", "format", "store", "commit", "cli_output"},

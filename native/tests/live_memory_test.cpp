@@ -256,4 +256,18 @@ TEST_CASE("samples of what is not there are an error, not a digest") {
     CHECK_THROWS_AS(sample_digests(rows), std::system_error);
 }
 
+TEST_CASE("a part of a row is copied as it is, or is an error where it is not there any more") {
+    const Pages pages(mib);
+    WriteRows rows;
+    rows.rows.push_back(lazy_row(0, mib, pages.address(), rows));
+    std::vector<std::byte> out(mib);
+    CHECK(copy_part(rows, 0, 5000, mib, out.data()) == 0);
+    CHECK(std::memcmp(out.data(), pages.start() + 5000, mib - 5000) == 0);
+    CHECK_THROWS_AS(copy_part(rows, 0, 0, mib + 1, out.data()), std::invalid_argument);
+    CHECK_THROWS_AS(copy_part(rows, 1, 0, 1, out.data()), std::invalid_argument);
+    pages.take(mib - page, mib);
+    CHECK(copy_part(rows, 0, 0, mib - page, out.data()) == 0);
+    CHECK(copy_part(rows, 0, 0, mib, out.data()) == EFAULT);
+}
+
 }  // namespace flowstone

@@ -184,6 +184,8 @@ class WriteRows:
 
         Rows of equal bytes and seeds have equal digests, wherever they lie. All rows are to be lazy.
         """
+    def copy(self, row: int, begin: int, end: int, target: int) -> int:
+        """Copy bytes [begin, end) of a row on the host to the address `target`. 0, or errno: EFAULT: it is gone."""
 
 class ReadRows:
     """Columns of equal length n; row i wants chunks first[i]..last[i] (half open) of one stored extent.

@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from functools import partial
 from types import TracebackType
-from typing import Literal, cast
+from typing import Literal, TypeAlias, cast
 
 from flowstone import _native, calls, loading, saving, threads
 from flowstone.commit import catalog
@@ -59,9 +60,11 @@ from flowstone.store.local import LocalStore
 from flowstone.telling import Teller
 from flowstone.together import Together
 from flowstone.turns import Turn, one_at_a_time
+from flowstone.unplanned import Unplanned
 from flowstone.writer_lock import as_writer, caller
 
 _log = logging.getLogger("flowstone")
+Begin: TypeAlias = Callable[[Planned, Described], Flight]
 
 
 class Checkpointer:
@@ -119,7 +122,7 @@ class Checkpointer:
         self._watcher = ThreadPoolExecutor(1, thread_name_prefix="flowstone-capture", initializer=background)
         self._fence = Fence(self._before_step)
         self._arena: _native.Arena | None = None
-        self._planned: Planned | None = None  # for the last save
+        self._planned: Planned | None = None  # for the last save; either thread replaces it, and nothing depends on it
         self._frozen = Frozen(saving.first_samples)
         self._emit = Teller(on_event, self._store.location)
         self._store_writer = StoreWriter(self._store, keep, self._emit.removed, self._emit.left)
@@ -282,7 +285,9 @@ class Checkpointer:
     ) -> Save:
         """Describe the state and start its capture. `waited`: when what had to be waited for was over."""
         team, rank, known = self._together.team, self._together.rank, self._planned
-        layout = None if known is None or (team and not team.assignment(known.layout)) else known.layout
+        may_begin = known is not None and (team is None or team.assignment(known.layout) is not None)
+        may_begin &= not self._captures.wait_for_plan()
+        layout = known.layout if known is not None and may_begin else None
         copied_bytes_max = self._opened_arena().budget_bytes // 2 if team else None
         if known is None and (idiom := found_in(state)):
             warn_of_save(idiom)
@@ -293,21 +298,20 @@ class Checkpointer:
         self._fence.tell(described.unguarded)
         described_at = time.monotonic()
 
-        def begin(planned: Planned) -> Flight:
+        def begin(planned: Planned, described: Described) -> Flight:
             plan, now = planned.plan, time.monotonic()
             spent = described_at - waited, now - described_at, waited - started
             self._emit(SaveStarted(step, len(plan.pieces), plan.bytes, planned is known, *spent))
             return self._start(save, planned, described, started, this_try, looked)
 
         save = Save(step)
-        assignment = None if team is None else team.assignment(described.layout)
+        assignment = team.assignment(described.layout) if team is not None and may_begin else None
         looked = None if team is None else saving.look(step, described, assignment)
-        if team is not None and assignment is None:
-            described = saving.held(described, fence=fence)
-            self._save_once_planned(save, described, fence, begin)
+        if looked is not None and assignment is None:
+            self._save_once_planned(save, described, looked, fence, begin, started)
             return save
         self._planned = planned = saving.plan_save(described, known, fence=fence, rank=rank, assignment=assignment)
-        self._go_on_without_caller(begin(planned))
+        self._go_on_without_caller(begin(planned, described))
         return save
 
     def _start(
@@ -317,43 +321,51 @@ class Checkpointer:
         if planned.waiter == "optimizers" and planned.plan.lazy_bytes:
             self._fence.guard(described.optimizers)
         identity = None if self._together.team is None else self._together.team.draft_name(this_try)
-        return saving.start(self._store, save, planned, described, arena, pace, started, identity, looked)
+        spare_bytes = self._captures.spare_bytes(arena)
+        return saving.start(self._store, save, planned, described, arena, pace, started, spare_bytes, identity, looked)
 
     def _save_once_planned(
-        self, save: Save, described: Described, fence: Literal["auto", "manual"], begin: Callable[[Planned], Flight]
+        self, save: Save, described: Described, looked: Looked, fence: Literal["auto", "manual"], begin: Begin,
+        started: float,
     ) -> None:
         """The first save of a layout by several ranks: it begins once they have agreed who writes what.
 
-        What must not change before it is captured has been copied; the rest is lazy, and waited for by the fence.
+        What must not change before it is captured is copied; the rest is lazy, and the fence copies what is left of it.
         """
         self._fence.guard(described.optimizers)
-        self._opened_arena()
-        save.captured.hurry = save.committed.hurry = self._captures.hurry
-        self._captures.expect(save)
+        arena = self._opened_arena()
         streams = as_on_this_thread(memory.device for memory in described.places.apart.values())
-        self._writer.submit(self._begin_and_finish, save, described, fence, begin, streams)
+        unplanned = saving.unplanned(save, described, looked.samples, started, fence=fence)
+        save.captured.hurry, save.committed.hurry = partial(self._captures.hold, arena), self._captures.hurry
+        if unplanned.is_held:
+            save.captured.tell()
+        self._captures.expect(unplanned)
+        self._writer.submit(self._begin_and_finish, unplanned, described, fence, begin, streams)
         self._in_flight.add(save)
 
     def _begin_and_finish(
-        self, save: Save, described: Described, fence: Literal["auto", "manual"], begin: Callable[[Planned], Flight],
+        self, unplanned: Unplanned, described: Described, fence: Literal["auto", "manual"], begin: Begin,
         streams: Callable[[], AbstractContextManager[object]],
     ) -> None:
         """On the writer thread: all of a save whose plan the ranks have yet to agree on."""
         assert self._together.team is not None
+        save = unplanned.save
         try:
-            planned = saving.plan_together(save.step, described, self._together.team, fence=fence)
+            self._planned = planned = saving.plan_together(save.step, described, self._together.team, fence=fence)
             try:
                 with streams():
-                    flight = begin(planned)
+                    flight = begin(planned, unplanned.take())
             except Exception as error:
                 self._together.team.give_up(save.step, error)
                 raise
         except Exception as error:
+            unplanned.let_go()
             self._end_badly(save, error)
             return
+        flight.blocked_s = unplanned.blocked_s
         flight.writing.hurry()
-        self._planned = planned
         self._watch(flight)
+        unplanned.let_go()
         self._finish(flight, shared=True)
 
     def _go_on_without_caller(self, flight: Flight) -> None:
@@ -388,7 +400,7 @@ class Checkpointer:
         try:
             self._emit(flight.captured())
         finally:  # whatever happens, somebody may be waiting
-            flight.save.captured.set_result(None)
+            flight.save.captured.tell()
 
     def _finish(self, flight: Flight, *, shared: bool = False) -> None:
         """The background half of a save, on the writer thread: its outcome is the future's, whatever it is.
@@ -407,12 +419,11 @@ class Checkpointer:
         self._emit(Committed(save.step, plan.file_bytes, time.monotonic() - flight.started))
         save.committed.set_result(Checkpoint(self._store, step_directory(save.step), self._options, manifest))
         # A larger arena shortens what a save waits for. Touching fresh pages is slower than a device, so no save waits.
-        self._opened_arena().grow(plan.file_bytes - plan.lazy_bytes, when_idle=True)
+        self._captures.grow(self._opened_arena(), plan.file_bytes - plan.lazy_bytes)
         self._store_writer.retain(save.step)
 
     def _end_badly(self, save: Save, error: BaseException) -> None:
-        if not save.captured.done():
-            save.captured.set_result(None)
+        save.captured.tell()
         self._emit(SaveFailed(save.step, str(error)))
         save.committed.set_exception(without_frames(error))
 
@@ -468,7 +479,7 @@ class Checkpointer:
         if fenced.waited_s > FENCE_WAIT_S and self._arena is not None:
             # Steps are shorter than writes: next time there is more memory to copy into.
             more = self._arena.touched_bytes + int(fenced.waited_s * COPY_BYTES_PER_S)
-            self._arena.grow(min(more, self._captures.arena_bytes), when_idle=True)
+            self._captures.grow(self._arena, min(more, self._captures.arena_bytes))
 
     @one_at_a_time
     def wait(self) -> None:

@@ -26,7 +26,7 @@ class SaveStarted:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """The state may change from here on.
+    """The state may change from here on; or has been able to, since a step copied what had no plan yet.
 
     blocked_s     what the caller waited in `save`, all told
     captured_s    since `save` was called

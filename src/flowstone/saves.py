@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -37,6 +38,11 @@ class HurriedFuture(Future[_Result], Generic[_Result]):
         if not self.done():
             self.hurry()
         return super().exception(timeout)
+
+    def tell(self: HurriedFuture[None]) -> None:
+        """It is done, whoever says so first. Any thread."""
+        with suppress(InvalidStateError):
+            self.set_result(None)
 
 
 def _nothing() -> None: ...

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from flowstone import _native
 from flowstone._version import __version__
+from flowstone.changed import state_changed
 from flowstone.commit import publish
 from flowstone.commit.contents import encode_sections, join_objects
 from flowstone.config import (
@@ -24,7 +25,6 @@ from flowstone.config import (
     CHUNK_BYTES,
     DRAFT_TRIES,
     FIRST_ARENA_BYTES,
-    NAMES_TOLD,
     PACKED_BELOW_BYTES,
     Tuning,
 )
@@ -42,6 +42,7 @@ from flowstone.stage.samples import Samples, take_samples
 from flowstone.state import CounterCheck, Described
 from flowstone.store.base import Pace, Receipt, Store, Writing
 from flowstone.team import Team
+from flowstone.unplanned import Unplanned
 
 Waiter: TypeAlias = Literal["nobody", "optimizers", "caller"]
 """Who will wait for the capture before changing what is captured lazily."""
@@ -160,7 +161,7 @@ class Captures:
         """`cap` is what saves may write, in bytes per second; None for what the device gives."""
         self._cap = cap
         self._flights: list[Flight] = []  # replaced, never changed: `hurry` may come from any thread
-        self._to_come: list[Save] = []  # that begin in the background, once it is known what they write
+        self._to_come: list[Unplanned] = []  # that begin in the background, once it is known what they write
         self._left_alone: float | None = None  # since when the last save leaves training alone
         self._leisures_s: tuple[float, ...] = ()  # the last four; replaced, as another thread may look
         self.arena_bytes = 0  # that would hold all of the last save
@@ -171,9 +172,30 @@ class Captures:
         self._left_alone = time.monotonic()
         self.arena_bytes = flight.arena_bytes
 
-    def expect(self, save: Save) -> None:
+    def expect(self, one: Unplanned) -> None:
         """A save begins in the background; `add` does not follow, and its capture knows no leisure."""
-        self._to_come = [*(other for other in self._to_come if not other.captured.done()), save]
+        self._to_come = [*(other for other in self._to_come if not other.is_over), one]
+
+    def wait_for_plan(self) -> bool:
+        """Whether a save has yet to begin: those after it wait for their turn, as what they write may change, too."""
+        return any(one.is_pending for one in self._to_come)
+
+    def hold(self, arena: _native.Arena) -> None:
+        """Copy what has no plan yet, oldest first, within the budget: the arena's. Any thread."""
+        if os.getpid() != self._pid:
+            return
+        kept_bytes = max(arena.touched_bytes, min(FIRST_ARENA_BYTES, arena.budget_bytes // 2))
+        for one in self._to_come:
+            if not one.save.captured.done() and one.hold(self.spare_bytes(arena) - kept_bytes):
+                one.save.captured.tell()
+
+    def spare_bytes(self, arena: _native.Arena) -> int:
+        """What such copies leave of the budget: the arena grows no further."""
+        return arena.budget_bytes - sum(one.held_bytes for one in self._to_come)
+
+    def grow(self, arena: _native.Arena, total_bytes: int) -> None:
+        """Once no save uses it."""
+        arena.grow(min(total_bytes, self.spare_bytes(arena)), when_idle=True)
 
     def pace(self, plan: WritePlan, tuning: Tuning) -> Pace:
         """Lazy capture is to be done when the fence comes, and no sooner: training has the machine.
@@ -198,12 +220,12 @@ class Captures:
             self._leisures_s = (*self._leisures_s, started - self._left_alone)[-4:]
             self._left_alone = None
         self._flights = waiting = [flight for flight in self._flights if not flight.save.captured.done()]
-        to_come = [save for save in self._to_come if not save.captured.done()]
+        to_come = [one.save for one in self._to_come if not one.save.captured.done()]
         for flight in waiting:
             flight.release_sources()
         for save in to_come:
-            save.captured.result()
-        self._flights, self._to_come = [], []
+            save.captured.result()  # which holds what it can
+        self._flights = []
         steps = [*(flight.save.step for flight in waiting), *(save.step for save in to_come)]
         return Fenced(max(steps), time.monotonic() - started) if steps else None
 
@@ -260,15 +282,18 @@ def first_samples(pieces: Pieces, places: Places) -> NDArray[np.uint16]:
     return take_samples(places, np.arange(len(lengths)), lengths, seed=0).digests()
 
 
-def held(described: Described, *, fence: Literal["auto", "manual"]) -> Described:
-    """The same, with copies of all that would have to be captured before `save` returns."""
+def unplanned(
+    save: Save, described: Described, seen: Samples, started: float, *, fence: Literal["auto", "manual"]
+) -> Unplanned:
+    """A save that waits for its plan, with copies of all that would have to be captured before `save` returns."""
     lazy = _lazy(described, _waiter(described, fence))
     pieces = described.pieces
     late = np.array([one.bytes >= PACKED_BELOW_BYTES for one in pieces], np.bool_) & np.array(lazy or False, np.bool_)
     described.counters.begin(late)
     early = np.flatnonzero(~late).tolist()
     _ = described.objects, described.per_rank
-    return replace(described, places=hold(pieces, described.places, early))
+    described = replace(described, places=hold(pieces, described.places, early))
+    return Unplanned(save, described, late, seen, lazy or (False,) * len(pieces), time.monotonic() - started)
 
 
 def _waiter(described: Described, fence: Literal["auto", "manual"]) -> Waiter:
@@ -286,10 +311,11 @@ def _lazy(described: Described, waiter: Waiter) -> Sequence[bool]:
 
 def start(
     store: Store, save: Save, planned: Planned, described: Described, arena: _native.Arena, pace: Pace, started: float,
-    identity: str | None = None, looked: Looked | None = None,
+    spare_bytes: int, identity: str | None = None, looked: Looked | None = None,
 ) -> Flight:
     """Start a save. Blocks until what is not lazy is captured; what fails up to then leaves no draft.
 
+    spare_bytes  that the arena may come to
     identity  of the checkpoint to be, where several ranks make it
     looked    in such a job: what this rank has seen of what it will compare
     """
@@ -300,7 +326,7 @@ def start(
     try:
         staged = _capture_into(store, draft, planned, places, arena, pace, tries=1 if identity is None else DRAFT_TRIES)
         arena_bytes = _arena_bytes(plan, staged, arena)
-        arena.grow(min(arena_bytes, FIRST_ARENA_BYTES))
+        arena.grow(min(arena_bytes, FIRST_ARENA_BYTES, spare_bytes))
         sections = _encode_while_captured(staged, plan, described)
     except BaseException as error:
         if identity is None:
@@ -379,7 +405,7 @@ def receipt_of(flight: Flight) -> Receipt:
     if receipt.error is not None:
         raise receipt.error
     if counted:
-        raise _named(counted, path=flight.draft.directory, offset=0, length=0, gone=False)
+        raise state_changed(counted, path=flight.draft.directory)
     return receipt
 
 
@@ -457,7 +483,7 @@ def _with_names(error: StateChangedError, flight: Flight, counted: tuple[str, ..
     inside = [number for number, segment in enumerate(plan.segments) if error.path.endswith(f"/{segment.name}")]
     names = [plan.pieces.names[at] for at in np.flatnonzero(hit & np.isin(plan.segment, inside)).tolist()]
     told = tuple(dict.fromkeys([*names, *(() if error.gone else counted)]))
-    return _named(told, path=error.path, offset=error.offset, length=error.length, gone=error.gone)
+    return state_changed(told, path=error.path, offset=error.offset, length=error.length, gone=error.gone)
 
 
 def _gone(flight: Flight, pieces: NDArray[np.int64]) -> StateChangedError:
@@ -466,18 +492,4 @@ def _gone(flight: Flight, pieces: NDArray[np.int64]) -> StateChangedError:
     names = tuple(plan.pieces.names[at] for at in pieces.tolist())
     path = f"{flight.draft.directory}/{plan.segments[int(plan.segment[first])].name}"
     offset, length = int(flight.staged.offsets[first]), int(plan.length[first])
-    return _named(names, path=path, offset=offset, length=length, gone=True)
-
-
-def _named(names: tuple[str, ...], *, path: str, offset: int, length: int, gone: bool) -> StateChangedError:
-    told = ", ".join(names[:NAMES_TOLD]) + f" and {len(names) - NAMES_TOLD} more" * (len(names) > NAMES_TOLD)
-    if gone:
-        what = f"the memory of {told} went away"
-        remedy = "call fence() before you share, resize or free the memory of what is being saved"
-    else:
-        what = f"{told} changed"
-        remedy = "change parameters in an optimizer that is in the state, or call fence() before you change them"
-    was = "it was" if len(names) == 1 or gone else "they were"
-    return StateChangedError(
-        f"{what} before {was} captured", path=path, offset=offset, length=length, names=names, gone=gone, next=remedy
-    )
+    return state_changed(names, path=path, offset=offset, length=length, gone=True)

@@ -18,7 +18,7 @@ import msgspec
 
 from flowstone.commit import publish
 from flowstone.config import CATCH_UP_CALLS
-from flowstone.errors import RankError
+from flowstone.errors import RankError, StateChangedError
 from flowstone.format.manifest import (
     INDEX_NAME,
     MANIFEST_NAME,
@@ -150,7 +150,8 @@ class Team:
 
     def give_up(self, step: int, error: Exception) -> None:
         """Tell the others that this rank writes nothing of a `step` that was planned, because of `error`."""
-        self._mine = None
+        if not isinstance(error, StateChangedError):  # which is no fault of the plan's
+            self._mine = None
         try:
             self._agreement.agree(f"the commit of step {step}", error, lambda _: Decision(), place=_before(step))
         except Exception as told:

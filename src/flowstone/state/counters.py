@@ -44,6 +44,11 @@ class Counters:
         self._rows: NDArray[np.int64] | None = None
         self._counted = np.zeros(0, np.int64)
 
+    @classmethod
+    def none(cls) -> Counters:
+        """Of nothing that anybody may change."""
+        return cls((), (), np.zeros(0, np.uint64), np.zeros(0, np.int64))
+
     def begin(self, late: NDArray[np.bool_]) -> None:
         """Count from now on, for those pieces that are captured late. A second call changes nothing."""
         if self._rows is None:

@@ -1,0 +1,136 @@
+"""A save without a plan: what a step copies of it, and what the writer's thread takes meanwhile, in a forced order."""
+
+from __future__ import annotations
+
+import threading
+import time
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from flowstone import unplanned
+from flowstone.errors import StateChangedError
+from flowstone.saves import Save
+from flowstone.saving import look
+from flowstone.saving import unplanned as made_of
+from flowstone.stage.hold import hold_one
+from flowstone.stage.landing import host_array
+from flowstone.state import Described, describe
+from flowstone.unplanned import Unplanned
+
+ROOM = 1 << 30
+
+
+def weights() -> dict[str, torch.Tensor]:
+    """One as it lies, one that is strided, one short."""
+    return {
+        "plain": torch.randn(300, 200), "strided": torch.randn(200, 300, 2)[:, :, 0].t(), "short": torch.randn(10),
+    }
+
+
+def begun(state: dict[str, torch.Tensor]) -> Unplanned:
+    described = describe(state)
+    looked = look(1, described, None)
+    return made_of(Save(1), described, looked.samples, time.monotonic(), fence="manual")
+
+
+def values(described: Described) -> dict[str, np.ndarray]:
+    """What would be captured now."""
+    pieces, places = described.pieces, described.places
+    found = {piece.name: host_array(places.memory(at, piece)).copy() for at, piece in enumerate(pieces)}
+    return {name: array.view(np.float32).reshape(-1) for name, array in found.items()}
+
+
+def same(described: Described, kept: dict[str, torch.Tensor]) -> bool:
+    return all(np.array_equal(one, kept[name].numpy().reshape(-1)) for name, one in values(described).items())
+
+
+def kept_of(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
+def test_what_is_held_is_what_is_taken_whatever_changes_afterwards() -> None:
+    state = weights()
+    kept, one = kept_of(state), begun(state)
+    assert one.hold(ROOM)
+    assert one.held_bytes == 300 * 200 * 4 + 300 * 200 * 4
+    for tensor in state.values():
+        tensor.add_(1)
+    assert same(one.take(), kept)
+    one.let_go()
+    assert (one.held_bytes, one.is_over, one.is_pending) == (0, True, False)
+
+
+def test_what_does_not_fit_is_not_copied_at_all() -> None:
+    state = weights()
+    kept, one = kept_of(state), begun(state)
+    assert not one.hold(2 * 300 * 200 * 4 - 1)
+    assert one.held_bytes == 0
+    assert same(one.take(), kept)
+
+
+@pytest.mark.parametrize("piece", [0, 1])
+def test_a_plan_that_comes_while_a_step_copies_ends_that_and_nothing_may_change_yet(piece: int) -> None:
+    state = weights()
+    kept, one = kept_of(state), begun(state)
+    taken: list[Described] = []
+    calls = []
+
+    def interrupted(memory: object, is_off: object) -> object:
+        calls.append(memory)
+        if len(calls) == piece + 1:
+            thread = threading.Thread(target=lambda: taken.append(one.take()))  # the writer's: it waits for nobody
+            thread.start()
+            thread.join(10)
+            assert taken, "who begins the save waits for no copy"
+        return hold_one(memory, is_off)  # type: ignore[arg-type]
+
+    with mock.patch.object(unplanned, "hold_one", interrupted):
+        assert not one.hold(ROOM)
+    assert not one.hold(ROOM)
+    assert len(calls) == piece + 1
+    assert same(taken[0], kept)
+
+
+def test_a_change_while_a_step_copies_fails_that_save_by_name() -> None:
+    state = weights()
+    one = begun(state)
+
+    def raced(memory: object, is_off: object) -> object:
+        made = hold_one(memory, is_off)  # type: ignore[arg-type]
+        state["plain"][0, 0] += 1  # one element, when it has been copied, or is about to be
+        return made
+
+    with mock.patch.object(unplanned, "hold_one", raced):
+        assert one.hold(ROOM), "what is lost need not wait"
+    with pytest.raises(StateChangedError, match="plain changed before it was captured"):
+        one.take()
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_memory_that_is_freed_before_it_is_copied_fails_that_save_by_name(before: bool) -> None:
+    """Also where it is still mapped, and looks as it did."""
+    state = weights()
+    one = begun(state)
+    if before:
+        state["plain"].untyped_storage().resize_(0)
+        assert one.hold(ROOM)
+    else:  # when a plan comes, and before anybody has stepped
+        state["plain"].untyped_storage().resize_(0)
+    with pytest.raises(StateChangedError, match="the memory of plain went away") as told:
+        one.take()
+    assert told.value.gone
+
+
+def test_a_step_waits_where_the_system_has_no_memory_for_copies(caplog: pytest.LogCaptureFixture) -> None:
+    state = weights()
+    kept, one = kept_of(state), begun(state)
+    with mock.patch.object(unplanned, "hold_one", side_effect=MemoryError):
+        assert not one.hold(ROOM)
+        assert not one.hold(ROOM)
+    assert len([record for record in caplog.records if "raise budget_bytes" in record.message]) == 1
+    assert same(one.take(), kept)
+
+

@@ -20,8 +20,9 @@ from flowstone import Checkpointer, saving, team
 from flowstone.commit import catalog, publish, retention
 from flowstone.commit.writer import StoreWriter
 from flowstone.ranks import agree, exchange
-from flowstone.store.local import LocalStore, LocalWriting
+from flowstone.store.local import LocalStore
 from flowstone.store.lock import WriterLock
+from flowstone.store.moving import LocalWriting
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,15 +204,22 @@ PyReadRows make_read_rows(const Array& file, const Array& offset, const Array& l
     return {{std::move(rows)}};
 }
 
+Watching watching_of(const std::string& name) {
+    if (name == "samples") return Watching::samples;
+    if (name == "auto") return Watching::automatic;
+    if (name == "exact") return Watching::exact;
+    throw std::invalid_argument("watch must be 'auto', 'exact' or 'samples'");
+}
+
 PyWriteJob start_write(const PyEngine& engine, const PyArena& arena,
                        const std::vector<std::tuple<const PyFile*, std::uint64_t>>& files, const PyWriteRows& rows,
                        std::uint64_t gap_bytes, bool in_place, std::optional<std::uint32_t> blocks, std::uint64_t bytes_per_s,
-                       std::uint64_t cap_bytes_per_s) {
+                       std::uint64_t cap_bytes_per_s, const std::string& watch) {
     std::vector<TargetFile> targets;
     for (const auto& [file, bytes] : files) targets.push_back({file->held, bytes});
     PyWriteJob job;
     const Unlocked unlocked;
-    const WriteOptions options{gap_bytes, in_place, blocks.value_or(UINT32_MAX), bytes_per_s, cap_bytes_per_s};
+    const WriteOptions options{gap_bytes, in_place, blocks.value_or(UINT32_MAX), bytes_per_s, cap_bytes_per_s, watching_of(watch)};
     job.held = engine.held->write(arena.held, targets, rows.held, options);
     return job;
 }
@@ -397,6 +404,13 @@ void bind_jobs(nb::module_& module) {
             const Unlocked unlocked;
             return job.held->wait_captured(timeout_s);
         }, "timeout_s"_a)
+        .def_prop_ro("exact_bytes", [](const PyWriteJob& job) { return job.held->watch().pages().exact_bytes(); })
+        .def_prop_ro("sampled_bytes", [](const PyWriteJob& job) { return job.held->watch().sampled_bytes(); })
+        .def_prop_ro("sampled_first", [](const PyWriteJob& job) -> std::optional<std::tuple<std::size_t, std::string>> {
+            const std::optional<RowPages::Left>& left = job.held->watch().pages().left();
+            if (!left) return std::nullopt;
+            return std::tuple(left->row, left->reason);
+        })
         .def_prop_ro("digests", [](const PyWriteJob& job) {
             if (!job.held->wait(0)) throw std::invalid_argument("digests are complete after wait");
             return to_numpy(job.held->digests());
@@ -418,7 +432,8 @@ void bind_engine(nb::module_& module) {
         }, nb::kw_only(), "backend"_a, "queue_depth"_a, "request_bytes"_a, "workers"_a, "background"_a = false)
         .def_prop_ro("backend", [](const PyEngine& engine) { return engine.held->backend(); })
         .def("write", &start_write, "arena"_a, "files"_a, "rows"_a, nb::kw_only(), "gap_bytes"_a = 0,
-             "in_place"_a = true, "blocks"_a = nb::none(), "bytes_per_s"_a = 0, "cap_bytes_per_s"_a = 0)
+             "in_place"_a = true, "blocks"_a = nb::none(), "bytes_per_s"_a = 0, "cap_bytes_per_s"_a = 0,
+             "watch"_a = "samples")
         .def("read", &start_read, "arena"_a, "files"_a, "rows"_a, nb::kw_only(), "stop_at_bad"_a = true,
              "in_place"_a = true, "request_bytes"_a = 0)
         .def("close", [](const PyEngine& engine) { const Unlocked unlocked; engine.held->close(); });
@@ -445,6 +460,7 @@ NB_MODULE(_native, module) {
     module.def("run_requests", &run_plain_requests, nb::kw_only(), "backend"_a, "direction"_a, "queue_depth"_a, "files"_a,
                "file"_a, "offset"_a, "address"_a, "length"_a, "register"_a = false);
     module.def("xxh3_64", &digest_buffer);
+    module.def("written_pages_refusal", &PageWatch::refusal, nb::call_guard<Unlocked>());
     bind_memory(module);
     bind_devices(module);
     bind_rows(module);

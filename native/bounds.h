@@ -13,6 +13,9 @@ inline constexpr std::uint64_t block_alignment_bytes = 4096;
 // The longest run that one digest covers (DESIGN.md, "chunk"). Chunks start at each extent's start.
 inline constexpr std::uint64_t chunk_bytes = std::uint64_t{1} << 20;
 
+// Pieces that what is read from live memory is looked at in, without a place of its own; a divisor of chunk_bytes.
+inline constexpr std::uint64_t look_bytes = std::uint64_t{256} << 10;
+
 // In WriteRow::chunk: the row is written without digests.
 inline constexpr std::uint64_t no_digest = ~std::uint64_t{0};
 

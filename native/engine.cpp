@@ -70,6 +70,7 @@ std::shared_ptr<WriteJob> Engine::write(std::shared_ptr<Arena> arena, const std:
     const std::lock_guard lock(mutex_);
     Machine machine = machine_locked(*arena);
     auto job = std::make_shared<WriteJob>(std::move(machine), std::move(arena), std::move(opened), std::move(rows), options);
+    if (auto pages = job->watch().pages().open()) written_pages_ = std::move(pages);
     keep_locked(job);
     return job;
 }
@@ -98,6 +99,8 @@ void Engine::close() {
     // Finished jobs have let go of the machine, so its threads stop here.
     machine.workers.reset();
     machine.backend.reset();
+    const std::lock_guard lock(mutex_);
+    written_pages_.reset();
 }
 
 }  // namespace flowstone

@@ -59,6 +59,7 @@ private:
     std::mutex mutex_;
     Machine machine_;  // empty once closed
     std::vector<std::weak_ptr<Job>> jobs_;
+    std::shared_ptr<const WrittenPages> written_pages_;  // open between jobs
 };
 
 }  // namespace flowstone

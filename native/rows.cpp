@@ -32,15 +32,14 @@ void check_device(std::int32_t device, std::int64_t layout, std::size_t devices,
     require(layout == contiguous, row, "a device's memory must be contiguous");
 }
 
-/// The mixing of SplitMix64: neighbours have nothing to do with each other.
+}  // namespace
+
 std::uint64_t scattered(std::uint64_t number) {
     number += 0x9E3779B97F4A7C15U;  // 2^64 / golden ratio
     number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9U;
     number = (number ^ (number >> 27)) * 0x94D049BB133111EBU;
     return number ^ (number >> 31);
 }
-
-}  // namespace
 
 std::uint64_t line_begin(std::uint64_t row_bytes, std::uint64_t line, std::uint64_t seed) {
     constexpr std::uint64_t line_bytes = sizeof(Line);

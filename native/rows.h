@@ -20,6 +20,9 @@ inline constexpr std::int32_t on_host = -1;     // the device of a row that lies
 using Line = std::array<std::byte, 64>;
 inline constexpr std::uint64_t lines_per_chunk = 4;  // 20,000 misses for 5 GB: about a millisecond
 
+/// The mixing of SplitMix64: what becomes of neighbours has nothing to do with each other.
+std::uint64_t scattered(std::uint64_t number);
+
 /// Where line number `line` of a row begins: by `seed` somewhere in its quarter of its chunk, each place as likely as any
 /// other, or in the last quarter that there is where the row ends before that.
 /// Invariant: a line is whole, where the row has as many bytes, and begins at a multiple of its length or ends with the row.

@@ -25,26 +25,32 @@ struct Spot {
 
 }  // namespace
 
-Watch::Watch(const WriteRows& rows) : rows_(rows), first_line_(rows.rows.size(), nullptr) {
+Watch::Watch(const WriteRows& rows, Watching watching)
+    : rows_(rows), pages_(rows, watching), first_line_(rows.rows.size(), nullptr) {
     std::uint64_t count = 0;
-    for (const WriteRow& row : rows.rows)
-        if (is_watched(row) && row.device == on_host) count += line_count(row);
+    for (std::size_t i = 0; i < rows.rows.size(); ++i) {
+        const WriteRow& row = rows.rows[i];
+        if (!is_watched(row) || pages_.holds(i)) continue;
+        if (row.chunk != no_digest) sampled_bytes_ += row.length;
+        if (row.device == on_host) count += line_count(row);
+    }
     lines_.resize(count);
     const Line* next = lines_.data();
     std::vector<const Line*> next_sample;
     for (const std::span<const Line> samples : rows.samples) next_sample.push_back(samples.data());
     for (std::size_t i = 0; i < rows.rows.size(); ++i) {
         const WriteRow& row = rows.rows[i];
-        if (!is_watched(row)) continue;
+        if (!is_watched(row) || pages_.holds(i)) continue;
         const Line*& first = row.device == on_host ? next : next_sample[static_cast<std::size_t>(row.device)];
         first_line_[i] = first;
         first += line_count(row);
     }
-    read_lines();
+    LiveAccess live;
+    pages_.read_ends(live, [this](std::size_t row, const RowBytes& gone, int error) { report(row, gone.begin, gone.end, error); });
+    read_lines(live);
 }
 
-void Watch::read_lines() {
-    LiveAccess live;
+void Watch::read_lines(LiveAccess& live) {
     LiveBatch<Spot> batch(live);
     const auto flush = [&] {
         batch.flush([&](const Spot& spot, int error) {
@@ -54,7 +60,7 @@ void Watch::read_lines() {
     Line* next = lines_.data();
     for (std::size_t i = 0; i < rows_.rows.size(); ++i) {
         const WriteRow& row = rows_.rows[i];
-        if (!is_watched(row) || row.device != on_host) continue;
+        if (!is_watched(row) || row.device != on_host || pages_.holds(i)) continue;
         for (std::uint64_t line = 0; line < line_count(row); ++line, ++next) {
             const std::uint64_t begin = line_begin(row.length, line, row.seed);
             const Spot spot{i, begin, line_end(row, begin)};
@@ -77,6 +83,10 @@ std::uint64_t Watch::sample_digest(std::size_t row) const {
 }
 
 void Watch::compare(std::size_t row, std::uint64_t begin, std::uint64_t end, const std::byte* bytes) {
+    if (pages_.holds(row)) {
+        if (const std::optional<RowBytes> changed = pages_.compare(row, begin, end, bytes)) report(row, changed->begin, changed->end);
+        return;
+    }
     const Line* const lines = first_line_[row];
     if (lines == nullptr) return;
     for (std::uint64_t line = begin / quarter; line * quarter < end; ++line) {
@@ -87,6 +97,11 @@ void Watch::compare(std::size_t row, std::uint64_t begin, std::uint64_t end, con
         const std::byte* const sample = lines[line].data() + (low - line_low);
         if (std::memcmp(bytes + (low - begin), sample, high - low) != 0) report(row, low, high);
     }
+}
+
+void Watch::settle(std::size_t row, std::uint64_t begin, std::uint64_t end) {
+    if (!pages_.holds(row)) return;
+    if (const std::optional<RowBytes> changed = pages_.settle(row, begin, end)) report(row, changed->begin, changed->end);
 }
 
 void Watch::note_seam(std::size_t row, std::uint64_t begin, std::uint64_t digest) {

@@ -9,12 +9,14 @@
 #include <vector>
 
 #include "live_memory.h"
+#include "row_pages.h"
 #include "rows.h"
 
 namespace flowstone {
 
-/// Rows captured after the caller went on must not have changed by then. Two means, both cheap:
-///   samples  a few lines of every chunk of a lazy row, copied when the save starts, compared with what
+/// Rows captured after the caller went on must not have changed by then. The means:
+///   pages    every write is noticed, where the system tells of them (row_pages.h)
+///   samples  else a few lines of every chunk of a lazy row, copied when the save starts, compared with what
 ///            was captured
 ///   seams    a chunk that two windows share is digested by the first and captured in part by the second;
 ///            both note a digest of that part
@@ -22,7 +24,7 @@ namespace flowstone {
 class Watch {
 public:
     /// Reads the samples of rows on the host from their sources.
-    explicit Watch(const WriteRows& rows);
+    explicit Watch(const WriteRows& rows, Watching watching = Watching::samples);
 
     /// Of the samples of a row, as they were at first.
     std::uint64_t sample_digest(std::size_t row) const;
@@ -32,6 +34,16 @@ public:
 
     /// Row bytes [begin, the end of their chunk) as one of the two windows that meet there saw them.
     void note_seam(std::size_t row, std::uint64_t begin, std::uint64_t digest);
+
+    /// The job captures row bytes [begin, end), and nothing of them will be read from the source again.
+    void settle(std::size_t row, std::uint64_t begin, std::uint64_t end);
+    /// Nothing will be read again.
+    void let_go() { pages_.let_go(); }
+
+    /// Which rows are watched exactly.
+    const RowPages& pages() const { return pages_; }
+    /// Bytes of the others that are watched.
+    std::uint64_t sampled_bytes() const { return sampled_bytes_; }
 
     /// Row bytes [begin, end) are found to have changed; or, with an `error` (EFAULT), not to be there any more.
     void report(std::size_t row, std::uint64_t begin, std::uint64_t end, int error = 0);
@@ -46,11 +58,13 @@ public:
     std::optional<Change> change() const;
 
 private:
-    void read_lines();
+    void read_lines(LiveAccess& live);
 
     const WriteRows& rows_;
+    RowPages pages_;
+    std::uint64_t sampled_bytes_ = 0;
     std::vector<Line> lines_;               // of rows on the host
-    std::vector<const Line*> first_line_;  // per row; null: unwatched
+    std::vector<const Line*> first_line_;  // per row; null: not sampled
     mutable std::mutex mutex_;
     std::map<std::pair<std::size_t, std::uint64_t>, std::uint64_t> seams_;  // (row, begin) -> digest
     std::optional<Change> change_;

@@ -112,7 +112,7 @@ WriteJob::WriteJob(Machine machine, std::shared_ptr<Arena> arena, std::vector<st
       rows_(std::move(rows)),
       options_(options),
       digests_(rows_->chunks, 0),
-      watch_(*rows_) {
+      watch_(*rows_, options_.watching) {
     coordinator_ = std::jthread([this] { feed(); });
 }
 
@@ -151,7 +151,9 @@ void WriteJob::feed() {
             begin_direct(order.take_direct(), lazy);
         }
     }
+    if (stopping()) watch_.let_go();  // also of windows that never began
     finish();
+    watch_.let_go();
 }
 
 /// A block for the next window; nothing when a window is to be written from where it lies, or the job stops.
@@ -244,6 +246,7 @@ void WriteJob::capture_copied(const std::shared_ptr<Window>& window, LiveAccess&
     for (const WriteRun& run : runs) {
         capture_run(*rows_, run, image(run), window->rest, digests_, watch_, live);
         copied_bytes_ += row_bytes(*rows_, run);
+        settle_run(*rows_, run, watch_);
     }
     take_change();
     release(*window);
@@ -299,15 +302,21 @@ void WriteJob::end_op(const std::shared_ptr<Window>& window, std::uint64_t bytes
         take_outcome(outcome);
     if (!outcome.fault && !outcome.dropped) done_bytes_ += bytes;
     if (--window->ops_left != 0) return;
-    if (window->direct && (window->lazy || window->gone) && !stopping())
+    if (window->direct && (window->lazy || window->gone) && !stopping()) {
         machine_.workers->post([this, window](LiveAccess& live) { confirm(window, live); });
-    else
-        end(window);
+        return;
+    }
+    if (window->direct)
+        for (const DirectRun& direct : window->direct->runs) settle_run(*rows_, direct.run, watch_);
+    end(window);
 }
 
 /// The device has read lazy sources by itself: were they still what was digested?
 void WriteJob::confirm(const std::shared_ptr<Window>& window, LiveAccess& live) {
-    for (const DirectRun& direct : window->direct->runs) confirm_run(*rows_, direct.run, digests_, watch_, live);
+    for (const DirectRun& direct : window->direct->runs) {
+        confirm_run(*rows_, direct.run, digests_, watch_, live);
+        settle_run(*rows_, direct.run, watch_);
+    }
     take_change();
     if (window->gone && !stopping()) {
         // All of it is there again, but was not written.
@@ -332,6 +341,7 @@ void WriteJob::queue(const Window& window) {
 }
 
 void WriteJob::release(const Window& window) {
+    if (stopping()) watch_.let_go();  // nobody asks any more, and what comes next is not to pay for it
     if (window.rest == nullptr) queue(window);
     release_sources();
 }

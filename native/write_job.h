@@ -19,12 +19,14 @@ namespace flowstone {
 /// blocks     how many arena blocks lazy windows may hold at once, until `hurry`
 /// bytes_per_s  how fast lazy windows may begin, until `hurry`; 0 is no limit
 /// cap_bytes_per_s  how fast any window may begin, whoever waits; 0 is no limit
+/// watching  how lazy sources are watched for changes
 struct WriteOptions {
     std::uint64_t gap_bytes = 0;
     bool in_place = true;
     std::uint32_t blocks = UINT32_MAX;
     std::uint64_t bytes_per_s = 0;
     std::uint64_t cap_bytes_per_s = 0;
+    Watching watching = Watching::samples;
 };
 
 /// Sources stay alive and unchanged until captured; rows, files and arena are the job's.
@@ -54,6 +56,8 @@ public:
 
     /// Complete once wait() has returned true without fault and the job was not cancelled.
     const std::vector<std::uint64_t>& digests() const { return digests_; }
+    /// How lazy sources are watched.
+    const Watch& watch() const { return watch_; }
 
 private:
     class Order;    // of the windows still to begin

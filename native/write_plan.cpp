@@ -60,9 +60,8 @@ bool read_row(const WriteRows& rows, std::size_t row, std::uint64_t begin, std::
 /// they are there.
 template <class Look>
 bool view_row(const WriteRows& rows, std::size_t row, std::uint64_t begin, std::uint64_t end, Watch& watch, LiveAccess& live, Look look) {
-    constexpr std::uint64_t piece_bytes = std::uint64_t{256} << 10;
-    for (; begin < end; begin += piece_bytes) {
-        const std::uint64_t piece_end = std::min(begin + piece_bytes, end);
+    for (; begin < end; begin += look_bytes) {
+        const std::uint64_t piece_end = std::min(begin + look_bytes, end);
         if (!read_row(rows, row, begin, piece_end, live.chunk_room(), watch, live)) return false;
         look(begin, piece_end, live.chunk_room());
     }
@@ -361,6 +360,12 @@ void confirm_run(const WriteRows& rows, const WriteRun& run, std::span<const std
         if (seen.value() != digests[rows.rows[part.row].chunk + part.chunk]) watch.report(part.row, part.begin, part.end);
         if (!part.ends_here()) watch.note_seam(part.row, part.high, beyond.value());
     });
+}
+
+void settle_run(const WriteRows& rows, const WriteRun& run, Watch& watch) {
+    walk(
+        rows, run, run.begin, run.end, [](std::uint64_t, std::uint64_t) {},
+        [&](std::size_t row, Span span) { watch.settle(row, span.low - rows.rows[row].offset, span.high - rows.rows[row].offset); });
 }
 
 void image_range(const WriteRows& rows, const WriteRun& run, std::uint64_t begin, std::uint64_t end, std::byte* image,

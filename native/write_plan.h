@@ -87,6 +87,9 @@ void digest_run(const WriteRows& rows, const WriteRun& run, std::span<std::uint6
 /// The run has been written from where it lies: `watch` is told where the sources are not what was digested.
 void confirm_run(const WriteRows& rows, const WriteRun& run, std::span<const std::uint64_t> digests, Watch& watch, LiveAccess& live);
 
+/// The sources of the run will not be read again: `watch` looks for what changed them until now.
+void settle_run(const WriteRows& rows, const WriteRun& run, Watch& watch);
+
 /// The image of [begin, end) inside the run alone.
 void image_range(const WriteRows& rows, const WriteRun& run, std::uint64_t begin, std::uint64_t end, std::byte* image,
                  Watch& watch, LiveAccess& live);

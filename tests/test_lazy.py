@@ -20,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import flowstone as fs
 from flowstone import _native
+from flowstone.config import Watch
 from flowstone.events import Captured, Event, Fenced, Written
 from flowstone.saving import Captures
 from flowstone.stage import capture
@@ -36,9 +37,9 @@ def way(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def opened(path: Path, way: str, **options: Any) -> fs.Checkpointer:
+def opened(path: Path, way: str, *, watch: Watch = "auto", **options: Any) -> fs.Checkpointer:
     """With an arena of two blocks, so that most of the state finds no room in it."""
-    engine = fs.EngineOptions(request_bytes=2 * MIB, write_in_place=way == "direct")
+    engine = fs.EngineOptions(request_bytes=2 * MIB, write_in_place=way == "direct", watch=watch)
     return fs.Checkpointer(path, engine=engine, **{"budget_bytes": 4 * MIB, **options})
 
 
@@ -448,11 +449,12 @@ ESCAPES: dict[str, Callable[[dict[str, object]], None]] = {
 }
 
 
+@pytest.mark.parametrize("watch", ["auto", "samples"])
 @pytest.mark.parametrize("escape", ESCAPES)
-def test_a_dense_change_is_noticed_whoever_makes_it(tmp_path: Path, way: str, escape: str) -> None:
+def test_a_dense_change_is_noticed_whoever_makes_it(tmp_path: Path, way: str, escape: str, watch: Watch) -> None:
     state = training()
     fill(state, 1)
-    with opened(tmp_path, way, on_error="continue") as checkpointer:
+    with opened(tmp_path, way, watch=watch, on_error="continue") as checkpointer:
         save = checkpointer.save(1, state)
         ESCAPES[escape](state)
         error = save.committed.exception(60)
@@ -466,14 +468,14 @@ def test_a_dense_change_is_noticed_whoever_makes_it(tmp_path: Path, way: str, es
 def test_a_change_of_one_byte_is_noticed_where_it_is_looked_at_and_nowhere_else(
     tmp_path: Path, way: str, sampled: bool
 ) -> None:
-    """The odds that docs/LIMITS.md states: what is not looked at is saved as it was when it was captured."""
+    """The odds of samples that docs/LIMITS.md states: what is not looked at is saved as it was at its capture."""
     state = training()
     weight = state["model"].body[1].weight  # type: ignore[attr-defined]
     begins = _native.line_begins(np.array([weight.nbytes], np.uint64), np.zeros(1, np.uint64)).tolist()
     byte = begins[1] if sampled else begins[1] + _native.LINE_BYTES
     assert sampled or byte not in begins
     seeds = mock.patch.object(capture, "_seeds", lambda pieces, _: np.zeros(pieces, np.uint64))
-    with seeds, opened(tmp_path, way, on_error="continue") as checkpointer:
+    with seeds, opened(tmp_path, way, watch="samples", on_error="continue") as checkpointer:
         save = checkpointer.save(1, state)
         weight.data.view(-1).view(torch.uint8)[byte] ^= 1
         error = save.committed.exception(60)

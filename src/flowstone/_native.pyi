@@ -20,6 +20,9 @@ VERIFY_ONLY: int  # 0 in ReadRows.address: read and check, keep nothing
 def has_io_uring() -> bool:
     """Whether this build has the io_uring backend and the running kernel lets it start (a real ring is made)."""
 
+def written_pages_refusal() -> str:
+    """Why the system cannot tell which pages of memory were written; empty where it can. Tried once in each process."""
+
 def probe_direct(directory: str) -> int:
     """The alignment in bytes that O_DIRECT needs in `directory`, 0 where it is refused.
 
@@ -239,6 +242,12 @@ class WriteJob:
     def direct_bytes(self) -> int: ...  # source bytes written from where they lie
     @property
     def requests(self) -> int: ...
+    @property
+    def exact_bytes(self) -> int: ...  # of lazy rows of which every write is noticed until they are captured
+    @property
+    def sampled_bytes(self) -> int: ...  # of the others
+    @property
+    def sampled_first(self) -> tuple[int, str] | None: ...  # a lazy row that is sampled, and why
 
 class ReadJob:
     """Bytes on their way into memory. Keep every target alive until `wait` returns True."""
@@ -284,7 +293,7 @@ class Engine:
     def write(
         self, arena: Arena, files: Sequence[tuple[File, int]], rows: WriteRows, *, gap_bytes: int = 0,
         in_place: bool = True, blocks: int | None = None, bytes_per_s: int = 0,
-        cap_bytes_per_s: int = 0,
+        cap_bytes_per_s: int = 0, watch: Literal["auto", "exact", "samples"] = "samples",
     ) -> WriteJob:
         """Start writing; `files` are (file, size in bytes). Returns at once.
 
@@ -302,6 +311,8 @@ class Engine:
         blocks     how many arena blocks lazy rows may hold at once before `hurry`; None: any number
         bytes_per_s  how fast lazy rows may begin before `hurry`; 0: as fast as they can
         cap_bytes_per_s  how fast anything may begin, whoever waits; 0: as fast as it can
+        watch      which lazy rows are watched exactly, if the system can: by what it costs, all, none. Others are
+                   sampled
         """
     def read(
         self, arena: Arena, files: Sequence[File], rows: ReadRows, *,

@@ -201,6 +201,11 @@ def _io(io: IoRecord) -> str:
         words.append(f"{io.workers} worker(s)")
     if io.requests is not None:
         words.append(f"{io.requests:,} requests in all")
+    if io.exact_bytes or io.sampled_bytes:
+        exact, sampled = io.exact_bytes or 0, io.sampled_bytes or 0
+        words.append(f"{exact / (exact + sampled):.0%} of what was captured late watched exactly")
+        if sampled and io.sampled_because:
+            words[-1] += f", the rest by samples ({io.sampled_because})"
     origin = {None: "", "default": "; default settings", "tuned": "; tuned settings", "explicit": "; explicit settings"}
     given = f", {', '.join(io.explicit)} as given" if io.explicit and io.origin != "explicit" else ""
     return ", ".join(words) + origin.get(io.origin, "") + given

@@ -79,6 +79,7 @@ TUNING_BYTES_MAX = 64 * KIB  # of a tuning file; what is longer is none
 
 Backend = Literal["auto", "io_uring", "posix"]
 Direct = Literal["auto", "on", "off"]
+Watch = Literal["auto", "exact", "samples"]
 Direction = Literal["write", "read"]
 
 
@@ -163,6 +164,9 @@ class EngineOptions:
                     the heap's small pages make small device requests, and the arena's huge ones read faster
     write_bytes_per_s  what saves of this process may take of a shared device or network, whoever waits for them;
                     None: all. Without it, too, a lazy save is no faster than it must be to end before the fence
+    watch           how what is captured after `save` has returned is watched for changes until then (docs/LIMITS.md).
+                    "exact": every write is noticed, or the save is refused. "samples": some bytes are compared.
+                    "auto": exact where that costs next to nothing (memory in huge pages, and 64 MiB of other)
     share_reads     what several ranks of one node want is read by one of them, and passed on through memory that
                     they share, where reads go past the page cache. Off: each reads for itself
     """
@@ -176,6 +180,7 @@ class EngineOptions:
     read_in_place: bool | None = None
     write_bytes_per_s: int | None = None
     share_reads: bool = True
+    watch: Watch = "auto"
 
     def __post_init__(self) -> None:
         for name in ("queue_depth", "request_bytes", "workers", "write_bytes_per_s"):
@@ -186,6 +191,10 @@ class EngineOptions:
             value = getattr(self, name)
             if not isinstance(value, bool) and (value is not None or name == "share_reads"):
                 raise ArgumentError(f"{name} {value!r:.60} is neither True nor False", next="give one of them")
+        if self.watch not in ("auto", "exact", "samples"):
+            raise ArgumentError(
+                f"watch {self.watch!r} is none of 'auto', 'exact', 'samples'", next="'auto' is the default"
+            )
         if self.write_bytes_per_s is not None and self.write_bytes_per_s < REQUEST_BYTES_MIN:
             raise ArgumentError(
                 f"write_bytes_per_s {self.write_bytes_per_s} is less than one request of 2 MiB a second",

@@ -31,12 +31,16 @@ class Captured:
     blocked_s     what the caller waited in `save`, all told
     captured_s    since `save` was called
     early_bytes   captured before `save` returned; the others lazily, for which see Written
+    exact_bytes, sampled_bytes  of those others: every write to them until their capture would have been noticed, or
+                  some of their bytes were compared (docs/LIMITS.md)
     """
 
     step: int
     blocked_s: float
     captured_s: float
     early_bytes: int
+    exact_bytes: int
+    sampled_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

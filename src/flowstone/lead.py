@@ -138,6 +138,9 @@ class Lead:
         io = msgspec.structs.replace(
             said[0].io, copied_bytes=sum(one.io.copied_bytes for one in said),
             direct_bytes=sum(one.io.direct_bytes for one in said), requests=sum(one.io.requests or 0 for one in said),
+            exact_bytes=sum(one.io.exact_bytes or 0 for one in said),
+            sampled_bytes=sum(one.io.sampled_bytes or 0 for one in said),
+            sampled_because=next((one.io.sampled_because for one in said if one.io.sampled_because), None),
         )
         replicated = msgspec.msgpack.decode(zlib.decompress(said[0].objects), type=dict[str, bytes])
         replicated |= _joined_sections(apart)

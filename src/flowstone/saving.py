@@ -150,8 +150,11 @@ class Flight:
         if places is not None and self.outlasts_save:
             self.moved = moved(places, lazy)
         self.staged = replace(self.staged, places=None, sources=())
-        seconds = time.monotonic() - self.started
-        return Captured(self.save.step, self.blocked_s, seconds, self.plan.bytes - self.plan.lazy_bytes)
+        seconds, watched = time.monotonic() - self.started, self.writing.watched
+        early_bytes = self.plan.bytes - self.plan.lazy_bytes
+        return Captured(
+            self.save.step, self.blocked_s, seconds, early_bytes, watched.exact_bytes, watched.sampled_bytes
+        )
 
 
 class Captures:

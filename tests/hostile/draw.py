@@ -28,7 +28,8 @@ class Setup:
 
     pace      of captures while nobody waits; None: as the library has it
     in_place  whether what finds no room in the arena is written from where it lies
-    exact     every change is found; else few changed bytes may go unnoticed, unless a counter tells of them
+    exact     every change is found, and nothing is strided, which would be refused; else few changed bytes may go
+              unnoticed, unless a counter tells of them
     """
 
     in_memory: bool

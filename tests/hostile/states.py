@@ -23,7 +23,7 @@ LAZY_FROM_BYTES = 64 * 1024
 class Net(nn.Module):
     """An embedding, layers of equal width, a wide pair, a norm with buffers, and a head that may be tied."""
 
-    def __init__(self, chance: Random) -> None:
+    def __init__(self, chance: Random, *, contiguous: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(ROWS, WIDTH)
         self.body = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(chance.randint(2, 4))])
@@ -33,7 +33,7 @@ class Net(nn.Module):
         self.head = nn.Linear(WIDTH, ROWS, bias=False)
         if chance.random() < 0.3:
             self.head.weight = self.embedding.weight
-        if chance.random() < 0.3:
+        if chance.random() < 0.3 and not contiguous:
             strided = torch.empty(WIDTH, WIDTH).t().copy_(self.body[0].weight.detach())
             self.body[0].weight = nn.Parameter(strided.t().contiguous().t())
         self.register_buffer("table", torch.rand(LAZY_FROM_BYTES // 4))
@@ -196,10 +196,10 @@ def optimize(job: Job) -> None:
         job.state["optimizer" + str(number or "")] = optimizer
 
 
-def make_job(chance: Random, *, kind: str, extras: Sequence[str]) -> Job:
-    """A job that has been trained for one step."""
+def make_job(chance: Random, *, kind: str, extras: Sequence[str], contiguous: bool = False) -> Job:
+    """A job that has been trained for one step. `contiguous`: all of what is captured late."""
     torch.manual_seed(chance.randrange(1 << 30))
-    job = Job(Net(chance), [], {}, kind)
+    job = Job(Net(chance, contiguous=contiguous), [], {}, kind)
     if chance.random() < 0.7:
         job.state["model"] = job.model
         optimize(job)

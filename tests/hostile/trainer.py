@@ -90,7 +90,9 @@ class Trainer:
 
     def __init__(self, drawn: Drawn, root: Path) -> None:
         self.drawn, self.setup, self.root = drawn, drawn.setup, root
-        self.job: Job = make_job(Random(self.setup.job_seed), kind=self.setup.kind, extras=self.setup.extras)
+        self.job: Job = make_job(
+            Random(self.setup.job_seed), kind=self.setup.kind, extras=self.setup.extras, contiguous=self.setup.exact
+        )
         self.tries: list[Try] = []
         self.problems: list[str] = []
         self.counts: Counter[str] = Counter()

@@ -56,6 +56,8 @@ class IoRecord(msgspec.Struct, frozen=True):
     copied_bytes  through the arena; direct_bytes from where they lay
     origin        of the settings that the caller left open: "default" or "tuned"; "explicit" when none was
     explicit      the settings that the caller gave, by name
+    exact_bytes, sampled_bytes  of what was captured after `save` had returned: every write in between would have been
+                  noticed, or some bytes were compared; and why not all the former
     """
 
     backend: str
@@ -68,6 +70,9 @@ class IoRecord(msgspec.Struct, frozen=True):
     requests: int | None = None
     origin: str | None = None
     explicit: tuple[str, ...] | None = None
+    exact_bytes: int | None = None
+    sampled_bytes: int | None = None
+    sampled_because: str | None = None
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):

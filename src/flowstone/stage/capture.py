@@ -17,11 +17,11 @@ had to wait is told as the event `Fenced`, and makes the arena grow for the next
 `write_bytes_per_s` caps early and lazy bytes alike, whoever waits.
 
 **What escapes the fence** is found by tensors' version counters (`state/counters.py`), and by the engine
-(`native/watch.h`), by a few lines of every chunk of a lazy piece, copied when the save starts (on a device the current
-stream gathers them). A copied window is digested in its block, so that file and digest agree whatever happens to the
-source; what is written from where it lies is digested before and after. A difference is a fault of that job, so an
-error in its receipt: that save fails with `StateChangedError`, which names the tensors, and the checkpoint before it
-stays the newest.
+(`native/watch.h`): by the pages that were written, where the kernel tells them and it is worth its cost, else by a few
+lines of every chunk of a lazy piece, copied when the save starts (on a device the current stream gathers them). A
+copied window is digested in its block, so that file and digest agree whatever happens to the source; what is written
+from where it lies is digested before and after. A difference is a fault of that job, so an error in its receipt: that
+save fails with `StateChangedError`, which names the tensors, and the checkpoint before it stays the newest.
 
 **Memory that goes away** meanwhile is one more such fault. Nothing keeps a storage's memory where it was, so the kernel
 copies it (`native/live_memory.h`), and says where there is nothing any more; and when all is captured the storages are
@@ -39,6 +39,7 @@ from numpy.typing import NDArray
 
 from flowstone import _native
 from flowstone.config import BLOCK_BYTES
+from flowstone.errors import StorageError, UnsupportedStateError
 from flowstone.format.digest import digest
 from flowstone.format.segment import encode_header
 from flowstone.pieces import Memory, Places
@@ -124,7 +125,26 @@ def start_capture(
         stream.follow()
     files = [FilePlan(f"{directory}/{segment.name}", segment.bytes) for segment in plan.segments]
     writing = store.write(files, rows, arena, pace)
+    _check_watched(writing, plan)
     return Staged(writing, offsets, digests, places, (hosted, headers, samples), streams)
+
+
+def _check_watched(writing: Writing, plan: WritePlan) -> None:
+    """Raise where every write was to be noticed, and cannot be: nothing is captured then."""
+    watched = writing.watched
+    if not (watched.insisted and watched.sampled_bytes):
+        return
+    writing.cancel()
+    writing.receipt()
+    remedy = 'use EngineOptions(watch="auto"), which samples what cannot be watched'
+    if refusal := _native.written_pages_refusal():
+        raise StorageError('no memory can be watched for writes, as watch="exact" asks', reason=refusal, next=remedy)
+    assert watched.row is not None, "of what is sampled, one is the first"
+    name = plan.pieces.names[plan.order[watched.row] - len(plan.segments)]
+    raise UnsupportedStateError(
+        f'{name} cannot be watched for every write, and watch="exact" asks for it', found=watched.reason,
+        expected="contiguous memory of this process alone, not a file's, not shared, not a device's", next=remedy,
+    )
 
 
 def _header(plan: WritePlan, file: SegmentPlan, offsets: NDArray[np.uint64]) -> bytes:

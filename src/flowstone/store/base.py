@@ -77,8 +77,26 @@ class Pace:
 UNPACED = Pace()
 
 
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """How lazy rows are watched until they are captured: each write is noticed, or some of their bytes are compared.
+
+    insisted  the caller wants no samples
+    row       the first that is sampled, and why
+    """
+
+    exact_bytes: int
+    sampled_bytes: int
+    insisted: bool = False
+    row: int | None = None
+    reason: str | None = None
+
+
 class Writing(Protocol):
     """Segments on their way to the store."""
+
+    @property
+    def watched(self) -> Watched: ...
 
     def wait_early(self) -> None:
         """Block until no source that is not lazy will be read any more; until it is queued, if on a device."""

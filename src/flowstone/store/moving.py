@@ -14,7 +14,7 @@ from flowstone import _native
 from flowstone.config import KIB, POLL_S, Direct
 from flowstone.errors import CancelledError, DamagedError, FlowstoneError, StateChangedError
 from flowstone.format.manifest import IoRecord
-from flowstone.store.base import FilePlan, Pace, ReadReceipt, Receipt
+from flowstone.store.base import FilePlan, Pace, ReadReceipt, Receipt, Watched
 from flowstone.store.directories import parent
 from flowstone.store.means import Means
 from flowstone.store.opened import OpenFiles
@@ -45,7 +45,7 @@ class LocalWriting:
                 self._job = self._running.engine.write(
                     arena, natives, rows, gap_bytes=_GAP_BYTES, in_place=self._running.settings.tuning.in_place,
                     blocks=pace.blocks, bytes_per_s=pace.bytes_per_s or 0,
-                    cap_bytes_per_s=pace.cap or 0,
+                    cap_bytes_per_s=pace.cap or 0, watch=means.options.watch,
                 )
         except BaseException:
             self._opened.close()
@@ -69,6 +69,12 @@ class LocalWriting:
     @property
     def done_bytes(self) -> int:
         return self._job.done_bytes
+
+    @property
+    def watched(self) -> Watched:
+        job = self._job
+        row, reason = job.sampled_first or (None, None)
+        return Watched(job.exact_bytes, job.sampled_bytes, self._means.options.watch == "exact", row, reason)
 
     def cancel(self) -> None:
         self._job.cancel()
@@ -96,11 +102,12 @@ class LocalWriting:
             error = self._error() or self._sync_error()
         finally:
             self._opened.close()
-        job, running, settings = self._job, self._running, self._running.settings
+        job, running, settings, watched = self._job, self._running, self._running.settings, self.watched
         io = IoRecord(
             backend=running.engine.backend, alignment=alignment, request_bytes=running.request_bytes,
             queue_depth=running.queue_depth, workers=settings.tuning.workers, copied_bytes=job.copied_bytes,
             direct_bytes=job.direct_bytes, requests=job.requests, origin=settings.origin, explicit=settings.explicit,
+            exact_bytes=watched.exact_bytes, sampled_bytes=watched.sampled_bytes, sampled_because=watched.reason,
         )
         digests = self._job.digests if error is None else np.zeros(0, np.uint64)
         return Receipt(error, digests, io)

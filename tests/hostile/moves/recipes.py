@@ -84,7 +84,7 @@ def evaluate_the_average(trainer: Trainer, chance: Random) -> bool | None:
     return None
 
 
-@TABLE.quiet()
+@TABLE.quiet(weight=3)
 def swap_in_the_average(trainer: Trainer, chance: Random) -> bool | None:
     """Points the weights at the averaged ones for an evaluation, and back."""
     if trainer.job.average is None:
@@ -288,7 +288,7 @@ def wrap_the_optimizer(trainer: Trainer, chance: Random) -> bool | None:
     return None
 
 
-@TABLE.quiet()
+@TABLE.quiet(weight=3)
 def evaluate_schedule_free(trainer: Trainer, chance: Random) -> bool | None:
     """A schedule-free optimizer swaps weights in place for an evaluation, and back for training."""
     found = [one for one in trainer.job.optimizers if isinstance(one, ScheduleFree)]

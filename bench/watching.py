@@ -1,0 +1,155 @@
+"""What it costs to watch a state for writes while it is captured: exactly, by samples, and as it is by default.
+
+    PYTHONPATH=src python -m bench.watching DIRECTORY [--bytes 5e9] [--tensors 1800] [--saves 10]
+
+Parameters and their AdamW, equal in size: in small pages, as torch allocates them, and in huge ones (one mapping, for
+which they are advised). For each a process saves by turns into three stores, one for each way to watch, so that all
+meet the same noise; the first saves, which plan, are left out. Told are medians and ranges: for how long `save` blocks,
+and the processor time of its thread in it; then the wait at the fence, the optimizer's step after it, and one beside no
+save.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import mmap
+import multiprocessing
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+import flowstone as fs
+from flowstone import events
+
+WAYS = ("samples", "auto", "exact")
+HUGE_PAGE_BYTES = 2 << 20
+MS = 1e3
+
+
+class Pool:
+    """One mapping of its own, in huge pages where the system has them, that tensors are moved into."""
+
+    def __init__(self, size: int) -> None:
+        size = -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        self._memory = mmap.mmap(-1, size + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory.madvise(mmap.MADV_HUGEPAGE)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._at = -start % HUGE_PAGE_BYTES
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy that lies here, right behind the one before."""
+        made = torch.frombuffer(self._memory, dtype=tensor.dtype, count=tensor.numel(), offset=self._at)
+        self._at += -(-tensor.nbytes // 64) * 64
+        return made.view(tensor.shape).copy_(tensor)
+
+
+def build(tensors: int, size: int, *, huge: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    count = max(1, tensors // 3)  # parameters, and two moments of each
+    elements = size // (4 * 3 * count)
+    pool = Pool(3 * count * (4 * elements + 64)) if huge else None
+    taken: Callable[[torch.Tensor], torch.Tensor] = pool.take if pool is not None else lambda tensor: tensor
+    model = torch.nn.ParameterList([taken(torch.randn(elements)) for _ in range(count)])
+    for parameter in model:
+        parameter.grad = torch.randn(elements)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer.step()
+    for slots in optimizer.state.values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            slots[name] = taken(slots[name])
+    return model, optimizer
+
+
+def measure(options: argparse.Namespace, huge: bool) -> None:
+    """In a process of its own: one kind of memory, every way to watch it."""
+    model, optimizer = build(options.tensors, options.bytes, huge=huge)
+    told: list[events.Event] = []
+    timed = {way: Timed() for way in WAYS}
+    with ExitStack() as stack:
+        checkpointers = {way: stack.enter_context(opened(options.directory / way, way, told.append)) for way in WAYS}
+        for number in range(options.saves + 1):
+            for way, checkpointer in checkpointers.items():
+                told.clear()
+                sample = save_once(checkpointer, number, model, optimizer, told)
+                if number > 0:
+                    timed[way].append(sample)
+    kind, size = "huge" if huge else "small", options.bytes / 1e9
+    print(f"{kind} pages, {options.tensors:,} tensors of {size:g} GB, {options.saves} saves each; milliseconds")
+    for way in WAYS:
+        exact = median(sample.exact for sample in timed[way])
+        cells = (
+            f"{name.replace('_', ' ')} {median(got):.1f} ({min(got):.1f}-{max(got):.1f})"
+            for name in ("blocked", "processor", "fence", "step_after", "step_alone")
+            for got in [[getattr(sample, name) for sample in timed[way]]]
+        )
+        print(f"  {way:<8} {exact:4.0%} exact: " + ", ".join(cells), flush=True)
+
+
+@dataclass
+class Sample:
+    """Of one save, in milliseconds; `exact` as a part of what was captured late."""
+
+    blocked: float
+    processor: float
+    fence: float
+    step_after: float
+    step_alone: float
+    exact: float
+
+
+Timed = list[Sample]
+
+
+def save_once(
+    checkpointer: fs.Checkpointer, number: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer,
+    told: list[events.Event],
+) -> Sample:
+    optimizer.step()  # the caches are as a training leaves them
+    alone = timed_ms(optimizer.step)
+    processor = time.thread_time()
+    started = time.perf_counter()
+    save = checkpointer.save(number, {"model": model, "optimizer": optimizer})
+    blocked, processor = MS * (time.perf_counter() - started), MS * (time.thread_time() - processor)
+    after = timed_ms(optimizer.step)
+    fence = MS * sum(event.waited_s for event in told if isinstance(event, events.Fenced))
+    io = save.committed.result().manifest.io
+    exact, sampled = io.exact_bytes or 0, io.sampled_bytes or 0
+    return Sample(blocked, processor, fence, after - fence, alone, exact / (exact + sampled))
+
+
+def opened(directory: Path, way: str, on_event: Callable[[events.Event], None]) -> fs.Checkpointer:
+    engine = fs.EngineOptions(watch=way)  # type: ignore[arg-type]
+    return fs.Checkpointer(directory, keep=fs.Keep(last=1), engine=engine, budget_bytes=1 << 30, on_event=on_event)
+
+
+def timed_ms(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return MS * (time.perf_counter() - started)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path, help="absent or empty; removed afterwards")
+    parser.add_argument("--tensors", type=int, default=1800)
+    parser.add_argument("--bytes", type=lambda text: int(float(text)), default=int(5e9))
+    parser.add_argument("--saves", type=int, default=10)
+    parser.add_argument("--pages", nargs="+", choices=("huge", "small"), default=["huge", "small"])
+    options = parser.parse_args()
+    for pages in options.pages:
+        process = multiprocessing.get_context("spawn").Process(target=measure, args=(options, pages == "huge"))
+        process.start()
+        process.join()
+        shutil.rmtree(options.directory, ignore_errors=True)
+        if process.exitcode:
+            raise SystemExit(process.exitcode)
+
+
+if __name__ == "__main__":
+    main()

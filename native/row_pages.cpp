@@ -1,0 +1,131 @@
+#include "row_pages.h"
+
+#include <algorithm>
+
+#include "bounds.h"
+
+namespace flowstone {
+namespace {
+
+/// The pages that belong to nobody but the row.
+Reach whole_pages(const WriteRow& row) {
+    return {round_up(row.address, page_bytes()), round_down(row.address + row.length, page_bytes())};
+}
+
+/// What is left of the row, cut where captures are looked at in parts: rows lie at the same phase in the file as in memory,
+/// and windows are whole blocks of it. Empty ones among them.
+std::array<RowBytes, 3> ends_of(const WriteRow& row) {
+    const Reach own = whole_pages(row);
+    const std::uint64_t tail = own.end - row.address, piece = round_down(row.length, look_bytes);
+    const std::uint64_t cut = piece > tail ? piece : row.length;
+    return {{{0, own.begin - row.address}, {tail, cut}, {cut, row.length}}};
+}
+
+/// Why a lazy row cannot be watched, whatever the system can; null if it can.
+const char* unfit(const WriteRow& row) {
+    if (row.device != on_host) return "on a device";
+    if (row.layout != contiguous) return "strided";
+    if ((row.address - row.offset) % block_alignment_bytes != 0) return "at another phase than in the file";
+    return whole_pages(row).begin >= whole_pages(row).end ? "less than a page" : nullptr;
+}
+
+/// Our own rows (headers) have no digests, and nobody else knows where they are.
+bool is_watched(const WriteRow& row) { return row.lazy && row.length != 0 && row.chunk != no_digest; }
+
+const char* reason_of(PageWatch::Held held) {
+    return held == PageWatch::Held::beyond_limit ? "in small pages" : "in memory that others can write (a file's, or shared), or watch";
+}
+
+}  // namespace
+
+RowPages::RowPages(const WriteRows& rows, Watching watching) : rows_(rows) {
+    const auto leave = [&](std::size_t row, std::string reason) {
+        if (!left_) left_ = Left{row, std::move(reason)};
+    };
+    std::vector<std::size_t> wanted;
+    std::vector<Reach> reaches;
+    std::string refusal = "as asked for";
+    std::shared_ptr<const WrittenPages> open;
+    if (watching != Watching::samples && std::any_of(rows.rows.begin(), rows.rows.end(), is_watched)) {
+        refusal.clear();
+        open = PageWatch::open(refusal);
+    }
+    for (std::size_t i = 0; i < rows.rows.size(); ++i) {
+        const WriteRow& row = rows.rows[i];
+        if (!is_watched(row)) continue;
+        if (!refusal.empty() || unfit(row) != nullptr) {
+            leave(i, refusal.empty() ? unfit(row) : refusal);
+            continue;
+        }
+        wanted.push_back(i);
+        reaches.push_back(whole_pages(row));
+    }
+    if (wanted.empty()) return;
+    const std::uint64_t small_max = watching == Watching::exact ? PageWatch::unlimited_bytes : small_pages_bytes_max;
+    pages_ = std::make_unique<PageWatch>(reaches, small_max, scattered(rows.rows[wanted[0]].seed));
+    ends_at_.assign(rows.rows.size(), none);
+    for (std::size_t n = 0; n < wanted.size(); ++n) {
+        if (pages_->held(n) != PageWatch::Held::yes) {
+            leave(wanted[n], reason_of(pages_->held(n)));
+            continue;
+        }
+        ends_at_[wanted[n]] = static_cast<std::uint32_t>(held_.size());
+        held_.push_back(wanted[n]);
+        exact_bytes_ += rows.rows[wanted[n]].length;
+    }
+    ends_.resize(held_.size());
+}
+
+void RowPages::read_ends(LiveAccess& live, const std::function<void(std::size_t, const RowBytes&, int)>& gone) {
+    struct Piece {
+        std::size_t row = 0;
+        RowBytes bytes{0, 0};
+        std::uint64_t* digest = nullptr;
+        const std::byte* copy = nullptr;
+    };
+    LiveBatch<Piece> batch(live);
+    const auto flush = [&] {
+        batch.flush([&](const Piece& piece, int error) {
+            if (error != 0)
+                gone(piece.row, piece.bytes, error);
+            else
+                *piece.digest = xxh3_64(piece.copy, piece.bytes.end - piece.bytes.begin);
+        });
+    };
+    for (std::size_t n = 0; n < held_.size(); ++n) {
+        const WriteRow& row = rows_.rows[held_[n]];
+        const std::array<RowBytes, 3> ends = ends_of(row);
+        for (std::size_t i = 0; i < ends.size(); ++i) {
+            const std::uint64_t bytes = ends[i].end - ends[i].begin;
+            if (bytes == 0) continue;
+            if (!batch.has_room() || batch.bytes() + bytes > LiveAccess::bounce_bytes) flush();
+            std::byte* const copy = batch.empty() ? live.bounce() : batch.end();
+            batch.add(copy, row.source() + ends[i].begin, bytes, {held_[n], ends[i], &ends_[n][i], copy});
+        }
+    }
+    flush();
+}
+
+std::optional<RowBytes> RowPages::compare(std::size_t row, std::uint64_t begin, std::uint64_t end, const std::byte* bytes) const {
+    const std::array<RowBytes, 3> ends = ends_of(rows_.rows[row]);
+    const Ends& known = ends_[ends_at_[row]];
+    for (std::size_t i = 0; i < ends.size(); ++i)
+        if (ends[i].begin < ends[i].end && begin <= ends[i].begin && ends[i].end <= end &&
+            xxh3_64(bytes + (ends[i].begin - begin), ends[i].end - ends[i].begin) != known[i])
+            return ends[i];
+    return std::nullopt;
+}
+
+std::optional<RowBytes> RowPages::settle(std::size_t row_index, std::uint64_t begin, std::uint64_t end) {
+    const WriteRow& row = rows_.rows[row_index];
+    const Reach own = whole_pages(row);
+    const std::uint64_t low = std::max(row.address + begin, own.begin), high = std::min(row.address + end, own.end);
+    if (low >= high) return std::nullopt;
+    // A page that two windows share is looked at by both.
+    const std::optional<Reach> found = pages_->first_written({round_down(low, page_bytes()), round_up(high, page_bytes())});
+    pages_->let_go(low, high);
+    if (!found) return std::nullopt;
+    return RowBytes{found->begin - row.address, found->end - row.address};
+}
+
+}  // namespace flowstone

@@ -35,8 +35,8 @@ inline constexpr std::size_t posix_threads_max = 16;
 // Offsets are signed in the system's calls.
 inline constexpr std::uint64_t file_bytes_max = (std::uint64_t{1} << 63) - block_alignment_bytes;
 
-// numpy and torch stop at 64 and 64; nothing that is trained has more than a handful.
-inline constexpr std::size_t dimensions_max = 16;
+// Where numpy and torch stop. No layout has as many loops: sides of 1 turn none, and 2^64 bytes have 63 halvings.
+inline constexpr std::size_t dimensions_max = 64;
 
 // A window is written from where it lies when that leaves few bytes to copy and few parts to list:
 // 256 KiB of 8 MiB is 3 % of the copying, and 64 parts keep the list in one page-sized allocation.

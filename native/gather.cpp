@@ -1,6 +1,7 @@
 // Layout::gather: strided memory that may go away, by as few calls of the kernel as its shape allows.
 #include <algorithm>
 #include <array>
+#include <bitset>
 #include <cassert>
 #include <cstdlib>
 #include <span>
@@ -29,6 +30,14 @@ struct Nest {
     const std::byte* memory = nullptr;
     std::byte* packed = nullptr;
 
+    Nest() = default;
+    /// Its own loops alone: a handful, where there is room for all that there may be.
+    Nest(const Nest& other)
+        : depth(other.depth), run_bytes(other.run_bytes), memory(other.memory), packed(other.packed) {
+        std::copy_n(other.loops.begin(), depth, loops.begin());
+    }
+    Nest& operator=(const Nest&) = delete;
+
     void add(const Loop& loop) { loops[depth++] = loop; }
 };
 
@@ -42,7 +51,7 @@ template <class Visit> void turn(std::span<const Loop> loops, std::int64_t packe
 
 /// What one call brings to the bounce room: tiles, each a span of memory that holds runs with little in between.
 struct Tiles {
-    std::array<bool, dimensions_max + 1> inside{};  // loops that turn inside of a tile
+    std::bitset<dimensions_max + 1> inside;  // loops that turn inside of a tile
     std::uint64_t span_bytes = 0;
     std::uint64_t count = 1;
     std::int64_t below = 0;  // bytes of a tile before its first run
@@ -88,7 +97,7 @@ Tiles Gather::tile(const Nest& nest, std::array<std::size_t, dimensions_max + 1>
 
 int Gather::copy(Nest nest) {
     for (;;) {
-        std::array<std::size_t, dimensions_max + 1> order{};
+        std::array<std::size_t, dimensions_max + 1> order;  // as many as the nest has loops
         const Tiles tiles = tile(nest, order);
         if (tiles.count <= LiveAccess::runs_max && tiles.count * tiles.span_bytes <= LiveAccess::bounce_bytes) return copy_tiles(nest, tiles);
         // Too much at once: two halves, of the loop that reaches farthest.
@@ -106,7 +115,7 @@ int Gather::copy(Nest nest) {
 }
 
 int Gather::copy_tiles(const Nest& nest, const Tiles& tiles) {
-    std::array<Loop, dimensions_max + 1> outside{};
+    std::array<Loop, dimensions_max + 1> outside;  // the first `outer` of them
     std::size_t outer = 0;
     Nest bounced = nest;  // the same runs, where they lie in the bounce room
     std::uint64_t tile_stride = tiles.span_bytes;

@@ -59,7 +59,7 @@ Layout Layout::box(std::uint64_t item_bytes, std::span<const std::uint64_t> exte
                    std::span<const std::int64_t> strides_bytes) {
     const std::size_t ndim = extent_shape.size();
     if (item_bytes == 0 || item_bytes > chunk_bytes) throw std::invalid_argument("layout: item_bytes must be 1 to 1 MiB");
-    if (ndim > dimensions_max) throw std::invalid_argument("layout: more than 16 dimensions");
+    if (ndim > dimensions_max) throw std::invalid_argument("layout: more than 64 dimensions");
     if (offset.size() != ndim || shape.size() != ndim || strides_bytes.size() != ndim)
         throw std::invalid_argument("layout: shape, offset and strides differ in length");
     Layout layout;

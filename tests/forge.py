@@ -26,6 +26,12 @@ def sealed(document: Mapping[str, object]) -> bytes:
     return body + f'"digest": "{digest(body)}"\n}}\n'.encode()
 
 
+def sealed_text(text: bytes) -> bytes:
+    """Any text of a JSON object, sealed: well-formed where the text is."""
+    body = text.rstrip().removesuffix(b"}") + b",\n  "
+    return body + f'"digest": "{digest(body)}"\n}}\n'.encode()
+
+
 def edit_manifest(checkpoint: Path, change: Callable[[dict], object]) -> None:
     """Let `change` work on the manifest's fields, and seal them again."""
     path = checkpoint / "manifest.json"

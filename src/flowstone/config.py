@@ -21,8 +21,13 @@ PACKED_BELOW_BYTES = 64 * KIB
 
 # Limits that keep untrusted or unlucky input from taking the machine down.
 HEADER_BYTES_MAX = 90_000_000  # safetensors refuses headers of 100 MB
+MARKER_BYTES_MAX = 64 * KIB
 MANIFEST_BYTES_MAX = 256 * MIB
+INDEX_BYTES_MAX = 16 * GIB  # nine times that of 405 billion parameters on 8,192 ranks, in boxes
 OBJECTS_BYTES_MAX = 1 * GIB
+OBJECTS_CONTAINERS_MAX = 1 << 22  # lists and dicts: 64 to 232 bytes of memory each, of 3 in the file
+TEXT_CHARS_MAX = 1000  # of what a manifest says in words
+READ_PART_BYTES = 64 * MIB  # of an index or of objects, each part checked before the next one takes memory
 NDIM_MAX = 64  # torch's own limit on dimensions
 NAME_BYTES_MAX = 65_535
 STEP_MAX = 10**15

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import errno
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import msgspec
 
 from flowstone.commit.manifests import inside
-from flowstone.config import OBJECTS_BYTES_MAX
-from flowstone.errors import DamagedError
+from flowstone.config import CHUNK_BYTES, OBJECTS_BYTES_MAX, OBJECTS_CONTAINERS_MAX, READ_PART_BYTES
+from flowstone.errors import DamagedError, StorageError, UnsupportedStateError
 from flowstone.format import objects
+from flowstone.format.bounds import containers
 from flowstone.format.digest import check_chunks, digest
-from flowstone.format.index import Index, decode_index
+from flowstone.format.index import Index, check_index_header, decode_index
 from flowstone.format.manifest import (
     INDEX_NAME,
     OBJECTS_NAME,
@@ -32,16 +35,29 @@ class Objects:
 
 def read_index(store: Store, directory: str, manifest: Manifest) -> Index:
     """The table of pieces, every byte of it verified and every row checked."""
-    data = _vouched(store, directory, manifest.index, INDEX_NAME)
-    return decode_index(data, segments=manifest.segments, path=f"{store.location}/{inside(directory, INDEX_NAME)}")
+    path = f"{store.location}/{inside(directory, INDEX_NAME)}"
+    with _memory_enough(path):
+        data = _vouched(
+            store, directory, manifest.index, INDEX_NAME,
+            check_first=lambda part: check_index_header(part, manifest.index.bytes, path=path),
+        )
+        return decode_index(memoryview(data).toreadonly(), segments=manifest.segments, path=path)
 
 
 def read_objects(store: Store, directory: str, manifest: Manifest) -> Objects:
     """Everything that is not a tensor, verified and decoded."""
-    if manifest.objects.bytes > OBJECTS_BYTES_MAX:
-        raise DamagedError(f"{OBJECTS_NAME} claims {manifest.objects.bytes} bytes", next="use an older step")
-    data = _vouched(store, directory, manifest.objects, OBJECTS_NAME)
     path = f"{store.location}/{inside(directory, OBJECTS_NAME)}"
+    with _memory_enough(path):
+        return _decoded(_vouched(store, directory, manifest.objects, OBJECTS_NAME), path)
+
+
+def _decoded(data: bytearray, path: str) -> Objects:
+    count = containers(data)
+    if count > OBJECTS_CONTAINERS_MAX:
+        raise DamagedError(
+            f"{path} holds more lists and dicts than any writer puts there",
+            expected=f"at most {OBJECTS_CONTAINERS_MAX}", found=count, next="use an older step",
+        )
     try:
         nodes = msgspec.json.decode(data)
         replicated = {name: objects.decode(node, name) for name, node in nodes["replicated"].items()}
@@ -49,7 +65,9 @@ def read_objects(store: Store, directory: str, manifest: Manifest) -> Objects:
             name: [objects.decode(node, name) for node in entries] for name, entries in nodes["per_rank"].items()
         }
     except (msgspec.DecodeError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise DamagedError(f"{path} is not what its digest promises: {error}", next="use an older step") from error
+        raise DamagedError(
+            f"{path} is not what its digest promises: {error!s:.300}", next="use an older step"
+        ) from error
     return Objects(replicated, per_rank)
 
 
@@ -60,10 +78,18 @@ def encode_sections(sections: Mapping[str, object]) -> dict[str, bytes]:
 
 def join_objects(replicated: Mapping[str, bytes], per_rank: Mapping[str, Sequence[bytes]]) -> bytes:
     """The text of objects.json, of the texts of sections."""
-    return msgspec.json.encode({
+    text = msgspec.json.encode({
         "replicated": {name: msgspec.Raw(text) for name, text in replicated.items()},
         "per_rank": {name: [msgspec.Raw(text) for text in texts] for name, texts in per_rank.items()},
     })
+    count = containers(text)
+    if count > OBJECTS_CONTAINERS_MAX or len(text) > OBJECTS_BYTES_MAX:
+        raise UnsupportedStateError(
+            f"the state's plain values are too much for {OBJECTS_NAME}",
+            expected=f"at most {OBJECTS_CONTAINERS_MAX} lists and dicts, and {OBJECTS_BYTES_MAX} bytes of text",
+            found=f"{count} and {len(text)}", next="put long lists of numbers into a tensor or a numpy array",
+        )
+    return text
 
 
 def check_segments(store: Store, directory: str, manifest: Manifest) -> None:
@@ -80,14 +106,39 @@ def check_segments(store: Store, directory: str, manifest: Manifest) -> None:
             )
 
 
-def _vouched(store: Store, directory: str, row: FileRow, expected_name: str) -> bytes:
+@contextmanager
+def _memory_enough(path: str) -> Iterator[None]:
+    try:
+        yield
+    except MemoryError as error:
+        raise StorageError(
+            f"there is not enough memory to read {path}", errno=errno.ENOMEM,
+            next="free some memory, or raise the limits on it (ulimit -v, memory.max)",
+        ) from error
+
+
+def _vouched(
+    store: Store, directory: str, row: FileRow, expected_name: str,
+    check_first: Callable[[bytes], None] | None = None,
+) -> bytearray:
+    """A file's bytes, as its digests promise. Read in parts: what is not as it was written is found in the first one,
+    before there is memory for all that the manifest claims.
+    """
     if row.name != expected_name:
         raise DamagedError(f"the manifest calls {expected_name} {row.name!r}", next="use an older step")
     path = inside(directory, row.name)
     _check_size(store, path, row.bytes)
-    data = store.read(path, length=row.bytes)
-    _check_length(store, path, len(data), row.bytes)  # again: a file can shrink after it was looked at
-    check_chunks(data, row.chunks, path=f"{store.location}/{path}")
+    data = bytearray()
+    while len(data) < row.bytes:
+        at, wanted = len(data), READ_PART_BYTES if data else CHUNK_BYTES
+        part = store.read(path, offset=at, length=min(wanted, row.bytes - at))
+        if len(part) < min(wanted, row.bytes - at):  # a file can shrink after it was looked at
+            _check_length(store, path, at + len(part), row.bytes)
+        chunks = row.chunks[at // CHUNK_BYTES : -(-(at + len(part)) // CHUNK_BYTES)]
+        check_chunks(part, chunks, path=f"{store.location}/{path}", offset=at)
+        if at == 0 and check_first is not None:
+            check_first(part)
+        data += part
     return data
 
 

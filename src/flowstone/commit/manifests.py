@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from dataclasses import dataclass
 
-from flowstone.config import MANIFEST_BYTES_MAX
+from flowstone.config import MANIFEST_BYTES_MAX, MARKER_BYTES_MAX
 from flowstone.errors import DamagedError, FormatError, NoCheckpointError, StorageError
 from flowstone.format.manifest import (
     MANIFEST_NAME,
@@ -41,7 +41,7 @@ def read_manifest(store: Store, directory: str) -> Manifest:
     path = inside(directory, MANIFEST_NAME)
     shown = f"{store.location}/{path}"
     try:
-        text = store.read(path, length=MANIFEST_BYTES_MAX)
+        text = store.read(path, bytes_max=MANIFEST_BYTES_MAX)
     except StorageError as error:
         if error.errno not in _NOTHING_THERE:
             raise
@@ -60,7 +60,8 @@ def read_manifest(store: Store, directory: str) -> Manifest:
 
 
 def read_marker(store: Store) -> Marker:
-    return decode_marker(store.read(MARKER_NAME), path=f"{store.location}/{MARKER_NAME}")
+    data = store.read(MARKER_NAME, bytes_max=MARKER_BYTES_MAX)
+    return decode_marker(data, path=f"{store.location}/{MARKER_NAME}")
 
 
 def listing(store: Store) -> list[Listed]:

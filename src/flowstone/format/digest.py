@@ -22,13 +22,14 @@ def chunk_digests(data: Buffer) -> tuple[str, ...]:
     return tuple(digest(view[start : start + CHUNK_BYTES]) for start in range(0, len(view), CHUNK_BYTES))
 
 
-def check_chunks(data: Buffer, expected: Sequence[str], *, path: str) -> None:
-    """Raise DamagedError naming the first chunk of `data` whose digest differs."""
+def check_chunks(data: Buffer, expected: Sequence[str], *, path: str, offset: int = 0) -> None:
+    """Raise DamagedError naming the first chunk of `data`, the bytes of `path` from `offset` on, that differs."""
     for number, (found, wanted) in enumerate(zip(chunk_digests(data), expected, strict=True)):
         if found != wanted:
+            begin = offset + number * CHUNK_BYTES
             raise DamagedError(
-                f"{path} is damaged: chunk {number} differs from what was written",
-                range=f"bytes {number * CHUNK_BYTES}..{min((number + 1) * CHUNK_BYTES, len(data))}",
+                f"{path} is damaged: chunk {begin // CHUNK_BYTES} differs from what was written",
+                range=f"bytes {begin}..{min(begin + CHUNK_BYTES, offset + len(data))}",
                 expected=wanted, found=found, next="restore the file from a copy, or load an older step",
             )
 

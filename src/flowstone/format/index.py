@@ -213,7 +213,17 @@ def _as(column: NDArray[Any], kind: str) -> NDArray[Any]:
     return column.astype(dtype)
 
 
-def decode_index(data: bytes, *, segments: Sequence[SegmentRow], path: str) -> Index:
+def check_index_header(data: Part, file_bytes: int, *, path: str) -> None:
+    """Raise DamagedError where the first bytes of an index do not begin a file of so many: before the rest is read."""
+    entries, _, start = parse_header(data[: _header_end(data)], path=path)
+    end = start + max((entry.end for entry in entries.values()), default=0)
+    if end != file_bytes:
+        raise DamagedError(
+            f"{path} contradicts itself: its columns end at byte {end} of {file_bytes}", next="use an older step"
+        )
+
+
+def decode_index(data: Part, *, segments: Sequence[SegmentRow], path: str) -> Index:
     """Read and check an index whose digests have been verified. Raises DamagedError."""
     entries, metadata, start = parse_header(data[: _header_end(data)], path=path)
     try:
@@ -221,16 +231,19 @@ def decode_index(data: bytes, *, segments: Sequence[SegmentRow], path: str) -> I
         for name, kind in _COLUMNS.items():
             entry = entries[name]
             if entry.dtype != _SAFETENSORS[kind] or start + entry.end > len(data):
-                raise ValueError(f"column {name!r} has type {entry.dtype} or ends behind the file")
-            columns[name] = np.frombuffer(data, kind, entry.shape[0], start + entry.begin)
+                raise ValueError(f"column {name!r} has type {entry.dtype:.20} or ends behind the file")
+            (count,) = entry.shape
+            if entry.end - entry.begin != count * np.dtype(kind).itemsize:
+                raise ValueError(f"column {name!r} has another length than it says")
+            columns[name] = np.frombuffer(data, kind, count, start + entry.begin)
         index = _assemble(columns, metadata["dtypes"].split())
         _check(index, segments)
     except (ValueError, KeyError, IndexError, OverflowError) as error:
-        raise DamagedError(f"{path} contradicts itself: {error}", next="use an older step") from error
+        raise DamagedError(f"{path} contradicts itself: {error!s:.300}", next="use an older step") from error
     return index
 
 
-def _header_end(data: bytes) -> int:
+def _header_end(data: Part) -> int:
     return LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
 
 

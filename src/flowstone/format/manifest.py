@@ -8,7 +8,14 @@ from typing import TypeVar
 
 import msgspec
 
-from flowstone.config import FORMAT_VERSION
+from flowstone.config import (
+    FORMAT_VERSION,
+    HEADER_BYTES_MAX,
+    INDEX_BYTES_MAX,
+    OBJECTS_BYTES_MAX,
+    STEP_MAX,
+    TEXT_CHARS_MAX,
+)
 from flowstone.errors import DamagedError, UnsupportedFormatError
 from flowstone.format.sealed import seal, unseal
 
@@ -20,8 +27,11 @@ INDEX_NAME = "index.safetensors"
 KNOWN_FEATURES: frozenset[str] = frozenset()
 """Critical features that this reader understands; version 1 has none."""
 
+_IO_NUMBERS = (
+    "alignment", "request_bytes", "queue_depth", "copied_bytes", "direct_bytes", "workers", "requests",
+)
 _STEP_DIRECTORY = re.compile(r"step-(\d{8,})", re.ASCII)
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*", re.ASCII)
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}", re.ASCII)
 
 
 class Marker(msgspec.Struct, frozen=True):
@@ -122,18 +132,19 @@ def _decode(data: bytes, kind: type[_Document], *, path: str) -> _Document:
         version = msgspec.json.decode(text, type=_Version)
         unknown = sorted(set(version.critical) - KNOWN_FEATURES)
         if version.flowstone > FORMAT_VERSION or unknown:
+            features = "".join(f", critical feature {n!r:.80}" for n in unknown[:20])
             raise UnsupportedFormatError(
                 f"{path} needs a newer reader",
                 expected=f"format version up to {FORMAT_VERSION}, features {sorted(KNOWN_FEATURES) or 'none'}",
-                found=f"format version {version.flowstone}" + "".join(f", critical feature {n!r}" for n in unknown),
+                found=f"format version {version.flowstone}{features}",
                 next="upgrade flowstone",
             )
         if version.flowstone < 1:
             raise msgspec.ValidationError(f"format version {version.flowstone} never existed")
         return msgspec.json.decode(text, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # text that is no UTF-8 is a ValueError, too
         raise DamagedError(
-            f"{path} is not what its seal promises: {error}",
+            f"{path} is not what its seal promises: {error!s:.300}",
             next="the file was made by a faulty writer; use an older step",
         ) from error
 
@@ -143,7 +154,10 @@ def encode_marker(marker: Marker) -> bytes:
 
 
 def decode_marker(data: bytes, *, path: str) -> Marker:
-    return _decode(data, Marker, path=path)
+    marker = _decode(data, Marker, path=path)
+    if not _is_shown(marker.store) or not _is_shown(marker.created):
+        raise DamagedError(f"{path} is not valid: its text cannot be shown", next="restore the file from a copy")
+    return marker
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -169,19 +183,45 @@ def check_manifest(manifest: Manifest, *, path: str) -> None:
 def _faults(manifest: Manifest) -> list[str]:
     faults = []
     files: tuple[SegmentRow | FileRow, ...] = (*manifest.segments, manifest.index, manifest.objects)
-    faults += [f"{row.name!r} is not a plain file name" for row in files if not _PLAIN_NAME.fullmatch(row.name)]
+    faults += [f"{row.name!r:.80} is not a plain file name" for row in files if not _PLAIN_NAME.fullmatch(row.name)]
     counts = Counter(row.name for row in files)
     faults += [f"{name!r} is listed twice" for name, count in counts.items() if count > 1]
     faults += [f"{row.name!r} has {row.bytes} bytes" for row in files if row.bytes < 0]
     faults += [f"segment {row.id} is at position {at}" for at, row in enumerate(manifest.segments) if row.id != at]
     for row in manifest.segments:
         if row.home is not None:
-            faults.append(f"segment {row.name!r} lies in {row.home!r}, without the critical feature 'delta'")
-        if not 8 <= row.header_bytes <= row.bytes:
+            faults.append(f"segment {row.name!r} lies in {row.home!r:.80}, without the critical feature 'delta'")
+        if not 8 <= row.header_bytes <= min(row.bytes, HEADER_BYTES_MAX):
             faults.append(f"segment {row.name!r} has a header of {row.header_bytes} in {row.bytes} bytes")
     for file in (manifest.index, manifest.objects):
         if len(file.chunks) != -(-file.bytes // (1 << 20)):
             faults.append(f"{file.name!r} has {len(file.chunks)} digests for {file.bytes} bytes")
+    for file, most in ((manifest.index, INDEX_BYTES_MAX), (manifest.objects, OBJECTS_BYTES_MAX)):
+        if file.bytes > most:
+            faults.append(f"{file.name!r} has {file.bytes} bytes, and {most} at most")
     if manifest.step < 0:
         faults.append(f"step {manifest.step} is negative")
-    return faults
+    return faults + _faults_of_words_and_numbers(manifest)
+
+
+def _faults_of_words_and_numbers(manifest: Manifest) -> list[str]:
+    """What people are shown, and what is counted with."""
+    faults = []
+    words = {name: getattr(manifest, name) for name in ("id", "store", "created", "writer")}
+    words |= {"io.backend": manifest.io.backend, "io.origin": manifest.io.origin or ""}
+    words |= {"io.explicit": "".join(manifest.io.explicit or ())}
+    for name, text in words.items():
+        if not _is_shown(text):
+            faults.append(f"{name} {text!r:.80} is no short text that can be shown")
+    if manifest.step > STEP_MAX:
+        faults.append(f"step {manifest.step} is beyond {STEP_MAX}")
+    numbers = {name: getattr(manifest, name) for name in ("ranks", "tensors", "pieces", "data_bytes")}
+    numbers["the bytes of all segments"] = sum(row.bytes for row in manifest.segments)
+    numbers |= {f"io.{name}": getattr(manifest.io, name) for name in _IO_NUMBERS}
+    wrong = [name for name, value in numbers.items() if value is not None and not 0 <= value < 1 << 63]
+    return faults + [f"{name}: {numbers[name]} is no number of anything" for name in wrong]
+
+
+def _is_shown(text: str) -> bool:
+    """Whether it can be put on a terminal as it is."""
+    return len(text) <= TEXT_CHARS_MAX and text.isprintable()

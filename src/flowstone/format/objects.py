@@ -62,6 +62,7 @@ import msgspec
 import numpy as np
 
 from flowstone.errors import DamagedError, UnsupportedFormatError, UnsupportedStateError
+from flowstone.format.bounds import KEYS, Path, brief, dotted, hashed
 from flowstone.format.joints import Groups, Joint
 
 Node: TypeAlias = "bool | int | float | str | list[Node] | dict[str, Node] | None"
@@ -230,7 +231,12 @@ class _Encoder:
 
 def key_text(key: object) -> str:
     """A dict key as a component of a dotted path: text as it is, anything else as Python shows it."""
-    return key if isinstance(key, str) else repr(key)
+    if isinstance(key, str):
+        return key
+    try:
+        return repr(key)
+    except ValueError:  # of an int, or of something that holds one: Python refuses 4,300 digits
+        return f"{key:x}" if type(key) is int else brief(key)
 
 
 def _int_node(value: int) -> Node:
@@ -324,10 +330,10 @@ def _plain(texts: list[str]) -> bool:
     return together.isascii() and together.isprintable() and not any(mark in together for mark in '"\\$')
 
 
-def _damaged(path: str, expected: str, found: object) -> DamagedError:
-    text = repr(found)
+def _damaged(path: Path, expected: str, found: object) -> DamagedError:
+    text = brief(found)
     return DamagedError(
-        f"the object '{path}' is not what its type says",
+        f"the object '{dotted(path)}' is not what its type says",
         expected=expected,
         found=text if len(text) <= 80 else text[:77] + "...",
         next="run `flowstone verify`; load another checkpoint",
@@ -340,7 +346,7 @@ class _Decoder:
     def __init__(self) -> None:
         self._depth = 0
 
-    def value(self, node: object, path: str) -> object:
+    def value(self, node: object, path: Path) -> object:
         if node is None or type(node) is bool:
             return node
         if type(node) is int:
@@ -367,7 +373,7 @@ class _Decoder:
             self._depth -= 1
         raise _damaged(path, "a JSON value", type(node))
 
-    def _object(self, node: dict[object, object], path: str) -> object:
+    def _object(self, node: dict[object, object], path: Path) -> object:
         entries = cast("dict[str, object]", node)
         if set(map(type, node)) - {str} or not valid_text("".join(entries)):
             raise _damaged(path, "keys that are text", list(node))
@@ -376,14 +382,14 @@ class _Decoder:
             references = _references(entries.values())
             if references is not None:
                 return dict(zip(entries, references, strict=True))
-            return {key: self.value(item, f"{path}.{key}") for key, item in entries.items()}
+            return {key: self.value(item, (path, key)) for key, item in entries.items()}
         if len(tags) > 1:
             raise _damaged(path, "one tag", tags)
         tag = tags[0]
         if tag not in _LEAF_TAGS and tag not in _NODE_TAGS:
             raise UnsupportedFormatError(
-                f"the object '{path}' is of a type that this version cannot read",
-                found=tag,
+                f"the object '{dotted(path)}' is of a type that this version cannot read",
+                found=brief(tag),
                 next="load it with the version of flowstone that saved it, or a later one",
             )
         try:
@@ -391,9 +397,9 @@ class _Decoder:
                 return _LEAF_TAGS[tag](node[tag])
             return self._tagged(tag, entries, path)
         except (ValueError, TypeError, OverflowError) as error:
-            raise _damaged(path, f"a valid {tag} ({error})", node[tag]) from error
+            raise _damaged(path, f"a valid {tag} ({error!s:.200})", node[tag]) from error
 
-    def _tagged(self, tag: str, node: dict[str, object], path: str) -> object:
+    def _tagged(self, tag: str, node: dict[str, object], path: Path) -> object:
         """The value of a node whose tag is not all there is to it, or whose parts are nodes."""
         part = node[tag]
         match tag, sorted(set(node) - {tag}):
@@ -428,41 +434,39 @@ class _Decoder:
                 return np.bytes_(_unbase64(node["data"]))
             case "$provided", ["objects", "parts"]:
                 return self._provided(part, node["parts"], node["objects"], path)
-        raise ValueError(f"with the keys {sorted(node)}")
+        raise ValueError(f"with the keys {brief(sorted(node))}")
 
-    def values(self, node: object, path: str) -> list[object]:
+    def values(self, node: object, path: Path) -> list[object]:
         references = _references(_checked(node, list))
         if references is not None:
             return cast("list[object]", references)
-        return [self.value(item, f"{path}.{i}") for i, item in enumerate(_checked(node, list))]
+        return [self.value(item, (path, i)) for i, item in enumerate(_checked(node, list))]
 
-    def pairs(self, node: object, path: str) -> dict[object, object]:
-        found: dict[object, object] = {}
+    def pairs(self, node: object, path: Path) -> dict[object, object]:
         pairs = [_pair(pair) for pair in _checked(node, list)]
-        references = _references([value for _, value in pairs])
-        if references is not None:
-            found = dict(zip(self.values([key for key, _ in pairs], f"{path} key"), references, strict=True))
-        else:
-            for key, value in pairs:
-                name = self.value(key, f"{path} key")
-                found[name] = self.value(value, f"{path}.{key_text(name)}")
-        if len(found) != len(cast("list[object]", node)):
+        keys, nodes = [key for key, _ in pairs], [value for _, value in pairs]
+        names = hashed(self.values(keys, (path, KEYS)))
+        values: Iterable[object] | None = _references(nodes)
+        if values is None:
+            values = [self.value(value, (path, name)) for name, value in zip(names, nodes, strict=True)]
+        found = dict(zip(names, values, strict=True))
+        if len(found) != len(pairs):
             raise ValueError("a key twice")
         return found
 
-    def _members(self, node: object, path: str) -> set[object]:
-        found = set(self.values(node, path))
+    def _members(self, node: object, path: Path) -> set[object]:
+        found = set(hashed(self.values(node, path)))
         if len(found) != len(cast("list[object]", node)):
             raise ValueError("a member twice")
         return found
 
-    def _counter(self, node: object, path: str) -> Counter[object]:
+    def _counter(self, node: object, path: Path) -> Counter[object]:
         found: Counter[object] = Counter()
         for key, count in self.pairs(node, path).items():
             found[key] = cast("int", count)  # any value: a Counter does not check either
         return found
 
-    def _provided(self, kind: object, parts: object, values: object, path: str) -> Provided:
+    def _provided(self, kind: object, parts: object, values: object, path: Path) -> Provided:
         found, others = (_checked(self.value(one, path), dict) for one in (parts, values))
         if set(map(type, (*found, *others))) - {str}:
             raise TypeError("names that are text")
@@ -471,7 +475,7 @@ class _Decoder:
                 raise ValueError("tensors or arrays expected")
         return Provided(_checked(kind, str), found, others)
 
-    def _deque(self, node: object, maxlen: object, path: str) -> deque[object]:
+    def _deque(self, node: object, maxlen: object, path: Path) -> deque[object]:
         items = self.values(node, path)
         if maxlen is not None and len(items) > _checked(maxlen, int):
             raise ValueError("more items than maxlen")

@@ -25,7 +25,7 @@ def seal(document: msgspec.Struct) -> bytes:
 
 def unseal(data: bytes, *, path: str) -> bytes:
     """Check the seal and return the document with its digest still in it, fit for a JSON parser."""
-    body, tail = data[:-SEAL_BYTES], data[-SEAL_BYTES:]
+    body, tail = memoryview(data)[:-SEAL_BYTES], data[-SEAL_BYTES:]
     if not (tail.startswith(_OPEN) and tail.endswith(_CLOSE)):
         raise DamagedError(
             f"{path} is truncated or was altered: it does not end with its digest",

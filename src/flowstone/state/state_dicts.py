@@ -35,6 +35,7 @@ def is_optimizers(value: object) -> bool:
     return (
         isinstance(value["state"], dict) and isinstance(groups, list)
         and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups)
+        and all(type(number) in (int, str) for group in groups for number in group["params"])
     )
 
 
@@ -132,7 +133,7 @@ def translate(restorer: Restorer, node: object, anatomy: Anatomy, place: Place) 
     restorer.notes.append(f"{place.name}: a state_dict() was saved; its parameters were found {how}")
     return StoredOptimizer(
         [
-            StoredGroup([members[number].home.path for number in of], _options(group))
+            StoredGroup([members[number].home.path for number in of if number in members], _options(group))
             for of, group in zip(numbers, groups, strict=True)
         ],
         {members[number].home.path: of for number, of in slots.items() if number in members},

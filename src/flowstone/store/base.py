@@ -181,8 +181,13 @@ class Store(Protocol):
     def stamp(self, path: str) -> str | None:
         """What is another one once the file is; None where there is none."""
 
-    def read(self, path: str, *, length: int | None = None) -> bytes:
-        """The first `length` bytes of a file, or all of it."""
+    def read(
+        self, path: str, *, offset: int = 0, length: int | None = None, bytes_max: int | None = None
+    ) -> bytes:
+        """The `length` bytes of a file from `offset` on, fewer where it ends before; or all of them.
+
+        raises  DamagedError where the file has more than `bytes_max`: before any of them is read
+        """
 
     def make_directory(self, path: str = "") -> None:
         """Create a directory that is not there.

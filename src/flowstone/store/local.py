@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flowstone.config import Direction, EngineOptions
+from flowstone.errors import DamagedError
 from flowstone.store.base import UNPACED, FilePlan, Pace
 from flowstone.store.directories import directory, is_link, is_there, parent
 from flowstone.store.forks import forget_in_children
@@ -78,11 +79,21 @@ class LocalStore:
                 return None
             return f"{found.st_dev}/{found.st_ino}/{found.st_size}/{found.st_mtime_ns}/{found.st_ctime_ns}"
 
-    def read(self, path: str, *, length: int | None = None) -> bytes:
+    def read(
+        self, path: str, *, offset: int = 0, length: int | None = None, bytes_max: int | None = None
+    ) -> bytes:
         with self._told("read", path), open(open_file(self.root / path), "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
+            if bytes_max is not None and size > bytes_max:
+                raise DamagedError(
+                    f"{self.root / path} is longer than any writer makes it", expected=f"at most {bytes_max} bytes",
+                    found=f"{size} bytes", next="restore the file from a copy, or use an older step",
+                )
+            if offset:
+                file.seek(offset)
+            rest = max(0, size - offset)
             # Not more than there is: the memory for all that may come is taken before the first byte has.
-            return _read_all(file, size if length is None else min(length, size))
+            return _read_all(file, rest if length is None else min(length, rest))
 
     def make_directory(self, path: str = "") -> None:
         with self._told("mkdir", path):

@@ -60,12 +60,14 @@ def told(
     root: Path, operation: str, path: str, *, needed_bytes: int | None = None, remedy: str | None = None,
     remedies: Mapping[int, str] = MappingProxyType({}),
 ) -> Iterator[None]:
-    """Turn an OSError into a StorageError that says what was being done, and to what. `path` is in the store.
+    """Turn an OSError or a MemoryError into a StorageError that says what was being done, and to what in the store.
 
     remedy, remedies  what to do next, of any errno and of some, where the caller knows better than that alone tells
     """
     try:
         yield
+    except MemoryError as error:
+        raise explain(root, operation, errno.ENOMEM, str(root / path)) from error
     except OSError as error:
         code, where = error.errno or 0, str(root / path)
         better = remedies.get(code, remedy)

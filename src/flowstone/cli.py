@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
 from collections.abc import Mapping
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +17,17 @@ from flowstone import cli_bench, cli_ls
 from flowstone import cli_tune as _cli_tune  # noqa: F401  (its verb joins those of `bench`)
 from flowstone._version import __version__
 from flowstone.cli_ls import local_time, row_of
-from flowstone.cli_output import AsJson, StorePath, make_console, print_json, size_text, told
+from flowstone.cli_output import (
+    AsJson,
+    StorePath,
+    make_console,
+    marked,
+    print_json,
+    printable,
+    refused,
+    size_text,
+    told,
+)
 from flowstone.config import MIB
 from flowstone.format.manifest import IoRecord
 from flowstone.progress import terminal_progress
@@ -29,6 +43,7 @@ app.command()(cli_ls.ls)
 app.add_typer(cli_bench.app, name="bench")
 
 _SHOWN_TENSORS = 40  # rows that `show` prints unless asked for all
+_INT_SHOWN = 10**300  # larger ones are no numbers to JSON readers, nor to Python from 4,300 digits on
 _TEXT_MAX = 60  # characters of a plain value in a table
 
 Step = Annotated[int | None, typer.Option("--step", help="Which step; the newest if left out.")]
@@ -36,7 +51,22 @@ Step = Annotated[int | None, typer.Option("--step", help="Which step; the newest
 
 def main() -> None:
     """The entry point `flowstone`."""
-    app(prog_name="flowstone")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name that the terminal's encoding lacks is no error
+    try:
+        try:
+            app(prog_name="flowstone")
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                if stream is not None:  # closed by whoever started us
+                    stream.flush()
+    except OSError as error:
+        # What could not be written stays in the stream, and would be tried once more at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if error.errno != errno.EPIPE:
+            sys.stderr.write(f"{refused(error)}\n")
+        sys.exit(1)
 
 
 @app.callback(invoke_without_command=True)
@@ -54,7 +84,6 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show what a checkpoint holds: tensors, objects, files."""
-    from rich.markup import escape
     from rich.table import Table
 
     from flowstone.reader import open_checkpoint
@@ -67,27 +96,27 @@ def show(
         print_json(_shown(checkpoint))
         return
     console, manifest = make_console(), checkpoint.manifest
-    console.print(f"[bold]step {manifest.step}[/] in {escape(checkpoint.path)}")
+    console.print(f"[bold]step {manifest.step}[/] in {marked(checkpoint.path)}")
     console.print(
-        f"saved {local_time(manifest.created)} by {manifest.writer} from {manifest.ranks} rank(s); "
+        f"saved {marked(local_time(manifest.created))} by {marked(manifest.writer)} from {manifest.ranks} rank(s); "
         f"{manifest.tensors:,} tensors, {size_text(manifest.data_bytes)} in {len(manifest.segments)} segment(s)"
     )
-    console.print(f"written by {_io(manifest.io)}")
+    console.print(f"written by {_io(manifest.io)}", markup=False)
     table = Table("tensor", "dtype", "shape", "size", "pieces")
     names = list(tensors)
     for name in names if everything else names[:_SHOWN_TENSORS]:
         entry = tensors[name]
-        place = str(entry.pieces) if entry.alias_of is None else f"is {entry.alias_of}"
+        place = str(entry.pieces) if entry.alias_of is None else f"is {marked(entry.alias_of)}"
         shape = "x".join(map(str, entry.shape)) or "scalar"
-        table.add_row(escape(name), entry.dtype, shape, size_text(entry.bytes), place)
+        table.add_row(marked(name), entry.dtype, shape, size_text(entry.bytes), place)
     console.print(table)
     if len(names) > _SHOWN_TENSORS and not everything:
         console.print(f"... and {len(names) - _SHOWN_TENSORS:,} more tensors (--all shows them)")
     table = Table("object", "value")
     for section, value in objects.items():
-        table.add_row(escape(section), escape(_summary(value)))
+        table.add_row(marked(section), marked(_summary(value)))
     for section, values in per_rank.items():
-        table.add_row(escape(section), f"one for each of {len(values)} rank(s)")
+        table.add_row(marked(section), f"one for each of {len(values)} rank(s)")
     console.print(table)
 
 
@@ -108,9 +137,9 @@ def verify(path: StorePath, step: Step = None, as_json: AsJson = False) -> None:
     else:
         console = make_console()
         for finding in verified.findings:
-            console.print(f"{finding.file}: {finding.what}", markup=False, style="red")
+            console.print(printable(f"{finding.file}: {finding.what}"), markup=False, style="red")
         for name in verified.extra:
-            console.print(f"{name}: no part of the checkpoint (harmless)", markup=False)
+            console.print(f"{printable(name)}: no part of the checkpoint (harmless)", markup=False)
         state = "every byte is as it was written" if verified.sound else f"damaged in {len(verified.findings)} place(s)"
         console.print(f"step {verified.step}: {size_text(verified.checked_bytes)} checked, {state}", markup=False)
     if not verified.sound:
@@ -160,13 +189,13 @@ def _plain(value: object) -> object:
     from flowstone.format.objects import Provided
 
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {key if isinstance(key, str) else _text(key): _plain(item) for key, item in value.items()}
     if isinstance(value, Provided):
         parts = {name: part.name for name, part in value.parts.items()}
         return {"provided": value.kind, "parts": parts, "objects": _plain(value.objects)}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    if value is None or isinstance(value, bool | int | str):
+    if value is None or isinstance(value, bool | str) or (isinstance(value, int) and abs(value) < _INT_SHOWN):
         return value
     if isinstance(value, float) and abs(value) != float("inf") and value == value:
         return value
@@ -175,18 +204,25 @@ def _plain(value: object) -> object:
 
 def _text(value: object) -> str:
     """What Python shows; but what stands for a tensor or a constant, by its name."""
+    from flowstone.format.bounds import brief
     from flowstone.format.objects import Named, Provided, TensorRef
 
     if isinstance(value, TensorRef):
         return f"{value.kind} {value.name}"
     if isinstance(value, Provided):
         return f"{value.kind}: {', '.join([*value.parts, *value.objects])}"
-    return f"{value.kind} {value.text}" if isinstance(value, Named) else repr(value)
+    if isinstance(value, Named):
+        return f"{value.kind} {value.text}"
+    try:
+        return repr(value)
+    except ValueError:
+        return brief(value)  # Python refuses to show an int of 4,300 digits
 
 
 def _summary(value: object) -> str:
     if isinstance(value, Mapping):
-        return f"{len(value)} entries: {', '.join(map(str, list(value)[:6]))}{' ...' if len(value) > 6 else ''}"
+        keys = [key if isinstance(key, str) else _text(key) for key in list(value)[:6]]
+        return f"{len(value)} entries: {', '.join(keys)}{' ...' if len(value) > 6 else ''}"
     if isinstance(value, list | tuple) and len(value) > 6:
         return f"{len(value)} values"
     text = _text(value)

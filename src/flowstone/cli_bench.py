@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections.abc import Sequence
@@ -109,6 +110,9 @@ def io(
     from flowstone.study.records import MIXES
     from flowstone.study.summary import cell_label, summarise
 
+    for file in (None if json_file in (None, "-") else Path(str(json_file)), csv_file, html_file):
+        if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
+            raise typer.BadParameter(f"no file can be written at {file}: give another one")  # now, not in an hour
     wanted = tuple(known for known in MIXES if not mix or known in mix)
     settings = Settings(quick=quick, bytes=size, processes=processes, mixes=wanted, rounds=rounds)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # or the scratch files would stay

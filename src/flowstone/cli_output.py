@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from flowstone.errors import FlowstoneError
+from flowstone.errors import FlowstoneError, StorageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,11 +30,31 @@ def make_console() -> Console:
 
 
 def print_json(value: object) -> None:
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # lone surrogates, as Python has them for bytes of a path
+        text = json.dumps(value, indent=2)
+    typer.echo(text)
+
+
+def printable(text: str) -> str:
+    """Text that a file brought along, so that a terminal shows it and does nothing else; lines stay lines."""
+    if text.isprintable():
+        return text
+    return "".join([one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text])
+
+
+def marked(text: str) -> str:
+    """The same for rich's console, which takes no markup from it either."""
+    from rich.markup import escape
+
+    return escape(printable(text))
 
 
 def print_rows(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A table of thousands of rows, as it is done by a Table of rich in seconds."""
+    rows = [list(map(printable, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
     bars = ["\u2501" * (width + 2) for width in widths], ["\u2500" * (width + 2) for width in widths]
 
@@ -62,6 +84,16 @@ def told(as_json: bool) -> Iterator[None]:
         yield
     except FlowstoneError as error:
         _fail(error, as_json)
+    except OSError as error:
+        if error.errno == errno.EPIPE:
+            raise  # nobody reads any more: no error to tell, and nobody to tell it to
+        _fail(refused(error), as_json)
+
+
+def refused(error: OSError) -> StorageError:
+    """What the system refused where no store is concerned: a report's file, a terminal, a directory to work in."""
+    what = f" for {os.fsdecode(error.filename)}" if error.filename else ""
+    return StorageError(f"the system refuses: {error.strerror}{what}", errno=error.errno or 0, next="give another path")
 
 
 def _fail(error: FlowstoneError, as_json: bool) -> NoReturn:
@@ -69,5 +101,5 @@ def _fail(error: FlowstoneError, as_json: bool) -> NoReturn:
         facts = {key: str(value) for key, value in error.facts.items()}
         print_json({"error": type(error).__name__, "message": error.message, "facts": facts})
     else:
-        typer.echo(f"{type(error).__name__}: {error}", err=True)
+        typer.echo(printable(f"{type(error).__name__}: {error}"), err=True)
     raise typer.Exit(1)

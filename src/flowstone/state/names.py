@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from flowstone.errors import UnsupportedStateError
+from flowstone.format.bounds import brief
 from flowstone.format.objects import key_text, valid_text
 
 WRAPPERS = frozenset({
@@ -44,7 +45,7 @@ class Place(NamedTuple):
         while place is not None:
             keys.append(place.key)
             place = place.parent
-        return "state" + "".join(f"[{key!r}]" for key in reversed(keys))
+        return "state" + "".join(f"[{brief(key)}]" for key in reversed(keys))
 
 
 def names_below(name: str, keys: Sequence[object]) -> list[str]:

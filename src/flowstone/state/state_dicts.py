@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from flowstone.format.bounds import brief
 from flowstone.format.objects import TensorRef
 from flowstone.state.names import Place, strip_wrappers
 from flowstone.state.optimizers import NOT_OPTIONS, Anatomy, Member, StoredGroup, StoredOptimizer
@@ -52,7 +53,7 @@ def found_in(state: Mapping[str, object], *, modules: bool = True) -> str:
 def _found_below(value: object, path: str, depth: int) -> Iterator[str]:
     items = value.items() if isinstance(value, Mapping) else enumerate(cast("list[object]", value))
     for _, (key, item) in zip(range(_ITEMS_MAX), items, strict=False):
-        inner = f"{path}[{key!r}]"
+        inner = f"{path}[{brief(key)}]"
         if is_optimizers(item):
             yield f"{inner} is the state_dict() of an optimizer"
         elif isinstance(item, OrderedDict) and hasattr(item, "_metadata"):

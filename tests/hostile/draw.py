@@ -18,6 +18,9 @@ HELD = Pace(blocks=1, bytes_per_s=1)  # the first request goes out, the others w
 TRICKLE = Pace(blocks=1, bytes_per_s=100 * MIB)
 MOVES_MAX = 14
 
+SHARING = frozenset({"share-memory", "put-into-a-queue", "cut-a-file"})
+"""Moves after which memory is in part not this process's own, which is refused where every write is to be found."""
+
 WATCHES_EXACTLY = "watch" in {field.name for field in dataclasses.fields(fs.EngineOptions)}
 """Whether this version can be told to find every change, however small and whoever makes it."""
 
@@ -103,5 +106,5 @@ def _setup(chance: Random) -> Setup:
 
 
 def _may(move: Move, setup: Setup) -> bool:
-    """Whether what the move does would be found, should it fall into a capture."""
-    return move.detection is not Detection.EXACT or setup.exact
+    """Whether what the move does would be found, should it fall into a capture, and what it leaves can be saved."""
+    return move.name not in SHARING if setup.exact else move.detection is not Detection.EXACT

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from multiprocessing import resource_sharer
 from multiprocessing.reduction import ForkingPickler
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,13 @@ TABLE = Table()
 
 
 def _resizable(trainer: Trainer) -> list[nn.Parameter]:
-    return [parameter for parameter in trainer.job.large() if parameter.untyped_storage().resizable()]
+    return [parameter for parameter in trainer.job.large() if _is_resizable(parameter)]
+
+
+def _is_resizable(tensor: torch.Tensor) -> bool:
+    """Of a shared storage, too, torch says so; who resizes one to nothing and back is killed, by torch alone."""
+    storage = tensor.untyped_storage()
+    return storage.resizable() and not storage.is_shared()
 
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -38,6 +45,7 @@ def share_memory(trainer: Trainer, chance: Random) -> None:
 def put_into_a_queue(trainer: Trainer, chance: Random) -> None:
     """What a torch.multiprocessing queue does to the tensors that are put into it: they move as well."""
     ForkingPickler.dumps(trainer.job.model.state_dict())
+    trainer.at_the_end.append(resource_sharer.stop)  # which listens for who takes them out, and is no matter of ours
 
 
 @TABLE.escapes(Detection.MEMORY)
@@ -70,7 +78,7 @@ def free_until_needed(trainer: Trainer, chance: Random) -> bool | None:
 @TABLE.escapes(Detection.MEMORY)
 def grow_in_place(trainer: Trainer, chance: Random) -> bool | None:
     """A slot's storage grows in place, which moves it."""
-    slots = [slot for slot in trainer.job.slots() if slot.untyped_storage().resizable()]
+    slots = [slot for slot in trainer.job.slots() if _is_resizable(slot)]
     if not slots:
         return False
     storage = chance.choice(slots).untyped_storage()

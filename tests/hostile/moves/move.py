@@ -85,14 +85,10 @@ class Table(dict[str, Move]):
         return enter
 
 
-_GONE = "SIGSEGV or SIGBUS: memory that goes away is read as if it were there"
-_LOCKS = "hangs, or raises an error of the library's inside"
 BROKEN: dict[str, str] = {
-    "share-memory": _GONE, "put-into-a-queue": _GONE, "free-and-allocate": _GONE, "free-until-needed": _GONE,
-    "grow-in-place": _GONE, "resize-array": _GONE, "forbid-reading": _GONE, "cut-a-file": _GONE,
     "strike-a-save": "hangs: a save that is struck before it is known is never hurried",
     "alarm-a-save": "the same",
+    "strike-a-load": "RuntimeError of the standard library, whose locks are struck, where a save is waited for",
     "strike-a-verb": "a close that is struck leaves the store locked, or hangs",
-    "call-verbs-in-on-event": _LOCKS, "call-verbs-in-a-callback": _LOCKS, "verbs-from-threads": _LOCKS,
 }
 """Moves that are known to break the library, and how: not drawn. Empty, or there is something to mend."""

@@ -253,7 +253,7 @@ def offload_and_back(trainer: Trainer, chance: Random) -> None:
 
 @TABLE.quiet()
 def change_what_is_not_lazy(trainer: Trainer, chance: Random) -> None:
-    """Changes buffers, small parameters and plain values, which were captured before save returned."""
+    """Changes buffers, small parameters and plain values, which were captured before save returned, if not by hand."""
     job = trainer.job
     trainer.escapes("change-what-is-not-lazy", lambda one: one.fence == "manual")  # by then buffers are
     with torch.no_grad():

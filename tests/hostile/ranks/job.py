@@ -45,6 +45,7 @@ class Told:
     tries: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     loads: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     rewound: list[int] = field(default_factory=list)
+    escaped: set[tuple[str, str]] = field(default_factory=set)  # from saves of a position, by what: ranks may die since
     reports: dict[int, dict[str, Any]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
@@ -157,6 +158,8 @@ def _note(told: Told, at: int, verb: str, words: dict[str, Any]) -> None:
         told.loads[at].append(words)
     elif verb == "rewound":
         told.rewound.append(words["step"])
+    elif verb == "escaped":
+        told.escaped.add((words["position"], words["name"]))
     else:
         told.reports[at] = words
         told.problems.extend(words["problems"])

@@ -176,6 +176,7 @@ class Loop:
         for one in self.tries:
             if one.open:
                 one.escaped.append(name)
+                self.tell("escaped", {"position": one.position, "name": name})
 
     def disturb(self, reason: str) -> None:
         """Ranks go different ways: until they are together again, saves may fail."""

@@ -87,7 +87,8 @@ class Look:
     ) -> None:
         """How one save ended, on all ranks: for all alike, and by name."""
         where = f"step {next(iter(ranks.values()))['step']} ({position})"
-        excuses = {reason for one in ranks.values() for reason in (*one["escaped"], *one["excused"])}
+        excuses = {reason for one in ranks.values() for reason in one["excused"]}
+        excuses |= {name for at, name in told.escaped if at == position}
         hows = {one["how"] for one in ranks.values()}
         if "open" in hows and life.ending is not Ending.KILLED:
             self.problems.append(f"{where} has not come to an end: {_hows(ranks)}")

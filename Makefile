@@ -5,10 +5,11 @@ PYTHON ?= python3.11
 URING ?= auto
 VENV := .venv
 BIN := $(VENV)/bin
+INTEGRATIONS := .venv-integrations
 SYSTEM_PACKAGES := liburing-dev libxxhash-dev libzstd-dev
 NATIVE_SOURCES := CMakeLists.txt $(shell find native -type f)
 
-.PHONY: demo test bench bench-full bench-ranks bench-interference bench-scale soak check check-native setup clean
+.PHONY: demo test test-integrations bench bench-full bench-ranks bench-interference bench-scale soak check check-native setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -22,6 +23,11 @@ test: setup check
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist worksteal; python=$$?; \
 	wait $$native; native=$$?; cat $(VENV)/native-tests; \
 	test $$python -eq 0 && test $$native -eq 0
+
+# Recipes for frameworks, in an environment that has these. torch comes first and alone, as dev has it: what the group
+# asks for must not draw in another build of it.
+test-integrations: $(INTEGRATIONS)/installed
+	$(INTEGRATIONS)/bin/python -m pytest tests/integrations
 
 check: setup
 	$(BIN)/ruff check .
@@ -81,9 +87,22 @@ $(VENV)/installed: $(VENV)/tools $(VENV)/uring-$(URING) $(NATIVE_SOURCES)
 	    --config-settings=cmake.define.FLOWSTONE_URING=$(shell echo $(URING) | tr a-z A-Z) --editable .
 	touch $@
 
+$(INTEGRATIONS)/tools: pyproject.toml $(VENV)/system
+	test -x $(INTEGRATIONS)/bin/python || $(PYTHON) -m venv $(INTEGRATIONS)
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(INTEGRATIONS)/bin/python -m pip install --quiet $(shell grep -o 'torch==[0-9.]*' pyproject.toml)
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --group dev --group integrations
+	touch $@
+
+$(INTEGRATIONS)/installed: $(INTEGRATIONS)/tools $(VENV)/uring-$(URING) $(NATIVE_SOURCES)
+	PATH="$(CURDIR)/$(INTEGRATIONS)/bin:$$PATH" $(INTEGRATIONS)/bin/python -m pip install --quiet --no-build-isolation \
+	    --config-settings=cmake.define.FLOWSTONE_URING=$(shell echo $(URING) | tr a-z A-Z) \
+	    --config-settings=build-dir=$(INTEGRATIONS)/build --editable .
+	touch $@
+
 $(VENV)/uring-$(URING): $(VENV)/system
 	rm -f $(VENV)/uring-*
 	touch $@
 
 clean:
-	rm -rf $(VENV) build
+	rm -rf $(VENV) $(INTEGRATIONS) build

@@ -32,7 +32,7 @@ from flowstone.state.shards import is_dtensor, shards_of
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-class Role(enum.Enum):
+class Role(enum.IntEnum):
     """What a tensor is in the state: by that it is known when it may change, and whose it is where ranks differ."""
 
     OTHER = enum.auto()  # may change at any time
@@ -56,7 +56,7 @@ class Ledger:
         self.sealed, self._whole = sealed, whole
         self.names: list[str] = []
         self.tensors: list[torch.Tensor] = []
-        self._roles: list[Role] = []
+        self._roles = bytearray()  # each a Role
         self._given: dict[int, tuple[DType, Memory]] = {}
         self._within: dict[int, Shard] = {}
         self._runs: list[tuple[int, Place, Sequence[object] | None]] = []
@@ -169,7 +169,7 @@ class Ledger:
         pieces, places = boxed.take(kept), places.take(kept)
         roles = self._kept_roles(kept, ties)
         lazy = self._lazy(roles, kept, pieces, places, frozen)
-        buffers = frozenset(at for at, role in enumerate(roles) if role is Role.BUFFER)
+        buffers = frozenset(np.flatnonzero(roles == Role.BUFFER).tolist())
         layout = Layout(pieces, aliases, lazy, buffers)
         if known is None or (known.pieces, known.aliases, known.buffers) != (pieces, aliases, buffers):
             self._check_names()
@@ -179,27 +179,28 @@ class Ledger:
             layout = known if known.lazy == lazy else replace(known, lazy=lazy)
         return layout, places, self._pieces_of(ties)
 
-    def _kept_roles(self, kept: Sequence[int], ties: Mapping[int, int]) -> list[Role]:
+    def _kept_roles(self, kept: Sequence[int], ties: Mapping[int, int]) -> NDArray[np.uint8]:
         """The role of each piece. What one of its names allows may happen to it under any."""
-        roles = list(self._roles)
+        roles = np.frombuffer(bytes(self._roles), np.uint8)
+        if not ties:
+            return roles
+        roles = roles.copy()
         for at, first in ties.items():
             if roles[first] not in (roles[at], Role.BUFFER):
                 roles[first] = Role.OTHER
-        return [roles[at] for at in kept] if ties else roles
+        return roles[np.array(kept, np.int64)]
 
     def _lazy(
-        self, roles: Sequence[Role], kept: Sequence[int], pieces: Pieces, places: Places, frozen: Frozen | None
+        self, roles: NDArray[np.uint8], kept: Sequence[int], pieces: Pieces, places: Places, frozen: Frozen | None
     ) -> tuple[bool, ...]:
         """Which pieces may be captured late: those that optimizers step, and those that are frozen."""
-        lazy = [role is Role.STEPPED for role in roles]
-        unowned = [at for at, role in enumerate(roles) if role is Role.UNOWNED] if Role.UNOWNED in roles else []
+        lazy = roles == Role.STEPPED
+        unowned = np.flatnonzero(roles == Role.UNOWNED).tolist()
         unowned = [at for at in unowned if pieces[at].bytes >= PACKED_BELOW_BYTES]
         if unowned and frozen is not None:
             own = [self.tensors[kept[at]] for at in unowned]
-            still = frozen.among(pieces.take(unowned), places.take(unowned), own)
-            for at, is_still in zip(unowned, still.tolist(), strict=True):
-                lazy[at] = is_still
-        return tuple(lazy)
+            lazy[unowned] = frozen.among(pieces.take(unowned), places.take(unowned), own)
+        return tuple(lazy.tolist())
 
     def _pieces_of(self, ties: Mapping[int, int]) -> NDArray[np.int64]:
         is_piece = np.ones(len(self.names), np.bool_)
@@ -290,7 +291,7 @@ def _part(name: str, found: str) -> UnsupportedStateError:
 
 
 def _within_budget(
-    pieces: Pieces, roles: Sequence[Role], lazy: Sequence[bool], copied_bytes_max: int
+    pieces: Pieces, roles: NDArray[np.uint8], lazy: Sequence[bool], copied_bytes_max: int
 ) -> tuple[bool, ...]:
     """Where copies of all that is captured early would take more than that: without those of parameters.
 
@@ -299,6 +300,4 @@ def _within_budget(
     copied_bytes = sum(piece.bytes for piece, is_late in zip(pieces, lazy, strict=True) if not is_late)
     if copied_bytes <= copied_bytes_max:
         return tuple(lazy)
-    return tuple(
-        is_late or role in (Role.UNOWNED, Role.PARAMETER) for role, is_late in zip(roles, lazy, strict=True)
-    )
+    return tuple((np.array(lazy, np.bool_) | np.isin(roles, (Role.UNOWNED, Role.PARAMETER))).tolist())

@@ -200,3 +200,33 @@ def test_a_fork_while_another_thread_saves_does_not_wait_for_that_thread(store: 
     out, err = script(_FORKED_INSIDE, store).communicate(timeout=PATIENCE_S)
     assert out == "7\n", err
     assert fs.open(store).step == 1
+
+
+def test_waiting_for_another_save_in_a_callback_or_an_event_is_an_error_at_once(store: Path) -> None:
+    """Saves are finished one after the other, on the thread that calls it: it would wait for itself."""
+    state, told, both = {"x": torch.ones(1 << 16)}, [], threading.Event()
+
+    def wait_for_the_second(_: object) -> None:
+        second = saves[1].committed
+        with pytest.raises(TimeoutError):
+            second.result(0)  # a look, no wait
+        for act in (second.result, second.exception, lambda: second.result(60), saves[1].captured.result):
+            try:
+                told.append(act())
+            except fs.BusyError as error:
+                told.append(error)
+
+    def hear(event: fs.Event) -> None:
+        if isinstance(event, fs.Written) and event.step == 1:
+            assert both.wait(PATIENCE_S)
+            wait_for_the_second(event)
+
+    with fs.Checkpointer(store, on_event=hear) as checkpointer:
+        saves = [checkpointer.save(1, state)]
+        saves[0].committed.add_done_callback(wait_for_the_second)
+        saves.append(checkpointer.save(2, state))
+        both.set()
+        within_patience(checkpointer.wait)
+    assert [type(one) for one in told] == [fs.BusyError, fs.BusyError, fs.BusyError, type(None)] * 2, told
+    assert "in a callback of a Future" in str(told[0])
+    assert saves[1].committed.result().step == 2

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from flowstone.config import STEP_MAX, EngineOptions, Keep, whole_number
-from flowstone.errors import ArgumentError, StorageError
+from flowstone.errors import ArgumentError, ClosedError, StorageError
 from flowstone.rules import Cast, Init, Rename, Rule, Skip
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//|/(?=[^/]))")
@@ -22,6 +22,17 @@ _SCHEMES = frozenset({
 """Of URLs that `Path` has made a single slash of. With two slashes every scheme is one."""
 
 _STORE_METHODS = ("lock", "read_extents", "rename", "write")
+
+
+def check_open(location: str, *, closed: bool, pid: int) -> None:
+    """Raise ClosedError where the Checkpointer of that store is `closed`, or another process's than `pid`."""
+    if closed:
+        raise ClosedError(f"the Checkpointer of {location} is closed", next="create a new one")
+    if os.getpid() != pid:
+        raise ClosedError(
+            f"the Checkpointer of {location} belongs to process {pid}, this is a fork of it",
+            next="create one in this process, after the fork",
+        )
 
 
 def step_number(step: object, *, verb: str) -> int:

@@ -58,7 +58,7 @@ from flowstone.state import Described, Frozen, collector_paused, describe, found
 from flowstone.store.base import Store
 from flowstone.store.local import LocalStore
 from flowstone.telling import Teller
-from flowstone.together import Together
+from flowstone.together import Together, told_to_others
 from flowstone.turns import Turn, one_at_a_time
 from flowstone.unplanned import Unplanned
 from flowstone.writer_lock import as_writer, caller
@@ -85,8 +85,9 @@ class Checkpointer:
 
     Calls from several threads wait for each other, but for `fence`; what another thread changes while `save` has not
     returned is no part of any promise. Inside of a call, in `on_event` and in a Future's callback, a call is a
-    BusyError. A context manager; leaving it, or the end of the process, waits for saves in flight; a failure that
-    nobody has seen ends the process with 1. One that nobody holds any more gives store and memory back after its saves.
+    BusyError, and so is waiting for another save. A context manager; leaving it, or the end of the process, waits for
+    saves in flight; a failure that nobody has seen ends the process with 1. One that nobody holds any more gives store
+    and memory back after its saves.
     """
 
     _closed = True  # until there is something to close
@@ -133,6 +134,7 @@ class Checkpointer:
         )
         self._unsound: str | None = None  # why the state must not be saved
         self._superseded_above: int | None = None
+        self._last_written: object = None  # the Future of the last save that the writer's thread has come to
         self._pid = os.getpid()
         # Last: it tells other ranks that this Checkpointer is there.
         self._together = Together(deadline_s, self._store.location, self._turn, alone=alone)
@@ -259,15 +261,23 @@ class Checkpointer:
         started = time.monotonic()
         self._check_open()
         step, state, fence = calls.to_save(step, state, fence)
+        save = Save(step)
+        save.captured.check = save.committed.check = partial(self._turn.check_thread, "result")
         try:
-            return self._save(step, state, fence, started)
-        except Exception as error:
+            return self._save(save, state, fence, started)
+        except BaseException as error:
             if self._together.team is not None:  # the others must not wait for this rank
-                self._writer.submit(self._together.team.absent, step, error)
+                self._writer.submit(self._absent, save, told_to_others("save", error))
             raise
 
-    def _save(self, step: int, state: Mapping[str, object], fence: Literal["auto", "manual"], started: float) -> Save:
-        team = self._together.team
+    def _absent(self, save: Save, error: Exception) -> None:
+        """On the writer thread: it has come to all that was handed to it, though whoever did so was interrupted."""
+        assert self._together.team is not None
+        if save.committed is not self._last_written:
+            self._together.team.absent(save.step, error)
+
+    def _save(self, save: Save, state: Mapping[str, object], fence: Literal["auto", "manual"], started: float) -> Save:
+        team, step = self._together.team, save.step
         this_try = "" if team is None else team.begin_try(step)  # before anything can fail
         self._together.comes_to(step)
         self._check_sound()
@@ -277,10 +287,10 @@ class Checkpointer:
         self._become_writer()
         self._in_flight.check_new(step, looks=self._together.rank == 0)
         with self._state_lock:
-            return self._begin(step, state, fence, started, waited, this_try)
+            return self._begin(save, state, fence, started, waited, this_try)
 
     def _begin(
-        self, step: int, state: Mapping[str, object], fence: Literal["auto", "manual"], started: float, waited: float,
+        self, save: Save, state: Mapping[str, object], fence: Literal["auto", "manual"], started: float, waited: float,
         this_try: str,
     ) -> Save:
         """Describe the state and start its capture. `waited`: when what had to be waited for was over."""
@@ -301,12 +311,11 @@ class Checkpointer:
         def begin(planned: Planned, described: Described) -> Flight:
             plan, now = planned.plan, time.monotonic()
             spent = described_at - waited, now - described_at, waited - started
-            self._emit(SaveStarted(step, len(plan.pieces), plan.bytes, planned is known, *spent))
+            self._emit(SaveStarted(save.step, len(plan.pieces), plan.bytes, planned is known, *spent))
             return self._start(save, planned, described, started, this_try, looked)
 
-        save = Save(step)
         assignment = team.assignment(described.layout) if team is not None and may_begin else None
-        looked = None if team is None else saving.look(step, described, assignment)
+        looked = None if team is None else saving.look(save.step, described, assignment)
         if looked is not None and assignment is None:
             self._save_once_planned(save, described, looked, fence, begin, started)
             return save
@@ -350,6 +359,7 @@ class Checkpointer:
         """On the writer thread: all of a save whose plan the ranks have yet to agree on."""
         assert self._together.team is not None
         save = unplanned.save
+        self._last_written = save.committed
         try:
             self._planned = planned = saving.plan_together(save.step, described, self._together.team, fence=fence)
             try:
@@ -408,12 +418,13 @@ class Checkpointer:
         shared  the ranks have agreed on its plan
         """
         save, plan = flight.save, flight.plan
+        self._last_written = save.committed
         try:
             team, emit = self._together.team, self._emit
             store_id = self._store_writer.store_id or ""  # which rank 0 knows
             manifest = saving.commit(flight, self._store, store_id, team, shared=shared, emit=emit)
         except BaseException as error:
-            save.captured.result()  # by the watcher
+            save.captured.await_end()  # by the watcher
             self._end_badly(save, error)
             return
         self._emit(Committed(save.step, plan.file_bytes, time.monotonic() - flight.started))
@@ -575,15 +586,7 @@ class Checkpointer:
         self._writer.submit(int).result()
 
     def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError(
-                f"the Checkpointer of {self._store.location} is closed", next="create a new one"
-            )
-        if os.getpid() != self._pid:
-            raise ClosedError(
-                f"the Checkpointer of {self._store.location} belongs to process {self._pid}, this is a fork of it",
-                next="create one in this process, after the fork",
-            )
+        calls.check_open(self._store.location, closed=self._closed, pid=self._pid)
 
     def _check_sound(self) -> None:
         if self._unsound is not None:

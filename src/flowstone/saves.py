@@ -14,30 +14,45 @@ _Result = TypeVar("_Result")
 
 
 class HurriedFuture(Future[_Result], Generic[_Result]):
-    """A Future that lets it be known when somebody waits for it. A save under way is not called off by `cancel`."""
+    """A Future that lets it be known when somebody waits for it. A save under way is not called off by `cancel`.
+
+    hurry   is called by whoever has to wait
+    check   before that; raises where the wait could have no end
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.set_running_or_notify_cancel()
         self.hurry: Callable[[], None] = _nothing
+        self.check: Callable[[], None] = _nothing
 
     def set_result(self, result: _Result) -> None:
         super().set_result(result)
-        self.hurry = _nothing  # a Save that somebody keeps keeps nothing else
+        self.hurry = self.check = _nothing  # a Save that somebody keeps keeps nothing else
 
     def set_exception(self, exception: BaseException | None) -> None:
         super().set_exception(exception)
-        self.hurry = _nothing
+        self.hurry = self.check = _nothing
 
     def result(self, timeout: float | None = None) -> _Result:
-        if not self.done():
-            self.hurry()
+        self._before_wait(timeout)
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._before_wait(timeout)
+        return super().exception(timeout)
+
+    def _before_wait(self, timeout: float | None) -> None:
+        if not self.done():
+            if timeout is None or timeout > 0:
+                self.check()
+            self.hurry()
+
+    def await_end(self) -> None:
+        """Wait until it is done, on a thread of ours, which knows that another one will see to that."""
         if not self.done():
             self.hurry()
-        return super().exception(timeout)
+            Future.exception(self)
 
     def tell(self: HurriedFuture[None]) -> None:
         """It is done, whoever says so first. Any thread."""
@@ -56,6 +71,7 @@ class ReportedFuture(HurriedFuture[_Result], Generic[_Result]):
         self.reported = False
 
     def result(self, timeout: float | None = None) -> _Result:
+        self._before_wait(timeout)
         try:
             return super().result(timeout)
         finally:
@@ -82,7 +98,8 @@ class Save:
     """One save.
 
     Waiting for one of them by `result` or `exception` ends all leisure of the capture, of this save and of
-    those before it.
+    those before it. In a callback of either, and in `on_event`, they raise BusyError where they would have to wait:
+    saves are finished one after the other, on the thread that such a call is on.
 
     captured   done once the state may change
     committed  done once the checkpoint is durable; its result is the Checkpoint, and it raises

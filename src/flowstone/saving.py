@@ -399,7 +399,7 @@ def give_up(flight: Flight, store: Store) -> None:
 def receipt_of(flight: Flight) -> Receipt:
     """Blocks until the segments are durable. Raises what went wrong; StateChangedError with the tensors' names."""
     receipt = flight.writing.receipt()
-    flight.save.captured.result()  # told before anything that follows from it
+    flight.save.captured.await_end()  # told before anything that follows from it
     if flight.moved is not None and len(flight.moved) and not isinstance(receipt.error, StorageError):
         raise _gone(flight, flight.moved)
     counted = flight.check.changed()

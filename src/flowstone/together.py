@@ -12,12 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowstone.config import PULSE_S, SILENCE_S
-from flowstone.errors import RankError
-from flowstone.ranks import Activity, Agreement, Decision, Job, Pulse, this_job
+from flowstone.errors import CancelledError, RankError
+from flowstone.ranks import Activity, Agreement, Decision, Job, Pulse, name_of, this_job
 from flowstone.team import Team
 from flowstone.turns import Turn
 
 _log = logging.getLogger(__name__)
+
+
+def told_to_others(verb: str, error: BaseException) -> Exception:
+    """What the others are told of what has ended a call: an interrupt is one of this call alone."""
+    if isinstance(error, Exception):
+        return error
+    return CancelledError(f"{verb}() was interrupted: {name_of(error)}", next=f"call {verb}() again on every rank")
 
 
 class Together:
@@ -44,6 +51,7 @@ class Together:
             job.board, job.rank, job.size, deadline_s=deadline_s, silence_s=silence_s, label=label, pulse=self._pulse
         )
         self.team = None if job.size == 1 else Team(self._agreement, socket.gethostname())
+        turn.on_interrupt = self._agreement.leave_call
 
     def comes_to(self, step: int) -> None:
         """This rank has been told to save `step`: who waits for it hears so."""

@@ -15,6 +15,9 @@ _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
 
 
+def _nothing(_: BaseException) -> None: ...
+
+
 class Turn:
     """Whose turn it is.
 
@@ -28,6 +31,7 @@ class Turn:
         self.verb: str | None = None
         self.calls, self.last = 0, ""  # how many verbs were entered, and the last of them
         self._thread: int | None = None  # that is in `verb`
+        self.on_interrupt: Callable[[BaseException], None] = _nothing  # told what has ended a verb in its midst
         self._background: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # that saves are finished on
 
     def leave_out_this_thread(self) -> None:
@@ -93,6 +97,11 @@ def one_at_a_time(
             try:
                 turn.enter(verb)
                 return method(self, *args, **named)
+            except Exception:
+                raise
+            except BaseException as error:  # a signal's: others may be in the midst of the same
+                turn.on_interrupt(error)
+                raise
             finally:
                 turn.leave()
 

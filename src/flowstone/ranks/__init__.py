@@ -3,9 +3,11 @@
 from flowstone.ranks.agree import Agreed, Agreement
 from flowstone.ranks.board import Board, Mail
 from flowstone.ranks.exchange import Decision
+from flowstone.ranks.failure import name_of
 from flowstone.ranks.job import Job, rank_and_size, this_job
 from flowstone.ranks.pulse import Activity, Pulse
 
 __all__ = [
-    "Activity", "Agreed", "Agreement", "Board", "Decision", "Job", "Mail", "Pulse", "rank_and_size", "this_job",
+    "Activity", "Agreed", "Agreement", "Board", "Decision", "Job", "Mail", "Pulse", "name_of", "rank_and_size",
+    "this_job",
 ]

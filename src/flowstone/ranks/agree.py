@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from flowstone.config import DEADLINE_S, HEARTBEAT_S, LEAVE_S, POLL_S, REJOIN_S, SILENCE_S, TREE_FAN
-from flowstone.errors import RankError
+from flowstone.errors import FlowstoneError, RankError
 from flowstone.ranks.board import Board, Mail
 from flowstone.ranks.exchange import Decision, Exchange, Side, TooLateError, Verdict
 from flowstone.ranks.hearing import Hearing
@@ -61,6 +61,7 @@ class Agreement:
                 hearing.serials = [1] * size
         self._group: str | None = "" if label is None else None  # in front of all keys
         self._number = 0
+        self._meeting = ""  # that this rank is in, or was when it was interrupted
         self._decided: list[Exchange] = []  # on rank 0: those whose verdict somebody may still have to read
         self._unheard: set[str] = set()  # where ranks that were too late post what nobody reads any more
 
@@ -98,12 +99,18 @@ class Agreement:
                 self._pulse.waits = self._group is None
             one, verdict = self._exchange(self._side, phase, mine, decide, place)
             own_part = one.own() if verdict.has_each else b""
-        except RuntimeError as error:  # torch's, of every kind
+        except FlowstoneError:
+            raise
+        except RuntimeError as error:  # torch's, of every kind; or a signal handler's
+            self.leave_call(error)
             raise RankError(
                 f"the ranks cannot talk to each other any more, in '{phase}'", rank=0, phase=phase, undecided=True,
                 reason=str(error).splitlines()[0] if str(error) else type(error).__name__,
                 next="look at the logs of rank 0, or of the agent that keeps the job's store",
             ) from error
+        except Exception as error:
+            self.leave_call(error)
+            raise
         if verdict.failure is not None:
             own = mine if isinstance(mine, Exception) else one.refusal
             if own is not None and verdict.failure.rank == self.rank and not verdict.failure.is_silence:
@@ -121,23 +128,32 @@ class Agreement:
         rank has come too late for its own call, and is told so.
         """
         while True:
+            counter = f"meet/{hashlib.blake2b((self._label or '').encode(), digest_size=8).hexdigest()}"
+            if self._meeting and (left := Exchange(side, self._meeting, phase, place, counter)).is_over():
+                self._join(side, left.learn())  # the others have met this rank, which was interrupted there
             if self._group is None:
-                counter = f"meet/{hashlib.blake2b((self._label or '').encode(), digest_size=8).hexdigest()}"
                 one = Exchange(side, self._enter(side.mail, counter, phase), phase, place, counter)
             else:
                 self._number += 1
                 one = Exchange(side, f"{self._group}{self._number}", phase, place)
             is_late = one.is_over()
             verdict = self._settle(one, mine, decide, is_late)
-            if verdict.group:
-                self._group, side.hearing.serials = f"{verdict.group}/", verdict.serials
-                if self._pulse is not None:
-                    self._pulse.group, self._pulse.waits = verdict.group, False
+            self._join(side, verdict)
             failure = verdict.failure
+            if failure is not None and failure.left:
+                side.hearing.has_left(failure.rank, failure.left)
             if failure is None or not failure.is_absence:
                 return one, verdict
             if failure.phase == phase and not (is_late and self._is_missed(side, phase)):
                 return one, verdict
+
+    def _join(self, side: Side, verdict: Verdict) -> None:
+        """Be one of those who have met, if that is the verdict."""
+        self._meeting = ""
+        if verdict.group:
+            self._group, side.hearing.serials = f"{verdict.group}/", verdict.serials
+            if self._pulse is not None:
+                self._pulse.group, self._pulse.waits = verdict.group, False
 
     def _is_missed(self, side: Side, phase: str) -> bool:
         """Whether the others are in their next call, and this one is the same: it was another one that they gave up."""
@@ -156,7 +172,9 @@ class Agreement:
     def _enter(self, mail: Mail, counter: str, phase: str) -> str:
         """The meeting that is to come. One Checkpointer of a rank at a time."""
         since = time.monotonic()
-        while not mail.claim(f"{(name := f'{counter}/{mail.count(counter)}')}/in/{self.rank}"):
+        while (name := f"{counter}/{mail.count(counter)}") != self._meeting:  # or it is the one that was left
+            if mail.claim(f"{name}/in/{self.rank}"):
+                break
             waited_s = time.monotonic() - since
             if waited_s > self._deadline_s:
                 raise RankError(
@@ -164,6 +182,7 @@ class Agreement:
                     rank=self.rank, phase=phase, next="use one Checkpointer for each path, on all ranks alike",
                 )
             time.sleep(POLL_S)
+        self._meeting = name
         return name
 
     def _settle(
@@ -183,6 +202,11 @@ class Agreement:
             if one.claim():
                 one.judge(said, decide)
         return one.learn()
+
+    def leave_call(self, error: BaseException) -> None:
+        """`error` has ended the last call on this rank alone: who waits for it is told at once."""
+        if self._pulse is not None:
+            self._pulse.leave(error)
 
     def leave(self) -> None:
         """No more agreements. Rank 0, whose process may hold the board, waits a while until all others have left."""

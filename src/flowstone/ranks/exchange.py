@@ -20,6 +20,7 @@ _log = logging.getLogger(__name__)
 _RECHECK_S = 1.0  # of the pulses of those that are waited for
 _HEARD_MAX = 64  # of those; whoever is further down the tree is looked after there
 _LOGS = "look at the logs of those ranks; the job's other ranks go on, and may save again"
+_AGAIN = "make this call again on every rank, or end the job"
 _EVERY_RANK = (
     "make this call on every rank, with Checkpointers of one path; a rank that saves or loads by itself constructs "
     "its own with alone=True"
@@ -172,6 +173,10 @@ class Exchange:
         if gone:
             words = f"rank {gone[0].rank} {gone[0].words}, and does not come to '{self._phase}'"
             return self._silence([one.rank for one in gone], words, _EVERY_RANK)
+        left = [one for one in heard if one.prospect == "left"]
+        if left:
+            words = f"rank {left[0].rank} {left[0].words}, and does not come to '{self._phase}'"
+            return msgspec.structs.replace(self._silence([left[0].rank], words, _AGAIN), left=left[0].call)
         idle = is_long and bool(heard) and all(one.prospect == "idle" for one in heard)
         known = self._side.passive
         if idle and (self._side.pressed or all(known.get(one.rank) == one.mark for one in heard)):

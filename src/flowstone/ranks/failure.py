@@ -22,6 +22,7 @@ class Failure(msgspec.Struct, frozen=True):
     is_absence: bool = False  # it has not come to this phase
     undecided: bool = False  # known to one rank alone: who was to decide is gone
     ahead: int | None = None
+    left: int = 0  # the call of `rank`, by its number, that something has ended there
 
     def error(self) -> RankError:
         said = f"rank {self.rank} failed: {self.message}"
@@ -42,9 +43,14 @@ def own_failure(rank: int, phase: str, error: Exception) -> Failure:
 
 
 def failure_of(rank: int, phase: str, error: Exception) -> Failure:
-    message = error.message if isinstance(error, FlowstoneError) else f"{type(error).__name__}: {error}"
+    message = error.message if isinstance(error, FlowstoneError) else name_of(error)
     facts = {name: str(fact) for name, fact in error.facts.items()} if isinstance(error, FlowstoneError) else {}
     return Failure(rank, phase, type(error).__name__, message, int(getattr(error, "errno", 0) or 0), facts)
+
+
+def name_of(error: BaseException) -> str:
+    """Its type, and what it says."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def first_failure(failures: Sequence[Failure]) -> Failure | None:

@@ -15,10 +15,10 @@ from flowstone.ranks.pulse import Status, key, opened
 
 _LOOKED_AT_MAX = 8  # of the Checkpointers of one rank, the newest
 
-Prospect: TypeAlias = Literal["coming", "idle", "elsewhere", "silent", "closed"]
+Prospect: TypeAlias = Literal["coming", "idle", "elsewhere", "silent", "closed", "left"]
 """Of a rank that is waited for: it is on its way, or may be; it lives, and has not begun the call; it is not likely to
 come, as it has closed the Checkpointer before it met the others, or waits for them with one of another store; it is
-taken for dead; it will not come."""
+taken for dead; it will not come; something has ended the call there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class Heard:
 
     words  after "which"
     mark   changes when the rank does anything
+    call   the number of the one that was left
     """
 
     rank: int
@@ -34,6 +35,7 @@ class Heard:
     words: str = ""
     mark: tuple[int, ...] = ()
     silent_s: float = 0.0
+    call: int = 0
 
 
 class Hearing:
@@ -46,6 +48,7 @@ class Hearing:
     def __init__(self, board: Board, *, label: str = "", silence_s: float = SILENCE_S) -> None:
         self._board, self._label, self._silence_s = board, label, silence_s
         self.serials: Sequence[int] | None = None
+        self._left: dict[int, int] = {}  # of each rank, the last call that it has left, if all have been told
         self._last: dict[int, tuple[int, int, float]] = {}  # serial, beat, when that was first seen
 
     def of(self, rank: int, step: int | None) -> Heard:
@@ -56,6 +59,10 @@ class Hearing:
             return Heard(rank, "coming") if status is None else self._member(rank, serial, status, step)
         return self._unmet(rank, step)
 
+    def has_left(self, rank: int, call: int) -> None:
+        """All have been told that this rank has left that call: from now on it is waited for as before."""
+        self._left[rank] = max(call, self._left.get(rank, 0))
+
     def _member(self, rank: int, serial: int, status: Status, step: int | None) -> Heard:
         activity = status.activity
         mark = (serial, activity.calls, activity.is_inside)
@@ -64,8 +71,11 @@ class Hearing:
         silent_s = self._silent_s(rank, serial, status)
         if silent_s > self._silence_s:
             return Heard(rank, "silent", "", mark, silent_s)
+        is_told = status.left <= self._left.get(rank, 0)
         if step is not None and activity.step >= step:
             return Heard(rank, "coming", "has called it, and is not that far yet", mark)
+        if status.left == activity.calls and not is_told:
+            return Heard(rank, "left", status.why, mark, call=status.left)
         if activity.is_inside:
             return Heard(rank, "coming", f"is in {activity.last}(), at {status.line}", mark)
         last = f", after {activity.last}()" if activity.last else ""

@@ -17,6 +17,7 @@ import msgspec
 
 from flowstone.config import PULSE_S
 from flowstone.ranks.board import Board
+from flowstone.ranks.failure import name_of
 
 _log = logging.getLogger(__name__)
 _OURS = os.path.dirname(os.path.dirname(__file__))
@@ -44,6 +45,7 @@ class Status(msgspec.Struct, frozen=True):
     waits      for the others to meet it, or did so in vain
     is_closed  it will not come any more
     line       where the main thread is, in the user's code
+    left       the call, by its number, that something has ended on this rank alone; `why`: what, after "which"
     """
 
     beat: int
@@ -53,6 +55,8 @@ class Status(msgspec.Struct, frozen=True):
     waits: bool = False
     is_closed: bool = False
     line: str = ""
+    left: int = 0
+    why: str = ""
 
 
 class Pulse:
@@ -70,6 +74,7 @@ class Pulse:
         self._board, self._rank, self._label, self._every_s = board, rank, label, every_s
         self.serial = board.add(opened(rank), 1)
         self.group, self.waits = "", False
+        self._left: tuple[int, str] = (0, "")
         self._beats, self._activity = 0, activity
         self._stopped = threading.Event()
         self._say()
@@ -80,6 +85,12 @@ class Pulse:
         self._stopped.set()
         if wait:
             self._thread.join()
+
+    def leave(self, error: BaseException) -> None:
+        """Say at once that `error` has ended the last call on this rank alone: the others may be in its midst."""
+        activity = self._activity()
+        self._left = activity.calls, f"was interrupted in {activity.last}() by {name_of(error)}"
+        self._say()
 
     def close(self) -> None:
         """Stop, and say so: nobody has to wait for this rank."""
@@ -95,7 +106,7 @@ class Pulse:
         """Whether the board still takes it."""
         self._beats += 1
         status = Status(
-            self._beats, self._label, self.group, self._activity(), self.waits, is_closed, users_line()
+            self._beats, self._label, self.group, self._activity(), self.waits, is_closed, users_line(), *self._left
         )
         try:
             self._board.set(key(self._rank, self.serial), msgspec.msgpack.encode(status))

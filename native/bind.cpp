@@ -224,10 +224,23 @@ PyWriteJob start_write(const PyEngine& engine, const PyArena& arena,
     return job;
 }
 
-PyReadJob start_read(const PyEngine& engine, const PyArena& arena, const std::vector<const PyFile*>& files,
+/// The numbers of the files that rows are in, ascending.
+std::vector<std::uint32_t> files_of(const ReadRows& rows) {
+    std::vector<bool> used;
+    for (const ReadRow& row : rows.rows) {
+        if (row.file >= used.size()) used.resize(row.file + std::size_t{1});
+        used[row.file] = true;
+    }
+    std::vector<std::uint32_t> numbers;
+    for (std::size_t i = 0; i < used.size(); ++i)
+        if (used[i]) numbers.push_back(static_cast<std::uint32_t>(i));
+    return numbers;
+}
+
+PyReadJob start_read(const PyEngine& engine, const PyArena& arena, const std::vector<std::optional<PyFile>>& files,
                      const PyReadRows& rows, bool stop_at_bad, bool in_place, std::uint64_t request_bytes) {
     std::vector<std::shared_ptr<const File>> opened;
-    for (const PyFile* file : files) opened.push_back(file->held);
+    for (const std::optional<PyFile>& file : files) opened.push_back(file ? file->held : nullptr);
     PyReadJob job;
     const Unlocked unlocked;
     job.held = engine.held->read(arena.held, std::move(opened), rows.held, {stop_at_bad, in_place, request_bytes});
@@ -376,7 +389,8 @@ void bind_rows(nb::module_& module) {
             new (self) PyReadRows(
                 make_read_rows(file, offset, length, address, chunk, first, last, layout, layouts, digests, device, devices));
         }, nb::kw_only(), "file"_a, "offset"_a, "length"_a, "address"_a, "chunk"_a, "first"_a, "last"_a, "layout"_a,
-           "layouts"_a, "digests"_a, "device"_a = nb::none(), "devices"_a = std::vector<const PyDevice*>());
+           "layouts"_a, "digests"_a, "device"_a = nb::none(), "devices"_a = std::vector<const PyDevice*>())
+        .def_prop_ro("files", [](const PyReadRows& rows) { return files_of(*rows.held); });
 }
 
 void bind_jobs(nb::module_& module) {

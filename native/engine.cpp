@@ -77,7 +77,8 @@ std::shared_ptr<WriteJob> Engine::write(std::shared_ptr<Arena> arena, const std:
 
 std::shared_ptr<ReadJob> Engine::read(std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<const File>> files,
                                       std::shared_ptr<const ReadRows> rows, const ReadOptions& options) {
-    for (const std::shared_ptr<const File>& file : files) check_file(*file);
+    for (const std::shared_ptr<const File>& file : files)
+        if (file != nullptr) check_file(*file);
     check_rows(*rows, files.size());
     const std::lock_guard lock(mutex_);
     Machine machine = machine_locked(*arena, options.request_bytes);

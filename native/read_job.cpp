@@ -53,6 +53,7 @@ void ReadJob::feed() {
     assume(machine_.priority);
     register_files();
     plan_ = plan_reads(*rows_, machine_.request_bytes, options_.in_place);
+    std::erase_if(plan_.windows, [this](const ReadWindow& window) { return files_[window.file] == nullptr; });
     const auto windows_max = static_cast<std::uint32_t>(machine_.queue_depth + machine_.workers->count());
     const auto copied = static_cast<std::uint64_t>(
         std::count_if(plan_.windows.begin(), plan_.windows.end(),

@@ -32,7 +32,8 @@ struct ReadOptions {
 /// a row's touched flag is set before the first byte of its target can change.
 class ReadJob final : public Job {
 public:
-    /// Starts at once. `rows` have passed check_rows; the arena's blocks hold a request.
+    /// Starts at once. `rows` have passed check_rows; the arena's blocks hold a request. Rows of files that are null
+    /// are left out.
     ReadJob(Machine machine, std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<const File>> files,
             std::shared_ptr<const ReadRows> rows, const ReadOptions& options);
     ~ReadJob();

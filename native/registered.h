@@ -20,7 +20,8 @@ public:
     Registered(std::shared_ptr<Backend> backend, const std::vector<std::shared_ptr<const File>>& files)
         : backend_(std::move(backend)), files_(files.size(), -1) {
         if (files.size() > files_max) return;
-        for (std::size_t i = 0; i < files.size(); ++i) files_[i] = backend_->register_file(files[i]->fd);
+        for (std::size_t i = 0; i < files.size(); ++i)
+            if (files[i] != nullptr) files_[i] = backend_->register_file(files[i]->fd);
     }
     /// No op may be under way any more.
     ~Registered() {

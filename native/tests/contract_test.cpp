@@ -345,6 +345,28 @@ TEST_CASE("mapped memory is checked where it lies, and asks for nothing") {
     }
 }
 
+TEST_CASE("rows of files that are not there are left out, and what they would be read into stays as it was") {
+    for (const Setup& setup : setups()) {
+        CAPTURE(setup.backend);
+        CAPTURE(setup.direct);
+        Bed bed(setup, 2 * mib);
+        const Memory target(4 * mib, 1);
+        std::memset(target.start(), 0x5A, 4 * mib);
+        const std::vector<std::byte> stored = bed.scratch.contents();
+        const std::uint64_t first = xxh3_64(stored.data(), mib), second = xxh3_64(stored.data() + mib, mib);
+        const ReadRows rows{{{0, 2 * mib, target.address(), 0, 0, 2, contiguous, 0}, {0, 2 * mib, target.address() + 2 * mib, 2, 0, 2, contiguous, 1}},
+                            {}, {first, second, first, second}};
+        const auto load = bed.engine.read(bed.arena, {nullptr, bed.scratch.file()}, std::make_shared<ReadRows>(rows), {});
+        REQUIRE(load->wait(forever_s));
+        CHECK(!load->fault());
+        CHECK(load->bad_chunks().empty());
+        CHECK(load->requested_bytes() == 2 * mib);
+        CHECK(load->touched() == std::vector<bool>{false, true});
+        CHECK(std::to_integer<int>(target.start()[2 * mib - 1]) == 0x5A);
+        CHECK(std::memcmp(target.start() + 2 * mib, stored.data(), 2 * mib) == 0);
+    }
+}
+
 TEST_CASE("a descriptor that cannot be written is EBADF") {
     for (const Setup& setup : setups()) {
         Bed bed(setup, 4096);

@@ -207,6 +207,8 @@ class ReadRows:
         last: NDArray[np.uint64], layout: NDArray[np.int64], layouts: Sequence[ScatterLayout],
         digests: NDArray[np.uint64], device: NDArray[np.int32] | None = None, devices: Sequence[Device] = (),
     ) -> None: ...
+    @property
+    def files(self) -> list[int]: ...  # the numbers of the files that rows are in, ascending
 
 class WriteJob:
     """Bytes on their way to files. Keep every source alive and unchanged until captured.
@@ -315,10 +317,10 @@ class Engine:
                    sampled
         """
     def read(
-        self, arena: Arena, files: Sequence[File], rows: ReadRows, *,
+        self, arena: Arena, files: Sequence[File | None], rows: ReadRows, *,
         stop_at_bad: bool = True, in_place: bool = True, request_bytes: int = 0,
     ) -> ReadJob:
-        """Start reading and checking. Returns at once.
+        """Start reading and checking. Returns at once. Rows of files that are None are left out.
 
         stop_at_bad    a chunk whose digest differs stops the job; else it goes on and reports all that do
         in_place       read straight into targets at the phase of the file; else all goes through the arena

@@ -43,6 +43,7 @@ READ_ARENA_BYTES = 256 * MIB  # loads and checks never need more to reach the de
 FIRST_ARENA_BYTES = 128 * MIB  # of staging memory for a first save: sixteen requests of 8 MiB
 WINDOW_BYTES = 16 * MIB  # of half a ring, through which a rank passes on what others on its node want, too
 SHARED_READ_BYTES_MIN = 32 * MIB  # less is read by each rank for itself, sooner than they could agree
+READ_FILES_MAX = 256  # that one load or check has open at once, and no more than a quarter of what the process may
 READ_REQUEST_BYTES = 8 * MIB + 2 * BLOCK_BYTES  # eight whole chunks at any phase
 # Threads that copy and digest. On two cores a second one takes time from the conductor.
 WORKERS_DEFAULT = max(1, min(2, len(os.sched_getaffinity(0)) - 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowstone import _native
-from flowstone.config import KIB, POLL_S, Direct
-from flowstone.errors import CancelledError, DamagedError, FlowstoneError, StateChangedError
+from flowstone.config import KIB, POLL_S, READ_FILES_MAX, Direct
+from flowstone.errors import CancelledError, DamagedError, FlowstoneError, StateChangedError, StorageError
 from flowstone.format.manifest import IoRecord
 from flowstone.store.base import FilePlan, Pace, ReadReceipt, Receipt, Watched
 from flowstone.store.directories import parent
@@ -154,6 +155,7 @@ class LocalWriting:
 class LocalReading:
     """Extents of one load; owns the descriptors. Starts at once, raises what the system refuses before that.
 
+    Opens only what is read. Of many files so many at a time as may be open (READ_FILES_MAX), one lot after the other.
     Reading changes nothing on disk: when direct I/O or the engine is refused on the way, everything is
     read again, by the means that are left.
     """
@@ -164,44 +166,75 @@ class LocalReading:
     ) -> None:
         self._root, self._means, self._paths, self._rows, self._arena = root, means, paths, rows, arena
         self._direct, self._stop_at_bad = direct, stop_at_bad
+        self._files = rows.files
+        self._read_files = 0  # of those
         self._opened = OpenFiles()
-        self._touched: NDArray[np.bool_] | None = None  # by attempts that were given up
-        self._refusal: FlowstoneError | None = None  # of another attempt
+        self._job: _native.ReadJob | None = None
+        self._sums = _Sums()
+        self._summed: _native.ReadJob | None = None  # the last that is in them
+        self._refusal: FlowstoneError | None = None  # of another attempt, or of the next files
+        self._cancelled = self._ended = False
         self._begin()
 
     def _begin(self) -> None:
-        self._running = self._means.running("read")
+        """Open the files whose turn it is, and start to read them."""
         try:
-            for path in self._paths:
-                with told(self._root, "open", path):
-                    fd, alignment = self._means.open_to_read(self._root / path, self._direct)
-                self._opened.add(self._root / path, fd, alignment)
-            natives = [opened.native() for opened in self._opened]
+            self._running = self._means.running("read")
+            self._open()
+            natives: list[_native.File | None] = [None] * len(self._paths)
+            for number, opened in zip(self._files[self._read_files :], self._opened, strict=False):
+                natives[number] = opened.native()
             with told(self._root, "begin to read from", "", remedy=MORE_THREADS):
                 self._job = self._running.engine.read(
                     self._arena, natives, self._rows, stop_at_bad=self._stop_at_bad,
                     in_place=self._running.settings.tuning.in_place, request_bytes=self._running.request_bytes,
                 )
+            if self._cancelled:  # meanwhile, by another thread
+                self._job.cancel()
         except BaseException:
+            if self._job is not None:  # it may be the new one, if somebody has interrupted us just here
+                self._job.cancel()
+                while not self._job.wait(POLL_S):
+                    pass
             self._opened.close()
             raise
 
+    def _open(self) -> None:
+        for number in self._files[self._read_files : self._read_files + _files_max()]:
+            path = self._paths[number]
+            try:
+                with told(self._root, "open", path):
+                    fd, alignment = self._means.open_to_read(self._root / path, self._direct)
+            except StorageError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE) or len(self._opened) < 2:
+                    raise
+                self._opened.close(leave=len(self._opened) // 2)  # others in this process need some, too
+                return
+            self._opened.add(self._root / path, fd, alignment)
+
     @property
     def done_bytes(self) -> int:
-        return self._job.done_bytes
+        return self._sums.done_bytes + (0 if self._job is None or self._job is self._summed else self._job.done_bytes)
 
     def wait(self, timeout_s: float) -> bool:
-        if self._refusal is not None:
-            return True
-        return self._job.wait(timeout_s) and not self._begun_again()
+        assert self._job is not None, "it starts at once"
+        if not self._ended and self._job.wait(timeout_s):
+            self._ended = not self._goes_on(self._job)
+        return self._ended
 
-    def _begun_again(self) -> bool:
-        """Whether the job that ended was refused a means, and another one is on its way without that."""
-        job, fault = self._job, self._job.fault
-        direct = any(opened.alignment > 1 for opened in self._opened)
-        if fault is None or job.cancelled or self._means.give_up(self._running, fault, direct=direct) is None:
-            return False
-        self._touched = job.touched if self._touched is None else self._touched | job.touched
+    def _goes_on(self, job: _native.ReadJob) -> bool:
+        """Whether another job is on its way, now that this one has ended: for the next files, or for the same again."""
+        fault, direct = job.fault, any(opened.alignment > 1 for opened in self._opened)
+        stopped = self._cancelled or job.cancelled
+        if not stopped and fault is not None and self._means.give_up(self._running, fault, direct=direct) is not None:
+            self._sums.give_up(job)
+        else:
+            self._sums.add(job)
+            self._summed = job
+            self._read_files += len(self._opened)
+            is_bad = self._stop_at_bad and job.bad_chunks.size > 0
+            if stopped or fault is not None or is_bad or self._read_files >= len(self._files):
+                return False
         self._opened.close()
         try:
             self._begin()
@@ -211,20 +244,18 @@ class LocalReading:
         return True
 
     def cancel(self) -> None:
-        self._job.cancel()
+        self._cancelled = True
+        if self._job is not None:
+            self._job.cancel()
 
     def receipt(self) -> ReadReceipt:
         while not self.wait(POLL_S):
             pass
         self._opened.close()
-        job = self._job
-        touched = job.touched if self._touched is None else self._touched | job.touched
-        return ReadReceipt(
-            self._error(), job.bad_chunks, touched, job.requested_bytes, job.copied_bytes, job.direct_bytes,
-            job.requests,
-        )
+        return self._sums.receipt(self._error())
 
     def _error(self) -> FlowstoneError | None:
+        assert self._job is not None, "it starts at once"
         fault = self._job.fault
         if self._refusal is not None:
             return self._refusal
@@ -235,9 +266,45 @@ class LocalReading:
             )
         if fault is not None:
             return explain(self._root, fault.operation, fault.errno, fault.path, reach=_reach(fault))
-        if self._job.cancelled:
+        if self._cancelled or self._job.cancelled:
             return CancelledError("the load was cancelled", next="load again before saving")
         return None
+
+
+class _Sums:
+    """What the jobs of one reading have done, all together."""
+
+    def __init__(self) -> None:
+        self.done_bytes = 0
+        self._bad: list[NDArray[np.uint64]] = []
+        self._touched: NDArray[np.bool_] | None = None
+        self._requested = self._copied = self._direct = self._requests = 0
+
+    def give_up(self, job: _native.ReadJob) -> None:
+        """What it has read is read again."""
+        self._touched = job.touched if self._touched is None else self._touched | job.touched
+
+    def add(self, job: _native.ReadJob) -> None:
+        self.give_up(job)
+        self.done_bytes += job.done_bytes
+        self._bad.append(job.bad_chunks)
+        self._requested += job.requested_bytes
+        self._copied += job.copied_bytes
+        self._direct += job.direct_bytes
+        self._requests += job.requests
+
+    def receipt(self, error: FlowstoneError | None) -> ReadReceipt:
+        assert self._touched is not None, "some job has ended"
+        bad = self._bad[0] if len(self._bad) == 1 else np.unique(np.concatenate([np.zeros(0, np.uint64), *self._bad]))
+        return ReadReceipt(
+            error, bad, self._touched, self._requested, self._copied, self._direct, self._requests
+        )
+
+
+def _files_max() -> int:
+    """How many files a reading may have open: others in this process need descriptors, too."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return READ_FILES_MAX if limit == resource.RLIM_INFINITY else max(1, min(READ_FILES_MAX, limit // 4))
 
 
 def _reach(fault: _native.Fault) -> str:

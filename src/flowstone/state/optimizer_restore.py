@@ -18,6 +18,7 @@ from flowstone.state.flat import Range
 from flowstone.state.fresh import Fresh, constant_free, kind_of, refers_to_tensors, without_tensors
 from flowstone.state.inner import Core, parts_of
 from flowstone.state.names import Place
+from flowstone.state.optimizer_kind import mismatch
 from flowstone.state.optimizers import NOT_OPTIONS, Anatomy, Member, StoredGroup, StoredOptimizer, dissect
 from flowstone.state.records import MISSING, Phase, Shard, StoredTensor
 from flowstone.state.shards import is_dtensor
@@ -43,6 +44,13 @@ def restore(restorer: Restorer, optimizer: Core, node: object, place: Place) -> 
         stored = state_dicts.translate(restorer, node, anatomy, place)
         if stored is None:
             return
+    kinds = mismatch(optimizer, anatomy, stored, _stored_slots(restorer, stored, place))
+    if kinds is not None:
+        restorer.differ("kind", place.name, *kinds)
+        restorer.remedies.append(
+            f"hand over the kind of optimizer that was saved, or leave {place.name!r} out of the state to begin it anew"
+        )
+        return
     rebuild = _Rebuild(restorer, optimizer, anatomy, place)
     rebuild.match_groups(stored.groups)
     if place.rank is None:
@@ -50,6 +58,13 @@ def restore(restorer: Restorer, optimizer: Core, node: object, place: Place) -> 
     rebuild.want_listed_slots(stored.listed)
     rebuild.want_rest(stored.shared, stored.extra)
     restorer.later(Phase.OPTIMIZERS, rebuild.apply)
+
+
+def _stored_slots(restorer: Restorer, stored: StoredOptimizer, place: Place) -> set[str]:
+    """The names of a stored optimizer's slots: those that are listed, and those that their tensors' names tell."""
+    prefix = f"{place.name}.state."
+    named = {name.rpartition(".")[2] for name in restorer.stored.tensors if name.startswith(prefix)}
+    return named.union(*[map(str, slots) for slots in stored.listed.values()])
 
 
 def read(node: object) -> StoredOptimizer | None:

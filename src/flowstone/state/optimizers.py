@@ -219,10 +219,13 @@ def _home_by_name(group: Mapping[str, object], i: int, j: int, place: Place) -> 
     names = group.get("param_names")
     if isinstance(names, list) and j < len(names) and isinstance(names[j], str):
         return Home(names[j], None)
+    parameter = cast("list[torch.Tensor]", group["params"])[j]
+    gathered = "; if that is a part of an FSDP2 module, call reshard() on the whole one after an evaluation"
     raise UnsupportedStateError(
         f"parameter {j} of group {i} of '{place.name}' has no name",
         found="it belongs to no module and no entry of the state, and its group has no param_names",
-        next="put the module that owns it into the state, or build the optimizer from named_parameters()",
+        next="put the module that owns it into the state, or build the optimizer from named_parameters()"
+        + (gathered if is_dtensor(parameter) else ""),
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from flowstone.errors import UnsupportedStateError
 from flowstone.format.objects import DEPTH_MAX, unsupported
 from flowstone.state.flat import Flat, FlatHome, Range, Span
-from flowstone.state.fsdp import Wrapped, wrapped
+from flowstone.state.fsdp import Wrapped, reshard, wrapped
 from flowstone.state.inner import guards_of, is_optimizer
 from flowstone.state.kinds import CONTAINERS, KINDS, PLAIN, STATEFUL, Kind
 from flowstone.state.names import Place, names_below, section_place, strip_wrappers
@@ -105,6 +105,7 @@ class Survey:
                 names = [f"{base}.{name}" for name in compress(tree.names, tree.parameters)]
                 index.add(names, list(compress(tree.values, tree.parameters)))
                 continue
+            reshard(module)
             fsdp = self.wrapped(module, place)
             if fsdp is not None:
                 index.add_wrapped(base, fsdp)

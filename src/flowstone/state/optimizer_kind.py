@@ -1,0 +1,82 @@
+"""Whether a stored optimizer can be of the live one's kind: by what groups and slots hold, never by a class's name.
+
+A subclass, or a class of another name, whose state is laid out alike is of one kind. What a newer version adds or drops
+is not held against either: only numbers count, as every release adds flags; and a difference has to go both ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+import torch
+
+from flowstone.format.objects import TensorRef
+from flowstone.state.optimizers import NOT_OPTIONS, Anatomy, StoredGroup, StoredOptimizer
+
+_REQUIRED: Mapping[str, frozenset[str]] = {
+    "Adam": frozenset({"exp_avg", "exp_avg_sq"}), "Adamax": frozenset({"exp_avg", "exp_inf"}),
+    "NAdam": frozenset({"exp_avg", "exp_avg_sq", "mu_product"}), "RAdam": frozenset({"exp_avg", "exp_avg_sq"}),
+    "AdamW": frozenset({"exp_avg", "exp_avg_sq"}), "SparseAdam": frozenset({"exp_avg", "exp_avg_sq"}),
+    "Adadelta": frozenset({"square_avg", "acc_delta"}), "Adagrad": frozenset({"sum"}), "ASGD": frozenset({"eta", "ax"}),
+    "RMSprop": frozenset({"square_avg"}), "Rprop": frozenset({"prev", "step_size"}),
+}
+"""Slots that torch's own optimizers look up once a parameter has any: without one, the next step is a KeyError."""
+
+_EVERYBODYS = frozenset({"lr", "weight_decay", "step"})
+_OF_SCHEDULERS = frozenset({"initial_lr", "base_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"})
+
+
+def mismatch(
+    optimizer: object, anatomy: Anatomy, stored: StoredOptimizer, stored_slots: Collection[str]
+) -> tuple[str, str] | None:
+    """What the live optimizer and the stored one are, where they are of two kinds.
+
+    stored_slots  the names of slots that the stored one has of its parameters
+    """
+    mine, theirs = _live_numbers(optimizer, anatomy), _stored_numbers(stored.groups)
+    kept = set(stored_slots)
+    known = {key for options in anatomy.options for key in options}
+    stored_keys = {key for group in stored.groups for key in group.options}
+    lacking = mine - stored_keys
+    foreign = theirs - known
+    live = {str(slot) for member in anatomy.members() for slot in member.slots}
+    by_slots = bool(live and kept and not live & kept - _EVERYBODYS)
+    needed = _required(type(optimizer))
+    if needed and any(options.get("amsgrad") for options in anatomy.options) and "amsgrad" not in stored_keys:
+        needed |= {"max_exp_avg_sq"}  # a flag that the stored groups would have turned off
+    by_needs = bool(kept and needed - kept)
+    if not (lacking and foreign) and not by_slots and not by_needs:
+        return None
+    return f"{type(optimizer).__qualname__} {_words(mine, live)}", f"an optimizer {_words(theirs, kept)}"
+
+
+def _required(kind: type) -> frozenset[str]:
+    """What a class needs of each parameter's state, where the step that looks it up is torch's own."""
+    if not getattr(getattr(kind, "step", None), "__module__", "").startswith("torch.optim."):
+        return frozenset()
+    own = (base.__name__ for base in kind.__mro__ if base.__module__.startswith("torch.optim."))
+    return next((_REQUIRED[name] for name in own if name in _REQUIRED), frozenset())
+
+
+def _live_numbers(optimizer: object, anatomy: Anatomy) -> set[str]:
+    """What the class defines for its groups, and is a number in all of them."""
+    defined = set(getattr(optimizer, "defaults", ()))
+    groups = [{key for key, value in options.items() if _is_number(value)} for options in anatomy.options]
+    return set.intersection(defined, *groups) - _EVERYBODYS if groups else set()
+
+
+def _stored_numbers(groups: Iterable[StoredGroup]) -> set[str]:
+    found = {str(key) for group in groups for key, value in group.options.items() if _is_number(value)}
+    return found - _EVERYBODYS - _OF_SCHEDULERS - NOT_OPTIONS
+
+
+def _is_number(value: object) -> bool:
+    """Also two of them, or one in a tensor; no flag, as which a bool or None serves."""
+    if isinstance(value, tuple | list):
+        return bool(value) and all(map(_is_number, value))
+    return isinstance(value, int | float | torch.Tensor | TensorRef) and not isinstance(value, bool)
+
+
+def _words(numbers: Iterable[str], slots: Iterable[str]) -> str:
+    shown = f"with {', '.join(sorted(numbers)) or 'no numbers of its own'}"
+    return shown + (f", whose state is {', '.join(sorted(slots))}" if slots else "")

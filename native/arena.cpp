@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cassert>
 #include <cerrno>
+#include <cstring>
 #include <stdexcept>
 #include <system_error>
 
@@ -69,7 +70,7 @@ std::uint64_t Arena::touched_bytes() const {
 
 std::uint64_t Arena::free_bytes() const {
     const std::lock_guard lock(mutex_);
-    return free_.size() * block_bytes_;
+    return free_ * block_bytes_;
 }
 
 void Arena::grow(std::uint64_t total_bytes, bool when_idle) {
@@ -81,10 +82,17 @@ void Arena::grow(std::uint64_t total_bytes, bool when_idle) {
 }
 
 std::optional<Block> Arena::take_free_locked() {
-    if (closed_ || free_.empty()) return std::nullopt;
-    const std::uint32_t index = free_.back();
-    free_.pop_back();
+    if (closed_ || free_ == 0) return std::nullopt;
+    const std::uint32_t index = first_free_;
+    std::memcpy(&first_free_, address(index), sizeof first_free_);
+    --free_;
     return Block(this, index);
+}
+
+void Arena::free_locked(std::uint32_t index) {
+    std::memcpy(address(index), &first_free_, sizeof first_free_);
+    first_free_ = index;
+    ++free_;
 }
 
 std::optional<Block> Arena::try_acquire() {
@@ -97,7 +105,7 @@ std::optional<Block> Arena::acquire(const Question& may_take, const Question& gi
     bool may = false;
     available_.wait(lock, [&] {
         may = may_take();
-        return closed_ || (may && !free_.empty()) || give_up();
+        return closed_ || (may && free_ != 0) || give_up();
     });
     return may ? take_free_locked() : std::nullopt;
 }
@@ -110,7 +118,7 @@ void Arena::wait(std::chrono::steady_clock::time_point deadline, const Question&
 void Arena::pin(const Block& block, const std::shared_ptr<Device>& device) {
     {
         const std::lock_guard lock(mutex_);
-        if (pinned_.contains(block.index())) return;
+        if (!pinned_.try_emplace(block.index()).second) return;
     }
     const bool pinned = device->pin(block.bytes(), block_bytes_);
     const std::lock_guard lock(mutex_);
@@ -125,8 +133,8 @@ void Arena::wake() {
 
 void Arena::give_back(std::uint32_t index) {
     const std::lock_guard lock(mutex_);
-    assert(!closed_ && free_.size() < touched_);
-    free_.push_back(index);
+    assert(!closed_ && free_ < touched_);
+    free_locked(index);
     available_.notify_all();  // whoever wakes may be one that must not take it
 }
 
@@ -151,7 +159,7 @@ void Arena::close() {
     {
         const std::lock_guard lock(mutex_);
         if (closed_) return;
-        if (jobs_ != 0 || free_.size() != touched_) throw std::invalid_argument("the arena is in use: wait for its jobs first");
+        if (jobs_ != 0 || free_ != touched_) throw std::invalid_argument("the arena is in use: wait for its jobs first");
         closed_ = true;
         available_.notify_all();
     }
@@ -161,7 +169,7 @@ void Arena::close() {
     for (const auto& [index, device] : pinned_)
         if (device != nullptr) device->unpin(address(index));
     pinned_.clear();
-    free_.clear();
+    free_ = 0;
     touched_ = 0;
     ::munmap(mapping_, mapping_bytes_);
 }
@@ -178,7 +186,7 @@ void Arena::touch_loop(const std::stop_token& stop, Priority priority) {
         lock.lock();
         if (closed_) return;
         ++touched_;
-        free_.push_back(index);
+        free_locked(index);
         available_.notify_all();
     }
 }

@@ -110,6 +110,7 @@ private:
     void touch(std::uint32_t index);
     void give_back(std::uint32_t index);
     std::optional<Block> take_free_locked();
+    void free_locked(std::uint32_t index);
     std::byte* address(std::uint32_t index) const { return base_ + index * block_bytes_; }
 
     std::uint64_t block_bytes_;
@@ -121,7 +122,9 @@ private:
     mutable std::mutex mutex_;
     std::condition_variable_any grown_;     // the toucher waits here
     std::condition_variable available_;     // acquire waits here
-    std::vector<std::uint32_t> free_;       // last in, first out
+    // Last in, first out; each free block begins with the number of the next, so that giving one back takes no memory.
+    std::uint32_t first_free_ = 0;
+    std::uint64_t free_ = 0;
     std::uint64_t touched_ = 0;             // blocks
     std::uint64_t wanted_ = 0;              // blocks
     std::uint64_t wanted_idle_ = 0;         // blocks, while no job runs

@@ -20,7 +20,7 @@ namespace flowstone {
 /// An open file as the engine sees it; the descriptor stays the caller's.
 struct File {
     int fd = -1;
-    std::string path;
+    std::shared_ptr<const std::string> path;
     std::uint32_t alignment = 1;  // > 1: opened with O_DIRECT, which needs it; 1: buffered
     std::uintptr_t mapped = 0;    // where its first byte lies, if all that is read of it is in memory; 0: it is not
 };
@@ -78,7 +78,7 @@ class Backend {
 public:
     virtual ~Backend() = default;
     /// Does not block; any thread. The thread must live until the op is done (io_uring cancels
-    /// what a dying thread has submitted).
+    /// what a dying thread has submitted). Throws std::bad_alloc, and then `done` is not called.
     virtual void submit(std::unique_ptr<Op> op) = 0;
     virtual const char* name() const = 0;
 

@@ -305,7 +305,7 @@ void bind_memory(nb::module_& module) {
         .def("close", [](const PyArena& arena) { const Unlocked unlocked; arena.held->close(); });
     nb::class_<PyFile>(module, "File")
         .def("__init__", [](PyFile* self, int fd, std::string path, std::uint32_t alignment, std::uintptr_t mapped) {
-            new (self) PyFile{{std::make_shared<const File>(File{fd, std::move(path), alignment, mapped})}};
+            new (self) PyFile{{std::make_shared<const File>(File{fd, std::make_shared<std::string>(std::move(path)), alignment, mapped})}};
         }, nb::kw_only(), "fd"_a, "path"_a, "alignment"_a, "mapped"_a = 0);
 }
 
@@ -397,11 +397,11 @@ void bind_jobs(nb::module_& module) {
     nb::class_<Fault>(module, "Fault")
         .def_ro("operation", &Fault::operation)
         .def_ro("errno", &Fault::error)
-        .def_ro("path", &Fault::path)
+        .def_prop_ro("path", [](const Fault& fault) { return fault.path == nullptr ? std::string() : *fault.path; })
         .def_ro("offset", &Fault::offset)
         .def_ro("length", &Fault::length)
         .def("__repr__", [](const Fault& fault) {
-            return "Fault(operation='" + fault.operation + "', errno=" + std::to_string(fault.error) + ", path='" + fault.path +
+            return "Fault(operation='" + fault.operation + "', errno=" + std::to_string(fault.error) + ", path='" + (fault.path == nullptr ? std::string() : *fault.path) +
                    "', offset=" + std::to_string(fault.offset) + ", length=" + std::to_string(fault.length) + ")";
         });
     bind_job<PyWriteJob>(module, "WriteJob")
@@ -462,6 +462,10 @@ NB_MODULE(_native, module) {
         } catch (const std::system_error& failure) {
             const nb::object arguments = nb::make_tuple(failure.code().value(), failure.what());
             PyErr_SetObject(PyExc_OSError, arguments.ptr());
+        } catch (const std::bad_alloc&) {
+            // Whoever explains what the system refuses explains this, too.
+            errno = ENOMEM;
+            PyErr_SetFromErrno(PyExc_OSError);
         }
     });
     module.attr("BLOCK_ALIGNMENT_BYTES") = block_alignment_bytes;

@@ -101,7 +101,8 @@ public:
 
     void then(Done done) override {
         const Visit visit(context_);
-        auto* const waiting = new Done(std::move(done));
+        auto* const waiting = new (std::nothrow) Done(std::move(done));
+        if (waiting == nullptr) return done(driver().synchronize(stream_));
         // Not cuLaunchHostFunc: that one is never called once the device has failed.
         const Result error = driver().add_callback(stream_, &call, waiting, 0);
         if (error == 0) return;

@@ -63,16 +63,24 @@ std::uint64_t DelayedDevice::pinned_bytes() const {
 }
 
 int DelayedDevice::to_host(std::byte* target, std::uint64_t source, std::uint64_t bytes) {
-    push({target, behind(source, bytes), bytes, nullptr});
-    return 0;
+    Item item{target, behind(source, bytes), bytes, nullptr};
+    return push(item) ? 0 : failure;
 }
 
 int DelayedDevice::from_host(std::uint64_t target, const std::byte* source, std::uint64_t bytes) {
-    push({behind(target, bytes), source, bytes, nullptr});
-    return 0;
+    Item item{behind(target, bytes), source, bytes, nullptr};
+    return push(item) ? 0 : failure;
 }
 
-void DelayedDevice::then(Done done) { push({nullptr, nullptr, 0, std::move(done)}); }
+void DelayedDevice::then(Done done) {
+    Item item{nullptr, nullptr, 0, std::move(done)};
+    if (push(item)) return;
+    {
+        std::unique_lock lock(mutex_);
+        changed_.wait(lock, [&] { return queue_.empty() && !busy_; });
+    }
+    item.done(failure);
+}
 
 bool DelayedDevice::pin(std::byte* memory, std::uint64_t bytes) {
     const std::lock_guard lock(mutex_);
@@ -89,10 +97,15 @@ void DelayedDevice::unpin(std::byte* memory) {
     pins_.erase(found);
 }
 
-void DelayedDevice::push(Item item) {
+bool DelayedDevice::push(Item& item) {
     const std::lock_guard lock(mutex_);
-    queue_.push_back(std::move(item));
+    try {
+        queue_.push_back(std::move(item));
+    } catch (const std::bad_alloc&) {
+        return false;  // and the item is as it was
+    }
     changed_.notify_all();
+    return true;
 }
 
 void DelayedDevice::run(const std::stop_token& stop) {
@@ -100,10 +113,13 @@ void DelayedDevice::run(const std::stop_token& stop) {
     while (changed_.wait(lock, stop, [&] { return !held_ && !queue_.empty(); }), !queue_.empty()) {
         Item item = std::move(queue_.front());
         queue_.pop_front();
+        busy_ = true;
         lock.unlock();
         perform(item);
         item.done = nullptr;
         lock.lock();
+        busy_ = false;
+        changed_.notify_all();
     }
 }
 

@@ -49,7 +49,8 @@ private:
         std::uint64_t bytes;
         Done done;
     };
-    void push(Item item);
+    /// False where there is no memory for one more; the item then stays.
+    bool push(Item& item);
     void run(const std::stop_token& stop);
     void perform(Item& item);
     /// The memory behind an address of the device's; throws std::logic_error for what is not wholly its own.
@@ -62,6 +63,7 @@ private:
     mutable std::mutex mutex_;
     std::condition_variable_any changed_;
     std::deque<Item> queue_;
+    bool busy_ = false;  // with one that is not in the queue any more
     bool held_ = false;
     int error_ = 0;  // of a copy that failed: sticky, as a real device's is
     std::uint64_t copies_ = 0;

@@ -41,8 +41,12 @@ public:
 };
 
 /// A copy between `device` and memory for [offset, offset + length) of a file has failed.
-inline Fault device_fault(const Device& device, int error, const File& file, std::uint64_t offset, std::uint64_t length) {
-    return {"copy from or to " + device.name() + " (" + device.describe(error) + ")", EIO, file.path, offset, length};
+inline Fault device_fault(const Device& device, int error, const File& file, std::uint64_t offset, std::uint64_t length) noexcept {
+    try {
+        return {"copy from or to " + device.name() + " (" + device.describe(error) + ")", EIO, file.path, offset, length};
+    } catch (const std::bad_alloc&) {
+        return no_memory(file.path);
+    }
 }
 
 /// Copies on the CUDA stream `stream` (a CUstream). The driver is loaded when asked for: nothing links to it.

@@ -50,11 +50,11 @@ std::optional<Fault> Job::fault() const {
     return fault_;
 }
 
-void Job::take_outcome(const Outcome& outcome) {
+void Job::take_outcome(Outcome outcome) {
     if (!outcome.fault) return;
     {
         const std::lock_guard lock(mutex_);
-        if (!fault_) fault_ = outcome.fault;
+        if (!fault_) fault_ = std::move(outcome.fault);
     }
     stop();
 }

@@ -6,7 +6,9 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "arena.h"
@@ -24,6 +26,36 @@ struct Machine {
     std::uint64_t request_bytes = 0;
     std::uint32_t queue_depth = 0;
     Priority priority = Priority::normal;
+};
+
+/// A window of a job, on its way from stage to stage: its workers run one after the other of the job's members. What a stage
+/// has no memory for ends the window (`abandon`), and with it the job.
+template <class Owner, class Window> struct Staged : Task {
+    using Stage = void (Owner::*)(const std::shared_ptr<Window>& window, LiveAccess& live);
+
+    /// To be posted: `window` is this.
+    Task& at(Owner& job, Stage stage, std::shared_ptr<Window> window) noexcept {
+        job_ = &job;
+        stage_ = stage;
+        self_ = std::move(window);
+        return *this;
+    }
+
+    void run(LiveAccess& live) noexcept override {
+        Owner& job = *job_;
+        const Stage stage = stage_;
+        const std::shared_ptr<Window> window = std::exchange(self_, nullptr);
+        try {
+            (job.*stage)(window, live);
+        } catch (const std::bad_alloc&) {
+            job.abandon(window);
+        }
+    }
+
+private:
+    Owner* job_ = nullptr;
+    Stage stage_ = nullptr;
+    std::shared_ptr<Window> self_;  // while it waits for its turn
 };
 
 /// A coordinator thread (the derived class's) begins windows; workers and the backend end them.
@@ -55,7 +87,10 @@ protected:
     /// Stop feeding; the cause is recorded by the caller.
     void stop();
     /// The first failure stops the job; later ones are its echoes.
-    void take_outcome(const Outcome& outcome);
+    void take_outcome(Outcome outcome);
+    void take_outcome(Fault fault) { take_outcome(Outcome{std::move(fault), false}); }
+    /// There was no memory to go on with.
+    Fault no_memory() const { return flowstone::no_memory(files_.empty() ? nullptr : files_.front()->path); }
 
     /// Blocks until fewer than `windows_max` windows are under way, or the job is stopping.
     void wait_for_room(std::uint32_t windows_max);
@@ -69,6 +104,21 @@ protected:
     void end_window();
     /// The coordinator's last words: blocks until every window has ended, then lets `wait` return.
     void finish();
+
+    /// The coordinator's life: its priority, then `begin_all`, which begins windows and may throw std::bad_alloc between
+    /// them, then `finish`.
+    template <class Begin> void coordinate(Begin begin_all) {
+        assume(machine_.priority);
+        try {
+            if (settle_in())
+                begin_all();
+            else
+                take_outcome(no_memory());
+        } catch (const std::bad_alloc&) {
+            take_outcome(no_memory());
+        }
+        finish();
+    }
 
     /// The coordinator's first words.
     void register_files() { registered_ = std::make_unique<Registered>(machine_.backend, files_); }

@@ -28,8 +28,7 @@ ssize_t call(const Op& op, std::span<const iovec> list, std::uint64_t offset) {
     return result < 0 ? -errno : result;
 }
 
-void carry_out(std::unique_ptr<Op> op, const Troubles* troubles) {
-    Transfer transfer(std::move(op), troubles);
+void carry_out(Transfer& transfer) {
     for (;;) {
         const std::span<const iovec> list = transfer.attempt();
         const ssize_t result = transfer.injected() != 0 ? -transfer.injected() : call(transfer.op(), list, transfer.offset());
@@ -39,11 +38,11 @@ void carry_out(std::unique_ptr<Op> op, const Troubles* troubles) {
     transfer.complete();
 }
 
-void carry_out_or_drop(std::unique_ptr<Op> op, const Troubles* troubles) {
-    if (is_unwanted(*op))
-        op->done({std::nullopt, true});
+void carry_out_or_drop(Transfer& transfer) {
+    if (is_unwanted(transfer.op()))
+        transfer.drop();
     else
-        carry_out(std::move(op), troubles);
+        carry_out(transfer);
 }
 
 class PosixBackend final : public Backend {
@@ -64,8 +63,9 @@ public:
     }
 
     void submit(std::unique_ptr<Op> op) override {
+        auto transfer = std::make_unique<Transfer>(std::move(op), &troubles_);
         const std::lock_guard lock(mutex_);
-        waiting_.push(std::move(op));
+        waiting_.push(std::move(transfer));
         submitted_.notify_one();
     }
 
@@ -83,9 +83,10 @@ private:
         for (;;) {
             submitted_.wait(lock, [this] { return stopping_ || !waiting_.empty(); });
             if (waiting_.empty()) return;
-            std::unique_ptr<Op> op = waiting_.pop();
+            std::unique_ptr<Transfer> transfer = waiting_.pop();
             lock.unlock();
-            carry_out_or_drop(std::move(op), &troubles_);
+            carry_out_or_drop(*transfer);
+            transfer.reset();
             lock.lock();
         }
     }
@@ -100,7 +101,10 @@ private:
 
 class SyncBackend final : public Backend {
 public:
-    void submit(std::unique_ptr<Op> op) override { carry_out_or_drop(std::move(op), nullptr); }
+    void submit(std::unique_ptr<Op> op) override {
+        Transfer transfer(std::move(op), nullptr);
+        carry_out_or_drop(transfer);
+    }
     const char* name() const override { return "sync"; }
 };
 

@@ -11,13 +11,14 @@
 namespace flowstone {
 
 /// Arena windows hold a block. Direct ones hold the bounce blocks of an unaligned head and tail.
-struct ReadJob::Window {
-    const ReadWindow* planned;
+struct ReadJob::Window final : Staged<ReadJob, Window> {
+    const ReadWindow* planned = nullptr;
     bool mapped = false;
     Block block;
     AlignedBytes head;
     AlignedBytes tail;
     std::vector<bool> used;                // devices that copy out of the block
+    std::vector<Device::Done> copied;      // what each device that is used will call; made before it is
     std::atomic<std::size_t> storing{0};  // devices
 };
 
@@ -25,7 +26,7 @@ ReadJob::ReadJob(Machine machine, std::shared_ptr<Arena> arena, std::vector<std:
                  std::shared_ptr<const ReadRows> rows, const ReadOptions& options)
     : Job(std::move(machine), std::move(arena), std::move(files)), rows_(std::move(rows)), options_(options),
       touched_(rows_->rows.size()) {
-    coordinator_ = std::jthread([this] { feed(); });
+    coordinator_ = std::jthread([this] { coordinate([this] { begin_all(); }); });
 }
 
 ReadJob::~ReadJob() {
@@ -49,8 +50,7 @@ std::uint64_t ReadJob::chunk_number(const WantedChunk& chunk) const {
 }
 
 /// The coordinator: windows in file order, as many under way as keep queue and workers busy.
-void ReadJob::feed() {
-    assume(machine_.priority);
+void ReadJob::begin_all() {
     register_files();
     plan_ = plan_reads(*rows_, machine_.request_bytes, options_.in_place);
     std::erase_if(plan_.windows, [this](const ReadWindow& window) { return files_[window.file] == nullptr; });
@@ -74,7 +74,10 @@ void ReadJob::feed() {
         if (!block || stopping()) break;
         begin(window, std::move(*block));
     }
-    finish();
+}
+
+void ReadJob::post(const std::shared_ptr<Window>& window, Stage stage) noexcept {
+    machine_.workers->post(window->at(*this, stage, window));
 }
 
 /// Devices copy out of pinned blocks alone.
@@ -89,7 +92,7 @@ void ReadJob::begin_mapped(const ReadWindow& planned) {
     window->planned = &planned;
     window->mapped = true;
     begin_window(false);
-    machine_.workers->post([this, window](LiveAccess&) { deliver(window); });
+    post(window, &ReadJob::deliver);
 }
 
 void ReadJob::begin(const ReadWindow& planned, Block block) {
@@ -112,7 +115,11 @@ void ReadJob::begin(const ReadWindow& planned, Block block) {
     ++requests_;
     requested_bytes_ += planned.end - planned.begin;
     begin_window(false);
-    machine_.backend->submit(std::move(op));
+    try {
+        machine_.backend->submit(std::move(op));
+    } catch (const std::bad_alloc&) {
+        end_op(window, {no_memory(), false});
+    }
 }
 
 /// [bounce head][the target's own pages][bounce tail]
@@ -143,13 +150,14 @@ void ReadJob::end_op(const std::shared_ptr<Window>& window, const Outcome& outco
         window->block.release();
         end_window();
     } else {
-        machine_.workers->post([this, window](LiveAccess&) { deliver(window); });
+        post(window, &ReadJob::deliver);
     }
 }
 
 /// Every chunk of an arrived window: checked where it lies, then (from the arena) stored.
-void ReadJob::deliver(const std::shared_ptr<Window>& window) {
+void ReadJob::deliver(const std::shared_ptr<Window>& window, LiveAccess&) {
     const ReadWindow& planned = *window->planned;
+    if (!rows_->devices.empty()) expect_stored(window);
     const bool in_place = planned.direct && !window->mapped;
     if (in_place) copy_edges(*window);
     for (std::size_t i = planned.first; i < planned.last; ++i) {
@@ -164,25 +172,38 @@ void ReadJob::deliver(const std::shared_ptr<Window>& window) {
     end(window);
 }
 
+/// From its first copy on a device has to be waited for: all that takes is there before that.
+void ReadJob::expect_stored(const std::shared_ptr<Window>& window) {
+    window->used.resize(rows_->devices.size(), false);
+    window->copied.reserve(rows_->devices.size());
+    for (const std::shared_ptr<Device>& device : rows_->devices)
+        window->copied.emplace_back([this, window, &device = *device](int error) {
+            const ReadWindow& planned = *window->planned;
+            if (error != 0) take_outcome(device_fault(device, error, *files_[planned.file], planned.begin, planned.end - planned.begin));
+            stored(window);
+        });
+}
+
 /// The block is given back when no device copies out of it any more.
 void ReadJob::end(const std::shared_ptr<Window>& window) {
     window->storing = 1 + static_cast<std::size_t>(std::count(window->used.begin(), window->used.end(), true));
-    const auto stored = [this, window] {
-        if (--window->storing != 0) return;
-        window->block.release();
-        end_window();  // last: the job may be gone after it
-    };
-    for (std::size_t i = 0; i < window->used.size(); ++i) {
-        if (!window->used[i]) continue;
-        const Device* const device = rows_->devices[i].get();
-        rows_->devices[i]->then([this, window, device, stored](int error) {
-            const ReadWindow& planned = *window->planned;
-            if (error != 0)
-                take_outcome({device_fault(*device, error, *files_[planned.file], planned.begin, planned.end - planned.begin), false});
-            stored();
-        });
+    for (std::size_t i = 0; i < window->copied.size(); ++i) {
+        Device::Done copied = std::exchange(window->copied[i], nullptr);  // it holds the window
+        if (window->used[i]) rows_->devices[i]->then(std::move(copied));
     }
-    stored();
+    stored(window);
+}
+
+void ReadJob::stored(const std::shared_ptr<Window>& window) {
+    if (--window->storing != 0) return;
+    window->block.release();
+    end_window();  // last: the job may be gone after it
+}
+
+/// There was no memory to deliver it with.
+void ReadJob::abandon(const std::shared_ptr<Window>& window) {
+    take_outcome(no_memory());
+    end(window);
 }
 
 const std::byte* ReadJob::arrived(const Window& window, const WantedChunk& chunk) const {
@@ -229,10 +250,9 @@ void ReadJob::store(Window& window, const WantedChunk& chunk, const std::byte* b
     if (row.device != on_host) {
         const std::shared_ptr<Device>& device = rows_->devices[static_cast<std::size_t>(row.device)];
         arena_->pin(window.block, device);
-        window.used.resize(rows_->devices.size(), false);
         window.used[static_cast<std::size_t>(row.device)] = true;
         if (const int error = device->from_host(row.address + begin, bytes, chunk.length))
-            take_outcome({device_fault(*device, error, *files_[row.file], chunk.begin, chunk.length), false});
+            take_outcome(device_fault(*device, error, *files_[row.file], chunk.begin, chunk.length));
     } else if (row.layout == contiguous)
         std::memcpy(row.target() + begin, bytes, chunk.length);
     else

@@ -47,13 +47,20 @@ public:
 private:
     struct Window;  // one on its way
 
-    void feed();
+    using Stage = void (ReadJob::*)(const std::shared_ptr<Window>& window, LiveAccess& live);
+    friend struct Staged<ReadJob, Window>;
+
+    void begin_all();
+    void post(const std::shared_ptr<Window>& window, Stage stage) noexcept;
     bool is_mapped(const ReadWindow& planned) const;
     void begin_mapped(const ReadWindow& planned);
     void begin(const ReadWindow& planned, Block block);
     void aim_direct(Window& window, std::vector<iovec>& parts);
     void end_op(const std::shared_ptr<Window>& window, const Outcome& outcome);
-    void deliver(const std::shared_ptr<Window>& window);
+    void deliver(const std::shared_ptr<Window>& window, LiveAccess& live);
+    void expect_stored(const std::shared_ptr<Window>& window);
+    void stored(const std::shared_ptr<Window>& window);
+    void abandon(const std::shared_ptr<Window>& window);
     const std::byte* arrived(const Window& window, const WantedChunk& chunk) const;
     void copy_edges(const Window& window);
     bool check(const WantedChunk& chunk, const std::byte* bytes);

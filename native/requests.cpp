@@ -129,7 +129,11 @@ std::optional<Fault> run_requests(const std::string& name, std::uint32_t queue_d
         op->memory_slot = ranges ? ranges->slot(row) : -1;
         op->stopping = &tally.stopping();
         op->done = [&tally](const Outcome& outcome) { tally.end(outcome); };
-        backend->submit(std::move(op));
+        try {
+            backend->submit(std::move(op));
+        } catch (const std::bad_alloc&) {
+            tally.end({no_memory(requests.files[row.file]->path), false});
+        }
     }
     return tally.wait();
 }

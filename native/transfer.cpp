@@ -10,6 +10,10 @@
 
 namespace flowstone {
 
+Transfer::Transfer(std::unique_ptr<Op> op, const Troubles* troubles) : op_(std::move(op)), troubles_(troubles) {
+    list_.reserve(std::min<std::size_t>(op_->parts.size(), IOV_MAX));
+}
+
 std::span<const iovec> Transfer::attempt() {
     const std::uint64_t length = op_->length();
     assert(moved_ < length);

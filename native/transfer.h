@@ -20,7 +20,8 @@ namespace flowstone {
 /// then complete.
 class Transfer {
 public:
-    Transfer(std::unique_ptr<Op> op, const Troubles* troubles) : op_(std::move(op)), troubles_(troubles) {}
+    /// Throws std::bad_alloc; nothing takes memory after that.
+    Transfer(std::unique_ptr<Op> op, const Troubles* troubles);
 
     /// The list for the next system call, at most IOV_MAX parts; valid until the next attempt.
     std::span<const iovec> attempt();
@@ -35,9 +36,13 @@ public:
 
     /// Tells the op's owner. The transfer is of no more use.
     void complete() { op_->done({std::move(fault_), false}); }
+    /// The same for one that never began, and is not wanted any more.
+    void drop() { op_->done({std::nullopt, true}); }
 
     const Op& op() const { return *op_; }
     std::uint64_t offset() const { return op_->offset + moved_; }
+
+    Transfer* next = nullptr;  // its queue's
 
     /// A happens-before edge that the kernel provides but no tool can see.
     void publish() { handed_over_.store(true, std::memory_order_release); }

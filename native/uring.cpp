@@ -7,7 +7,6 @@
 #include <atomic>
 #include <cassert>
 #include <cerrno>
-#include <future>
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -15,6 +14,7 @@
 
 #include "backend.h"
 #include "op_queue.h"
+#include "thread_start.h"
 #include "transfer.h"
 
 namespace flowstone {
@@ -28,6 +28,7 @@ constexpr std::uint64_t forgotten_mark = 1;
 constexpr unsigned memory_slots = 1024;
 constexpr unsigned file_slots = 64;
 constexpr __u64 untagged = 0;
+constexpr int not_begun = -1;
 
 unsigned at(int slot) { return static_cast<unsigned>(slot); }
 
@@ -92,15 +93,16 @@ public:
     }
 
     void submit(std::unique_ptr<Op> op) override {
+        auto transfer = std::make_unique<Transfer>(std::move(op), &troubles_);
         {
             const std::lock_guard lock(waiting_mutex_);
             if (in_flight_ == queue_depth_) {
-                waiting_.push(std::move(op));
+                waiting_.push(std::move(transfer));
                 return;
             }
             ++in_flight_;
         }
-        begin(std::move(op));
+        launch(transfer.release());
     }
 
     const char* name() const override { return "io_uring"; }
@@ -130,10 +132,7 @@ private:
         if (bell_ >= 0) ::close(bell_);
     }
 
-    /// The caller has taken a place in flight for the op.
-    void begin(std::unique_ptr<Op> op) { launch(new Transfer(std::move(op), &troubles_)); }
-
-    /// Hand the next attempt to the kernel, trying until something takes it.
+    /// Hand the next attempt to the kernel, trying until something takes it. The caller has taken a place in flight for it.
     void launch(Transfer* transfer) {
         for (;;) {
             const int error = try_launch(transfer);
@@ -203,15 +202,16 @@ private:
     }
 
     void start_reaper(Priority priority) {
-        std::promise<int> began;
-        reaper_ = std::jthread([this, priority, &began] {
+        reaper_ = std::jthread([this, priority] {
             assume(priority);
-            const int error = listen();  // here: what a thread has asked the kernel for ends with it
-            began.set_value(error);
+            // Listening begins here: what a thread has asked the kernel for ends with it.
+            const int error = settle_in() ? listen() : ENOMEM;
+            began_ = error;
+            began_.notify_one();
             if (error == 0) reap();
         });
-        const int error = began.get_future().get();
-        if (error != 0) throw std::system_error(error, std::generic_category(), "io_uring_enter");
+        began_.wait(not_begun);
+        if (const int error = began_; error != 0) throw std::system_error(error, std::generic_category(), "io_uring_enter");
     }
 
     void reap() {
@@ -250,17 +250,17 @@ private:
     /// Pass the finished op's place to a waiting one.
     void begin_next() {
         for (;;) {
-            std::unique_ptr<Op> op;
+            std::unique_ptr<Transfer> next;
             {
                 const std::lock_guard lock(waiting_mutex_);
                 if (waiting_.empty()) {
                     --in_flight_;
                     return;
                 }
-                op = waiting_.pop();
+                next = waiting_.pop();
             }
-            if (!is_unwanted(*op)) return begin(std::move(op));
-            op->done({std::nullopt, true});
+            if (!is_unwanted(next->op())) return launch(next.release());
+            next->drop();
         }
     }
 
@@ -274,6 +274,7 @@ private:
     Slots memory_;
     Slots files_;
     int bell_ = -1;
+    std::atomic<int> began_{not_begun};  // the reaper; or errno
     std::atomic<bool> stopping_{false};  // no op is under way any more
     std::jthread reaper_;
 };

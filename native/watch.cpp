@@ -1,7 +1,9 @@
 #include "watch.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
+#include <new>
 #include <system_error>
 
 #include "bounds.h"
@@ -104,14 +106,17 @@ void Watch::settle(std::size_t row, std::uint64_t begin, std::uint64_t end) {
     if (const std::optional<RowBytes> changed = pages_.settle(row, begin, end)) report(row, changed->begin, changed->end);
 }
 
-void Watch::note_seam(std::size_t row, std::uint64_t begin, std::uint64_t digest) {
+void Watch::note_seam(std::size_t row, std::uint64_t begin, std::uint64_t digest) noexcept {
+    const std::uint64_t end = std::min(rows_.rows[row].length, round_down(begin, chunk_bytes) + chunk_bytes);
     bool differs = false;
-    {
+    try {
         const std::lock_guard lock(mutex_);
         const auto [found, is_first] = seams_.try_emplace({row, begin}, digest);
         differs = !is_first && found->second != digest;
+    } catch (const std::bad_alloc&) {
+        return report(row, begin, end, ENOMEM);
     }
-    if (differs) report(row, begin, std::min(rows_.rows[row].length, round_down(begin, chunk_bytes) + chunk_bytes));
+    if (differs) report(row, begin, end);
 }
 
 void Watch::report(std::size_t row, std::uint64_t begin, std::uint64_t end, int error) {

@@ -33,7 +33,7 @@ public:
     void compare(std::size_t row, std::uint64_t begin, std::uint64_t end, const std::byte* bytes);
 
     /// Row bytes [begin, the end of their chunk) as one of the two windows that meet there saw them.
-    void note_seam(std::size_t row, std::uint64_t begin, std::uint64_t digest);
+    void note_seam(std::size_t row, std::uint64_t begin, std::uint64_t digest) noexcept;
 
     /// The job captures row bytes [begin, end), and nothing of them will be read from the source again.
     void settle(std::size_t row, std::uint64_t begin, std::uint64_t end);
@@ -45,7 +45,8 @@ public:
     /// Bytes of the others that are watched.
     std::uint64_t sampled_bytes() const { return sampled_bytes_; }
 
-    /// Row bytes [begin, end) are found to have changed; or, with an `error` (EFAULT), not to be there any more.
+    /// Row bytes [begin, end) are found to have changed; or, with an `error`, not to be there any more (EFAULT), or not to be
+    /// compared (ENOMEM).
     void report(std::size_t row, std::uint64_t begin, std::uint64_t end, int error = 0);
 
     struct Change {

@@ -24,21 +24,23 @@ Workers::~Workers() {
     for (std::jthread& thread : threads_) thread.join();
 }
 
-void Workers::post(Task task) {
+void Workers::post(Task& task) noexcept {
     const std::lock_guard lock(mutex_);
-    tasks_.push_back(std::move(task));
+    task.next_ = nullptr;
+    (first_ == nullptr ? first_ : last_->next_) = &task;
+    last_ = &task;
     posted_.notify_one();
 }
 
 void Workers::run(LiveAccess& live) {
     std::unique_lock lock(mutex_);
     for (;;) {
-        posted_.wait(lock, [this] { return stopping_ || !tasks_.empty(); });
-        if (tasks_.empty()) return;
-        const Task task = std::move(tasks_.front());
-        tasks_.pop_front();
+        posted_.wait(lock, [this] { return stopping_ || first_ != nullptr; });
+        if (first_ == nullptr) return;
+        Task& task = *first_;
+        first_ = task.next_;
         lock.unlock();
-        task(live);
+        task.run(live);
         lock.lock();
     }
 }

@@ -3,8 +3,6 @@
 
 #include <condition_variable>
 #include <cstddef>
-#include <deque>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -15,6 +13,20 @@
 #include "thread_start.h"
 
 namespace flowstone {
+
+/// What a worker does next. It is its own place in the queue, so that posting it takes no memory.
+class Task {
+public:
+    /// `live` is what the thread copies live memory with.
+    virtual void run(LiveAccess& live) noexcept = 0;
+
+protected:
+    ~Task() = default;
+
+private:
+    friend class Workers;
+    Task* next_ = nullptr;
+};
 
 /// A first-in first-out queue of tasks and `count` threads. The queue has no bound of its own:
 /// every task holds an arena block or one of its job's places, and those are bounded.
@@ -27,9 +39,8 @@ public:
     Workers(const Workers&) = delete;
     Workers& operator=(const Workers&) = delete;
 
-    /// Does not block. Tasks do not throw; each is given what its thread copies live memory with.
-    using Task = std::function<void(LiveAccess& live)>;
-    void post(Task task);
+    /// Does not block. The task stays where it is until it has begun to run, and is in the queue once.
+    void post(Task& task) noexcept;
     std::size_t count() const { return threads_.size(); }
 
 private:
@@ -38,7 +49,8 @@ private:
 
     std::mutex mutex_;
     std::condition_variable posted_;
-    std::deque<Task> tasks_;
+    Task* first_ = nullptr;
+    Task* last_ = nullptr;  // of those there are
     bool stopping_ = false;
     std::vector<std::unique_ptr<LiveAccess>> live_;  // one each
     std::vector<std::jthread> threads_;

@@ -18,7 +18,7 @@ using Clock = std::chrono::steady_clock;
 }  // namespace
 
 /// Either copied (it holds an arena block) or direct (it holds a plan and its bounce buffer).
-struct WriteJob::Window {
+struct WriteJob::Window final : Staged<WriteJob, Window> {
     WriteWindow planned{};  // copied only
     Block block;
     int memory_slot = -1;  // of the block
@@ -26,9 +26,13 @@ struct WriteJob::Window {
     AlignedBytes bounce;
     bool lazy = false;
     std::byte* rest = nullptr;             // of what was fetched: see fetch_run; null: nothing was
+    std::vector<bool> used;                // devices that copy into the block
+    std::vector<Device::Done> copied;      // what each device that is used will call; made before it is
     std::atomic<std::size_t> fetching{0};  // devices
     std::atomic<std::size_t> ops_left{0};
     std::atomic<bool> gone{false};  // direct: the system has not found all of its sources
+    bool queued = false;            // one stage at a time
+    bool released = false;
 };
 
 /// Whose turn it is. Early windows go first. Copied ones go from the front, direct ones from the back;
@@ -113,7 +117,10 @@ WriteJob::WriteJob(Machine machine, std::shared_ptr<Arena> arena, std::vector<st
       options_(options),
       digests_(rows_->chunks, 0),
       watch_(*rows_, options_.watching) {
-    coordinator_ = std::jthread([this] { feed(); });
+    coordinator_ = std::jthread([this] {
+        coordinate([this] { begin_all(); });
+        watch_.let_go();
+    });
 }
 
 WriteJob::~WriteJob() {
@@ -127,8 +134,7 @@ void WriteJob::hurry() {
 }
 
 /// The coordinator: which window next, and how.
-void WriteJob::feed() {
-    assume(machine_.priority);
+void WriteJob::begin_all() {
     register_files();
     const std::uint64_t window_bytes = this->window_bytes();
     Order order(*rows_, window_bytes, options_);
@@ -152,8 +158,6 @@ void WriteJob::feed() {
         }
     }
     if (stopping()) watch_.let_go();  // also of windows that never began
-    finish();
-    watch_.let_go();
 }
 
 /// A block for the next window; nothing when a window is to be written from where it lies, or the job stops.
@@ -177,9 +181,11 @@ void WriteJob::begin_copied(const WriteWindow& planned, Block block) {
     window->block = std::move(block);
     if (window->lazy) ++copied_under_way_;
     begin_window(true);
-    machine_.workers->post([this, window](LiveAccess& live) {
-        needs_fetch(*rows_, window->planned) ? fetch(window, live) : capture_copied(window, live);
-    });
+    post(window, needs_fetch(*rows_, planned) ? &WriteJob::fetch : &WriteJob::capture_copied);
+}
+
+void WriteJob::post(const std::shared_ptr<Window>& window, Stage stage) noexcept {
+    machine_.workers->post(window->at(*this, stage, window));
 }
 
 /// A block also has room for the rest of a chunk that a fetched window cuts.
@@ -195,45 +201,60 @@ void WriteJob::begin_direct(DirectPlan plan, bool lazy) {
     window->lazy = lazy;
     ++direct_under_way_;
     begin_window(true);
-    machine_.workers->post([this, window](LiveAccess& live) { capture_direct(window, live); });
+    post(window, &WriteJob::capture_direct);
 }
 
 /// Queue what lies on devices, and copy what lies beside it on the host.
 void WriteJob::fetch(const std::shared_ptr<Window>& window, LiveAccess& live) {
-    window->rest = window->block.bytes() + (arena_->block_bytes() - chunk_bytes);
-    std::vector<bool> used(rows_->devices.size(), false);
-    const auto queue_copy = [&](const WriteRow& row, std::uint64_t begin, std::uint64_t bytes, std::byte* out) {
-        const std::shared_ptr<Device>& device = rows_->devices[static_cast<std::size_t>(row.device)];
-        arena_->pin(window->block, device);
-        used[static_cast<std::size_t>(row.device)] = true;
-        if (const int error = device->to_host(out, row.address + begin, bytes))
-            take_outcome({device_fault(*device, error, *files_[row.file], row.offset + begin, bytes), false});
-    };
-    for (const WriteRun& run : split_runs(*rows_, window->planned, options_.gap_bytes))
-        if (!stopping())
-            fetch_run(*rows_, run, window->block.bytes() + (run.begin - window->planned.begin), window->rest, queue_copy, watch_, live);
+    expect_fetched(window);
+    try {
+        queue_copies(*window, live);
+    } catch (const std::bad_alloc&) {
+        take_outcome(no_memory());  // and then wait for those that are queued
+    }
     take_change();
     queue(*window);
-    await_fetched(window, used);
+    await_fetched(window);
+}
+
+/// From its first copy on a device has to be waited for: all that takes is there before that.
+void WriteJob::expect_fetched(const std::shared_ptr<Window>& window) {
+    window->used.resize(rows_->devices.size(), false);
+    window->copied.reserve(rows_->devices.size());
+    for (const std::shared_ptr<Device>& device : rows_->devices)
+        window->copied.emplace_back([this, window, &device = *device](int error) {
+            const WriteWindow& planned = window->planned;
+            if (error != 0) take_outcome(device_fault(device, error, *files_[planned.file], planned.begin, planned.end - planned.begin));
+            arrived(window);
+        });
+}
+
+void WriteJob::queue_copies(Window& window, LiveAccess& live) {
+    window.rest = window.block.bytes() + (arena_->block_bytes() - chunk_bytes);
+    const auto queue_copy = [&](const WriteRow& row, std::uint64_t begin, std::uint64_t bytes, std::byte* out) {
+        const std::shared_ptr<Device>& device = rows_->devices[static_cast<std::size_t>(row.device)];
+        arena_->pin(window.block, device);
+        window.used[static_cast<std::size_t>(row.device)] = true;
+        if (const int error = device->to_host(out, row.address + begin, bytes))
+            take_outcome(device_fault(*device, error, *files_[row.file], row.offset + begin, bytes));
+    };
+    for (const WriteRun& run : split_runs(*rows_, window.planned, options_.gap_bytes))
+        if (!stopping())
+            fetch_run(*rows_, run, window.block.bytes() + (run.begin - window.planned.begin), window.rest, queue_copy, watch_, live);
 }
 
 /// Go on when all is there that was queued, also if it went wrong: until then the block is the devices'.
-void WriteJob::await_fetched(const std::shared_ptr<Window>& window, const std::vector<bool>& used) {
-    window->fetching = 1 + static_cast<std::size_t>(std::count(used.begin(), used.end(), true));
-    const auto arrived = [this, window] {
-        if (--window->fetching == 0) machine_.workers->post([this, window](LiveAccess& live) { capture_copied(window, live); });
-    };
-    for (std::size_t i = 0; i < used.size(); ++i) {
-        if (!used[i]) continue;
-        const Device* const device = rows_->devices[i].get();
-        rows_->devices[i]->then([this, window, device, arrived](int error) {
-            const WriteWindow& planned = window->planned;
-            if (error != 0)
-                take_outcome({device_fault(*device, error, *files_[planned.file], planned.begin, planned.end - planned.begin), false});
-            arrived();
-        });
+void WriteJob::await_fetched(const std::shared_ptr<Window>& window) {
+    window->fetching = 1 + static_cast<std::size_t>(std::count(window->used.begin(), window->used.end(), true));
+    for (std::size_t i = 0; i < window->used.size(); ++i) {
+        Device::Done copied = std::exchange(window->copied[i], nullptr);  // it holds the window
+        if (window->used[i]) rows_->devices[i]->then(std::move(copied));
     }
-    arrived();
+    arrived(window);
+}
+
+void WriteJob::arrived(const std::shared_ptr<Window>& window) {
+    if (--window->fetching == 0) post(window, &WriteJob::capture_copied);
 }
 
 void WriteJob::capture_copied(const std::shared_ptr<Window>& window, LiveAccess& live) {
@@ -242,42 +263,46 @@ void WriteJob::capture_copied(const std::shared_ptr<Window>& window, LiveAccess&
         return end(window);
     }
     const std::vector<WriteRun> runs = split_runs(*rows_, window->planned, options_.gap_bytes);
-    const auto image = [&](const WriteRun& run) { return window->block.bytes() + (run.begin - window->planned.begin); };
+    std::vector<std::unique_ptr<Op>> ops;
+    ops.reserve(runs.size());
     for (const WriteRun& run : runs) {
-        capture_run(*rows_, run, image(run), window->rest, digests_, watch_, live);
+        std::byte* const image = window->block.bytes() + (run.begin - window->planned.begin);
+        ops.push_back(make_op(window, run, {{image, run.end - run.begin}}));
+        capture_run(*rows_, run, image, window->rest, digests_, watch_, live);
         copied_bytes_ += row_bytes(*rows_, run);
         settle_run(*rows_, run, watch_);
     }
     take_change();
     release(*window);
-    window->ops_left = runs.size();
-    for (const WriteRun& run : runs) submit(window, run, {{image(run), run.end - run.begin}});
+    submit(window, std::move(ops));
 }
 
 void WriteJob::capture_direct(const std::shared_ptr<Window>& window, LiveAccess& live) {
     if (stopping()) return end(window);
     std::byte* bounce = window->bounce.get();
-    std::vector<std::vector<iovec>> lists;
+    std::vector<std::unique_ptr<Op>> ops;
+    ops.reserve(window->direct->runs.size());
     for (const DirectRun& direct : window->direct->runs) {
         digest_run(*rows_, direct.run, digests_, watch_, live);
-        std::vector<iovec>& list = lists.emplace_back();
+        std::vector<iovec> list;
+        list.reserve(direct.parts.size());
         for (const DirectPart& part : direct.parts) {
             const std::uint64_t bytes = part.end - part.begin;
             if (part.source == nullptr) image_range(*rows_, direct.run, part.begin, part.end, bounce, watch_, live);
             list.push_back({part.source == nullptr ? bounce : const_cast<std::byte*>(part.source), bytes});
             if (part.source == nullptr) bounce += bytes;
         }
+        ops.push_back(make_op(window, direct.run, std::move(list)));
         copied_bytes_ += row_bytes(*rows_, direct.run);
     }
     take_change();
     if (stopping()) return end(window);
     copied_bytes_ -= window->direct->direct_bytes;
     direct_bytes_ += window->direct->direct_bytes;
-    window->ops_left = lists.size();
-    for (std::size_t i = 0; i < lists.size(); ++i) submit(window, window->direct->runs[i].run, std::move(lists[i]));
+    submit(window, std::move(ops));
 }
 
-void WriteJob::submit(const std::shared_ptr<Window>& window, const WriteRun& run, std::vector<iovec> parts) {
+std::unique_ptr<Op> WriteJob::make_op(const std::shared_ptr<Window>& window, const WriteRun& run, std::vector<iovec> parts) {
     auto op = std::make_unique<Op>();
     op->direction = Direction::write;
     op->file = files_[run.file].get();
@@ -289,8 +314,20 @@ void WriteJob::submit(const std::shared_ptr<Window>& window, const WriteRun& run
     op->file_slot = registered().file(run.file);
     op->stopping = &stopping_;
     op->done = [this, window, bytes = run.end - run.begin](const Outcome& outcome) { end_op(window, bytes, outcome); };
-    ++requests_;
-    machine_.backend->submit(std::move(op));
+    return op;
+}
+
+/// One that cannot be submitted has ended, like any other.
+void WriteJob::submit(const std::shared_ptr<Window>& window, std::vector<std::unique_ptr<Op>> ops) {
+    window->ops_left = ops.size();
+    requests_ += ops.size();
+    for (std::unique_ptr<Op>& op : ops) {
+        try {
+            machine_.backend->submit(std::move(op));
+        } catch (const std::bad_alloc&) {
+            end_op(window, 0, {no_memory(), false});
+        }
+    }
 }
 
 void WriteJob::end_op(const std::shared_ptr<Window>& window, std::uint64_t bytes, const Outcome& outcome) {
@@ -303,7 +340,7 @@ void WriteJob::end_op(const std::shared_ptr<Window>& window, std::uint64_t bytes
     if (!outcome.fault && !outcome.dropped) done_bytes_ += bytes;
     if (--window->ops_left != 0) return;
     if (window->direct && (window->lazy || window->gone) && !stopping()) {
-        machine_.workers->post([this, window](LiveAccess& live) { confirm(window, live); });
+        post(window, &WriteJob::confirm);
         return;
     }
     if (window->direct)
@@ -321,7 +358,7 @@ void WriteJob::confirm(const std::shared_ptr<Window>& window, LiveAccess& live) 
     if (window->gone && !stopping()) {
         // All of it is there again, but was not written.
         const WriteRun& run = window->direct->runs.front().run;
-        take_outcome({Fault{"capture", EFAULT, files_[run.file]->path, run.begin, window->direct->runs.back().run.end - run.begin}, false});
+        take_outcome(Fault{"capture", EFAULT, files_[run.file]->path, run.begin, window->direct->runs.back().run.end - run.begin});
     }
     end(window);
 }
@@ -330,20 +367,29 @@ void WriteJob::take_change() {
     const std::optional<Watch::Change> change = watch_.change();
     if (!change) return;
     const WriteRow& row = rows_->rows[change->row];
-    const std::string& path = files_[row.file]->path;
-    take_outcome({Fault{"capture", change->error, path, row.offset + change->begin, change->end - change->begin}, false});
+    take_outcome(Fault{"capture", change->error, files_[row.file]->path, row.offset + change->begin, change->end - change->begin});
 }
 
 /// Nothing on the host is read for it any more, and nothing more of a device is queued.
-void WriteJob::queue(const Window& window) {
+void WriteJob::queue(Window& window) {
+    if (std::exchange(window.queued, true)) return;
     if (!window.lazy) release_early();
     queue_sources();
 }
 
-void WriteJob::release(const Window& window) {
+void WriteJob::release(Window& window) {
+    if (std::exchange(window.released, true)) return;
     if (stopping()) watch_.let_go();  // nobody asks any more, and what comes next is not to pay for it
-    if (window.rest == nullptr) queue(window);
+    queue(window);
     release_sources();
+}
+
+/// A stage had no memory, and has begun no op.
+void WriteJob::abandon(const std::shared_ptr<Window>& window) {
+    take_outcome(no_memory());
+    window->copied.clear();  // they hold the window
+    release(*window);
+    end(window);
 }
 
 void WriteJob::end(const std::shared_ptr<Window>& window) {

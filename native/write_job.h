@@ -64,20 +64,29 @@ private:
     struct Window;  // one on its way
     class Pace;     // at which lazy windows begin
 
-    void feed();
+    using Stage = void (WriteJob::*)(const std::shared_ptr<Window>& window, LiveAccess& live);
+    friend struct Staged<WriteJob, Window>;
+
+    void begin_all();
     std::optional<Block> take_block(Order& order);
     void begin_copied(const WriteWindow& planned, Block block);
     void begin_direct(DirectPlan plan, bool lazy);
     void fetch(const std::shared_ptr<Window>& window, LiveAccess& live);
-    void await_fetched(const std::shared_ptr<Window>& window, const std::vector<bool>& used);
+    void expect_fetched(const std::shared_ptr<Window>& window);
+    void queue_copies(Window& window, LiveAccess& live);
+    void await_fetched(const std::shared_ptr<Window>& window);
+    void arrived(const std::shared_ptr<Window>& window);
+    void post(const std::shared_ptr<Window>& window, Stage stage) noexcept;
     void capture_copied(const std::shared_ptr<Window>& window, LiveAccess& live);
     void capture_direct(const std::shared_ptr<Window>& window, LiveAccess& live);
-    void submit(const std::shared_ptr<Window>& window, const WriteRun& run, std::vector<iovec> parts);
+    std::unique_ptr<Op> make_op(const std::shared_ptr<Window>& window, const WriteRun& run, std::vector<iovec> parts);
+    void submit(const std::shared_ptr<Window>& window, std::vector<std::unique_ptr<Op>> ops);
     void end_op(const std::shared_ptr<Window>& window, std::uint64_t bytes, const Outcome& outcome);
     void confirm(const std::shared_ptr<Window>& window, LiveAccess& live);
     void take_change();
-    void queue(const Window& window);
-    void release(const Window& window);
+    void queue(Window& window);
+    void release(Window& window);
+    void abandon(const std::shared_ptr<Window>& window);
     std::uint64_t window_bytes() const;
     void end(const std::shared_ptr<Window>& window);
     bool has_direct_room() const { return direct_under_way_.load() < machine_.queue_depth; }

@@ -54,7 +54,7 @@ public:
         const int fd = ::open(path_.c_str(), O_RDWR | O_CLOEXEC | (direct ? O_DIRECT : 0));
         REQUIRE(fd >= 0);
         const std::uint32_t alignment = direct ? probe_direct(std::filesystem::temp_directory_path()) : 1;
-        file_ = std::make_shared<const File>(File{fd, path_, alignment});
+        file_ = std::make_shared<const File>(File{fd, std::make_shared<std::string>(path_), alignment});
     }
     ~ScratchFile() {
         ::close(file_->fd);

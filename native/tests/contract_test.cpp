@@ -282,7 +282,7 @@ TEST_CASE("a failing write is named by operation, errno, path and range, and sto
             CHECK(job->wait_captured(0));
             CHECK(job->fault()->operation == "write");
             CHECK(job->fault()->error == error);
-            CHECK(job->fault()->path == bed.scratch.path());
+            CHECK(*job->fault()->path == bed.scratch.path());
             CHECK(job->fault()->offset == 2 * mib);
             CHECK(job->fault()->length == mib);
             CHECK_FALSE(job->cancelled());
@@ -330,7 +330,7 @@ TEST_CASE("mapped memory is checked where it lies, and asks for nothing") {
         memory[3 * mib + 9] ^= static_cast<std::byte>(damaged);
         const std::uint64_t hidden = 1 << 20;  // nothing before that is there
         const auto begin = reinterpret_cast<std::uintptr_t>(memory.data());
-        const auto file = std::make_shared<const File>(File{bed.scratch.file()->fd, "memory", 1, begin - hidden});
+        const auto file = std::make_shared<const File>(File{bed.scratch.file()->fd, std::make_shared<std::string>("memory"), 1, begin - hidden});
         const Memory target(10 * mib + 5, 1);
         std::memset(target.start(), 0, 10 * mib + 5);
         const ReadRows rows{{{hidden, 10 * mib + 5, target.address(), 0, 0, 11, contiguous, 0}}, {}, digests};
@@ -372,7 +372,7 @@ TEST_CASE("a descriptor that cannot be written is EBADF") {
         Bed bed(setup, 4096);
         const int fd = ::open(bed.scratch.path().c_str(), O_RDONLY | O_CLOEXEC);
         const Sample sample = plain_sample(10);
-        const auto file = std::make_shared<const File>(File{fd, bed.scratch.path(), 1});
+        const auto file = std::make_shared<const File>(File{fd, std::make_shared<std::string>(bed.scratch.path()), 1});
         const auto job = bed.engine.write(bed.arena, {{file, 4096}}, std::make_shared<WriteRows>(sample.rows), {});
         REQUIRE(job->wait(forever_s));
         CHECK(job->fault()->error == EBADF);

@@ -14,7 +14,7 @@ namespace flowstone {
 namespace {
 
 struct Bench {
-    File file{3, "somewhere", 1};
+    File file{3, std::make_shared<std::string>("somewhere"), 1};
     std::optional<Outcome> outcome;
     std::vector<std::byte> memory = std::vector<std::byte>(16384);
 

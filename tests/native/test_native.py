@@ -3,11 +3,14 @@
 import errno
 import gc
 import os
+import resource
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
+from apart import apart
 
 from flowstone import _native as native
 
@@ -387,3 +390,16 @@ def test_probe_of_a_missing_directory_is_an_os_error(tmp_path):
 def test_probe_leaves_nothing_behind(tmp_path):
     assert native.probe_direct(str(tmp_path)) in (0, 512, 1024, 2048, 4096)
     assert list(tmp_path.iterdir()) == []
+
+
+def _rows_beyond_the_limit():
+    digests = np.zeros(1 << 27, np.uint64)  # 1 GiB of address space, of which nothing is touched
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 256 * MIB, resource.RLIM_INFINITY))
+    with pytest.raises(OSError, match="memory") as caught:  # the engine's copy of the digests
+        read_rows([0], [random_bytes(1)], digests)
+    return caught.value.errno
+
+
+def test_memory_that_the_system_refuses_is_an_os_error():
+    assert apart(_rows_beyond_the_limit) == errno.ENOMEM

@@ -24,7 +24,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "regions": {"calls", "errors", "pieces"},
     "progress": set(),
     "threads": {"errors"},
-    "turns": {"errors"},
+    "uninterrupted": set(),
+    "turns": {"errors", "uninterrupted"},
     "telling": {"errors", "events"},
     "ending": {"errors", "progress"},
     "writer_lock": {"errors"},
@@ -36,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "commit": {"config", "errors", "pieces", "format", "store", "_native"},
     "ranks": {"config", "errors"},
     "reader": _BASE | {"calls", "regions", "format", "plan", "store", "stage", "commit", "state"},
-    "saves": {"reader"},
+    "saves": {"reader", "uninterrupted"},
     "in_flight": _BASE | {"format", "store", "commit", "saves"},
     "messages": _BASE | {"format", "plan", "store"},
     "lead": _BASE | {"format", "plan", "store", "commit", "ranks", "messages"},
@@ -51,7 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpointer": _BASE
     | {"format", "store", "stage", "commit", "state", "reader", "saves", "in_flight", "saving", "loading"}
     | {"team", "together", "threads", "turns", "calls", "ending", "telling", "unplanned", "writer_lock"}
-    | {"_native"},
+    | {"uninterrupted", "_native"},
     "study": _BASE | {"format", "plan", "store", "stage", "commit", "reader", "_native"},
     "cli": _BASE | {"format", "reader", "progress", "demo", "cli_ls", "cli_output", "cli_bench", "cli_tune"},
     "cli_ls": {"calls", "errors", "format", "store", "commit", "cli_output"},

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from types import TracebackType
 from typing import Literal, TypeAlias, cast
@@ -21,29 +21,10 @@ from flowstone import _native, calls, loading, saving, threads
 from flowstone.commit import catalog
 from flowstone.commit.places import check_no_checkpoint, check_store, stores_below
 from flowstone.commit.writer import StoreWriter
-from flowstone.config import (
-    COPY_BYTES_PER_S,
-    DEADLINE_S,
-    FENCE_WAIT_S,
-    EngineOptions,
-    Keep,
-)
+from flowstone.config import COPY_BYTES_PER_S, DEADLINE_S, FENCE_WAIT_S, EngineOptions, Keep
 from flowstone.ending import Ending, without_frames
-from flowstone.errors import (
-    ClosedError,
-    DamagedError,
-    FlowstoneError,
-    NoCheckpointError,
-    is_damage,
-)
-from flowstone.events import (
-    Committed,
-    FellBack,
-    Loaded,
-    OnEvent,
-    SaveFailed,
-    SaveStarted,
-)
+from flowstone.errors import ClosedError, DamagedError, FlowstoneError, NoCheckpointError, is_damage
+from flowstone.events import Committed, FellBack, Loaded, OnEvent, SaveFailed, SaveStarted
 from flowstone.format.manifest import step_directory
 from flowstone.in_flight import InFlight
 from flowstone.loading import LoadReport
@@ -60,6 +41,7 @@ from flowstone.store.local import LocalStore
 from flowstone.telling import Teller
 from flowstone.together import Together, told_to_others
 from flowstone.turns import Turn, one_at_a_time
+from flowstone.uninterrupted import Latch
 from flowstone.unplanned import Unplanned
 from flowstone.writer_lock import as_writer, caller
 
@@ -284,7 +266,7 @@ class Checkpointer:
         with self._together.pressing():  # the caller trains: no save is worth that it stands for those who never call
             self._in_flight.settle(leave=self._saves_in_flight - 1)
         waited = time.monotonic()
-        self._become_writer()
+        self._check_writer()
         self._in_flight.check_new(step, looks=self._together.rank == 0)
         with self._state_lock:
             return self._begin(save, state, fence, started, waited, this_try)
@@ -438,17 +420,22 @@ class Checkpointer:
         self._emit(SaveFailed(save.step, str(error)))
         save.committed.set_exception(without_frames(error))
 
-    def _become_writer(self) -> None:
-        """At the first save: lock, sweep, and learn the newest step. Then, what a fallback left to set aside.
+    def _check_writer(self) -> None:
+        """Before anything is written: be the store's one writer, and set aside what a fallback left for that."""
+        is_first = self._together.rank == 0
+        lost = is_first and self._store_writer.has_lost_the_lock()
+        unlocked = is_first and self._store_writer.store_id is None
+        if lost or unlocked or not self._has_threads or self._superseded_above is not None:
+            self._turn.uninterrupted(lambda: self._become_writer(lost))
 
-        Again, where the lock was lost since: another job may have written.
-        """
+    def _become_writer(self, lost: bool) -> None:
+        """At the first save: lock, sweep, learn the newest step; again, where the lock was `lost`."""
         if not self._has_threads:
             threads.start(self._writer, self._watcher)
             self._end.before_threads_end(self._captures.hurry)
             self._has_threads = True
         if self._together.rank == 0:
-            if self._store_writer.has_lost_the_lock():
+            if lost:
                 self._await_saves()
                 self._drain_writer()
                 self._store_writer.give_up()
@@ -513,11 +500,13 @@ class Checkpointer:
 
         def set_aside() -> Sequence[int]:
             catalog.find(self._store, step)
-            self._become_writer()
+            self._check_writer()
             self._drain_writer()
-            return self._store_writer.rewind(step)
+            aside = self._store_writer.rewind(step)
+            self._in_flight.newest = step
+            return aside
 
-        self._together.decide(f"going back to step {step}", set_aside)
+        self._together.decide(f"going back to step {step}", lambda: self._turn.uninterrupted(set_aside))
         self._in_flight.newest = step
 
     @one_at_a_time
@@ -525,15 +514,26 @@ class Checkpointer:
         """Wait for saves in flight, give the store and the memory back. Raises what `wait` raises."""
         if self._closed or os.getpid() != self._pid:
             return
+        failure: Exception | None = None
         try:
             self._in_flight.settle()
-        finally:
-            self._closed = True
-            self._fence.lift()
-            self._watcher.shutdown()
-            self._writer.shutdown()
-            self._together.leave()
-            self._give_back()
+        except Exception as error:
+            failure = error
+        self._in_flight.await_all()  # an interrupt ends this wait, and leaves all as it is
+        if self._has_threads:
+            with suppress(RuntimeError):  # at the end of Python, which has waited for it
+                self._drain_writer()
+        self._turn.uninterrupted(self._let_go)
+        if failure is not None:
+            raise failure
+
+    def _let_go(self) -> None:
+        self._closed = True
+        self._fence.lift()
+        self._watcher.shutdown()
+        self._writer.shutdown()
+        self._together.leave()
+        self._give_back()
 
     def _give_back(self) -> None:
         self._end.call_off()
@@ -583,7 +583,9 @@ class Checkpointer:
 
     def _drain_writer(self) -> None:
         """Wait for retention too, which runs behind a commit."""
-        self._writer.submit(int).result()
+        done = Latch()
+        self._turn.uninterrupted(lambda: self._writer.submit(done.open))
+        done.wait()
 
     def _check_open(self) -> None:
         calls.check_open(self._store.location, closed=self._closed, pid=self._pid)

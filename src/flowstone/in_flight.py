@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait as wait_futures
 from typing import Literal
 
 from flowstone.commit import catalog
@@ -63,13 +62,14 @@ class InFlight:
     def await_all(self) -> None:
         """Until all have ended one way or the other."""
         self._hurry()
-        wait_futures([save.committed for save in self._saves])
+        for save in tuple(self._saves):
+            save.committed.latch.wait()
 
     def settle(self, leave: int = 0) -> None:
         """Wait until at most `leave` are left; raise the first failure that nobody has seen."""
         while self._saves and (len(self._saves) > leave or self._saves[0].committed.done()):
             self._hurry()
-            wait_futures([self._saves[0].committed])
+            self._saves[0].committed.latch.wait()
             self._settle_one(self._saves.popleft())
 
     def _settle_one(self, ended: Save) -> None:

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from flowstone.reader import Checkpoint
+from flowstone.uninterrupted import Latch
 
 _Result = TypeVar("_Result")
 
@@ -18,6 +19,8 @@ class HurriedFuture(Future[_Result], Generic[_Result]):
 
     hurry   is called by whoever has to wait
     check   before that; raises where the wait could have no end
+    latch   open once it is done: whoever waits here waits by it, and takes none of the Future's own locks, which an
+            interrupt could leave taken; then the thread that ends saves would stand for ever
     """
 
     def __init__(self) -> None:
@@ -25,22 +28,36 @@ class HurriedFuture(Future[_Result], Generic[_Result]):
         self.set_running_or_notify_cancel()
         self.hurry: Callable[[], None] = _nothing
         self.check: Callable[[], None] = _nothing
+        self.latch = Latch()
+        self._outcome: tuple[_Result | None, BaseException | None] = (None, None)
 
     def set_result(self, result: _Result) -> None:
+        self._end(result, None)
         super().set_result(result)
-        self.hurry = self.check = _nothing  # a Save that somebody keeps keeps nothing else
 
     def set_exception(self, exception: BaseException | None) -> None:
+        self._end(None, exception)
         super().set_exception(exception)
-        self.hurry = self.check = _nothing
+
+    def _end(self, result: _Result | None, exception: BaseException | None) -> None:
+        self._outcome = result, exception
+        self.latch.open()
+        self.hurry = self.check = _nothing  # a Save that somebody keeps keeps nothing else
+
+    def done(self) -> bool:
+        return self.latch.is_open
 
     def result(self, timeout: float | None = None) -> _Result:
-        self._before_wait(timeout)
-        return super().result(timeout)
+        error = HurriedFuture.exception(self, timeout)
+        if error is not None:
+            raise error
+        return cast("_Result", self._outcome[0])
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         self._before_wait(timeout)
-        return super().exception(timeout)
+        if not self.latch.wait(timeout):
+            raise TimeoutError
+        return self._outcome[1]
 
     def _before_wait(self, timeout: float | None) -> None:
         if not self.done():
@@ -52,7 +69,7 @@ class HurriedFuture(Future[_Result], Generic[_Result]):
         """Wait until it is done, on a thread of ours, which knows that another one will see to that."""
         if not self.done():
             self.hurry()
-            Future.exception(self)
+            self.latch.wait()
 
     def tell(self: HurriedFuture[None]) -> None:
         """It is done, whoever says so first. Any thread."""

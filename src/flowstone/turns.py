@@ -10,6 +10,7 @@ from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from flowstone.errors import BusyError
+from flowstone.uninterrupted import uninterrupted
 
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
@@ -41,6 +42,10 @@ class Turn:
     def is_background(self) -> bool:
         """Whether this is such a thread."""
         return threading.current_thread() in self._background and os.getpid() == self.pid
+
+    def uninterrupted(self, act: Callable[[], _Result]) -> _Result:
+        """`act()`, which no signal's handler cuts in two: on a thread of its own, from which no verb can be called."""
+        return uninterrupted(act, first=self.leave_out_this_thread)
 
     def enter(self, verb: str) -> None:
         """With the lock held: from now on this thread is in `verb`."""

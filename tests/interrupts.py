@@ -1,0 +1,66 @@
+"""Exceptions that a signal's handler raises, at a line that a test chooses, or after some time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, TypeVar
+
+_Result = TypeVar("_Result")
+_STANDARD = os.path.dirname(os.__file__)
+
+
+class Struck(BaseException):
+    """What the handler raises."""
+
+
+def struck(act: Callable[[], _Result], line: int) -> _Result:
+    """Call it, and raise at its line number `line`, or at a return, counted over all that it runs on this thread.
+
+    Not inside of the standard library, whose own locks do not survive that.
+    """
+    left = line
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        if _STANDARD in frame.f_code.co_filename and "site-packages" not in frame.f_code.co_filename:
+            return None
+        if event in ("line", "return"):
+            left -= 1
+            if left <= 0:
+                sys.settrace(None)
+                raise Struck(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
+        return trace
+
+    sys.settrace(trace)
+    try:
+        return act()
+    finally:
+        sys.settrace(None)
+
+
+def alarmed(act: Callable[[], _Result], delay_s: float) -> _Result:
+    """Call it, and let a real signal's handler raise after so long."""
+    armed = True
+
+    def strike(*_: object) -> None:
+        if armed:
+            raise Struck("by SIGALRM")
+
+    before = signal.signal(signal.SIGALRM, strike)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, delay_s)
+        try:
+            return act()
+        except RuntimeError as error:
+            if isinstance(error.__context__, Struck):  # the standard library's, which let go of a lock twice
+                raise error.__context__ from None
+            raise
+        finally:
+            armed = False
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -134,3 +134,18 @@ def test_a_step_waits_where_the_system_has_no_memory_for_copies(caplog: pytest.L
     assert same(one.take(), kept)
 
 
+
+
+def test_a_save_that_fails_while_a_step_copies_it_ends_the_copying_and_not_the_step() -> None:
+    """As where another rank has refused it: the writer's thread lets it go in the middle of a copy."""
+    one = begun(weights())
+
+    def let_go_behind(*arguments: object) -> object:
+        made = hold_one(*arguments)  # type: ignore[arg-type]
+        one.let_go()
+        return made
+
+    with mock.patch.object(unplanned, "hold_one", let_go_behind):
+        assert not one.hold(ROOM)
+    assert one.is_over
+    assert one.held_bytes == 0

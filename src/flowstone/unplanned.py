@@ -101,7 +101,7 @@ class Unplanned:
                 self._fail((described.pieces.names[at],), gone=True)
             return True
         with self._lock:
-            if made is None or self._is_taken:
+            if made is None or self._is_taken or self._described is None:  # it may have failed, and been let go
                 return False
             self._address[at], self._owners[at] = made
             self._apart.pop(at, None)

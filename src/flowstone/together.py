@@ -12,12 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowstone.config import PULSE_S, SILENCE_S
-from flowstone.errors import CancelledError, RankError
+from flowstone.errors import CancelledError, NoCheckpointError, NotAStoreError, RankError
 from flowstone.ranks import Activity, Agreement, Decision, Job, Pulse, name_of, this_job
 from flowstone.team import Team
 from flowstone.turns import Turn
 
 _log = logging.getLogger(__name__)
+_ABSENT = {one.__name__: one for one in (NoCheckpointError, NotAStoreError)}
 
 
 def told_to_others(verb: str, error: BaseException) -> Exception:
@@ -66,8 +67,19 @@ class Together:
         return self._agreement.pressing()
 
     def decide(self, phase: str, look: Callable[[], Sequence[int]]) -> list[int]:
-        """What rank 0 finds: one rank decides what exists. Raises what it raises there, RankError elsewhere."""
-        agreed = self._agreement.agree(phase, b"", lambda _: Decision(msgspec.json.encode(list(look()))))
+        """What rank 0 finds: one rank decides what exists.
+
+        raises  what it raises there, RankError elsewhere; but that there is nothing is the same for all, who may then
+                begin afresh
+        """
+        try:
+            agreed = self._agreement.agree(phase, b"", lambda _: Decision(msgspec.json.encode(list(look()))))
+        except RankError as error:
+            absent = _ABSENT.get(error.kind)
+            if absent is None:
+                raise
+            facts = {name: fact for name, fact in error.facts.items() if name not in ("phase", "kind")}
+            raise absent(error.message.removeprefix("rank 0 failed: "), **facts) from error
         return msgspec.json.decode(agreed.common, type=list[int])
 
     def confirm(self, phase: str, error: Exception | None = None) -> None:

@@ -220,6 +220,21 @@ def other_values(rank: int, path: str) -> str:
         return str(checkpointer.save(1, state).committed.exception(60))
 
 
+def begin_afresh(rank: int, path: str) -> list[str]:
+    """As a script does that may be the first: load, or begin where there is nothing. What it was told."""
+    state = state_of("rows")
+    told = []
+    with opened(path) as checkpointer:
+        for step in (None, 7, None):
+            try:
+                checkpointer.load(state, step=step)
+            except fs.NoCheckpointError as error:
+                told.append(str(error))
+            if step is None:
+                checkpointer.save(len(told), state).committed.result(60)
+    return told
+
+
 def wrong_shape(rank: int, path: str) -> str:
     """A load that cannot be on one rank is none on all, and nothing has changed anywhere."""
     state: dict[str, object] = {"x": torch.zeros(8)}

@@ -44,6 +44,16 @@ def test_what_any_ranks_save_any_ranks_load(tmp_path: Path, source: int, saved: 
     run(target, "acts", "load_pattern", path, loaded)
 
 
+def test_that_there_is_nothing_to_load_is_the_same_error_on_every_rank(tmp_path: Path) -> None:
+    told = run(2, "acts", "begin_afresh", str(tmp_path / "run"))
+    for one in told:
+        assert isinstance(one, list)
+        assert len(one) == 2
+        assert f"no checkpoint in {tmp_path / 'run'}" in one[0]
+        assert "step 7" in one[1]
+    assert told[0] == told[1]
+
+
 @pytest.mark.parametrize("failing", [0, 2])
 def test_what_one_rank_cannot_save_all_are_told_and_the_next_save_succeeds(tmp_path: Path, failing: int) -> None:
     told = run(3, "acts", "one_cannot", str(tmp_path / "run"), failing)

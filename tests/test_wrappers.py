@@ -95,11 +95,34 @@ class Steps:
         return {str(number): optimizer.state_dict() for number, optimizer in enumerate(self.optimizers)}
 
     def load_state_dict(self, state_dict: Any) -> None:
-        raise KeyError("param_groups")  # as torchtitan's says, if one asks it by torch's names
+        raise KeyError("param_groups")  # if one asks it by torch's names
 
 
 class Container(Steps):
-    """As torchtitan's."""
+    """Nothing but several."""
+
+
+class Flattened(torch.optim.Optimizer):
+    """As torchtitan's: one of torch's by its class, with groups that nobody steps, and a state_dict() by names."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+        super().__init__([p for one in optimizers for group in one.param_groups for p in group["params"]], {"lr": 1.0})
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def state_dict(self) -> Any:
+        return {f"{i}.{number}.{key}": value for i, one in enumerate(self.optimizers)
+                for number, slots in one.state_dict()["state"].items() for key, value in slots.items()}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        raise NotImplementedError
 
 
 class Unyielding(Steps):
@@ -122,6 +145,7 @@ WRAPPERS: dict[str, Callable[[nn.Sequential], Any]] = {
     "one's own": lambda model: Scheduled(moments(model)),
     "one in another": lambda model: Scheduled(Accelerated(moments(model))),
     "a container": container,
+    "a flattened container": lambda model: Flattened(list(container(model))),
     "a container of wrappers": lambda model: Container([Accelerated(one) for one in container(model)]),
 }
 
@@ -161,7 +185,8 @@ def test_a_step_of_an_optimizer_inside_of_another_waits_and_nothing_of_it_is_cap
 
 @pytest.mark.parametrize(("source", "target"), [
     ("bare", "Accelerate's"), ("Accelerate's", "bare"), ("one's own", "bare"), ("bare", "one in another"),
-    ("a container", "a container of wrappers"), ("a container of wrappers", "bare"),
+    ("a container", "a container of wrappers"), ("a flattened container", "a container"),
+    ("a container", "a flattened container"), ("a container of wrappers", "bare"),
 ])
 def test_each_loads_what_any_other_has_saved(tmp_path: Path, source: str, target: str) -> None:
     model, optimizer = trained(WRAPPERS[source])

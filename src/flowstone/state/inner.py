@@ -122,8 +122,8 @@ def base_of(value: object, core: Core) -> Core | None:
 def _only_contains(value: object, count: int) -> bool:
     """Whether a container of optimizers has no state of its own."""
     if isinstance(value, torch.optim.Optimizer):
-        inner = [id(group) for part in _inside(value)[0] for group in part.param_groups]  # type: ignore[attr-defined]
-        return not value.state and inner == list(map(id, value.param_groups))
+        inner = {id(parameter) for part in _inside(value)[0] for parameter in stepped_by(part)}
+        return not value.state and inner == {id(parameter) for parameter in stepped_by(value)}
     packed = value.state_dict()  # type: ignore[attr-defined]
     entries = list(packed.values() if isinstance(packed, Mapping) else packed)
     return len(entries) == count and all(isinstance(one, Mapping) and set(one) == _PACKED for one in entries)

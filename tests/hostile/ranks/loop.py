@@ -231,11 +231,12 @@ class Loop:
 
     def load(self, **options: Any) -> fs.LoadReport | None:
         """All ranks go back to the newest checkpoint; what they hold then is told."""
-        if self.checkpointer.latest() is None:
+        try:
+            report = self.checkpointer.load(self.job.state, **options)
+        except fs.NoCheckpointError:
             if any(one.save is not None and one.failure is None for one in self.tries):
                 self.problem("no checkpoint is found, and there was one")
             return None
-        report = self.checkpointer.load(self.job.state, **options)
         self.drifted = False
         self.job.steps = self.job.state["note"]["steps"]
         least = max((one.step for one in self.tries if self.is_committed(one)), default=0)

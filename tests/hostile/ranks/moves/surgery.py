@@ -89,6 +89,25 @@ def change_parts(loop: Loop, chance: Random) -> None:
     loop.known = False
 
 
+@TABLE.move()
+def free_on_one_rank(loop: Loop, chance: Random) -> None:
+    """Memory of one rank goes away while it is captured, and comes back, as offloaders have it."""
+    victim, at = some_rank(loop, chance), chance.random()
+    loop.make_known()
+    loop.save()
+    found = [tensor.untyped_storage() for tensor in loop.job.lazy()]
+    found = [storage for storage in found if storage.resizable() and not storage.is_shared()]
+    if loop.rank == victim and found:
+        storage = found[int(at * len(found))]
+        kept, size = storage.clone(), storage.nbytes()
+        loop.escapes("free-on-one-rank")
+        storage.resize_(0)
+        loop.call("fence", loop.checkpointer.fence)
+        storage.resize_(size)
+        storage.copy_(kept)
+    loop.known = False
+
+
 @TABLE.move(weight=2)
 def drift(loop: Loop, chance: Random) -> None:
     """Replicas of some ranks drift away as a whole: saves fail by name, until they are alike again."""

@@ -158,6 +158,7 @@ def _note(told: Told, at: int, verb: str, words: dict[str, Any]) -> None:
         told.loads[at].append(words)
     elif verb == "rewound":
         told.rewound.append(words["step"])
+        told.loads[at] = [load for load in told.loads[at] if load["step"] <= words["step"]]  # others are saved anew
     elif verb == "escaped":
         told.escaped.add((words["position"], words["name"]))
     else:

@@ -356,7 +356,7 @@ def threads_alive() -> set[str]:
 def hasty() -> Iterator[None]:
     """What waits for ranks that live and do not come gives up soon: these loops have many of those."""
     with (
-        mock.patch.object(exchange, "UNANSWERED_S", 1.0), mock.patch.object(exchange, "DEADLINE_MARGIN_S", 0.5),
+        mock.patch.object(exchange, "UNANSWERED_S", 2.5), mock.patch.object(exchange, "DEADLINE_MARGIN_S", 0.5),
         mock.patch.object(agree, "LEAVE_S", 2.0),
     ):
         yield

@@ -144,7 +144,9 @@ class Agreement:
                 side.hearing.has_left(failure.rank, failure.left)
             if failure is None or not failure.is_absence:
                 return one, verdict
-            if failure.phase == phase and not (is_late and self._is_missed(side, phase)):
+            # Saves are told apart by their steps and tries: who is late in the first is not to join the second.
+            may_be_another = is_late and place is None
+            if failure.phase == phase and not (may_be_another and self._is_missed(side, phase)):
                 return one, verdict
 
     def _join(self, side: Side, verdict: Verdict) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import threading
 import time
 from unittest import mock
@@ -9,8 +11,10 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from apart import apart
 
 from flowstone import unplanned
+from flowstone.config import MIB
 from flowstone.errors import StateChangedError
 from flowstone.saves import Save
 from flowstone.saving import look
@@ -122,6 +126,30 @@ def test_memory_that_is_freed_before_it_is_copied_fails_that_save_by_name(before
     with pytest.raises(StateChangedError, match="the memory of plain went away") as told:
         one.take()
     assert told.value.gone
+
+
+def _copied_at_once(strided: bool) -> tuple[tuple[str, ...], bool]:
+    libc, length = ctypes.CDLL(None), 4 * MIB
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+    address = libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    mapped = torch.frombuffer((ctypes.c_char * length).from_address(address), dtype=torch.float32)
+    away = mapped.reshape(2, -1)[:, ::2] if strided else mapped
+    described = describe({"before": torch.randn(9), "away": away, "after": torch.randn(1000)})
+    looked = look(1, described, None)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    libc.munmap(address, length)  # by another thread, while `save` runs
+    try:
+        made_of(Save(1), described, looked.samples, time.monotonic(), fence="auto")
+    except StateChangedError as error:
+        return error.names, error.gone
+    return (), False
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_memory_that_goes_away_while_save_itself_copies_it_fails_that_save_by_name(strided: bool) -> None:
+    """In a process of its own: it has been ended by that."""
+    assert apart(_copied_at_once, strided) == (("away",), True)
 
 
 def test_a_step_waits_where_the_system_has_no_memory_for_copies(caplog: pytest.LogCaptureFixture) -> None:

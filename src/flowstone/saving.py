@@ -295,7 +295,10 @@ def unplanned(
     described.counters.begin(late)
     early = np.flatnonzero(~late).tolist()
     _ = described.objects, described.per_rank
-    described = replace(described, places=hold(pieces, described.places, early))
+    places, gone = hold(pieces, described.places, early)
+    if gone:
+        raise state_changed(tuple(pieces.names[at] for at in gone), path="", gone=True)
+    described = replace(described, places=places)
     return Unplanned(save, described, late, seen, lazy or (False,) * len(pieces), time.monotonic() - started)
 
 

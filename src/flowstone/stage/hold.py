@@ -9,27 +9,42 @@ import os
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flowstone import _native
 from flowstone.config import HOLD_BYTES
 from flowstone.pieces import Memory, Pieces, Places
 from flowstone.stage.capture import host_copy, within_reach
-from flowstone.stage.landing import host_array
+from flowstone.stage.streams import row_bytes
+
+_ALIGNED_BYTES = 64  # of each copy: the address of any element, and a line of the cache
 
 
-def hold(pieces: Pieces, places: Places, early: Sequence[int]) -> Places:
-    """The same places, but for the pieces at `early`: those are copied, and lie in memory of ours."""
+def hold(pieces: Pieces, places: Places, early: Sequence[int]) -> tuple[Places, list[int]]:
+    """The same places, but for the pieces at `early`: those are copied, and lie in memory of ours.
+
+    The second are those of them whose memory is not there any more: another thread has freed it meanwhile.
+    """
     address, apart, owners = places.address.copy(), dict(places.apart), list(places.owners)
+    near: list[tuple[int, Memory]] = []
     for at in early:
         memory = places.memory(at, pieces[at])
-        if memory.device != "cpu":
+        if memory.device == "cpu":
+            near.append((at, memory))
+        else:
             copied = host_copy(memory)
             address[at], owners[at] = copied.address, copied.owner
-        else:
-            array = host_array(memory).copy(order="C")
-            address[at], owners[at] = array.ctypes.data, array
         apart.pop(at, None)
-    return Places(address, apart, owners)
+    lengths = np.array([row_bytes(memory) for _, memory in near], np.uint64)
+    rooms = (lengths + np.uint64(_ALIGNED_BYTES - 1)) // np.uint64(_ALIGNED_BYTES) * np.uint64(_ALIGNED_BYTES)
+    made = np.empty(int(rooms.sum()), np.uint8)
+    targets = (np.uint64(made.ctypes.data) + np.cumsum(rooms) - rooms).tolist()
+    rows, gone = _rows([memory for _, memory in near], lengths), []
+    for row, (at, memory) in enumerate(near):
+        address[at], owners[at] = targets[row], made
+        if rows.copy(row, 0, row_bytes(memory), targets[row]):
+            gone.append(at)
+    return Places(address, apart, owners), gone
 
 
 def hold_one(memory: Memory, is_off: Callable[[], bool]) -> tuple[int, object] | None:
@@ -40,10 +55,10 @@ def hold_one(memory: Memory, is_off: Callable[[], bool]) -> tuple[int, object] |
     if memory.device != "cpu":
         copied = host_copy(memory)
         return copied.address, copied.owner
-    length = int(np.prod(memory.shape, dtype=np.int64)) * memory.item_bytes
+    length = row_bytes(memory)
     made = np.empty(length, np.uint8)
     target = made.ctypes.data
-    rows = _one_row(memory, length)
+    rows = _rows([memory], np.array([length], np.uint64))
     for begin in range(0, length, HOLD_BYTES):
         if is_off():
             return None
@@ -53,11 +68,12 @@ def hold_one(memory: Memory, is_off: Callable[[], bool]) -> tuple[int, object] |
     return target, made
 
 
-def _one_row(memory: Memory, length: int) -> _native.WriteRows:
-    places = Places(np.array([memory.address], np.uint64), {} if memory.contiguous else {0: memory}, ())
+def _rows(memories: Sequence[Memory], lengths: NDArray[np.uint64]) -> _native.WriteRows:
+    strided = {at: memory for at, memory in enumerate(memories) if not memory.contiguous}
+    places = Places(np.array([memory.address for memory in memories], np.uint64), strided, ())
     _, layout, layouts, *_ = within_reach(places)
+    count = len(memories)
     return _native.WriteRows(
-        file=np.zeros(1, np.uint32), offset=np.zeros(1, np.uint64), length=np.array([length], np.uint64),
-        address=places.address, chunk=np.array([_native.NO_DIGEST], np.uint64), layout=layout, layouts=layouts,
-        chunks=0,
+        file=np.zeros(count, np.uint32), offset=np.cumsum(lengths) - lengths, length=lengths, address=places.address,
+        chunk=np.full(count, _native.NO_DIGEST, np.uint64), layout=layout, layouts=layouts, chunks=0,
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -93,6 +95,25 @@ def load_strangers(rank: int, path: str) -> list[int]:
     refused = mock.patch.object(window.OpenWindow, "__init__", side_effect=PermissionError(13, "Permission denied"))
     with refused if rank == 1 else mock.patch.object(window, "_MESSAGE_AT", window._MESSAGE_AT):
         return load(rank, path, True)
+
+
+def load_with_few_threads(rank: int, path: str) -> list[int]:
+    """One rank has no threads to copy out of the others' windows: nothing of what it has opened stays open."""
+    def refuse(**_: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    closed: list[object] = []
+    close = window.OpenWindow.close
+
+    def count(self: window.OpenWindow) -> None:
+        closed.append(self)
+        close(self)
+
+    native = SimpleNamespace(Engine=refuse) if rank == 1 else passing._native
+    with mock.patch.object(window.OpenWindow, "close", count), mock.patch.object(passing, "_native", native):
+        read = load(rank, path, True)
+    assert len(closed) == 3
+    return read
 
 
 def load_damaged(rank: int, path: str) -> str:

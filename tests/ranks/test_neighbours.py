@@ -46,6 +46,10 @@ def test_ranks_that_do_not_see_each_others_memory_read_for_themselves(path: str)
     assert run(3, "neighbours", "load_strangers", path) == [[WHOLE, 0], [WHOLE - ALONE, 0], [WHOLE - ALONE, 0]]
 
 
+def test_a_rank_that_gets_no_threads_for_it_reads_for_itself(path: str) -> None:
+    assert run(3, "neighbours", "load_with_few_threads", path) == [[WHOLE, 0], [WHOLE - ALONE, 0], [WHOLE - ALONE, 0]]
+
+
 def test_damage_that_one_rank_reads_is_told_to_all_and_nobody_saves_what_is_left(path: str) -> None:
     segment = Path(path) / "step-00000001" / "rank-00000.safetensors"
     with segment.open("r+b") as file:

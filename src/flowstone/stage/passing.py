@@ -64,23 +64,21 @@ class Passing:
         """
         self._offer, self._neighbours, self._me, self._index, self._plan = offer, neighbours, me, index, plan
         self._deadline_s = deadline_s
-        self._stack = ExitStack()
         self._open: list[OpenWindow] = []
-        try:
+        with ExitStack() as stack:
             for one in neighbours:
                 opened = OpenWindow(one.announced)
-                self._stack.callback(opened.close)
+                stack.callback(opened.close)
                 self._open.append(opened)
-        except BaseException:
-            self._stack.close()
-            raise
-        wanted = [np.frombuffer(one.message, "<i8").reshape(-1, 3).astype(np.int64) for one in self._open]
-        self._filled_bytes = 0  # read at the store for the windows, so far
-        self.dealt: Dealt = deal(wanted, me, index, half_bytes=WINDOW_BYTES)
-        self._engine = _native.Engine(
-            backend="posix", queue_depth=4, request_bytes=READ_REQUEST_BYTES, workers=WORKERS_DEFAULT, background=True
-        )
-        self._stack.callback(self._engine.close)
+            self._engine = _native.Engine(
+                backend="posix", queue_depth=4, request_bytes=READ_REQUEST_BYTES, workers=WORKERS_DEFAULT,
+                background=True,
+            )
+            stack.callback(self._engine.close)
+            wanted = [np.frombuffer(one.message, "<i8").reshape(-1, 3).astype(np.int64) for one in self._open]
+            self._filled_bytes = 0  # read at the store for the windows, so far
+            self.dealt: Dealt = deal(wanted, me, index, half_bytes=WINDOW_BYTES)
+            self._stack = stack.pop_all()
 
     def close(self) -> None:
         self._stack.close()

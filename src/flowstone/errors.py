@@ -34,9 +34,14 @@ from __future__ import annotations
 import errno
 from collections.abc import Mapping
 
+_LINE_LENGTH_MAX = 1000
+
 
 class FlowstoneError(Exception):
-    """The root. `facts` are printed one per line under the message, in the order given."""
+    """The root. `facts` are printed one per line under the message, in the order given.
+
+    Lines of over a thousand characters are printed without their middle: names and what files hold may be any length.
+    """
 
     def __init__(self, message: str, **facts: object) -> None:
         self.message = message
@@ -46,7 +51,13 @@ class FlowstoneError(Exception):
             first, *rest = str(value).splitlines() or [""]
             lines.append(f"  {key.replace('_', ' '):<11} {first}")
             lines.extend(f"  {'':<11} {line}" for line in rest)
-        super().__init__("\n".join(lines))
+        super().__init__("\n".join(_shortened(line) for line in "\n".join(lines).split("\n")))
+
+
+def _shortened(line: str) -> str:
+    half = _LINE_LENGTH_MAX // 2
+    left_out = len(line) - 2 * half
+    return line if left_out <= 0 else f"{line[:half]} [{left_out} characters more] {line[-half:]}"
 
 
 class NoCheckpointError(FlowstoneError):

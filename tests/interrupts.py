@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -17,18 +17,25 @@ class Struck(BaseException):
     """What the handler raises."""
 
 
-def struck(act: Callable[[], _Result], line: int) -> _Result:
+def struck(act: Callable[[], _Result], line: int, *, of: Collection[str] = (), opcodes: bool = False) -> _Result:
     """Call it, and raise at its line number `line`, or at a return, counted over all that it runs on this thread.
 
     Not inside of the standard library, whose own locks do not survive that.
+
+    of       counted in files of these names alone
+    opcodes  between any two instructions, instead of lines
     """
     left = line
+    instants = ("opcode",) if opcodes else ("line", "return")
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         nonlocal left
         if _STANDARD in frame.f_code.co_filename and "site-packages" not in frame.f_code.co_filename:
             return None
-        if event in ("line", "return"):
+        if of and os.path.basename(frame.f_code.co_filename) not in of:
+            return None
+        frame.f_trace_opcodes = opcodes
+        if event in instants:
             left -= 1
             if left <= 0:
                 sys.settrace(None)

@@ -45,13 +45,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "changed": {"config", "errors"},
     "unplanned": _BASE | {"stage", "state", "saves", "changed"},
     "saving": _BASE | {"format", "plan", "store", "stage", "commit", "state", "saves", "messages", "team"}
-    | {"changed", "unplanned", "_native"},
+    | {"changed", "unplanned", "uninterrupted", "_native"},
+    "handover": _BASE | {"store", "stage", "state", "in_flight", "saving", "turns"},
     "together": _BASE | {"ranks", "team", "turns"},
     "loading": _BASE | {"format", "plan", "store", "stage", "state", "reader", "together", "progress"},
     "explaining": _BASE | {"calls", "format", "plan", "loading", "reader", "ranks"},
     "checkpointer": _BASE
     | {"format", "store", "stage", "commit", "state", "reader", "saves", "in_flight", "saving", "loading"}
-    | {"team", "together", "threads", "turns", "calls", "ending", "telling", "unplanned", "writer_lock"}
+    | {"handover", "team", "together", "threads", "turns", "calls", "ending", "telling", "unplanned", "writer_lock"}
     | {"uninterrupted", "_native"},
     "study": _BASE | {"format", "plan", "store", "stage", "commit", "reader", "_native"},
     "cli": _BASE | {"format", "reader", "progress", "demo", "cli_ls", "cli_output", "cli_bench", "cli_tune"},

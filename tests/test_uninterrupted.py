@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from interrupts import Struck, struck
 
 import flowstone as fs
-from flowstone.uninterrupted import Latch, uninterrupted
+from flowstone.saving import Captures
+from flowstone.state import collector_paused
+from flowstone.store.base import Pace
+from flowstone.store.directories import directory
+from flowstone.uninterrupted import Acts, Latch
 
 MIB = 1 << 20
 
@@ -24,28 +34,90 @@ def descriptors() -> int:
 
 
 def test_an_act_happens_on_a_thread_of_its_own_and_its_result_and_its_error_come_back() -> None:
-    names = uninterrupted(lambda: [threading.current_thread().name], first=nothing)
+    names = Acts().do(lambda: [threading.current_thread().name], first=nothing)
     assert names == ["flowstone-act"]
     with pytest.raises(ZeroDivisionError):
-        uninterrupted(lambda: 1 // 0, first=nothing)
+        Acts().do(lambda: 1 // 0, first=nothing)
+
+
+def test_acts_of_one_owner_happen_on_one_thread_which_ends_with_it_and_holds_nothing_meanwhile() -> None:
+    class Held: ...
+
+    acts, held = Acts(), Held()
+    seen = weakref.ref(held)
+    first = acts.do(threading.current_thread, first=nothing)
+    assert acts.do(lambda held=held: threading.current_thread(), first=nothing) is first  # type: ignore[misc]
+    del held
+    assert seen() is None
+    acts.do(acts.end, first=nothing)
+    first.join(10)
+    assert not first.is_alive()
+    second = acts.do(threading.current_thread, first=nothing)
+    assert second is not first
+    del acts
+    second.join(10)
+    assert not second.is_alive()
+
+
+def test_an_act_that_was_handed_to_a_thread_which_has_ended_is_done_all_the_same() -> None:
+    acts = Acts()
+    thread = acts.do(threading.current_thread, first=nothing)
+    acts.end()
+    thread.join(10)
+    with mock.patch.object(acts, "_started", return_value=thread):
+        assert acts.do(lambda: 7, first=nothing) == 7
+
+
+def test_a_forked_child_has_a_thread_of_its_own_for_acts() -> None:
+    acts = Acts()
+    acts.do(nothing, first=nothing)
+    child = os.fork()
+    if child == 0:
+        os._exit(acts.do(lambda: 7, first=nothing))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_an_act_is_a_plain_call_where_no_thread_can_be_started() -> None:
+    with mock.patch("threading.Thread.start", side_effect=RuntimeError):
+        assert Acts().do(threading.current_thread, first=nothing) is threading.current_thread()
+
+
+def test_a_checkpointer_has_one_thread_for_acts_until_it_is_closed_or_nobody_holds_it(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    for closes in (True, False):
+        checkpointer = fs.Checkpointer(tmp_path / str(closes), budget_bytes=32 * MIB)
+        for step in range(3):
+            checkpointer.save(step, {"x": torch.ones(1000)}).committed.result(60)
+        (thread,) = (one for one in set(threading.enumerate()) - before if one.name == "flowstone-act")
+        if closes:
+            checkpointer.close()
+        else:
+            checkpointer.wait()
+        del checkpointer
+        gc.collect()
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 def test_on_any_other_thread_an_act_is_a_plain_call() -> None:
     found: list[str] = []
     thread = threading.Thread(
-        target=lambda: found.append(uninterrupted(lambda: threading.current_thread().name, first=nothing)), name="own"
+        target=lambda: found.append(Acts().do(lambda: threading.current_thread().name, first=nothing)), name="own"
     )
     thread.start()
     thread.join(10)
     assert found == ["own"]
 
 
-def test_whoever_is_interrupted_goes_on_when_the_act_is_over_or_before_it_has_begun() -> None:
-    """At any line: it happens once, whole, or not at all, and never behind its caller's back."""
+@pytest.mark.parametrize("is_started", [False, True])
+def test_whoever_is_interrupted_goes_on_when_the_act_is_over_or_before_it_has_begun(is_started: bool) -> None:
+    """At any instruction: it happens once, whole, or not at all, and never behind its caller's back."""
     went = {"not at all": 0, "whole": 0}
-    for line in range(1, 60):
+    for instant in range(1, 400, 5):
         steps: list[str] = []
-        go_on = threading.Event()
+        acts, go_on = Acts(), threading.Event()
+        if is_started:
+            acts.do(nothing, first=nothing)
         threading.Timer(0.005, go_on.set).start()
 
         def act(steps: list[str] = steps, go_on: threading.Event = go_on) -> None:
@@ -54,7 +126,7 @@ def test_whoever_is_interrupted_goes_on_when_the_act_is_over_or_before_it_has_be
             steps.append("over")
 
         try:
-            struck(lambda act=act: uninterrupted(act, first=nothing), line)  # type: ignore[misc]
+            struck(partial(acts.do, act, first=nothing), instant, of=("uninterrupted.py",), opcodes=True)
         except Struck:
             seen = tuple(steps)
             assert seen in ((), ("begun", "over"))
@@ -117,3 +189,184 @@ def test_a_first_save_that_is_interrupted_while_it_locks_the_store_keeps_nobody_
 def test_a_verb_on_the_thread_of_an_act_is_refused_at_once(tmp_path: Path) -> None:
     with fs.Checkpointer(tmp_path) as checkpointer, pytest.raises(fs.BusyError):
         checkpointer._turn.uninterrupted(checkpointer.latest)
+
+
+# Saves
+
+CONDUCTOR = ("checkpointer.py", "handover.py", "saving.py", "uninterrupted.py", "turns.py", "in_flight.py", "saves.py")
+
+
+class Training:
+    """A state that knows at which step it was, and a Checkpointer whose captures stay behind until somebody waits."""
+
+    def __init__(self, path: Path, *, has_optimizer: bool = True) -> None:
+        self.path = path
+        self.model = torch.nn.Linear(300, 300)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.state: dict[str, Any] = {"model": self.model, "note": ["of", 0]}
+        if has_optimizer:
+            self.state["optimizer"] = self.optimizer
+        for parameter in self.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        self.optimizer.step()
+        self.opened, self.threads = descriptors(), set(threading.enumerate())
+
+    def at(self, step: int) -> dict[str, Any]:
+        with torch.no_grad():
+            self.model.weight.fill_(step)
+        self.state["note"] = ["of", step]
+        return self.state
+
+    def checkpointer(self) -> fs.Checkpointer:
+        return fs.Checkpointer(self.path, budget_bytes=32 * MIB, on_error="continue", saves_in_flight=8)
+
+    def check_nothing_is_left(self) -> None:
+        """Once it is closed: neither drafts, nor descriptors, nor threads; and what was committed is right."""
+        assert not list(self.path.glob(".saving-*"))
+        for thread in set(threading.enumerate()) - self.threads:
+            thread.join(10)  # it may be about to end
+            assert not thread.is_alive(), thread
+        assert descriptors() <= self.opened
+        for at in self.path.glob("step-*"):
+            saved = fs.open(at)
+            assert saved.objects["note"] == ["of", saved.step]
+            assert saved.read("model.weight").unique().tolist() == [float(saved.step)]
+
+
+@pytest.fixture
+def slow_captures() -> Iterator[None]:
+    """A capture that nobody hurries never ends."""
+    with mock.patch.object(Captures, "pace", return_value=Pace(blocks=1, bytes_per_s=1)):
+        yield
+
+
+def struck_again_and_again(training: Training, instants: Iterable[int], **how: Any) -> int:
+    """Save once at each instant, with one Checkpointer; how many of those were struck."""
+    struck_at = 0
+    with training.checkpointer() as checkpointer:
+        checkpointer.save(0, training.at(0)).committed.result(60)
+        for step, instant in enumerate(instants, 1):
+            state = training.at(step)
+            try:
+                struck(lambda step=step, state=state: checkpointer.save(step, state), instant, **how)  # type: ignore[misc]
+            except Struck:
+                struck_at += 1
+            training.optimizer.step()
+        checkpointer.wait()
+        assert not list(training.path.glob(".saving-*"))
+        last = checkpointer.save(100_000, training.at(100_000))
+        training.optimizer.step()
+        assert last.committed.result(60).step == 100_000
+    training.check_nothing_is_left()
+    return struck_at
+
+
+@pytest.mark.usefixtures("slow_captures")
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_a_save_that_is_interrupted_at_any_line_of_ours_is_committed_whole_or_leaves_nothing(
+    tmp_path: Path, has_optimizer: bool
+) -> None:
+    training = Training(tmp_path / "run", has_optimizer=has_optimizer)
+    assert struck_again_and_again(training, range(1, 300, 1 if has_optimizer else 4), of=CONDUCTOR) > 35
+
+
+@pytest.mark.usefixtures("slow_captures")
+def test_a_save_that_is_interrupted_between_two_instructions_likewise(tmp_path: Path) -> None:
+    training = Training(tmp_path / "run")
+    instants = range(1, 1500, 23)
+    assert struck_again_and_again(training, instants, of=("handover.py", "uninterrupted.py"), opcodes=True) > 10
+
+
+@pytest.mark.usefixtures("slow_captures")
+def test_a_save_that_is_interrupted_anywhere_else_likewise(tmp_path: Path) -> None:
+    assert struck_again_and_again(Training(tmp_path / "run"), range(1, 3000, 71)) > 20
+
+
+def test_a_first_save_that_is_interrupted_is_committed_whole_or_leaves_nothing(tmp_path: Path) -> None:
+    struck_at = 0
+    with Training(tmp_path / "run").checkpointer() as checkpointer:  # a process opens what watches memory once
+        checkpointer.save(1, {"x": torch.ones(MIB)}, fence="manual")
+    for line in range(1, 320, 16):
+        training = Training(tmp_path / str(line))
+        with training.checkpointer() as checkpointer:
+            try:
+                struck(lambda: checkpointer.save(1, training.at(1)), line, of=CONDUCTOR)  # noqa: B023
+            except Struck:
+                struck_at += 1
+            training.optimizer.step()
+            checkpointer.save(2, training.at(2)).committed.result(60)
+        training.check_nothing_is_left()
+    assert struck_at > 10
+
+
+@pytest.mark.usefixtures("slow_captures")
+def test_the_step_of_a_save_that_was_interrupted_can_be_saved_at_once(tmp_path: Path) -> None:
+    training = Training(tmp_path / "run")
+    with training.checkpointer() as checkpointer:
+        with mock.patch("flowstone.saving.encode_sections", side_effect=KeyboardInterrupt), pytest.raises(
+            KeyboardInterrupt
+        ):
+            checkpointer.save(1, training.at(1))
+        assert not list(training.path.glob(".saving-*"))
+        saved = checkpointer.save(1, training.at(1))
+        training.optimizer.step()
+        assert saved.committed.result(60).step == 1
+    training.check_nothing_is_left()
+
+
+@pytest.mark.usefixtures("slow_captures")
+def test_who_is_interrupted_once_more_before_a_save_is_given_up_leaves_that_to_the_thread_that_ends_saves(
+    tmp_path: Path
+) -> None:
+    training = Training(tmp_path / "run")
+    with training.checkpointer() as checkpointer:
+        checkpointer.save(1, training.at(1)).committed.result(60)
+        acts = [checkpointer._turn.uninterrupted, mock.Mock(side_effect=KeyboardInterrupt)]
+        with (
+            mock.patch.object(checkpointer._turn, "uninterrupted", lambda act: acts.pop(0)(act)),
+            mock.patch("flowstone.saving.encode_sections", side_effect=Struck), pytest.raises(KeyboardInterrupt),
+        ):
+            checkpointer.save(2, training.at(2))
+        training.optimizer.step()
+        checkpointer.wait()
+        assert not list(training.path.glob(".saving-*"))
+    training.check_nothing_is_left()
+    assert fs.open(training.path).step == 1
+
+
+def test_who_is_interrupted_while_an_ended_save_is_accounted_for_learns_of_it_later(tmp_path: Path) -> None:
+    with fs.Checkpointer(tmp_path, budget_bytes=32 * MIB) as checkpointer:
+        with mock.patch("flowstone.commit.publish.publish", side_effect=fs.StorageError("no", errno=5)):
+            checkpointer.save(1, {"x": torch.ones(10)}).captured.result()
+            with mock.patch("flowstone.in_flight.catalog.steps", side_effect=Struck), pytest.raises(Struck):
+                checkpointer.wait()
+        with pytest.raises(fs.SaveFailedError):
+            checkpointer.wait()
+
+
+def test_an_interrupt_leaves_the_garbage_collector_on() -> None:
+    def disable() -> None:
+        real()
+        raise Struck
+
+    real = gc.disable
+    with mock.patch("gc.disable", disable), pytest.raises(Struck):
+        collector_paused()(nothing)()
+    assert gc.isenabled()
+
+
+def test_a_directory_that_is_opened_is_closed_whenever_that_is_interrupted(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    before, struck_at = descriptors(), 0
+
+    def look() -> None:
+        with directory(tmp_path, "a/b"):
+            nothing()
+
+    for instant in range(1, 150):
+        try:
+            struck(look, instant, of=("directories.py", "descriptors.py"), opcodes=True)
+        except Struck:
+            struck_at += 1
+        assert descriptors() == before
+    assert struck_at > 50

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Literal, TypeAlias, cast
@@ -23,9 +23,10 @@ from flowstone.commit.places import check_no_checkpoint, check_store, stores_bel
 from flowstone.commit.writer import StoreWriter
 from flowstone.config import COPY_BYTES_PER_S, DEADLINE_S, FENCE_WAIT_S, EngineOptions, Keep
 from flowstone.ending import Ending, without_frames
-from flowstone.errors import ClosedError, DamagedError, FlowstoneError, NoCheckpointError, is_damage
+from flowstone.errors import DamagedError, FlowstoneError, NoCheckpointError, is_damage
 from flowstone.events import Committed, FellBack, Loaded, OnEvent, SaveFailed, SaveStarted
 from flowstone.format.manifest import step_directory
+from flowstone.handover import Handover
 from flowstone.in_flight import InFlight
 from flowstone.loading import LoadReport
 from flowstone.reader import Checkpoint
@@ -113,6 +114,9 @@ class Checkpointer:
         self._captures = Captures(self._options.write_bytes_per_s)
         self._in_flight = InFlight(
             self._store, self._captures.hurry, on_error=on_error, max_unsaved_steps=max_unsaved_steps
+        )
+        self._handover = Handover(
+            self._store, self._turn, self._in_flight, self._captures, self._emit, self._watcher
         )
         self._unsound: str | None = None  # why the state must not be saved
         self._superseded_above: int | None = None
@@ -249,7 +253,8 @@ class Checkpointer:
             return self._save(save, state, fence, started)
         except BaseException as error:
             if self._together.team is not None:  # the others must not wait for this rank
-                self._writer.submit(self._absent, save, told_to_others("save", error))
+                told = told_to_others("save", error)
+                self._turn.uninterrupted(lambda: self._writer.submit(self._absent, save, told))
             raise
 
     def _absent(self, save: Save, error: Exception) -> None:
@@ -290,19 +295,24 @@ class Checkpointer:
         self._fence.tell(described.unguarded)
         described_at = time.monotonic()
 
-        def begin(planned: Planned, described: Described) -> Flight:
+        def tell(planned: Planned) -> None:
             plan, now = planned.plan, time.monotonic()
             spent = described_at - waited, now - described_at, waited - started
             self._emit(SaveStarted(save.step, len(plan.pieces), plan.bytes, planned is known, *spent))
+
+        def begin(planned: Planned, described: Described) -> Flight:
             return self._start(save, planned, described, started, this_try, looked)
 
         assignment = team.assignment(described.layout) if team is not None and may_begin else None
         looked = None if team is None else saving.look(save.step, described, assignment)
         if looked is not None and assignment is None:
-            self._save_once_planned(save, described, looked, fence, begin, started)
+            self._save_once_planned(save, described, looked, fence, tell, begin, started)
             return save
         self._planned = planned = saving.plan_save(described, known, fence=fence, rank=rank, assignment=assignment)
-        self._go_on_without_caller(begin(planned, described))
+        tell(planned)
+        self._handover.start(
+            described, lambda: begin(planned, described), lambda flight: self._writer.submit(self._finish, flight)
+        )
         return save
 
     def _start(
@@ -316,27 +326,37 @@ class Checkpointer:
         return saving.start(self._store, save, planned, described, arena, pace, started, spare_bytes, identity, looked)
 
     def _save_once_planned(
-        self, save: Save, described: Described, looked: Looked, fence: Literal["auto", "manual"], begin: Begin,
-        started: float,
+        self, save: Save, described: Described, looked: Looked, fence: Literal["auto", "manual"],
+        tell: Callable[[Planned], None], begin: Begin, started: float,
     ) -> None:
         """The first save of a layout by several ranks: it begins once they have agreed who writes what.
 
         What must not change before it is captured is copied; the rest is lazy, and the fence copies what is left of it.
         """
-        self._fence.guard(described.optimizers)
+        self._turn.uninterrupted(partial(self._fence.guard, described.optimizers))
         arena = self._opened_arena()
         streams = as_on_this_thread(memory.device for memory in described.places.apart.values())
         unplanned = saving.unplanned(save, described, looked.samples, started, fence=fence)
         save.captured.hurry, save.committed.hurry = partial(self._captures.hold, arena), self._captures.hurry
-        if unplanned.is_held:
-            save.captured.tell()
-        self._captures.expect(unplanned)
-        self._writer.submit(self._begin_and_finish, unplanned, described, fence, begin, streams)
-        self._in_flight.add(save)
+
+        def begin_later(planned: Planned) -> Flight:
+            tell(planned)
+            with streams():
+                held = unplanned.take()
+                return saving.encoded(begin(planned, held), held, self._store)
+
+        def enlist() -> None:
+            if unplanned.is_held:
+                save.captured.tell()
+            self._captures.expect(unplanned)
+            self._writer.submit(self._begin_and_finish, unplanned, described, fence, begin_later)
+            self._in_flight.add(save)
+
+        self._turn.uninterrupted(enlist)
 
     def _begin_and_finish(
-        self, unplanned: Unplanned, described: Described, fence: Literal["auto", "manual"], begin: Begin,
-        streams: Callable[[], AbstractContextManager[object]],
+        self, unplanned: Unplanned, described: Described, fence: Literal["auto", "manual"],
+        begin: Callable[[Planned], Flight],
     ) -> None:
         """On the writer thread: all of a save whose plan the ranks have yet to agree on."""
         assert self._together.team is not None
@@ -345,8 +365,7 @@ class Checkpointer:
         try:
             self._planned = planned = saving.plan_together(save.step, described, self._together.team, fence=fence)
             try:
-                with streams():
-                    flight = begin(planned, unplanned.take())
+                flight = begin(planned)
             except Exception as error:
                 self._together.team.give_up(save.step, error)
                 raise
@@ -355,50 +374,19 @@ class Checkpointer:
             self._end_badly(save, error)
             return
         flight.blocked_s = unplanned.blocked_s
+        flight.handed_on.open()
         flight.writing.hurry()
-        self._watch(flight)
+        self._handover.watch(flight)
         unplanned.let_go()
         self._finish(flight, shared=True)
-
-    def _go_on_without_caller(self, flight: Flight) -> None:
-        """The rest of a save is for the watcher's thread, and for the writer's."""
-        save, is_lazy = flight.save, flight.outlasts_save
-        # All that are under way: the writer's thread takes them in order, so that one waits for those before it.
-        save.captured.hurry = save.committed.hurry = self._captures.hurry
-        try:
-            if is_lazy:
-                self._watcher.submit(self._watch, flight)
-            else:
-                self._tell_captured(flight)
-            self._writer.submit(self._finish, flight)
-        except RuntimeError as error:
-            saving.give_up(flight, self._store)
-            raise ClosedError(
-                f"cannot save step {save.step}: Python is ending", reason=str(error),
-                next="save before the script ends, not in an exit handler",
-            ) from error
-        self._in_flight.add(save)
-        if is_lazy:
-            self._captures.add(flight)
-
-    def _watch(self, flight: Flight) -> None:
-        """On a watcher thread: tell when the last lazy byte is captured."""
-        try:
-            flight.writing.wait_captured()
-        finally:
-            self._tell_captured(flight)
-
-    def _tell_captured(self, flight: Flight) -> None:
-        try:
-            self._emit(flight.captured())
-        finally:  # whatever happens, somebody may be waiting
-            flight.save.captured.tell()
 
     def _finish(self, flight: Flight, *, shared: bool = False) -> None:
         """The background half of a save, on the writer thread: its outcome is the future's, whatever it is.
 
         shared  the ranks have agreed on its plan
         """
+        if not self._handover.is_handed_on(flight):
+            return
         save, plan = flight.save, flight.plan
         self._last_written = save.committed
         try:
@@ -529,6 +517,7 @@ class Checkpointer:
 
     def _let_go(self) -> None:
         self._closed = True
+        self._turn.end_acts()
         self._fence.lift()
         self._watcher.shutdown()
         self._writer.shutdown()

@@ -40,6 +40,10 @@ class InFlight:
     def add(self, save: Save) -> None:
         self._saves.append(save)
 
+    def forget(self, save: Save) -> None:
+        """It was given up before anybody knew of it."""
+        self._saves = deque(one for one in self._saves if one is not save)
+
     def check_new(self, step: int, *, looks: bool = True) -> None:
         """Raises StepExistsError if `step` is not above every step that is committed or under way.
 
@@ -70,26 +74,32 @@ class InFlight:
         while self._saves and (len(self._saves) > leave or self._saves[0].committed.done()):
             self._hurry()
             self._saves[0].committed.latch.wait()
-            self._settle_one(self._saves.popleft())
+            failure = self._settle_one(self._saves[0])
+            self._saves.popleft()  # whoever was interrupted before this settles it once more
+            if failure is not None:
+                raise failure
 
-    def _settle_one(self, ended: Save) -> None:
+    def _settle_one(self, ended: Save) -> SaveFailedError | None:
+        """Take in how it ended. What is to be told of that."""
         if not ended.committed.failed():
             self.newest, self._first_unsaved = ended.step, None
-            return
+            return None
         self._first_unsaved = ended.step if self._first_unsaved is None else self._first_unsaved
         # The store knows how far the failed save had come. What is newer than that, somebody else has put there.
         existing = [step for step in catalog.steps(self._store) if step <= ended.step]
         self.newest = existing[-1] if existing else None
         failure = ended.committed.failure()
         if failure is None:
-            return
+            return None
         behind = ended.step - (self.newest if self.newest is not None else self._first_unsaved or 0)
         limit = self._max_unsaved_steps
         if self._on_error == "continue" and (limit is None or behind <= limit):
             _log.warning("step %d was not saved, going on: %s", ended.step, failure)
-            return
-        raise SaveFailedError(
+            return None
+        told = SaveFailedError(
             f"step {ended.step} was not saved: {failure}",
             newest="none" if self.newest is None else f"step {self.newest}",
             next="see the cause; earlier checkpoints are untouched, and the next save may succeed",
-        ) from failure
+        )
+        told.__cause__ = failure
+        return told

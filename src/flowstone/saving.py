@@ -42,6 +42,7 @@ from flowstone.stage.samples import Samples, take_samples
 from flowstone.state import CounterCheck, Described
 from flowstone.store.base import Pace, Receipt, Store, Writing
 from flowstone.team import Team
+from flowstone.uninterrupted import Latch
 from flowstone.unplanned import Unplanned
 
 Waiter: TypeAlias = Literal["nobody", "optimizers", "caller"]
@@ -100,27 +101,38 @@ class Flight:
     arena_bytes  what would hold all of it
     check        whether what is captured late was changed before
     started      in seconds of the monotonic clock
-    blocked_s    what the caller of `save` waited
     assignment   in a job of several ranks: what this one writes
     looked       in such a job
+    sections     once they are encoded
+    blocked_s    what the caller of `save` waited, once he has
+    call         in which call of a verb it was started, by Turn's count
+    handed_on    open once its caller is not needed any more: he has done his part, or it was `given_up`
     """
 
     save: Save
     draft: publish.Draft
     staged: Staged
     plan: WritePlan
-    sections: Sections
     arena_bytes: int
     check: CounterCheck
     started: float
-    blocked_s: float
     assignment: Assignment | None = None
-    moved: NDArray[np.int64] | None = None  # once captured: pieces whose memory went away before they were
     looked: Looked | None = None
+    moved: NDArray[np.int64] | None = None  # once captured: pieces whose memory went away before they were
+    sections: Sections | None = None
+    blocked_s: float = 0.0
+    call: int = 0
+    handed_on: Latch = field(default_factory=Latch)
+    given_up: bool = False
 
     @property
     def writing(self) -> Writing:
         return self.staged.writing
+
+    @property
+    def text(self) -> Sections:
+        assert self.sections is not None, "only what is encoded is handed on"
+        return self.sections
 
     @property
     def outlasts_save(self) -> bool:
@@ -149,12 +161,16 @@ class Flight:
         places, lazy = self.staged.places, np.flatnonzero(self.plan.lazy & (self.plan.length > 0))
         if places is not None and self.outlasts_save:
             self.moved = moved(places, lazy)
-        self.staged = replace(self.staged, places=None, sources=())
+        self.let_sources_go()
         seconds, watched = time.monotonic() - self.started, self.writing.watched
         early_bytes = self.plan.bytes - self.plan.lazy_bytes
         return Captured(
             self.save.step, self.blocked_s, seconds, early_bytes, watched.exact_bytes, watched.sampled_bytes
         )
+
+    def let_sources_go(self) -> None:
+        """Nothing reads them any more."""
+        self.staged = replace(self.staged, places=None, sources=())
 
 
 class Captures:
@@ -172,6 +188,9 @@ class Captures:
 
     def add(self, flight: Flight) -> None:
         self._flights = [*(other for other in self._flights if not other.save.captured.done()), flight]
+
+    def leave_alone(self, flight: Flight) -> None:
+        """Its caller goes on with training."""
         self._left_alone = time.monotonic()
         self.arena_bytes = flight.arena_bytes
 
@@ -319,7 +338,7 @@ def start(
     store: Store, save: Save, planned: Planned, described: Described, arena: _native.Arena, pace: Pace, started: float,
     spare_bytes: int, identity: str | None = None, looked: Looked | None = None,
 ) -> Flight:
-    """Start a save. Blocks until what is not lazy is captured; what fails up to then leaves no draft.
+    """Start the capture of a save; `encode` is to follow. What fails leaves no draft. To be called uninterrupted.
 
     spare_bytes  that the arena may come to
     identity  of the checkpoint to be, where several ranks make it
@@ -331,19 +350,20 @@ def start(
     draft = publish.begin(store, save.step, identity)
     try:
         staged = _capture_into(store, draft, planned, places, arena, pace, tries=1 if identity is None else DRAFT_TRIES)
-        arena_bytes = _arena_bytes(plan, staged, arena)
-        arena.grow(min(arena_bytes, FIRST_ARENA_BYTES, spare_bytes))
-        sections = _encode_while_captured(staged, plan, described)
     except BaseException as error:
         if identity is None:
             publish.discard(store, draft)
         elif getattr(error, "errno", 0) != errno.EEXIST:  # a file that is there is not ours
             publish.withdraw(store, draft, [segment.name for segment in plan.segments])
         raise
-    blocked_s = time.monotonic() - started
-    return Flight(
-        save, draft, staged, plan, sections, arena_bytes, check, started, blocked_s, planned.assignment, looked=looked
-    )
+    arena_bytes = _arena_bytes(plan, staged, arena)
+    flight = Flight(save, draft, staged, plan, arena_bytes, check, started, planned.assignment, looked)
+    try:
+        arena.grow(min(arena_bytes, FIRST_ARENA_BYTES, spare_bytes))
+    except BaseException:
+        give_up(flight, store)
+        raise
+    return flight
 
 
 def _capture_into(
@@ -370,23 +390,27 @@ def _arena_bytes(plan: WritePlan, staged: Staged, arena: _native.Arena) -> int:
     return plan.file_bytes * arena.block_bytes // (arena.block_bytes - CHUNK_BYTES)
 
 
-def _encode_while_captured(staged: Staged, plan: WritePlan, described: Described) -> Sections:
+def encode(flight: Flight, described: Described) -> None:
     """What is no tensor, encoded while bytes move; returns once what is not lazy may change."""
-    writing = staged.writing
+    writing, objects = flight.writing, described.objects
+    flight.sections = Sections(encode_sections(objects), encode_sections(described.per_rank), objects)
+    if flight.outlasts_save:
+        writing.wait_early()
+    else:
+        writing.wait_captured()
+    for stream in flight.staged.streams:
+        stream.lead()
+    flight.blocked_s = time.monotonic() - flight.started
+
+
+def encoded(flight: Flight, described: Described, store: Store) -> Flight:
+    """The same on a thread that nobody interrupts; it leaves nothing where that fails."""
     try:
-        objects = described.objects
-        sections = Sections(encode_sections(objects), encode_sections(described.per_rank), objects)
-        if plan.lazy_bytes or staged.streams:
-            writing.wait_early()
-        else:
-            writing.wait_captured()
-        for stream in staged.streams:
-            stream.lead()
+        encode(flight, described)
     except BaseException:
-        writing.cancel()
-        writing.receipt()
+        give_up(flight, store)
         raise
-    return sections
+    return flight
 
 
 def give_up(flight: Flight, store: Store) -> None:
@@ -458,7 +482,7 @@ def commit(
 
 
 def _publish(flight: Flight, receipt: Receipt, store: Store, store_id: str) -> Manifest:
-    plan, sections = flight.plan, flight.sections
+    plan, sections = flight.plan, flight.text
     return publish.publish(
         store, flight.draft, store_id=store_id, segments=_segments(flight),
         index=index_file(plan, flight.staged.offsets, receipt.digests), totals=plan.frame.totals,
@@ -470,8 +494,8 @@ def _publish(flight: Flight, receipt: Receipt, store: Store, store_id: str) -> M
 def contribution(flight: Flight, receipt: Receipt) -> Contribution:
     """What this rank has to commit, of a save whose segments are durable."""
     return Contribution(
-        _segments(flight), flight.plan.segment, flight.staged.offsets, receipt, flight.sections.replicated,
-        flight.sections.per_rank, flight.sections.objects, None if flight.looked is None else flight.looked.at(),
+        _segments(flight), flight.plan.segment, flight.staged.offsets, receipt, flight.text.replicated,
+        flight.text.per_rank, flight.text.objects, None if flight.looked is None else flight.looked.at(),
     )
 
 

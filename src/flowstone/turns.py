@@ -10,7 +10,7 @@ from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from flowstone.errors import BusyError
-from flowstone.uninterrupted import uninterrupted
+from flowstone.uninterrupted import Acts
 
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
@@ -34,6 +34,7 @@ class Turn:
         self._thread: int | None = None  # that is in `verb`
         self.on_interrupt: Callable[[BaseException], None] = _nothing  # told what has ended a verb in its midst
         self._background: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # that saves are finished on
+        self._acts = Acts()
 
     def leave_out_this_thread(self) -> None:
         """This is a thread that verbs wait for: a verb that is called on it would wait for itself."""
@@ -45,7 +46,11 @@ class Turn:
 
     def uninterrupted(self, act: Callable[[], _Result]) -> _Result:
         """`act()`, which no signal's handler cuts in two: on a thread of its own, from which no verb can be called."""
-        return uninterrupted(act, first=self.leave_out_this_thread)
+        return self._acts.do(act, first=self.leave_out_this_thread)
+
+    def end_acts(self) -> None:
+        """Once the one is over that this is called in."""
+        self._acts.end()
 
     def enter(self, verb: str) -> None:
         """With the lock held: from now on this thread is in `verb`."""
@@ -56,10 +61,19 @@ class Turn:
     def leave(self) -> None:
         self.verb = self._thread = None
 
+    def is_in(self, call: int) -> bool:
+        """Whether the verb that was entered as number `call` has not ended yet. Any thread."""
+        return self.verb is not None and self.calls == call
+
     def check(self, verb: str) -> None:
         """Raise BusyError where `verb` could only wait for itself."""
         self.check_thread(verb)
-        if self._thread == threading.get_ident() and os.getpid() == self.pid:
+        is_owned: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]
+        is_ours = self._thread == threading.get_ident()
+        while is_owned() and not is_ours:
+            self.lock.release()  # of a verb that was interrupted just behind `leave`
+        # Who was interrupted just before it has given the lock back, and is in no verb.
+        if is_ours and is_owned() and os.getpid() == self.pid:
             raise BusyError(
                 f"{verb}() was called inside of {self.verb}() of the same Checkpointer: in on_event, in a method of an "
                 "object of the state, or in a signal handler",

@@ -7,11 +7,15 @@ raised in it meanwhile is raised once the act is over.
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeVar
+from queue import SimpleQueue
+from typing import Generic, TypeVar
 
 _Result = TypeVar("_Result")
 _RECHECK_S = 1.0  # of somebody who has lost the word that it is open
@@ -48,43 +52,99 @@ class Latch:
         return True
 
 
-def uninterrupted(act: Callable[[], _Result], *, first: Callable[[], None]) -> _Result:
-    """What `act` returns, or raises. Handlers' exceptions come when it is over, or before it has begun.
+class Acts:
+    """Of one owner. They happen on one thread, which is started for the first of them, and holds nothing meanwhile."""
 
-    first  called on the act's thread, before it
+    _thread: _Thread | None = None
 
-    About 0.1 ms. On other threads than the main one handlers do not run: there it is a plain call. So it is where no
-    thread can be started: at the end of Python, or by a limit.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return act()
-    results: list[_Result] = []
-    errors: list[BaseException] = []
-    begun, over = threading.Lock(), Latch()
+    def do(self, act: Callable[[], _Result], *, first: Callable[[], None]) -> _Result:
+        """What `act` returns, or raises. Handlers' exceptions come when it is over, or before it has begun.
 
-    def run() -> None:
-        if not begun.acquire(blocking=False):
+        first  called once on the thread of acts
+
+        20 us, more where other threads want the interpreter, too; 0.1 ms for the first, which starts the thread. On
+        other threads than the main one handlers do not run: there it is a plain call. So it is where no thread can be
+        started: at the end of Python, or by a limit.
+        """
+        if threading.current_thread() is not threading.main_thread() or sys.is_finalizing():
+            return act()
+        thread = self._started(first)
+        if thread is None:
+            return act()
+        one = _Act(act)
+        try:
+            thread.acts.put(one)
+            while not one.over.wait(_RECHECK_S):
+                if not thread.is_there:
+                    break
+        except BaseException:
+            if not one.begun.acquire(blocking=False):
+                _await(one.over)
+            raise
+        if not one.over.is_open:
+            return act()  # the thread was ended at the same time, and has not come to it
+        if one.errors:
+            raise one.errors.pop()
+        return one.results.pop()
+
+    def end(self) -> None:
+        """Once the act is over in which this is called. One that comes later starts a thread anew."""
+        if self._thread is not None:
+            self._thread.acts.put(None)
+            self._thread = None
+
+    def _started(self, first: Callable[[], None]) -> _Thread | None:
+        if self._thread is not None and self._thread.is_there:
+            return self._thread
+        thread = _Thread(self, first)
+        try:
+            thread.start()
+            self._thread = thread
+        except RuntimeError:
+            return None
+        except BaseException:
+            thread.acts.put(None)
+            raise
+        return thread
+
+
+class _Act(Generic[_Result]):
+    """`begun` is taken by whoever decides: the thread of acts that it is done, its caller that it is not."""
+
+    def __init__(self, act: Callable[[], _Result]) -> None:
+        self._to_do, self.results = [act], list[_Result]()
+        self.errors: list[BaseException] = []
+        self.begun, self.over = threading.Lock(), Latch()
+
+    def run(self) -> None:
+        if not self.begun.acquire(blocking=False):
             return  # its caller was interrupted before
         try:
-            first()
-            results.append(act())
+            self.results.append(self._to_do.pop()())  # nothing of it is held here once its caller goes on
         except BaseException as error:
-            errors.append(error)
-        over.open()
+            self.errors.append(error)
+        self.over.open()
 
-    try:
-        try:
-            threading.Thread(target=run, name="flowstone-act", daemon=True).start()
-        except RuntimeError:
-            return act()
-        over.wait()
-    except BaseException:
-        if not begun.acquire(blocking=False):
-            _await(over)
-        raise
-    if errors:
-        raise errors.pop()
-    return results.pop()
+
+class _Thread(threading.Thread):
+    """Does acts until it gets anything else. A forked child has none."""
+
+    def __init__(self, owner: Acts, first: Callable[[], None]) -> None:
+        super().__init__(name="flowstone-act", daemon=True)
+        self.acts: SimpleQueue[object] = SimpleQueue()  # a put is one call of C, which nothing cuts in two
+        self.acts.put(_Act(first))
+        self._owner = weakref.ref(owner, self.acts.put)  # so is this one, once nobody holds the owner
+        self._pid, self._ended = os.getpid(), False
+
+    @property
+    def is_there(self) -> bool:
+        return not self._ended and os.getpid() == self._pid
+
+    def run(self) -> None:
+        while os.getpid() == self._pid and isinstance(act := self.acts.get(), _Act):
+            act.run()
+            del act
+        self._ended = True
 
 
 def _await(over: Latch) -> None:

@@ -72,16 +72,37 @@ class Drawn:
 
 
 def draw(seed: int, names: Sequence[str] | None = None) -> Drawn:
-    """What `seed` stands for. `names`: draw from these moves alone, beside those that every loop makes."""
+    """What `seed` stands for. `names`: draw from these moves alone, beside those that every loop makes.
+
+    Where all are drawn from, each seed has a move whose turn it is, twice, in a loop that has what it needs: however
+    many moves there are, and whatever their weights, as many seeds make every one.
+    """
     chance = Random(f"hostile {seed}")
+    in_turn = _in_turn(seed) if names is None else None
     setup = _setup(chance)
+    while in_turn is not None and not _suits(in_turn, setup):
+        setup = _setup(chance)
     table = [move for move in MOVES.values() if move.basic or names is None or move.name in names]
     table = [move for move in table if _may(move, setup) and (names is not None or move.name not in BROKEN)]
     weights = [move.weight for move in table]
     count = chance.randint(4, MOVES_MAX)
     drawn = [(move.name, chance.randrange(1 << 32)) for move in chance.choices(table, weights, k=count)]
-    drawn.insert(chance.randint(0, 2), ("save", chance.randrange(1 << 32)))  # nothing happens before there is one
+    first = chance.randint(0, 2)
+    drawn.insert(first, ("save", chance.randrange(1 << 32)))  # nothing happens before there is one
+    if in_turn is not None:  # into that capture, before much has changed the state, and once checkpoints are there
+        drawn.insert(first + 1, (in_turn.name, chance.randrange(1 << 32)))
+        drawn.insert(chance.randint(first + 2, len(drawn)), (in_turn.name, chance.randrange(1 << 32)))
     return Drawn(seed, setup, tuple(drawn))
+
+
+def _in_turn(seed: int) -> Move:
+    turns = [move for move in MOVES.values() if move.name not in BROKEN and (WATCHES_EXACTLY or not _needs_exact(move))]
+    return turns[seed % len(turns)]
+
+
+def _suits(move: Move, setup: Setup) -> bool:
+    has = {"", *setup.extras, setup.kind, "" if setup.kind == "plain" else "slots"}
+    return _may(move, setup) and move.needs in has
 
 
 def _setup(chance: Random) -> Setup:
@@ -107,4 +128,8 @@ def _setup(chance: Random) -> Setup:
 
 def _may(move: Move, setup: Setup) -> bool:
     """Whether what the move does would be found, should it fall into a capture, and what it leaves can be saved."""
-    return move.name not in SHARING if setup.exact else move.detection is not Detection.EXACT
+    return move.name not in SHARING if setup.exact else not _needs_exact(move)
+
+
+def _needs_exact(move: Move) -> bool:
+    return move.detection is Detection.EXACT

@@ -28,7 +28,7 @@ def digest(array: np.ndarray) -> tuple[str, bytes]:
 
 
 def _of_tensor(tensor: torch.Tensor) -> tuple[str, bytes]:
-    plain = tensor.detach().contiguous()
+    plain = tensor.detach().clone(memory_format=torch.contiguous_format)  # numpy() ends that a storage can be resized
     return digest(plain.view(-1).view(torch.uint8).numpy() if plain.numel() else np.zeros(0, np.uint8))
 
 

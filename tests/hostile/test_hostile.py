@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from hostile.campaign import Report, campaign
-from hostile.draw import draw
+from hostile.draw import WATCHES_EXACTLY, draw
 from hostile.moves import BROKEN, MOVES, Detection
 from hostile.shrink import kind, shrink
 
+EXACT = {name for name, move in MOVES.items() if move.detection is Detection.EXACT}
 SOAKED = range(1000, 21_000)
+
+
+def names_of(seed: int) -> Counter[str]:
+    return Counter(name for name, _ in draw(seed).moves)
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +44,11 @@ def test_every_move_that_is_known_to_break_something_is_a_move() -> None:
 def test_a_seed_stands_for_the_same_loop_each_time() -> None:
     assert [draw(seed) for seed in range(50)] == [draw(seed) for seed in range(50)]
     assert len({draw(seed).moves for seed in range(50)}) == 50
+
+
+def test_every_move_has_its_turn_in_as_many_seeds_as_there_are_moves() -> None:
+    drawn = {name for seed in range(300, 300 + len(MOVES)) for name, times in names_of(seed).items() if times > 1}
+    assert drawn >= MOVES.keys() - BROKEN.keys() - (set() if WATCHES_EXACTLY else EXACT)
 
 
 def test_a_loop_is_shrunk_to_the_moves_that_matter() -> None:

@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeVar
 from unittest import mock
 
 import torch
+from interrupts import Struck
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import flowstone as fs
@@ -34,10 +35,6 @@ from hostile.states import OPTIMIZERS, Job, make_job
 
 _Result = TypeVar("_Result")
 ENDS_S = 20.0  # for a save to come to its end, once somebody waits
-
-
-class Struck(BaseException):
-    """What a signal's handler raises, at any instant."""
 
 
 @dataclass(slots=True, eq=False)

@@ -45,8 +45,9 @@ class Frozen:
         """
         address, counted = places.address, versions(tensors)
         if self._seen is None or self._names != pieces.names:
-            self._names, self._seen = pieces.names, (address, counted)
             self._samples, self._still = self._sample(pieces, places), np.ones(len(pieces), np.bool_)
+            self._seen = address, counted
+            self._names = pieces.names  # last: what is interrupted before this is begun anew
             return np.zeros(len(pieces), np.bool_)
         self._still &= (address == self._seen[0]) & (counted == self._seen[1])
         if self._samples is not None:

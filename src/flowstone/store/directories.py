@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
+from flowstone.store.descriptors import Descriptors
+
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -20,15 +22,14 @@ def directory(root: Path, path: str = "") -> Iterator[int]:
 
     raises  OSError, ELOOP for a link
     """
-    fd = os.open(root, _DIRECTORY)
+    opened = Descriptors()
     try:
+        fd = opened.open(root, _DIRECTORY)
         for name in PurePosixPath(path).parts:
-            inner = _inside(fd, name)
-            os.close(fd)
-            fd = inner
+            fd = _inside(opened, name, fd)
         yield fd
     finally:
-        os.close(fd)
+        opened.close()
 
 
 @contextmanager
@@ -38,9 +39,9 @@ def parent(root: Path, path: str) -> Iterator[int]:
         yield fd
 
 
-def _inside(fd: int, name: str) -> int:
+def _inside(opened: Descriptors, name: str, fd: int) -> int:
     try:
-        return os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=fd)
+        return opened.open(name, _DIRECTORY | os.O_NOFOLLOW, fd)
     except NotADirectoryError:  # as Linux says of a link, too
         if is_link(name, at=fd):
             raise OSError(errno.ELOOP, "a symbolic link") from None

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from flowstone.config import Direction, EngineOptions
 from flowstone.errors import DamagedError
 from flowstone.store.base import UNPACED, FilePlan, Pace
+from flowstone.store.descriptors import Descriptors
 from flowstone.store.directories import directory, is_link, is_there, parent
 from flowstone.store.forks import forget_in_children
 from flowstone.store.lock import WriterLock
@@ -82,18 +83,23 @@ class LocalStore:
     def read(
         self, path: str, *, offset: int = 0, length: int | None = None, bytes_max: int | None = None
     ) -> bytes:
-        with self._told("read", path), open(open_file(self.root / path), "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            if bytes_max is not None and size > bytes_max:
-                raise DamagedError(
-                    f"{self.root / path} is longer than any writer makes it", expected=f"at most {bytes_max} bytes",
-                    found=f"{size} bytes", next="restore the file from a copy, or use an older step",
-                )
-            if offset:
-                file.seek(offset)
-            rest = max(0, size - offset)
-            # Not more than there is: the memory for all that may come is taken before the first byte has.
-            return _read_all(file, rest if length is None else min(length, rest))
+        opened = Descriptors()
+        with self._told("read", path):
+            try:
+                file = FileIO(open_file(self.root / path, opened), closefd=False)
+                size = os.fstat(file.fileno()).st_size
+                if bytes_max is not None and size > bytes_max:
+                    raise DamagedError(
+                        f"{self.root / path} is longer than any writer makes it", expected=f"at most {bytes_max} bytes",
+                        found=f"{size} bytes", next="restore the file from a copy, or use an older step",
+                    )
+                if offset:
+                    file.seek(offset)
+                rest = max(0, size - offset)
+                # Not more than there is: the memory for all that may come is taken before the first byte has.
+                return _read_all(file, rest if length is None else min(length, rest))
+            finally:
+                opened.close()
 
     def make_directory(self, path: str = "") -> None:
         with self._told("mkdir", path):
@@ -182,9 +188,12 @@ class LocalStore:
         direct = self._means.settings("read").direct_at(wanted_bytes)
         if direct == "off":
             return False
+        opened = Descriptors()
         with self._told("open", path):
-            fd, alignment = self._means.open_to_read(self.root / path, direct)
-            os.close(fd)
+            try:
+                _, alignment = self._means.open_to_read(self.root / path, direct, opened)
+            finally:
+                opened.close()
         return alignment > 1
 
     def close(self) -> None:

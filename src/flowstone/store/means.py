@@ -20,6 +20,7 @@ from threading import Lock
 from flowstone import _native
 from flowstone.config import BLOCK_BYTES, Direct, Direction, EngineOptions, Tuning
 from flowstone.errors import StorageError
+from flowstone.store.descriptors import Descriptors
 from flowstone.store.refusals import MORE_THREADS, explain
 from flowstone.store.settings import Settings, find_settings
 
@@ -166,11 +167,14 @@ class Means:
         self._stop_writing_direct()
         return False
 
-    def open_to_read(self, path: Path, direct: Direct) -> tuple[int, int]:
-        """A descriptor and its alignment; direct where a real aligned read succeeds. Raises OSError."""
+    def open_to_read(self, path: Path, direct: Direct, owner: Descriptors) -> tuple[int, int]:
+        """A descriptor, the last that `owner` has, and its alignment; direct where a real aligned read succeeds.
+
+        raises  OSError  a descriptor that `owner` may have by then is his to close
+        """
         if direct != "off" and self._read_alignment != 1:
             try:
-                fd = open_file(path, os.O_DIRECT)
+                fd = open_file(path, owner, os.O_DIRECT)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
@@ -179,9 +183,9 @@ class Means:
                 if self._read_alignment or _moves_block(os.preadv, fd):
                     self._read_alignment = BLOCK_BYTES
                     return fd, BLOCK_BYTES
-                os.close(fd)
+                owner.close(leave=len(owner) - 1)
                 self._read_alignment = 1
-        return open_file(path), 1
+        return open_file(path, owner), 1
 
     def _direct_refused(self, *, found: object) -> StorageError:
         return StorageError(
@@ -239,21 +243,18 @@ class Means:
         self._guard, self._engines, self._retired = Lock(), {}, []
 
 
-def open_file(path: Path, flags: int = 0) -> int:
+def open_file(path: Path, owner: Descriptors, flags: int = 0) -> int:
     """A descriptor to read a regular file by. No link is followed; what blocks or never ends is not opened.
 
+    owner   has it, also where that is refused; to close (descriptors.py)
     raises  OSError  ELOOP for a link, EISDIR for a directory, ENXIO for a pipe, a socket, a device
     """
     # A link could lead out of the checkpoint, and to open a pipe without a writer blocks; nothing of ours is either.
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | flags)
-    try:
-        mode = os.fstat(fd).st_mode
-        if not stat.S_ISREG(mode):
-            raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.ENXIO, "not a regular file")
-        os.set_blocking(fd, True)  # io_uring takes the flag as a wish to fail rather than to wait
-    except BaseException:
-        os.close(fd)
-        raise
+    fd = owner.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | flags)
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.ENXIO, "not a regular file")
+    os.set_blocking(fd, True)  # io_uring takes the flag as a wish to fail rather than to wait
     return fd
 
 

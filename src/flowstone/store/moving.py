@@ -204,7 +204,9 @@ class LocalReading:
             path = self._paths[number]
             try:
                 with told(self._root, "open", path):
-                    fd, alignment = self._means.open_to_read(self._root / path, self._direct)
+                    fd, alignment = self._means.open_to_read(
+                        self._root / path, self._direct, self._opened.descriptors
+                    )
             except StorageError as error:
                 if error.errno not in (errno.EMFILE, errno.ENFILE) or len(self._opened) < 2:
                     raise

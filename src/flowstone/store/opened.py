@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from flowstone import _native
+from flowstone.store.descriptors import Descriptors
 from flowstone.store.forks import forget_in_children
 
 
@@ -25,13 +25,20 @@ class OpenFile:
 
 
 class OpenFiles:
-    """Owns the descriptors. Forked children close theirs: what is removed keeps its space until the last is closed."""
+    """Owns the descriptors. Forked children close theirs: what is removed keeps its space until the last is closed.
+
+    descriptors  of the files, and of one that is about to be added
+    """
 
     def __init__(self) -> None:
+        self.descriptors = Descriptors(in_use=True)
         self._files: list[OpenFile] = []
         forget_in_children(self)
 
     def add(self, path: Path, fd: int, alignment: int) -> None:
+        """`fd` is the last of `descriptors`, or is one from now on."""
+        if len(self.descriptors) == len(self._files):
+            self.descriptors.take(fd)
         self._files.append(OpenFile(path, fd, alignment))
 
     def __iter__(self) -> Iterator[OpenFile]:
@@ -42,14 +49,14 @@ class OpenFiles:
 
     def replace_last(self, fd: int, alignment: int) -> None:
         """Have another descriptor of the file that was added last."""
-        before = self._files[-1]
-        self._files[-1] = OpenFile(before.path, fd, alignment)
-        os.close(before.fd)
+        path = self._files[-1].path
+        self.close(leave=len(self._files) - 1)
+        self.add(path, fd, alignment)
 
     def close(self, leave: int = 0) -> None:
         """Close all but the first `leave`."""
-        while len(self._files) > leave:
-            os.close(self._files.pop().fd)  # first forgotten, as a child may be forked in between
+        del self._files[leave:]
+        self.descriptors.close(leave)
 
     def forget(self) -> None:
         with suppress(OSError):

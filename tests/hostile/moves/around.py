@@ -6,15 +6,15 @@ import contextlib
 import gc
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from random import Random
-from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
+from interrupts import Struck, alarmed, struck
 
 import flowstone as fs
 from hostile.moves.move import Detection, Table
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from hostile.trainer import Trainer
 
 TABLE = Table()
-_Result = TypeVar("_Result")
 LINES_MAX = 4000  # about as many as a save runs, of all modules
 
 
@@ -159,64 +158,24 @@ def step_in_a_thread(trainer: Trainer, chance: Random) -> None:
 # Signals
 
 
-def struck(act: Callable[[], _Result], line: int) -> _Result:
-    """Call it, and raise at its line number `line`, counted over all that it runs: as a signal's handler would."""
-    from hostile.trainer import Struck
-
-    left = line
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal left
-        if event == "line":
-            left -= 1
-            if left <= 0:
-                sys.settrace(None)
-                raise Struck(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
-        return trace
-
-    sys.settrace(trace)
-    try:
-        return act()
-    finally:
-        sys.settrace(None)
-
-
-def alarmed(act: Callable[[], _Result], delay_s: float) -> _Result:
-    """Call it, and let a real signal's handler raise after so long."""
-    from hostile.trainer import Struck
-
-    armed = True
-
-    def strike(*_: object) -> None:
-        if armed:
-            raise Struck("by SIGALRM")
-
-    before = signal.signal(signal.SIGALRM, strike)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, delay_s)
-        try:
-            return act()
-        finally:
-            armed = False
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def _line(chance: Random) -> int:
     return int(LINES_MAX ** chance.random())
 
 
-@TABLE.quiet(weight=2)
+def _delay_s(chance: Random) -> float:
+    return chance.random() ** 2 * 0.02 + 1e-5
+
+
+@TABLE.quiet()
 def strike_a_save(trainer: Trainer, chance: Random) -> None:
     """A signal's handler raises at some line of save()."""
     trainer.save(around=lambda begin: struck(begin, _line(chance)))
 
 
-@TABLE.quiet(weight=2)
+@TABLE.quiet()
 def alarm_a_save(trainer: Trainer, chance: Random) -> None:
     """SIGALRM's handler raises at some instant of save()."""
-    trainer.save(around=lambda begin: alarmed(begin, chance.random() ** 2 * 0.02 + 1e-5))
+    trainer.save(around=lambda begin: alarmed(begin, _delay_s(chance)))
 
 
 def _verb(trainer: Trainer, chance: Random) -> Callable[[], object]:
@@ -224,19 +183,16 @@ def _verb(trainer: Trainer, chance: Random) -> Callable[[], object]:
     return chance.choice([checkpointer.wait, checkpointer.fence, checkpointer.latest, checkpointer.close])
 
 
-@TABLE.quiet(weight=2)
+@TABLE.quiet()
 def strike_a_verb(trainer: Trainer, chance: Random) -> None:
     """A signal's handler raises at some line of wait(), fence(), latest() or close()."""
-    from hostile.trainer import Struck
-
     verb = _verb(trainer, chance)
-    try:
-        how = struck(lambda: trainer.call("a verb", verb), _line(chance)) if chance.random() < 0.5 else alarmed(
-            lambda: trainer.call("a verb", verb), chance.random() ** 2 * 0.02 + 1e-5
-        )
-        del how
-    except Struck:
-        pass
+    ask = partial(trainer.call, "a verb", verb)
+    with contextlib.suppress(Struck):
+        if chance.random() < 0.5:
+            struck(ask, _line(chance))
+        else:
+            alarmed(ask, _delay_s(chance))
     if verb == trainer.checkpointer.close:
         trainer.call("close", trainer.checkpointer.close)
         trainer.checkpointer = trainer.opened()
@@ -245,8 +201,6 @@ def strike_a_verb(trainer: Trainer, chance: Random) -> None:
 @TABLE.quiet()
 def strike_a_load(trainer: Trainer, chance: Random) -> None:
     """A signal's handler raises at some line of load(): what is half loaded cannot be saved."""
-    from hostile.trainer import Struck
-
     before = contents_of(trainer.state)
     try:
         struck(lambda: trainer.checkpointer.load(trainer.state), _line(chance))

@@ -75,7 +75,7 @@ def free_until_needed(trainer: Trainer, chance: Random) -> bool | None:
     return None
 
 
-@TABLE.escapes(Detection.MEMORY)
+@TABLE.escapes(Detection.MEMORY, needs="slots")
 def grow_in_place(trainer: Trainer, chance: Random) -> bool | None:
     """A slot's storage grows in place, which moves it."""
     slots = [slot for slot in trainer.job.slots() if _is_resizable(slot)]
@@ -86,7 +86,7 @@ def grow_in_place(trainer: Trainer, chance: Random) -> bool | None:
     return None
 
 
-@TABLE.escapes(Detection.MEMORY)
+@TABLE.escapes(Detection.MEMORY, needs="array")
 def resize_array(trainer: Trainer, chance: Random) -> bool | None:
     """numpy's resize of an array of the state, in place, without asking who refers to it."""
     array = trainer.job.state.get("array")

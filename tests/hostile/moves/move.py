@@ -50,6 +50,7 @@ class Move:
 
     weight  of 1 is what most have in the draw
     basic   loops that are drawn from a few named moves have it all the same
+    needs   without which there is nothing to do it to: an extra of the state, a kind of optimizer, or slots of any
     act     makes the move; returns False when it found nothing to do it to
     """
 
@@ -59,6 +60,7 @@ class Move:
     detection: Detection
     weight: float
     basic: bool
+    needs: str
 
     @property
     def says(self) -> str:
@@ -68,27 +70,24 @@ class Move:
 class Table(dict[str, Move]):
     """Moves by name; its methods register functions, whose first line of documentation says what they do."""
 
-    def quiet(self, *, weight: float = 1, basic: bool = False) -> Callable[[_Act], _Act]:
-        return self._entered(Effect.QUIET, Detection.NOTHING, weight, basic)
+    def quiet(self, *, weight: float = 1, basic: bool = False, needs: str = "") -> Callable[[_Act], _Act]:
+        return self._entered(Effect.QUIET, Detection.NOTHING, weight, basic, needs)
 
-    def escapes(self, detection: Detection, *, weight: float = 1) -> Callable[[_Act], _Act]:
-        return self._entered(Effect.ESCAPES, detection, weight, False)
+    def escapes(self, detection: Detection, *, weight: float = 1, needs: str = "") -> Callable[[_Act], _Act]:
+        return self._entered(Effect.ESCAPES, detection, weight, False, needs)
 
-    def _entered(self, effect: Effect, detection: Detection, weight: float, basic: bool) -> Callable[[_Act], _Act]:
+    def _entered(
+        self, effect: Effect, detection: Detection, weight: float, basic: bool, needs: str
+    ) -> Callable[[_Act], _Act]:
         def enter(act: _Act) -> _Act:
             name = act.__name__.replace("_", "-")
             assert name not in self
             assert act.__doc__, f"{name} says not what it does"
-            self[name] = Move(name, act, effect, detection, weight, basic)
+            self[name] = Move(name, act, effect, detection, weight, basic, needs)
             return act
 
         return enter
 
 
-BROKEN: dict[str, str] = {
-    "strike-a-save": "hangs: a save that is struck before it is known is never hurried",
-    "alarm-a-save": "the same",
-    "strike-a-load": "RuntimeError of the standard library, whose locks are struck, where a save is waited for",
-    "strike-a-verb": "a close that is struck leaves the store locked, or hangs",
-}
+BROKEN: dict[str, str] = {}
 """Moves that are known to break the library, and how: not drawn. Empty, or there is something to mend."""

@@ -50,7 +50,7 @@ def _with(trainer: Trainer, what: type | str) -> list[int]:
 # Averages
 
 
-@TABLE.quiet(weight=2)
+@TABLE.quiet(weight=2, needs="average")
 def update_average(trainer: Trainer, chance: Random) -> bool | None:
     """The moving average takes in the weights, whether or not there was a step."""
     if trainer.job.average is None:
@@ -60,7 +60,7 @@ def update_average(trainer: Trainer, chance: Random) -> bool | None:
     return None
 
 
-@TABLE.quiet()
+@TABLE.quiet(needs="average")
 def step_and_average(trainer: Trainer, chance: Random) -> bool | None:
     """A step, and the average after it."""
     if trainer.job.average is None:
@@ -70,7 +70,7 @@ def step_and_average(trainer: Trainer, chance: Random) -> bool | None:
     return None
 
 
-@TABLE.escapes(Detection.SAMPLES)
+@TABLE.escapes(Detection.SAMPLES, needs="average")
 def evaluate_the_average(trainer: Trainer, chance: Random) -> bool | None:
     """Copies the averaged weights into the model for an evaluation, and the model's own back."""
     if trainer.job.average is None:
@@ -84,7 +84,7 @@ def evaluate_the_average(trainer: Trainer, chance: Random) -> bool | None:
     return None
 
 
-@TABLE.quiet(weight=3)
+@TABLE.quiet(weight=3, needs="average")
 def swap_in_the_average(trainer: Trainer, chance: Random) -> bool | None:
     """Points the weights at the averaged ones for an evaluation, and back."""
     if trainer.job.average is None:
@@ -288,7 +288,7 @@ def wrap_the_optimizer(trainer: Trainer, chance: Random) -> bool | None:
     return None
 
 
-@TABLE.quiet(weight=3)
+@TABLE.quiet(weight=3, needs="schedule-free")
 def evaluate_schedule_free(trainer: Trainer, chance: Random) -> bool | None:
     """A schedule-free optimizer swaps weights in place for an evaluation, and back for training."""
     found = [one for one in trainer.job.optimizers if isinstance(one, ScheduleFree)]

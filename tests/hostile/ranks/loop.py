@@ -22,6 +22,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from interrupts import Struck
 
 import flowstone as fs
 from flowstone.events import Event
@@ -31,7 +32,7 @@ from hostile.ranks.draw import DEADLINE_S, Life, Setup
 from hostile.ranks.moves import MOVES, Ending
 from hostile.ranks.oracle import Contents, contents_of
 from hostile.ranks.states import Job
-from hostile.trainer import Struck, descriptors, short
+from hostile.trainer import descriptors, short
 
 _Result = TypeVar("_Result")
 ENDS_S = 4 * DEADLINE_S  # for a save to come to its end, once somebody waits; for a call to return

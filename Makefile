@@ -84,7 +84,8 @@ $(VENV)/tools: pyproject.toml $(VENV)/system
 # The build's options are part of the file's name, so that another URING= builds again.
 $(VENV)/installed: $(VENV)/tools $(VENV)/uring-$(URING) $(NATIVE_SOURCES)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --quiet --no-build-isolation \
-	    --config-settings=cmake.define.FLOWSTONE_URING=$(shell echo $(URING) | tr a-z A-Z) --editable .
+	    --config-settings=cmake.define.FLOWSTONE_URING=$(shell echo $(URING) | tr a-z A-Z) \
+	    --config-settings=cmake.define.FLOWSTONE_TESTING=ON --editable .
 	touch $@
 
 $(INTEGRATIONS)/tools: pyproject.toml $(VENV)/system
@@ -97,6 +98,7 @@ $(INTEGRATIONS)/tools: pyproject.toml $(VENV)/system
 $(INTEGRATIONS)/installed: $(INTEGRATIONS)/tools $(VENV)/uring-$(URING) $(NATIVE_SOURCES)
 	PATH="$(CURDIR)/$(INTEGRATIONS)/bin:$$PATH" $(INTEGRATIONS)/bin/python -m pip install --quiet --no-build-isolation \
 	    --config-settings=cmake.define.FLOWSTONE_URING=$(shell echo $(URING) | tr a-z A-Z) \
+	    --config-settings=cmake.define.FLOWSTONE_TESTING=ON \
 	    --config-settings=build-dir=$(INTEGRATIONS)/build --editable .
 	touch $@
 

@@ -14,6 +14,7 @@
 
 #include "fault.h"
 #include "priority.h"
+#include "trouble.h"
 
 namespace flowstone {
 
@@ -24,8 +25,6 @@ struct File {
     std::uint32_t alignment = 1;  // > 1: opened with O_DIRECT, which needs it; 1: buffered
     std::uintptr_t mapped = 0;    // where its first byte lies, if all that is read of it is in memory; 0: it is not
 };
-
-enum class Direction { read, write };
 
 /// How an op ended: all bytes moved (neither field set), a fault, or dropped before it began
 /// because its job was stopping.
@@ -56,15 +55,6 @@ struct Op {
         return bytes;
     }
 };
-
-/// What a test makes the next attempt suffer: an error instead of the call, or a call that is
-/// really short.
-struct Trouble {
-    int error = 0;
-    std::uint64_t bytes_max = UINT64_MAX;
-};
-/// Asked before every system call with the range it is about; null in production. Any thread.
-using Troubles = std::function<Trouble(Direction direction, std::uint64_t offset, std::uint64_t length)>;
 
 /// Moves ops. Both implementations pass one contract suite:
 ///   - at most `queue_depth` ops are in the system's hands; more wait their turn in order of

@@ -1,7 +1,5 @@
 // The extension module flowstone._native: converts, and lets go of the interpreter lock. No policy.
 // The contract is src/flowstone/_native.pyi.
-#include <unistd.h>
-
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -9,7 +7,6 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <chrono>
 #include <future>
 #include <memory>
 #include <span>
@@ -20,8 +17,8 @@
 #include <utility>
 #include <vector>
 
+#include "bind_held.h"
 #include "bounds.h"
-#include "delayed_device.h"
 #include "engine.h"
 #include "probe.h"
 #include "requests.h"
@@ -36,29 +33,8 @@ namespace {
 using Array = nb::ndarray<nb::ro, nb::device::cpu>;
 using Unlocked = nb::gil_scoped_release;
 
-// Python objects hold shared pointers of ours rather than be shared themselves: no thread of ours
-// ever drops a Python reference.
-template <class T> struct Held {
-    Held(std::shared_ptr<T> shared = nullptr) : held(std::move(shared)) {}
-    Held(const Held&) = default;
-    Held(Held&&) noexcept = default;
-    Held& operator=(const Held&) = delete;
-    /// In a forked child the threads behind these objects do not exist: joining them would hang,
-    /// so the child's copy is left to the end of its process.
-    ~Held() {
-        if (held != nullptr && inherited()) new std::shared_ptr<T>(std::move(held));
-    }
-    bool inherited() const { return owner != ::getpid(); }
-
-    std::shared_ptr<T> held;
-    pid_t owner = ::getpid();
-};
 struct PyArena : Held<Arena> {};
 struct PyFile : Held<const File> {};
-struct PyDevice : Held<Device> {};
-struct PyDelayedDevice : PyDevice {
-    DelayedDevice& delayed() const { return static_cast<DelayedDevice&>(*held); }
-};
 struct PyWriteRows : Held<const WriteRows> {};
 struct PyReadRows : Held<const ReadRows> {};
 struct PyGather { Layout layout; };
@@ -321,19 +297,6 @@ void bind_devices(nb::module_& module) {
     module.def("cuda_device", [](std::uintptr_t stream, std::string name) {
         return PyDevice{{make_cuda_device(stream, std::move(name))}};
     }, nb::kw_only(), "stream"_a, "name"_a);
-    nb::class_<PyDelayedDevice, PyDevice>(module, "DelayedDevice")
-        .def("__init__", [](PyDelayedDevice* self, std::uint64_t memory_bytes, double delay_s) {
-            const std::chrono::microseconds delay(static_cast<std::int64_t>(delay_s * 1e6));
-            new (self) PyDelayedDevice{{{std::make_shared<DelayedDevice>(memory_bytes, delay)}}};
-        }, nb::kw_only(), "memory_bytes"_a, "delay_s"_a = 0.0)
-        .def_prop_ro("address", [](const PyDelayedDevice& device) { return device.delayed().address(); })
-        .def_prop_ro("inside", [](const PyDelayedDevice& device) {
-            return reinterpret_cast<std::uintptr_t>(device.delayed().inside());
-        })
-        .def_prop_ro("copies", [](const PyDelayedDevice& device) { return device.delayed().copies(); })
-        .def_prop_ro("pinned_bytes", [](const PyDelayedDevice& device) { return device.delayed().pinned_bytes(); })
-        .def("hold", [](const PyDelayedDevice& device, bool held) { device.delayed().hold(held); }, "held"_a)
-        .def("fail_after", [](const PyDelayedDevice& device, std::uint64_t copies) { device.delayed().fail_after(copies); }, "copies"_a);
     module.def("line_begins", [](const Array& row_bytes, const Array& seed) {
         if (row_bytes.ndim() != 1) throw std::invalid_argument("row_bytes: wrong dtype or number of dimensions");
         const auto lengths = column<std::uint64_t>(row_bytes, "row_bytes", row_bytes.shape(0));

@@ -20,7 +20,7 @@ struct EngineOptions {
     std::uint32_t queue_depth = 0;    // requests in flight, at most
     std::uint64_t request_bytes = 0;  // a multiple of 4096
     std::uint32_t workers = 0;
-    Troubles troubles = nullptr;      // tests only
+    Troubles troubles = nullptr;
     Priority priority = Priority::normal;  // of all its threads
 };
 

@@ -1,4 +1,4 @@
-"""Tensors on a device that there is none of: `_native.DelayedDevice` plays it, and torch sees its memory from inside.
+"""Tensors on a device that there is none of: `DelayedDevice` plays it, and torch sees its memory from inside.
 
 To Flowstone such a tensor lies at an address where whoever touches it is killed, on the device "delayed:0". Everything
 from there on is the way that CUDA memory goes; only the stream is another one, and the device's own work is done by
@@ -15,6 +15,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from delayed_device import DelayedDevice
 from numpy.typing import NDArray
 
 from flowstone import _native
@@ -33,7 +34,7 @@ class Far:
     """
 
     def __init__(self, memory_bytes: int, delay_s: float = 0.0) -> None:
-        self.native = _native.DelayedDevice(memory_bytes=memory_bytes, delay_s=delay_s)
+        self.native = DelayedDevice(memory_bytes=memory_bytes, delay_s=delay_s)
         self.sync = True
         self.leads = 0
         self._bytes = memory_bytes

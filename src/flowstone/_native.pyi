@@ -126,26 +126,6 @@ class Device:
 def cuda_device(*, stream: int, name: str) -> Device:
     """Copies on a CUDA stream (its handle), which outlives the device. Raises OSError where there is no driver."""
 
-class DelayedDevice(Device):
-    """For tests: memory that only the device reaches, by a thread that makes each copy `delay_s` late.
-
-    address  of its memory, as rows mean it: whoever else touches it there is killed
-    inside   the same memory, for whoever plays the device's own work
-    """
-
-    def __init__(self, *, memory_bytes: int, delay_s: float = 0.0) -> None: ...
-    @property
-    def address(self) -> int: ...
-    @property
-    def inside(self) -> int: ...
-    @property
-    def copies(self) -> int: ...
-    @property
-    def pinned_bytes(self) -> int: ...
-    def hold(self, held: bool) -> None:
-        """Begin nothing, until hold(False)."""
-    def fail_after(self, copies: int) -> None: ...
-
 LINE_BYTES: int
 """A sample of a lazy row."""
 LINES_PER_CHUNK: int

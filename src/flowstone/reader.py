@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from flowstone.commit.verify import Verified, verify
 from flowstone.config import EngineOptions
 from flowstone.errors import (
     ArgumentError,
+    BudgetError,
     DamagedError,
     NoCheckpointError,
     NoTensorError,
@@ -139,13 +141,14 @@ class Checkpoint:
         raises  NoTensorError  no such tensor (also a KeyError)
                 ArgumentError  the box does not lie in it, or an unknown framework (also a ValueError)
                 DamagedError   stored bytes are not what was written
+                BudgetError    there is no memory for it
         """
         row = self._row(name)
         shape, dtype = self.index.shapes[row], self.index.dtypes[row]
         box, result_shape = to_box(box, shape, name)
-        result, memory = _fresh(dtype, box.shape, framework)
         wanted = Pieces.of([Piece(name, dtype, shape, box)])
-        plan = plan_reads(self.index, wanted, [row])
+        plan = plan_reads(self.index, wanted, [row])  # before there is memory for it: all of it has to be stored
+        result, memory = _fresh(dtype, box.shape, framework)
         arena = open_read_arena(self._store)
         try:
             found = scatter(self._store, self.segment_paths, self.index, plan, wanted, Places.of([memory]), arena)
@@ -222,17 +225,30 @@ def _fresh(dtype: DType, shape: tuple[int, ...], framework: str) -> tuple[torch.
     if framework == "torch":
         from flowstone.state import tensors  # the one place where a reader needs torch
 
-        result = tensors.empty(dtype, shape)
+        try:
+            result = tensors.empty(dtype, shape)
+        except (MemoryError, RuntimeError) as error:  # the latter is torch's for the former
+            raise _no_memory(dtype, shape) from error
         return result, tensors.memory_of(result)
     if framework != "numpy":
         raise ArgumentError(f"framework {framework!r} is neither 'torch' nor 'numpy'", next="give one of them")
     try:
         array = np.empty(shape, dtype.name)
+    except MemoryError as error:
+        raise _no_memory(dtype, shape) from error
     except TypeError:
         raise UnsupportedStateError(
             f"numpy has no {dtype.name}", next="read it with framework='torch', or open the segment with safetensors"
         ) from None
     return array, Memory(array, array.ctypes.data, array.shape, array.strides, array.itemsize)
+
+
+def _no_memory(dtype: DType, shape: tuple[int, ...]) -> BudgetError:
+    needed = math.prod(shape) * dtype.item_bytes
+    return BudgetError(
+        f"no memory for a tensor of {dtype.name} and shape {shape}", needed=f"{needed} bytes",
+        next="read boxes of it, one after the other",
+    )
 
 
 __all__ = ["Checkpoint", "TensorEntry", "TensorTable", "Verified", "open_checkpoint"]

@@ -8,6 +8,8 @@ import os
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -243,3 +245,32 @@ def test_a_headers_immense_number_is_damage(checkpoint: Path) -> None:
 
     edit_header(checkpoint, change)
     assert not fs.open(checkpoint).inspect().sound
+
+
+@pytest.mark.parametrize("framework", ["torch", "numpy"])
+def test_a_shape_beyond_what_is_stored_is_refused_before_there_is_memory_for_it(
+    checkpoint: Path, framework: Literal["torch", "numpy"]
+) -> None:
+    edit_index(checkpoint, lambda columns: columns["tensor.shape"].__setitem__(slice(None), 1 << 20))
+    opened, mapped = fs.open(checkpoint), 0
+    for name in opened.tensors:
+        if opened.tensors[name].shape:
+            mapped += 1
+            with pytest.raises(fs.CoverageError):
+                opened.read(name, framework=framework)
+    assert mapped > 5
+
+
+@pytest.mark.parametrize("framework", ["torch", "numpy"])
+def test_a_tensor_that_there_is_no_memory_for_says_how_much_it_needs(
+    checkpoint: Path, framework: Literal["torch", "numpy"]
+) -> None:
+    table = fs.open(checkpoint).tensors
+    name = next(name for name in table if table[name].dtype == "float32")
+    with (
+        mock.patch("torch.empty", side_effect=RuntimeError("can't allocate memory")),
+        mock.patch("numpy.empty", side_effect=MemoryError),
+        pytest.raises(fs.BudgetError, match="no memory for a tensor of float32 and shape") as told,
+    ):
+        fs.open(checkpoint).read(name, framework=framework)
+    assert str(told.value.facts["needed"]).endswith(" bytes")

@@ -190,12 +190,12 @@ Watching watching_of(const std::string& name) {
 PyWriteJob start_write(const PyEngine& engine, const PyArena& arena,
                        const std::vector<std::tuple<const PyFile*, std::uint64_t>>& files, const PyWriteRows& rows,
                        std::uint64_t gap_bytes, bool in_place, std::optional<std::uint32_t> blocks, std::uint64_t bytes_per_s,
-                       std::uint64_t cap_bytes_per_s, const std::string& watch) {
+                       std::uint64_t cap_bytes_per_s, const std::string& watch, bool files_ready) {
     std::vector<TargetFile> targets;
     for (const auto& [file, bytes] : files) targets.push_back({file->held, bytes});
     PyWriteJob job;
     const Unlocked unlocked;
-    const WriteOptions options{gap_bytes, in_place, blocks.value_or(UINT32_MAX), bytes_per_s, cap_bytes_per_s, watching_of(watch)};
+    const WriteOptions options{gap_bytes, in_place, blocks.value_or(UINT32_MAX), bytes_per_s, cap_bytes_per_s, watching_of(watch), files_ready};
     job.held = engine.held->write(arena.held, targets, rows.held, options);
     return job;
 }
@@ -368,6 +368,7 @@ void bind_jobs(nb::module_& module) {
                    "', offset=" + std::to_string(fault.offset) + ", length=" + std::to_string(fault.length) + ")";
         });
     bind_job<PyWriteJob>(module, "WriteJob")
+        .def("files_ready", [](const PyWriteJob& job) { const Unlocked unlocked; job.held->files_ready(); })
         .def("hurry", [](const PyWriteJob& job) { const Unlocked unlocked; job.held->hurry(); })
         .def("wait_early", [](const PyWriteJob& job, double timeout_s) {
             const Unlocked unlocked;
@@ -410,7 +411,7 @@ void bind_engine(nb::module_& module) {
         .def_prop_ro("backend", [](const PyEngine& engine) { return engine.held->backend(); })
         .def("write", &start_write, "arena"_a, "files"_a, "rows"_a, nb::kw_only(), "gap_bytes"_a = 0,
              "in_place"_a = true, "blocks"_a = nb::none(), "bytes_per_s"_a = 0, "cap_bytes_per_s"_a = 0,
-             "watch"_a = "samples")
+             "watch"_a = "samples", "files_ready"_a = true)
         .def("read", &start_read, "arena"_a, "files"_a, "rows"_a, nb::kw_only(), "stop_at_bad"_a = true,
              "in_place"_a = true, "request_bytes"_a = 0)
         .def("close", [](const PyEngine& engine) { const Unlocked unlocked; engine.held->close(); });

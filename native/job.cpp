@@ -110,12 +110,17 @@ void Job::end_window() {
     changed_.notify_all();
 }
 
-void Job::finish() {
-    std::unique_lock lock(mutex_);
+void Job::end_feeding() {
+    const std::lock_guard lock(mutex_);
     fed_ = true;
     queued_ = queueing_sources_ == 0;
     captured_ = reading_sources_ == 0;
     changed_.notify_all();
+}
+
+void Job::finish() {
+    end_feeding();
+    std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return under_way_ == 0; });
     assert(reading_sources_ == 0);
     registered_.reset();

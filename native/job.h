@@ -102,6 +102,8 @@ protected:
     void expect_early(std::size_t windows);
     void release_early();
     void end_window();
+    /// The coordinator begins no more windows.
+    void end_feeding();
     /// The coordinator's last words: blocks until every window has ended, then lets `wait` return.
     void finish();
 
@@ -120,8 +122,8 @@ protected:
         finish();
     }
 
-    /// The coordinator's first words.
-    void register_files() { registered_ = std::make_unique<Registered>(machine_.backend, files_); }
+    /// The coordinator's first words. `now`: the files are as they stay.
+    void register_files(bool now = true) { registered_ = std::make_unique<Registered>(machine_.backend, files_, now); }
     /// Files from any thread, blocks from the coordinator's.
     Registered& registered() { return *registered_; }
 

@@ -13,13 +13,13 @@
 
 namespace flowstone {
 
-/// Registers files when made, and an arena block when the job holds it for the second time: pinning
+/// Registers files (`with_files`) when made, and an arena block when the job holds it for the second time: pinning
 /// costs what one request costs without it, so it pays for blocks that come again. `block` is one thread's.
 class Registered {
 public:
-    Registered(std::shared_ptr<Backend> backend, const std::vector<std::shared_ptr<const File>>& files)
+    Registered(std::shared_ptr<Backend> backend, const std::vector<std::shared_ptr<const File>>& files, bool with_files)
         : backend_(std::move(backend)), files_(files.size(), -1) {
-        if (files.size() > files_max) return;
+        if (!with_files || files.size() > files_max) return;
         for (std::size_t i = 0; i < files.size(); ++i)
             if (files[i] != nullptr) files_[i] = backend_->register_file(files[i]->fd);
     }

@@ -29,6 +29,7 @@ struct WriteJob::Window final : Staged<WriteJob, Window> {
     std::vector<bool> used;                // devices that copy into the block
     std::vector<Device::Done> copied;      // what each device that is used will call; made before it is
     std::atomic<std::size_t> fetching{0};  // devices
+    std::vector<std::unique_ptr<Op>> ops;  // until they are submitted
     std::atomic<std::size_t> ops_left{0};
     std::atomic<bool> gone{false};  // direct: the system has not found all of its sources
     bool queued = false;            // one stage at a time
@@ -116,9 +117,18 @@ WriteJob::WriteJob(Machine machine, std::shared_ptr<Arena> arena, std::vector<st
       rows_(std::move(rows)),
       options_(options),
       digests_(rows_->chunks, 0),
-      watch_(*rows_, options_.watching) {
+      watch_(*rows_, options_.watching),
+      files_ready_(options_.files_ready) {
     coordinator_ = std::jthread([this] {
-        coordinate([this] { begin_all(); });
+        coordinate([this] {
+            try {
+                begin_all();
+            } catch (const std::bad_alloc&) {
+                take_outcome(no_memory());
+            }
+            end_feeding();
+            await_files();
+        });
         watch_.let_go();
     });
 }
@@ -133,9 +143,16 @@ void WriteJob::hurry() {
     arena_->wake();
 }
 
+void WriteJob::files_ready() {
+    files_ready_ = true;
+    hand_over_held();
+    arena_->wake();
+}
+
 /// The coordinator: which window next, and how.
 void WriteJob::begin_all() {
-    register_files();
+    // Files that are still being made ready may change under a registered number; that saves 0.1 us of a request's 4 ms.
+    register_files(options_.files_ready);
     const std::uint64_t window_bytes = this->window_bytes();
     Order order(*rows_, window_bytes, options_);
     Pace pace(options_.bytes_per_s);
@@ -317,11 +334,48 @@ std::unique_ptr<Op> WriteJob::make_op(const std::shared_ptr<Window>& window, con
     return op;
 }
 
-/// One that cannot be submitted has ended, like any other.
+/// Now, or once the files are ready.
 void WriteJob::submit(const std::shared_ptr<Window>& window, std::vector<std::unique_ptr<Op>> ops) {
+    {
+        const std::lock_guard lock(held_mutex_);
+        if (!files_ready_ && !stopping()) {
+            held_.push_back(window);
+            window->ops = std::move(ops);
+            return;
+        }
+    }
+    window->ops = std::move(ops);
+    hand_over(window);
+}
+
+/// Files are ready, or the job stops: then nobody else comes for those that are held.
+void WriteJob::hand_over_held() {
+    std::vector<std::shared_ptr<Window>> windows;
+    {
+        const std::lock_guard lock(held_mutex_);
+        windows.swap(held_);
+    }
+    // On the workers: they live as long as what is submitted on them.
+    for (const std::shared_ptr<Window>& window : windows) post(window, &WriteJob::begin_held);
+}
+
+/// The coordinator, once it has begun all.
+void WriteJob::await_files() {
+    while (!files_ready_ && !stopping()) arena_->wait(Clock::now() + std::chrono::hours(1), [this] { return files_ready_ || stopping(); });
+    hand_over_held();
+}
+
+/// An op that cannot be submitted has ended, like any other.
+void WriteJob::hand_over(const std::shared_ptr<Window>& window) {
+    std::vector<std::unique_ptr<Op>> ops = std::move(window->ops);
     window->ops_left = ops.size();
-    requests_ += ops.size();
+    const bool unwanted = stopping();
+    if (!unwanted) requests_ += ops.size();
     for (std::unique_ptr<Op>& op : ops) {
+        if (unwanted) {
+            end_op(window, 0, {std::nullopt, true});
+            continue;
+        }
         try {
             machine_.backend->submit(std::move(op));
         } catch (const std::bad_alloc&) {

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <memory>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -20,6 +21,7 @@ namespace flowstone {
 /// bytes_per_s  how fast lazy windows may begin, until `hurry`; 0 is no limit
 /// cap_bytes_per_s  how fast any window may begin, whoever waits; 0 is no limit
 /// watching  how lazy sources are watched for changes
+/// files_ready  false: nothing is written before `files_ready`
 struct WriteOptions {
     std::uint64_t gap_bytes = 0;
     bool in_place = true;
@@ -27,6 +29,7 @@ struct WriteOptions {
     std::uint64_t bytes_per_s = 0;
     std::uint64_t cap_bytes_per_s = 0;
     Watching watching = Watching::samples;
+    bool files_ready = true;
 };
 
 /// Sources stay alive and unchanged until captured; rows, files and arena are the job's.
@@ -36,6 +39,9 @@ struct WriteOptions {
 /// `options`, until somebody waits for them. What lies on a device is queued to be copied into a block, and goes on
 /// like everything else once it is there. A lazy source that has changed before it was captured is a
 /// fault ("capture", with the place in the file), never a silent mixture; so is one that is not there any more (EFAULT).
+///
+/// Capture does not need the files: as long as they are not ready, windows are captured as far as the arena has room, and
+/// their ops wait.
 class WriteJob final : public Job {
 public:
     /// Starts at once. `rows` have passed check_rows; the arena's blocks hold a request.
@@ -46,6 +52,8 @@ public:
     /// Whether no source on the host of a row that is not lazy will be read any more, and those on devices are
     /// queued, after at most `timeout_s`.
     bool wait_early(double timeout_s) { return wait_until_early(timeout_s); }
+    /// What has been captured may be written. Does not block; any thread.
+    void files_ready();
     /// From now on capture as fast as memory and device allow: somebody waits. Does not block; any thread.
     void hurry();
     /// Whether no source on the host will be read any more, and all on devices are queued, after at most `timeout_s`.
@@ -81,6 +89,10 @@ private:
     void capture_direct(const std::shared_ptr<Window>& window, LiveAccess& live);
     std::unique_ptr<Op> make_op(const std::shared_ptr<Window>& window, const WriteRun& run, std::vector<iovec> parts);
     void submit(const std::shared_ptr<Window>& window, std::vector<std::unique_ptr<Op>> ops);
+    void hand_over(const std::shared_ptr<Window>& window);
+    void begin_held(const std::shared_ptr<Window>& window, LiveAccess&) { hand_over(window); }
+    void hand_over_held();
+    void await_files();
     void end_op(const std::shared_ptr<Window>& window, std::uint64_t bytes, const Outcome& outcome);
     void confirm(const std::shared_ptr<Window>& window, LiveAccess& live);
     void take_change();
@@ -98,6 +110,9 @@ private:
     std::atomic<bool> hurry_{false};
     std::atomic<std::uint32_t> copied_under_way_{0};  // of lazy windows
     std::atomic<std::uint32_t> direct_under_way_{0};
+    std::atomic<bool> files_ready_;
+    std::mutex held_mutex_;
+    std::vector<std::shared_ptr<Window>> held_;  // captured before the files were ready
     std::jthread coordinator_;  // last: it uses all of the above
 };
 

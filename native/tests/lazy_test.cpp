@@ -1,4 +1,5 @@
 // Rows that are captured after the caller has gone on: order, limits, and changes that escape.
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -217,6 +218,91 @@ TEST_CASE("samples of equal rows are equal, wherever they lie, and those of othe
     CHECK(sample_digests(all_lazy(other.rows)) == digests);
     for (std::uint64_t at = 0; at < rows.rows[0].length; at += 64) *(one.memory[0].start() + at) ^= std::byte{1};
     CHECK(sample_digests(rows) != digests);
+}
+
+TEST_CASE("files may get ready at any moment of the capture, or never if the job is cancelled") {
+    for (const Setup& setup : setups())
+        for (std::uint64_t seed = 0; seed < 24; ++seed) {
+            CAPTURE(setup.backend);
+            CAPTURE(setup.direct);
+            CAPTURE(seed);
+            const Sample sample = random_sample(seed, 24);
+            WriteRows rows = sample.rows;
+            std::mt19937_64 random(seed);
+            for (WriteRow& row : rows.rows) row.lazy = random() % 3 != 0;
+            Bed bed(setup, sample.file_bytes, nullptr, seed % 2 ? 2 : 20);
+            const auto job = start(bed, rows, {.in_place = seed % 3 != 0, .blocks = static_cast<std::uint32_t>(seed % 4), .files_ready = false});
+            const bool cancels = seed % 4 == 1;
+            const std::jthread other([&, delay = std::chrono::microseconds(random() % 3000)] {
+                std::this_thread::sleep_for(delay);
+                if (cancels) job->cancel();
+                if (!cancels || seed % 8 == 1) job->files_ready();
+            });
+            job->hurry();
+            REQUIRE(job->wait(forever_s));
+            REQUIRE_FALSE(job->fault());
+            bed.arena->close();  // which it refuses while a block of it is out
+            if (!cancels) REQUIRE(bed.scratch.contents() == sample.expected);
+        }
+}
+
+TEST_CASE("a job that goes while its files are not ready waits for nobody, and writes nothing") {
+    for (const Setup& setup : setups())
+        for (const bool in_place : {false, true}) {
+            CAPTURE(setup.backend);
+            CAPTURE(in_place);
+            const Sample sample = plain_sample(10 * mib);
+            Bed bed(setup, sample.file_bytes);
+            auto job = start(bed, all_lazy(sample.rows), {.in_place = in_place, .files_ready = false});
+            job->hurry();
+            CHECK_FALSE(job->wait_captured(0.01));  // of 10 MiB it has room for 4, and those that it would write directly wait
+            CHECK(job->requests() == 0);
+            job.reset();
+            bed.arena->close();
+            const std::vector<std::byte> found = bed.scratch.contents();
+            CHECK(std::count(found.begin(), found.end(), std::byte{0xEE}) == static_cast<std::ptrdiff_t>(found.size()));
+        }
+}
+
+TEST_CASE("a source that changes while files are not ready fails the job at once, and what is held is given back") {
+    for (const Setup& setup : setups()) {
+        CAPTURE(setup.backend);
+        const Sample sample = plain_sample(10 * mib, 128);
+        Bed bed(setup, sample.file_bytes);
+        const auto job = start(bed, all_lazy(sample.rows), {.blocks = 1, .bytes_per_s = crawl, .files_ready = false});
+        std::memset(sample.memory[0].start() + 4 * mib, 0, mib);
+        job->hurry();
+        REQUIRE(job->wait(forever_s));
+        REQUIRE(job->fault());
+        CHECK(job->fault()->operation == "capture");
+        CHECK(job->requests() == 0);
+        bed.arena->close();
+        job->files_ready();  // which changes nothing any more
+    }
+}
+
+TEST_CASE("a job that holds all blocks until its file is ready lets another one go on then, whichever is ready first") {
+    for (const Setup& setup : setups())
+        for (const bool swapped : {false, true}) {
+            CAPTURE(setup.backend);
+            CAPTURE(swapped);
+            const Sample sample = plain_sample(10 * mib, 64);
+            const WriteOptions waiting{.in_place = false, .files_ready = false};
+            Bed bed(setup, sample.file_bytes);
+            const ScratchFile beside(setup.direct, sample.file_bytes);
+            const auto one = start(bed, all_lazy(sample.rows), waiting);
+            const auto other = bed.engine.write(
+                bed.arena, {{beside.file(), sample.file_bytes}}, std::make_shared<WriteRows>(sample.rows), waiting);
+            while (one->copied_bytes() + other->copied_bytes() == 0) std::this_thread::yield();
+            (swapped ? other : one)->files_ready();
+            (swapped ? one : other)->files_ready();
+            REQUIRE(one->wait(forever_s));
+            REQUIRE(other->wait(forever_s));
+            REQUIRE_FALSE(one->fault());
+            REQUIRE_FALSE(other->fault());
+            CHECK(bed.scratch.contents() == sample.expected);
+            CHECK(beside.contents() == sample.expected);
+        }
 }
 
 TEST_CASE("a job that is cancelled while it waits for its pace ends at once") {

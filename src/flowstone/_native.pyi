@@ -198,6 +198,9 @@ class WriteJob:
     the fault "capture".
     """
 
+    def files_ready(self) -> None:
+        """What has been captured may be written. Returns at once."""
+
     def wait_early(self, timeout_s: float) -> bool:
         """Whether no source that is not lazy will be read any more; those on devices: is queued."""
     def wait_queued(self, timeout_s: float) -> bool:
@@ -275,7 +278,7 @@ class Engine:
     def write(
         self, arena: Arena, files: Sequence[tuple[File, int]], rows: WriteRows, *, gap_bytes: int = 0,
         in_place: bool = True, blocks: int | None = None, bytes_per_s: int = 0,
-        cap_bytes_per_s: int = 0, watch: Literal["auto", "exact", "samples"] = "samples",
+        cap_bytes_per_s: int = 0, watch: Literal["auto", "exact", "samples"] = "samples", files_ready: bool = True,
     ) -> WriteJob:
         """Start writing; `files` are (file, size in bytes). Returns at once.
 
@@ -295,6 +298,8 @@ class Engine:
         cap_bytes_per_s  how fast anything may begin, whoever waits; 0: as fast as it can
         watch      which lazy rows are watched exactly, if the system can: by what it costs, all, none. Others are
                    sampled
+        files_ready  False: nothing is written before the job's `files_ready`, and what is captured meanwhile stays in
+                   the arena. A job that is never told so ends by `cancel`
         """
     def read(
         self, arena: Arena, files: Sequence[File | None], rows: ReadRows, *,

@@ -104,6 +104,7 @@ class Checkpointer:
         background = self._turn.leave_out_this_thread
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="flowstone-commit", initializer=background)
         self._watcher = ThreadPoolExecutor(1, thread_name_prefix="flowstone-capture", initializer=background)
+        self._reserver = ThreadPoolExecutor(1, thread_name_prefix="flowstone-reserve", initializer=background)
         self._fence = Fence(self._before_step)
         self._arena: _native.Arena | None = None
         self._planned: Planned | None = None  # for the last save; either thread replaces it, and nothing depends on it
@@ -240,7 +241,7 @@ class Checkpointer:
                 UnsupportedStateError  an object that cannot be saved, by path
                 CollisionError         two paths of the state make one name
                 LockedError            another job saves into this store
-                StorageError           the system refused; FullError when space is the reason
+                StorageError           the system refused, so far; FullError when space is the reason
                 SaveFailedError        an earlier save failed, and nobody has been told yet
                 DamagedError           the last load left the state half changed
         """
@@ -322,8 +323,8 @@ class Checkpointer:
         if planned.waiter == "optimizers" and planned.plan.lazy_bytes:
             self._fence.guard(described.optimizers)
         identity = None if self._together.team is None else self._together.team.draft_name(this_try)
-        spare_bytes = self._captures.spare_bytes(arena)
-        return saving.start(self._store, save, planned, described, arena, pace, started, spare_bytes, identity, looked)
+        spare, aside = self._captures.spare_bytes(arena), partial(threads.hand_over, self._reserver)
+        return saving.start(self._store, save, planned, described, arena, pace, started, spare, aside, identity, looked)
 
     def _save_once_planned(
         self, save: Save, described: Described, looked: Looked, fence: Literal["auto", "manual"],
@@ -519,8 +520,8 @@ class Checkpointer:
         self._closed = True
         self._turn.end_acts()
         self._fence.lift()
-        self._watcher.shutdown()
-        self._writer.shutdown()
+        for executor in (self._watcher, self._writer, self._reserver):
+            executor.shutdown()
         self._together.leave()
         self._give_back()
 
@@ -535,8 +536,8 @@ class Checkpointer:
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        self._watcher.shutdown(wait=False)  # this may be their own thread; and optimizers' hooks, which
-        self._writer.shutdown(wait=False)  # may be running, are left to find out that there is nobody
+        for executor in (self._watcher, self._writer, self._reserver):  # this may be their own thread; and optimizers'
+            executor.shutdown(wait=False)  # hooks, which may be running, are left to find out that there is nobody
         try:
             self._in_flight.settle()
             self._give_back()

@@ -47,6 +47,8 @@ from flowstone.unplanned import Unplanned
 
 Waiter: TypeAlias = Literal["nobody", "optimizers", "caller"]
 """Who will wait for the capture before changing what is captured lazily."""
+Reserver: TypeAlias = Callable[[Callable[[], None]], None]
+"""Calls it, on another thread."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -336,20 +338,25 @@ def _lazy(described: Described, waiter: Waiter) -> Sequence[bool]:
 
 def start(
     store: Store, save: Save, planned: Planned, described: Described, arena: _native.Arena, pace: Pace, started: float,
-    spare_bytes: int, identity: str | None = None, looked: Looked | None = None,
+    spare_bytes: int, reserver: Reserver, identity: str | None = None, looked: Looked | None = None,
 ) -> Flight:
     """Start the capture of a save; `encode` is to follow. What fails leaves no draft. To be called uninterrupted.
 
     spare_bytes  that the arena may come to
+    reserver     reserves the segments, where `_reserves_aside`
     identity  of the checkpoint to be, where several ranks make it
     looked    in such a job: what this rank has seen of what it will compare
     """
     plan, places, late = planned.plan, planned.places(described), planned.late()
     described.counters.begin(late)
     check = CounterCheck(described.counters, planned.layout, late, _lazy(described, planned.waiter))
+    is_aside = _reserves_aside(store, planned)
     draft = publish.begin(store, save.step, identity)
     try:
-        staged = _capture_into(store, draft, planned, places, arena, pace, tries=1 if identity is None else DRAFT_TRIES)
+        staged = _capture_into(
+            store, draft, planned, places, arena, pace, tries=1 if identity is None else DRAFT_TRIES,
+            reserved=not is_aside,
+        )
     except BaseException as error:
         if identity is None:
             publish.discard(store, draft)
@@ -360,21 +367,34 @@ def start(
     flight = Flight(save, draft, staged, plan, arena_bytes, check, started, planned.assignment, looked)
     try:
         arena.grow(min(arena_bytes, FIRST_ARENA_BYTES, spare_bytes))
+        if is_aside:
+            reserver(staged.writing.reserve)
     except BaseException:
         give_up(flight, store)
         raise
     return flight
 
 
+def _reserves_aside(store: Store, planned: Planned) -> bool:
+    """Whether the segments are reserved beside the caller, who is not to wait for a file system that is busy.
+
+    Where he waits for everything else, or plans, he waits for that, too. And a disk that has no room for all of it
+    refuses the save here, where its caller looks first.
+    """
+    plan = planned.plan
+    return plan.lazy_bytes > 0 and planned.headers.are_known and store.free_bytes() >= plan.file_bytes
+
+
 def _capture_into(
     store: Store, draft: publish.Draft, planned: Planned, places: Places, arena: _native.Arena, pace: Pace, *,
-    tries: int,
+    tries: int, reserved: bool,
 ) -> Staged:
     """Start the capture. A rank that gives up may remove the empty directory that others are about to write into."""
     while True:
         try:
             return start_capture(
-                store, draft.directory, planned.plan, places, arena, pace, planned.headers, seed=draft.step
+                store, draft.directory, planned.plan, places, arena, pace, planned.headers, seed=draft.step,
+                reserved=reserved,
             )
         except StorageError as error:
             tries -= 1

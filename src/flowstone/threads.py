@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from flowstone.errors import StorageError
@@ -24,3 +25,14 @@ def start(*executors: ThreadPoolExecutor) -> None:
             "cannot start the threads that end saves", errno=errno.EAGAIN, reason=str(error),
             next="raise the limits on threads and processes (ulimit -u, pids.max)",
         ) from error
+
+
+def hand_over(executor: ThreadPoolExecutor, act: Callable[[], None]) -> None:
+    """Do it on the executor's thread, which is started by the first act; here, where that cannot be done.
+
+    Python is ending, or the system has no thread. An act that is done here then may be done there, too.
+    """
+    try:
+        executor.submit(act)
+    except RuntimeError:
+        act()

@@ -312,6 +312,39 @@ def test_a_job_outlives_its_engine_arena_and_rows(tmp_path):
     os.close(fd)
 
 
+def test_capture_needs_no_files_and_nothing_is_written_before_they_are_ready(engine, arena, tmp_path):
+    source = random_bytes(MIB)
+    expected = source.copy()
+    fd, file = open_file(tmp_path / "segment", source.nbytes, direct=False)
+    job = engine.write(arena, [(file, source.nbytes)], write_rows([0], [source]), files_ready=False)
+    assert job.wait_captured(60)
+    source[:] = 0
+    assert not job.wait(0)
+    assert job.requests == 0
+    assert not any((tmp_path / "segment").read_bytes())
+    job.files_ready()
+    assert job.wait(60)
+    assert job.fault is None
+    assert job.digests.tolist() == expected_digests([expected]).tolist()
+    assert (tmp_path / "segment").read_bytes() == expected.tobytes()
+    os.close(fd)
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_job_whose_files_never_are_ready_ends_by_cancel(engine, arena, tmp_path, captured):
+    source = random_bytes(64 * MIB if not captured else MIB)
+    fd, file = open_file(tmp_path / "segment", source.nbytes, direct=False)
+    job = engine.write(arena, [(file, source.nbytes)], write_rows([0], [source]), files_ready=False)
+    assert not captured or job.wait_captured(60)
+    job.cancel()
+    assert job.wait(60)
+    assert (job.cancelled, job.fault, job.requests) == (True, None, 0)
+    job.files_ready()  # which changes nothing any more
+    assert not any((tmp_path / "segment").read_bytes())
+    assert arena.free_bytes == arena.touched_bytes
+    os.close(fd)
+
+
 def test_cancel_ends_the_job_without_a_fault(engine, arena, tmp_path):
     source = random_bytes(64 * MIB)
     fd, file = open_file(tmp_path / "segment", source.nbytes, direct=False)

@@ -143,6 +143,17 @@ def _two_saves(job: Job) -> None:
     job.save(4)
 
 
+def _beside_training(*steps: int) -> Callable[[Job], None]:
+    """Captured late: the segments of all but the first are reserved by another thread."""
+
+    def act(job: Job) -> None:
+        job.fence = "manual"
+        for step in steps:
+            job.save(step)
+
+    return act
+
+
 def _two_tries(job: TeamJob) -> None:
     """A rank that was given up in the first may go on in the middle of the second."""
     with suppress(StepExistsError):
@@ -172,6 +183,10 @@ SCENARIOS: Sequence[Scenario] = (
         "team_overlapping", _overlapping, _saved(1), Keep(last=2), repeat=_save(9), ranks=2, start=".saving-00000003"
     ),
     Scenario("team_life", _two_saves, _saved(1, 2), Keep(last=2), ranks=3),
+    Scenario(
+        "saves_beside_training", _beside_training(1, 2, 3), keep=Keep(last=1), repeat=_beside_training(8, 9),
+        start=".saving-00000002",
+    ),
 )
 
 

@@ -10,7 +10,7 @@ from concurrent.futures import wait as wait_futures
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from sim_disk import Disk, PowerLoss, Unsynced
@@ -181,6 +181,7 @@ class Job:
         self.system, self.ledger, self.keep, self.by_wait = system, ledger, keep, by_wait
         self.attempt, self.again, self._part = attempt, again, part
         self.events: list[Event] = []
+        self.fence: Literal["auto", "manual"] = "auto"
         self._tags: dict[int, str] = {}
         self.checkpointer = Checkpointer(
             self.store, keep=keep, budget_bytes=4 * _MIB, engine=engine(number), on_event=self._hear,
@@ -232,7 +233,7 @@ class Job:
     def _begin(self, step: int) -> Save:
         tag = self._tags[step] = f"{step}{self.attempt}"
         self.ledger.begun(step, tag)
-        return self.checkpointer.save(step, self._part(state(tag)))
+        return self.checkpointer.save(step, self._part(state(tag)), fence=self.fence)
 
     def _save(self, step: int) -> None:
         save = self._begin(step)

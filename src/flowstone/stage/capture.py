@@ -5,6 +5,9 @@ copied into it and is captured; when none is, it waits for one (or, with `write_
 from where it lies, by one vectored request whose heads and tails alone are copied, and is captured once it is written).
 All threads of the engine and the arena give way to others: lower processor and I/O priority.
 
+**Files.** Capture needs none: it begins before the segments have their size, where those are reserved by another thread
+than the caller's, and what is captured meanwhile stays in the arena.
+
 **Early and lazy.** Each piece is one or the other, a column of the plan. Early ones come first, and `save` returns when
 they are captured. Lazy are, from 64 KiB on, the parameters of modules and the state of optimizers, if an optimizer is
 in the state, whose step then waits (`fence.py`); with `fence="manual"` every piece from 64 KiB on.
@@ -76,6 +79,11 @@ class Headers:
         self._offsets: NDArray[np.uint64] | None = None
         self._known: tuple[tuple[bytes, ...], tuple[str, ...]] = ((), ())
 
+    @property
+    def are_known(self) -> bool:
+        """Whether a save has gone by this plan."""
+        return self._offsets is not None
+
     def of(self, plan: WritePlan, offsets: NDArray[np.uint64]) -> tuple[tuple[bytes, ...], tuple[str, ...]]:
         if self._offsets is None or not np.array_equal(self._offsets, offsets):
             texts = tuple(_header(plan, segment, offsets) for segment in plan.segments)
@@ -85,12 +93,13 @@ class Headers:
 
 def start_capture(
     store: Store, directory: str, plan: WritePlan, places: Places, arena: _native.Arena, pace: Pace = UNPACED,
-    known: Headers | None = None, *, seed: int = 0,
+    known: Headers | None = None, *, seed: int = 0, reserved: bool = True,
 ) -> Staged:
     """Start capturing what lies at `places` (parallel to the plan's pieces) into segments in `directory`.
 
-    known  the headers of this very plan, as far as they were encoded before
-    seed   another one for each save: by it other lines are looked at
+    known     the headers of this very plan, as far as they were encoded before
+    seed      another one for each save: by it other lines are looked at
+    reserved  False: nothing is written before `writing.reserve()`
 
     Returns without waiting; the memory must stay alive until `writing.wait_captured()` returns, and
     unchanged, but for what is not lazy: that may change once `writing.wait_early()` returns. What lies on a
@@ -124,7 +133,7 @@ def start_capture(
     for stream in streams:
         stream.follow()
     files = [FilePlan(f"{directory}/{segment.name}", segment.bytes) for segment in plan.segments]
-    writing = store.write(files, rows, arena, pace)
+    writing = store.write(files, rows, arena, pace, reserved=reserved)
     _check_watched(writing, plan)
     return Staged(writing, offsets, digests, places, (hosted, headers, samples), streams)
 

@@ -98,6 +98,13 @@ class Writing(Protocol):
     @property
     def watched(self) -> Watched: ...
 
+    def reserve(self) -> None:
+        """Give the segments their full size, if nobody has, and begin to write what is captured already. Any thread.
+
+        Blocks as long as the file system does. What that refuses ends the write, and is in the receipt. Who does not
+        call it leaves it to `receipt`.
+        """
+
     def wait_early(self) -> None:
         """Block until no source that is not lazy will be read any more; until it is queued, if on a device."""
 
@@ -221,9 +228,12 @@ class Store(Protocol):
         """How bytes move here. An arena for this store has blocks of one request of that direction."""
 
     def write(
-        self, files: Sequence[FilePlan], rows: _native.WriteRows, arena: _native.Arena, pace: Pace = UNPACED
+        self, files: Sequence[FilePlan], rows: _native.WriteRows, arena: _native.Arena, pace: Pace = UNPACED, *,
+        reserved: bool = True,
     ) -> Writing:
         """Create the segments with their full size and start writing them; returns without waiting.
+
+        reserved  False: they get their size by `Writing.reserve`, and nothing is written before that
 
         Requests are no longer than a block of the arena.
         """

@@ -168,11 +168,12 @@ class LocalStore:
     # Bulk bytes
 
     def write(
-        self, files: Sequence[FilePlan], rows: _native.WriteRows, arena: _native.Arena, pace: Pace = UNPACED
+        self, files: Sequence[FilePlan], rows: _native.WriteRows, arena: _native.Arena, pace: Pace = UNPACED, *,
+        reserved: bool = True,
     ) -> LocalWriting:
         from flowstone.store.moving import LocalWriting  # needs numpy, which a listing does without
 
-        return LocalWriting(self.root, self.system, self._means, files, rows, arena, pace)
+        return LocalWriting(self.root, self.system, self._means, files, rows, arena, pace, reserved=reserved)
 
     def read_extents(
         self, paths: Sequence[str], rows: _native.ReadRows, arena: _native.Arena, *, wanted_bytes: int,

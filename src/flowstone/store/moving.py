@@ -7,6 +7,7 @@ import os
 import resource
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,15 +31,20 @@ class LocalWriting:
 
     def __init__(
         self, root: Path, system: System, means: Means, files: Sequence[FilePlan], rows: _native.WriteRows,
-        arena: _native.Arena, pace: Pace,
+        arena: _native.Arena, pace: Pace, *, reserved: bool = True,
     ) -> None:
-        self._root, self._system, self._means = root, system, means
+        self._root, self._system, self._means, self._files = root, system, means, files
         self._bytes = sum(file.bytes for file in files)
         self._direct = means.settings("write").direct_at(self._bytes)
         self._opened = OpenFiles()
+        self._reserving = Lock()  # of whoever does it; around the next
+        self._reserved = reserved
+        self._refusal: BaseException | None = None  # of that
         try:
             for file in files:
                 self._create(file)
+            if reserved:
+                self._reserve_files()
             self._running = means.running("write", arena.block_bytes)
             natives = [(opened.native(), file.bytes) for opened, file in zip(self._opened, files, strict=True)]
             # These files are this job's alone, so that gaps between slots may be written as zeros.
@@ -46,7 +52,7 @@ class LocalWriting:
                 self._job = self._running.engine.write(
                     arena, natives, rows, gap_bytes=_GAP_BYTES, in_place=self._running.settings.tuning.in_place,
                     blocks=pace.blocks, bytes_per_s=pace.bytes_per_s or 0,
-                    cap_bytes_per_s=pace.cap or 0, watch=means.options.watch,
+                    cap_bytes_per_s=pace.cap or 0, watch=means.options.watch, files_ready=reserved,
                 )
         except BaseException:
             self._opened.close()
@@ -60,12 +66,36 @@ class LocalWriting:
         with told(self._root, "create", file.path, needed_bytes=self._bytes), parent(self._root, file.path) as at:
             fd = self._system.create(path, flags, at)
         self._opened.add(path, fd, alignment)
-        with told(self._root, "allocate", file.path, needed_bytes=self._bytes):
-            self._system.reserve(fd, file.bytes)
-        if alignment > 1 and not self._means.takes_direct(fd):
-            with told(self._root, "open", file.path), parent(self._root, file.path) as at:
-                buffered = self._system.create(path, os.O_RDWR, at)
-            self._opened.replace_last(buffered, 1)
+
+    def _reserve_files(self) -> None:
+        for number, (opened, file) in enumerate(zip(self._opened, self._files, strict=True)):
+            with told(self._root, "allocate", file.path, needed_bytes=self._bytes):
+                self._system.reserve(opened.fd, file.bytes)
+            if opened.alignment > 1 and not self._means.takes_direct(opened.fd):
+                with told(self._root, "open", file.path):
+                    self._opened.go_through_cache(number)
+
+    def reserve(self) -> None:
+        if self._reserving.acquire(blocking=False):  # else somebody is at it
+            try:
+                self._reserve_once()
+            finally:
+                self._reserving.release()
+
+    def _reserve_once(self) -> None:
+        """With the lock held. What is refused ends the job, and is the receipt's."""
+        if self._reserved:
+            return
+        self._reserved = True
+        if self._job.cancelled or self._job.fault is not None:
+            return
+        try:
+            self._reserve_files()
+        except BaseException as error:
+            self._refusal = error
+            self._job.cancel()
+        else:
+            self._job.files_ready()
 
     @property
     def done_bytes(self) -> int:
@@ -96,6 +126,8 @@ class LocalWriting:
             pass  # returns to Python in between, so that Ctrl-C is heard
 
     def receipt(self) -> Receipt:
+        with self._reserving:
+            self._reserve_once()  # if nobody has come to it yet
         while not self._job.wait(POLL_S):
             pass
         alignment = self._alignment
@@ -128,6 +160,10 @@ class LocalWriting:
                 self._root, fault.operation, fault.errno, fault.path, reach=_reach(fault), needed_bytes=self._bytes,
                 remedy=None if instead is None else f"save again: {instead}",
             )
+        if isinstance(self._refusal, FlowstoneError):
+            return self._refusal
+        if self._refusal is not None:
+            raise self._refusal
         if self._job.cancelled:
             return CancelledError("the save was cancelled", next="save again")
         return None

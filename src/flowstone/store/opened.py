@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -47,11 +49,11 @@ class OpenFiles:
     def __len__(self) -> int:
         return len(self._files)
 
-    def replace_last(self, fd: int, alignment: int) -> None:
-        """Have another descriptor of the file that was added last."""
-        path = self._files[-1].path
-        self.close(leave=len(self._files) - 1)
-        self.add(path, fd, alignment)
+    def go_through_cache(self, number: int) -> None:
+        """Have O_DIRECT no more for the file that was added as that number. Raises OSError."""
+        file = self._files[number]
+        fcntl.fcntl(file.fd, fcntl.F_SETFL, fcntl.fcntl(file.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+        self._files[number] = OpenFile(file.path, file.fd, 1)
 
     def close(self, leave: int = 0) -> None:
         """Close all but the first `leave`."""

@@ -27,7 +27,7 @@ def digest(array: np.ndarray) -> tuple[str, bytes]:
     return f"{dense.nbytes}", hashlib.sha1(dense.reshape(-1).view(np.uint8), usedforsecurity=False).digest()
 
 
-def _of_tensor(tensor: torch.Tensor) -> tuple[str, bytes]:
+def digest_of(tensor: torch.Tensor) -> tuple[str, bytes]:
     plain = tensor.detach().clone(memory_format=torch.contiguous_format)  # numpy() ends that a storage can be resized
     return digest(plain.view(-1).view(torch.uint8).numpy() if plain.numel() else np.zeros(0, np.uint8))
 
@@ -44,7 +44,7 @@ def contents_of(state: Mapping[str, object]) -> Contents:
         if isinstance(value, nn.Module):
             for name, tensor in value.state_dict(keep_vars=True).items():
                 path = f"{section}.{stripped(name)}"
-                found[path] = _of_tensor(tensor)
+                found[path] = digest_of(tensor)
                 paths.setdefault(id(tensor), path)
     for section, value in state.items():
         if isinstance(value, nn.Module) or not isinstance(value, _COMPARED):
@@ -61,12 +61,12 @@ def _add_optimizer(found: Contents, section: str, optimizer: torch.optim.Optimiz
     for parameter, slots in optimizer.state.items():
         for slot, value in slots.items():
             if isinstance(value, torch.Tensor):
-                found[f"{section}.state.{paths[id(parameter)]}.{slot}"] = _of_tensor(value)
+                found[f"{section}.state.{paths[id(parameter)]}.{slot}"] = digest_of(value)
 
 
 def _add(found: Contents, name: str, value: object) -> None:
     if isinstance(value, torch.Tensor):
-        found[name] = _of_tensor(value)
+        found[name] = digest_of(value)
     elif isinstance(value, np.ndarray):
         found[name] = digest(value)
     elif isinstance(value, dict):

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from format.plain_reader import read
 
-from hostile.oracle import NOT_COMPARED, digest
+from hostile.oracle import NOT_COMPARED, digest, digest_of
 from hostile.ranks.states import Holding, Part
 
 
@@ -36,15 +35,10 @@ def contents_of(parts: Sequence[Part]) -> Contents:
     """What a rank holds now."""
     return {
         part.name: Seen(
-            part.shape, tuple(part.local.shape), part.offset, part.begin, part.holding, _digest(part.local)
+            part.shape, tuple(part.local.shape), part.offset, part.begin, part.holding, digest_of(part.local)
         )
         for part in parts
     }
-
-
-def _digest(tensor: torch.Tensor) -> tuple[str, bytes]:
-    plain = tensor.contiguous()
-    return digest(plain.view(-1).view(torch.uint8).numpy() if plain.numel() else np.zeros(0, np.uint8))
 
 
 class Stored:

@@ -59,6 +59,41 @@ def test_acts_of_one_owner_happen_on_one_thread_which_ends_with_it_and_holds_not
     assert not second.is_alive()
 
 
+def test_what_came_of_an_act_whose_caller_was_interrupted_is_held_by_nobody() -> None:
+    """Also not by its thread, which may be kept from going on just then."""
+
+    class Held: ...
+
+    acts, begun, may_go_on, seen = Acts(), threading.Event(), threading.Event(), []
+    acts.do(nothing, first=nothing)
+
+    class Slow(Latch):
+        is_struck = False
+
+        def wait(self, timeout_s: float | None = None) -> bool:
+            if not self.is_struck:
+                self.is_struck = begun.wait(10)
+                raise Struck
+            return super().wait(timeout_s)
+
+        def open(self) -> None:
+            super().open()
+            may_go_on.wait(10)
+
+    def act() -> Held:
+        held = Held()
+        seen.append(weakref.ref(held))
+        begun.set()
+        return held
+
+    with mock.patch("flowstone.uninterrupted.Latch", Slow), pytest.raises(Struck):
+        acts.do(act, first=nothing)
+    try:
+        assert seen[0]() is None
+    finally:
+        may_go_on.set()
+
+
 def test_an_act_that_was_handed_to_a_thread_which_has_ended_is_done_all_the_same() -> None:
     acts = Acts()
     thread = acts.do(threading.current_thread, first=nothing)

@@ -80,6 +80,7 @@ class Acts:
         except BaseException:
             if not one.begun.acquire(blocking=False):
                 _await(one.over)
+                one.forget()
             raise
         if not one.over.is_open:
             return act()  # the thread was ended at the same time, and has not come to it
@@ -124,6 +125,11 @@ class _Act(Generic[_Result]):
         except BaseException as error:
             self.errors.append(error)
         self.over.open()
+
+    def forget(self) -> None:
+        """Nobody will take what came of it. Its thread may have it in hand for a moment yet."""
+        self.results.clear()
+        self.errors.clear()
 
 
 class _Thread(threading.Thread):

@@ -222,7 +222,7 @@ TEST_CASE("samples of equal rows are equal, wherever they lie, and those of othe
 
 TEST_CASE("files may get ready at any moment of the capture, or never if the job is cancelled") {
     for (const Setup& setup : setups())
-        for (std::uint64_t seed = 0; seed < 24; ++seed) {
+        for (std::uint64_t seed = 0; seed < 8; ++seed) {
             CAPTURE(setup.backend);
             CAPTURE(setup.direct);
             CAPTURE(seed);
@@ -269,10 +269,10 @@ TEST_CASE("a source that changes while files are not ready fails the job at once
         CAPTURE(setup.backend);
         const Sample sample = plain_sample(10 * mib, 128);
         Bed bed(setup, sample.file_bytes);
-        const auto job = start(bed, all_lazy(sample.rows), {.blocks = 1, .bytes_per_s = crawl, .files_ready = false});
-        std::memset(sample.memory[0].start() + 4 * mib, 0, mib);
+        const auto job = start(bed, all_lazy(sample.rows), {.in_place = false, .bytes_per_s = crawl, .files_ready = false});
+        std::memset(sample.memory[0].start() + mib + 4 * kib, 0, mib);  // of the second window, for which there is a block
         job->hurry();
-        REQUIRE(job->wait(forever_s));
+        REQUIRE(job->wait(60));
         REQUIRE(job->fault());
         CHECK(job->fault()->operation == "capture");
         CHECK(job->requests() == 0);

@@ -55,7 +55,8 @@ def fork(trainer: Trainer, chance: Random) -> None:
         code = 1
         try:
             for tensor in trainer.job.lazy():
-                tensor.data.fill_(3)
+                if not tensor.is_shared():  # by share_memory(): it is the parent's as well
+                    tensor.data.fill_(3)
             code = _in_the_child(trainer)
         finally:
             os._exit(code)

@@ -13,13 +13,13 @@ from itertools import pairwise
 
 import numpy as np
 
-from flowstone.plan.held import Held
+from flowstone.plan.layout_groups import RankLayout
 
 Ownership = Mapping[tuple[int, ...], int]
 """Ranks, ascending -> bytes of all that these ranks, and no others, hold."""
 
 
-def ownership(held: Sequence[Held]) -> tuple[dict[tuple[int, ...], int], int]:
+def ownership(held: Sequence[RankLayout]) -> tuple[dict[tuple[int, ...], int], int]:
     """Who holds what, and how many distinct pieces there are."""
     variants: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for rank, one in enumerate(held):
@@ -54,7 +54,7 @@ def ownership(held: Sequence[Held]) -> tuple[dict[tuple[int, ...], int], int]:
     return dict(found), pieces
 
 
-def _boxes(alike: Sequence[Held]) -> list[list[tuple[int, ...]]]:
+def _boxes(alike: Sequence[RankLayout]) -> list[list[tuple[int, ...]]]:
     """Of each of these ranks, whose columns but the boxes are the same: its boxes, offset before shape."""
     one = alike[0]
     kinds = range(len(one.parts)) if one.kinds is None else one.kinds.tolist()

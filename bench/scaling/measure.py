@@ -49,11 +49,11 @@ from flowstone.messages import (
     written_by,
 )
 from flowstone.pieces import Layout, Places
-from flowstone.plan.held import Held
-from flowstone.plan.listing import index_of_team
+from flowstone.plan.assign_writers import WriterAssignment
+from flowstone.plan.global_index import global_index
+from flowstone.plan.layout_groups import RankLayout
 from flowstone.plan.match import match
 from flowstone.plan.read import plan_reads
-from flowstone.plan.share import Share
 from flowstone.plan.write import place
 from flowstone.ranks import Decision
 from flowstone.ranks.board import Mail
@@ -93,11 +93,11 @@ class Bench:
 
     def run(self) -> Outcome:
         job, task = self._job, self._task
-        held = [job.held(rank) for rank in range(task.ranks)]
-        layout = layout_of(held[SAMPLE])
+        layouts = [job.held(rank) for rank in range(task.ranks)]
+        layout = layout_of(layouts[SAMPLE])
         with self._phase("say"):
             own = pack(layout)
-        messages, made = _said(held)
+        messages, made = _said(layouts)
         assert made == own, "a made-up rank says what a real one would"
         board = _Board()
         lead = Lead(task.ranks)
@@ -106,8 +106,8 @@ class Bench:
         posted, posted_bytes = _exchanged(messages, decision, board)
         shared = lead._shared
         assert shared is not None
-        loads = np.array([self._sizes(one)[of].sum() for one, of in zip(shared.held, shared.writes, strict=True)])
-        owned, _ = ownership(held)
+        loads = np.array([self._sizes(one)[of].sum() for one, of in zip(shared.layouts, shared.writes, strict=True)])
+        owned, _ = ownership(layouts)
         bound = least_largest(owned, task.ranks, within=BOUND_WITHIN)
         assert int(loads.sum()) == job.state_bytes, "every byte once"
         cached_s = self._write_plan(layout, decision)
@@ -115,12 +115,12 @@ class Bench:
         index, rows, manifest = self._commit(shared, lead)
         reads, read_bytes, chunks = self._load(index, rows)
         return Outcome(
-            held_pieces=sum(len(one.names.names) for one in held), pieces=sum(map(len, shared.writes)), chunks=chunks,
-            state_bytes=job.state_bytes, message_bytes=max(map(len, messages)), posted=posted,
+            held_pieces=sum(len(one.names.names) for one in layouts), pieces=sum(map(len, shared.writes)),
+            chunks=chunks, state_bytes=job.state_bytes, message_bytes=max(map(len, messages)), posted=posted,
             posted_bytes=posted_bytes, commit_bytes=max(receipts),
             posted_receipts_bytes=round(statistics.fmean(receipts) * _hops(task.ranks)),
             largest=int(loads.max()), mean=float(loads.mean()), bound=bound,
-            largest_piece=max(int(self._sizes(one).max()) for one in shared.held[::RANKS_PER_NODE]),
+            largest_piece=max(int(self._sizes(one).max()) for one in shared.layouts[::RANKS_PER_NODE]),
             cached_s=cached_s, index_bytes=len(index),
             manifest_bytes=len(manifest), segments=len(rows), reads=reads, read_bytes=read_bytes, spent=self.spent,
         )
@@ -144,13 +144,13 @@ class Bench:
 
         return statistics.median(_timed(cached) for _ in range(CACHED_TIMES))
 
-    def _receipts(self, shared: Share) -> list[int]:
+    def _receipts(self, shared: WriterAssignment) -> list[int]:
         """Lengths of what ranks say once they have written."""
         chance = np.random.default_rng(1)
         found = []
-        ranks = sorted(set(np.linspace(0, len(shared.held) - 1, SAMPLED).astype(int).tolist()))
+        ranks = sorted(set(np.linspace(0, len(shared.layouts) - 1, SAMPLED).astype(int).tolist()))
         for rank in ranks:
-            lengths = self._sizes(shared.held[rank])[shared.writes[rank]]
+            lengths = self._sizes(shared.layouts[rank])[shared.writes[rank]]
             count = len(lengths)
             chunks = int((-(-lengths // (1 << 20))).sum())
             made = Contribution(
@@ -162,11 +162,11 @@ class Bench:
             found.append(len(msgspec.msgpack.encode(written_by(made, "p" * 16, "d" * 24, replicated=False))))
         return found
 
-    def _commit(self, shared: Share, lead: Lead) -> tuple[bytes, list[SegmentRow], bytes]:
+    def _commit(self, shared: WriterAssignment, lead: Lead) -> tuple[bytes, list[SegmentRow], bytes]:
         """Index and manifest of what all ranks have written, as rank 0 makes them in every save."""
         counts = list(map(len, shared.writes))
         segment = np.repeat(np.arange(len(counts), dtype=np.uint32), counts)
-        lengths = [self._sizes(one)[writes] for one, writes in zip(shared.held, shared.writes, strict=True)]
+        lengths = [self._sizes(one)[writes] for one, writes in zip(shared.layouts, shared.writes, strict=True)]
         offsets = np.concatenate([4096 + np.cumsum(of) - of for of in lengths]).astype(np.uint64)
         chunks = int(sum((-(-of // (1 << 20))).sum() for of in lengths))
         rows = [
@@ -176,8 +176,8 @@ class Bench:
         del lengths
         digests = np.arange(chunks, dtype=np.uint64)
         with self._phase("index"):
-            frame, piece_order, chunk_order = index_of_team(
-                shared.held, shared.writes, lead._all_aliases(), segment
+            frame, piece_order, chunk_order = global_index(
+                shared.layouts, shared.writes, lead._all_aliases(), segment
             )
             index = frame.fill(offsets[piece_order], digests[chunk_order])
             totals = frame.totals
@@ -258,11 +258,11 @@ def _exchanged(messages: Sequence[bytes], decision: Decision, board: _Board) -> 
     return sum(mail.sent for mail in mails), sum(mail.sent_bytes for mail in mails)
 
 
-def _said(held: Sequence[Held]) -> tuple[list[bytes], PackedLayout | None]:
+def _said(layouts: Sequence[RankLayout]) -> tuple[list[bytes], PackedLayout | None]:
     """What each rank says, and the layout in what SAMPLE does. What ranks have alike is encoded once."""
     known: dict[tuple[int, int, int], PackedLayout] = {}
     messages, made = [], None
-    for rank, one in enumerate(held):
+    for rank, one in enumerate(layouts):
         key = id(one.names), id(one.parts), id(one.kinds)
         if key not in known:
             known[key] = packed(one, [])

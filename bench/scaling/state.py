@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from flowstone.pieces import DTYPES, Alias, Box, DType, Layout, Pieces
-from flowstone.plan.held import Held, Names
+from flowstone.plan.layout_groups import Names, RankLayout
 
 SLOTS = ("master", "exp_avg", "exp_avg_sq")
 RANKS_PER_NODE = 8
@@ -155,8 +155,8 @@ class Job:
     def state_bytes(self) -> int:
         return sum(int(np.prod(one.shape, dtype=np.int64)) * one.dtype.item_bytes for one in self._all)
 
-    def held(self, rank: int) -> Held:
-        """What a rank holds: each distinct box of each shape once, as `Held.compact` makes them."""
+    def held(self, rank: int) -> RankLayout:
+        """What a rank holds: each distinct box of each shape once, as `RankLayout.compact` makes them."""
         tensor, data, stage = self.mesh.place(rank)
         form = self._form(stage, self._owner(rank))
         regions = [self._region(one, tensor, data) for one in form.examples]
@@ -261,7 +261,7 @@ class _Form:
         self._kinds = [self.kind[at] for at in self._parts.tolist()]
         self._compact: dict[tuple[int, ...], NDArray[np.int64]] = {}
 
-    def held(self, regions: list[Region]) -> Held:
+    def held(self, regions: list[Region]) -> RankLayout:
         """The columns of the rank whose kinds of tensors have these regions."""
         numbers: dict[tuple[Numbers, Region], int] = {}
         of_kind = {
@@ -272,10 +272,10 @@ class _Form:
         if key not in self._compact:
             self._compact[key] = np.array([of_kind[kind] for kind in self._kinds], np.int64)
         boxes = [number for _, region in numbers for half in region for number in half]
-        return Held(self._names, self._parts, np.array(boxes, np.int64), self._compact[key])
+        return RankLayout(self._names, self._parts, np.array(boxes, np.int64), self._compact[key])
 
 
-def pieces_of(held: Held) -> Pieces:
+def pieces_of(held: RankLayout) -> Pieces:
     """The same as pieces, one record for each box: what a rank itself has."""
     parts, at, boxes = {}, 0, []
     kinds = held.parts if held.kinds is None else held.kinds
@@ -289,7 +289,7 @@ def pieces_of(held: Held) -> Pieces:
     return Pieces(held.names.names, held.names.dtypes, held.names.shapes, parts)
 
 
-def layout_of(held: Held) -> Layout:
+def layout_of(held: RankLayout) -> Layout:
     aliases: tuple[Alias, ...] = ()
     return Layout(pieces_of(held), aliases, (True,) * len(held.names.names))
 
@@ -300,7 +300,7 @@ class Sizes:
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]] = {}
 
-    def __call__(self, held: Held) -> NDArray[np.int64]:
+    def __call__(self, held: RankLayout) -> NDArray[np.int64]:
         names, kinds = held.names, held.kinds
         assert kinds is not None
         key = id(names), id(kinds)

@@ -116,6 +116,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "ArgumentError",
+    "Box",
     "BudgetError",
     "BuffersFromOneRank",
     "BusyError",
@@ -176,7 +177,6 @@ __all__ = [
     "UnsupportedFormatError",
     "UnsupportedStateError",
     "Written",
-    "Box",
     "__version__",
     "explain",
     "open",

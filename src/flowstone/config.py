@@ -54,9 +54,9 @@ FENCE_WAIT_S = 0.005  # a longer wait makes the arena grow
 HOLD_BYTES = 16 * MIB  # that a fence copies before it asks whether it still has to
 COPY_BYTES_PER_S = 4e9  # into touched memory, by two cores that train meanwhile; sizes that growth
 
-# Replicas are cut, and written by several ranks, where the largest writer then has so much less to write.
-CUT_WORTH_BYTES = 16 * MIB
-CUT_BLOCK_BYTES_MIN = 1 * MIB
+# Replicas are split, and written by several ranks, where the largest writer then has so much less to write.
+SPLIT_WORTH_BYTES = 16 * MIB
+SPLIT_BLOCK_BYTES_MIN = 1 * MIB
 
 # How ranks agree. Values of a torch.distributed store may have 8 MiB; smaller ones hold up others less.
 MESSAGE_BYTES_MAX = 1 * MIB

@@ -33,10 +33,10 @@ from flowstone.messages import (
     parts_of,
 )
 from flowstone.pieces import DTYPES, Alias
-from flowstone.plan.held import Held, Names
-from flowstone.plan.listing import index_of_team
+from flowstone.plan.assign_writers import WriterAssignment, assign_writers, check_replicas
+from flowstone.plan.global_index import global_index
+from flowstone.plan.layout_groups import Names, RankLayout
 from flowstone.plan.replicas import differing
-from flowstone.plan.share import Share, check_replicas, share
 from flowstone.ranks import Decision
 from flowstone.store.base import Receipt, Store
 
@@ -47,10 +47,10 @@ class Lead:
     def __init__(self, size: int) -> None:
         self.job = secrets.token_hex(4)
         self._plan = ""
-        self._held: list[Held | None] = [None] * size
+        self._layouts: list[RankLayout | None] = [None] * size
         self._aliases: list[Sequence[tuple[str, str]]] = [()] * size
         self._is_far = [False] * size
-        self._shared: Share | None = None
+        self._shared: WriterAssignment | None = None
         # Of each rank, the plans in which it has what it has now: it may have begun several saves by an older one.
         self._same: list[deque[str]] = [deque(maxlen=PLANS_REMEMBERED) for _ in range(size)]
         self._names: dict[bytes, Names] = {}
@@ -74,19 +74,19 @@ class Lead:
         terms = Terms(self._plan, self.job, shared.buffers, self._share_compared(shared))
         return Decision(msgspec.msgpack.encode(terms), list(map(msgspec.msgpack.encode, parts)))
 
-    def _share_anew(self, said: Sequence[Proposal], begun: Set[int]) -> Share:
+    def _share_anew(self, said: Sequence[Proposal], begun: Set[int]) -> WriterAssignment:
         """A plan in which those that have begun keep what they write. One that cannot be leaves all as it was."""
-        held, hosts = list(self._held), dict.fromkeys(one.host for one in said)
+        layouts, hosts = list(self._layouts), dict.fromkeys(one.host for one in said)
         number = {host: at for at, host in enumerate(hosts)}
         for rank, one in enumerate(said):
             if one.layout is not None:
-                held[rank] = self._unpacked(one.layout)
+                layouts[rank] = self._unpacked(one.layout)
         known = self._shared if begun else None
-        shared = share(
-            [one for one in held if one is not None], [number[one.host] for one in said],
-            {rank: known.writes[rank] for rank in begun} if known else {}, kept_cut=known.cut if known else None,
+        shared = assign_writers(
+            [one for one in layouts if one is not None], [number[one.host] for one in said],
+            {rank: known.writes[rank] for rank in begun} if known else {}, kept_split=known.split if known else None,
         )
-        self._held, self._shared, self._plan = held, shared, secrets.token_hex(8)
+        self._layouts, self._shared, self._plan = layouts, shared, secrets.token_hex(8)
         for rank, one in enumerate(said):
             if one.layout is not None:
                 self._aliases[rank], self._is_far[rank] = one.layout.aliases, one.is_far
@@ -94,7 +94,7 @@ class Lead:
             self._same[rank].append(self._plan)
         return shared
 
-    def _share_compared(self, shared: Share) -> float | None:
+    def _share_compared(self, shared: WriterAssignment) -> float | None:
         """Of all replicas; None: all of them. Looking at a tensor on a device costs a call: so there it is by turns."""
         if not any(self._is_far):
             return None
@@ -109,8 +109,8 @@ class Lead:
 
     def tell_replicas_apart(self, said: Sequence[bytes]) -> NoReturn:
         """Raise CollisionError with what is not the same, and where. `said`: of each rank, digests of its pieces."""
-        held = [one for one in self._held if one is not None]
-        check_replicas(held, [np.frombuffer(zlib.decompress(one), "<u2") if one else None for one in said])
+        layouts = [one for one in self._layouts if one is not None]
+        check_replicas(layouts, [np.frombuffer(zlib.decompress(one), "<u2") if one else None for one in said])
         raise AssertionError("digests are equal, and numbers that are made of them differ")
 
     def commit(
@@ -126,8 +126,8 @@ class Lead:
             columns.append(numbers(one.segment, np.uint32) + np.uint32(len(segments)))
             segments += [msgspec.structs.replace(row, id=len(segments) + at) for at, row in enumerate(one.segments)]
         assert self._shared is not None, "what is committed was shared out"
-        frame, piece_order, chunk_order = index_of_team(
-            self._shared.held, self._shared.writes, self._all_aliases(), np.concatenate(columns)
+        frame, piece_order, chunk_order = global_index(
+            self._shared.layouts, self._shared.writes, self._all_aliases(), np.concatenate(columns)
         )
         offsets = np.concatenate([numbers(one.offsets, np.uint64) for one in said])
         digests = np.concatenate([numbers(one.digests, np.uint64) for one in said])
@@ -151,7 +151,7 @@ class Lead:
             receipt=Receipt(None, digests, io), writer=f"flowstone {__version__}", ranks=len(said),
         )
 
-    def _unpacked(self, layout: PackedLayout) -> Held:
+    def _unpacked(self, layout: PackedLayout) -> RankLayout:
         names = self._names.get(layout.tensors)
         if names is None:
             found = msgspec.msgpack.decode(lzma.decompress(layout.tensors), type=Tensors)
@@ -162,7 +162,7 @@ class Lead:
             self._columns[one] if one in self._columns else self._columns.setdefault(one, from_steps(one))
             for one in (layout.parts, layout.kinds)
         )
-        return Held(names, parts, numbers(layout.boxes, np.int64), kinds)
+        return RankLayout(names, parts, numbers(layout.boxes, np.int64), kinds)
 
     def _all_aliases(self) -> list[Alias]:
         """The further names of every rank, each once; CollisionError where ranks tie different tensors."""
@@ -174,7 +174,7 @@ class Lead:
                         f"{name!r} is tied to {found[name]!r} on one rank, and to {target!r} on another",
                         next="tie the same parameters on every rank",
                     )
-        stored = {name for held in self._held if held is not None for name in held.names.names}
+        stored = {name for layouts in self._layouts if layouts is not None for name in layouts.names.names}
         return [Alias(name, target) for name, target in found.items() if name not in stored]
 
 

@@ -17,10 +17,10 @@ from flowstone.format.digest import digest
 from flowstone.format.joints import spine_of
 from flowstone.format.manifest import IoRecord, SegmentRow
 from flowstone.pieces import Block, Layout
-from flowstone.plan.cut import Blocks
-from flowstone.plan.held import Held, Names
+from flowstone.plan.assign_writers import WriterAssignment
+from flowstone.plan.layout_groups import Names, RankLayout
 from flowstone.plan.replicas import Compared
-from flowstone.plan.share import Share
+from flowstone.plan.split_replicas import Blocks
 from flowstone.store.base import Receipt
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
@@ -35,9 +35,9 @@ class Tensors(msgspec.Struct, frozen=True):
 
 
 class PackedLayout(msgspec.Struct, frozen=True):
-    """A layout in few bytes, by the columns of `Held`.
+    """A layout in few bytes, by the columns of `RankLayout`.
 
-    `tensors`, `parts` and `kinds` are the same on all ranks that hold parts of the same tensors, cut alike.
+    `tensors`, `parts` and `kinds` are the same on all ranks that hold parts of the same tensors, split alike.
     """
 
     tensors: bytes  # Tensors, compressed
@@ -200,22 +200,22 @@ def pack(layout: Layout) -> PackedLayout:
     parts = sorted(pieces.parts)
     boxes = [n for at in parts for n in (*pieces.parts[at].offset, *pieces.parts[at].shape)]
     names = Names(pieces.names, pieces.dtypes, tuple(map(tuple, pieces.shapes)), layout.buffers)
-    held = Held(names, np.array(parts, np.int64), np.array(boxes, np.int64)).compact()
-    return packed(held, [(alias.name, alias.target) for alias in layout.aliases])
+    rank_layout = RankLayout(names, np.array(parts, np.int64), np.array(boxes, np.int64)).compact()
+    return packed(rank_layout, [(alias.name, alias.target) for alias in layout.aliases])
 
 
-def packed(held: Held, aliases: list[tuple[str, str]]) -> PackedLayout:
-    assert held.kinds is not None, "each distinct box once"
-    names = held.names
+def packed(rank_layout: RankLayout, aliases: list[tuple[str, str]]) -> PackedLayout:
+    assert rank_layout.kinds is not None, "each distinct box once"
+    names = rank_layout.names
     dtypes = [dtype.name for dtype in names.dtypes]
     tensors = Tensors(list(names.names), dtypes, list(names.shapes), sorted(names.buffers))
     return PackedLayout(
-        lzma.compress(msgspec.msgpack.encode(tensors), preset=0), by_steps(held.parts), by_steps(held.kinds),
-        compressed(held.boxes), aliases,
+        lzma.compress(msgspec.msgpack.encode(tensors), preset=0), by_steps(rank_layout.parts),
+        by_steps(rank_layout.kinds), compressed(rank_layout.boxes), aliases,
     )
 
 
-def parts_of(shared: Share) -> Iterator[Part]:
+def parts_of(shared: WriterAssignment) -> Iterator[Part]:
     """What each rank is told. Ranks that write alike are told the same bytes."""
     known: dict[tuple[int, int, int], Part] = {}
     sets: dict[int, bytes] = {}
@@ -233,19 +233,19 @@ def _part_of(writes: NDArray[np.int64], blocks: Blocks | None, sets: bytes) -> P
     if blocks is None:
         return Part(by_steps(writes), b"", sets)
     at = np.flatnonzero(blocks.dim[writes] >= 0)
-    cut = writes[at]
-    columns = np.stack([at, blocks.dim[cut], blocks.start[cut], blocks.length[cut]])
+    split = writes[at]
+    columns = np.stack([at, blocks.dim[split], blocks.start[split], blocks.length[split]])
     return Part(by_steps(blocks.source[writes]), compressed(columns) if len(at) else b"", sets)
 
 
 def assignment_of(plan: str, layout: Layout, positions: bytes, blocks: bytes) -> Assignment:
     """What a rank has been told to write of its layout."""
-    writes, cut = from_steps(positions), []
+    writes, split = from_steps(positions), []
     for at, dim, start, length in numbers(blocks, np.int64).reshape(4, -1).T.tolist() if blocks else ():
         piece = layout.pieces[int(writes[at])]
         row_bytes = math.prod(piece.box.shape[dim + 1 :]) * piece.dtype.item_bytes
-        cut.append(Block(at, dim, start, length, start * row_bytes))
-    return Assignment(plan, layout, writes, tuple(cut))
+        split.append(Block(at, dim, start, length, start * row_bytes))
+    return Assignment(plan, layout, writes, tuple(split))
 
 
 def compressed(numbers: NDArray[np.int64]) -> bytes:

@@ -22,8 +22,8 @@ from bench.scaling.bound import least_largest, ownership
 from bench.scaling.records import Case, Outcome, Run, Spent, Task
 from bench.scaling.state import MODELS, PARALLELISMS, Job, Sizes, pieces_of, tensors
 from flowstone.pieces import Box
-from flowstone.plan.held import Held
-from flowstone.plan.share import share
+from flowstone.plan.assign_writers import assign_writers
+from flowstone.plan.layout_groups import RankLayout
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = [("tiny-moe" if one.experts else "tiny", how, n) for how, one in PARALLELISMS.items() for n in (8, 24, 128)]
@@ -57,7 +57,7 @@ def test_made_up_columns_are_those_of_a_real_rank(model: str, how: str, ranks: i
         pieces = pieces_of(held)
         parts = sorted(pieces.parts)
         numbers = [n for at in parts for n in (*pieces.parts[at].offset, *pieces.parts[at].shape)]
-        plain = Held(held.names, np.array(parts, np.int64), np.array(numbers, np.int64)).compact()
+        plain = RankLayout(held.names, np.array(parts, np.int64), np.array(numbers, np.int64)).compact()
         assert plain.kinds is not None
         assert held.kinds is not None
         assert (plain.parts.tolist(), plain.kinds.tolist()) == (held.parts.tolist(), held.kinds.tolist())
@@ -69,7 +69,7 @@ def test_made_up_columns_are_those_of_a_real_rank(model: str, how: str, ranks: i
 def test_every_byte_of_a_made_up_job_is_written_once_and_evenly(model: str, how: str, ranks: int) -> None:
     made = job(model, how, ranks)
     held = [made.held(rank) for rank in range(ranks)]
-    found = share(held, made.nodes)
+    found = assign_writers(held, made.nodes)
     assert int(found.bytes.sum()) == made.state_bytes
     sizes = Sizes()
     assert [int(sizes(one)[of].sum()) for one, of in zip(held, found.writes, strict=True)] == found.bytes.tolist()
@@ -79,7 +79,7 @@ def test_every_byte_of_a_made_up_job_is_written_once_and_evenly(model: str, how:
     largest = max(int(sizes(one).max()) for one in held)
     bound = least_largest(owned, ranks)
     assert bound <= found.bytes.max()
-    level = share(held).bytes.max()  # nodes set aside, which can be level while their ranks are not
+    level = assign_writers(held).bytes.max()  # nodes set aside, which can be level while their ranks are not
     assert bound <= level <= bound + largest, "whole pieces: no further than one of them"
 
 

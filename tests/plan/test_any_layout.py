@@ -25,9 +25,9 @@ from flowstone.format.index import Index, decode_index
 from flowstone.format.manifest import SegmentRow
 from flowstone.messages import assignment_of, parts_of
 from flowstone.pieces import Box, Layout, Piece, Pieces
-from flowstone.plan.listing import index_of_team
+from flowstone.plan.assign_writers import Names, RankLayout, WriterAssignment, assign_writers
+from flowstone.plan.global_index import global_index
 from flowstone.plan.read import plan_reads
-from flowstone.plan.share import Held, Names, Share, share
 from flowstone.plan.write import WritePlan, place, plan_writes
 
 SHORT, ALL = 250, 2000
@@ -63,22 +63,24 @@ def pieces_of(case: Case, layout: layouts.Layout, rank: int) -> Pieces:
     ])
 
 
-def held_by(pieces: Pieces) -> Held:
+def held_by(pieces: Pieces) -> RankLayout:
     parts = sorted(pieces.parts)
     boxes = [n for at in parts for n in (*pieces.parts[at].offset, *pieces.parts[at].shape)]
     names = Names(pieces.names, pieces.dtypes, pieces.shapes)
-    return Held(names, np.array(parts, np.int64), np.array(boxes, np.int64)).compact()
+    return RankLayout(names, np.array(parts, np.int64), np.array(boxes, np.int64)).compact()
 
 
-def shared_out(ranks: Sequence[Pieces], chance: random.Random) -> Share:
+def shared_out(ranks: Sequence[Pieces], chance: random.Random) -> WriterAssignment:
     """Who writes what, replicas cut or not; sometimes as it is shared out again, on other nodes, among those that have
     not begun."""
     held, nodes = [held_by(one) for one in ranks], [chance.randrange(3) for _ in ranks]
-    found = share(held, nodes, worth_bytes=chance.choice((1, 1 << 30)), block_bytes_min=chance.choice((1, 100, 1000)))
+    found = assign_writers(
+        held, nodes, worth_bytes=chance.choice((1, 1 << 30)), block_bytes_min=chance.choice((1, 100, 1000))
+    )
     if chance.random() < 0.3:
         begun = [rank for rank in range(len(ranks)) if chance.random() < 0.5]
         kept = {rank: found.writes[rank] for rank in begun}
-        again = share(held, nodes[::-1], kept, kept_cut=found.cut if begun else None)
+        again = assign_writers(held, nodes[::-1], kept, kept_split=found.split if begun else None)
         assert all(np.array_equal(again.writes[rank], found.writes[rank]) for rank in begun)
         return again
     return found
@@ -108,7 +110,7 @@ def save(case: Case, values: dict[str, np.ndarray], chance: random.Random) -> Di
             rows.append(SegmentRow(len(rows), None, file.name, file.bytes, file.header_bytes, ""))
         offsets.append(where)
         digests += put(plan, where, mine, values, segments)
-    frame, piece_order, chunk_order = index_of_team(shared.held, shared.writes, (), np.concatenate(numbers))
+    frame, piece_order, chunk_order = global_index(shared.layouts, shared.writes, (), np.concatenate(numbers))
     data = frame.fill(np.concatenate(offsets)[piece_order], np.array(digests, np.uint64)[chunk_order])
     return Disk(segments, rows, decode_index(data, segments=rows, path="index"))
 

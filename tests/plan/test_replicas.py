@@ -13,16 +13,16 @@ from numpy.typing import NDArray
 from flowstone.errors import CollisionError
 from flowstone.messages import LookedAt
 from flowstone.pieces import DTYPES, Box, Layout, Piece, Pieces
+from flowstone.plan.assign_writers import Names, RankLayout, assign_writers, check_replicas
 from flowstone.plan.replicas import Compared, ReplicaSets, differing
-from flowstone.plan.share import Held, Names, check_replicas, share
 
 NONE = np.zeros(0, np.int64)
 F32 = DTYPES["float32"]
 
 
-def whole(*names: str, buffers: Sequence[int] = ()) -> Held:
+def whole(*names: str, buffers: Sequence[int] = ()) -> RankLayout:
     """A rank that holds all of some tensors."""
-    return Held(Names(names, (F32,) * len(names), ((4,),) * len(names), frozenset(buffers)), NONE, NONE)
+    return RankLayout(Names(names, (F32,) * len(names), ((4,),) * len(names), frozenset(buffers)), NONE, NONE)
 
 
 def samples(*of: int) -> np.ndarray:
@@ -32,7 +32,7 @@ def samples(*of: int) -> np.ndarray:
 def test_replicas_with_equal_samples_are_the_same() -> None:
     ranks = [whole("a", "b"), whole("b", "c")]
     check_replicas(ranks, [samples(1, 2), samples(2, 3)])
-    assert sum(map(len, share(ranks).writes)) == 3
+    assert sum(map(len, assign_writers(ranks).writes)) == 3
 
 
 def test_replicas_whose_samples_differ_are_named_with_their_ranks() -> None:
@@ -54,7 +54,7 @@ def test_a_rank_without_samples_is_not_compared() -> None:
 def test_buffers_are_not_compared() -> None:
     ranks = [whole("a", "b", buffers=[1])] * 2
     check_replicas(ranks, [samples(1, 2), samples(1, 3)])
-    assert [one.tolist() for one in share(ranks).replicas.number] == [[0, -1]] * 2
+    assert [one.tolist() for one in assign_writers(ranks).replicas.number] == [[0, -1]] * 2
 
 
 # By one number for each set
@@ -73,11 +73,11 @@ class Rank:
         self.seen = np.array([seen(piece) for piece in pieces], np.uint16)
 
     @property
-    def held(self) -> Held:
+    def held(self) -> RankLayout:
         parts = {at: piece.box for at, piece in enumerate(self.pieces) if piece.box != Box.whole(piece.shape)}
         boxes = [n for box in parts.values() for n in (*box.offset, *box.shape)]
         names = Names(self.layout.pieces.names, self.layout.pieces.dtypes, self.layout.pieces.shapes)
-        return Held(names, np.array([*parts], np.int64), np.array(boxes, np.int64)).compact()
+        return RankLayout(names, np.array([*parts], np.int64), np.array(boxes, np.int64)).compact()
 
 
 def folded(ranks: Sequence[Rank], found: ReplicaSets, step: int, part: float | None = None) -> list[NDArray[np.uint64]]:
@@ -110,7 +110,7 @@ def drawn(chance: random.Random) -> list[Rank]:
 def test_one_number_for_each_set_tells_every_difference_and_no_other(seed: int) -> None:
     chance = random.Random(seed)
     ranks = drawn(chance)
-    found = share([one.held for one in ranks]).replicas
+    found = assign_writers([one.held for one in ranks]).replicas
     assert not differing(found.sets, folded(ranks, found, step=seed))
     places = [(rank, at) for rank, one in enumerate(ranks) for at in range(len(one.pieces))]
     for rank, at in chance.sample(places, min(8, len(places))):
@@ -124,7 +124,7 @@ def test_one_number_for_each_set_tells_every_difference_and_no_other(seed: int) 
 
 def test_differences_that_two_ranks_share_are_found_and_those_not_asked_are_left_out() -> None:
     ranks = [Rank([Piece(name, F32, (4,), Box.whole((4,))) for name in "ab"]) for _ in range(4)]
-    found = share([one.held for one in ranks]).replicas
+    found = assign_writers([one.held for one in ranks]).replicas
     for one in ranks[2:]:
         one.seen[0] += 1
         one.seen[1] -= 1
@@ -138,7 +138,7 @@ def test_differences_that_two_ranks_share_are_found_and_those_not_asked_are_left
 def test_a_part_of_them_is_looked_at_by_turns_the_same_on_all_ranks() -> None:
     pieces = [Piece(f"t{n}", F32, (16,), Box.whole((16,))) for n in range(400)]
     ranks = [Rank(pieces), Rank(pieces[::-1])]
-    found = share([one.held for one in ranks]).replicas
+    found = assign_writers([one.held for one in ranks]).replicas
     seen: set[str] = set()
     for step in range(200):
         names = []
@@ -176,7 +176,7 @@ def test_ranks_that_number_alike_share_one_array() -> None:
         Rank([Piece(f"t{n}", F32, (8, 4), Box((rank % 8, 0), (1, 4))) for n in range(300)]) for rank in range(8)
     ] * 64
     held = [one.held for one in ranks[:8]] * 64
-    found = share(held).replicas
+    found = assign_writers(held).replicas
     assert len({id(number) for number in found.number}) <= 8
     sets = np.concatenate(found.sets)
     assert (len(sets), len({*sets.tolist()})) == (512, 8)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import flowstone as fs
-from flowstone.plan.share import share
+from flowstone.plan.assign_writers import assign_writers
 from flowstone.state.shards import boxes_of, runs_of
 
 POISON = 0xA5
@@ -48,7 +48,7 @@ def play(rank: int, path: str, seeds: list[int], ranks_max: int) -> None:
 
     In cases of an odd number replicas are cut for a few bytes.
     """
-    cut = partial(share, worth_bytes=1, block_bytes_min=100)
+    cut = partial(assign_writers, worth_bytes=1, block_bytes_min=100)
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), None, False)
     dist.destroy_process_group()
     for seed in seeds:
@@ -57,7 +57,7 @@ def play(rank: int, path: str, seeds: list[int], ranks_max: int) -> None:
         try:
             if rank < case.source.size:
                 _as_job(store, f"{seed}/save", rank, case.source.size)
-                with mock.patch("flowstone.lead.share", cut if seed % 2 else share):
+                with mock.patch("flowstone.lead.assign_writers", cut if seed % 2 else assign_writers):
                     save(case, rank, where)
                 dist.destroy_process_group()
                 store.set(f"{seed}/saved/{rank}", b"")

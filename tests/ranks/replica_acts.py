@@ -9,7 +9,7 @@ import torch
 from acts import opened
 from torch import nn
 
-from flowstone.plan.share import share
+from flowstone.plan.assign_writers import assign_writers
 
 STEPS = 4
 
@@ -39,7 +39,10 @@ def train(rank: int, path: str) -> list[tuple[int, int]]:
     Of each save, how many pieces of how many bytes this rank wrote.
     """
     state, written = training(), []
-    with mock.patch("flowstone.lead.share", partial(share, worth_bytes=1, block_bytes_min=4096)), opened(path) as saver:
+    with (
+        mock.patch("flowstone.lead.assign_writers", partial(assign_writers, worth_bytes=1, block_bytes_min=4096)),
+        opened(path) as saver,
+    ):
         for number in range(STEPS):
             turned = number >= 2 and rank == 1
             save = saver.save(number, dict(reversed(state.items())) if turned else state)

@@ -12,7 +12,7 @@ from flowstone.config import CHUNK_BYTES
 from flowstone.errors import CoverageError
 from flowstone.format.index import Index
 from flowstone.pieces import Box, Piece, Pieces
-from flowstone.plan.boxes import tiles, uncovered
+from flowstone.plan.coverage import tiles, uncovered
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,8 +21,8 @@ from flowstone.errors import CollisionError
 from flowstone.format.index import Frame, Index, frame_of
 from flowstone.format.segment import Packed, entry_name, entry_text, pack_entries, reserve, reserved
 from flowstone.pieces import Alias, Box, Piece, Pieces
-from flowstone.plan.boxes import check_tiling
-from flowstone.plan.listing import by_tensor, chunks_in_order, first_chunks
+from flowstone.plan.coverage import check_tiling
+from flowstone.plan.global_index import by_tensor, chunks_in_order, first_chunks
 
 
 @dataclass(frozen=True, slots=True)

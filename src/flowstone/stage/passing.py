@@ -19,7 +19,7 @@ from flowstone.config import BLOCK_BYTES, CHUNK_BYTES, READ_REQUEST_BYTES, WINDO
 from flowstone.errors import FlowstoneError, RankError
 from flowstone.format.index import Index
 from flowstone.pieces import Pieces, Places
-from flowstone.plan.deal import Dealt, deal
+from flowstone.plan.assign_readers import ReaderAssignment, assign_readers
 from flowstone.plan.read import ReadPlan, part_of
 from flowstone.stage.scatter import Scattered, locate_chunks, nothing_read, read_rows, scatter, scatter_by
 from flowstone.store.base import Reading, Store, finish_reading, stop_reading
@@ -77,7 +77,7 @@ class Passing:
             stack.callback(self._engine.close)
             wanted = [np.frombuffer(one.message, "<i8").reshape(-1, 3).astype(np.int64) for one in self._open]
             self._filled_bytes = 0  # read at the store for the windows, so far
-            self.dealt: Dealt = deal(wanted, me, index, half_bytes=WINDOW_BYTES)
+            self.dealt: ReaderAssignment = assign_readers(wanted, me, index, half_bytes=WINDOW_BYTES)
             self._stack = stack.pop_all()
 
     def close(self) -> None:

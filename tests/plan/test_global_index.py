@@ -10,24 +10,24 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_share import boxes, jobs
+from test_assign_writers import boxes, jobs
 
 from flowstone.config import CHUNK_BYTES
 from flowstone.format.index import Index, decode_index
 from flowstone.format.manifest import SegmentRow
 from flowstone.pieces import DTYPES, Alias, Box
-from flowstone.plan.boxes import tiles, uncovered
-from flowstone.plan.held import Held, Names
-from flowstone.plan.listing import index_of_team
-from flowstone.plan.share import share
+from flowstone.plan.assign_writers import assign_writers
+from flowstone.plan.coverage import tiles, uncovered
+from flowstone.plan.global_index import global_index
+from flowstone.plan.layout_groups import Names, RankLayout
 
 U8 = DTYPES["uint8"]
 
 
-def decoded(held: Sequence[Held], writes: Sequence[np.ndarray], aliases: Sequence[Alias] = ()) -> Index:
+def decoded(held: Sequence[RankLayout], writes: Sequence[np.ndarray], aliases: Sequence[Alias] = ()) -> Index:
     """The index of what ranks write, each piece one behind the other, through its file."""
     segment = np.repeat(np.arange(len(held), dtype=np.uint32), list(map(len, writes)))
-    frame, order, chunk_order = index_of_team(held, writes, aliases, segment)
+    frame, order, chunk_order = global_index(held, writes, aliases, segment)
     offsets, segments = [], []
     for rank, (one, of) in enumerate(zip(held, writes, strict=True)):
         at = 4096
@@ -43,8 +43,8 @@ def decoded(held: Sequence[Held], writes: Sequence[np.ndarray], aliases: Sequenc
 
 @settings(deadline=None)
 @given(jobs())
-def test_every_piece_is_listed_as_a_loop_would(held: list[Held]) -> None:
-    writes = share(held).writes
+def test_every_piece_is_listed_as_a_loop_would(held: list[RankLayout]) -> None:
+    writes = assign_writers(held).writes
     index = decoded(held, writes)
     wanted: dict[str, list[tuple[int, Box]]] = {}
     for rank, (one, of) in enumerate(zip(held, writes, strict=True)):
@@ -69,11 +69,11 @@ def test_chunks_keep_their_digests_when_pieces_are_put_in_order() -> None:
     sizes = {"a": CHUNK_BYTES + 5, "b": 7, "c": 0}
     half = {"a": (0, CHUNK_BYTES + 5), "b": (0, 4), "c": (0, 0)}
 
-    def rank(names: str, rest: bool) -> Held:
+    def rank(names: str, rest: bool) -> RankLayout:
         parts = [at for at, name in enumerate(names) if name == "b"]
         box = [4, 3] if rest else list(half["b"])
         shapes = tuple((sizes[name],) for name in names)
-        return Held(Names(tuple(names), (U8,) * len(names), shapes), np.array(parts), np.array(box))
+        return RankLayout(Names(tuple(names), (U8,) * len(names), shapes), np.array(parts), np.array(box))
 
     held = [rank("ba", rest=False), rank("cb", rest=True)]
     index = decoded(held, [np.array([0, 1]), np.array([0, 1])], [Alias("tied", "a")])
@@ -86,15 +86,17 @@ def test_chunks_keep_their_digests_when_pieces_are_put_in_order() -> None:
 
 @settings(deadline=None)
 @given(jobs())
-def test_compact_columns_are_shared_out_like_plain_ones(held: list[Held]) -> None:
-    plain, found = share(held), share([one.compact() for one in held])
+def test_compact_columns_are_shared_out_like_plain_ones(held: list[RankLayout]) -> None:
+    plain, found = assign_writers(held), assign_writers([one.compact() for one in held])
     assert [of.tolist() for of in found.writes] == [of.tolist() for of in plain.writes]
     assert found.bytes.tolist() == plain.bytes.tolist()
 
 
 def test_compact_columns_name_each_box_once() -> None:
     names = Names(tuple("abcde"), (U8,) * 5, ((8, 2), (8, 2), (4,), (8, 2), (8,)))
-    held = Held(names, np.array([0, 1, 2, 3, 4]), np.array([2, 0, 4, 2, 2, 0, 4, 2, 1, 2, 0, 0, 2, 2, 1, 2])).compact()
+    held = RankLayout(
+        names, np.array([0, 1, 2, 3, 4]), np.array([2, 0, 4, 2, 2, 0, 4, 2, 1, 2, 0, 0, 2, 2, 1, 2])
+    ).compact()
     assert held.kinds is not None
     assert held.kinds.tolist() == [0, 0, 1, 2, 3], "boxes of tensors of different shapes stay apart"
     assert held.boxes.tolist() == [2, 0, 4, 2, 1, 2, 0, 0, 2, 2, 1, 2]
@@ -103,8 +105,8 @@ def test_compact_columns_name_each_box_once() -> None:
 def test_a_tensor_may_occur_twice_on_a_rank() -> None:
     """As a DTensor does whose local part is two regions."""
     names = Names(("w", "w", "v", "v"), (U8,) * 4, ((8,),) * 4)
-    held = [Held(names, np.arange(4), np.array([at, 2, at + 4, 2] * 2)) for at in (0, 2)]
-    found = share(held)
+    held = [RankLayout(names, np.arange(4), np.array([at, 2, at + 4, 2] * 2)) for at in (0, 2)]
+    found = assign_writers(held)
     assert [of.tolist() for of in found.writes] == [[0, 1, 2, 3]] * 2
     index = decoded(held, found.writes)
     assert [str(index.box(piece)) for piece in range(8)] == ["[0:2]", "[4:6]", "[2:4]", "[6:8]"] * 2
@@ -149,8 +151,8 @@ def test_shares_of_many_layouts_are_shares_of_each(seed: int) -> None:
     for rank in range(8):
         part = [at for at in range(200) if shapes[at][0] == 8 or seed % 2]
         numbers = [n for at in part for n in (rank % 4 * shapes[at][0] // 4, 0, shapes[at][0] // 4, 4)]
-        ranks.append(Held(names, np.array(part, np.int64), np.array(numbers, np.int64)).compact())
-    found = share(ranks)
+        ranks.append(RankLayout(names, np.array(part, np.int64), np.array(numbers, np.int64)).compact())
+    found = assign_writers(ranks)
     times = np.zeros((4, 200), int)
     for rank, of in enumerate(found.writes):
         for at in of.tolist():

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from test_share import boxes, check, held, jobs
+from test_assign_writers import boxes, check, held, jobs
 
 from flowstone.errors import CoverageError
 from flowstone.format.segment import entry_name
 from flowstone.pieces import DTYPES, Block, Box, Memory, Piece, Pieces, Places
-from flowstone.plan.cut import Cut, cut_up
-from flowstone.plan.held import Tensors, forms
-from flowstone.plan.share import Held, Names, Share, share
+from flowstone.plan.assign_writers import Names, RankLayout, WriterAssignment, assign_writers
+from flowstone.plan.layout_groups import Tensors, layout_groups
+from flowstone.plan.split_replicas import ReplicaSplit, split_replicas
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -30,24 +30,24 @@ NOTHING: Mapping[int, NDArray[np.int64]] = {}
 
 
 def shared(
-    ranks: Sequence[Held], kept: Mapping[int, NDArray[np.int64]] = NOTHING, before: Share | None = None
-) -> Share:
+    ranks: Sequence[RankLayout], kept: Mapping[int, NDArray[np.int64]] = NOTHING, before: WriterAssignment | None = None
+) -> WriterAssignment:
     """As for large jobs, but that a few bytes are worth a cut."""
-    cut = before.cut if before and kept else None
-    return share(ranks, kept=kept, kept_cut=cut, worth_bytes=1, block_bytes_min=4)
+    split = before.split if before and kept else None
+    return assign_writers(ranks, kept=kept, kept_split=split, worth_bytes=1, block_bytes_min=4)
 
 
-def stacked(shape: tuple[int, ...], names: int) -> Held:
+def stacked(shape: tuple[int, ...], names: int) -> RankLayout:
     return held([(f"w{number}", shape, None) for number in range(names)])
 
 
 @settings(deadline=None)
 @given(jobs())
-def test_every_element_is_written_once(ranks: list[Held]) -> None:
+def test_every_element_is_written_once(ranks: list[RankLayout]) -> None:
     found = shared(ranks)
-    check(found.held, found)
-    for one, uncut, blocks in zip(found.held, ranks, found.blocks, strict=False):
-        pieces, whole = boxes(one), boxes(uncut)
+    check(found.layouts, found)
+    for one, unsplit, blocks in zip(found.layouts, ranks, found.blocks, strict=False):
+        pieces, whole = boxes(one), boxes(unsplit)
         for at, (name, box) in enumerate(pieces):
             source, dim = int(blocks.source[at]), int(blocks.dim[at])
             block = Block(at, dim, int(blocks.start[at]), int(blocks.length[at]), 0)
@@ -56,57 +56,57 @@ def test_every_element_is_written_once(ranks: list[Held]) -> None:
 
 @settings(deadline=None)
 @given(jobs(), st.randoms())
-def test_ranks_that_have_begun_keep_their_blocks(ranks: list[Held], chance: random.Random) -> None:
+def test_ranks_that_have_begun_keep_their_blocks(ranks: list[RankLayout], chance: random.Random) -> None:
     before = shared(ranks)
     begun = [rank for rank in range(len(ranks)) if chance.random() < 0.5]
     found = shared(ranks, {rank: before.writes[rank] for rank in begun}, before)
-    check(found.held, found)
+    check(found.layouts, found)
     for rank in begun:
         assert found.writes[rank].tolist() == before.writes[rank].tolist()
-        assert boxes(found.held[rank]) == boxes(before.held[rank])
+        assert boxes(found.layouts[rank]) == boxes(before.layouts[rank])
 
 
 def test_a_tensor_that_one_rank_holds_no_more_is_missed_in_blocks_too() -> None:
     before = shared([stacked((1000, 8), 5)] * 7)
-    assert before.cut is not None
+    assert before.split is not None
     without = [stacked((1000, 8), 5)] * 6 + [stacked((1000, 8), 4)]
     with pytest.raises(CoverageError, match="'w4' is held by ranks alone that have begun"):
         shared(without, {rank: before.writes[rank] for rank in range(6)}, before)
-    check((found := shared(without)).held, found)
+    check((found := shared(without)).layouts, found)
 
 
 def test_blocks_make_writers_even_where_replicas_are_few() -> None:
     """As under DDP: five tensors on seven ranks. Whole, one rank would write twice the mean and another nothing."""
     ranks = [stacked((100_003, 8), 5)] * 7
-    found = share(ranks, worth_bytes=1, block_bytes_min=4 * KIB)
+    found = assign_writers(ranks, worth_bytes=1, block_bytes_min=4 * KIB)
     bound = least_largest(ownership(ranks)[0], len(ranks))
-    assert found.cut is not None
+    assert found.split is not None
     assert found.bytes.max() <= 1.02 * bound
-    whole = share(ranks)
-    assert whole.cut is None, "3.2 MB are not worth it"
+    whole = assign_writers(ranks)
+    assert whole.split is None, "3.2 MB are not worth it"
     assert whole.bytes.max() > 1.35 * bound
-    check(found.held, found)
+    check(found.layouts, found)
 
 
 def test_no_more_is_cut_than_makes_writers_even() -> None:
     """Replicas of a twentieth of a rank's part: one in twenty of them is cut."""
-    found = share([stacked((50_000, 2), 150)] * 8, worth_bytes=1, block_bytes_min=4 * KIB)
-    assert found.cut is not None
-    assert 1 <= len(found.cut.names) <= 150 // 15
+    found = assign_writers([stacked((50_000, 2), 150)] * 8, worth_bytes=1, block_bytes_min=4 * KIB)
+    assert found.split is not None
+    assert 1 <= len(found.split.names) <= 150 // 15
     assert found.bytes.max() <= 1.01 * found.bytes.mean()
 
 
 def test_even_writers_cut_nothing() -> None:
-    found = share([stacked((1 << 20, 4), 8)] * 4, worth_bytes=1)
-    assert found.cut is None
+    found = assign_writers([stacked((1 << 20, 4), 8)] * 4, worth_bytes=1)
+    assert found.split is None
     assert not found.blocks
 
 
 def test_what_makes_no_writer_smaller_is_not_cut() -> None:
     """A node of two ranks writes as much as one of four, so each of the two twice as much, in blocks or whole."""
-    found = share([stacked((4 << 20, 4), 120)] * 6, [0, 0, 0, 0, 1, 1])
+    found = assign_writers([stacked((4 << 20, 4), 120)] * 6, [0, 0, 0, 0, 1, 1])
     assert found.bytes.tolist() == [15 << 26] * 4 + [30 << 26] * 2
-    assert found.cut is None
+    assert found.split is None
     assert not found.blocks
 
 
@@ -114,9 +114,9 @@ def test_a_tensor_stays_whole_where_another_is_called_like_its_block() -> None:
     like = [("v", (100_003, 8), None), ("w", (20_003, 8), None), ("w[0:1429,0:8]", (2,), None)]
     ranks = [held(like)] * 7
     found = shared(ranks)
-    assert found.cut is not None
-    assert found.cut.names == {"v"}
-    for one, writes in zip(found.held, found.writes, strict=True):
+    assert found.split is not None
+    assert found.split.names == {"v"}
+    for one, writes in zip(found.layouts, found.writes, strict=True):
         pieces = boxes(one)
         entries = [entry_name(*pieces[at], shape=one.names.shapes[at]) for at in writes.tolist()]
         assert len(set(entries)) == len(entries)
@@ -130,7 +130,7 @@ def test_few_long_replicas_are_within_a_fiftieth_of_what_ownership_allows(seed: 
         shape = chance.randint(2000, 90_000), chance.randint(1, 9)
         for rank in chance.sample(range(len(ranks)), chance.randint(1, len(ranks))):
             ranks[rank].append((f"w{number}", shape, None))
-    found = share([held(pieces) for pieces in ranks], worth_bytes=1, block_bytes_min=64)
+    found = assign_writers([held(pieces) for pieces in ranks], worth_bytes=1, block_bytes_min=64)
     bound = least_largest(ownership([held(pieces) for pieces in ranks])[0], len(ranks))
     assert bound <= found.bytes.max() <= 1.02 * bound
 
@@ -138,8 +138,8 @@ def test_few_long_replicas_are_within_a_fiftieth_of_what_ownership_allows(seed: 
 def test_tensors_of_one_box_and_several_types_are_cut_apart() -> None:
     """Blocks of as many bytes have other rows."""
     names = Names(("half", "full"), (DTYPES["bfloat16"], DTYPES["float32"]), ((97, 3), (97, 3)))
-    both = Held(names, np.zeros(0, np.int64), np.zeros(0, np.int64))
-    (one, _), (blocks, _) = cut_up([both] * 2, Cut(frozenset({"half", "full"}), 0, 60))
+    both = RankLayout(names, np.zeros(0, np.int64), np.zeros(0, np.int64))
+    (one, _), (blocks, _) = split_replicas([both] * 2, ReplicaSplit(frozenset({"half", "full"}), 0, 60))
     assert np.bincount(blocks.source).tolist() == [10, 20]
     for name in names.names:
         assert sum(box.elements for at, box in boxes(one) if at == name) == 97 * 3
@@ -148,16 +148,18 @@ def test_tensors_of_one_box_and_several_types_are_cut_apart() -> None:
 def test_a_tensor_without_rows_stays_whole() -> None:
     """A scalar, one entry, no entry; beside what is cut."""
     pieces = [("scalar", (), None), ("one", (1, 1), None), ("none", (3, 0), None), ("w", (50, 4), None)]
-    (one, _), (blocks, _) = cut_up([held(pieces)] * 2, Cut(frozenset(name for name, _, _ in pieces), 0, 100))
+    (one, _), (blocks, _) = split_replicas(
+        [held(pieces)] * 2, ReplicaSplit(frozenset(name for name, _, _ in pieces), 0, 100)
+    )
     assert boxes(one)[:3] == [(name, Box.whole(shape)) for name, shape, _ in pieces[:3]]
     assert blocks.dim.tolist() == [-1] * 3 + [0] * 8
 
 
 def test_replicas_are_compared_whole() -> None:
     ranks = [stacked((1000, 8), 2)] * 3
-    before = share(ranks, worth_bytes=1, block_bytes_min=4)
-    assert before.cut is not None
-    after = share(ranks, kept={0: before.writes[0]}, kept_cut=before.cut)
+    before = assign_writers(ranks, worth_bytes=1, block_bytes_min=4)
+    assert before.split is not None
+    after = assign_writers(ranks, kept={0: before.writes[0]}, kept_split=before.split)
     for found in (before.replicas, after.replicas):
         assert [number.tolist() for number in found.number] == [[0, 0]] * 3
         assert [sets.tolist() for sets in found.sets] == [[0]] * 3
@@ -183,10 +185,10 @@ def test_ranks_that_hold_the_same_blocks_share_them() -> None:
     """Thousands of ranks, each with a block or more of its own to write: none has all boxes to itself."""
     ranks = [stacked((1000, 8), 2)] * 500
     found = shared(ranks)
-    assert found.cut is not None
+    assert found.split is not None
     for column in ("names", "parts", "boxes", "kinds"):
-        assert len({id(getattr(one, column)) for one in found.held}) == 1, column
-    (form,) = forms(found.held, Tensors.of(found.held), 2)
-    assert len(form.ranks) == 500
-    assert len(form.boxes) == 1
-    check(found.held, found)
+        assert len({id(getattr(one, column)) for one in found.layouts}) == 1, column
+    (group,) = layout_groups(found.layouts, Tensors.of(found.layouts), 2)
+    assert len(group.ranks) == 500
+    assert len(group.boxes) == 1
+    check(found.layouts, found)

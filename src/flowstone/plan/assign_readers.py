@@ -1,7 +1,7 @@
-"""Deal: which rank of a node reads what several of them want, when, and where in its window it puts that.
+"""Assign readers: which rank of a node reads what several of them want, when, and where in its ring it puts that.
 
 Each byte is read once where ranks want the same chunks of the same piece (as ByteCheckpoint has it for replicas,
-arXiv 2407.20143). Every rank works this out for itself, of what all of them want, and comes to the same.
+arXiv 2407.20143). Every rank computes the same assignment from what all of them want.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _ALIGNED_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Dealt:
-    """What is read by one and taken by several, as columns of runs in the order of reading.
+class ReaderAssignment:
+    """What one rank reads for several, as columns of runs in the order of reading.
 
     piece, first, last  chunks [first, last) of a piece of the index
     batch     in which it is passed on
@@ -45,8 +45,8 @@ class Dealt:
     bytes: int
 
 
-def deal(wanted: Sequence[NDArray[np.int64]], me: int, index: Index, *, half_bytes: int) -> Dealt:
-    """Deal out what several ranks want.
+def assign_readers(wanted: Sequence[NDArray[np.int64]], me: int, index: Index, *, half_bytes: int) -> ReaderAssignment:
+    """Assign a reader to what several ranks want.
 
     wanted      of each rank its rows: piece, first and last chunk, an array of (rows, 3)
     half_bytes  of a half of a ring; a run of chunks fits in
@@ -68,21 +68,21 @@ def deal(wanted: Sequence[NDArray[np.int64]], me: int, index: Index, *, half_byt
     last = np.minimum(first + _RUN_CHUNKS, keys[shared, 2][of])
     chunk = index.first_chunk[piece]
     length = index.first_byte[chunk + last] - index.first_byte[chunk + first]
-    batch, reader, position = _seat(length.tolist(), len(wanted), half_bytes)
-    place = np.full(len(keys), -1, np.int64)  # of a key among those shared
-    place[shared] = np.arange(len(shared))
-    mine = place[key[owner == me]]
+    batch, reader, position = _ring_positions(length.tolist(), len(wanted), half_bytes)
+    number = np.full(len(keys), -1, np.int64)  # of a key among those shared
+    number[shared] = np.arange(len(shared))
+    mine = number[key[owner == me]]
     taking = np.flatnonzero(mine >= 0)
     count = runs[mine[taking]]
     within = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
     wants = (np.repeat(taking, count), np.repeat(begin[mine[taking]], count) + within)
-    return Dealt(
+    return ReaderAssignment(
         piece, first, last, batch, reader, position, wants, np.flatnonzero(mine < 0),
         int(batch[-1]) + 1 if len(batch) else 0, int(length.sum()),
     )
 
 
-def _seat(
+def _ring_positions(
     length: Sequence[int], readers: int, half_bytes: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Batch, reader and position of each run. A reader's runs of a batch follow each other, and are equally many bytes

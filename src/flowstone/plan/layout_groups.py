@@ -1,8 +1,8 @@
-"""What each rank of a job holds, in columns that stay small however many ranks and tensors there are.
+"""Layout groups: what each rank of a job holds, in columns that stay small however many ranks and tensors there are.
 
-A layout cuts most tensors alike: all of one shape have the same box on a rank. So a rank names its distinct boxes
-once, and most ranks differ in the numbers of these alone. Ranks that do are a `Form`; tensors that are cut alike on
-all ranks are a class, and what holds for one of a class holds for all.
+A layout splits most tensors alike: all of one shape have the same box on a rank. So a rank names its distinct boxes
+once, and most ranks differ only in the numbers of these. Such ranks are one `LayoutGroup`; tensors that have the same
+boxes on all ranks are a class, and what holds for one of a class holds for all.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Names:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
+class RankLayout:
     """The pieces of one rank, as columns.
 
     parts  positions among the names of those that are not the whole tensor, ascending
@@ -48,7 +48,7 @@ class Held:
     boxes: NDArray[np.int64]
     kinds: NDArray[np.int64] | None = None
 
-    def compact(self) -> Held:
+    def compact(self) -> RankLayout:
         """The same with each distinct box of each shape once, in the order in which they first occur."""
         assert self.kinds is None, "compact already"
         if not len(self.parts):
@@ -59,8 +59,8 @@ class Held:
         mask = _mask(ndim, int(ndim.max(initial=0)))
         rows = np.zeros(mask.shape, np.int64)
         rows[mask] = self.boxes
-        told = np.column_stack([shape, rows])
-        _, first, kinds = np.unique(told, axis=0, return_index=True, return_inverse=True)
+        keys = np.column_stack([shape, rows])
+        _, first, kinds = np.unique(keys, axis=0, return_index=True, return_inverse=True)
         order = np.argsort(first)
         moved = np.empty(len(order), np.int64)
         moved[order] = np.arange(len(order))
@@ -74,7 +74,7 @@ class Tensors:
 
     rows     id of a Names -> the row of each of its positions
     buffers  rows of those that are modules' buffers on every rank that holds them: no replicas, which have to be the
-             same, but each rank's own, of which the lowest has the word
+             same, but each rank's own, of which the lowest rank's is saved
     """
 
     names: tuple[str, ...]
@@ -84,7 +84,7 @@ class Tensors:
     buffers: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, held: Sequence[Held]) -> Tensors:
+    def of(cls, layouts: Sequence[RankLayout]) -> Tensors:
         """Raises CollisionError where two ranks give one tensor different dtypes or shapes."""
         known: dict[str, int] = {}
         dtypes: list[DType] = []
@@ -92,7 +92,7 @@ class Tensors:
         rows: dict[int, NDArray[np.int64]] = {}
         buffers: set[int] = set()
         others: set[int] = set()
-        for rank, one in enumerate(held):
+        for rank, one in enumerate(layouts):
             if id(one.names) not in rows:
                 found = rows[id(one.names)] = _enter(one.names, rank, known, dtypes, shapes)
                 is_buffer = np.zeros(len(found), np.bool_)
@@ -137,7 +137,7 @@ def _enter(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Form:
+class LayoutGroup:
     """Ranks whose pieces differ in the numbers of their boxes alone.
 
     ranks   ascending
@@ -165,7 +165,7 @@ class Form:
         return found
 
 
-def forms(held: Sequence[Held], tensors: Tensors, width: int) -> list[Form]:
+def layout_groups(layouts: Sequence[RankLayout], tensors: Tensors, width: int) -> list[LayoutGroup]:
     """The ranks of a job by what they hold. `width`: the most dimensions of any tensor."""
     members: dict[tuple[int, int, int], list[int]] = {}
     numbers: dict[int, int] = {}  # of an array, by its id
@@ -178,50 +178,52 @@ def forms(held: Sequence[Held], tensors: Tensors, width: int) -> list[Form]:
             numbers[id(column)] = contents.setdefault(column.tobytes(), len(contents))
         return numbers[id(column)]
 
-    for rank, one in enumerate(held):
+    for rank, one in enumerate(layouts):
         members.setdefault((id(one.names), number(one.parts), number(one.kinds)), []).append(rank)
-    return [_form(held, np.array(ranks, np.int64), tensors, width) for ranks in members.values()]
+    return [_layout_group(layouts, np.array(ranks, np.int64), tensors, width) for ranks in members.values()]
 
 
-def _form(held: Sequence[Held], ranks: NDArray[np.int64], tensors: Tensors, width: int) -> Form:
-    one = held[int(ranks[0])]
+def _layout_group(layouts: Sequence[RankLayout], ranks: NDArray[np.int64], tensors: Tensors, width: int) -> LayoutGroup:
+    one = layouts[int(ranks[0])]
     kinds = np.arange(len(one.parts)) if one.kinds is None else one.kinds
     kind = np.full(len(one.names.names), WHOLE, np.int64)
     kind[one.parts] = kinds
     ndim = np.zeros(int(kinds.max(initial=-1)) + 1, np.int64)
     ndim[kinds] = _ndim(one.names)[one.parts]
     mask = _mask(ndim, width)
-    numbers = [held[rank].boxes for rank in ranks.tolist()]
+    numbers = [layouts[rank].boxes for rank in ranks.tolist()]
     contents = {key: hashlib.blake2b(of, digest_size=16).digest() for key, of in {id(of): of for of in numbers}.items()}
     distinct = {contents[id(of)]: of for of in numbers}
     at = {content: position for position, content in enumerate(distinct)}
     boxes = np.zeros((len(distinct), *mask.shape), np.int64)
     boxes[:, mask] = np.stack(list(distinct.values()))
     variant = np.array([at[contents[id(of)]] for of in numbers], np.int64)
-    return Form(ranks, tensors.rows[id(one.names)], kind, boxes, variant, ndim)
+    return LayoutGroup(ranks, tensors.rows[id(one.names)], kind, boxes, variant, ndim)
 
 
-def classes(found: Sequence[Form], tensors: Tensors, apart: Sequence[NDArray[np.int64] | None]) -> NDArray[np.int64]:
+def tensor_classes(
+    found: Sequence[LayoutGroup], tensors: Tensors, apart: Sequence[NDArray[np.int64] | None]
+) -> NDArray[np.int64]:
     """A number for each tensor: equal where two have the same dtype and shape, and the same box on every rank.
 
     Buffers have numbers of their own.
 
-    apart  for each form, numbers of its positions that tell tensors apart as well
+    apart  for each layout group, numbers of its positions that tell tensors apart as well
     """
     alike: dict[tuple[DType, tuple[int, ...]], int] = {}
     pairs = zip(tensors.dtypes, tensors.shapes, strict=True)
     number = np.array([alike.setdefault(pair, len(alike)) for pair in pairs], np.int64)
     number[list(tensors.buffers)] += len(alike)
     count = 2 * len(alike)
-    for form, more in zip(found, apart, strict=True):
-        occurrence = form.occurrences()
-        kind = form.kind if more is None else (form.kind + 1) * (int(more.max(initial=0)) + 1) + more
+    for layout_group, more in zip(found, apart, strict=True):
+        occurrence = layout_group.occurrences()
+        kind = layout_group.kind if more is None else (layout_group.kind + 1) * (int(more.max(initial=0)) + 1) + more
         for at in range(int(occurrence.max(initial=-1)) + 1):
             here = occurrence == at
-            tensor = form.tensor[here]
+            tensor = layout_group.tensor[here]
             pair = number[tensor] * (int(kind.max()) + 2) + kind[here] + 1
             distinct, finer = np.unique(pair, return_inverse=True)
-            number[tensor] = count + finer  # those that the form does not hold keep numbers of their own
+            number[tensor] = count + finer  # those that the group does not hold keep numbers of their own
             count += len(distinct)
     return np.unique(number, return_inverse=True)[1].reshape(-1)
 

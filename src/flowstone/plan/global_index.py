@@ -1,4 +1,4 @@
-"""Listing: all pieces that the ranks of a job write, as the rows of one index, grouped by tensor.
+"""The global index: all pieces that the ranks of a job write, as the rows of one index, grouped by tensor.
 
 Column by column, and never a record for a piece: there may be tens of millions. The columns of boxes are filled a
 million rows at a time, from the few distinct boxes of each rank.
@@ -15,31 +15,32 @@ from numpy.typing import NDArray
 from flowstone.config import CHUNK_BYTES
 from flowstone.format.index import Frame, Rows, frame_of
 from flowstone.pieces import Alias
-from flowstone.plan.held import WHOLE, Form, Held, Tensors, forms
+from flowstone.plan.layout_groups import WHOLE, LayoutGroup, RankLayout, Tensors, layout_groups
 
 _BATCH_ROWS = 1 << 20
 _SHORT_MAX = np.iinfo(np.uint16).max
 
 
-def index_of_team(
-    held: Sequence[Held], writes: Sequence[NDArray[np.int64]], aliases: Sequence[Alias], segment: NDArray[np.uint32]
+def global_index(
+    layouts: Sequence[RankLayout], writes: Sequence[NDArray[np.int64]], aliases: Sequence[Alias],
+    segment: NDArray[np.uint32]
 ) -> tuple[Frame, NDArray[np.int64], NDArray[np.int64]]:
     """The index of what several ranks write: its frame, and the order of pieces and of chunks in it.
 
-    held     what each rank holds
+    layouts  what each rank holds
     writes   positions of what it writes, ascending
     segment  of each of these pieces, rank after rank
     """
-    tensors = Tensors.of(held)
+    tensors = Tensors.of(layouts)
     width = int(tensors.ndim.max(initial=0))
-    found = forms(held, tensors, width)
+    found = layout_groups(layouts, tensors, width)
     tensor, box = _written(found, writes, tensors)
     order = by_tensor(tensor, len(tensors.names))
     counts = np.bincount(tensor, minlength=len(tensors.names))
     del tensor
     box = box[order]
-    boxes = np.concatenate([tensors.whole(width), *(_all_boxes(form) for form in found)])
-    ndim = np.concatenate([tensors.ndim, *(np.tile(form.ndim, len(form.boxes)) for form in found)])
+    boxes = np.concatenate([tensors.whole(width), *(_all_boxes(group) for group in found)])
+    ndim = np.concatenate([tensors.ndim, *(np.tile(group.ndim, len(group.boxes)) for group in found)])
     elements = np.where(np.arange(width) < ndim[:, None], boxes[:, width:], 1).prod(axis=1).astype(np.uint64)
     length = elements[box] * np.repeat(tensors.item_bytes.astype(np.uint64), counts)
     stored, chunk_order = chunks_in_order(length, order)
@@ -75,7 +76,7 @@ def chunks_in_order(
     order   of the pieces
     """
     chunk = first_chunks(length)
-    if len(chunk) == int(chunk[-1]) + 1 and length.all():  # one each, as where thousands of ranks cut every tensor
+    if len(chunk) == int(chunk[-1]) + 1 and length.all():  # one each, as where thousands of ranks split every tensor
         return length.astype(np.uint32), order
     first = chunk.view(np.int64)
     counts = first[1:] - first[:-1]
@@ -90,28 +91,28 @@ def chunks_in_order(
 
 
 def _written(
-    found: Sequence[Form], writes: Sequence[NDArray[np.int64]], tensors: Tensors
+    found: Sequence[LayoutGroup], writes: Sequence[NDArray[np.int64]], tensors: Tensors
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Of each piece that is written, rank after rank: its tensor, and its box.
 
-    Boxes are counted so: first the whole of each tensor, then those of each form, variant after variant.
+    Boxes are counted so: first the whole of each tensor, then those of each layout group, variant after variant.
     """
     starts = np.cumsum([0, *map(len, writes)])
     tensor, box = np.empty(int(starts[-1]), np.int32), np.empty(int(starts[-1]), np.int32)
-    counts = [len(form.boxes) * len(form.ndim) for form in found]
-    for form, base in zip(found, accumulate(counts, initial=len(tensors.names)), strict=False):
-        is_whole = form.kind == WHOLE
-        for at, rank in enumerate(form.ranks.tolist()):
+    counts = [len(group.boxes) * len(group.ndim) for group in found]
+    for group, base in zip(found, accumulate(counts, initial=len(tensors.names)), strict=False):
+        is_whole = group.kind == WHOLE
+        for at, rank in enumerate(group.ranks.tolist()):
             here, positions = slice(starts[rank], starts[rank + 1]), writes[rank]
-            tensor[here] = form.tensor[positions]
-            numbers = np.where(is_whole, form.tensor, base + int(form.variant[at]) * len(form.ndim) + form.kind)
+            tensor[here] = group.tensor[positions]
+            numbers = np.where(is_whole, group.tensor, base + int(group.variant[at]) * len(group.ndim) + group.kind)
             box[here] = numbers[positions]
     return tensor, box
 
 
-def _all_boxes(form: Form) -> NDArray[np.int64]:
-    """Of each variant of a form, one behind the other."""
-    return form.boxes.reshape(len(form.boxes) * len(form.ndim), form.boxes.shape[2])
+def _all_boxes(group: LayoutGroup) -> NDArray[np.int64]:
+    """Of each variant of a layout group, one behind the other."""
+    return group.boxes.reshape(len(group.boxes) * len(group.ndim), group.boxes.shape[2])
 
 
 def _flat(boxes: NDArray[np.uint64], ndim: NDArray[np.int64], box: NDArray[np.int32]) -> NDArray[np.uint64]:

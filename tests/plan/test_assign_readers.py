@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from flowstone.config import CHUNK_BYTES, MIB
-from flowstone.plan.deal import Dealt, deal
+from flowstone.plan.assign_readers import ReaderAssignment, assign_readers
 
 HALF = 16 * MIB
 
 
 def index_of(lengths: list[int]) -> SimpleNamespace:
-    """Pieces of these lengths, one behind the other in two segments. What `deal` looks at."""
+    """Pieces of these lengths, one behind the other in two segments. What `assign_readers` looks at."""
     chunks = [-(-n // CHUNK_BYTES) for n in lengths]
     stored = [min(CHUNK_BYTES, n - at * CHUNK_BYTES) for n, of in zip(lengths, chunks, strict=True) for at in range(of)]
     half = len(lengths) // 2
@@ -31,13 +31,13 @@ def rows(*of: tuple[int, int, int]) -> np.ndarray:
     return np.array(of, np.int64).reshape(-1, 3)
 
 
-def expanded(wanted: np.ndarray, dealt: Dealt) -> list[tuple[int, int]]:
+def expanded(wanted: np.ndarray, found: ReaderAssignment) -> list[tuple[int, int]]:
     """The (piece, chunk) that a rank gets, from others and by itself."""
-    row, run = dealt.wants
-    taken = [(row, int(dealt.piece[r]), c) for row, r in zip(row.tolist(), run.tolist(), strict=True)
-             for c in range(int(dealt.first[r]), int(dealt.last[r]))]
+    row, run = found.wants
+    taken = [(row, int(found.piece[r]), c) for row, r in zip(row.tolist(), run.tolist(), strict=True)
+             for c in range(int(found.first[r]), int(found.last[r]))]
     assert all(piece == wanted[row, 0] for row, piece, _ in taken)
-    alone = [(row, int(wanted[row, 0]), c) for row in dealt.alone.tolist() for c in range(*wanted[row, 1:].tolist())]
+    alone = [(row, int(wanted[row, 0]), c) for row in found.alone.tolist() for c in range(*wanted[row, 1:].tolist())]
     return sorted((row, chunk) for row, _, chunk in [*taken, *alone])
 
 
@@ -50,7 +50,7 @@ def test_everybody_gets_what_it_wants_and_what_two_want_is_read_once(seed: int) 
     pool = [(p, a, b) for p, n in enumerate(chunks.tolist()) for a, b in {(0, n), (n // 2, n)} if a < b]
     ranks = chance.randint(2, 5)
     wanted = [rows(*(chance.choice(pool) for _ in range(chance.randint(0, 9)))) for _ in range(ranks)]
-    found = [deal(wanted, me, index, half_bytes=HALF) for me in range(ranks)]
+    found = [assign_readers(wanted, me, index, half_bytes=HALF) for me in range(ranks)]
     first = found[0]
     for me, one in enumerate(found):
         for name in ("piece", "first", "last", "batch", "reader", "position"):
@@ -65,17 +65,17 @@ def test_everybody_gets_what_it_wants_and_what_two_want_is_read_once(seed: int) 
     check_seats(first, index, ranks)
 
 
-def check_seats(dealt: Dealt, index: SimpleNamespace, ranks: int) -> None:
+def check_seats(found: ReaderAssignment, index: SimpleNamespace, ranks: int) -> None:
     """No two runs of a batch share room in a ring; readers have much the same to do."""
-    chunk = index.first_chunk[dealt.piece]
-    length = index.first_byte[chunk + dealt.last] - index.first_byte[chunk + dealt.first]
-    assert (dealt.position + length <= HALF).all()
-    assert dealt.bytes == length.sum()
-    for batch in range(dealt.batches):
+    chunk = index.first_chunk[found.piece]
+    length = index.first_byte[chunk + found.last] - index.first_byte[chunk + found.first]
+    assert (found.position + length <= HALF).all()
+    assert found.bytes == length.sum()
+    for batch in range(found.batches):
         loads = []
         for reader in range(ranks):
-            at = np.flatnonzero((dealt.batch == batch) & (dealt.reader == reader))
-            begin, stop = dealt.position[at], dealt.position[at] + length[at]
+            at = np.flatnonzero((found.batch == batch) & (found.reader == reader))
+            begin, stop = found.position[at], found.position[at] + length[at]
             assert (stop[:-1] <= begin[1:]).all()
             loads.append(int(length[at].sum()))
         assert max(loads) - min(loads) <= HALF
@@ -84,7 +84,7 @@ def check_seats(dealt: Dealt, index: SimpleNamespace, ranks: int) -> None:
 
 def test_ranks_that_want_nothing_are_dealt_nothing() -> None:
     index = index_of([MIB])
-    none = deal([rows(), rows()], 0, index, half_bytes=HALF)
+    none = assign_readers([rows(), rows()], 0, index, half_bytes=HALF)
     assert (none.batches, none.bytes, len(none.alone)) == (0, 0, 0)
-    alone = deal([rows((0, 0, 1)), rows()], 0, index, half_bytes=HALF)
+    alone = assign_readers([rows((0, 0, 1)), rows()], 0, index, half_bytes=HALF)
     assert (alone.batches, alone.alone.tolist()) == (0, [0])

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowstone.pieces import DTYPES
-from flowstone.plan.held import Held, Names
-from flowstone.plan.share import share
-from flowstone.plan.spread import Replicas, spread
+from flowstone.plan.assign_writers import assign_writers
+from flowstone.plan.balance import Replicas, balance
+from flowstone.plan.layout_groups import Names, RankLayout
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -24,16 +24,16 @@ from bench.scaling.bound import least_largest, ownership
 BYTES = DTYPES["uint8"]
 
 
-def owned(ranks: list[list[tuple[str, int]]]) -> list[Held]:
+def owned(ranks: list[list[tuple[str, int]]]) -> list[RankLayout]:
     """Ranks that hold whole tensors of so many bytes."""
     none = np.zeros(0, np.int64)
     return [
-        Held(Names(tuple(n for n, _ in of), (BYTES,) * len(of), tuple((b,) for _, b in of)), none, none, none)
+        RankLayout(Names(tuple(n for n, _ in of), (BYTES,) * len(of), tuple((b,) for _, b in of)), none, none, none)
         for of in ranks
     ]
 
 
-def at_random(chance: random.Random, ranks: int, tensors: int) -> list[Held]:
+def at_random(chance: random.Random, ranks: int, tensors: int) -> list[RankLayout]:
     """Sets of ranks of any size and overlap, each with many tensors of its own."""
     found: list[list[tuple[str, int]]] = [[] for _ in range(ranks)]
     sets = [chance.sample(range(ranks), chance.randint(1, ranks)) for _ in range(chance.randint(1, 12))]
@@ -48,7 +48,7 @@ def at_random(chance: random.Random, ranks: int, tensors: int) -> list[Held]:
 def test_the_largest_writer_is_within_a_fiftieth_of_what_ownership_allows(seed: int) -> None:
     chance = random.Random(seed)
     held = at_random(chance, chance.randint(2, 24), 3000)
-    found = share(held)
+    found = assign_writers(held)
     bound = least_largest(ownership(held)[0], len(held))
     assert bound <= found.bytes.max() <= 1.02 * bound
 
@@ -64,14 +64,14 @@ def test_a_chain_of_overlapping_pairs_is_levelled_from_end_to_end() -> None:
                 found[rank].append((f"pair{at}.{i}", 100))
     held = owned(found)
     bound = least_largest(ownership(held)[0], ranks)
-    assert share(held).bytes.max() <= 1.02 * bound
+    assert assign_writers(held).bytes.max() <= 1.02 * bound
 
 
 def test_nodes_are_levelled_before_their_ranks() -> None:
     chance = random.Random(5)
     held = at_random(chance, 16, 4000)
     nodes = [rank // 4 for rank in range(16)]
-    by_node = np.bincount(nodes, share(held, nodes).bytes)
+    by_node = np.bincount(nodes, assign_writers(held, nodes).bytes)
     merged = [tuple(sorted({nodes[r] for r in ranks})) for ranks in ownership(held)[0]]
     sums: dict[tuple[int, ...], int] = {}
     for key, bytes_ in zip(merged, ownership(held)[0].values(), strict=True):
@@ -83,20 +83,20 @@ def test_nodes_are_levelled_before_their_ranks() -> None:
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 30)), min_size=1, max_size=4),
        st.lists(st.integers(0, 300), min_size=1, max_size=6), st.integers(1, 3))
 def test_no_node_and_no_rank_has_more_than_if_piece_after_piece_went_to_whoever_had_least(
-    lots: list[tuple[int, int]], own: list[int], nodes: int
+    pieces: list[tuple[int, int]], own: list[int], nodes: int
 ) -> None:
-    lots = sorted(dict(lots).items(), reverse=True)
+    pieces = sorted(dict(pieces).items(), reverse=True)
     node = np.arange(len(own)) % nodes
-    one = Replicas(np.arange(len(own)), np.array([b for b, _ in lots]), np.array([n for _, n in lots]))
-    (dealt,) = spread([one], np.array(own), node).dealt
-    assert dealt.sum(axis=1).tolist() == [n for _, n in lots]
+    one = Replicas(np.arange(len(own)), np.array([b for b, _ in pieces]), np.array([n for _, n in pieces]))
+    (counts,) = balance([one], np.array(own), node).counts
+    assert counts.sum(axis=1).tolist() == [n for _, n in pieces]
     loads = list(own)
-    for bytes_, count in lots:
+    for bytes_, count in pieces:
         for _ in range(count):
             by_node = np.bincount(node, loads)
             best = min(range(len(own)), key=lambda r: (by_node[node[r]], loads[r]))
             loads[best] += bytes_
-    found = np.array(own) + one.length @ dealt
+    found = np.array(own) + one.length @ counts
     assert np.bincount(node, found).max() <= 1.01 * np.bincount(node, loads).max()
     assert found.max() <= max(loads)
     if nodes == 1:

@@ -15,21 +15,21 @@ from hypothesis import strategies as st
 
 from flowstone.errors import CollisionError, CoverageError
 from flowstone.pieces import DTYPES, Box
-from flowstone.plan import share as sharing
-from flowstone.plan.share import Held, Names, Share, check_replicas, share
+from flowstone.plan import assign_writers as sharing
+from flowstone.plan.assign_writers import Names, RankLayout, WriterAssignment, assign_writers, check_replicas
 
 F32 = DTYPES["float32"]
 
 
-def held(pieces: Sequence[tuple[str, tuple[int, ...], Box | None]]) -> Held:
+def held(pieces: Sequence[tuple[str, tuple[int, ...], Box | None]]) -> RankLayout:
     """What a rank holds: (name, global shape, box, or None for all of it)."""
     names = Names(tuple(p[0] for p in pieces), (F32,) * len(pieces), tuple(p[1] for p in pieces))
     parts = [at for at, p in enumerate(pieces) if p[2] is not None]
     boxes = [n for p in pieces if p[2] is not None for n in (*p[2].offset, *p[2].shape)]
-    return Held(names, np.array(parts, np.int64), np.array(boxes, np.int64))
+    return RankLayout(names, np.array(parts, np.int64), np.array(boxes, np.int64))
 
 
-def boxes(one: Held) -> list[tuple[str, Box]]:
+def boxes(one: RankLayout) -> list[tuple[str, Box]]:
     """The pieces of a rank, as records."""
     found = list(zip(one.names.names, map(Box.whole, one.names.shapes), strict=True))
     kinds = np.arange(len(one.parts)) if one.kinds is None else one.kinds
@@ -42,7 +42,7 @@ def boxes(one: Held) -> list[tuple[str, Box]]:
     return found
 
 
-def check(ranks: Sequence[Held], found: Share) -> None:
+def check(ranks: Sequence[RankLayout], found: WriterAssignment) -> None:
     """Every element of every tensor is written once, by a rank that holds it."""
     counts: dict[str, np.ndarray] = {}
     for one, writes in zip(ranks, found.writes, strict=True):
@@ -62,7 +62,7 @@ def check(ranks: Sequence[Held], found: Share) -> None:
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> list[Held]:
+def jobs(draw: st.DrawFn) -> list[RankLayout]:
     """Tensors cut in random ways, each part on one rank or more."""
     chance = random.Random(draw(st.integers(0, 2**32)))
     ranks: list[list[tuple[str, tuple[int, ...], Box | None]]] = [[] for _ in range(draw(st.integers(1, 7)))]
@@ -90,21 +90,21 @@ def _cut(box: Box, chance: random.Random, times: int) -> list[Box]:
 
 @settings(deadline=None)
 @given(jobs(), st.booleans())
-def test_every_element_is_written_once(ranks: list[Held], alike: bool) -> None:
+def test_every_element_is_written_once(ranks: list[RankLayout], alike: bool) -> None:
     nodes = [rank // 2 for rank in range(len(ranks))]
     if alike:  # all keys of pieces are equal: who is whose replica is then found out the slow way
         with mock.patch.object(sharing, "_MIX", np.zeros(2, np.uint64)):
-            check(ranks, share(ranks, nodes))
+            check(ranks, assign_writers(ranks, nodes))
     else:
-        check(ranks, share(ranks, nodes))
+        check(ranks, assign_writers(ranks, nodes))
 
 
 @settings(deadline=None)
 @given(jobs(), st.randoms())
-def test_ranks_that_have_begun_keep_what_they_write(ranks: list[Held], chance: random.Random) -> None:
-    before = share(ranks)
+def test_ranks_that_have_begun_keep_what_they_write(ranks: list[RankLayout], chance: random.Random) -> None:
+    before = assign_writers(ranks)
     begun = [rank for rank in range(len(ranks)) if chance.random() < 0.5]
-    found = share(ranks, kept={rank: before.writes[rank] for rank in begun})
+    found = assign_writers(ranks, kept={rank: before.writes[rank] for rank in begun})
     check(ranks, found)
     for rank in begun:
         assert found.writes[rank].tolist() == before.writes[rank].tolist()
@@ -113,15 +113,15 @@ def test_ranks_that_have_begun_keep_what_they_write(ranks: list[Held], chance: r
 def test_what_nobody_can_write_any_more_is_told() -> None:
     both = [held([("w", (4,), None)])] * 2
     with pytest.raises(CoverageError, match="'w' is held by ranks alone that have begun"):
-        share(both, kept={0: np.zeros(0, np.int64), 1: np.zeros(0, np.int64)})
+        assign_writers(both, kept={0: np.zeros(0, np.int64), 1: np.zeros(0, np.int64)})
     with pytest.raises(CoverageError, match="two ranks have begun to write 'w'"):
-        share(both, kept={0: np.array([0]), 1: np.array([0])})
+        assign_writers(both, kept={0: np.array([0]), 1: np.array([0])})
 
 
 def test_replicas_are_spread_by_bytes() -> None:
     chance = random.Random(1)
     pieces = [(f"layer{i}", (chance.randint(1, 100_000),), None) for i in range(300)]
-    found = share([held(pieces)] * 8)
+    found = assign_writers([held(pieces)] * 8)
     largest = max(4 * shape[0] for _, shape, _ in pieces)
     assert found.bytes.max() - found.bytes.min() <= largest
     assert found.bytes.sum() == sum(4 * shape[0] for _, shape, _ in pieces)
@@ -130,7 +130,7 @@ def test_replicas_are_spread_by_bytes() -> None:
 def test_what_one_rank_alone_holds_counts_before_replicas_are_spread() -> None:
     common = [(f"common{i}", (1000,), None) for i in range(30)]
     ranks = [held([*common, ("own", (10_000,), None)]), held(common), held(common)]
-    found = share(ranks)
+    found = assign_writers(ranks)
     check(ranks, found)
     assert found.bytes.tolist() == [4 * 14_000, 4 * 13_000, 4 * 13_000] or max(found.bytes) - min(found.bytes) <= 4000
 
@@ -138,7 +138,7 @@ def test_what_one_rank_alone_holds_counts_before_replicas_are_spread() -> None:
 def test_no_node_writes_more_than_its_part() -> None:
     pieces = [(f"layer{i}", (1000,), None) for i in range(120)]
     nodes = [0, 0, 0, 0, 1, 1]  # four ranks on one node, two on the other
-    found = share([held(pieces)] * 6, nodes)
+    found = assign_writers([held(pieces)] * 6, nodes)
     by_node = np.bincount(nodes, found.bytes)
     assert by_node[0] == by_node[1]
 
@@ -149,7 +149,7 @@ def test_hybrid_sharding_spreads_each_group_of_replicas() -> None:
     ranks = [
         held([(name, shape, Box((16 * (rank % 4), 0), (16, 8))) for name, shape in shapes]) for rank in range(8)
     ]
-    found = share(ranks)
+    found = assign_writers(ranks)
     check(ranks, found)
     assert found.bytes.max() == found.bytes.min()
 
@@ -166,20 +166,20 @@ def test_hybrid_sharding_spreads_each_group_of_replicas() -> None:
 def test_boxes_that_do_not_tile_are_refused_by_name(parts: list[Box], words: str) -> None:
     ranks = [held([("w", (8, 4), box)]) for box in parts]
     with pytest.raises(CoverageError, match=words):
-        share(ranks)
+        assign_writers(ranks)
 
 
 def test_boxes_that_tile_without_lining_up_are_taken() -> None:
     """A pinwheel: no line cuts it in two."""
     pinwheel = [Box((0, 0), (1, 2)), Box((0, 2), (2, 1)), Box((2, 1), (1, 2)), Box((1, 0), (2, 1)), Box((1, 1), (1, 1))]
     ranks = [held([("w", (3, 3), box)]) for box in pinwheel]
-    check(ranks, share(ranks))
+    check(ranks, assign_writers(ranks))
 
 
 def test_ranks_that_disagree_on_a_tensor_are_told_which() -> None:
     ranks = [held([("w", (8, 4), None)]), held([("w", (4, 8), None)])]
     with pytest.raises(CollisionError, match="ranks describe 'w' differently") as caught:
-        share(ranks)
+        assign_writers(ranks)
     assert "(4, 8) on rank 1" in str(caught.value)
 
 
@@ -189,13 +189,13 @@ def test_a_grid_of_many_ranks_is_proved_quickly() -> None:
     parts = np.arange(40)
     ranks = []
     for tp, dp in itertools.product(range(16), range(64)):
-        ranks.append(Held(names, parts, np.tile(np.array([64 * dp, 32 * tp, 64, 32]), 40)))
+        ranks.append(RankLayout(names, parts, np.tile(np.array([64 * dp, 32 * tp, 64, 32]), 40)))
     with mock.patch.object(sharing, "check_tiling", side_effect=AssertionError("the slow way")):
-        found = share(ranks)
+        found = assign_writers(ranks)
     assert set(found.bytes.tolist()) == {40 * 64 * 32 * 4}
 
 
-def alike(chance: random.Random) -> list[Held]:
+def alike(chance: random.Random) -> list[RankLayout]:
     """Many tensors of one shape, each cut in one of three ways, and replicas of some of them."""
     ways = [
         lambda rank: None,
@@ -209,30 +209,30 @@ def alike(chance: random.Random) -> list[Held]:
 @pytest.mark.parametrize("seed", range(3))
 def test_tensors_of_one_shape_may_be_cut_in_several_ways(seed: int) -> None:
     ranks = alike(random.Random(seed))
-    found = share(ranks)
+    found = assign_writers(ranks)
     check(ranks, found)
     assert found.bytes.max() - found.bytes.min() <= 4 * 64
     compact = [one.compact() for one in ranks]
-    assert [of.tolist() for of in share(compact).writes] == [of.tolist() for of in found.writes]
+    assert [of.tolist() for of in assign_writers(compact).writes] == [of.tolist() for of in found.writes]
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_of_tensors_cut_alike_some_may_have_been_begun(seed: int) -> None:
     ranks = alike(random.Random(seed))
     names = ranks[0].names  # the same on all ranks, as in a job
-    ranks = [Held(names, one.parts, one.boxes).compact() for one in ranks]
-    before = share(ranks)
+    ranks = [RankLayout(names, one.parts, one.boxes).compact() for one in ranks]
+    before = assign_writers(ranks)
     for begun in ([1], [0, 3], [0, 1, 2]):
         kept = {rank: before.writes[rank] for rank in begun}
-        after = share(ranks, kept=kept)
+        after = assign_writers(ranks, kept=kept)
         for rank in begun:
             assert after.writes[rank].tolist() == before.writes[rank].tolist()
-        plain = [Held(names, one.parts, np.concatenate([_box(one, kind) for kind in one.kinds.tolist()]))
+        plain = [RankLayout(names, one.parts, np.concatenate([_box(one, kind) for kind in one.kinds.tolist()]))
                  for one in ranks if one.kinds is not None]
         check(plain, after)
 
 
-def _box(one: Held, kind: int) -> np.ndarray:
+def _box(one: RankLayout, kind: int) -> np.ndarray:
     return one.boxes[4 * kind : 4 * kind + 4]
 
 
@@ -240,15 +240,15 @@ def test_buffers_are_the_lowest_ranks_however_they_differ() -> None:
     """Those of a stage's module are of the first rank that has the stage; nothing else of that shape is."""
     shapes = ((64,), (64,), (64,))
 
-    def rank(stage: int, sample: int) -> tuple[Held, np.ndarray]:
+    def rank(stage: int, sample: int) -> tuple[RankLayout, np.ndarray]:
         names = tuple(f"{stage}.{name}" for name in ("weight", "mean", "variance"))
         none = np.zeros(0, np.int64)
-        held = Held(Names(names, (F32,) * 3, shapes, frozenset({1, 2})), none, none)
+        held = RankLayout(Names(names, (F32,) * 3, shapes, frozenset({1, 2})), none, none)
         return held, np.array([7, sample, sample], np.uint16)
 
     ranks = [rank(stage, at) for at, stage in enumerate((0, 1, 0, 1, 1))]
     check_replicas([held for held, _ in ranks], [samples for _, samples in ranks])
-    found = share([held for held, _ in ranks])
+    found = assign_writers([held for held, _ in ranks])
     check([held for held, _ in ranks], found)
     assert found.buffers == 4
     writes = [set(one.tolist()) - {0} for one in found.writes]
@@ -257,7 +257,7 @@ def test_buffers_are_the_lowest_ranks_however_they_differ() -> None:
 
 def test_what_is_a_buffer_on_one_rank_alone_is_a_replica() -> None:
     none = np.zeros(0, np.int64)
-    one = Held(Names(("w",), (F32,), ((64,),), frozenset({0})), none, none)
-    other = Held(Names(("w",), (F32,), ((64,),)), none, none)
+    one = RankLayout(Names(("w",), (F32,), ((64,),), frozenset({0})), none, none)
+    other = RankLayout(Names(("w",), (F32,), ((64,),)), none, none)
     with pytest.raises(CollisionError, match="'w' is not the same on rank 1"):
         check_replicas([one, other], [np.array([1], np.uint16), np.array([2], np.uint16)])

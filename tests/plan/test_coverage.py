@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from flowstone.errors import CoverageError
 from flowstone.pieces import Box
-from flowstone.plan.boxes import check_tiling, subtract, tiles, uncovered
+from flowstone.plan.coverage import check_tiling, subtract, tiles, uncovered
 
 SIDE = 5
 

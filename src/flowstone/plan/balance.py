@@ -1,10 +1,10 @@
-"""Spreading: how many of the pieces that several ranks hold each of these writes, so that nobody writes much more.
+"""Balance: how many of the pieces that several ranks hold each of these ranks writes, so that no rank writes much more.
 
 Sets of ranks overlap: what one set is given changes what is best for the next. So the bytes of each set are levelled
-in turn, as if they were a liquid, over its ranks, or over its nodes and the ranks of each, until nothing moves. This is
+in turn, by water-filling, over its ranks, or over its nodes and the ranks of each, until nothing moves. This is
 coordinate descent on the sum of squared loads, whose minimum has the smallest largest load, too (loads that replicas
 allow are the bases of a polymatroid: Fujishige, Lexicographically optimal base, 1980). Only then are whole pieces
-dealt out, the heaviest first, each set beside what the others are to get.
+assigned, the largest first, each set beside what the others are to get.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 _STEADY = 5e-4  # of the mean load: less than that moves no more
 _LEVELLINGS_MIN, _LEVELLINGS_MAX = 8, 200  # rounds over all sets
 _WORK_MAX = 100_000  # sets levelled, all rounds together, above the least number of rounds: a few seconds
-_DEALS_MAX = 4  # rounds of dealing whole pieces; the best one is kept
+_ROUNDINGS_MAX = 4  # rounds of assigning whole pieces; the best one is kept
 _BETTER = 1e-3
 _ALIKE = 1e-2  # loads of nodes that differ by less are as good
 
@@ -40,85 +40,85 @@ class Replicas:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Spread:
+class Balance:
     """Who writes how much.
 
-    dealt  for each set, how many pieces of each length each of its ranks writes: a row for each length, a column for
-           each rank
-    level  bytes of the largest writer, if pieces could be cut anywhere
+    counts  for each set, how many pieces of each length each of its ranks writes: a row for each length, a column for
+            each rank
+    level   bytes of the largest writer, if pieces could be split anywhere
     """
 
-    dealt: Sequence[NDArray[np.int64]]
+    counts: Sequence[NDArray[np.int64]]
     level: float
 
 
-def spread(sets: Sequence[Replicas], own: NDArray[np.int64], node: NDArray[np.int64]) -> Spread:
+def balance(sets: Sequence[Replicas], own: NDArray[np.int64], node: NDArray[np.int64]) -> Balance:
     """Choose how many pieces each rank writes.
 
     own   bytes of each rank that it writes in any case
     node  of each rank: the largest one's load counts before the largest rank's
     """
     ways = [np.zeros_like(node), node] if len(np.unique(node)) > 1 else [node]
-    found = [_spread(sets, own, way) for way in ways]
+    found = [_balance(sets, own, way) for way in ways]
     if len(found) == 1:
         return found[0]
-    nodes, ranks = zip(*(_largest(sets, own, node, one.dealt) for one in found), strict=True)
+    nodes, ranks = zip(*(_largest(sets, own, node, one.counts) for one in found), strict=True)
     # Levelled by ranks alone, nodes are most often as level as can be, but not where they differ in size.
     by_ranks = nodes[0] <= nodes[1] * (1 + _ALIKE) and ranks[0] <= ranks[1]
-    return Spread(found[0 if by_ranks else 1].dealt, found[0].level)
+    return Balance(found[0 if by_ranks else 1].counts, found[0].level)
 
 
 def _largest(
-    sets: Sequence[Replicas], own: NDArray[np.int64], node: NDArray[np.int64], dealt: Sequence[NDArray[np.int64]]
+    sets: Sequence[Replicas], own: NDArray[np.int64], node: NDArray[np.int64], counts: Sequence[NDArray[np.int64]]
 ) -> tuple[float, float]:
     """The largest load of a node, and of a rank."""
     loads = own.copy()
-    for one, of in zip(sets, dealt, strict=True):
+    for one, of in zip(sets, counts, strict=True):
         loads[one.ranks] += one.length @ of
     return float(np.bincount(node, loads).max()), float(loads.max())
 
 
-def _spread(sets: Sequence[Replicas], own: NDArray[np.int64], node: NDArray[np.int64]) -> Spread:
+def _balance(sets: Sequence[Replicas], own: NDArray[np.int64], node: NDArray[np.int64]) -> Balance:
     """Level nodes, and the ranks of each."""
-    places = [_Place(one, node) for one in sets]
-    load = _Balance(own.astype(np.float64), node)
-    parts = _level(places, load)
+    all_writers = [_ReplicaWriters(one, node) for one in sets]
+    load = _RankLoads(own.astype(np.float64), node)
+    parts = _level(all_writers, load)
     level = float(load.ranks.max(initial=0))
     order = sorted(range(len(sets)), key=lambda at: -int(sets[at].length[0]))  # what is small fills what is left
     best: list[NDArray[np.int64]] = []
     lowest = np.inf
-    for _ in range(_DEALS_MAX):
-        dealt: list[NDArray[np.int64]] = [np.zeros((0, 0), np.int64)] * len(sets)
+    for _ in range(_ROUNDINGS_MAX):
+        counts: list[NDArray[np.int64]] = [np.zeros((0, 0), np.int64)] * len(sets)
         for at in order:
-            load.add(places[at], -parts[at])
-            dealt[at] = _deal(places[at], load)
-            parts[at] = (sets[at].length @ dealt[at]).astype(np.float64)
+            load.add(all_writers[at], -parts[at])
+            counts[at] = _assign_whole(all_writers[at], load)
+            parts[at] = (sets[at].length @ counts[at]).astype(np.float64)
         worst = float(load.ranks.max(initial=0))
         if worst < lowest:
-            best = dealt
+            best = counts
         if len(sets) == 1 or worst >= lowest * (1 - _BETTER):
             break
         lowest = worst
-    return Spread(best, level)
+    return Balance(best, level)
 
 
-class _Balance:
+class _RankLoads:
     """The loads of ranks, and of their nodes."""
 
     def __init__(self, ranks: Loads, node: NDArray[np.int64]) -> None:
         self.ranks = ranks
         self.nodes: Loads = np.bincount(node, ranks).astype(np.float64)
 
-    def add(self, place: _Place, part: Loads) -> None:
-        self.ranks[place.ranks] += part
-        if len(place.nodes) == 1:
-            self.nodes[place.nodes] += part.sum()
+    def add(self, writers: _ReplicaWriters, part: Loads) -> None:
+        self.ranks[writers.ranks] += part
+        if len(writers.nodes) == 1:
+            self.nodes[writers.nodes] += part.sum()
         else:
-            self.nodes[place.nodes] += np.bincount(place.node, part, len(place.nodes))
+            self.nodes[writers.nodes] += np.bincount(writers.node, part, len(writers.nodes))
 
 
-class _Place:
-    """Where the pieces of a set may go. `members` of each node: positions among the ranks."""
+class _ReplicaWriters:
+    """The ranks that may write the pieces of a set. `members` of each node: positions among these ranks."""
 
     def __init__(self, one: Replicas, node: NDArray[np.int64]) -> None:
         self.ranks, self.length, self.count = one.ranks, one.length, one.count
@@ -133,20 +133,20 @@ class _Place:
         return float(self.length @ self.count)
 
 
-def _level(places: Sequence[_Place], load: _Balance) -> list[Loads]:
-    """What each rank of each set would write if pieces could be cut anywhere. Added to `load`."""
-    parts = [np.zeros(len(place.ranks)) for place in places]
-    total = load.ranks.sum() + sum(place.bytes for place in places)
+def _level(all_writers: Sequence[_ReplicaWriters], load: _RankLoads) -> list[Loads]:
+    """What each rank of each set would write if pieces could be split anywhere. Added to `load`."""
+    parts = [np.zeros(len(writers.ranks)) for writers in all_writers]
+    total = load.ranks.sum() + sum(writers.bytes for writers in all_writers)
     steady = _STEADY * total / max(1, len(load.ranks))
-    rounds = min(_LEVELLINGS_MAX, max(_LEVELLINGS_MIN, _WORK_MAX // max(1, len(places))))
-    order = list(range(len(places)))
+    rounds = min(_LEVELLINGS_MAX, max(_LEVELLINGS_MIN, _WORK_MAX // max(1, len(all_writers))))
+    order = list(range(len(all_writers)))
     for _ in range(rounds):
         moved = 0.0
         for at in order:
-            place = places[at]
-            load.add(place, -parts[at])
-            part = _poured(place, load)
-            load.add(place, part)
+            writers = all_writers[at]
+            load.add(writers, -parts[at])
+            part = _water_fill_nodes(writers, load)
+            load.add(writers, part)
             moved = max(moved, float(np.abs(part - parts[at]).max()))
             parts[at] = part
         if moved <= steady:
@@ -155,54 +155,54 @@ def _level(places: Sequence[_Place], load: _Balance) -> list[Loads]:
     return parts
 
 
-def _poured(place: _Place, load: _Balance) -> Loads:
+def _water_fill_nodes(writers: _ReplicaWriters, load: _RankLoads) -> Loads:
     """A set's bytes over its least loaded nodes, and over the least loaded ranks of each."""
-    ranks = load.ranks[place.ranks]
-    if len(place.nodes) == 1:
-        return _filled(ranks, place.bytes)
-    by_node = _filled(load.nodes[place.nodes], place.bytes)
-    if place.one_each:
-        return by_node[place.node]
+    ranks = load.ranks[writers.ranks]
+    if len(writers.nodes) == 1:
+        return _water_fill(ranks, writers.bytes)
+    by_node = _water_fill(load.nodes[writers.nodes], writers.bytes)
+    if writers.one_each:
+        return by_node[writers.node]
     part = np.zeros(len(ranks))
     for at in np.flatnonzero(by_node).tolist():
-        members = place.members[at]
-        part[members] = _filled(ranks[members], by_node[at])
+        members = writers.members[at]
+        part[members] = _water_fill(ranks[members], by_node[at])
     return part
 
 
-def _filled(load: Loads, amount: float) -> Loads:
-    """`amount` poured over `load`: what is lowest is filled up to one level."""
+def _water_fill(load: Loads, amount: float) -> Loads:
+    """Water-filling: `amount` on top of the lowest of `load`, up to one level."""
     lowest = np.sort(load)
     level = ((amount + np.cumsum(lowest)) / np.arange(1, len(load) + 1)).min()
     filled: Loads = np.maximum(level - load, 0.0)
     return filled
 
 
-def _deal(place: _Place, load: _Balance) -> NDArray[np.int64]:
-    """Whole pieces, the heaviest first, each to the least loaded rank of the least loaded node. Added to `load`."""
-    dealt = np.zeros((len(place.length), len(place.ranks)), np.int64)
-    for row, (length, count) in enumerate(zip(place.length.tolist(), place.count.tolist(), strict=True)):
-        ranks = load.ranks[place.ranks]
-        if len(place.nodes) == 1:
-            dealt[row] = _dealt(ranks, length, count)
-        elif place.one_each:
-            dealt[row] = _dealt(load.nodes[place.nodes], length, count)[place.node]
+def _assign_whole(writers: _ReplicaWriters, load: _RankLoads) -> NDArray[np.int64]:
+    """Whole pieces, the largest first, each to the least loaded rank of the least loaded node. Added to `load`."""
+    counts = np.zeros((len(writers.length), len(writers.ranks)), np.int64)
+    for row, (length, count) in enumerate(zip(writers.length.tolist(), writers.count.tolist(), strict=True)):
+        ranks = load.ranks[writers.ranks]
+        if len(writers.nodes) == 1:
+            counts[row] = _whole_counts(ranks, length, count)
+        elif writers.one_each:
+            counts[row] = _whole_counts(load.nodes[writers.nodes], length, count)[writers.node]
         else:
-            by_node = _dealt(load.nodes[place.nodes], length, count)
+            by_node = _whole_counts(load.nodes[writers.nodes], length, count)
             for at in np.flatnonzero(by_node).tolist():
-                members = place.members[at]
-                dealt[row, members] = _dealt(ranks[members], length, int(by_node[at]))
-        load.add(place, dealt[row] * float(length))
-    return dealt
+                members = writers.members[at]
+                counts[row, members] = _whole_counts(ranks[members], length, int(by_node[at]))
+        load.add(writers, counts[row] * float(length))
+    return counts
 
 
-def _dealt(load: Loads, length: int, count: int) -> NDArray[np.int64]:
-    """How many of `count` equal pieces each gets, if one after the other goes to whoever has least."""
+def _whole_counts(load: Loads, length: int, count: int) -> NDArray[np.int64]:
+    """How many of `count` equal pieces each gets, if each goes to the rank with the least."""
     if length == 0:
         found = np.zeros(len(load), np.int64)
         found[np.argmin(load)] = count
         return found
-    found = (_filled(load, float(length) * count) / length).astype(np.int64)
+    found = (_water_fill(load, float(length) * count) / length).astype(np.int64)
     rest = count - int(found.sum())
     while rest:  # once, but for rounding
         after = np.argsort(load + found * float(length), kind="stable")

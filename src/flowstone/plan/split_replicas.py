@@ -1,0 +1,137 @@
+"""Split replicas: those too long for one writer become blocks of rows, which several ranks write.
+
+Where thousands of ranks hold few large tensors, one replica is more than a rank's part of the job. All ranks that hold
+it split it alike, and its blocks are assigned to writers as pieces of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowstone.plan.layout_groups import WHOLE, LayoutGroup, Names, RankLayout, Tensors, layout_groups
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSplit:
+    """Which pieces are written in blocks of rows: those of some tensors, where they are long.
+
+    names        of these tensors
+    above_bytes  what is no longer stays whole
+    block_bytes  of a block, rounded to rows
+    """
+
+    names: frozenset[str]
+    above_bytes: int
+    block_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blocks:
+    """What becomes of the pieces of a rank, in columns: an entry for each piece or block, in the order of the pieces.
+
+    source         position of the piece
+    dim            the dimension that is split: the first with more than one entry; -1 where the piece stays whole
+    start, length  of the block in that dimension, from the piece's begin
+    """
+
+    source: NDArray[np.int64]
+    dim: NDArray[np.int64]
+    start: NDArray[np.int64]
+    length: NDArray[np.int64]
+
+
+def split_replicas(layouts: Sequence[RankLayout], split: ReplicaSplit) -> tuple[list[RankLayout], list[Blocks]]:
+    """What each rank holds once split, and how that comes from its pieces. Ranks that are alike share columns."""
+    tensors = Tensors.of(layouts)
+    width = int(tensors.ndim.max(initial=0))
+    splitter = _Splitter(split, tensors, width)
+    found: dict[int, tuple[RankLayout, Blocks]] = {}
+    for group in layout_groups(layouts, tensors, width):
+        for rows in splitter.alike(group):
+            ranks = group.ranks[rows].tolist()
+            columns = splitter.blocks(group, int(rows[0]))
+            for rank, one in zip(ranks, splitter.split(group, rows, columns, layouts[ranks[0]].names), strict=True):
+                found[rank] = one, columns
+    return [found[rank][0] for rank in range(len(layouts))], [found[rank][1] for rank in range(len(layouts))]
+
+
+class _Splitter:
+    """Splits the replicas of a job.
+
+    shape  of each tensor, as a number: equal where shapes are
+    """
+
+    def __init__(self, split: ReplicaSplit, tensors: Tensors, width: int) -> None:
+        self._split, self._width = split, width
+        self._ndim, self._item_bytes = tensors.ndim, tensors.item_bytes
+        self._is_split = np.array([name in split.names for name in tensors.names], np.bool_)
+        self._whole = tensors.whole(width)
+        shapes = np.column_stack([self._ndim, self._whole])
+        self._shape = np.unique(shapes, axis=0, return_inverse=True)[1].reshape(-1)
+        self._names: dict[tuple[int, bytes], Names] = {}
+
+    def alike(self, group: LayoutGroup) -> Iterator[NDArray[np.int64]]:
+        """The ranks of a layout group, as rows, whose boxes of tensors that may be split have the same sides."""
+        kinds = np.unique(group.kind[self._is_split[group.tensor]])
+        sides = group.boxes[:, kinds[kinds != WHOLE], self._width :].reshape(len(group.boxes), -1)
+        alike = np.unique(sides, axis=0, return_inverse=True)[1].reshape(-1)[group.variant]
+        return (np.flatnonzero(alike == number) for number in range(int(alike.max()) + 1))
+
+    def blocks(self, group: LayoutGroup, row: int) -> Blocks:
+        """How the pieces of one of its ranks are split."""
+        sides = self._whole[group.tensor, self._width :]
+        part = group.kind != WHOLE
+        sides[part] = group.boxes[group.variant[row], group.kind[part], self._width :]
+        ndim = self._ndim[group.tensor]
+        elements = np.where(np.arange(self._width) < ndim[:, None], sides, 1).prod(axis=1)
+        bytes_ = elements * self._item_bytes[group.tensor]
+        padded = np.column_stack([sides, np.zeros(len(sides), np.int64)])  # a scalar has a dimension to look at, too
+        dim = (padded > 1).argmax(axis=1)
+        rows = np.maximum(padded[np.arange(len(sides)), dim], 1)
+        is_split = self._is_split[group.tensor] & (bytes_ > self._split.above_bytes)
+        count = np.where(is_split, np.minimum(rows, -(-bytes_ // self._split.block_bytes)), 1)
+        source = np.repeat(np.arange(len(count)), count)
+        block = np.arange(len(source)) - np.repeat(np.cumsum(count) - count, count)
+        start = rows[source] * block // count[source]
+        stop = rows[source] * (block + 1) // count[source]
+        return Blocks(source, np.where(count[source] > 1, dim[source], -1), start, stop - start)
+
+    def split(self, group: LayoutGroup, rows: NDArray[np.int64], blocks: Blocks, names: Names) -> Iterator[RankLayout]:
+        """What these ranks of a layout group hold, split: each distinct box once, as where nothing is split."""
+        width, tensor, old = self._width, group.tensor[blocks.source], group.kind[blocks.source]
+        is_split = blocks.dim >= 0
+        parts = np.flatnonzero(is_split | (old != WHOLE))
+        shape = np.where(old == WHOLE, self._shape[tensor], -1)
+        block = np.where(is_split, [blocks.dim, blocks.start, blocks.length], -1)
+        keys = np.column_stack([old, shape, *block])[parts]
+        _, first, kinds = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+        at = parts[first]  # one part of each kind
+        variants, variant = np.unique(group.variant[rows], return_inverse=True)
+        # WHOLE takes the last of them, which is there for that alone.
+        whole_boxes = np.concatenate([group.boxes[variants], np.zeros((len(variants), 1, 2 * width), np.int64)], axis=1)
+        boxes = np.where((old[at] == WHOLE)[:, None], self._whole[tensor[at]], whole_boxes[:, old[at]])
+        of_blocks = np.flatnonzero(is_split[at])
+        dim = blocks.dim[at][of_blocks]
+        boxes[:, of_blocks, dim] += blocks.start[at][of_blocks]
+        boxes[:, of_blocks, width + dim] = blocks.length[at][of_blocks]
+        half = np.arange(width) < self._ndim[tensor[at]][:, None]
+        kinds = kinds.reshape(-1)
+        flat = list(np.ascontiguousarray(boxes[:, np.concatenate([half, half], axis=1)]))
+        new = self._names_of(names, blocks.source)
+        return (RankLayout(new, parts, flat[at], kinds) for at in variant.tolist())
+
+    def _names_of(self, names: Names, source: NDArray[np.int64]) -> Names:
+        """Shared by all ranks that shared `names` and are split alike."""
+        key = id(names), source.tobytes()
+        if key not in self._names:
+            at = source.tolist()
+            buffers = frozenset(new for new, old in enumerate(at) if old in names.buffers)
+            self._names[key] = Names(
+                tuple(map(names.names.__getitem__, at)), tuple(map(names.dtypes.__getitem__, at)),
+                tuple(map(names.shapes.__getitem__, at)), buffers,
+            )
+        return self._names[key]

@@ -19,7 +19,7 @@ from flowstone.pieces import Box, Layout, Memory, Piece, Pieces, Places
 from flowstone.state.records import Described, PerRank, Shard
 
 
-def sealed(document: Mapping[str, object]) -> bytes:
+def with_checksum(document: Mapping[str, object]) -> bytes:
     """A document with a valid seal, as docs/FORMAT.md says."""
     fields = {key: value for key, value in document.items() if key != "digest"}
     body = json.dumps(fields, indent=2)[:-2].encode() + b",\n  "
@@ -37,7 +37,7 @@ def edit_manifest(checkpoint: Path, change: Callable[[dict], object]) -> None:
     path = checkpoint / "manifest.json"
     document = json.loads(path.read_bytes())
     change(document)
-    path.write_bytes(sealed(document))
+    path.write_bytes(with_checksum(document))
 
 
 def vouch_for(checkpoint: Path, entry: str, data: bytes) -> None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from forge import sealed
+from forge import with_checksum
 
 from flowstone.config import READ_DEFAULTS, WRITE_DEFAULTS, Tuning
 from flowstone.store.place import place_of
@@ -41,4 +41,4 @@ def edit(path: Path, change: Callable[[dict], object]) -> None:
     """Let `change` work on the fields, and seal them again."""
     document = json.loads(path.read_bytes())
     change(document)
-    path.write_bytes(sealed(document))
+    path.write_bytes(with_checksum(document))

@@ -18,8 +18,8 @@ from flowstone.commit import publish
 from flowstone.commit.contents import join_objects
 from flowstone.config import FAR_COMPARED_MAX, PLANS_REMEMBERED
 from flowstone.errors import CollisionError, RankError, StorageError, UnsupportedStateError
-from flowstone.format.joints import Spine, join
 from flowstone.format.manifest import Manifest, SegmentRow
+from flowstone.format.merge_points import MergeMap, merge
 from flowstone.messages import (
     Apart,
     PackedLayout,
@@ -143,7 +143,7 @@ class Lead:
             sampled_because=next((one.io.sampled_because for one in said if one.io.sampled_because), None),
         )
         replicated = msgspec.msgpack.decode(zlib.decompress(said[0].objects), type=dict[str, bytes])
-        replicated |= _joined_sections(apart)
+        replicated |= _merged_sections(apart)
         return publish.publish(
             store, draft, store_id=store_id, segments=segments,
             index=frame.fill(offsets[piece_order], digests[chunk_order]), totals=frame.totals,
@@ -191,7 +191,7 @@ def differing_sections(said: Sequence[Written]) -> list[str]:
     return [name for name, of in said[0].sections.items() if any(one.sections[name] != of for one in said)]
 
 
-def _joined_sections(apart: Sequence[Apart]) -> dict[str, bytes]:
+def _merged_sections(apart: Sequence[Apart]) -> dict[str, bytes]:
     """One text for each section that ranks have differently. Raises UnsupportedStateError where that cannot be."""
     found = {}
     for section in apart[0].texts if apart else ():
@@ -199,7 +199,9 @@ def _joined_sections(apart: Sequence[Apart]) -> dict[str, bytes]:
         for rank, one in enumerate(apart):
             first.setdefault(one.texts[section], rank)
         texts = {rank: zlib.decompress(text) for text, rank in first.items()}
-        found[section] = join(section, texts, {rank: cast("Spine", apart[rank].spines[section]) for rank in texts})
+        found[section] = merge(
+            section, texts, {rank: cast("MergeMap", apart[rank].merge_maps[section]) for rank in texts}
+        )
     return found
 
 

@@ -246,8 +246,8 @@ def agree(
     together.confirm(f"what is wanted of step {step}", failure)
     elsewhere = unwanted = None
     if together.team is not None:
-        sealed = digest(encode_manifest(found.checkpoint.manifest))
-        together.same(f"the identity of step {step}", f"a manifest of digest {sealed}")
+        manifest_digest = digest(encode_manifest(found.checkpoint.manifest))
+        together.same(f"the identity of step {step}", f"a manifest of digest {manifest_digest}")
         elsewhere = together.anybody(f"the tensors that are wanted of step {step}", found.names_used())
         unwanted = together.nobody(f"the objects that are wanted of step {step}", found.unwanted())
     try:

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowstone.format.digest import digest
-from flowstone.format.joints import spine_of
 from flowstone.format.manifest import IoRecord, SegmentRow
+from flowstone.format.merge_points import merge_map_of
 from flowstone.pieces import Block, Layout
 from flowstone.plan.assign_writers import WriterAssignment
 from flowstone.plan.layout_groups import Names, RankLayout
@@ -101,10 +101,10 @@ class Written(msgspec.Struct, frozen=True):
 
 
 class Apart(msgspec.Struct, frozen=True):
-    """What a rank has of sections that are not the same on all. `spines`: of each, a Spine, as messages have it."""
+    """What a rank has of sections that are not the same on all. `merge_maps`: the merge map of each."""
 
     texts: dict[str, bytes]
-    spines: dict[str, object]
+    merge_maps: dict[str, object] = msgspec.field(name="spines")
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -278,7 +278,7 @@ def written_by(
 
 def apart_of(made: Contribution, sections: Sequence[str]) -> Apart:
     texts = {name: zlib.compress(made.replicated[name], 1) for name in sections}
-    return Apart(texts, {name: spine_of(made.objects[name]) for name in sections})
+    return Apart(texts, {name: merge_map_of(made.objects[name]) for name in sections})
 
 
 def numbers(packed: bytes, kind: type[_Number]) -> NDArray[_Number]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from forge import content, edit_header, edit_index, edit_manifest, sealed, vouch_for
+from forge import content, edit_header, edit_index, edit_manifest, vouch_for, with_checksum
 from specimen import STEP, state
 
 import flowstone as fs
@@ -63,7 +63,7 @@ def test_a_manifest_with_something_behind_it_is_named(checkpoint: Path) -> None:
 
 
 def test_a_future_version_is_named_before_its_fields_are_read(checkpoint: Path) -> None:
-    (checkpoint / "manifest.json").write_bytes(sealed({"flowstone": 2, "step": "seven", "unknown": []}))
+    (checkpoint / "manifest.json").write_bytes(with_checksum({"flowstone": 2, "step": "seven", "unknown": []}))
     error = refused(checkpoint, UnsupportedFormatError)
     assert error.message == f"{checkpoint}/manifest.json needs a newer reader"
     assert "version up to 1" in str(error.facts["expected"])

@@ -17,7 +17,7 @@ from flowstone.config import (
     TEXT_CHARS_MAX,
 )
 from flowstone.errors import DamagedError, UnsupportedFormatError
-from flowstone.format.sealed import seal, unseal
+from flowstone.format.checksummed import add_checksum, verify_checksum
 
 MARKER_NAME = "flowstone.json"
 MANIFEST_NAME = "manifest.json"
@@ -127,7 +127,7 @@ _Document = TypeVar("_Document", Marker, Manifest)
 
 def _decode(data: bytes, kind: type[_Document], *, path: str) -> _Document:
     """Seal, then version, then fields: a newer version is named before its fields are misread."""
-    text = unseal(data, path=path)
+    text = verify_checksum(data, path=path)
     try:
         version = msgspec.json.decode(text, type=_Version)
         unknown = sorted(set(version.critical) - KNOWN_FEATURES)
@@ -150,7 +150,7 @@ def _decode(data: bytes, kind: type[_Document], *, path: str) -> _Document:
 
 
 def encode_marker(marker: Marker) -> bytes:
-    return seal(marker)
+    return add_checksum(marker)
 
 
 def decode_marker(data: bytes, *, path: str) -> Marker:
@@ -162,7 +162,7 @@ def decode_marker(data: bytes, *, path: str) -> Marker:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     check_manifest(manifest, path=MANIFEST_NAME)
-    return seal(manifest)
+    return add_checksum(manifest)
 
 
 def decode_manifest(data: bytes, *, path: str) -> Manifest:

@@ -63,7 +63,7 @@ import numpy as np
 
 from flowstone.errors import DamagedError, UnsupportedFormatError, UnsupportedStateError
 from flowstone.format.bounds import KEYS, Path, brief, dotted, hashed
-from flowstone.format.joints import Groups, Joint
+from flowstone.format.merge_points import Groups, MergePoint
 
 Node: TypeAlias = "bool | int | float | str | list[Node] | dict[str, Node] | None"
 T = TypeVar("T")
@@ -282,7 +282,7 @@ _CONTAINERS: Mapping[type, Callable[..., Node]] = {
     list: _Encoder._nodes,
     Groups: _Encoder._nodes,
     dict: _Encoder._dict,
-    Joint: _Encoder._dict,
+    MergePoint: _Encoder._dict,
     tuple: lambda encoder, value, path: {"$tuple": encoder._nodes(value, path)},
     OrderedDict: lambda encoder, value, path: {"$ordered": encoder._pairs(value, path)},
     Counter: lambda encoder, value, path: {"$counter": encoder._pairs(value, path)},
@@ -296,7 +296,7 @@ _CONTAINERS: Mapping[type, Callable[..., Node]] = {
 
 _TEXTS: Mapping[type, tuple[str, str]] = {
     dict: ("{", "}"),
-    Joint: ("{", "}"),
+    MergePoint: ("{", "}"),
     OrderedDict: ('{"$ordered":[', "]}"),
     list: ("[", "]"),
     tuple: ('{"$tuple":[', "]}"),
@@ -314,7 +314,7 @@ def _references_text(value: object) -> str | None:
     names = [one.name for one in references]
     if {one.kind for one in references} != {"tensor"} or set(map(type, keys)) - {str} or not _plain([*keys, *names]):
         return None
-    if type(value) in (dict, Joint):
+    if type(value) in (dict, MergePoint):
         parts = [f'"{key}":{{"$tensor":"{name}"}}' for key, name in zip(keys, names, strict=True)]
     elif keys:
         parts = [f'["{key}",{{"$tensor":"{name}"}}]' for key, name in zip(keys, names, strict=True)]

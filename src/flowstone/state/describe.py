@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from flowstone.format import objects
-from flowstone.format.joints import Joint
+from flowstone.format.merge_points import MergePoint
 from flowstone.format.objects import Provided, TensorRef, tensor_refs, unsupported
 from flowstone.pieces import DTYPES, Layout, Places
 from flowstone.state import constants, generators, modules, optimizers, provided, tensors
@@ -134,7 +134,7 @@ class Describer:
             case Kind.PER_RANK:
                 raise unsupported(place.name, value, "lies inside another value", "make it a section of the state")
 
-    def _optimizer(self, value: object, core: Core, place: Place) -> Joint:
+    def _optimizer(self, value: object, core: Core, place: Place) -> MergePoint:
         node, base = optimizers.describe(self, core, place), optimizers.base_at(value, core, place)
         if base is not None:
             node["base"] = optimizers.describe(self, base, place.child("base"))
@@ -198,10 +198,10 @@ class Describer:
         return references if type(value) is list else tuple(references)
 
     def _container_type(self, value: object) -> type[dict[object, object]]:
-        """What stands for a dict: a Joint, where its items are restored one by one."""
+        """What stands for a dict: a MergePoint, where its items are restored one by one."""
         if type(value) is OrderedDict:
             return OrderedDict
-        return Joint if id(value) in self.survey.live else dict
+        return MergePoint if id(value) in self.survey.live else dict
 
     def _enter(self, value: object, place: Place) -> None:
         if id(value) in self._open:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from flowstone.errors import StateError
-from flowstone.format.joints import Joint
+from flowstone.format.merge_points import MergePoint
 from flowstone.format.objects import Provided, TensorRef
 from flowstone.state import tensors
 from flowstone.state.fresh import Fresh, kind_of, refers_to_tensors
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _EXTRA_STATE = "_extra_state"  # torch's key for get_extra_state(): of any type, and free to change its shape
 
 
-def describe(describer: Describer, module: torch.nn.Module, place: Place) -> Joint:
+def describe(describer: Describer, module: torch.nn.Module, place: Place) -> MergePoint:
     """Enter a module's tensors; returns what else its state_dict() holds, by stripped key.
 
     Tensors that are no parameter or buffer's own memory (made by a state_dict hook, or extra state)
@@ -43,7 +43,7 @@ def describe(describer: Describer, module: torch.nn.Module, place: Place) -> Joi
         roles = Roles(describer.stepped, tree.restless, tree.values)
         own, names = roles.of_all(tree.values, tree.parameters), names_below(place.name, tree.names)
         describer.ledger.enter_all(place, tree.keys, names, tree.values, roles=own)
-        return Joint()
+        return MergePoint()
     fsdp = describer.survey.wrapped(module, place)
     restless = frozenset[int]().union(*map(restless_in, module.modules()))
     roles = Roles(describer.stepped, restless, module.parameters())
@@ -51,7 +51,7 @@ def describe(describer: Describer, module: torch.nn.Module, place: Place) -> Joi
         _describe_flattened(describer, fsdp, place, roles)
     entries = state_dict(module, place, fsdp)
     live = Live(module)
-    extra = Joint()
+    extra = MergePoint()
     for key, value in entries.items():
         name = strip_wrappers(key)
         inner = place.called(f"{place.name}.{name}", key)

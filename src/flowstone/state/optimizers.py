@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 
 from flowstone.errors import CollisionError, UnsupportedStateError
-from flowstone.format.joints import Groups, Joint
+from flowstone.format.merge_points import Groups, MergePoint
 from flowstone.format.objects import TensorRef
 from flowstone.state.flat import Range, Span
 from flowstone.state.fresh import refers_to_tensors
@@ -229,13 +229,13 @@ def _home_by_name(group: Mapping[str, object], i: int, j: int, place: Place) -> 
     )
 
 
-def describe(describer: Describer, optimizer: Core, place: Place) -> Joint:
+def describe(describer: Describer, optimizer: Core, place: Place) -> MergePoint:
     """Enter an optimizer's tensors; returns its object, as drawn at the top."""
     anatomy = dissect(optimizer, describer.parameters, place)
     inside = place.child("state")
     guarded = {id(one) for one in describer.survey.optimizers}
     slots = _Slots(describer, inside, lazy=all(id(one) in guarded for one in parts_of(optimizer)))
-    state = Joint()
+    state = MergePoint()
     for member in anatomy.members():
         listed = slots.describe(member)
         if listed:
@@ -249,7 +249,7 @@ def describe(describer: Describer, optimizer: Core, place: Place) -> Joint:
         }
         for i, (members, options) in enumerate(zip(anatomy.groups, anatomy.options, strict=True))
     )
-    return Joint({
+    return MergePoint({
         "param_groups": groups,
         "state": state,
         "shared": describer.node(dict(anatomy.shared), inside),

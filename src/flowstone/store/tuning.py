@@ -16,8 +16,8 @@ import msgspec
 
 from flowstone.config import TUNING_BYTES_MAX, Direction, Tuning
 from flowstone.errors import DamagedError, FlowstoneError, StorageError, UnsupportedFormatError
+from flowstone.format.checksummed import add_checksum, verify_checksum
 from flowstone.format.digest import digest
-from flowstone.format.sealed import seal, unseal
 from flowstone.store.place import Place, place_of
 
 TUNING_NAME = "tuning.json"
@@ -27,7 +27,7 @@ _log = logging.getLogger("flowstone")
 
 
 class TuningFile(msgspec.Struct, frozen=True, kw_only=True):
-    """Sealed JSON. `trial_bytes` were moved in each trial; a direction is null where the defaults are as good."""
+    """Checksummed JSON. `trial_bytes` were moved in each trial; a direction is null where the defaults are as good."""
 
     tuning: int = TUNING_VERSION
     created: str
@@ -43,12 +43,12 @@ class _Version(msgspec.Struct):
 
 
 def encode_tuning(file: TuningFile) -> bytes:
-    return seal(file)
+    return add_checksum(file)
 
 
 def decode_tuning(data: bytes, *, path: str) -> TuningFile:
-    """Seal, then version, then fields and their ranges. Raises DamagedError or UnsupportedFormatError."""
-    text = unseal(data, path=path)
+    """Digest, then version, then fields and their ranges. Raises DamagedError or UnsupportedFormatError."""
+    text = verify_checksum(data, path=path)
     try:
         version = msgspec.json.decode(text, type=_Version).tuning
         if version > TUNING_VERSION:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from flowstone import _native
 from flowstone.errors import DamagedError
+from flowstone.format.checksummed import CHECKSUM_BYTES, add_checksum, verify_checksum
 from flowstone.format.manifest import Marker, decode_marker, encode_marker
-from flowstone.format.sealed import SEAL_BYTES, seal, unseal
 
 TEXT = encode_marker(Marker(flowstone=1, store="ab" * 16, created="2026-01-01T00:00:00+00:00"))
 
@@ -24,15 +24,15 @@ class Note(msgspec.Struct):
 
 def test_the_last_31_bytes_are_the_seal_that_format_md_describes() -> None:
     body, tail = TEXT[:-31], TEXT[-31:]
-    assert SEAL_BYTES == 31
+    assert CHECKSUM_BYTES == 31
     assert tail == f'"digest": "{_native.xxh3_64(body):016x}"\n}}\n'.encode()
     assert json.loads(TEXT)["flowstone"] == 1
 
 
 @given(st.text(st.characters(codec="utf-8")), st.integers(0, 2**53))
 def test_any_document_is_sealed_and_unsealed(text: str, number: int) -> None:
-    data = seal(Note(text, number))
-    assert msgspec.json.decode(unseal(data, path="f"), type=Note) == Note(text, number)
+    data = add_checksum(Note(text, number))
+    assert msgspec.json.decode(verify_checksum(data, path="f"), type=Note) == Note(text, number)
     assert set(json.loads(data)) == {"text", "number", "digest"}
 
 

@@ -1,6 +1,6 @@
-"""Sealed JSON: a document that ends with the digest of all bytes before the digest.
+"""Checksummed JSON: a document that ends with the digest of all bytes before the digest.
 
-The seal is checked before anything in the document is believed, so a truncated or altered
+The digest is checked before anything in the document is used, so a truncated or altered
 file never reaches the parser of its fields.
 """
 
@@ -13,19 +13,19 @@ from flowstone.format.digest import digest
 
 _OPEN = b'"digest": "'
 _CLOSE = b'"\n}\n'
-SEAL_BYTES = len(_OPEN) + 16 + len(_CLOSE)
+CHECKSUM_BYTES = len(_OPEN) + 16 + len(_CLOSE)
 
 
-def seal(document: msgspec.Struct) -> bytes:
-    """The sealed, indented text of `document`, which has at least one field."""
+def add_checksum(document: msgspec.Struct) -> bytes:
+    """The indented text, with its digest at the end, of `document`, which has at least one field."""
     text = msgspec.json.format(msgspec.json.encode(document), indent=2)
     body = text[:-2] + b",\n  "  # without the closing newline and brace
     return body + _OPEN + digest(body).encode() + _CLOSE
 
 
-def unseal(data: bytes, *, path: str) -> bytes:
-    """Check the seal and return the document with its digest still in it, fit for a JSON parser."""
-    body, tail = memoryview(data)[:-SEAL_BYTES], data[-SEAL_BYTES:]
+def verify_checksum(data: bytes, *, path: str) -> bytes:
+    """Check the digest and return the document with its digest still in it, fit for a JSON parser."""
+    body, tail = memoryview(data)[:-CHECKSUM_BYTES], data[-CHECKSUM_BYTES:]
     if not (tail.startswith(_OPEN) and tail.endswith(_CLOSE)):
         raise DamagedError(
             f"{path} is truncated or was altered: it does not end with its digest",

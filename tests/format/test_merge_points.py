@@ -6,13 +6,13 @@ import msgspec
 import pytest
 
 from flowstone.errors import UnsupportedStateError
-from flowstone.format.joints import Groups, Joint, join, spine_of
+from flowstone.format.merge_points import Groups, MergePoint, merge, merge_map_of
 from flowstone.format.objects import TensorRef, encode_text
 
 
 def joined(*values: object) -> object:
     texts = {rank: bytes(encode_text(value, "s")) for rank, value in enumerate(values)}
-    return msgspec.json.decode(join("s", texts, {rank: spine_of(value) for rank, value in enumerate(values)}))
+    return msgspec.json.decode(merge("s", texts, {rank: merge_map_of(value) for rank, value in enumerate(values)}))
 
 
 def groups(*of: tuple[str, float]) -> Groups:
@@ -21,15 +21,15 @@ def groups(*of: tuple[str, float]) -> Groups:
 
 
 def test_what_any_rank_has_in_a_joint_is_kept() -> None:
-    assert joined(Joint(a=1, b=Joint(x=None)), Joint(b=Joint(y=[2]), c=3)) == {
+    assert joined(MergePoint(a=1, b=MergePoint(x=None)), MergePoint(b=MergePoint(y=[2]), c=3)) == {
         "a": 1, "b": {"x": None, "y": [2]}, "c": 3
     }
-    assert joined(Joint(), Joint(a=TensorRef("s.a", "tensor"))) == {"a": {"$tensor": "s.a"}}
+    assert joined(MergePoint(), MergePoint(a=TensorRef("s.a", "tensor"))) == {"a": {"$tensor": "s.a"}}
 
 
 def test_what_two_ranks_have_has_to_be_the_same() -> None:
     with pytest.raises(UnsupportedStateError, match=r"'s\.b\.x' is not the same on rank 2 as on rank 1"):
-        joined(Joint(a=1), Joint(b=Joint(x=1)), Joint(b=Joint(x=2)))
+        joined(MergePoint(a=1), MergePoint(b=MergePoint(x=1)), MergePoint(b=MergePoint(x=2)))
     with pytest.raises(UnsupportedStateError, match=r"fs\.PerRank\(state\['s'\]\)"):
         joined(1, 2)
 
@@ -37,28 +37,28 @@ def test_what_two_ranks_have_has_to_be_the_same() -> None:
 @pytest.mark.parametrize(("one", "other"), [(1, True), (0, False), (1, 1.0)])
 def test_values_of_other_types_are_not_the_same(one: object, other: object) -> None:
     with pytest.raises(UnsupportedStateError, match=r"'s\.a' is not the same"):
-        joined(Joint(a=one), Joint(a=other))
+        joined(MergePoint(a=one), MergePoint(a=other))
 
 
 def test_plain_dicts_are_values_and_not_joined() -> None:
     with pytest.raises(UnsupportedStateError, match="'s' is not the same"):
         joined({"a": 1}, {"a": 1, "b": 2})
     with pytest.raises(UnsupportedStateError, match=r"'s\.a' is not the same"):
-        joined(Joint(a={}), Joint(a={"b": 2}))
+        joined(MergePoint(a={}), MergePoint(a={"b": 2}))
 
 
 def test_lists_of_joints_are_joined_one_by_one() -> None:
-    assert joined([Joint(a=1), 0], [Joint(b=2), 0]) == [{"a": 1, "b": 2}, 0]
+    assert joined([MergePoint(a=1), 0], [MergePoint(b=2), 0]) == [{"a": 1, "b": 2}, 0]
     with pytest.raises(UnsupportedStateError, match="'s' is not the same"):
-        joined([Joint(a=1)], [Joint(a=1), Joint()])
+        joined([MergePoint(a=1)], [MergePoint(a=1), MergePoint()])
     with pytest.raises(UnsupportedStateError, match=r"'s\.1' is not the same"):
-        joined([Joint(), 1], [Joint(a=1), 2])
+        joined([MergePoint(), 1], [MergePoint(a=1), 2])
 
 
 def test_keys_that_are_no_json_objects_make_a_value() -> None:
-    assert joined(Joint({1: "a"}), Joint({1: "a"})) == {"$dict": [[1, "a"]]}
+    assert joined(MergePoint({1: "a"}), MergePoint({1: "a"})) == {"$dict": [[1, "a"]]}
     with pytest.raises(UnsupportedStateError, match="'s' is not the same"):
-        joined(Joint({1: "a"}), Joint({2: "a"}))
+        joined(MergePoint({1: "a"}), MergePoint({2: "a"}))
 
 
 def test_groups_of_equal_options_become_one() -> None:

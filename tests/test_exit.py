@@ -217,7 +217,7 @@ def test_ctrl_c_during_a_save_leaves_the_checkpoint_before(store: Path, script: 
     """The capture is interrupted where it waits: nothing is committed, nothing is left, later saves work."""
     text = (
         "import os, signal, sys, torch, flowstone as fs\n"
-        "from flowstone.store.moving import LocalWriting\n"
+        "from flowstone.store.local_io import LocalWriting\n"
         "checkpointer = fs.Checkpointer(sys.argv[1])\n"
         "checkpointer.save(1, {'x': torch.ones(3)}).committed.result()\n"
         "real = LocalWriting.wait_captured\n"

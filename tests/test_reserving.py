@@ -18,7 +18,7 @@ from flowstone.config import MIB, EngineOptions
 from flowstone.saving import Captures
 from flowstone.store.base import Pace
 from flowstone.store.local import LocalStore
-from flowstone.store.moving import LocalWriting
+from flowstone.store.local_io import LocalWriting
 from flowstone.store.system import System
 
 PATIENCE_S = 5  # of a reservation that nobody lets go on: then the test fails, and does not stand
@@ -201,7 +201,7 @@ def test_an_interrupted_save_leaves_nothing_while_its_segment_is_reserved(run: R
 
 
 def test_a_segment_that_refuses_direct_io_once_it_is_reserved_goes_through_the_page_cache(run: Run) -> None:
-    with mock.patch("flowstone.store.means._moves_block", return_value=False):
+    with mock.patch("flowstone.store.engines._moves_block", return_value=False):
         save = run.save(2)
         assert save.committed.result().manifest.io.alignment == 1
     assert content(run.loaded(2)) == content([parameter.detach() for parameter in run.model])

@@ -9,7 +9,7 @@ from pathlib import Path
 from forge import with_checksum
 
 from flowstone.config import READ_DEFAULTS, WRITE_DEFAULTS, Tuning
-from flowstone.store.place import place_of
+from flowstone.store.mount import mount_of
 from flowstone.store.tuning import TUNING_NAME, TuningFile, encode_tuning, user_file
 
 __all__ = ["READ_DEFAULTS", "WRITE_DEFAULTS", "edit", "put_beside_marker", "put_for_mount"]
@@ -22,7 +22,7 @@ def put_beside_marker(store: Path, *, write: Tuning | None = None, read: Tuning 
 
 def put_for_mount(at: Path, *, write: Tuning | None = None, read: Tuning | None = None) -> Path:
     """In the user's files, for the mount that holds `at`."""
-    path = user_file(place_of(at))
+    path = user_file(mount_of(at))
     assert path is not None
     path.parent.mkdir(parents=True, exist_ok=True)
     return _put(path, at, write, read)
@@ -30,7 +30,7 @@ def put_for_mount(at: Path, *, write: Tuning | None = None, read: Tuning | None 
 
 def _put(path: Path, at: Path, write: Tuning | None, read: Tuning | None) -> Path:
     file = TuningFile(
-        created="2026-01-01T00:00:00+00:00", writer="a test", place=place_of(at), trial_bytes=1 << 29, write=write,
+        created="2026-01-01T00:00:00+00:00", writer="a test", mount=mount_of(at), trial_bytes=1 << 29, write=write,
         read=read,
     )
     path.write_bytes(encode_tuning(file))

@@ -20,13 +20,13 @@ from flowstone.cli_ls import local_time, row_of
 from flowstone.cli_output import (
     AsJson,
     StorePath,
+    errors_reported,
     make_console,
     marked,
     print_json,
     printable,
     refused,
     size_text,
-    told,
 )
 from flowstone.config import MIB
 from flowstone.format.manifest import IoRecord
@@ -88,7 +88,7 @@ def show(
 
     from flowstone.reader import open_checkpoint
 
-    with told(as_json):
+    with errors_reported(as_json):
         checkpoint = open_checkpoint(path, step)
         tensors, objects = checkpoint.tensors, checkpoint.objects
         per_rank = checkpoint.contents.per_rank
@@ -125,7 +125,7 @@ def verify(path: StorePath, step: Step = None, as_json: AsJson = False) -> None:
     """Read every byte of a checkpoint and check it, padding included. Exit status 1 on damage."""
     from flowstone.reader import open_checkpoint
 
-    with told(as_json):
+    with errors_reported(as_json):
         checkpoint = open_checkpoint(path, step)
         verified = checkpoint.inspect(terminal_progress(f"verifying step {checkpoint.step}"))
     if as_json:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from flowstone.cli_output import make_console, print_json, told
+from flowstone.cli_output import errors_reported, make_console, print_json
 from flowstone.config import GIB, KIB, MIB
 from flowstone.progress import terminal_steps
 
@@ -70,7 +70,7 @@ def _root(
     from flowstone.study.prepare import probe_at
     from flowstone.study.report import probe_lines
 
-    with told(as_json):
+    with errors_reported(as_json):
         works = probe_at(probe)
     if as_json:
         print_json(asdict(works))
@@ -116,7 +116,7 @@ def io(
     wanted = tuple(known for known in MIXES if not mix or known in mix)
     settings = Settings(quick=quick, bytes=size, processes=processes, mixes=wanted, rounds=rounds)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # or the scratch files would stay
-    with told(json_file == "-"):
+    with errors_reported(json_file == "-"):
         prepared = prepare(path, settings)
         plan = prepared.plan
         samples = []

@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 
 from flowstone.calls import store_path
-from flowstone.cli_output import AsJson, StorePath, print_json, print_rows, size_text, told
+from flowstone.cli_output import AsJson, StorePath, errors_reported, print_json, print_rows, size_text
 from flowstone.commit.catalog import DELETING, SAVING, SUPERSEDED, TUNING
 from flowstone.commit.manifests import listing, read_manifest
 from flowstone.commit.places import check_store
@@ -20,7 +20,7 @@ _UNFINISHED = (SAVING, DELETING, SUPERSEDED, TUNING)
 
 def ls(path: StorePath, as_json: AsJson = False) -> None:
     """List the checkpoints of a store. Exit status 1 if one of them is damaged."""
-    with told(as_json):
+    with errors_reported(as_json):
         rows, leftovers = _listing(path)
     if as_json:
         print_json({"path": str(path), "checkpoints": rows, "leftovers": leftovers})

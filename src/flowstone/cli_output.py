@@ -78,7 +78,7 @@ def size_text(count: object) -> str:
 
 
 @contextmanager
-def told(as_json: bool) -> Iterator[None]:
+def errors_reported(as_json: bool) -> Iterator[None]:
     """End with status 1 and the error's own text, without a traceback."""
     try:
         yield

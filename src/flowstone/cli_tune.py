@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from flowstone.cli_bench import app
-from flowstone.cli_output import make_console, print_json, size_text, told
+from flowstone.cli_output import errors_reported, make_console, print_json, size_text
 from flowstone.config import MIB, Tuning
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def tune(
     if store and user:
         raise typer.BadParameter("the result is kept by --store or by --user, not by both")
     where: Literal["store", "user"] | None = "store" if store else "user" if user else None
-    with told(as_json), _trials_shown() as on_progress:
+    with errors_reported(as_json), _trials_shown() as on_progress:
         report = study.tune(
             path, where=where, total_bytes=total_bytes, quick=quick, dry_run=dry_run, on_progress=on_progress
         )

@@ -36,7 +36,7 @@ from flowstone.stage.scatter import Scattered, raise_damage, scatter, strewn
 from flowstone.state import Restoration, Stored, StoredTensor, found_in, prepare, warn_of_load, wrapped_sections
 from flowstone.state.names import strip_wrappers
 from flowstone.store.base import Store
-from flowstone.store.window import Announcement, node
+from flowstone.store.shared_ring import Announcement, node
 from flowstone.together import Together
 
 _log = logging.getLogger(__name__)
@@ -283,8 +283,8 @@ def _passing(loading: Loading, store: Store, together: Together, stack: ExitStac
             _log.warning("no memory to share with ranks on this node (%s): each reads for itself", error)
         except Exception as error:
             failure = error
-    words = b"" if offer is None else msgspec.msgpack.encode(offer.window.announcement)
-    said = together.near(f"the windows of step {step}", place, failure or words)
+    words = b"" if offer is None else msgspec.msgpack.encode(offer.ring.announcement)
+    said = together.near(f"the shared rings of step {step}", place, failure or words)
     neighbours = [Neighbour(rank, msgspec.msgpack.decode(words, type=Announcement)) for rank, words in said]
     if offer is not None and len(neighbours) > 1:
         me = [one.rank for one in neighbours].index(together.rank)

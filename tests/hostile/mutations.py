@@ -9,7 +9,7 @@ from unittest import mock
 import flowstone as fs
 from flowstone.lead import Lead
 from flowstone.stage.fence import Fence
-from flowstone.store.moving import LocalWriting
+from flowstone.store.local_io import LocalWriting
 
 
 @contextmanager

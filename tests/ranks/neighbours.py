@@ -17,7 +17,7 @@ from acts import opened
 import flowstone as fs
 from flowstone.config import MIB, EngineOptions
 from flowstone.stage import passing
-from flowstone.store import window
+from flowstone.store import shared_ring
 from flowstone.store.local import LocalStore
 
 SIZES = [12 * MIB // 4 + 5, 700, 30 * MIB // 4, 3, 20 * MIB // 4 + 1, 0]
@@ -27,7 +27,8 @@ SIZES = [12 * MIB // 4 + 5, 700, 30 * MIB // 4, 3, 20 * MIB // 4 + 1, 0]
 def small_windows() -> Iterator[None]:
     """So that a few megabytes take several batches, wherever the store is."""
     with (
-        mock.patch("flowstone.loading.SHARED_READ_BYTES_MIN", 1), mock.patch.object(passing, "WINDOW_BYTES", 8 * MIB),
+        mock.patch("flowstone.loading.SHARED_READ_BYTES_MIN", 1),
+        mock.patch.object(passing, "RING_HALF_BYTES", 8 * MIB),
         mock.patch.object(LocalStore, "reads_past_cache", return_value=True),
     ):
         yield
@@ -92,8 +93,8 @@ def load_through_the_cache(rank: int, path: str) -> list[int]:
 
 def load_strangers(rank: int, path: str) -> list[int]:
     """One rank cannot look into the others' processes: each reads for itself."""
-    refused = mock.patch.object(window.OpenWindow, "__init__", side_effect=PermissionError(13, "Permission denied"))
-    with refused if rank == 1 else mock.patch.object(window, "_MESSAGE_AT", window._MESSAGE_AT):
+    refused = mock.patch.object(shared_ring.PeerRing, "__init__", side_effect=PermissionError(13, "Permission denied"))
+    with refused if rank == 1 else mock.patch.object(shared_ring, "_MESSAGE_AT", shared_ring._MESSAGE_AT):
         return load(rank, path, True)
 
 
@@ -103,14 +104,14 @@ def load_with_few_threads(rank: int, path: str) -> list[int]:
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     closed: list[object] = []
-    close = window.OpenWindow.close
+    close = shared_ring.PeerRing.close
 
-    def count(self: window.OpenWindow) -> None:
+    def count(self: shared_ring.PeerRing) -> None:
         closed.append(self)
         close(self)
 
     native = SimpleNamespace(Engine=refuse) if rank == 1 else passing._native
-    with mock.patch.object(window.OpenWindow, "close", count), mock.patch.object(passing, "_native", native):
+    with mock.patch.object(shared_ring.PeerRing, "close", count), mock.patch.object(passing, "_native", native):
         read = load(rank, path, True)
     assert len(closed) == 3
     return read
@@ -135,13 +136,13 @@ def load_and_die(rank: int, path: str, victim: int) -> None:
     """One rank is killed when it has filled its first window. What the others are told."""
     state = state_of(rank, own=False)
     if rank == victim:
-        tell = window.Window.tell
+        tell = shared_ring.SharedRing.tell
 
-        def die(self: window.Window, counter: window.Counter, value: int) -> None:
+        def die(self: shared_ring.SharedRing, counter: shared_ring.Counter, value: int) -> None:
             tell(self, counter, value)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        window.Window.tell = die  # type: ignore[method-assign]
+        shared_ring.SharedRing.tell = die  # type: ignore[method-assign]
     with small_windows():
         checkpointer = opened(path, deadline_s=8.0)
         try:

@@ -25,7 +25,7 @@ from flowstone.errors import StorageError
 from flowstone.lead import Lead
 from flowstone.ranks import agree, board, exchange, hearing
 from flowstone.store.local import LocalStore
-from flowstone.store.moving import LocalWriting
+from flowstone.store.local_io import LocalWriting
 from flowstone.store.system import System
 from flowstone.team import Team
 

@@ -25,7 +25,7 @@ from flowstone.format.manifest import step_directory
 from flowstone.reader import Checkpoint
 from flowstone.store.base import Receipt
 from flowstone.store.local import LocalStore
-from flowstone.store.moving import LocalWriting
+from flowstone.store.local_io import LocalWriting
 from flowstone.store.system import System
 
 STORE = Path("runs/gpt")  # in the sandbox; neither directory is there before the first save

@@ -21,8 +21,8 @@ from flowstone.commit import catalog, publish, retention
 from flowstone.commit.writer import StoreWriter
 from flowstone.ranks import agree, exchange
 from flowstone.store.local import LocalStore
+from flowstone.store.local_io import LocalWriting
 from flowstone.store.lock import WriterLock
-from flowstone.store.moving import LocalWriting
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ def test_link_is_removed_and_not_what_it_leads_to(store: LocalStore, tmp_path: P
 
 def test_direct_on_where_it_is_refused_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = LocalStore(tmp_path, EngineOptions(direct="on", request_bytes=2 * MIB))
-    monkeypatch.setattr("flowstone.store.means._native.probe_direct", lambda directory: 0)
+    monkeypatch.setattr("flowstone.store.engines._native.probe_direct", lambda directory: 0)
     with pytest.raises(StorageError, match="O_DIRECT"):
         store.write([FilePlan("segment", 4096)], write_rows([0], [0], [random_bytes(10)]), _arena())
 

@@ -16,7 +16,7 @@ from apart import apart
 
 import flowstone as fs
 from flowstone.plan import write
-from flowstone.store.means import Means
+from flowstone.store.engines import EngineChoice
 
 TENSORS = 150
 FILES_MAX = 100  # of a process; some are open before anything is read
@@ -47,15 +47,15 @@ class _Opened:
 
 @contextmanager
 def _counted() -> Iterator[_Opened]:
-    opened, real = _Opened(), Means.open_to_read
+    opened, real = _Opened(), EngineChoice.open_to_read
 
-    def open_to_read(means: Means, path: Path, *rest: object) -> tuple[int, int]:
-        found = real(means, path, *rest)  # type: ignore[arg-type]
+    def open_to_read(engines: EngineChoice, path: Path, *rest: object) -> tuple[int, int]:
+        found = real(engines, path, *rest)  # type: ignore[arg-type]
         opened.paths.append(str(path))
         opened.most = max(opened.most, len(os.listdir("/proc/self/fd")))
         return found
 
-    with mock.patch.object(Means, "open_to_read", open_to_read):
+    with mock.patch.object(EngineChoice, "open_to_read", open_to_read):
         yield opened
 
 

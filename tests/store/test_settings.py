@@ -12,8 +12,8 @@ from tunings import READ_DEFAULTS, WRITE_DEFAULTS, edit, put_beside_marker, put_
 
 from flowstone.config import MIB, EngineOptions, Tuning
 from flowstone.errors import StorageError
-from flowstone.store import place
-from flowstone.store.place import place_of
+from flowstone.store import mount
+from flowstone.store.mount import mount_of
 from flowstone.store.settings import Settings, find_settings, resolve
 from flowstone.store.tuning import user_file
 
@@ -231,7 +231,7 @@ def test_unreadable_tuning_is_passed_over(root: Path, caplog: pytest.LogCaptureF
 def test_relative_config_home_counts_as_none(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", "config")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    found = user_file(place_of(root))
+    found = user_file(mount_of(root))
     assert found is not None
     assert found.parent == tmp_path / "home/.config/flowstone"
 
@@ -240,7 +240,7 @@ def test_a_user_without_a_home_has_no_file(root: Path, monkeypatch: pytest.Monke
     monkeypatch.delenv("XDG_CONFIG_HOME")
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(os, "getuid", lambda: 4_000_000_000)  # nobody of that number is known
-    assert user_file(place_of(root)) is None
+    assert user_file(mount_of(root)) is None
     assert depths(root) == (16, 16)
 
 
@@ -259,8 +259,8 @@ TABLE = r"""
 def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     mounts = tmp_path / "mountinfo"
     mounts.write_text(TABLE)
-    monkeypatch.setattr(place, "_MOUNTS", mounts)
-    monkeypatch.setattr(place, "_existing", lambda path: path)
+    monkeypatch.setattr(mount, "_MOUNTS", mounts)
+    monkeypatch.setattr(mount, "_existing", lambda path: path)
     return mounts
 
 
@@ -272,26 +272,26 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
      ("/with blank/run", "lustre on 10.0.0.1@o2ib:/scratch, mounted at /with blank")],
 )
 def test_mount_is_the_last_one_on_the_longest_way(table: Path, path: str, expected: str) -> None:
-    assert str(place_of(Path(path))) == expected
+    assert str(mount_of(Path(path))) == expected
 
 
 def test_a_path_lies_where_it_leads(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("/dev/shm")
-    if place_of(Path("/dev/shm")) == place_of(tmp_path):
+    if mount_of(Path("/dev/shm")) == mount_of(tmp_path):
         pytest.skip("/dev/shm is no mount of its own here")
-    assert place_of(tmp_path / "link") == place_of(Path("/dev/shm"))
-    assert place_of(tmp_path / "not/yet/made") == place_of(tmp_path)
+    assert mount_of(tmp_path / "link") == mount_of(Path("/dev/shm"))
+    assert mount_of(tmp_path / "not/yet/made") == mount_of(tmp_path)
 
 
 def test_without_a_mount_table_no_tuning_is_believed(
     root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     put_beside_marker(root, write=TUNED)
-    monkeypatch.setattr(place, "_MOUNTS", tmp_path / "nothing")
+    monkeypatch.setattr(mount, "_MOUNTS", tmp_path / "nothing")
     assert depths(root) == (16, 16)
     assert "no tuning is used: cannot tell on which mount" in caplog.text
     with pytest.raises(StorageError):
-        place_of(root)
+        mount_of(root)
 
 
 def test_machine_is_not_told_in_clear(root: Path) -> None:

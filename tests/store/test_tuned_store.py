@@ -18,7 +18,7 @@ from flowstone.commit import catalog, publish
 from flowstone.config import BLOCK_BYTES, KIB, MIB, WORKERS_DEFAULT, Tuning
 from flowstone.format.manifest import IoRecord
 from flowstone.store.local import LocalStore
-from flowstone.store.place import place_of
+from flowstone.store.mount import mount_of
 from flowstone.study.cache import cached_pages, cool
 
 STATE_BYTES = 24 * MIB
@@ -142,8 +142,8 @@ def test_directions_share_an_engine_only_where_they_are_tuned_alike(store: Path,
             latest = checkpointer.latest()
             checkpointer.save(1 if latest is None else latest.step + 1, state)
             checkpointer.load({name: _blank(value) for name, value in state.items()})
-            assert len(local._means._engines) == engines
-        assert not local._means._engines, "closing stops them"
+            assert len(local._engines._engines) == engines
+        assert not local._engines._engines, "closing stops them"
 
 
 def test_tuning_does_not_make_a_budget_too_small(store: Path, state: Mapping[str, object]) -> None:
@@ -179,7 +179,7 @@ def test_a_store_copied_to_another_mount_leaves_its_tuning_behind(
     put_beside_marker(store, write=replace(WRITE_DEFAULTS, queue_depth=3))
     assert save(store, {"x": torch.ones(9)}).queue_depth == 3
     other = small_disk(16 * MIB)  # type: ignore[operator]
-    assert place_of(other) != place_of(store)
+    assert mount_of(other) != mount_of(store)
     shutil.copytree(store, other / "run")
     io = save(other / "run", {"x": torch.ones(9)})
     assert (io.queue_depth, io.origin) == (16, "default")

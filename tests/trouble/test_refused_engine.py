@@ -18,7 +18,7 @@ import flowstone as fs
 from flowstone import _native
 from flowstone.config import MIB, EngineOptions
 from flowstone.store.local import LocalStore
-from flowstone.store.moving import LocalWriting
+from flowstone.store.local_io import LocalWriting
 
 PROBED_RING = 2  # entries of the ring that the probe makes; every engine's is larger
 

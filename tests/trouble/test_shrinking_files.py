@@ -21,7 +21,7 @@ import flowstone as fs
 from flowstone import _native
 from flowstone.config import MIB, EngineOptions
 from flowstone.store.local import LocalStore
-from flowstone.store.moving import LocalReading
+from flowstone.store.local_io import LocalReading
 
 FILES = ["manifest.json", "index.safetensors", "objects.json", "rank-00000.safetensors"]
 

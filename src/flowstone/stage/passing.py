@@ -1,4 +1,4 @@
-"""Passing on: of what several ranks of a node want, each reads its part, and all take it out of each other's windows.
+"""Node reads: of what several ranks of a node want, each reads its part, and all copy it out of each other's rings.
 
     rank  reads batch k+1 into one half of its ring, while all take batch k out of the other halves
 """
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowstone import _native
-from flowstone.config import BLOCK_BYTES, CHUNK_BYTES, READ_REQUEST_BYTES, WINDOW_BYTES, WORKERS_DEFAULT
+from flowstone.config import BLOCK_BYTES, CHUNK_BYTES, READ_REQUEST_BYTES, RING_HALF_BYTES, WORKERS_DEFAULT
 from flowstone.errors import FlowstoneError, RankError
 from flowstone.format.index import Index
 from flowstone.pieces import Pieces, Places
@@ -23,7 +23,7 @@ from flowstone.plan.assign_readers import ReaderAssignment, assign_readers
 from flowstone.plan.read import ReadPlan, part_of
 from flowstone.stage.scatter import Scattered, locate_chunks, nothing_read, read_rows, scatter, scatter_by
 from flowstone.store.base import Reading, Store, finish_reading, stop_reading
-from flowstone.store.window import Announcement, Counter, OpenWindow, Window, WindowReading
+from flowstone.store.shared_ring import Announcement, Counter, PeerRing, RingReading, SharedRing
 
 _POLL_S = 0.0005  # a batch takes a hundred times as long
 _LOOK_S = 1.0  # between two looks whether the others live
@@ -31,25 +31,25 @@ _LOOK_S = 1.0  # between two looks whether the others live
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """A rank on this node, and where its window is."""
+    """A rank on this node, and where its ring is."""
 
     rank: int
-    announced: Announcement
+    announcement: Announcement
 
 
 class Offer:
-    """This rank's window, with what it wants to be read."""
+    """This rank's ring, with what it wants to be read."""
 
     def __init__(self, index: Index, plan: ReadPlan) -> None:
-        """Raises OSError where there can be no window."""
+        """Raises OSError where there can be no ring."""
         message = np.stack([plan.piece, plan.first, plan.last], axis=1).astype("<i8").tobytes()
         # An extent's offset is that of its first byte, even where only later chunks of it are in the ring.
         room = max(BLOCK_BYTES + len(message), int(index.length.max(initial=0)))
         ring_at = -(-room // BLOCK_BYTES) * BLOCK_BYTES
-        self.window = Window(message, ring_at=ring_at, ring_bytes=2 * WINDOW_BYTES)
+        self.ring = SharedRing(message, ring_at=ring_at, ring_bytes=2 * RING_HALF_BYTES)
 
     def close(self) -> None:
-        self.window.close()
+        self.ring.close()
 
 
 class Passing:
@@ -58,16 +58,16 @@ class Passing:
     def __init__(
         self, offer: Offer, neighbours: Sequence[Neighbour], me: int, index: Index, plan: ReadPlan, *, deadline_s: float
     ) -> None:
-        """Look into the windows of all `neighbours`, of which this rank is number `me`.
+        """Open the rings of all `neighbours`, of which this rank is number `me`.
 
         raises  OSError where that is refused
         """
         self._offer, self._neighbours, self._me, self._index, self._plan = offer, neighbours, me, index, plan
         self._deadline_s = deadline_s
-        self._open: list[OpenWindow] = []
+        self._open: list[PeerRing] = []
         with ExitStack() as stack:
             for one in neighbours:
-                opened = OpenWindow(one.announced)
+                opened = PeerRing(one.announcement)
                 stack.callback(opened.close)
                 self._open.append(opened)
             self._engine = _native.Engine(
@@ -76,8 +76,8 @@ class Passing:
             )
             stack.callback(self._engine.close)
             wanted = [np.frombuffer(one.message, "<i8").reshape(-1, 3).astype(np.int64) for one in self._open]
-            self._filled_bytes = 0  # read at the store for the windows, so far
-            self.dealt: ReaderAssignment = assign_readers(wanted, me, index, half_bytes=WINDOW_BYTES)
+            self._filled_bytes = 0  # read from the store into rings, so far
+            self.dealt: ReaderAssignment = assign_readers(wanted, me, index, half_bytes=RING_HALF_BYTES)
             self._stack = stack.pop_all()
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class Passing:
                 parts.append(self._take(part, runs, wanted, places, arena, devices, told))
                 _check(parts[-1])
                 done += part.bytes
-                self._offer.window.tell(Counter.TAKEN, batch + 1)
+                self._offer.ring.tell(Counter.TAKEN, batch + 1)
             culprit = -1
         except (FlowstoneError, _EndedError) as error:
             if isinstance(error, RankError):
@@ -121,7 +121,7 @@ class Passing:
                 parts.append(Scattered(nothing_read(error), (), ()))
             return self._joined(parts)
         finally:
-            self._offer.window.tell(Counter.FAILED, culprit + 1)
+            self._offer.ring.tell(Counter.FAILED, culprit + 1)
             if filling is not None:
                 stop_reading(filling)
         alone = self.dealt.alone
@@ -134,7 +134,7 @@ class Passing:
         dealt, index = self.dealt, self._index
         runs = np.flatnonzero((dealt.batch == batch) & (dealt.reader == self._me))
         piece, first, last = dealt.piece[runs], dealt.first[runs], dealt.last[runs]
-        at = self._offer.window.address + (batch % 2) * WINDOW_BYTES + dealt.position[runs] - first * CHUNK_BYTES
+        at = self._offer.ring.address + (batch % 2) * RING_HALF_BYTES + dealt.position[runs] - first * CHUNK_BYTES
         rows = read_rows(index, piece, first, last, at.astype(np.uint64))
         chunk = index.first_chunk[piece]
         length = int((index.first_byte[chunk + last] - index.first_byte[chunk + first]).sum())
@@ -147,7 +147,7 @@ class Passing:
         if found.failed:
             parts.append(found)
         _check(found)
-        self._offer.window.tell(Counter.FILLED, batch + 1)
+        self._offer.ring.tell(Counter.FILLED, batch + 1)
 
     def _part(self, batch: int) -> tuple[ReadPlan, NDArray[np.int64]]:
         """What this rank takes of a batch, and the runs that are that."""
@@ -160,16 +160,16 @@ class Passing:
         self, part: ReadPlan, runs: NDArray[np.int64], wanted: Pieces, places: Places, arena: _native.Arena,
         devices: Mapping[str, _native.Device], told: Callable[[int], None],
     ) -> Scattered:
-        """Take runs out of the windows that they are in."""
+        """Copy runs out of the rings that they are in."""
         dealt = self.dealt
-        half = (dealt.batch[runs] % 2) * WINDOW_BYTES
-        ring_at = np.array([one.announced.ring_at for one in self._neighbours], np.int64)[dealt.reader[runs]]
+        half = (dealt.batch[runs] % 2) * RING_HALF_BYTES
+        ring_at = np.array([one.announcement.ring_at for one in self._neighbours], np.int64)[dealt.reader[runs]]
         offset = ring_at + half + dealt.position[runs] - dealt.first[runs] * CHUNK_BYTES
         files = [one.file for one in self._open]
 
         def read(rows: _native.ReadRows) -> Reading:
             request_bytes = min(arena.block_bytes, READ_REQUEST_BYTES)
-            return WindowReading(self._engine.read(arena, files, rows, in_place=False, request_bytes=request_bytes))
+            return RingReading(self._engine.read(arena, files, rows, in_place=False, request_bytes=request_bytes))
 
         found = scatter_by(
             read, self._index, part, wanted, places, told, devices, file=dealt.reader[runs], offset=offset

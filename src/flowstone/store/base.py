@@ -176,7 +176,7 @@ class Store(Protocol):
         """For people and messages."""
 
     def exists(self, path: str = "") -> bool:
-        """Whether there is something of that name. What cannot be told is a StorageError, and not no for an answer."""
+        """Whether there is something of that name. If that cannot be found out, it is a StorageError, not `False`."""
 
     def is_link(self, path: str) -> bool:
         """Whether there is a link to something else, which is somebody else's."""

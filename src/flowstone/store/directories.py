@@ -62,7 +62,7 @@ def is_link(path: Path | str, at: int | None = None) -> bool:
 
 
 def is_there(path: Path, *, follow: bool = False) -> bool:
-    """Whether there is an entry of that name. What cannot be told is an OSError, and not no for an answer.
+    """Whether there is an entry of that name. If that cannot be found out, it is an OSError, not `False`.
 
     follow  whether a link has to lead somewhere; one on the way to the entry has, always
     """

@@ -17,16 +17,16 @@ from flowstone.errors import DamagedError
 from flowstone.store.base import UNPACED, FilePlan, Pace
 from flowstone.store.descriptors import Descriptors
 from flowstone.store.directories import directory, is_link, is_there, parent
+from flowstone.store.engines import EngineChoice, open_file
 from flowstone.store.forks import forget_in_children
 from flowstone.store.lock import WriterLock
-from flowstone.store.means import Means, open_file
-from flowstone.store.refusals import told
+from flowstone.store.os_errors import translated
 from flowstone.store.settings import Settings
 from flowstone.store.system import System
 
 if TYPE_CHECKING:
     from flowstone import _native
-    from flowstone.store.moving import LocalReading, LocalWriting
+    from flowstone.store.local_io import LocalReading, LocalWriting
 
 
 class LocalStore:
@@ -40,7 +40,7 @@ class LocalStore:
     ) -> None:
         self.root = Path(root).absolute()
         self.system = system or System()
-        self._means = Means(self.root, options or EngineOptions())
+        self._engines = EngineChoice(self.root, options or EngineOptions())
         self._lock = WriterLock(self.root, self.system)
         forget_in_children(self)
 
@@ -51,29 +51,29 @@ class LocalStore:
     # Names and small files
 
     def exists(self, path: str = "") -> bool:
-        with self._told("look for", path):
+        with self._translated("look for", path):
             return is_there(self.root / path, follow=not path)
 
     def is_link(self, path: str) -> bool:
-        with self._told("look at", path):
+        with self._translated("look at", path):
             return is_link(self.root / path)
 
     def names(self, path: str = "") -> tuple[str, ...]:
-        with self._told("list", path):
+        with self._translated("list", path):
             try:
                 return tuple(sorted(os.listdir(self.root / path)))
             except FileNotFoundError:
                 return ()
 
     def size(self, path: str) -> int:
-        with self._told("stat", path):
+        with self._translated("stat", path):
             found = os.stat(self.root / path, follow_symlinks=False)
             if stat.S_ISLNK(found.st_mode):  # as `read` refuses it, rather than as a file of another size
                 raise OSError(errno.ELOOP, "a symbolic link")
             return found.st_size
 
     def stamp(self, path: str) -> str | None:
-        with self._told("stat", path):
+        with self._translated("stat", path):
             try:
                 found = os.stat(self.root / path, follow_symlinks=False)
             except (FileNotFoundError, NotADirectoryError):
@@ -84,7 +84,7 @@ class LocalStore:
         self, path: str, *, offset: int = 0, length: int | None = None, bytes_max: int | None = None
     ) -> bytes:
         opened = Descriptors()
-        with self._told("read", path):
+        with self._translated("read", path):
             try:
                 file = FileIO(open_file(self.root / path, opened), closefd=False)
                 size = os.fstat(file.fileno()).st_size
@@ -102,7 +102,7 @@ class LocalStore:
                 opened.close()
 
     def make_directory(self, path: str = "") -> None:
-        with self._told("mkdir", path):
+        with self._translated("mkdir", path):
             if path:
                 with parent(self.root, path) as at:
                     self.system.make_directory(self.root / path, at)
@@ -124,11 +124,11 @@ class LocalStore:
                 return  # safe: a directory that we cannot open is not one that a job of ours has made
 
     def sync_directory(self, path: str = "") -> None:
-        with self._told("fsync", path), directory(self.root, path) as fd:
+        with self._translated("fsync", path), directory(self.root, path) as fd:
             self.system.sync_directory(self.root / path, fd)
 
     def put(self, path: str, data: bytes) -> None:
-        with self._told("write", path, needed_bytes=len(data)), parent(self.root, path) as at:
+        with self._translated("write", path, needed_bytes=len(data)), parent(self.root, path) as at:
             fd = self.system.create(self.root / path, os.O_WRONLY | os.O_EXCL, at)
             try:
                 self.system.write(fd, data)
@@ -137,13 +137,15 @@ class LocalStore:
                 os.close(fd)
 
     def rename(self, source: str, target: str) -> None:
-        with self._told("rename", source), parent(self.root, source) as at, parent(self.root, target) as target_at:
+        with (
+            self._translated("rename", source), parent(self.root, source) as at, parent(self.root, target) as target_at,
+        ):
             if is_there(self.root / target):
                 raise FileExistsError(errno.EEXIST, f"{target} exists")
             self.system.rename(self.root / source, self.root / target, at, target_at)
 
     def remove(self, path: str) -> None:
-        with self._told("remove", path), parent(self.root, path) as at:
+        with self._translated("remove", path), parent(self.root, path) as at:
             name = path.rpartition("/")[2]
             if stat.S_ISDIR(os.stat(name, dir_fd=at, follow_symlinks=False).st_mode):
                 self.system.remove_directory(self.root / path, at)
@@ -151,7 +153,7 @@ class LocalStore:
                 self.system.unlink(self.root / path, at)
 
     def free_bytes(self) -> int:
-        with self._told("statvfs", ""):
+        with self._translated("statvfs", ""):
             return shutil.disk_usage(self.root).free
 
     # The writer lock
@@ -171,55 +173,57 @@ class LocalStore:
         self, files: Sequence[FilePlan], rows: _native.WriteRows, arena: _native.Arena, pace: Pace = UNPACED, *,
         reserved: bool = True,
     ) -> LocalWriting:
-        from flowstone.store.moving import LocalWriting  # needs numpy, which a listing does without
+        from flowstone.store.local_io import LocalWriting  # needs numpy, which a listing does without
 
-        return LocalWriting(self.root, self.system, self._means, files, rows, arena, pace, reserved=reserved)
+        return LocalWriting(self.root, self.system, self._engines, files, rows, arena, pace, reserved=reserved)
 
     def read_extents(
         self, paths: Sequence[str], rows: _native.ReadRows, arena: _native.Arena, *, wanted_bytes: int,
         stop_at_bad: bool = True, past_cache: bool = False,
     ) -> LocalReading:
-        from flowstone.store.moving import LocalReading  # as above
+        from flowstone.store.local_io import LocalReading  # as above
 
-        settings = self._means.settings("read")
+        settings = self._engines.settings("read")
         direct = settings.direct if past_cache else settings.direct_at(wanted_bytes)
-        return LocalReading(self.root, self._means, paths, rows, arena, direct=direct, stop_at_bad=stop_at_bad)
+        return LocalReading(self.root, self._engines, paths, rows, arena, direct=direct, stop_at_bad=stop_at_bad)
 
     def reads_past_cache(self, path: str, wanted_bytes: int) -> bool:
-        direct = self._means.settings("read").direct_at(wanted_bytes)
+        direct = self._engines.settings("read").direct_at(wanted_bytes)
         if direct == "off":
             return False
         opened = Descriptors()
-        with self._told("open", path):
+        with self._translated("open", path):
             try:
-                _, alignment = self._means.open_to_read(self.root / path, direct, opened)
+                _, alignment = self._engines.open_to_read(self.root / path, direct, opened)
             finally:
                 opened.close()
         return alignment > 1
 
     def close(self) -> None:
         """Stop the engines and give the lock back."""
-        self._means.close()
+        self._engines.close()
         self.unlock()
 
     def forget(self) -> None:
         """In a forked child: threads are gone and the lock is the parent's; drop both, touch neither."""
-        self._means.forget()
+        self._engines.forget()
         self.unlock()
 
     @property
     def options(self) -> EngineOptions:
-        return self._means.options
+        return self._engines.options
 
     def settings(self, direction: Direction) -> Settings:
-        return self._means.settings(direction)
+        return self._engines.settings(direction)
 
     def backend(self) -> str:
         """The engine that writes, "io_uring" or "posix"; starts it."""
-        return self._means.running("write").engine.backend
+        return self._engines.running("write").engine.backend
 
-    def _told(self, operation: str, path: str, *, needed_bytes: int | None = None) -> AbstractContextManager[None]:
-        return told(self.root, operation, path, needed_bytes=needed_bytes)
+    def _translated(
+        self, operation: str, path: str, *, needed_bytes: int | None = None
+    ) -> AbstractContextManager[None]:
+        return translated(self.root, operation, path, needed_bytes=needed_bytes)
 
 
 def _read_all(file: FileIO, length: int) -> bytes:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from flowstone.errors import LockedError
 from flowstone.store.directories import directory
-from flowstone.store.refusals import told
+from flowstone.store.os_errors import translated
 from flowstone.store.system import System
 
 LOCK_NAME = "flowstone.lock"
@@ -36,7 +36,7 @@ class WriterLock:
         """Raises LockedError, which names who has it. Does nothing where it is held already."""
         if self._fd is not None:
             return
-        with told(self._root, "lock", LOCK_NAME), directory(self._root) as at:
+        with translated(self._root, "lock", LOCK_NAME), directory(self._root) as at:
             for _ in range(_TRIES):
                 fd = self._locked(at)
                 if fd is not None:
@@ -57,7 +57,7 @@ class WriterLock:
 
     def _locked(self, at: int) -> int | None:
         """A descriptor of the file, with the lock; None where the file is another one by then."""
-        with told(self._root, "lock", LOCK_NAME, remedies=_NO_FILE):
+        with translated(self._root, "lock", LOCK_NAME, remedies=_NO_FILE):
             fd = self._system.create(self._root / LOCK_NAME, os.O_RDWR | os.O_NONBLOCK, at)
             try:
                 if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -100,7 +100,7 @@ class WriterLock:
         fd = self._fd
         if fd is None:
             raise LockedError(f"the lock of {self._root} is not held", next="report this: our own mistake")
-        with told(self._root, "look for the lock in", ""), directory(self._root) as at:
+        with translated(self._root, "look for the lock in", ""), directory(self._root) as at:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no change, unless it was lost
                 lost = None if _is_at(fd, at) else f"{LOCK_NAME} was removed or replaced"

@@ -18,7 +18,7 @@ from flowstone.config import TUNING_BYTES_MAX, Direction, Tuning
 from flowstone.errors import DamagedError, FlowstoneError, StorageError, UnsupportedFormatError
 from flowstone.format.checksummed import add_checksum, verify_checksum
 from flowstone.format.digest import digest
-from flowstone.store.place import Place, place_of
+from flowstone.store.mount import Mount, mount_of
 
 TUNING_NAME = "tuning.json"
 TUNING_VERSION = 1
@@ -32,7 +32,7 @@ class TuningFile(msgspec.Struct, frozen=True, kw_only=True):
     tuning: int = TUNING_VERSION
     created: str
     writer: str
-    place: Place
+    mount: Mount = msgspec.field(name="place")
     trial_bytes: int
     write: Tuning | None
     read: Tuning | None
@@ -71,7 +71,7 @@ def find_tuning(root: Path) -> Mapping[Direction, Tuning | None]:
     if not os.path.lexists(own) and (folder is None or not os.path.isdir(folder)):
         return nothing
     try:
-        here = place_of(root)
+        here = mount_of(root)
     except FlowstoneError as error:
         _log.warning("no tuning is used: %s", error)
         return nothing
@@ -82,10 +82,10 @@ def find_tuning(root: Path) -> Mapping[Direction, Tuning | None]:
     return nothing
 
 
-def user_file(place: Place) -> Path | None:
+def user_file(mount: Mount) -> Path | None:
     """The user's file for a mount; None where this user has no directory for configuration."""
     folder = _user_folder()
-    key = "\0".join((place.machine, place.device, place.mount_point, place.file_system))
+    key = "\0".join((mount.machine, mount.device, mount.mount_point, mount.file_system))
     return None if folder is None else folder / f"tuning-{digest(key.encode())}.json"
 
 
@@ -100,7 +100,7 @@ def _user_folder() -> Path | None:
         return None  # no home: some containers run as a user whom nobody knows
 
 
-def _believed(path: Path, here: Place, root: Path) -> TuningFile | None:
+def _believed(path: Path, here: Mount, root: Path) -> TuningFile | None:
     try:
         data = _read(path)
         if data is None:
@@ -111,7 +111,7 @@ def _believed(path: Path, here: Place, root: Path) -> TuningFile | None:
     except OSError as error:
         why = f"{path} cannot be read: {error.strerror}"
     else:
-        differences = here.differences(file.place)
+        differences = here.differences(file.mount)
         if not differences:
             return file
         why = f"{path} was measured on {', '.join(differences)}"

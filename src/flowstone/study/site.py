@@ -21,7 +21,7 @@ from flowstone.errors import LockedError, NotAStoreError, StorageError
 from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME
 from flowstone.store.base import Store
 from flowstone.store.local import LocalStore
-from flowstone.store.place import Place, place_of
+from flowstone.store.mount import Mount, mount_of
 from flowstone.store.tuning import TUNING_NAME, TuningFile, encode_tuning, user_file
 
 Where = Literal["store", "user"]
@@ -33,7 +33,7 @@ class Site:
 
     store: LocalStore
     scratch: Path
-    place: Place
+    mount: Mount
     where: Where
     holder: str
 
@@ -44,14 +44,14 @@ class Site:
         """Store a result, None for the defaults, in the place of an earlier one; where it is then."""
         file = TuningFile(
             created=datetime.now(UTC).isoformat(timespec="seconds"), writer=f"flowstone {__version__}",
-            place=self.place, trial_bytes=trial_bytes, write=write, read=read,
+            mount=self.mount, trial_bytes=trial_bytes, write=write, read=read,
         )
         if self.where == "store":
             _lock(self.store, self.holder)  # held already where it was a store before
             publish.open_store(self.store)  # makes an empty directory a store, as a first save does
             _put(self.store, TUNING_NAME, file)
             return f"{self.store.location}/{TUNING_NAME}"
-        path = user_file(self.place)
+        path = user_file(self.mount)
         assert path is not None, "open_site has looked"
         folder = LocalStore(path.parent)
         folder.make_directory()
@@ -68,8 +68,8 @@ def open_site(directory: Path, where: Where | None) -> Iterator[Site]:
     store = LocalStore(directory)
     is_store = _judge(store, where)
     where = where or ("store" if is_store else "user")
-    place = place_of(directory)
-    if where == "user" and user_file(place) is None:
+    mount = mount_of(directory)
+    if where == "user" and user_file(mount) is None:
         raise StorageError(
             "there is no directory for this user's files", next="set XDG_CONFIG_HOME or HOME, or tune a store (--store)"
         )
@@ -85,7 +85,7 @@ def open_site(directory: Path, where: Where | None) -> Iterator[Site]:
         scratch = LocalStore(store.root / name)
         try:
             _lock(scratch, holder)
-            yield Site(store, scratch.root, place, where, holder)
+            yield Site(store, scratch.root, mount, where, holder)
         finally:
             _remove(store, name)
             scratch.close()

@@ -150,7 +150,7 @@ def tune(
             trials.close()
         stored = None if dry_run else site.put(size, write=write.kept, read=read.kept)
         return TuneReport(
-            path=str(path), place=str(site.place), bytes=size, seconds=time.monotonic() - started,
+            path=str(path), place=str(site.mount), bytes=size, seconds=time.monotonic() - started,
             direct=trials.direct == "on", cold=trials.cold, write=write, read=read, stored=stored,
         )
 

@@ -8,7 +8,7 @@ from unittest import mock
 
 from flowstone import saving
 from flowstone.store.local import LocalStore
-from flowstone.store.moving import LocalWriting
+from flowstone.store.local_io import LocalWriting
 from flowstone.store.system import System
 from flowstone.team import Team
 from hostile.ranks.moves.move import Ending, Table, some_rank

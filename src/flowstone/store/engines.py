@@ -1,8 +1,7 @@
-"""How one store's bytes move: by which engine, and past the page cache or through it.
+"""The choice of engine: by which engine one store's bytes move, and past the page cache or through it.
 
-Settings say which; the means are probed at first use. What the system refuses later on is given up for
-the lesser way, for good and with one warning; the bytes on disk are the same. What the options insist on
-is not given up.
+Settings say which; what they name is probed at first use. What the system refuses later on is given up for a slower
+way, for good and with one warning; the bytes on disk are the same. What the options insist on is not given up.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from flowstone import _native
 from flowstone.config import BLOCK_BYTES, Direct, Direction, EngineOptions, Tuning
 from flowstone.errors import StorageError
 from flowstone.store.descriptors import Descriptors
-from flowstone.store.refusals import MORE_THREADS, explain
+from flowstone.store.os_errors import MORE_THREADS, explain
 from flowstone.store.settings import Settings, find_settings
 
 _log = logging.getLogger("flowstone")
@@ -35,7 +34,7 @@ _RING_REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errn
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Running:
+class RunningEngine:
     """An engine at work for one direction.
 
     queue_depth    less than was asked for where the system refused that
@@ -54,7 +53,7 @@ class Running:
         return "backend" in self.settings.explicit
 
 
-class Means:
+class EngineChoice:
     """See above. Safe from any thread; nothing is probed before it is asked for."""
 
     def __init__(self, root: Path, options: EngineOptions) -> None:
@@ -75,7 +74,7 @@ class Means:
 
     # The engines
 
-    def running(self, direction: Direction, request_bytes: int | None = None) -> Running:
+    def running(self, direction: Direction, request_bytes: int | None = None) -> RunningEngine:
         """The engine for a direction, started if need be; directions that are tuned alike share one.
 
         request_bytes  the longest request, where a tight budget has smaller blocks
@@ -89,7 +88,7 @@ class Means:
         own = longest if direction == "write" else settings.tuning.request_bytes
         with self._guard:
             engine, depth = self._start(settings, longest)
-        return Running(engine, depth, own, settings)
+        return RunningEngine(engine, depth, own, settings)
 
     def _start(self, settings: Settings, request_bytes: int) -> tuple[_native.Engine, int]:
         wanted, tuning = settings.tuning.backend, settings.tuning
@@ -201,7 +200,7 @@ class Means:
 
     # What is refused on the way
 
-    def give_up(self, running: Running, fault: _native.Fault, *, direct: bool) -> str | None:
+    def give_up(self, running: RunningEngine, fault: _native.Fault, *, direct: bool) -> str | None:
         """Take in how a job ended. What will be done instead from now on; None if that is the same as before.
 
         running  the engine that the job ran on
@@ -220,7 +219,7 @@ class Means:
             return "the next attempt uses POSIX threads instead of io_uring"
         return None
 
-    def _retire(self, running: Running, reason: str) -> None:
+    def _retire(self, running: RunningEngine, reason: str) -> None:
         """Give up io_uring. Other jobs may still be running on its engines."""
         with self._guard:
             kept = {asked: made for asked, made in self._engines.items() if asked[0] != "io_uring"}
@@ -261,7 +260,7 @@ def open_file(path: Path, owner: Descriptors, flags: int = 0) -> int:
 def _moves_block(call: Callable[[int, list[mmap.mmap], int], int], fd: int) -> bool:
     """Whether `call` moves one aligned block at the start of a file open with O_DIRECT.
 
-    Only EINVAL is about alignment. Any other refusal is left to be met again by who wants the bytes.
+    Only EINVAL is about alignment. Any other error comes again when the bytes are wanted.
     """
     with mmap.mmap(-1, BLOCK_BYTES) as block:
         try:

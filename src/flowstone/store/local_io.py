@@ -1,4 +1,4 @@
-"""Bulk bytes of a local store on their way: segments being written, extents being read."""
+"""Local I/O: bulk bytes of a local store on their way: segments being written, extents being read."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from flowstone.errors import CancelledError, DamagedError, FlowstoneError, State
 from flowstone.format.manifest import IoRecord
 from flowstone.store.base import FilePlan, Pace, ReadReceipt, Receipt, Watched
 from flowstone.store.directories import parent
-from flowstone.store.means import Means
-from flowstone.store.opened import OpenFiles
-from flowstone.store.refusals import MORE_THREADS, explain, told
+from flowstone.store.engines import EngineChoice
+from flowstone.store.open_files import OpenFiles
+from flowstone.store.os_errors import MORE_THREADS, explain, translated
 from flowstone.store.system import System
 
 _GAP_BYTES = 64 * KIB  # of padding that is cheaper to write than to split a request at
@@ -30,12 +30,12 @@ class LocalWriting:
     """Segments of one save; owns their descriptors. Starts at once, raises what the system refuses before that."""
 
     def __init__(
-        self, root: Path, system: System, means: Means, files: Sequence[FilePlan], rows: _native.WriteRows,
+        self, root: Path, system: System, engines: EngineChoice, files: Sequence[FilePlan], rows: _native.WriteRows,
         arena: _native.Arena, pace: Pace, *, reserved: bool = True,
     ) -> None:
-        self._root, self._system, self._means, self._files = root, system, means, files
+        self._root, self._system, self._engines, self._files = root, system, engines, files
         self._bytes = sum(file.bytes for file in files)
-        self._direct = means.settings("write").direct_at(self._bytes)
+        self._direct = engines.settings("write").direct_at(self._bytes)
         self._opened = OpenFiles()
         self._reserving = Lock()  # of whoever does it; around the next
         self._reserved = reserved
@@ -45,14 +45,14 @@ class LocalWriting:
                 self._create(file)
             if reserved:
                 self._reserve_files()
-            self._running = means.running("write", arena.block_bytes)
+            self._running = engines.running("write", arena.block_bytes)
             natives = [(opened.native(), file.bytes) for opened, file in zip(self._opened, files, strict=True)]
             # These files are this job's alone, so that gaps between slots may be written as zeros.
-            with told(root, "begin to write into", "", remedy=MORE_THREADS):
+            with translated(root, "begin to write into", "", remedy=MORE_THREADS):
                 self._job = self._running.engine.write(
                     arena, natives, rows, gap_bytes=_GAP_BYTES, in_place=self._running.settings.tuning.in_place,
                     blocks=pace.blocks, bytes_per_s=pace.bytes_per_s or 0,
-                    cap_bytes_per_s=pace.cap or 0, watch=means.options.watch, files_ready=reserved,
+                    cap_bytes_per_s=pace.cap or 0, watch=engines.options.watch, files_ready=reserved,
                 )
         except BaseException:
             self._opened.close()
@@ -60,19 +60,19 @@ class LocalWriting:
 
     def _create(self, file: FilePlan) -> None:
         path = self._root / file.path
-        with told(self._root, "probe", ""):
-            alignment = self._means.alignment_to_write(self._direct)
+        with translated(self._root, "probe", ""):
+            alignment = self._engines.alignment_to_write(self._direct)
         flags = os.O_RDWR | os.O_EXCL | (os.O_DIRECT if alignment > 1 else 0)
-        with told(self._root, "create", file.path, needed_bytes=self._bytes), parent(self._root, file.path) as at:
+        with translated(self._root, "create", file.path, needed_bytes=self._bytes), parent(self._root, file.path) as at:
             fd = self._system.create(path, flags, at)
         self._opened.add(path, fd, alignment)
 
     def _reserve_files(self) -> None:
         for number, (opened, file) in enumerate(zip(self._opened, self._files, strict=True)):
-            with told(self._root, "allocate", file.path, needed_bytes=self._bytes):
+            with translated(self._root, "allocate", file.path, needed_bytes=self._bytes):
                 self._system.reserve(opened.fd, file.bytes)
-            if opened.alignment > 1 and not self._means.takes_direct(opened.fd):
-                with told(self._root, "open", file.path):
+            if opened.alignment > 1 and not self._engines.takes_direct(opened.fd):
+                with translated(self._root, "open", file.path):
                     self._opened.go_through_cache(number)
 
     def reserve(self) -> None:
@@ -105,7 +105,7 @@ class LocalWriting:
     def watched(self) -> Watched:
         job = self._job
         row, reason = job.sampled_first or (None, None)
-        return Watched(job.exact_bytes, job.sampled_bytes, self._means.options.watch == "exact", row, reason)
+        return Watched(job.exact_bytes, job.sampled_bytes, self._engines.options.watch == "exact", row, reason)
 
     def cancel(self) -> None:
         self._job.cancel()
@@ -155,7 +155,7 @@ class LocalWriting:
         if fault is not None and fault.operation == "capture":
             return self._capture_error(fault)
         if fault is not None:
-            instead = self._means.give_up(self._running, fault, direct=self._alignment > 1)
+            instead = self._engines.give_up(self._running, fault, direct=self._alignment > 1)
             return explain(
                 self._root, fault.operation, fault.errno, fault.path, reach=_reach(fault), needed_bytes=self._bytes,
                 remedy=None if instead is None else f"save again: {instead}",
@@ -191,16 +191,16 @@ class LocalWriting:
 class LocalReading:
     """Extents of one load; owns the descriptors. Starts at once, raises what the system refuses before that.
 
-    Opens only what is read. Of many files so many at a time as may be open (READ_FILES_MAX), one lot after the other.
+    Opens only what is read. Of many files so many at a time as may be open (READ_FILES_MAX), one batch after the other.
     Reading changes nothing on disk: when direct I/O or the engine is refused on the way, everything is
-    read again, by the means that are left.
+    read again, in the way that is left.
     """
 
     def __init__(
-        self, root: Path, means: Means, paths: Sequence[str], rows: _native.ReadRows, arena: _native.Arena, *,
+        self, root: Path, engines: EngineChoice, paths: Sequence[str], rows: _native.ReadRows, arena: _native.Arena, *,
         direct: Direct, stop_at_bad: bool,
     ) -> None:
-        self._root, self._means, self._paths, self._rows, self._arena = root, means, paths, rows, arena
+        self._root, self._engines, self._paths, self._rows, self._arena = root, engines, paths, rows, arena
         self._direct, self._stop_at_bad = direct, stop_at_bad
         self._files = rows.files
         self._read_files = 0  # of those
@@ -215,12 +215,12 @@ class LocalReading:
     def _begin(self) -> None:
         """Open the files whose turn it is, and start to read them."""
         try:
-            self._running = self._means.running("read")
+            self._running = self._engines.running("read")
             self._open()
             natives: list[_native.File | None] = [None] * len(self._paths)
             for number, opened in zip(self._files[self._read_files :], self._opened, strict=False):
                 natives[number] = opened.native()
-            with told(self._root, "begin to read from", "", remedy=MORE_THREADS):
+            with translated(self._root, "begin to read from", "", remedy=MORE_THREADS):
                 self._job = self._running.engine.read(
                     self._arena, natives, self._rows, stop_at_bad=self._stop_at_bad,
                     in_place=self._running.settings.tuning.in_place, request_bytes=self._running.request_bytes,
@@ -239,8 +239,8 @@ class LocalReading:
         for number in self._files[self._read_files : self._read_files + _files_max()]:
             path = self._paths[number]
             try:
-                with told(self._root, "open", path):
-                    fd, alignment = self._means.open_to_read(
+                with translated(self._root, "open", path):
+                    fd, alignment = self._engines.open_to_read(
                         self._root / path, self._direct, self._opened.descriptors
                     )
             except StorageError as error:
@@ -264,7 +264,7 @@ class LocalReading:
         """Whether another job is on its way, now that this one has ended: for the next files, or for the same again."""
         fault, direct = job.fault, any(opened.alignment > 1 for opened in self._opened)
         stopped = self._cancelled or job.cancelled
-        if not stopped and fault is not None and self._means.give_up(self._running, fault, direct=direct) is not None:
+        if not stopped and fault is not None and self._engines.give_up(self._running, fault, direct=direct) is not None:
             self._sums.give_up(job)
         else:
             self._sums.add(job)

@@ -1,4 +1,4 @@
-"""Where a directory lies: the machine, its kernel, and the mount. What was measured there holds only there."""
+"""The mount that a directory is on, with its machine and kernel. What was measured there holds only there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MACHINE_ID = Path("/etc/machine-id")
 _MOUNTS = Path("/proc/self/mountinfo")
 
 
-class Place(msgspec.Struct, frozen=True):
+class Mount(msgspec.Struct, frozen=True):
     """A mount of a machine.
 
     machine  a digest: of machine-id(5), which is not to be told, or the host's name; and of the number of processors
@@ -33,7 +33,7 @@ class Place(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         return f"{self.file_system} on {self.device}, mounted at {self.mount_point}"
 
-    def differences(self, other: Place) -> list[str]:
+    def differences(self, other: Mount) -> list[str]:
         """What `other` is another one of, for people."""
         if self.machine != other.machine:
             return ["another machine"]
@@ -45,10 +45,10 @@ class Place(msgspec.Struct, frozen=True):
         return [f"another {what} ({theirs}, not {ours})" for what, (ours, theirs) in pairs.items() if ours != theirs]
 
 
-def place_of(path: Path) -> Place:
-    """Where `path` lies, or would lie once it is made. Raises StorageError when the mount cannot be told."""
+def mount_of(path: Path) -> Mount:
+    """The mount of `path`, or of its nearest existing parent. Raises StorageError when the mount cannot be told."""
     device, mount_point, file_system = _mount(_existing(path))
-    return Place(
+    return Mount(
         machine=_machine(), kernel=platform.release(), device=device, mount_point=mount_point, file_system=file_system
     )
 

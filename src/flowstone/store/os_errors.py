@@ -1,4 +1,4 @@
-"""The one place where a refusal of the system becomes an error of ours, with what to do next."""
+"""OS errors: the only module that translates an errno into an error of ours, with what to do next."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def explain(
 
 
 @contextmanager
-def told(
+def translated(
     root: Path, operation: str, path: str, *, needed_bytes: int | None = None, remedy: str | None = None,
     remedies: Mapping[int, str] = MappingProxyType({}),
 ) -> Iterator[None]:

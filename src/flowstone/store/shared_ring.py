@@ -1,10 +1,10 @@
-"""Windows: memory that the ranks of a node share. Its owner fills it, the others take out of it.
+"""Shared rings: memory that the ranks of a node share. Its owner fills it, the others copy out of it.
 
-An anonymous file, so it is gone with the last process that has it open, however those end.
+An anonymous file, so it is freed with the last process that has it open, however those end.
 
-    counters  of the owner: batches FILLED, batches TAKEN out of all windows; FAILED: if it cannot go on, one more than
+    counters  of the owner: batches FILLED, batches TAKEN out of all rings; FAILED: if it cannot go on, one more than
               the number of the rank that is the cause
-    message   what the owner has to tell, once
+    message   what the owner wants to be read, once
     ring      two halves, filled in turn
 """
 
@@ -38,7 +38,7 @@ class Counter(IntEnum):
 
 
 class Announcement(msgspec.Struct, frozen=True):
-    """Where a process finds another one's window.
+    """Where a process finds another one's ring.
 
     inode    that it is the one that was meant
     ring_at  where in it the ring begins
@@ -53,7 +53,7 @@ class Announcement(msgspec.Struct, frozen=True):
 
 
 def node() -> str:
-    """Of processes that may share windows, the same: one boot of one machine, one space of process numbers."""
+    """Equal for processes that may share rings: one boot of one machine, one space of process numbers."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
@@ -61,7 +61,7 @@ def node() -> str:
         return f"{socket.gethostname()}/{os.getpid()}"
 
 
-class Window:
+class SharedRing:
     """One that this process owns. `address`: of its ring."""
 
     def __init__(self, message: bytes, *, ring_at: int, ring_bytes: int) -> None:
@@ -71,7 +71,7 @@ class Window:
         """
         assert ring_at % BLOCK_BYTES == 0, "what is mapped begins on a page"
         assert ring_at >= _MESSAGE_AT + len(message), "the message has its room"
-        self._fd = os.memfd_create("flowstone-window", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._fd = os.memfd_create("flowstone-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self._fd, ring_at + ring_bytes)
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # who has mapped it may touch all of it
@@ -97,26 +97,26 @@ class Window:
         os.close(self._fd)
 
 
-class OpenWindow:
+class PeerRing:
     """Another process's, or our own: `file` is what the engine reads it by."""
 
-    def __init__(self, announced: Announcement) -> None:
+    def __init__(self, announcement: Announcement) -> None:
         """Raises OSError where this process may not look into that one."""
-        self._pid = announced.pid
-        self._fd = os.open(f"/proc/{announced.pid}/fd/{announced.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        self._pid = announcement.pid
+        self._fd = os.open(f"/proc/{announcement.pid}/fd/{announcement.fd}", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            if os.fstat(self._fd).st_ino != announced.inode:
-                raise FileNotFoundError(f"process {announced.pid} has another file there")
-            self.message = os.pread(self._fd, announced.message_bytes, _MESSAGE_AT)
+            if os.fstat(self._fd).st_ino != announcement.inode:
+                raise FileNotFoundError(f"process {announcement.pid} has another file there")
+            self.message = os.pread(self._fd, announcement.message_bytes, _MESSAGE_AT)
             self._head = mmap.mmap(self._fd, BLOCK_BYTES, prot=mmap.PROT_READ)
-            self._ring = mmap.mmap(self._fd, announced.ring_bytes, prot=mmap.PROT_READ, offset=announced.ring_at)
+            self._ring = mmap.mmap(self._fd, announcement.ring_bytes, prot=mmap.PROT_READ, offset=announcement.ring_at)
         except BaseException:
             os.close(self._fd)
             raise
         self._counters = np.frombuffer(self._head, np.int64, len(Counter))
         self.file = _native.File(
-            fd=self._fd, path=f"the window of process {announced.pid}", alignment=1,
-            mapped=np.frombuffer(self._ring, np.uint8).ctypes.data - announced.ring_at,
+            fd=self._fd, path=f"the ring of process {announcement.pid}", alignment=1,
+            mapped=np.frombuffer(self._ring, np.uint8).ctypes.data - announcement.ring_at,
         )
 
     def count(self, counter: Counter) -> int:
@@ -137,8 +137,8 @@ class OpenWindow:
         os.close(self._fd)
 
 
-class WindowReading:
-    """Extents on their way out of windows; a store's Reading."""
+class RingReading:
+    """Extents on their way out of rings; a store's Reading."""
 
     def __init__(self, job: _native.ReadJob) -> None:
         self._job = job

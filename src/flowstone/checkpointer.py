@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias, cast
 
 from flowstone import _native, calls, loading, saving, threads
 from flowstone.commit import catalog
-from flowstone.commit.places import check_no_checkpoint, check_store, stores_below
+from flowstone.commit.locations import check_no_checkpoint, check_store, stores_below
 from flowstone.commit.writer import StoreWriter
 from flowstone.config import COPY_BYTES_PER_S, DEADLINE_S, FENCE_WAIT_S, EngineOptions, Keep
 from flowstone.ending import Ending, without_frames

@@ -9,8 +9,8 @@ import typer
 from flowstone.calls import store_path
 from flowstone.cli_output import AsJson, StorePath, errors_reported, print_json, print_rows, size_text
 from flowstone.commit.catalog import DELETING, SAVING, SUPERSEDED, TUNING
+from flowstone.commit.locations import check_store
 from flowstone.commit.manifests import listing, read_manifest
-from flowstone.commit.places import check_store
 from flowstone.errors import NotAStoreError
 from flowstone.format.manifest import MANIFEST_NAME, Manifest
 from flowstone.store.local import LocalStore

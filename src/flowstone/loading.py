@@ -270,7 +270,7 @@ def _passing(loading: Loading, store: Store, together: Together, stack: ExitStac
     stack    closes what that needs
     willing  whether this rank takes part
     """
-    step, index, plan, place = loading.checkpoint.step, loading.checkpoint.index, loading.plan, node()
+    step, index, plan, this_node = loading.checkpoint.step, loading.checkpoint.index, loading.plan, node()
     offer: Offer | None = None
     passing: Passing | None = None
     failure: Exception | None = None
@@ -284,7 +284,7 @@ def _passing(loading: Loading, store: Store, together: Together, stack: ExitStac
         except Exception as error:
             failure = error
     words = b"" if offer is None else msgspec.msgpack.encode(offer.ring.announcement)
-    said = together.near(f"the shared rings of step {step}", place, failure or words)
+    said = together.near(f"the shared rings of step {step}", this_node, failure or words)
     neighbours = [Neighbour(rank, msgspec.msgpack.decode(words, type=Announcement)) for rank, words in said]
     if offer is not None and len(neighbours) > 1:
         me = [one.rank for one in neighbours].index(together.rank)
@@ -295,7 +295,9 @@ def _passing(loading: Loading, store: Store, together: Together, stack: ExitStac
             _log.warning("ranks on this node do not see each other's memory (%s): each reads for itself", error)
         except Exception as error:
             failure = error
-    ready = together.near(f"sharing what step {step} holds", place, failure or (b"" if passing is None else b"ready"))
+    ready = together.near(
+        f"sharing what step {step} holds", this_node, failure or (b"" if passing is None else b"ready")
+    )
     return passing if len(ready) == len(neighbours) else None
 
 

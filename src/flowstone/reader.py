@@ -13,8 +13,8 @@ import numpy as np
 
 from flowstone.calls import step_number, store_path
 from flowstone.commit import catalog, contents
+from flowstone.commit.locations import check_store
 from flowstone.commit.manifests import inside, read_manifest
-from flowstone.commit.places import check_store
 from flowstone.commit.verify import Verified, verify
 from flowstone.config import EngineOptions
 from flowstone.errors import (

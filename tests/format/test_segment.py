@@ -13,7 +13,7 @@ from flowstone.config import BLOCK_BYTES
 from flowstone.errors import DamagedError
 from flowstone.format.segment import PAD_PREFIX, encode_header, entry_name, entry_text, parse_header, reserved
 from flowstone.pieces import DTYPES, Box, Piece
-from flowstone.plan.write import place, plan_writes
+from flowstone.plan.write import data_offsets, plan_writes
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=12)
 PIECES = st.lists(
@@ -26,7 +26,7 @@ PIECES = st.lists(
 @given(PIECES, st.integers(0, BLOCK_BYTES - 1))
 def test_a_header_says_where_each_piece_lies_and_fits_its_room(pieces: list[Piece], phase: int) -> None:
     plan = plan_writes([piece for piece in pieces if not reserved(piece.name)])
-    offsets = place(plan, np.full(len(plan.pieces), phase, np.uint64))
+    offsets = data_offsets(plan, np.full(len(plan.pieces), phase, np.uint64))
     (segment,) = plan.segments
     order = sorted(segment.pieces, key=lambda p: (int(offsets[p]), int(plan.length[p])))
     rows = [(plan.text[p], int(offsets[p]), int(plan.length[p])) for p in order]

@@ -28,7 +28,7 @@ from flowstone.pieces import Box, Layout, Piece, Pieces
 from flowstone.plan.assign_writers import Names, RankLayout, WriterAssignment, assign_writers
 from flowstone.plan.global_index import global_index
 from flowstone.plan.read import plan_reads
-from flowstone.plan.write import WritePlan, place, plan_writes
+from flowstone.plan.write import WritePlan, data_offsets, plan_writes
 
 SHORT, ALL = 250, 2000
 CHUNK_BYTES, PACKED_BELOW_BYTES = 256, 700
@@ -103,7 +103,7 @@ def save(case: Case, values: dict[str, np.ndarray], chance: random.Random) -> Di
         mine = pieces.take(writes.positions.tolist(), writes.blocks)
         room = chance.choice((1 << 20, 1 << 20, 8192))
         plan = plan_writes(mine, rank=rank, alone=False, header_bytes_max=room)
-        where = place(plan, np.array([chance.randrange(4096) for _ in mine], np.uint64))
+        where = data_offsets(plan, np.array([chance.randrange(4096) for _ in mine], np.uint64))
         numbers.append(plan.segment + np.uint32(len(rows)))
         for file in plan.segments:
             segments[file.name] = bytearray([POISON]) * file.bytes

@@ -11,7 +11,7 @@ from flowstone.errors import MismatchError
 from flowstone.format.index import Index
 from flowstone.pieces import DTYPES, Alias, Box, Piece
 from flowstone.plan.match import Match, match, renamed
-from flowstone.plan.write import index_of, place, plan_writes
+from flowstone.plan.write import data_offsets, index_of, plan_writes
 from flowstone.rules import Cast, Init, Rename, Rule, Skip
 
 
@@ -22,7 +22,7 @@ def piece(name: str, shape: tuple[int, ...] = (2,), kind: str = "float32") -> Pi
 def index(*pieces: Piece, aliases: Sequence[Alias] = (), digests: Sequence[int] = ()) -> Index:
     plan = plan_writes(pieces, aliases=aliases)
     found = np.array(digests or range(plan.chunks), np.uint64)
-    return index_of(plan, place(plan, np.zeros(len(pieces), np.uint64)), found)
+    return index_of(plan, data_offsets(plan, np.zeros(len(pieces), np.uint64)), found)
 
 
 def matched(

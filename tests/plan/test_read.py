@@ -15,7 +15,7 @@ from flowstone.errors import CoverageError
 from flowstone.format.index import Index
 from flowstone.pieces import DTYPES, Box, Piece
 from flowstone.plan.read import chunk_runs, plan_reads
-from flowstone.plan.write import index_of, place, plan_writes
+from flowstone.plan.write import data_offsets, index_of, plan_writes
 
 ITEM_BYTES = 16  # few elements to a chunk keep the brute-force reference small
 PER_CHUNK = CHUNK_BYTES // ITEM_BYTES
@@ -57,7 +57,7 @@ def stored(shape: tuple[int, ...], boxes: list[Box]) -> Index:
     """The index of one float32 tensor `w`, stored in boxes."""
     kind = DTYPES["float32"]
     plan = plan_writes([Piece("w", kind, shape, box) for box in boxes])
-    return index_of(plan, place(plan, np.zeros(len(boxes), np.uint64)), np.zeros(plan.chunks, np.uint64))
+    return index_of(plan, data_offsets(plan, np.zeros(len(boxes), np.uint64)), np.zeros(plan.chunks, np.uint64))
 
 
 @st.composite
@@ -153,7 +153,9 @@ def many(draw: st.DrawFn) -> tuple[list[Piece], list[Piece]]:
 def test_a_plan_of_many_tensors_reads_what_loops_over_records_would(case: tuple[list[Piece], list[Piece]]) -> None:
     stored, wanted = case
     written = plan_writes(stored)
-    index = index_of(written, place(written, np.zeros(len(stored), np.uint64)), np.zeros(written.chunks, np.uint64))
+    index = index_of(
+        written, data_offsets(written, np.zeros(len(stored), np.uint64)), np.zeros(written.chunks, np.uint64)
+    )
     rows = [index.rows()[piece.name] for piece in wanted]
     plan = plan_reads(index, wanted, rows)
     told = set()

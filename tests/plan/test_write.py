@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from flowstone.config import BLOCK_BYTES, CHUNK_BYTES, PACKED_BELOW_BYTES
 from flowstone.errors import CollisionError, CoverageError
 from flowstone.pieces import DTYPES, Alias, Box, Piece
-from flowstone.plan.write import index_of, place, plan_writes
+from flowstone.plan.write import data_offsets, index_of, plan_writes
 
 
 def whole(name: str, shape: tuple[int, ...], kind: str = "float32") -> Piece:
@@ -28,7 +28,7 @@ MANY = st.lists(st.tuples(SIZES, KINDS), max_size=12).map(
 def test_extents_stay_in_their_slots_whatever_the_phases(pieces: list[Piece], data: st.DataObject) -> None:
     plan = plan_writes(pieces)
     phases = np.array([data.draw(st.integers(0, BLOCK_BYTES - 1)) for _ in pieces], np.uint64)
-    offsets = place(plan, phases)
+    offsets = data_offsets(plan, phases)
     for segment in plan.segments:
         assert segment.bytes % BLOCK_BYTES == 0
         assert segment.header_bytes % BLOCK_BYTES == 0
@@ -103,7 +103,7 @@ def test_the_index_groups_pieces_by_tensor_and_keeps_their_digests() -> None:
         Piece("x", a, (4 * mib,), Box((mib + 1,), (3 * mib - 1,))),  # chunks 3, 4, 5
     ]
     plan = plan_writes(pieces, aliases=[Alias("tied", "y")])
-    offsets = place(plan, np.zeros(4, np.uint64))
+    offsets = data_offsets(plan, np.zeros(4, np.uint64))
     index = index_of(plan, offsets, np.arange(100, 106, dtype=np.uint64))
     assert (index.names, index.aliases) == (("x", "y", "none"), (("tied", 1),))
     assert index.digest.tolist() == [100, 101, 103, 104, 105, 102]

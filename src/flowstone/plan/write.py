@@ -1,7 +1,7 @@
 """The write plan: which piece goes into which slot of which segment.
 
 A plan knows sizes, never addresses, so it is made once and reused for every save of the
-same layout. `place` then turns slots into offsets, once the memory's addresses are known.
+same layout. `data_offsets` then turns slots into offsets, once the memory's addresses are known.
 Whatever else the plan alone decides is made with it: the order in which rows lie in the files, the
 text of header entries that never move, and all of the index but offsets and digests.
 """
@@ -133,7 +133,7 @@ def plan_writes(
     )
 
 
-def place(plan: WritePlan, phases: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def data_offsets(plan: WritePlan, phases: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The file offset of each piece's bytes, given each address modulo BLOCK_BYTES.
 
     A slotted piece starts at the phase of its memory, so that whole blocks of it can be

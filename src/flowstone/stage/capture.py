@@ -46,7 +46,7 @@ from flowstone.errors import StorageError, UnsupportedStateError
 from flowstone.format.digest import digest
 from flowstone.format.segment import encode_header
 from flowstone.pieces import Memory, Places
-from flowstone.plan.write import SegmentPlan, WritePlan, place
+from flowstone.plan.write import SegmentPlan, WritePlan, data_offsets
 from flowstone.stage.streams import SideStream, row_bytes, side_stream
 from flowstone.store.base import UNPACED, FilePlan, Pace, Store, Writing
 
@@ -108,7 +108,7 @@ def start_capture(
     Raises StorageError when the segments cannot be created.
     """
     address, layout, layouts, device, streams, hosted = within_reach(places)
-    offsets = place(plan, np.where((layout < 0) & (device < 0), address % BLOCK_BYTES, 0))
+    offsets = data_offsets(plan, np.where((layout < 0) & (device < 0), address % BLOCK_BYTES, 0))
     headers, digests = (known or Headers()).of(plan, offsets)
     count = len(headers)
     seeds = _seeds(len(address), seed)

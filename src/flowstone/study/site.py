@@ -14,8 +14,8 @@ from typing import Literal
 
 from flowstone._version import __version__
 from flowstone.commit import catalog, publish
+from flowstone.commit.locations import check_store
 from flowstone.commit.manifests import inside
-from flowstone.commit.places import check_store
 from flowstone.config import Tuning
 from flowstone.errors import LockedError, NotAStoreError, StorageError
 from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME

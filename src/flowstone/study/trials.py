@@ -18,7 +18,7 @@ from flowstone import _native
 from flowstone.config import BLOCK_BYTES, KIB, MIB, Direct, EngineOptions, Tuning
 from flowstone.errors import DamagedError
 from flowstone.pieces import DTYPES, Box, Piece
-from flowstone.plan.write import WritePlan, place, plan_writes
+from flowstone.plan.write import WritePlan, data_offsets, plan_writes
 from flowstone.stage.arena import open_read_arena, open_write_arena
 from flowstone.store.base import FilePlan, ReadReceipt, finish_reading
 from flowstone.store.local import LocalStore
@@ -44,7 +44,7 @@ class Tensors:
         ])
         self._memory = [_noise(piece.bytes) for piece in self.plan.pieces]
         self.address = np.array([memory.ctypes.data for memory in self._memory], np.uint64)
-        self.offset = place(self.plan, self.address % BLOCK_BYTES)
+        self.offset = data_offsets(self.plan, self.address % BLOCK_BYTES)
 
     @property
     def bytes(self) -> int:

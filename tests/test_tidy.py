@@ -40,19 +40,22 @@ MAY_IMPORT: dict[str, set[str]] = {
     "saves": {"reader", "uninterrupted"},
     "in_flight": _BASE | {"format", "store", "commit", "saves"},
     "messages": _BASE | {"format", "plan", "store"},
-    "lead": _BASE | {"format", "plan", "store", "commit", "ranks", "messages"},
-    "team": _BASE | {"format", "plan", "store", "commit", "ranks", "lead", "messages"},
+    "rank_zero": _BASE | {"format", "plan", "store", "commit", "ranks", "messages"},
+    "save_coordinator": _BASE | {"format", "plan", "store", "commit", "ranks", "rank_zero", "messages"},
     "changed": {"config", "errors"},
     "unplanned": _BASE | {"stage", "state", "saves", "changed"},
-    "saving": _BASE | {"format", "plan", "store", "stage", "commit", "state", "saves", "messages", "team"}
+    "saving": _BASE | {"format", "plan", "store", "stage", "commit", "state", "saves", "messages", "save_coordinator"}
     | {"changed", "unplanned", "uninterrupted", "_native"},
     "handover": _BASE | {"store", "stage", "state", "in_flight", "saving", "turns"},
-    "together": _BASE | {"ranks", "team", "turns"},
-    "loading": _BASE | {"format", "plan", "store", "stage", "state", "reader", "together", "progress"},
+    "rank_group": _BASE | {"ranks", "save_coordinator", "turns"},
+    "loading": _BASE | {"format", "plan", "store", "stage", "state", "reader", "rank_group", "progress"},
     "explaining": _BASE | {"calls", "format", "plan", "loading", "reader", "ranks"},
     "checkpointer": _BASE
     | {"format", "store", "stage", "commit", "state", "reader", "saves", "in_flight", "saving", "loading"}
-    | {"handover", "team", "together", "threads", "turns", "calls", "ending", "telling", "unplanned", "writer_lock"}
+    | {
+        "handover", "save_coordinator", "rank_group", "threads", "turns", "calls", "ending", "telling", "unplanned",
+        "writer_lock"
+    }
     | {"uninterrupted", "_native"},
     "study": _BASE | {"format", "plan", "store", "stage", "commit", "reader", "_native"},
     "cli": _BASE | {"format", "reader", "progress", "demo", "cli_ls", "cli_output", "cli_bench", "cli_tune"},

@@ -35,7 +35,6 @@ from flowstone.format.manifest import (
     SegmentRow,
     encode_manifest,
 )
-from flowstone.lead import Lead
 from flowstone.messages import (
     Contribution,
     PackedLayout,
@@ -55,10 +54,11 @@ from flowstone.plan.layout_groups import RankLayout
 from flowstone.plan.match import match
 from flowstone.plan.read import plan_reads
 from flowstone.plan.write import data_offsets
+from flowstone.rank_zero import RankZero
 from flowstone.ranks import Decision
-from flowstone.ranks.board import Mail
 from flowstone.ranks.exchange import Exchange, Side
-from flowstone.ranks.hearing import Hearing
+from flowstone.ranks.failure_detector import FailureDetector
+from flowstone.ranks.kv_store import Mailbox
 from flowstone.saving import plan_save
 from flowstone.state import Counters, Described
 from flowstone.store.base import Receipt
@@ -99,12 +99,12 @@ class Bench:
             own = pack(layout)
         messages, made = _said(layouts)
         assert made == own, "a made-up rank says what a real one would"
-        board = _Board()
-        lead = Lead(task.ranks)
+        kv_store = _MemoryStore()
+        rank_zero = RankZero(task.ranks)
         with self._phase("first plan"):
-            decision = lead.share([unpack(message, Proposal) for message in messages])
-        posted, posted_bytes = _exchanged(messages, decision, board)
-        shared = lead._shared
+            decision = rank_zero.assign([unpack(message, Proposal) for message in messages])
+        posted, posted_bytes = _exchanged(messages, decision, kv_store)
+        shared = rank_zero._assignment
         assert shared is not None
         loads = np.array([self._sizes(one)[of].sum() for one, of in zip(shared.layouts, shared.writes, strict=True)])
         owned, _ = ownership(layouts)
@@ -112,7 +112,7 @@ class Bench:
         assert int(loads.sum()) == job.state_bytes, "every byte once"
         cached_s = self._write_plan(layout, decision)
         receipts = self._receipts(shared)
-        index, rows, manifest = self._commit(shared, lead)
+        index, rows, manifest = self._commit(shared, rank_zero)
         reads, read_bytes, chunks = self._load(index, rows)
         return Outcome(
             held_pieces=sum(len(one.names.names) for one in layouts), pieces=sum(map(len, shared.writes)),
@@ -162,7 +162,7 @@ class Bench:
             found.append(len(msgspec.msgpack.encode(written_by(made, "p" * 16, "d" * 24, replicated=False))))
         return found
 
-    def _commit(self, shared: WriterAssignment, lead: Lead) -> tuple[bytes, list[SegmentRow], bytes]:
+    def _commit(self, shared: WriterAssignment, rank_zero: RankZero) -> tuple[bytes, list[SegmentRow], bytes]:
         """Index and manifest of what all ranks have written, as rank 0 makes them in every save."""
         counts = list(map(len, shared.writes))
         segment = np.repeat(np.arange(len(counts), dtype=np.uint32), counts)
@@ -177,7 +177,7 @@ class Bench:
         digests = np.arange(chunks, dtype=np.uint64)
         with self._phase("index"):
             frame, piece_order, chunk_order = global_index(
-                shared.layouts, shared.writes, lead._all_aliases(), segment
+                shared.layouts, shared.writes, rank_zero._all_aliases(), segment
             )
             index = frame.fill(offsets[piece_order], digests[chunk_order])
             totals = frame.totals
@@ -215,8 +215,8 @@ class Bench:
 _IO = IoRecord("io_uring", 4096, 8 << 20, 16, 0, 0)
 
 
-class _Board:
-    """The job's store, in this process: what is put there is counted by Mail."""
+class _MemoryStore:
+    """The job's store, in this process: what is put there is counted by Mailbox."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -238,24 +238,24 @@ class _Board:
         return self._values.pop(key, None) is not None
 
 
-def _exchanged(messages: Sequence[bytes], decision: Decision, board: _Board) -> tuple[int, int]:
+def _exchanged(messages: Sequence[bytes], decision: Decision, kv_store: _MemoryStore) -> tuple[int, int]:
     """Take the agreement on a plan through its tree, rank after rank: children before parents, so that none waits."""
     ranks = len(messages)
-    mails = [Mail(board) for _ in range(ranks)]
-    hearing = Hearing(board)
+    mailboxes = [Mailbox(kv_store) for _ in range(ranks)]
+    detector = FailureDetector(kv_store)
     sides = [
-        Exchange(Side(mail, hearing, rank, ranks, FAN, 600.0, 600.0), "1", "the plan", 1)
-        for rank, mail in enumerate(mails)
+        Exchange(Side(mailbox, detector, rank, ranks, FAN, 600.0, 600.0), "1", "the plan", 1)
+        for rank, mailbox in enumerate(mailboxes)
     ]
     for rank in reversed(range(ranks)):
         said = sides[rank].collect(messages[rank])
     assert [len(one.payload) for one in sorted(said, key=lambda one: one.rank)] == list(map(len, messages))
     assert sides[0].claim()
-    sides[0].judge(said, lambda _: decision)
+    sides[0].reach_decision(said, lambda _: decision)
     for side in sides:
         assert side.learn().failure is None
         side.own()
-    return sum(mail.sent for mail in mails), sum(mail.sent_bytes for mail in mails)
+    return sum(mailbox.sent for mailbox in mailboxes), sum(mailbox.sent_bytes for mailbox in mailboxes)
 
 
 def _said(layouts: Sequence[RankLayout]) -> tuple[list[bytes], PackedLayout | None]:

@@ -29,6 +29,7 @@ from flowstone.format.manifest import step_directory
 from flowstone.handover import Handover
 from flowstone.in_flight import InFlight
 from flowstone.loading import LoadReport
+from flowstone.rank_group import RankGroup, error_for_others
 from flowstone.reader import Checkpoint
 from flowstone.rules import Rule
 from flowstone.saves import Save
@@ -40,7 +41,6 @@ from flowstone.state import Described, Frozen, collector_paused, describe, found
 from flowstone.store.base import Store
 from flowstone.store.local import LocalStore
 from flowstone.telling import Teller
-from flowstone.together import Together, told_to_others
 from flowstone.turns import Turn, one_at_a_time
 from flowstone.uninterrupted import Latch
 from flowstone.unplanned import Unplanned
@@ -124,8 +124,8 @@ class Checkpointer:
         self._last_written: object = None  # the Future of the last save that the writer's thread has come to
         self._pid = os.getpid()
         # Last: it tells other ranks that this Checkpointer is there.
-        self._together = Together(deadline_s, self._store.location, self._turn, alone=alone)
-        self._emit.quiet = self._together.rank > 0
+        self._group = RankGroup(deadline_s, self._store.location, self._turn, alone=alone)
+        self._emit.quiet = self._group.rank > 0
         self._end = Ending(self.close)
         self._closed = False
 
@@ -147,7 +147,7 @@ class Checkpointer:
                 _log.warning("there is no checkpoint in %s; stores are in %s", self._store.location, below)
             return [] if newest is None else [newest.step]
 
-        found = self._together.decide("which step is the newest", look)
+        found = self._group.decide("which step is the newest", look)
         return Checkpoint(self._store, step_directory(found[0]), self._options) if found else None
 
     @one_at_a_time
@@ -181,7 +181,7 @@ class Checkpointer:
             newest = catalog.find(self._store, step)
             return [s for s in reversed(catalog.steps(self._store)) if s <= newest] if fallback else [newest]
 
-        candidates = self._together.decide("which step to load", look)
+        candidates = self._group.decide("which step to load", look)
         for candidate in candidates:
             try:
                 report = self._load(candidate, state, rules, stage)
@@ -199,7 +199,7 @@ class Checkpointer:
     @collector_paused()
     def _load(self, step: int, state: Mapping[str, object], rules: Sequence[Rule], stage: bool) -> LoadReport:
         started = time.monotonic()
-        ready = loading.agree(self._store, self._options, self._together, step, state, rules=rules, stage=stage)
+        ready = loading.agree(self._store, self._options, self._group, step, state, rules=rules, stage=stage)
         # Before the first byte can change: whatever ends this load, only one that succeeds takes it back. Unless it is
         # certain that none has changed, on this rank and on all others.
         sound_before, self._unsound = self._unsound, f"the load of step {step} did not finish"
@@ -208,14 +208,14 @@ class Checkpointer:
         try:
             tell = loading.teller(step, ready.plan.bytes, self._emit)
             found = loading.read(ready, self._store, tell)
-            if found.failed and not found.written and self._together.team is None:
+            if found.failed and not found.written and self._group.coordinator is None:
                 self._unsound = sound_before
             loading.finish(ready, found)
         except Exception as error:
-            if ready.changed_nothing and self._together.team is None:
+            if ready.changed_nothing and self._group.coordinator is None:
                 self._unsound = sound_before
             failure = error
-        self._together.confirm(f"the load of step {step}", failure)
+        self._group.confirm(f"the load of step {step}", failure)
         self._unsound = None
         report = loading.report(ready, found, time.monotonic() - started)
         self._emit(Loaded(step, report.bytes, report.seconds))
@@ -253,27 +253,27 @@ class Checkpointer:
         try:
             return self._save(save, state, fence, started)
         except BaseException as error:
-            if self._together.team is not None:  # the others must not wait for this rank
-                told = told_to_others("save", error)
+            if self._group.coordinator is not None:  # the others must not wait for this rank
+                told = error_for_others("save", error)
                 self._turn.uninterrupted(lambda: self._writer.submit(self._absent, save, told))
             raise
 
     def _absent(self, save: Save, error: Exception) -> None:
         """On the writer thread: it has come to all that was handed to it, though whoever did so was interrupted."""
-        assert self._together.team is not None
+        assert self._group.coordinator is not None
         if save.committed is not self._last_written:
-            self._together.team.absent(save.step, error)
+            self._group.coordinator.absent(save.step, error)
 
     def _save(self, save: Save, state: Mapping[str, object], fence: Literal["auto", "manual"], started: float) -> Save:
-        team, step = self._together.team, save.step
-        this_try = "" if team is None else team.begin_try(step)  # before anything can fail
-        self._together.comes_to(step)
+        coordinator, step = self._group.coordinator, save.step
+        this_try = "" if coordinator is None else coordinator.begin_try(step)  # before anything can fail
+        self._group.comes_to(step)
         self._check_sound()
-        with self._together.pressing():  # the caller trains: no save is worth that it stands for those who never call
+        with self._group.pressing():  # the caller trains: no save is worth that it stands for those who never call
             self._in_flight.settle(leave=self._saves_in_flight - 1)
         waited = time.monotonic()
         self._check_writer()
-        self._in_flight.check_new(step, looks=self._together.rank == 0)
+        self._in_flight.check_new(step, looks=self._group.rank == 0)
         with self._state_lock:
             return self._begin(save, state, fence, started, waited, this_try)
 
@@ -282,15 +282,15 @@ class Checkpointer:
         this_try: str,
     ) -> Save:
         """Describe the state and start its capture. `waited`: when what had to be waited for was over."""
-        team, rank, known = self._together.team, self._together.rank, self._planned
-        may_begin = known is not None and (team is None or team.assignment(known.layout) is not None)
+        coordinator, rank, known = self._group.coordinator, self._group.rank, self._planned
+        may_begin = known is not None and (coordinator is None or coordinator.assignment(known.layout) is not None)
         may_begin &= not self._captures.wait_for_plan()
         layout = known.layout if known is not None and may_begin else None
-        copied_bytes_max = self._opened_arena().budget_bytes // 2 if team else None
+        copied_bytes_max = self._opened_arena().budget_bytes // 2 if coordinator else None
         if known is None and (idiom := found_in(state)):
             warn_of_save(idiom)
         described = describe(
-            state, rank=rank, known=layout, whole=self._together.alone, frozen=self._frozen,
+            state, rank=rank, known=layout, whole=self._group.alone, frozen=self._frozen,
             copied_bytes_max=copied_bytes_max,
         )
         self._fence.tell(described.unguarded)
@@ -304,8 +304,8 @@ class Checkpointer:
         def begin(planned: Planned, described: Described) -> Flight:
             return self._start(save, planned, described, started, this_try, looked)
 
-        assignment = team.assignment(described.layout) if team is not None and may_begin else None
-        looked = None if team is None else saving.look(save.step, described, assignment)
+        assignment = coordinator.assignment(described.layout) if coordinator is not None and may_begin else None
+        looked = None if coordinator is None else saving.look(save.step, described, assignment)
         if looked is not None and assignment is None:
             self._save_once_planned(save, described, looked, fence, tell, begin, started)
             return save
@@ -322,7 +322,7 @@ class Checkpointer:
         arena, pace = self._opened_arena(), self._captures.pace(planned.plan, self._store.settings("write").tuning)
         if planned.waiter == "optimizers" and planned.plan.lazy_bytes:
             self._fence.guard(described.optimizers)
-        identity = None if self._together.team is None else self._together.team.draft_name(this_try)
+        identity = None if self._group.coordinator is None else self._group.coordinator.draft_name(this_try)
         spare, aside = self._captures.spare_bytes(arena), partial(threads.hand_over, self._reserver)
         return saving.start(self._store, save, planned, described, arena, pace, started, spare, aside, identity, looked)
 
@@ -360,15 +360,15 @@ class Checkpointer:
         begin: Callable[[Planned], Flight],
     ) -> None:
         """On the writer thread: all of a save whose plan the ranks have yet to agree on."""
-        assert self._together.team is not None
+        assert self._group.coordinator is not None
         save = unplanned.save
         self._last_written = save.committed
         try:
-            self._planned = planned = saving.plan_together(save.step, described, self._together.team, fence=fence)
+            self._planned = planned = saving.plan_together(save.step, described, self._group.coordinator, fence=fence)
             try:
                 flight = begin(planned)
             except Exception as error:
-                self._together.team.give_up(save.step, error)
+                self._group.coordinator.give_up(save.step, error)
                 raise
         except Exception as error:
             unplanned.let_go()
@@ -391,9 +391,9 @@ class Checkpointer:
         save, plan = flight.save, flight.plan
         self._last_written = save.committed
         try:
-            team, emit = self._together.team, self._emit
+            coordinator, emit = self._group.coordinator, self._emit
             store_id = self._store_writer.store_id or ""  # which rank 0 knows
-            manifest = saving.commit(flight, self._store, store_id, team, shared=shared, emit=emit)
+            manifest = saving.commit(flight, self._store, store_id, coordinator, shared=shared, emit=emit)
         except BaseException as error:
             save.captured.await_end()  # by the watcher
             self._end_badly(save, error)
@@ -411,7 +411,7 @@ class Checkpointer:
 
     def _check_writer(self) -> None:
         """Before anything is written: be the store's one writer, and set aside what a fallback left for that."""
-        is_first = self._together.rank == 0
+        is_first = self._group.rank == 0
         lost = is_first and self._store_writer.has_lost_the_lock()
         unlocked = is_first and self._store_writer.store_id is None
         if lost or unlocked or not self._has_threads or self._superseded_above is not None:
@@ -423,7 +423,7 @@ class Checkpointer:
             threads.start(self._writer, self._watcher)
             self._end.before_threads_end(self._captures.hurry)
             self._has_threads = True
-        if self._together.rank == 0:
+        if self._group.rank == 0:
             if lost:
                 self._await_saves()
                 self._drain_writer()
@@ -433,7 +433,7 @@ class Checkpointer:
                 self._in_flight.newest = as_writer(self, self._store.location, self._store_writer.begin)
         if self._superseded_above is not None:
             self._drain_writer()
-            if self._together.rank == 0:
+            if self._group.rank == 0:
                 self._store_writer.rewind(self._superseded_above)
             self._in_flight.newest, self._superseded_above = self._superseded_above, None
 
@@ -485,7 +485,7 @@ class Checkpointer:
             self._in_flight.settle()
         except FlowstoneError as error:
             failure = error
-        self._together.confirm("the saves before going back", failure)
+        self._group.confirm("the saves before going back", failure)
 
         def set_aside() -> Sequence[int]:
             catalog.find(self._store, step)
@@ -495,7 +495,7 @@ class Checkpointer:
             self._in_flight.newest = step
             return aside
 
-        self._together.decide(f"going back to step {step}", lambda: self._turn.uninterrupted(set_aside))
+        self._group.decide(f"going back to step {step}", lambda: self._turn.uninterrupted(set_aside))
         self._in_flight.newest = step
 
     @one_at_a_time
@@ -522,7 +522,7 @@ class Checkpointer:
         self._fence.lift()
         for executor in (self._watcher, self._writer, self._reserver):
             executor.shutdown()
-        self._together.leave()
+        self._group.leave()
         self._give_back()
 
     def _give_back(self) -> None:
@@ -544,7 +544,7 @@ class Checkpointer:
         except FlowstoneError as failure:
             self._give_back()
             self._end.fail(failure)
-        self._together.abandon()
+        self._group.abandon()
 
     def finish_saves(self, location: str) -> None:
         """Wait until saves into the store at `location` have ended, and what follows them, if that is ours."""
@@ -568,7 +568,7 @@ class Checkpointer:
     def _await_saves(self) -> None:
         """Until the saves in flight have ended one way or the other."""
         self._in_flight.await_all()
-        if self._together.team is not None:
+        if self._group.coordinator is not None:
             self._drain_writer()  # which may still tell the others of a save that was refused here
 
     def _drain_writer(self) -> None:

@@ -26,6 +26,7 @@ from flowstone.pieces import Pieces
 from flowstone.plan.match import Match, allowed, match, refuse, rename, renamed, section_of
 from flowstone.plan.read import ReadPlan, plan_reads
 from flowstone.progress import terminal_progress
+from flowstone.rank_group import RankGroup
 from flowstone.reader import Checkpoint
 from flowstone.rules import Rename, Rule, Skip
 from flowstone.stage.arena import open_read_arena
@@ -37,7 +38,6 @@ from flowstone.state import Restoration, Stored, StoredTensor, found_in, prepare
 from flowstone.state.names import strip_wrappers
 from flowstone.store.base import Store
 from flowstone.store.shared_ring import Announcement, node
-from flowstone.together import Together
 
 _log = logging.getLogger(__name__)
 
@@ -229,7 +229,7 @@ def _check_apart(found: Wanted, matched: Match) -> None:
 
 
 def agree(
-    store: Store, options: EngineOptions, together: Together, step: int, state: Mapping[str, object], *,
+    store: Store, options: EngineOptions, group: RankGroup, step: int, state: Mapping[str, object], *,
     rules: Sequence[Rule], stage: bool,
 ) -> Loading:
     """Compare `state` with the checkpoint of `step`, on all ranks, before the first byte of any changes.
@@ -240,31 +240,31 @@ def agree(
     failure: Exception | None = None
     try:
         checkpoint = Checkpoint(store, step_directory(step), options)
-        found = want(checkpoint, state, rules=rules, rank=together.rank, ranks=together.size)
+        found = want(checkpoint, state, rules=rules, rank=group.rank, ranks=group.size)
     except Exception as error:
         failure = error
-    together.confirm(f"what is wanted of step {step}", failure)
+    group.confirm(f"what is wanted of step {step}", failure)
     elsewhere = unwanted = None
-    if together.team is not None:
+    if group.coordinator is not None:
         manifest_digest = digest(encode_manifest(found.checkpoint.manifest))
-        together.same(f"the identity of step {step}", f"a manifest of digest {manifest_digest}")
-        elsewhere = together.anybody(f"the tensors that are wanted of step {step}", found.names_used())
-        unwanted = together.nobody(f"the objects that are wanted of step {step}", found.unwanted())
+        group.same(f"the identity of step {step}", f"a manifest of digest {manifest_digest}")
+        elsewhere = group.anybody(f"the tensors that are wanted of step {step}", found.names_used())
+        unwanted = group.nobody(f"the objects that are wanted of step {step}", found.unwanted())
     try:
         ready = plan_load(found, elsewhere, unwanted, stage=stage)
     except Exception as error:
         failure = error
-    together.confirm(words, failure)
-    if together.team is None:
+    group.confirm(words, failure)
+    if group.coordinator is None:
         return ready
     try:
-        return replace(ready, passing=_passing(ready, store, together, ready.held, willing=options.share_reads))
+        return replace(ready, passing=_passing(ready, store, group, ready.held, willing=options.share_reads))
     except BaseException:
         ready.held.close()
         raise
 
 
-def _passing(loading: Loading, store: Store, together: Together, stack: ExitStack, *, willing: bool) -> Passing | None:
+def _passing(loading: Loading, store: Store, group: RankGroup, stack: ExitStack, *, willing: bool) -> Passing | None:
     """How the ranks of this node pass on what several of them want; None where each reads for itself.
 
     stack    closes what that needs
@@ -284,18 +284,18 @@ def _passing(loading: Loading, store: Store, together: Together, stack: ExitStac
         except Exception as error:
             failure = error
     words = b"" if offer is None else msgspec.msgpack.encode(offer.ring.announcement)
-    said = together.near(f"the shared rings of step {step}", this_node, failure or words)
+    said = group.near(f"the shared rings of step {step}", this_node, failure or words)
     neighbours = [Neighbour(rank, msgspec.msgpack.decode(words, type=Announcement)) for rank, words in said]
     if offer is not None and len(neighbours) > 1:
-        me = [one.rank for one in neighbours].index(together.rank)
+        me = [one.rank for one in neighbours].index(group.rank)
         try:
-            passing = Passing(offer, neighbours, me, index, plan, deadline_s=together.deadline_s)
+            passing = Passing(offer, neighbours, me, index, plan, deadline_s=group.deadline_s)
             stack.callback(passing.close)
         except OSError as error:
             _log.warning("ranks on this node do not see each other's memory (%s): each reads for itself", error)
         except Exception as error:
             failure = error
-    ready = together.near(
+    ready = group.near(
         f"sharing what step {step} holds", this_node, failure or (b"" if passing is None else b"ready")
     )
     return passing if len(ready) == len(neighbours) else None

@@ -34,6 +34,7 @@ from flowstone.format.manifest import Manifest, SegmentRow
 from flowstone.messages import Assignment, Contribution, LookedAt
 from flowstone.pieces import Layout, Pieces, Places
 from flowstone.plan.write import WritePlan, index_file, plan_writes
+from flowstone.save_coordinator import SaveCoordinator
 from flowstone.saves import Save
 from flowstone.stage.capture import Headers, Staged, start_capture
 from flowstone.stage.hold import hold
@@ -41,7 +42,6 @@ from flowstone.stage.moved import moved
 from flowstone.stage.samples import Samples, take_samples
 from flowstone.state import CounterCheck, Described
 from flowstone.store.base import Pace, Receipt, Store, Writing
-from flowstone.team import Team
 from flowstone.uninterrupted import Latch
 from flowstone.unplanned import Unplanned
 
@@ -277,15 +277,15 @@ def plan_save(
 
 
 def plan_together(
-    step: int, described: Described, team: Team, *, fence: Literal["auto", "manual"]
+    step: int, described: Described, coordinator: SaveCoordinator, *, fence: Literal["auto", "manual"]
 ) -> Planned:
     """The plan for a layout that is new, once all ranks have agreed on who writes what. Blocks."""
     is_far = any(memory.device != "cpu" for memory in described.places.apart.values())
-    assignment = team.share(step, described.layout, is_far=is_far)
+    assignment = coordinator.assign(step, described.layout, is_far=is_far)
     try:
-        return plan_save(described, None, fence=fence, rank=team.rank, assignment=assignment)
+        return plan_save(described, None, fence=fence, rank=coordinator.rank, assignment=assignment)
     except Exception as error:
-        team.give_up(step, error)
+        coordinator.give_up(step, error)
         raise
 
 
@@ -460,15 +460,15 @@ def receipt_of(flight: Flight) -> Receipt:
 
 
 def commit(
-    flight: Flight, store: Store, store_id: str, team: Team | None, *, shared: bool,
+    flight: Flight, store: Store, store_id: str, coordinator: SaveCoordinator | None, *, shared: bool,
     emit: Callable[[Event], None],
 ) -> Manifest:
     """Wait until the segments are durable, then publish. So is the checkpoint when this returns.
 
-    team    publishes together, in a job of several ranks; `shared`: it has agreed on the plan
-    raises  what went wrong, here or on another rank
+    coordinator  publishes together, in a job of several ranks; `shared`: it has agreed on the plan
+    raises       what went wrong, here or on another rank
     """
-    if team is None:
+    if coordinator is None:
         try:
             receipt = receipt_of(flight)
             emit(flight.written(receipt))
@@ -480,7 +480,7 @@ def commit(
     assert assignment is not None
     if not shared:
         try:
-            assignment = team.share(step, assignment.layout, begun=assignment)
+            assignment = coordinator.assign(step, assignment.layout, begun=assignment)
         except Exception:
             give_up(flight, store)  # also where it is undecided: nobody commits what was not shared out
             raise
@@ -494,7 +494,7 @@ def commit(
     except Exception as error:
         made = error
     try:
-        return team.commit(step, made, assignment, store, flight.draft, store_id)
+        return coordinator.commit(step, made, assignment, store, flight.draft, store_id)
     except Exception as error:
         if not (isinstance(error, RankError) and error.undecided):
             publish.withdraw(store, flight.draft, [segment.name for segment in flight.plan.segments])

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from unittest import mock
 
 import flowstone as fs
-from flowstone.lead import Lead
+from flowstone.rank_zero import RankZero
 from flowstone.stage.fence import Fence
 from flowstone.store.local_io import LocalWriting
 
@@ -35,7 +35,7 @@ def unfenced() -> Iterator[None]:
 @contextmanager
 def mixing() -> Iterator[None]:
     """Nobody compares replicas."""
-    with mock.patch.object(Lead, "replicas_differ", return_value=False):
+    with mock.patch.object(RankZero, "replicas_differ", return_value=False):
         yield
 
 

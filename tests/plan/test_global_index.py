@@ -1,4 +1,4 @@
-"""The index of a team, and what it rests on, against plain loops over records."""
+"""The global index of several ranks, and what it rests on, against plain loops over records."""
 
 from __future__ import annotations
 

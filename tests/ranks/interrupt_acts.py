@@ -14,19 +14,19 @@ from acts import fill, opened, state_of
 
 import flowstone as fs
 from flowstone import checkpointer, loading, saving
-from flowstone.ranks import Mail
-from flowstone.together import Together
+from flowstone.rank_group import RankGroup
+from flowstone.ranks import Mailbox
 
 # Where it comes: before which call, of how many.
 POINTS: dict[str, tuple[object, str, int]] = {
-    "meeting": (Mail, "await_posted", 1),
+    "meeting": (Mailbox, "await_posted", 1),
     "within": (loading, "plan_load", 1),
     "reading": (loading, "read", 1),
-    "confirming": (Together, "confirm", 1),
-    "waiting": (Mail, "await_posted", 1),
+    "confirming": (RankGroup, "confirm", 1),
+    "waiting": (Mailbox, "await_posted", 1),
     "describing": (checkpointer, "describe", 1),
     "starting": (saving, "start_capture", 1),
-    "newest": (Together, "decide", 1),
+    "newest": (RankGroup, "decide", 1),
 }
 
 

@@ -40,7 +40,7 @@ def train(rank: int, path: str) -> list[tuple[int, int]]:
     """
     state, written = training(), []
     with (
-        mock.patch("flowstone.lead.assign_writers", partial(assign_writers, worth_bytes=1, block_bytes_min=4096)),
+        mock.patch("flowstone.rank_zero.assign_writers", partial(assign_writers, worth_bytes=1, block_bytes_min=4096)),
         opened(path) as saver,
     ):
         for number in range(STEPS):
@@ -48,7 +48,7 @@ def train(rank: int, path: str) -> list[tuple[int, int]]:
             save = saver.save(number, dict(reversed(state.items())) if turned else state)
             step(state)
             save.committed.result(60)
-            assignment = saver._together.team.assignment(saver._planned.layout)  # type: ignore[union-attr]
+            assignment = saver._group.coordinator.assignment(saver._planned.layout)  # type: ignore[union-attr]
             pieces = assignment.layout.pieces.take(assignment.positions.tolist(), assignment.blocks)  # type: ignore[union-attr]
             written.append((len(pieces), sum(piece.bytes for piece in pieces)))
     return written

@@ -13,33 +13,39 @@ import pytest
 from threads import Job
 
 from flowstone.errors import RankError
-from flowstone.ranks import Activity, Agreement, Decision, Pulse, exchange
-from flowstone.ranks.agree import Agreed
+from flowstone.ranks import Activity, Agreement, Decision, Heartbeat, exchange
+from flowstone.ranks.agreement import Agreed
 
 pytestmark = pytest.mark.usefixtures("impatient")
 SIZE = 3
 
 
 class Checkpointers:
-    """One of each rank, or of some, as far as they agree: what each is used for, as its pulse tells it."""
+    """One of each rank, or of some, as far as they agree: what each is used for, as its heartbeat tells it."""
 
     def __init__(self, job: Job, label: str = "runs/gpt", ranks: Sequence[int] = range(SIZE), **options: float) -> None:
         self.activity = dict.fromkeys(ranks, Activity())
-        self.pulses = {
-            rank: Pulse(job.boards[rank], rank, label, lambda rank=rank: self.activity[rank], every_s=0.05)  # type: ignore[misc]
+        self.heartbeats = {
+            rank: Heartbeat(
+                job.kv_stores[rank], rank, label, lambda rank=rank: self.activity[rank],  # type: ignore[misc]
+                every_s=0.05
+            )
             for rank in ranks
         }
         self.sides = {
-            rank: Agreement(job.boards[rank], rank, job.size, label=label, pulse=pulse, **options)  # type: ignore[arg-type]
-            for rank, pulse in self.pulses.items()
+            rank: Agreement(
+                job.kv_stores[rank], rank, job.size, label=label, heartbeat=heartbeat,  # type: ignore[arg-type]
+                **options
+            )
+            for rank, heartbeat in self.heartbeats.items()
         }
 
     def close(self, rank: int) -> None:
-        self.pulses[rank].close()
+        self.heartbeats[rank].close()
 
     def stop(self) -> None:
-        for pulse in self.pulses.values():
-            pulse.stop()
+        for heartbeat in self.heartbeats.values():
+            heartbeat.stop()
 
 
 @contextmanager

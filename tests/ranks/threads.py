@@ -9,8 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from flowstone.ranks.agree import Agreement
-from flowstone.ranks.board import Board
+from flowstone.ranks.agreement import Agreement
+from flowstone.ranks.kv_store import KeyValueStore
 
 
 class Job:
@@ -21,8 +21,8 @@ class Job:
         self.server = dist.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=60), wait_for_workers=False)
         # Few connections: the fifth takes the store five seconds. Nobody waits on one, so ranks may share them.
         connections = [self.server.clone() for _ in range(min(size, 4))]
-        self.boards: list[Board] = [dist.PrefixStore("job", connections[rank % 4]) for rank in range(size)]
-        self.ranks = [Agreement(board, rank, size, **options) for rank, board in enumerate(self.boards)]
+        self.kv_stores: list[KeyValueStore] = [dist.PrefixStore("job", connections[rank % 4]) for rank in range(size)]
+        self.ranks = [Agreement(kv_store, rank, size, **options) for rank, kv_store in enumerate(self.kv_stores)]
 
     def run(self, act: Callable[[Agreement], Any], *, ranks: list[int] | None = None) -> list[Any]:
         """What each rank's act gave, or raised."""

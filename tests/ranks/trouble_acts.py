@@ -19,15 +19,15 @@ import torch
 from acts import opened, outcome
 
 import flowstone as fs
-from flowstone import loading, saving, team
+from flowstone import loading, save_coordinator, saving
 from flowstone.commit import publish
 from flowstone.errors import StorageError
-from flowstone.lead import Lead
-from flowstone.ranks import agree, board, exchange, hearing
+from flowstone.rank_zero import RankZero
+from flowstone.ranks import agreement, exchange, failure_detector, kv_store
+from flowstone.save_coordinator import SaveCoordinator
 from flowstone.store.local import LocalStore
 from flowstone.store.local_io import LocalWriting
 from flowstone.store.system import System
-from flowstone.team import Team
 
 ROWS = 30_000
 DEADLINE_S = 6.0  # half of it without a sign of life, and a rank is taken for dead
@@ -35,13 +35,13 @@ State = dict[str, object]
 
 # Where a rank is struck: the call before which that happens, and text that one of its arguments has; None: it has none.
 POINTS: dict[str, tuple[object, str, str | None]] = {
-    "first": (Team, "share", ""),  # of the very first save
+    "first": (SaveCoordinator, "assign", ""),  # of the very first save
     "save": (fs.Checkpointer, "save", ""),
-    "plan": (Team, "share", ""),
+    "plan": (SaveCoordinator, "assign", ""),
     "capture": (saving, "start_capture", ""),
     "write": (LocalWriting, "receipt", ""),
     "sync": (System, "sync", ""),
-    "commit": (Team, "commit", ""),
+    "commit": (SaveCoordinator, "commit", ""),
     "index": (LocalStore, "put", "index"),
     "manifest": (LocalStore, "put", "manifest"),
     "rename": (LocalStore, "rename", ".saving"),
@@ -51,7 +51,7 @@ POINTS: dict[str, tuple[object, str, str | None]] = {
     "finish": (loading, "finish", ""),
 }
 DECIDING: dict[str, tuple[object, str, str | None]] = {
-    "planned": (Lead, "share", None), "looked": (team, "differing_sections", None),
+    "planned": (RankZero, "assign", None), "looked": (save_coordinator, "differing_sections", None),
 }
 LOADS = ("compare", "read", "finish")
 PUBLISHING = ("index", "manifest", "rename", "renamed")  # which rank 0 does alone
@@ -137,7 +137,7 @@ def one_is_struck(rank: int, path: str, victim: int, point: str, how: str) -> di
     }
     Path(f"{path}.told-{rank}").touch()
     if how == "killed":
-        checkpointer._together._pulse.stop()  # type: ignore[union-attr]  # the rest would wait for who is gone
+        checkpointer._group._heartbeat.stop()  # type: ignore[union-attr]  # the rest would wait for who is gone
         return told
     while not Path(f"{path}.on").exists():
         time.sleep(0.01)
@@ -327,7 +327,7 @@ def other_clocks(rank: int, path: str) -> list[int]:
     with ExitStack() as patches:
         if rank == 1:  # as on another machine, which was started long before
             clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 1e8, sleep=time.sleep)
-            for module in (agree, board, exchange, hearing):
+            for module in (agreement, kv_store, exchange, failure_detector):
                 patches.enter_context(mock.patch.object(module, "time", clock))
             patches.enter_context(mock.patch("time.time", return_value=1.0))
         with opened(path, keep=fs.Keep(last=2), deadline_s=20.0) as checkpointer:

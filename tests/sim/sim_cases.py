@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sim_disk import Change, Disk, PowerLoss, Unsynced
-from sim_team import TeamJob, team
+from sim_group import GroupJob, group
 from sim_turns import Freeze
 from sim_world import STORE, Job, Ledger, check, job
 
@@ -154,13 +154,13 @@ def _beside_training(*steps: int) -> Callable[[Job], None]:
     return act
 
 
-def _two_tries(job: TeamJob) -> None:
+def _two_tries(job: GroupJob) -> None:
     """A rank that was given up in the first may go on in the middle of the second."""
     with suppress(StepExistsError):
         job.save_twice(2)
 
 
-def _overlapping(job: TeamJob) -> None:
+def _overlapping(job: GroupJob) -> None:
     """Once there is a plan, the second begins before the first is committed."""
     job.save(2)
     job.save_both(3, 4)
@@ -323,7 +323,7 @@ class Simulation:
     def _job(self, disk: Disk, ledger: Ledger, **options: object):
         if self._scenario.ranks > 1:
             options["ranks"] = self._scenario.ranks
-        make = team if self._scenario.ranks > 1 else job
+        make = group if self._scenario.ranks > 1 else job
         return make(disk.sandbox, disk, ledger, keep=self._scenario.keep, **options)
 
     def _play(self, disk: Disk, ledger: Ledger | None = None, number: int = 0, **options: object) -> Disk:

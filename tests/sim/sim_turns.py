@@ -18,7 +18,7 @@ from typing import Literal
 import msgspec
 from sim_disk import Disk, PowerLoss
 
-from flowstone.ranks.pulse import Activity, Pulse, Status
+from flowstone.ranks.heartbeat import Activity, Heartbeat, Status
 from flowstone.store.system import System
 
 TICK_S = 1.0
@@ -227,14 +227,14 @@ class RankDisk(System):
             self._disk.remove_directory(path, at)
 
 
-class StillPulse(Pulse):
+class StillHeartbeat(Heartbeat):
     """Says once that its rank is there, in a call."""
 
-    def __init__(self, board: RankBoard, rank: int, label: str, activity: object, *, every_s: float) -> None:
-        super().__init__(board, rank, label, lambda: Activity(is_inside=True), every_s=3600)
+    def __init__(self, kv_store: RankStore, rank: int, label: str, activity: object, *, every_s: float) -> None:
+        super().__init__(kv_store, rank, label, lambda: Activity(is_inside=True), every_s=3600)
 
 
-class RankBoard:
+class RankStore:
     """The job's board as one rank sees it. Pulses beat by themselves, as long as a rank lives."""
 
     def __init__(self, values: dict[str, bytes], turns: Turns, rank: int) -> None:

@@ -16,10 +16,10 @@ from types import FunctionType
 import pytest
 from sim_cases import MODES, SCENARIOS, Simulation
 
-from flowstone import Checkpointer, saving, team
+from flowstone import Checkpointer, save_coordinator, saving
 from flowstone.commit import catalog, publish, retention
 from flowstone.commit.writer import StoreWriter
-from flowstone.ranks import agree, exchange
+from flowstone.ranks import agreement, exchange
 from flowstone.store.local import LocalStore
 from flowstone.store.local_io import LocalWriting
 from flowstone.store.lock import WriterLock
@@ -65,8 +65,8 @@ MUTANTS = {
     "retention_comes_before_the_commit": Mutant(
         Checkpointer, "_finish",
         # Behind the segments, which nobody would wait for any more if the power failed here.
-        (("team, emit = self._together.team, self._emit",
-          "flight.writing._job.wait(60.0); self._prune_all(); team, emit = None, self._emit"),),
+        (("coordinator, emit = self._group.coordinator, self._emit",
+          "flight.writing._job.wait(60.0); self._prune_all(); coordinator, emit = None, self._emit"),),
         "retention",
     ),
     "deletion_is_not_synced_before_files_go": Mutant(
@@ -112,17 +112,20 @@ MUTANTS = {
         "team_second_save", "freeze", start="index",
     ),
     "rank_0_decides_what_others_have_given_up": Mutant(
-        agree.Agreement, "_settle", (("if one.claim():", "if True:"),), "team_second_save", "freeze", start="index",
+        agreement.Agreement, "_settle", (("if one.claim():", "if True:"),), "team_second_save", "freeze", start="index",
     ),
     "others_remove_what_rank_0_publishes": Mutant(
-        team.Team, "commit", (("if self._lead is not None:", "if True:"),), "team_second_save", "freeze", start="index"
+        save_coordinator.SaveCoordinator, "commit", (
+            ("if self._rank_zero is not None:", "if True:"),
+        ), "team_second_save", "freeze", start="index"
     ),
     "draft_that_others_removed_is_not_made_again": Mutant(
         saving, "_capture_into", (("if error.errno != errno.ENOENT or tries <= 0:", "if True:"),), "team_second_save",
         "error", start="rank-",
     ),
     "a_try_writes_into_the_draft_of_another": Mutant(
-        team.Team, "begin_try", (("self._tries.get(step, 1) + 1", "1"),), "team_two_tries", "freeze", start="index",
+        save_coordinator.SaveCoordinator, "begin_try", (("self._tries.get(step, 1) + 1", "1"),), "team_two_tries",
+        "freeze", start="index",
     ),
     "retention_counts_what_is_not_committed_yet": Mutant(
         retention.Retention, "run",

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 import msgspec
 
 from flowstone.config import DEADLINE_MARGIN_S, NOTICE_S, UNANSWERED_S
-from flowstone.ranks.board import Mail
 from flowstone.ranks.failure import Failure, failure_of, first_failure, own_failure, ranks_in_words
-from flowstone.ranks.hearing import Heard, Hearing
+from flowstone.ranks.failure_detector import FailureDetector, Liveness
+from flowstone.ranks.kv_store import Mailbox
 
 _log = logging.getLogger(__name__)
-_RECHECK_S = 1.0  # of the pulses of those that are waited for
+_RECHECK_S = 1.0  # between two looks at the heartbeats of ranks that are waited for
 _HEARD_MAX = 64  # of those; whoever is further down the tree is looked after there
 _LOGS = "look at the logs of those ranks; the job's other ranks go on, and may save again"
 _AGAIN = "make this call again on every rank, or end the job"
@@ -32,7 +32,7 @@ class Said(msgspec.Struct, frozen=True):
     phase: str
     payload: bytes
     failure: Failure | None = None
-    place: int | None = None
+    position: int | None = msgspec.field(default=None, name="place")
     serial: int = 1
 
 
@@ -63,13 +63,13 @@ class Side:
     passive  ranks that were found not to have called, and what was heard of them then
     """
 
-    mail: Mail
-    hearing: Hearing
+    mailbox: Mailbox
+    detector: FailureDetector
     rank: int
     size: int
     fan: int
     deadline_s: float
-    heartbeat_s: float
+    reminder_s: float
     serial: int = 1
     pressed: bool = False
     passive: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -82,28 +82,28 @@ class Exchange:
     """
 
     def __init__(
-        self, side: Side, name: str, phase: str, place: int | None = None, meeting: str | None = None
+        self, side: Side, name: str, phase: str, position: int | None = None, meeting: str | None = None
     ) -> None:
-        self._mail, self._hearing, self._name, self._phase = side.mail, side.hearing, name, phase
+        self._mailbox, self._detector, self._name, self._phase = side.mailbox, side.detector, name, phase
         self._rank, self._size, self._fan = side.rank, side.size, side.fan
-        self._deadline_s, self._place, self._meeting, self._side = side.deadline_s, place, meeting, side
+        self._deadline_s, self._position, self._meeting, self._side = side.deadline_s, position, meeting, side
         self._since = time.monotonic()
-        self._told = min(NOTICE_S, side.heartbeat_s) - side.heartbeat_s
+        self._logged_s = min(NOTICE_S, side.reminder_s) - side.reminder_s
         self._looked = 0.0
         self.refusal: Exception | None = None  # of rank 0, to decide
         self._eaches = 0  # messages that were posted for one rank each
         self._is_decided = False  # or is about to be, by somebody else
-        self._heard: dict[int, int] = {}  # children whose messages were read, and how long those were
+        self._read_from: dict[int, int] = {}  # children whose messages were read, and how long those were
 
     def is_over(self) -> bool:
         """Whether it was decided before this rank came to it."""
-        return self._mail.is_posted(self._down())
+        return self._mailbox.is_posted(self._down())
 
     def is_awaited(self) -> bool:
         """Whether rank 0 is in it, or somebody waits for rank 0 there, and they agree on the same as this rank."""
         if self._rank != 0:
-            return self._mail.is_posted(self._here(0))
-        said = [self._mail.read(at) for at in map(self._up, self._children(0)) if self._mail.is_posted(at)]
+            return self._mailbox.is_posted(self._here(0))
+        said = [self._mailbox.read(at) for at in map(self._up, self._children(0)) if self._mailbox.is_posted(at)]
         return any(msgspec.msgpack.decode(one, type=list[Said])[0].phase == self._phase for one in said)
 
     # Up
@@ -112,38 +112,38 @@ class Exchange:
         """What this rank and all below it in the tree say. Passed on upwards, but by rank 0."""
         failure = own_failure(self._rank, self._phase, mine) if isinstance(mine, Exception) else None
         payload = b"" if isinstance(mine, Exception) else mine
-        said = [Said(self._rank, self._phase, payload, failure, self._place, self._side.serial)]
+        said = [Said(self._rank, self._phase, payload, failure, self._position, self._side.serial)]
         children = self._children(self._rank)
         if children:
-            self._mail.post(self._here(self._rank), b"")
+            self._mailbox.post(self._here(self._rank), b"")
             said += self._hear(children)
         if self._rank != 0:
-            self._mail.post(self._up(self._rank), msgspec.msgpack.encode(said))
-            self._take_down_heard()
+            self._mailbox.post(self._up(self._rank), msgspec.msgpack.encode(said))
+            self._remove_read()
         return said
 
     def _hear(self, children: Sequence[int]) -> list[Said]:
         said: list[Said] = []
         try:
-            self._mail.await_posted([self._up(child) for child in children], tick=self._tick_up, since=self._since)
+            self._mailbox.await_posted([self._up(child) for child in children], tick=self._tick_up, since=self._since)
         except TooLateError as error:
             if error.failure is not None:
-                said.append(Said(self._rank, self._phase, b"", error.failure, self._place, self._side.serial))
+                said.append(Said(self._rank, self._phase, b"", error.failure, self._position, self._side.serial))
         for child in children:
-            if self._mail.is_posted(self._up(child)):  # and stays: we alone take it down
-                message = self._mail.read(self._up(child))
-                self._heard[child] = len(message)
+            if self._mailbox.is_posted(self._up(child)):  # and stays: we alone take it down
+                message = self._mailbox.read(self._up(child))
+                self._read_from[child] = len(message)
                 said += msgspec.msgpack.decode(message, type=list[Said])
         return said
 
-    def _take_down_heard(self) -> None:
+    def _remove_read(self) -> None:
         """Not before ours is posted: until then, whoever looks for those that are late asks for our children's, too."""
-        for child, length in self._heard.items():
-            self._mail.remove(self._up(child), length)
+        for child, length in self._read_from.items():
+            self._mailbox.remove(self._up(child), length)
 
-    def unheard(self) -> list[str]:
+    def unread(self) -> list[str]:
         """Where children may still post what nobody will read."""
-        return [self._up(child) for child in self._children(self._rank) if child not in self._heard]
+        return [self._up(child) for child in self._children(self._rank) if child not in self._read_from]
 
     def _tick_up(self, missing: list[str], waited_s: float) -> None:
         # Those further down give up first, and say whom they miss.
@@ -152,39 +152,39 @@ class Exchange:
         if not due and not self._is_time(waited_s):
             return
         late = [r for key in missing for r in self._missing_below(int(key.rpartition("/")[2]))]
-        heard = [self._hearing.of(rank, self._place) for rank in late[:_HEARD_MAX]]
-        if self._mail.is_posted(self._down()):
+        liveness = [self._detector.of(rank, self._position) for rank in late[:_HEARD_MAX]]
+        if self._mailbox.is_posted(self._down()):
             raise TooLateError(None)  # others have given up, and decided: that is to be learnt
-        failure = self._gone(heard, late, waited_s)
+        failure = self._gone(liveness, late, waited_s)
         if failure is None and due:
-            failure = self._did_not_come(heard, late, waited_s)
+            failure = self._did_not_come(liveness, late, waited_s)
         if failure is not None:
             raise TooLateError(failure)
-        self._tell(f"waiting for {ranks_in_words(late)}", waited_s, heard)
+        self._tell(f"waiting for {ranks_in_words(late)}", waited_s, liveness)
 
-    def _gone(self, heard: Sequence[Heard], late: Sequence[int], waited_s: float) -> Failure | None:
+    def _gone(self, liveness: Sequence[Liveness], late: Sequence[int], waited_s: float) -> Failure | None:
         """Why it is useless to wait any longer."""
-        silent = {one.rank: one.silent_s for one in heard if one.prospect == "silent"}
+        silent = {one.rank: one.silent_s for one in liveness if one.prospect == "silent"}
         if silent:
             words = f"nothing heard of {ranks_in_words(list(silent))} for {max(silent.values()):.0f} s"
             return self._silence(list(silent), words)
         is_long = waited_s >= UNANSWERED_S
-        gone = [one for one in heard if one.prospect == "closed" or (one.prospect == "elsewhere" and is_long)]
+        gone = [one for one in liveness if one.prospect == "closed" or (one.prospect == "elsewhere" and is_long)]
         if gone:
             words = f"rank {gone[0].rank} {gone[0].words}, and does not come to '{self._phase}'"
             return self._silence([one.rank for one in gone], words, _EVERY_RANK)
-        left = [one for one in heard if one.prospect == "left"]
+        left = [one for one in liveness if one.prospect == "left"]
         if left:
             words = f"rank {left[0].rank} {left[0].words}, and does not come to '{self._phase}'"
             return msgspec.structs.replace(self._silence([left[0].rank], words, _AGAIN), left=left[0].call)
-        idle = is_long and bool(heard) and all(one.prospect == "idle" for one in heard)
+        idle = is_long and bool(liveness) and all(one.prospect == "idle" for one in liveness)
         known = self._side.passive
-        if idle and (self._side.pressed or all(known.get(one.rank) == one.mark for one in heard)):
-            return self._did_not_come(heard, late, waited_s)
+        if idle and (self._side.pressed or all(known.get(one.rank) == one.mark for one in liveness)):
+            return self._did_not_come(liveness, late, waited_s)
         return None
 
-    def _did_not_come(self, heard: Sequence[Heard], late: Sequence[int], waited_s: float) -> Failure:
-        idle = [one for one in heard if one.prospect == "idle"]
+    def _did_not_come(self, liveness: Sequence[Liveness], late: Sequence[int], waited_s: float) -> Failure:
+        idle = [one for one in liveness if one.prospect == "idle"]
         self._side.passive.update({one.rank: one.mark for one in idle})
         words = f"{ranks_in_words(late)} did not come to '{self._phase}' in {waited_s:.0f} s"
         if not idle:
@@ -194,8 +194,8 @@ class Exchange:
     def _missing_below(self, rank: int) -> list[int]:
         """Ranks of a branch that have not said anything yet; the branch's root if all have."""
         children = self._children(rank)
-        is_here = bool(children) and self._mail.is_posted(self._here(rank))
-        late = [child for child in children if not self._mail.is_posted(self._up(child))]
+        is_here = bool(children) and self._mailbox.is_posted(self._here(rank))
+        late = [child for child in children if not self._mailbox.is_posted(self._up(child))]
         below = [missing for child in late for missing in self._missing_below(child)]
         return below if is_here and below else [rank, *below]
 
@@ -204,11 +204,11 @@ class Exchange:
     def claim(self) -> bool:
         """Whether it is this rank's to decide; else somebody else does, or has given up."""
         self._is_decided = True
-        return self._mail.claim(self._claim)
+        return self._mailbox.claim(self._claim)
 
-    def judge(self, said: Sequence[Said], decide: Callable[[Sequence[bytes]], Decision]) -> None:
+    def reach_decision(self, said: Sequence[Said], decide: Callable[[Sequence[bytes]], Decision]) -> None:
         """Rank 0 decides, and posts it."""
-        failure = self._astray(said) or first_failure([one.failure for one in said if one.failure is not None])
+        failure = self._out_of_sync(said) or first_failure([one.failure for one in said if one.failure is not None])
         decision = Decision()
         if failure is None:
             try:
@@ -218,42 +218,42 @@ class Exchange:
                 self.refusal, failure = error, failure_of(0, self._phase, error)
                 decision = Decision()
         for rank, message in enumerate(decision.each):
-            self._mail.post(self._down(rank), message)
+            self._mailbox.post(self._down(rank), message)
         self._eaches = len(decision.each)
         verdict = Verdict(decision.common, bool(decision.each), failure)
         serials = {one.rank: one.serial for one in said}
         if self._meeting is not None and len(serials) == self._size:
             group = secrets.token_hex(4)
             verdict = msgspec.structs.replace(verdict, group=group, serials=[serials[r] for r in range(self._size)])
-        self._pronounce(verdict)
+        self._post_verdict(verdict)
 
-    def _pronounce(self, verdict: Verdict) -> None:
+    def _post_verdict(self, verdict: Verdict) -> None:
         if self._meeting is not None:
-            self._mail.count(self._meeting, 1)  # first: who comes from now on meets the others at the next
-        self._mail.post(self._down(), msgspec.msgpack.encode(verdict))
+            self._mailbox.count(self._meeting, 1)  # first: who comes from now on meets the others at the next
+        self._mailbox.post(self._down(), msgspec.msgpack.encode(verdict))
 
     def clear(self) -> None:
         """Take down what was decided."""
         for rank in range(self._eaches):
-            self._mail.remove(self._down(rank))
-        self._mail.remove(self._down())
-        self._mail.unclaim(self._claim)
+            self._mailbox.remove(self._down(rank))
+        self._mailbox.remove(self._down())
+        self._mailbox.unclaim(self._claim)
 
     def learn(self) -> Verdict:
         """What rank 0 has decided. This rank's own message is its parent's to take down, who may be reading it."""
         try:
-            self._mail.await_posted([self._down()], tick=self._tick_down, since=self._since)
-            verdict = msgspec.msgpack.decode(self._mail.read(self._down()), type=Verdict)
+            self._mailbox.await_posted([self._down()], tick=self._tick_down, since=self._since)
+            verdict = msgspec.msgpack.decode(self._mailbox.read(self._down()), type=Verdict)
         except TooLateError as error:  # nobody will ever know: who was to decide has claimed it, and is gone
             verdict = Verdict(failure=error.failure and msgspec.structs.replace(error.failure, undecided=True))
         if self._children(self._rank):
-            self._mail.remove(self._here(self._rank), 0)
+            self._mailbox.remove(self._here(self._rank), 0)
         if self._rank == 0:
-            self._take_down_heard()
+            self._remove_read()
         return verdict
 
     def own(self) -> bytes:
-        return self._mail.read(self._down(self._rank))
+        return self._mailbox.read(self._down(self._rank))
 
     def _tick_down(self, _: list[str], waited_s: float) -> None:
         # The last to give up: rank 0 does before, and says why.
@@ -263,30 +263,30 @@ class Exchange:
         due = waited_s >= limit_s
         if not due and not self._is_time(waited_s):
             return
-        heard = [self._hearing.of(0, self._place)]
-        if self._mail.is_posted(self._down()):
+        liveness = [self._detector.of(0, self._position)]
+        if self._mailbox.is_posted(self._down()):
             return
-        failure = self._gone(heard, [0], waited_s)
+        failure = self._gone(liveness, [0], waited_s)
         if failure is None and due:
             words = f"rank 0 did not decide on '{self._phase}' in {waited_s:.0f} s"
             failure = self._silence([0], words)
         if failure is None:
-            self._tell("waiting for rank 0 to decide", waited_s, heard)
+            self._tell("waiting for rank 0 to decide", waited_s, liveness)
         elif self._is_decided:
             raise TooLateError(failure)
         elif self.claim():
-            self._pronounce(Verdict(failure=failure))
+            self._post_verdict(Verdict(failure=failure))
 
     # Words
 
-    def _astray(self, said: Sequence[Said]) -> Failure | None:
-        """A rank that agrees on something else than rank 0 does."""
+    def _out_of_sync(self, said: Sequence[Said]) -> Failure | None:
+        """A rank that is out of sync: it agrees on something else than rank 0 does."""
         for one in said:
             if one.phase != self._phase:
                 return Failure(
                     one.rank, self._phase, "RankError",
                     f"rank {one.rank} is in '{one.phase}' while rank 0 is in '{self._phase}': "
-                    "all ranks call the same, in the same order", is_silence=True, ahead=_foremost(said),
+                    "all ranks call the same, in the same order", is_silence=True, ahead=_furthest_position(said),
                 )
         return None
 
@@ -302,11 +302,11 @@ class Exchange:
         self._looked = waited_s
         return True
 
-    def _tell(self, what: str, waited_s: float, heard: Sequence[Heard]) -> None:
-        if waited_s - self._told < self._side.heartbeat_s:
+    def _tell(self, what: str, waited_s: float, liveness: Sequence[Liveness]) -> None:
+        if waited_s - self._logged_s < self._side.reminder_s:
             return
-        self._told = waited_s
-        known = [one for one in heard if one.words]
+        self._logged_s = waited_s
+        known = [one for one in liveness if one.words]
         words = f": rank {known[0].rank} {known[0].words}" if known else ""
         if any(one.prospect in ("idle", "elsewhere") for one in known):
             words += f". If it never does: {_EVERY_RANK}"
@@ -347,7 +347,9 @@ class TooLateError(Exception):
         self.failure = failure
 
 
-def _foremost(said: Sequence[Said]) -> int | None:
-    """The furthest place, where all are on the same way and not at the same place."""
-    places = {one.place for one in said}
-    return None if None in places or len(places) < 2 else max(place for place in places if place is not None)
+def _furthest_position(said: Sequence[Said]) -> int | None:
+    """The furthest position, where all make the same agreements and are not at the same one."""
+    positions = {one.position for one in said}
+    return None if None in positions or len(positions) < 2 else max(
+        position for position in positions if position is not None
+    )

@@ -1,4 +1,4 @@
-"""The job: which of how many ranks this process is, and what they can talk over."""
+"""The job: which of how many ranks this process is, and the key-value store that they share."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from flowstone.config import SILENCE_S
-from flowstone.ranks.board import Board
+from flowstone.ranks.kv_store import KeyValueStore
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`board` is None in a job of one rank."""
+    """`kv_store` is None in a job of one rank."""
 
     rank: int = 0
     size: int = 1
-    board: Board | None = None
+    kv_store: KeyValueStore | None = None
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -32,7 +32,7 @@ def rank_and_size() -> tuple[int, int]:
 def this_job() -> Job:
     """As torch.distributed has it; a process without it is a job of its own.
 
-    The board is a part of the job's own store, over a connection of its own: a call on it holds up nobody else's. All
+    It is a part of the job's own store, over a connection of its own: a call on it delays no other. All
     Checkpointers of the job share it; those that belong together meet when they first agree.
     """
     rank, size = rank_and_size()
@@ -41,4 +41,4 @@ def this_job() -> Job:
     store = dist.distributed_c10d._get_default_store()  # no public name gives it
     own = store.clone()  # type: ignore[attr-defined]  # not in the stubs
     own.set_timeout(timedelta(seconds=SILENCE_S))  # of a call, where the process that keeps the store is frozen
-    return Job(rank, size, cast("Board", PrefixStore("flowstone", own)))  # torch's types: values are str alone
+    return Job(rank, size, cast("KeyValueStore", PrefixStore("flowstone", own)))  # torch's types: values are str alone

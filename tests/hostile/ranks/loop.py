@@ -26,7 +26,7 @@ from interrupts import Struck
 
 import flowstone as fs
 from flowstone.events import Event
-from flowstone.ranks import agree, exchange
+from flowstone.ranks import agreement, exchange
 from flowstone.saving import Captures
 from hostile.ranks.draw import DEADLINE_S, Life, Setup
 from hostile.ranks.moves import MOVES, Ending
@@ -358,7 +358,7 @@ def hasty() -> Iterator[None]:
     """What waits for ranks that live and do not come gives up soon: these loops have many of those."""
     with (
         mock.patch.object(exchange, "UNANSWERED_S", 2.5), mock.patch.object(exchange, "DEADLINE_MARGIN_S", 0.5),
-        mock.patch.object(agree, "LEAVE_S", 2.0),
+        mock.patch.object(agreement, "LEAVE_S", 2.0),
     ):
         yield
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from unittest import mock
 
 from flowstone import saving
+from flowstone.save_coordinator import SaveCoordinator
 from flowstone.store.local import LocalStore
 from flowstone.store.local_io import LocalWriting
 from flowstone.store.system import System
-from flowstone.team import Team
 from hostile.ranks.moves.move import Ending, Table, some_rank
 
 if TYPE_CHECKING:
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 TABLE = Table()
 POINTS: tuple[tuple[object, str, str | None], ...] = (
-    (Team, "share", None), (saving, "start_capture", None), (LocalWriting, "receipt", None), (System, "sync", None),
-    (Team, "commit", None), (LocalStore, "put", "index"), (LocalStore, "put", "manifest"), (LocalStore, "rename", None),
-    (LocalStore, "sync_directory", None),
+    (SaveCoordinator, "assign", None), (saving, "start_capture", None), (LocalWriting, "receipt", None),
+    (System, "sync", None),
+    (SaveCoordinator, "commit", None), (LocalStore, "put", "index"), (LocalStore, "put", "manifest"),
+    (LocalStore, "rename", None), (LocalStore, "sync_directory", None),
 )
 """Calls before which a rank is killed, and text that one of their arguments has."""
 

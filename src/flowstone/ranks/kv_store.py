@@ -1,4 +1,4 @@
-"""The board: a job's key-value store, and messages on it of any length."""
+"""The key-value store of a job, and a mailbox on it for messages of any length."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _POLL_FIRST_S, _POLL_LAST_S = 0.001, 0.25
 _POLL_SHARE = 8  # of the wait so far: at most so much late, and thousands of ranks cost little
 
 
-class Board(Protocol):
+class KeyValueStore(Protocol):
     """What is used of a torch.distributed store (TCPStore, FileStore, HashStore, PrefixStore of one).
 
-    One connection serves one call after the other, and a `wait` that runs out warns on the terminal. So nobody
-    waits in the store: keys are looked for, ever more rarely.
+    One connection serves one call after the other, and a `wait` that times out warns on the terminal. So no call waits
+    in the store: keys are polled, ever more rarely.
     """
 
     def set(self, key: str, value: bytes, /) -> None: ...
@@ -26,50 +26,50 @@ class Board(Protocol):
     def delete_key(self, key: str, /) -> bool: ...
 
 
-class Mail:
-    """Messages on a board. What is longer than one value may be is put there in parts, the count last."""
+class Mailbox:
+    """Messages in a key-value store. A message longer than one value may be is stored in parts, their count last."""
 
-    def __init__(self, board: Board) -> None:
-        self._board = board
+    def __init__(self, kv_store: KeyValueStore) -> None:
+        self._kv_store = kv_store
         self.sent = self.sent_bytes = 0  # values, and bytes of them
 
     def post(self, key: str, message: bytes) -> None:
-        """Put a message up. Nobody sees a part of it."""
+        """Post a message. No rank sees a part of it."""
         parts = [message[at : at + MESSAGE_BYTES_MAX] for at in range(0, len(message), MESSAGE_BYTES_MAX)]
         for number, part in enumerate(parts):
             self._set(f"{key}#{number}", part)
         self._set(key, str(len(parts)).encode())
 
     def is_posted(self, key: str) -> bool:
-        return self._board.check([key])
+        return self._kv_store.check([key])
 
     def read(self, key: str) -> bytes:
-        """A message that is posted, and that nobody takes down meanwhile: the board would wait for what is gone."""
-        return b"".join([self._board.get(f"{key}#{number}") for number in range(int(self._board.get(key)))])
+        """A message that is posted, and that no rank removes meanwhile: the store would wait for what is gone."""
+        return b"".join([self._kv_store.get(f"{key}#{number}") for number in range(int(self._kv_store.get(key)))])
 
     def claim(self, key: str) -> bool:
-        """Whether this is the first claim of the key, by anybody."""
-        return self._board.add(key, 1) == 1
+        """Whether this is the first claim of the key, by any rank."""
+        return self._kv_store.add(key, 1) == 1
 
     def count(self, key: str, more: int = 0) -> int:
         """What has been counted there, all in all."""
-        return self._board.add(key, more)
+        return self._kv_store.add(key, more)
 
     def unclaim(self, key: str) -> None:
         """Forget all claims."""
-        self._board.delete_key(key)
+        self._kv_store.delete_key(key)
 
     def remove(self, key: str, length: int | None = None) -> None:
-        """Take a message down. Of a message that is read by one rank alone, that rank does it.
+        """Remove a message. Of a message that one rank alone reads, that rank does it.
 
         length  of the message, if it is known that it is posted
         """
         if length is None and not self.is_posted(key):
             return
-        count = int(self._board.get(key)) if length is None else -(-length // MESSAGE_BYTES_MAX)
-        self._board.delete_key(key)
+        count = int(self._kv_store.get(key)) if length is None else -(-length // MESSAGE_BYTES_MAX)
+        self._kv_store.delete_key(key)
         for number in range(count):
-            self._board.delete_key(f"{key}#{number}")
+            self._kv_store.delete_key(f"{key}#{number}")
 
     def await_posted(self, keys: list[str], *, tick: Callable[[list[str], float], None], since: float) -> None:
         """Wait until all `keys` are posted.
@@ -86,6 +86,6 @@ class Mail:
             time.sleep(min(max(_POLL_FIRST_S, (now - began) / _POLL_SHARE), _POLL_LAST_S))
 
     def _set(self, key: str, value: bytes) -> None:
-        self._board.set(key, value)
+        self._kv_store.set(key, value)
         self.sent += 1
         self.sent_bytes += len(value)

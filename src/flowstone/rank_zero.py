@@ -1,4 +1,4 @@
-"""Rank 0's side of a team: it learns what all hold and have written, shares out who writes what, and publishes."""
+"""Rank 0's part of a save: it learns what all hold and have written, assigns who writes what, and publishes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from flowstone.ranks import Decision
 from flowstone.store.base import Receipt, Store
 
 
-class Lead:
+class RankZero:
     """What rank 0 knows of all."""
 
     def __init__(self, size: int) -> None:
@@ -50,13 +50,13 @@ class Lead:
         self._layouts: list[RankLayout | None] = [None] * size
         self._aliases: list[Sequence[tuple[str, str]]] = [()] * size
         self._is_far = [False] * size
-        self._shared: WriterAssignment | None = None
+        self._assignment: WriterAssignment | None = None
         # Of each rank, the plans in which it has what it has now: it may have begun several saves by an older one.
         self._same: list[deque[str]] = [deque(maxlen=PLANS_REMEMBERED) for _ in range(size)]
         self._names: dict[bytes, Names] = {}
         self._columns: dict[bytes, NDArray[np.int64]] = {}  # that several ranks have alike
 
-    def share(self, said: Sequence[Proposal]) -> Decision:
+    def assign(self, said: Sequence[Proposal]) -> Decision:
         _all_equal({rank: one.step for rank, one in enumerate(said)}, "save step {}")
         begun = {rank for rank, one in enumerate(said) if one.layout is None}
         wrong = [rank for rank in begun if said[rank].plan not in self._same[rank]]
@@ -65,49 +65,49 @@ class Lead:
                 f"rank {wrong[0]} has begun to save by an older plan", rank=wrong[0], phase="plan",
                 next="save again: the next plan is a new one",
             )
-        shared = self._share_anew(said, begun) if len(begun) < len(said) else self._shared
-        assert shared is not None, "the first plan is new to all"
+        assignment = self._assign_anew(said, begun) if len(begun) < len(said) else self._assignment
+        assert assignment is not None, "the first plan is new to all"
         parts = [Part(None)] * len(said)
         if any(one.plan != self._plan for one in said):  # who has begun by an older one is told of the newest, too
-            told = parts_of(shared)
+            told = parts_of(assignment)
             parts = [msgspec.structs.replace(one, positions=None) if r in begun else one for r, one in enumerate(told)]
-        terms = Terms(self._plan, self.job, shared.buffers, self._share_compared(shared))
+        terms = Terms(self._plan, self.job, assignment.buffers, self._compared_share(assignment))
         return Decision(msgspec.msgpack.encode(terms), list(map(msgspec.msgpack.encode, parts)))
 
-    def _share_anew(self, said: Sequence[Proposal], begun: Set[int]) -> WriterAssignment:
+    def _assign_anew(self, said: Sequence[Proposal], begun: Set[int]) -> WriterAssignment:
         """A plan in which those that have begun keep what they write. One that cannot be leaves all as it was."""
         layouts, hosts = list(self._layouts), dict.fromkeys(one.host for one in said)
         number = {host: at for at, host in enumerate(hosts)}
         for rank, one in enumerate(said):
             if one.layout is not None:
                 layouts[rank] = self._unpacked(one.layout)
-        known = self._shared if begun else None
-        shared = assign_writers(
+        known = self._assignment if begun else None
+        assignment = assign_writers(
             [one for one in layouts if one is not None], [number[one.host] for one in said],
             {rank: known.writes[rank] for rank in begun} if known else {}, kept_split=known.split if known else None,
         )
-        self._layouts, self._shared, self._plan = layouts, shared, secrets.token_hex(8)
+        self._layouts, self._assignment, self._plan = layouts, assignment, secrets.token_hex(8)
         for rank, one in enumerate(said):
             if one.layout is not None:
                 self._aliases[rank], self._is_far[rank] = one.layout.aliases, one.is_far
                 self._same[rank].clear()
             self._same[rank].append(self._plan)
-        return shared
+        return assignment
 
-    def _share_compared(self, shared: WriterAssignment) -> float | None:
+    def _compared_share(self, assignment: WriterAssignment) -> float | None:
         """Of all replicas; None: all of them. Looking at a tensor on a device costs a call: so there it is by turns."""
         if not any(self._is_far):
             return None
-        most = max((int((number >= 0).sum()) for number in shared.replicas.number), default=0)
+        most = max((int((number >= 0).sum()) for number in assignment.replicas.number), default=0)
         return min(1.0, FAR_COMPARED_MAX / most) if most else 1.0
 
     def replicas_differ(self, said: Sequence[Written]) -> bool:
         """Whether ranks have seen something else in what they hold alike."""
-        assert self._shared is not None, "what is committed was shared out"
+        assert self._assignment is not None, "what is committed was assigned"
         folds = [None if one.folds is None else np.frombuffer(one.folds, "<u8") for one in said]
-        return differing(self._shared.replicas.sets, folds)
+        return differing(self._assignment.replicas.sets, folds)
 
-    def tell_replicas_apart(self, said: Sequence[bytes]) -> NoReturn:
+    def raise_differing_replicas(self, said: Sequence[bytes]) -> NoReturn:
         """Raise CollisionError with what is not the same, and where. `said`: of each rank, digests of its pieces."""
         layouts = [one for one in self._layouts if one is not None]
         check_replicas(layouts, [np.frombuffer(zlib.decompress(one), "<u2") if one else None for one in said])
@@ -125,9 +125,9 @@ class Lead:
             _check_visible(store, draft.directory, rank, one.segments)
             columns.append(numbers(one.segment, np.uint32) + np.uint32(len(segments)))
             segments += [msgspec.structs.replace(row, id=len(segments) + at) for at, row in enumerate(one.segments)]
-        assert self._shared is not None, "what is committed was shared out"
+        assert self._assignment is not None, "what is committed was assigned"
         frame, piece_order, chunk_order = global_index(
-            self._shared.layouts, self._shared.writes, self._all_aliases(), np.concatenate(columns)
+            self._assignment.layouts, self._assignment.writes, self._all_aliases(), np.concatenate(columns)
         )
         offsets = np.concatenate([numbers(one.offsets, np.uint64) for one in said])
         digests = np.concatenate([numbers(one.digests, np.uint64) for one in said])

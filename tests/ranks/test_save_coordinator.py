@@ -1,4 +1,4 @@
-"""What a save asks of its team while the writer's thread is in the midst of another one."""
+"""What a save asks of its coordinator while the writer's thread is in the middle of another one."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from threads import Job
 
 import flowstone as fs
 from flowstone.errors import RankError
-from flowstone.lead import Lead
 from flowstone.messages import Part, Proposal, Terms, pack, unpack
 from flowstone.pieces import DTYPES, Box, Layout, Piece, Pieces
+from flowstone.rank_zero import RankZero
 from flowstone.ranks import Agreement
-from flowstone.team import Team
+from flowstone.save_coordinator import SaveCoordinator
 
 
 class _Held(dict[int, int]):
@@ -37,15 +37,15 @@ class _Held(dict[int, int]):
 @pytest.mark.parametrize("tried", [[], [7], [7, 7]])
 def test_no_two_tries_of_a_step_have_one_name_whichever_thread_counts(tried: Sequence[int]) -> None:
     """The writer's thread learns how often others have tried, just as the caller begins another try."""
-    team = Team(Agreement(None, 0, 1), "host")
-    names = [team.begin_try(step) for step in (7, *tried)]
-    caller = threading.Thread(target=lambda: names.append(team.begin_try(7)))
+    coordinator = SaveCoordinator(Agreement(None, 0, 1), "host")
+    names = [coordinator.begin_try(step) for step in (7, *tried)]
+    caller = threading.Thread(target=lambda: names.append(coordinator.begin_try(7)))
     held = _Held(caller)
-    held.update(team._tries)
-    team._tries = held
-    team._count_on(7, 2)
+    held.update(coordinator._tries)
+    coordinator._tries = held
+    coordinator._count_on(7, 2)
     caller.join()
-    names.append(team.begin_try(7))
+    names.append(coordinator.begin_try(7))
     assert len({*names}) == len(names), names
 
 
@@ -64,17 +64,17 @@ def test_who_has_begun_several_saves_by_an_older_plan_writes_all_of_them_by_the_
         return Layout(Pieces.of(pieces), (), ())
 
     job, old, new = Job(2), layout("w"), layout("v", "w")
-    teams = [Team(rank, "host") for rank in job.ranks]
+    teams = [SaveCoordinator(rank, "host") for rank in job.ranks]
 
     def act(rank: Agreement) -> list[str]:
-        team = teams[rank.rank]
-        first = team.share(1, old)
+        coordinator = teams[rank.rank]
+        first = coordinator.assign(1, old)
         if rank.rank == 0:  # has begun 2 and 3 before it hears of the other's
-            plans = [team.share(step, old, begun=first) for step in (2, 3)]
+            plans = [coordinator.assign(step, old, begun=first) for step in (2, 3)]
         else:
-            plans = [team.share(2, new)]
-            plans.append(team.share(3, new, begun=plans[0]))
-        known = team.assignment(plans[-1].layout)
+            plans = [coordinator.assign(2, new)]
+            plans.append(coordinator.assign(3, new, begun=plans[0]))
+        known = coordinator.assignment(plans[-1].layout)
         assert known is not None
         assert known.compared is not None
         return [one.plan for one in (*plans, known)]
@@ -88,18 +88,20 @@ def test_a_plan_that_cannot_be_leaves_the_one_before_it_as_it_was() -> None:
     def layout(length: int) -> Layout:
         return Layout(Pieces.of([Piece("w", DTYPES["float32"], (length,), Box.whole((length,)))]), (), ())
 
-    lead = Lead(2)
+    rank_zero = RankZero(2)
     fits, does_not = pack(layout(8)), pack(layout(9))
-    first = lead.share([Proposal(1, "a", None, fits), Proposal(1, "a", None, fits)])
+    first = rank_zero.assign([Proposal(1, "a", None, fits), Proposal(1, "a", None, fits)])
     plan = unpack(first.common, Terms).plan
     with pytest.raises(fs.CollisionError):
-        lead.share([Proposal(2, "a", plan, None), Proposal(2, "a", None, does_not)])
-    both = lead.share([Proposal(3, "a", plan, None), Proposal(3, "a", plan, None)])
+        rank_zero.assign([Proposal(2, "a", plan, None), Proposal(2, "a", None, does_not)])
+    both = rank_zero.assign([Proposal(3, "a", plan, None), Proposal(3, "a", plan, None)])
     assert unpack(both.common, Terms).plan == plan
-    again = lead.share([Proposal(4, "a", plan, None), Proposal(4, "a", None, fits)])
+    again = rank_zero.assign([Proposal(4, "a", plan, None), Proposal(4, "a", None, fits)])
     newer = unpack(again.common, Terms).plan
     assert newer != plan
     assert unpack(again.each[0], Part).positions is None
-    assert unpack(lead.share([Proposal(5, "a", plan, None), Proposal(5, "a", newer, None)]).common, Terms).plan == newer
+    assert unpack(
+        rank_zero.assign([Proposal(5, "a", plan, None), Proposal(5, "a", newer, None)]).common, Terms
+    ).plan == newer
     with pytest.raises(RankError, match="rank 1 has begun to save by an older plan"):
-        lead.share([Proposal(6, "a", plan, None), Proposal(6, "a", plan, None)])
+        rank_zero.assign([Proposal(6, "a", plan, None), Proposal(6, "a", plan, None)])

@@ -10,15 +10,15 @@ from types import SimpleNamespace
 from unittest import mock
 
 from sim_disk import Disk, PowerLoss
-from sim_turns import Freeze, RankBoard, RankDisk, StillPulse, Turns
+from sim_turns import Freeze, RankDisk, RankStore, StillHeartbeat, Turns
 from sim_world import Job, Ledger
 
 import flowstone as fs
-from flowstone import Keep, together
+from flowstone import Keep, rank_group
 from flowstone.errors import FlowstoneError, RankError, SaveFailedError, StepExistsError
 from flowstone.events import Event
 from flowstone.ranks import Job as RankJob
-from flowstone.ranks import agree, board, exchange, hearing
+from flowstone.ranks import agreement, exchange, failure_detector, kv_store
 
 DEADLINE_S = 12.0  # of the simulation's own time
 
@@ -34,7 +34,7 @@ def part_of(whole: dict[str, dict[str, object]], rank: int, size: int) -> dict[s
     return {**whole, "model": {**whole["model"], "wide": shard}, "own": fs.PerRank({"rank": rank})}
 
 
-class TeamJob:
+class GroupJob:
     """As sim_world.Job is, of several ranks."""
 
     def __init__(
@@ -45,8 +45,8 @@ class TeamJob:
         values: dict[str, bytes] = {}
         self.members: list[Job] = []
         for rank in range(ranks):
-            seen = RankBoard(values, self.turns, rank)
-            with mock.patch.object(together, "this_job", lambda rank=rank, seen=seen: RankJob(rank, ranks, seen)):
+            seen = RankStore(values, self.turns, rank)
+            with mock.patch.object(rank_group, "this_job", lambda rank=rank, seen=seen: RankJob(rank, ranks, seen)):
                 self.members.append(
                     Job(sandbox, RankDisk(disk, self.turns, rank), ledger, keep=keep, number=number, attempt=attempt,
                         by_wait=by_wait, again=again, deadline_s=DEADLINE_S,
@@ -133,14 +133,14 @@ def _cause(error: BaseException | None) -> BaseException | None:
 
 
 @contextmanager
-def team(sandbox: Path, disk: Disk, ledger: Ledger, **options: object) -> Iterator[TeamJob]:
+def group(sandbox: Path, disk: Disk, ledger: Ledger, **options: object) -> Iterator[GroupJob]:
     with ExitStack() as stack:
         job = None
-        stack.enter_context(mock.patch.object(together, "Pulse", StillPulse))
+        stack.enter_context(mock.patch.object(rank_group, "Heartbeat", StillHeartbeat))
         clock = SimpleNamespace(monotonic=lambda: job.turns.monotonic(), sleep=lambda s: job.turns.sleep(s))
-        for module in (agree, board, exchange, hearing):
+        for module in (agreement, kv_store, exchange, failure_detector):
             stack.enter_context(mock.patch.object(module, "time", clock))
-        job = TeamJob(sandbox, disk, ledger, **options)  # type: ignore[arg-type]
+        job = GroupJob(sandbox, disk, ledger, **options)  # type: ignore[arg-type]
         try:
             yield job
         finally:

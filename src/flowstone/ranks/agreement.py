@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from flowstone.config import DEADLINE_S, HEARTBEAT_S, LEAVE_S, POLL_S, REJOIN_S, SILENCE_S, TREE_FAN
+from flowstone.config import DEADLINE_S, LEAVE_S, POLL_S, REJOIN_S, REMINDER_S, SILENCE_S, TREE_FAN
 from flowstone.errors import FlowstoneError, RankError
-from flowstone.ranks.board import Board, Mail
 from flowstone.ranks.exchange import Decision, Exchange, Side, TooLateError, Verdict
-from flowstone.ranks.hearing import Hearing
-from flowstone.ranks.pulse import Pulse
+from flowstone.ranks.failure_detector import FailureDetector
+from flowstone.ranks.heartbeat import Heartbeat
+from flowstone.ranks.kv_store import KeyValueStore, Mailbox
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,34 +36,36 @@ class Agreed:
 class Agreement:
     """One rank's side of a job's agreements. All ranks come by the same ones in the same order. One thread at a time.
 
-    A job of one rank agrees with itself, without a board. Which Checkpointers of several ranks belong together turns
-    out when these first agree: those meet that agree at the same time, and save into the same place. So a rank may
-    have others besides, that never meet anybody; and calls that other ranks did not make are passed over.
+    A job of one rank agrees with itself, without a key-value store. Which Checkpointers of several ranks belong
+    together turns out when these first agree: those meet that agree at the same time, and save into the same place. So
+    a rank may have others besides, that never meet anybody; and calls that other ranks did not make are passed over.
     """
 
     def __init__(
-        self, board: Board | None, rank: int, size: int, *, deadline_s: float = DEADLINE_S,
-        silence_s: float = SILENCE_S, heartbeat_s: float = HEARTBEAT_S, fan: int = TREE_FAN,
-        label: str | None = None, pulse: Pulse | None = None,
+        self, kv_store: KeyValueStore | None, rank: int, size: int, *, deadline_s: float = DEADLINE_S,
+        silence_s: float = SILENCE_S, reminder_s: float = REMINDER_S, fan: int = TREE_FAN,
+        label: str | None = None, heartbeat: Heartbeat | None = None,
     ) -> None:
-        """`label`: what the Checkpointer saves into; None: the board is for these very ranks, who need not meet."""
-        assert board is not None or size == 1, "ranks need something to talk over"
+        """`label`: what the Checkpointer saves into; None: the key-value store is for these very ranks, which need not
+        meet.
+        """
+        assert kv_store is not None or size == 1, "ranks need something to talk over"
         self.rank, self.size = rank, size
-        self.mail = None if board is None else Mail(board)
-        self._pulse, self._label = pulse, label
+        self.mailbox = None if kv_store is None else Mailbox(kv_store)
+        self._heartbeat, self._label = heartbeat, label
         self._deadline_s = deadline_s
         self._side: Side | None = None
-        if board is not None and self.mail is not None:
-            hearing = Hearing(board, label=label or "", silence_s=silence_s)
-            serial = 1 if pulse is None else pulse.serial
-            self._side = Side(self.mail, hearing, rank, size, fan, deadline_s, heartbeat_s, serial)
+        if kv_store is not None and self.mailbox is not None:
+            detector = FailureDetector(kv_store, label=label or "", silence_s=silence_s)
+            serial = 1 if heartbeat is None else heartbeat.serial
+            self._side = Side(self.mailbox, detector, rank, size, fan, deadline_s, reminder_s, serial)
             if label is None:
-                hearing.serials = [1] * size
+                detector.serials = [1] * size
         self._group: str | None = "" if label is None else None  # in front of all keys
         self._number = 0
         self._meeting = ""  # that this rank is in, or was when it was interrupted
         self._decided: list[Exchange] = []  # on rank 0: those whose verdict somebody may still have to read
-        self._unheard: set[str] = set()  # where ranks that were too late post what nobody reads any more
+        self._unread: set[str] = set()  # where ranks that were too late post what nobody reads any more
 
     @contextlib.contextmanager
     def pressing(self) -> Iterator[None]:
@@ -79,13 +81,13 @@ class Agreement:
 
     def agree(
         self, phase: str, mine: bytes | Exception, decide: Callable[[Sequence[bytes]], Decision], *,
-        place: int | None = None,
+        position: int | None = None,
     ) -> Agreed:
-        """Say `mine`, a message or what has failed here, and learn what rank 0 makes of what all have said.
+        """Send `mine`, a message or what has failed here, and learn what rank 0 decides from the messages of all.
 
         phase       what is being agreed on, for errors; the same on every rank
         decide      on rank 0 only; from what each rank has said, in their order
-        place       where this stands in the order of such agreements, for ranks that have come out of step
+        position    where this stands in the order of such agreements, for ranks that are out of sync
         raises      RankError, the same on every rank: the first failure, of a rank or of `decide`; a rank that is
                     silent or late. Where it happened, the very error that it was
         """
@@ -95,9 +97,9 @@ class Agreement:
             decision = decide([mine])
             return Agreed(decision.common, decision.each[0] if decision.each else b"")
         try:
-            if self._pulse is not None:
-                self._pulse.waits = self._group is None
-            one, verdict = self._exchange(self._side, phase, mine, decide, place)
+            if self._heartbeat is not None:
+                self._heartbeat.waits = self._group is None
+            one, verdict = self._exchange(self._side, phase, mine, decide, position)
             own_part = one.own() if verdict.has_each else b""
         except FlowstoneError:
             raise
@@ -120,7 +122,7 @@ class Agreement:
 
     def _exchange(
         self, side: Side, phase: str, mine: bytes | Exception, decide: Callable[[Sequence[bytes]], Decision],
-        place: int | None,
+        position: int | None,
     ) -> tuple[Exchange, Verdict]:
         """The next one. Those of which others have given up another call than this are passed over.
 
@@ -129,23 +131,23 @@ class Agreement:
         """
         while True:
             counter = f"meet/{hashlib.blake2b((self._label or '').encode(), digest_size=8).hexdigest()}"
-            if self._meeting and (left := Exchange(side, self._meeting, phase, place, counter)).is_over():
+            if self._meeting and (left := Exchange(side, self._meeting, phase, position, counter)).is_over():
                 self._join(side, left.learn())  # the others have met this rank, which was interrupted there
             if self._group is None:
-                one = Exchange(side, self._enter(side.mail, counter, phase), phase, place, counter)
+                one = Exchange(side, self._enter(side.mailbox, counter, phase), phase, position, counter)
             else:
                 self._number += 1
-                one = Exchange(side, f"{self._group}{self._number}", phase, place)
+                one = Exchange(side, f"{self._group}{self._number}", phase, position)
             is_late = one.is_over()
             verdict = self._settle(one, mine, decide, is_late)
             self._join(side, verdict)
             failure = verdict.failure
             if failure is not None and failure.left:
-                side.hearing.has_left(failure.rank, failure.left)
+                side.detector.has_left(failure.rank, failure.left)
             if failure is None or not failure.is_absence:
                 return one, verdict
             # Saves are told apart by their steps and tries: who is late in the first is not to join the second.
-            may_be_another = is_late and place is None
+            may_be_another = is_late and position is None
             if failure.phase == phase and not (may_be_another and self._is_missed(side, phase)):
                 return one, verdict
 
@@ -153,9 +155,9 @@ class Agreement:
         """Be one of those who have met, if that is the verdict."""
         self._meeting = ""
         if verdict.group:
-            self._group, side.hearing.serials = f"{verdict.group}/", verdict.serials
-            if self._pulse is not None:
-                self._pulse.group, self._pulse.waits = verdict.group, False
+            self._group, side.detector.serials = f"{verdict.group}/", verdict.serials
+            if self._heartbeat is not None:
+                self._heartbeat.group, self._heartbeat.waits = verdict.group, False
 
     def _is_missed(self, side: Side, phase: str) -> bool:
         """Whether the others are in their next call, and this one is the same: it was another one that they gave up."""
@@ -171,11 +173,11 @@ class Agreement:
             time.sleep(POLL_S / 10)
         return True
 
-    def _enter(self, mail: Mail, counter: str, phase: str) -> str:
+    def _enter(self, mailbox: Mailbox, counter: str, phase: str) -> str:
         """The meeting that is to come. One Checkpointer of a rank at a time."""
         since = time.monotonic()
-        while (name := f"{counter}/{mail.count(counter)}") != self._meeting:  # or it is the one that was left
-            if mail.claim(f"{name}/in/{self.rank}"):
+        while (name := f"{counter}/{mailbox.count(counter)}") != self._meeting:  # or it is the one that was left
+            if mailbox.claim(f"{name}/in/{self.rank}"):
                 break
             waited_s = time.monotonic() - since
             if waited_s > self._deadline_s:
@@ -195,27 +197,29 @@ class Agreement:
                 self._decided.append(one)
             return one.learn()
         said = one.collect(mine)
-        self._take_down_unheard()
-        self._unheard.update(one.unheard())
+        self._remove_unread()
+        self._unread.update(one.unread())
         if self.rank == 0:
             if len({found.rank for found in said}) == self.size:  # all have read what was decided before
                 self._clear()
             self._decided.append(one)
             if one.claim():
-                one.judge(said, decide)
+                one.reach_decision(said, decide)
         return one.learn()
 
     def leave_call(self, error: BaseException) -> None:
         """`error` has ended the last call on this rank alone: who waits for it is told at once."""
-        if self._pulse is not None:
-            self._pulse.leave(error)
+        if self._heartbeat is not None:
+            self._heartbeat.leave(error)
 
     def leave(self) -> None:
-        """No more agreements. Rank 0, whose process may hold the board, waits a while until all others have left."""
-        if self.mail is None or self._group is None:
+        """No more agreements. Rank 0, whose process may host the key-value store, waits a while until all others have
+        left.
+        """
+        if self.mailbox is None or self._group is None:
             return
         if self.rank != 0:
-            self.mail.post(f"{self._group}bye/{self.rank}", b"")
+            self.mailbox.post(f"{self._group}bye/{self.rank}", b"")
             return
         def tick(_: list[str], waited_s: float) -> None:
             if waited_s > LEAVE_S:
@@ -223,13 +227,13 @@ class Agreement:
 
         with contextlib.suppress(TooLateError):
             byes = [f"{self._group}bye/{r}" for r in range(1, self.size)]
-            self.mail.await_posted(byes, tick=tick, since=time.monotonic())
+            self.mailbox.await_posted(byes, tick=tick, since=time.monotonic())
 
-    def _take_down_unheard(self) -> None:
-        assert self.mail is not None
-        for key in [key for key in self._unheard if self.mail.is_posted(key)]:
-            self.mail.remove(key)
-            self._unheard.discard(key)
+    def _remove_unread(self) -> None:
+        assert self.mailbox is not None
+        for key in [key for key in self._unread if self.mailbox.is_posted(key)]:
+            self.mailbox.remove(key)
+            self._unread.discard(key)
 
     def _clear(self) -> None:
         for one in self._decided:

@@ -1,4 +1,4 @@
-"""What the ranks of a job decide together, in the conductor's words. A job of one rank decides by itself, at once."""
+"""The rank group: what the ranks of a job decide together. A job of one rank decides by itself, at once."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from flowstone.config import PULSE_S, SILENCE_S
+from flowstone.config import HEARTBEAT_S, SILENCE_S
 from flowstone.errors import CancelledError, NoCheckpointError, NotAStoreError, RankError
-from flowstone.ranks import Activity, Agreement, Decision, Job, Pulse, name_of, this_job
-from flowstone.team import Team
+from flowstone.ranks import Activity, Agreement, Decision, Heartbeat, Job, name_of, this_job
+from flowstone.save_coordinator import SaveCoordinator
 from flowstone.turns import Turn
 
 _log = logging.getLogger(__name__)
 _ABSENT = {one.__name__: one for one in (NoCheckpointError, NotAStoreError)}
 
 
-def told_to_others(verb: str, error: BaseException) -> Exception:
-    """What the others are told of what has ended a call: an interrupt is one of this call alone."""
+def error_for_others(verb: str, error: BaseException) -> Exception:
+    """The error that the other ranks get when a call ends here: an interrupt ends this call alone."""
     if isinstance(error, Exception):
         return error
     return CancelledError(f"{verb}() was interrupted: {name_of(error)}", next=f"call {verb}() again on every rank")
 
 
-class Together:
-    """This rank's part in it. Every rank calls the same, in the same order; one thread at a time.
+class RankGroup:
+    """This rank's side of the group. Every rank calls the same, in the same order; one thread at a time.
 
-    team  for saves; None in a job of one rank
+    coordinator  for saves; None in a job of one rank
     """
 
     def __init__(self, deadline_s: float, label: str, turn: Turn, *, alone: bool = False) -> None:
@@ -46,12 +46,15 @@ class Together:
         self._turn, self._highest = turn, -1
         self.rank, self.size = job.rank, job.size
         silence_s = min(SILENCE_S, deadline_s / 2)
-        pulse_s = min(PULSE_S, silence_s / 10)
-        self._pulse = None if job.board is None else Pulse(job.board, job.rank, label, self._activity, every_s=pulse_s)
-        self._agreement = Agreement(
-            job.board, job.rank, job.size, deadline_s=deadline_s, silence_s=silence_s, label=label, pulse=self._pulse
+        heartbeat_s = min(HEARTBEAT_S, silence_s / 10)
+        self._heartbeat = None if job.kv_store is None else Heartbeat(
+            job.kv_store, job.rank, label, self._activity, every_s=heartbeat_s
         )
-        self.team = None if job.size == 1 else Team(self._agreement, socket.gethostname())
+        self._agreement = Agreement(
+            job.kv_store, job.rank, job.size, deadline_s=deadline_s, silence_s=silence_s, label=label,
+            heartbeat=self._heartbeat
+        )
+        self.coordinator = None if job.size == 1 else SaveCoordinator(self._agreement, socket.gethostname())
         turn.on_interrupt = self._agreement.leave_call
 
     def comes_to(self, step: int) -> None:
@@ -130,13 +133,13 @@ class Together:
 
         def group(said: Sequence[bytes]) -> Decision:
             nodes: dict[str, list[tuple[int, bytes]]] = {}
-            places = []
+            names = []
             for rank, one in enumerate(said):
-                place, words = msgspec.msgpack.decode(one, type=tuple[str, bytes])
-                places.append(place)
-                nodes.setdefault(place, []).extend([(rank, words)] if words else [])
-            packed = {place: msgspec.msgpack.encode(those) for place, those in nodes.items()}
-            return Decision(b"", [packed[place] for place in places])
+                name, words = msgspec.msgpack.decode(one, type=tuple[str, bytes])
+                names.append(name)
+                nodes.setdefault(name, []).extend([(rank, words)] if words else [])
+            packed = {name: msgspec.msgpack.encode(those) for name, those in nodes.items()}
+            return Decision(b"", [packed[name] for name in names])
 
         words = mine if isinstance(mine, Exception) else msgspec.msgpack.encode((node, mine))
         agreed = self._agreement.agree(phase, words, group)
@@ -144,13 +147,13 @@ class Together:
 
     def abandon(self) -> None:
         """Whoever spoke for this rank is gone: the others need not wait for it. Returns at once."""
-        if self._pulse is not None:
-            self._pulse.stop(wait=False)
+        if self._heartbeat is not None:
+            self._heartbeat.stop(wait=False)
 
     def leave(self) -> None:
         """The end: rank 0, whose process may hold what the ranks talk over, goes last."""
-        if self._pulse is not None:
-            self._pulse.close()  # first: who still waits for this rank is told that it does not come
+        if self._heartbeat is not None:
+            self._heartbeat.close()  # first: who still waits for this rank is told that it does not come
         try:
             self._agreement.leave()
         except RuntimeError as error:  # torch's: whoever keeps what we talk over has gone before

@@ -1,7 +1,7 @@
-"""A team: the ranks of a job that save into one store as one.
+"""The save coordinator: how the ranks of a job save into one store as one.
 
-    share    each rank says what it holds; rank 0 shares out who writes what     (each save, in the background)
-    commit   each rank says what it has written, or what failed; rank 0 publishes
+    assign   each rank reports what it holds; rank 0 assigns who writes what     (each save, in the background)
+    commit   each rank reports what it has written, or what failed; rank 0 publishes
 
 A rank whose layout is what it was keeps its part of the plan, and begins to write when `save` is called. One that is
 new waits for the others, in the background, and for what rank 0 makes of it. Each plan is proved to be whole.
@@ -27,7 +27,6 @@ from flowstone.format.manifest import (
     decode_manifest,
     encode_manifest,
 )
-from flowstone.lead import Lead, check_one_try, differing_sections
 from flowstone.messages import (
     Apart,
     Assignment,
@@ -46,16 +45,17 @@ from flowstone.messages import (
 )
 from flowstone.pieces import Layout
 from flowstone.plan.replicas import Compared
+from flowstone.rank_zero import RankZero, check_one_try, differing_sections
 from flowstone.ranks import Agreed, Agreement, Decision
 from flowstone.store.base import Store
 
 _log = logging.getLogger(__name__)
 
 
-class Team:
+class SaveCoordinator:
     """One rank's side of it.
 
-    Whoever saves asks for what is known (`assignment`, `begin_try`, `draft_name`), on any thread, and waits for nobody.
+    `save` asks for what is known (`assignment`, `begin_try`, `draft_name`), on any thread, and waits for no rank.
     What ranks do together is for one thread, the writer's, in the same order on every rank: what is learnt there is
     known as soon as it is learnt, all of it at once.
     """
@@ -68,7 +68,7 @@ class Team:
         self._counting = threading.Lock()  # around the next two
         self._highest = -1  # step that was tried
         self._tries: dict[int, int] = {}  # of steps that were tried more than once
-        self._lead = Lead(agreement.size) if agreement.rank == 0 else None
+        self._rank_zero = RankZero(agreement.size) if agreement.rank == 0 else None
 
     def assignment(self, layout: Layout) -> Assignment | None:
         """What this rank writes of `layout`, where that has been planned: it may begin."""
@@ -95,7 +95,7 @@ class Team:
         """The identity that a checkpoint will have: every rank knows it without asking."""
         return f"{self._job}-{this_try}"
 
-    def share(
+    def assign(
         self, step: int, layout: Layout, begun: Assignment | None = None, *, is_far: bool = False
     ) -> Assignment:
         """Agree on a plan for `step`.
@@ -107,11 +107,11 @@ class Team:
         proposal = Proposal(step, self._host, begun.plan, None) if begun else Proposal(
             step, self._host, None, pack(layout), is_far
         )
-        lead = self._lead
+        rank_zero = self._rank_zero
         try:
             agreed = self._agree_on_plan(
                 step, msgspec.msgpack.encode(proposal),
-                lambda said: lead.share([unpack(one, Proposal) for one in said]) if lead else Decision(),
+                lambda said: rank_zero.assign([unpack(one, Proposal) for one in said]) if rank_zero else Decision(),
             )
         except Exception:
             self._mine = None  # the next one is made anew
@@ -134,7 +134,7 @@ class Team:
         """Where some ranks are behind, those lose their own call alone; the others wait for them to catch up."""
         for _ in range(CATCH_UP_CALLS):
             try:
-                return self._agreement.agree(f"the plan of step {step}", mine, decide, place=step)
+                return self._agreement.agree(f"the plan of step {step}", mine, decide, position=step)
             except RankError as error:
                 if error.ahead != step:
                     raise
@@ -153,7 +153,7 @@ class Team:
         if not isinstance(error, StateChangedError):  # which is no fault of the plan's
             self._mine = None
         try:
-            self._agreement.agree(f"the commit of step {step}", error, lambda _: Decision(), place=_before(step))
+            self._agreement.agree(f"the commit of step {step}", error, lambda _: Decision(), position=_before(step))
         except Exception as told:
             _log.debug("step %d is not saved: %s", step, told)
 
@@ -175,41 +175,42 @@ class Team:
         written: list[Written] = []
 
         def publish_it(apart: Sequence[Apart] = ()) -> Decision:
-            assert self._lead is not None
-            manifest = self._lead.commit(written, apart, store, draft, store_id)
+            assert self._rank_zero is not None
+            manifest = self._rank_zero.commit(written, apart, store, draft, store_id)
             return Decision(msgspec.msgpack.encode(Outcome(encode_manifest(manifest), [])))
 
         def look(said: Sequence[bytes]) -> Decision:
             written.extend(unpack(one, Written) for one in said)
             check_one_try(written)
-            assert self._lead is not None
-            if self._lead.replicas_differ(written):
+            assert self._rank_zero is not None
+            if self._rank_zero.replicas_differ(written):
                 return Decision(msgspec.msgpack.encode(Outcome(b"", [], replicas=True)))
             differing = differing_sections(written)
             return Decision(msgspec.msgpack.encode(Outcome(b"", differing))) if differing else publish_it()
 
-        def tell_apart(said: Sequence[bytes]) -> Decision:
-            assert self._lead is not None
-            self._lead.tell_replicas_apart(said)
+        def name_differing(said: Sequence[bytes]) -> Decision:
+            assert self._rank_zero is not None
+            self._rank_zero.raise_differing_replicas(said)
 
         try:
-            agreed = self._agreement.agree(f"the commit of step {step}", mine_packed, look, place=_before(step))
+            agreed = self._agreement.agree(f"the commit of step {step}", mine_packed, look, position=_before(step))
             outcome = unpack(agreed.common, Outcome)
             assert not isinstance(made, Exception), "who has failed agrees on nothing"
             if outcome.replicas:
                 self._agreement.agree(
-                    f"the replicas of step {step}", made.digests(step, assignment), tell_apart, place=_before(step)
+                    f"the replicas of step {step}", made.digests(step, assignment), name_differing,
+                    position=_before(step)
                 )
             if outcome.apart:
                 agreed = self._agreement.agree(
                     f"the objects of step {step}", msgspec.msgpack.encode(apart_of(made, outcome.apart)),
-                    lambda said: publish_it([unpack(one, Apart) for one in said]), place=_before(step),
+                    lambda said: publish_it([unpack(one, Apart) for one in said]), position=_before(step),
                 )
                 outcome = unpack(agreed.common, Outcome)
         except Exception as error:
             if isinstance(error, RankError) and "tries" in error.facts:
                 self._count_on(step, int(str(error.facts["tries"])))
-            if self._lead is not None:  # ranks that have given up do not know that they may remove theirs
+            if self._rank_zero is not None:  # ranks that have given up do not know that they may remove theirs
                 segments = [row.name for one in written for row in one.segments]
                 publish.withdraw(store, draft, (INDEX_NAME, OBJECTS_NAME, MANIFEST_NAME, *segments))
             raise
@@ -217,5 +218,6 @@ class Team:
 
 
 def _before(step: int) -> int:
-    """The place of a commit: who plans the step once more has given it up, and waits for those who are in it yet."""
+    """The position of a commit: a rank that plans the step once more has given it up, and waits for those still in it.
+    """
     return step - 1

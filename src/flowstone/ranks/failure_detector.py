@@ -1,4 +1,4 @@
-"""What is heard of ranks that are waited for: whether they live, and whether they will come."""
+"""The failure detector: whether ranks that are waited for live, and whether they will come."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from flowstone.config import SILENCE_S
-from flowstone.ranks.board import Board
-from flowstone.ranks.pulse import Status, key, opened
+from flowstone.ranks.heartbeat import Status, key, opened
+from flowstone.ranks.kv_store import KeyValueStore
 
 _LOOKED_AT_MAX = 8  # of the Checkpointers of one rank, the newest
 
@@ -22,7 +22,7 @@ taken for dead; it will not come; something has ended the call there."""
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class Liveness:
     """What is known of a rank that is waited for.
 
     words  after "which"
@@ -38,81 +38,81 @@ class Heard:
     call: int = 0
 
 
-class Hearing:
-    """When each rank was last heard of, and what it said, by whoever waits for it.
+class FailureDetector:
+    """When each rank last reported, and what, as seen by a rank that waits for it.
 
     label    what the Checkpointer saves into whose ranks are waited for
     serials  which of each rank's Checkpointers is in the group; None before they have met
     """
 
-    def __init__(self, board: Board, *, label: str = "", silence_s: float = SILENCE_S) -> None:
-        self._board, self._label, self._silence_s = board, label, silence_s
+    def __init__(self, kv_store: KeyValueStore, *, label: str = "", silence_s: float = SILENCE_S) -> None:
+        self._kv_store, self._label, self._silence_s = kv_store, label, silence_s
         self.serials: Sequence[int] | None = None
         self._left: dict[int, int] = {}  # of each rank, the last call that it has left, if all have been told
         self._last: dict[int, tuple[int, int, float]] = {}  # serial, beat, when that was first seen
 
-    def of(self, rank: int, step: int | None) -> Heard:
+    def of(self, rank: int, step: int | None) -> Liveness:
         """What is known of a rank that has not come. `step`: what is to be saved, if anything is."""
         if self.serials is not None:
             serial = self.serials[rank]
             status = self._status(rank, serial)
-            return Heard(rank, "coming") if status is None else self._member(rank, serial, status, step)
+            return Liveness(rank, "coming") if status is None else self._member(rank, serial, status, step)
         return self._unmet(rank, step)
 
     def has_left(self, rank: int, call: int) -> None:
         """All have been told that this rank has left that call: from now on it is waited for as before."""
         self._left[rank] = max(call, self._left.get(rank, 0))
 
-    def _member(self, rank: int, serial: int, status: Status, step: int | None) -> Heard:
+    def _member(self, rank: int, serial: int, status: Status, step: int | None) -> Liveness:
         activity = status.activity
         mark = (serial, activity.calls, activity.is_inside)
         if status.is_closed:
-            return Heard(rank, "closed", f"has closed its Checkpointer of {self._label}", mark)
+            return Liveness(rank, "closed", f"has closed its Checkpointer of {self._label}", mark)
         silent_s = self._silent_s(rank, serial, status)
         if silent_s > self._silence_s:
-            return Heard(rank, "silent", "", mark, silent_s)
+            return Liveness(rank, "silent", "", mark, silent_s)
         is_told = status.left <= self._left.get(rank, 0)
         if step is not None and activity.step >= step:
-            return Heard(rank, "coming", "has called it, and is not that far yet", mark)
+            return Liveness(rank, "coming", "has called it, and is not that far yet", mark)
         if status.left == activity.calls and not is_told:
-            return Heard(rank, "left", status.why, mark, call=status.left)
+            return Liveness(rank, "left", status.why, mark, call=status.left)
         if activity.is_inside:
-            return Heard(rank, "coming", f"is in {activity.last}(), at {status.line}", mark)
+            return Liveness(rank, "coming", f"is in {activity.last}(), at {status.line}", mark)
         last = f", after {activity.last}()" if activity.last else ""
-        return Heard(rank, "idle", f"is alive, and has not called it{last}; it is at {status.line}", mark)
+        return Liveness(rank, "idle", f"is alive, and has not called it{last}; it is at {status.line}", mark)
 
-    def _unmet(self, rank: int, step: int | None) -> Heard:
+    def _unmet(self, rank: int, step: int | None) -> Liveness:
         """Of a rank that may have no Checkpointer of that store yet, and others besides."""
-        count = self._board.add(opened(rank), 0)
+        count = self._kv_store.add(opened(rank), 0)
         found = [(serial, self._status(rank, serial)) for serial in range(count, max(0, count - _LOOKED_AT_MAX), -1)]
-        heard = [(serial, status) for serial, status in found if status is not None]
-        for serial, status in heard:
+        liveness = [(serial, status) for serial, status in found if status is not None]
+        for serial, status in liveness:
             if status.label == self._label and not status.group and not status.is_closed:
                 return self._member(rank, serial, status, step)
         mark = (count, -1)
-        if not heard:
-            return Heard(rank, "idle", f"has constructed no Checkpointer of {self._label}", mark)
-        serial, newest = heard[0]
+        if not liveness:
+            return Liveness(rank, "idle", f"has constructed no Checkpointer of {self._label}", mark)
+        serial, newest = liveness[0]
         silent_s = self._silent_s(rank, serial, newest)
         if silent_s > self._silence_s and not newest.is_closed:
-            return Heard(rank, "silent", "", mark, silent_s)
-        for _, status in heard:
+            return Liveness(rank, "silent", "", mark, silent_s)
+        for _, status in liveness:
             if status.waits and not status.group:
                 verb = "waited" if status.is_closed else "waits"
                 words = f"{verb} for the others with a Checkpointer of {status.label}, not of {self._label}"
-                return Heard(rank, "elsewhere", words, mark)
-        of_it = [status for _, status in heard if status.label == self._label]
+                return Liveness(rank, "elsewhere", words, mark)
+        of_it = [status for _, status in liveness if status.label == self._label]
         if of_it and not of_it[0].group:
-            return Heard(rank, "elsewhere", f"has closed its Checkpointer of {self._label}", mark)
+            return Liveness(rank, "elsewhere", f"has closed its Checkpointer of {self._label}", mark)
         where = "" if newest.is_closed else f"; it is at {newest.line}"
         none = "no other Checkpointer" if of_it else "no Checkpointer"
-        return Heard(rank, "idle", f"has constructed {none} of {self._label}{where}", mark)
+        return Liveness(rank, "idle", f"has constructed {none} of {self._label}{where}", mark)
 
     def _status(self, rank: int, serial: int) -> Status | None:
         at = key(rank, serial)
-        if not self._board.check([at]):
+        if not self._kv_store.check([at]):
             return None
-        return msgspec.msgpack.decode(self._board.get(at), type=Status)
+        return msgspec.msgpack.decode(self._kv_store.get(at), type=Status)
 
     def _silent_s(self, rank: int, serial: int, status: Status) -> float:
         """How long it has said the same, as far as we have listened."""

@@ -1,6 +1,6 @@
-"""The pulse: every rank says from time to time that it is alive, and what it is doing.
+"""The heartbeat: every rank reports from time to time that it is alive, and what it is doing.
 
-So a dead rank is known from a slow one, and one that will never come from both.
+So a dead rank is told from a slow one, and a rank that will never come from both.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from types import FrameType
 
 import msgspec
 
-from flowstone.config import PULSE_S
-from flowstone.ranks.board import Board
+from flowstone.config import HEARTBEAT_S
 from flowstone.ranks.failure import name_of
+from flowstone.ranks.kv_store import KeyValueStore
 
 _log = logging.getLogger(__name__)
 _OURS = os.path.dirname(os.path.dirname(__file__))
@@ -59,8 +59,9 @@ class Status(msgspec.Struct, frozen=True):
     why: str = ""
 
 
-class Pulse:
-    """Beats until stopped, or until the board is gone. Never waits in the store, so it may share a connection.
+class Heartbeat:
+    """Beats until stopped, or until the key-value store is gone. Never waits in the store, so it may share a
+    connection.
 
     serial  of this Checkpointer, among those that this rank has opened in the job
     group   that it has met the others in, once it has
@@ -68,17 +69,17 @@ class Pulse:
     """
 
     def __init__(
-        self, board: Board, rank: int, label: str = "", activity: Callable[[], Activity] = Activity, *,
-        every_s: float = PULSE_S,
+        self, kv_store: KeyValueStore, rank: int, label: str = "", activity: Callable[[], Activity] = Activity, *,
+        every_s: float = HEARTBEAT_S,
     ) -> None:
-        self._board, self._rank, self._label, self._every_s = board, rank, label, every_s
-        self.serial = board.add(opened(rank), 1)
+        self._kv_store, self._rank, self._label, self._every_s = kv_store, rank, label, every_s
+        self.serial = kv_store.add(opened(rank), 1)
         self.group, self.waits = "", False
         self._left: tuple[int, str] = (0, "")
         self._beats, self._activity = 0, activity
         self._stopped = threading.Event()
         self._say()
-        self._thread = threading.Thread(target=self._beat, name="flowstone-pulse", daemon=True)
+        self._thread = threading.Thread(target=self._beat, name="flowstone-heartbeat", daemon=True)
         self._thread.start()
 
     def stop(self, *, wait: bool = True) -> None:
@@ -103,15 +104,15 @@ class Pulse:
                 return
 
     def _say(self, *, is_closed: bool = False) -> bool:
-        """Whether the board still takes it."""
+        """Whether the key-value store still takes it."""
         self._beats += 1
         status = Status(
             self._beats, self._label, self.group, self._activity(), self.waits, is_closed, users_line(), *self._left
         )
         try:
-            self._board.set(key(self._rank, self.serial), msgspec.msgpack.encode(status))
-        except RuntimeError as error:  # torch's, of every kind: whoever waits for something meets it, too
-            _log.debug("no more pulse of rank %d: %s", self._rank, error)
+            self._kv_store.set(key(self._rank, self.serial), msgspec.msgpack.encode(status))
+        except RuntimeError as error:  # torch's, of every kind: a call that waits for something meets it, too
+            _log.debug("no more heartbeats of rank %d: %s", self._rank, error)
             return False
         return True
 

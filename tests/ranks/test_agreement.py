@@ -12,8 +12,8 @@ import pytest
 from threads import Job
 
 from flowstone.errors import FullError, RankError
-from flowstone.ranks import Agreement, Board, Decision, Pulse
-from flowstone.ranks.agree import Agreed
+from flowstone.ranks import Agreement, Decision, Heartbeat, KeyValueStore
+from flowstone.ranks.agreement import Agreed
 
 MIB = 1 << 20
 
@@ -143,22 +143,22 @@ def test_while_rank_0_decides_nobody_gives_up_on_it() -> None:
 @pytest.mark.usefixtures("impatient")
 def test_a_silent_rank_is_known_long_before_the_deadline() -> None:
     job = Job(3, deadline_s=600, silence_s=0.5)
-    pulses = [Pulse(board, rank, every_s=0.05) for rank, board in enumerate(job.boards)]
+    heartbeats = [Heartbeat(kv_store, rank, every_s=0.05) for rank, kv_store in enumerate(job.kv_stores)]
     time.sleep(0.2)
-    pulses.pop().stop()  # rank 2 is killed
+    heartbeats.pop().stop()  # rank 2 is killed
     started = time.monotonic()
     errors = job.run(lambda rank: rank.agree("save", b"", joined), ranks=[0, 1])
     assert time.monotonic() - started < 20
     assert {error.rank for error in errors} == {2}
     assert "nothing heard of rank 2" in str(errors[0])
-    for pulse in pulses:
-        pulse.stop()
+    for heartbeat in heartbeats:
+        heartbeat.stop()
 
 
 @pytest.mark.usefixtures("impatient")
 def test_a_slow_rank_that_is_alive_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
-    job = Job(3, deadline_s=600, silence_s=0.3, heartbeat_s=0.2)
-    pulses = [Pulse(board, rank, every_s=0.02) for rank, board in enumerate(job.boards)]
+    job = Job(3, deadline_s=600, silence_s=0.3, reminder_s=0.2)
+    heartbeats = [Heartbeat(kv_store, rank, every_s=0.02) for rank, kv_store in enumerate(job.kv_stores)]
 
     def act(rank: Agreement) -> Agreed:
         time.sleep(1.0 if rank.rank == 2 else 0)
@@ -166,8 +166,8 @@ def test_a_slow_rank_that_is_alive_is_waited_for(caplog: pytest.LogCaptureFixtur
 
     with caplog.at_level(logging.WARNING, "flowstone"):
         assert all(isinstance(one, Agreed) for one in job.run(act))
-    for pulse in pulses:
-        pulse.stop()
+    for heartbeat in heartbeats:
+        heartbeat.stop()
     assert any("rank 0, save 7: waiting for rank 2 (" in record.getMessage() for record in caplog.records)
     assert any("rank 1, save 7: waiting for rank 0 to decide" in record.getMessage() for record in caplog.records)
 
@@ -187,14 +187,14 @@ def test_without_the_store_a_rank_is_told_that_it_is_gone() -> None:
 class _Watched:
     """A board on which one rank looks for a key at moments that a test chooses."""
 
-    def __init__(self, board: Board, look: Callable[[list[str], bool], bool]) -> None:
-        self._board, self._look = board, look
+    def __init__(self, kv_store: KeyValueStore, look: Callable[[list[str], bool], bool]) -> None:
+        self._kv_store, self._look = kv_store, look
 
     def check(self, keys: list[str]) -> bool:
-        return self._look(keys, self._board.check(keys))
+        return self._look(keys, self._kv_store.check(keys))
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self._board, name)
+        return getattr(self._kv_store, name)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -217,8 +217,8 @@ def test_what_a_rank_reads_of_its_children_is_not_taken_down_by_them() -> None:
         return found and (keys != ["1/down"] or looked.is_set())
 
     for rank, look in ((1, parent_looks), (17, child_looks)):
-        board = cast("Board", _Watched(job.boards[rank], look))
-        job.ranks[rank] = Agreement(board, rank, 19, deadline_s=0.3 if rank == 17 else 600)
+        kv_store = cast("KeyValueStore", _Watched(job.kv_stores[rank], look))
+        job.ranks[rank] = Agreement(kv_store, rank, 19, deadline_s=0.3 if rank == 17 else 600)
 
     def act(rank: Agreement) -> Agreed:
         try:
@@ -247,5 +247,5 @@ def test_ranks_that_agree_on_different_things_are_told() -> None:
 def test_a_rank_reads_few_messages_however_many_ranks_there_are() -> None:
     job = Job(40, fan=4)
     job.run(lambda rank: rank.agree("count", b"", lambda said: Decision(b"")))
-    sent = [rank.mail.sent for rank in job.ranks if rank.mail is not None]
+    sent = [rank.mailbox.sent for rank in job.ranks if rank.mailbox is not None]
     assert max(sent) <= 3

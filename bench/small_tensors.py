@@ -36,7 +36,8 @@ SAVE = {
 }
 LOAD = {
     "open": "flowstone.reader.Checkpoint.check", "prepare": "flowstone.loading.prepare",
-    "match": "flowstone.loading.match", "plan": "flowstone.loading.plan_reads", "land": "flowstone.loading.land",
+    "match": "flowstone.loading.match", "plan": "flowstone.loading.plan_reads",
+    "land": "flowstone.loading.choose_destinations",
     "scatter (with reading)": "flowstone.loading.scatter", "finish": "flowstone.loading.finish",
     "report": "flowstone.loading.report",
 }

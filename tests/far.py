@@ -29,22 +29,22 @@ NAME = "delayed:0"
 class Far:
     """The device, and its side stream.
 
-    sync  the processor waits in `lead` for the copies that are queued, as a device's current stream would. Off: a test
-          looks at what is queued, and waits by itself
+    sync  the processor waits in `block_current` for the copies that are queued, as a device's current stream would.
+          Off: a test looks at what is queued, and waits by itself
     """
 
     def __init__(self, memory_bytes: int, delay_s: float = 0.0) -> None:
         self.native = DelayedDevice(memory_bytes=memory_bytes, delay_s=delay_s)
         self.sync = True
-        self.leads = 0
+        self.blocked_currents = 0
         self._bytes = memory_bytes
         self._used = 0
 
-    def follow(self) -> None:
+    def wait_current(self) -> None:
         """The processor has done its work by the time that it saves."""
 
-    def lead(self) -> None:
-        self.leads += 1
+    def block_current(self) -> None:
+        self.blocked_currents += 1
         if self.sync:
             with suppress(OSError):  # a stream that waits for copies is not told how they ended
                 self.native.synchronize()

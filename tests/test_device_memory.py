@@ -106,12 +106,12 @@ def test_save_and_fence_do_not_wait_for_copies_that_are_queued(store: Path, far:
     with opened(store, budget_bytes=64 * MIB) as checkpointer:
         checkpointer.save(1, state).committed.result()
         far.native.hold(True)
-        copies, leads = far.native.copies, far.leads
+        copies, leads = far.native.copies, far.blocked_currents
         save = checkpointer.save(2, state)
-        assert far.leads > leads, "what is not lazy is copied before what comes next on the current stream"
-        leads = far.leads
+        assert far.blocked_currents > leads, "what is not lazy is copied before what comes next on the current stream"
+        leads = far.blocked_currents
         checkpointer.fence()
-        assert far.leads > leads
+        assert far.blocked_currents > leads
         assert far.native.copies == copies
         assert not save.captured.done()
         far.native.hold(False)
@@ -210,7 +210,7 @@ def test_blocks_of_rows_go_straight_onto_the_device_and_columns_by_way_of_the_ho
     rows, columns = far.tensor(torch.zeros(2000, 600)), far.tensor(torch.zeros(2000, 100))
     for state, aside in ({"x": rows}, 0), ({"x": fs.Shard(columns, (2000, 600), (0, 200))}, 1):
         found = loading.want(fs.open(store), state, rules=(), rank=0, ranks=1)
-        assert len(loading.plan_load(found, stage=False).landed.aside) == aside
+        assert len(loading.plan_load(found, stage=False).destinations.bounced) == aside
     with opened(store) as checkpointer:
         checkpointer.load({"x": rows})
     assert torch.equal(rows, whole)

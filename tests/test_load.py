@@ -128,7 +128,7 @@ def test_a_staged_load_of_a_sound_checkpoint_loads(checkpoint: Path) -> None:
 
 
 def test_staging_more_than_memory_holds_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowstone.stage.landing.available_bytes", lambda: 1000)
+    monkeypatch.setattr("flowstone.stage.bounce.available_bytes", lambda: 1000)
     blank = state(9.0)
     before = content(blank)
     with fs.Checkpointer(checkpoint.parent) as checkpointer, pytest.raises(fs.BudgetError) as caught:

@@ -19,8 +19,8 @@ from flowstone.errors import StateChangedError
 from flowstone.saves import Save
 from flowstone.saving import look
 from flowstone.saving import unplanned as made_of
-from flowstone.stage.hold import hold_one
-from flowstone.stage.landing import host_array
+from flowstone.stage.bounce import host_array
+from flowstone.stage.early_snapshot import snapshot_one
 from flowstone.state import Described, describe
 from flowstone.unplanned import Unplanned
 
@@ -58,20 +58,20 @@ def kept_of(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def test_what_is_held_is_what_is_taken_whatever_changes_afterwards() -> None:
     state = weights()
     kept, one = kept_of(state), begun(state)
-    assert one.hold(ROOM)
-    assert one.held_bytes == 300 * 200 * 4 + 300 * 200 * 4
+    assert one.snapshot(ROOM)
+    assert one.snapshot_bytes == 300 * 200 * 4 + 300 * 200 * 4
     for tensor in state.values():
         tensor.add_(1)
     assert same(one.take(), kept)
     one.let_go()
-    assert (one.held_bytes, one.is_over, one.is_pending) == (0, True, False)
+    assert (one.snapshot_bytes, one.is_over, one.is_pending) == (0, True, False)
 
 
 def test_what_does_not_fit_is_not_copied_at_all() -> None:
     state = weights()
     kept, one = kept_of(state), begun(state)
-    assert not one.hold(2 * 300 * 200 * 4 - 1)
-    assert one.held_bytes == 0
+    assert not one.snapshot(2 * 300 * 200 * 4 - 1)
+    assert one.snapshot_bytes == 0
     assert same(one.take(), kept)
 
 
@@ -89,11 +89,11 @@ def test_a_plan_that_comes_while_a_step_copies_ends_that_and_nothing_may_change_
             thread.start()
             thread.join(10)
             assert taken, "who begins the save waits for no copy"
-        return hold_one(memory, is_off)  # type: ignore[arg-type]
+        return snapshot_one(memory, is_off)  # type: ignore[arg-type]
 
-    with mock.patch.object(unplanned, "hold_one", interrupted):
-        assert not one.hold(ROOM)
-    assert not one.hold(ROOM)
+    with mock.patch.object(unplanned, "snapshot_one", interrupted):
+        assert not one.snapshot(ROOM)
+    assert not one.snapshot(ROOM)
     assert len(calls) == piece + 1
     assert same(taken[0], kept)
 
@@ -103,12 +103,12 @@ def test_a_change_while_a_step_copies_fails_that_save_by_name() -> None:
     one = begun(state)
 
     def raced(memory: object, is_off: object) -> object:
-        made = hold_one(memory, is_off)  # type: ignore[arg-type]
+        made = snapshot_one(memory, is_off)  # type: ignore[arg-type]
         state["plain"][0, 0] += 1  # one element, when it has been copied, or is about to be
         return made
 
-    with mock.patch.object(unplanned, "hold_one", raced):
-        assert one.hold(ROOM), "what is lost need not wait"
+    with mock.patch.object(unplanned, "snapshot_one", raced):
+        assert one.snapshot(ROOM), "what is lost need not wait"
     with pytest.raises(StateChangedError, match="plain changed before it was captured"):
         one.take()
 
@@ -120,7 +120,7 @@ def test_memory_that_is_freed_before_it_is_copied_fails_that_save_by_name(before
     one = begun(state)
     if before:
         state["plain"].untyped_storage().resize_(0)
-        assert one.hold(ROOM)
+        assert one.snapshot(ROOM)
     else:  # when a plan comes, and before anybody has stepped
         state["plain"].untyped_storage().resize_(0)
     with pytest.raises(StateChangedError, match="the memory of plain went away") as told:
@@ -155,9 +155,9 @@ def test_memory_that_goes_away_while_save_itself_copies_it_fails_that_save_by_na
 def test_a_step_waits_where_the_system_has_no_memory_for_copies(caplog: pytest.LogCaptureFixture) -> None:
     state = weights()
     kept, one = kept_of(state), begun(state)
-    with mock.patch.object(unplanned, "hold_one", side_effect=MemoryError):
-        assert not one.hold(ROOM)
-        assert not one.hold(ROOM)
+    with mock.patch.object(unplanned, "snapshot_one", side_effect=MemoryError):
+        assert not one.snapshot(ROOM)
+        assert not one.snapshot(ROOM)
     assert len([record for record in caplog.records if "raise budget_bytes" in record.message]) == 1
     assert same(one.take(), kept)
 
@@ -169,11 +169,11 @@ def test_a_save_that_fails_while_a_step_copies_it_ends_the_copying_and_not_the_s
     one = begun(weights())
 
     def let_go_behind(*arguments: object) -> object:
-        made = hold_one(*arguments)  # type: ignore[arg-type]
+        made = snapshot_one(*arguments)  # type: ignore[arg-type]
         one.let_go()
         return made
 
-    with mock.patch.object(unplanned, "hold_one", let_go_behind):
-        assert not one.hold(ROOM)
+    with mock.patch.object(unplanned, "snapshot_one", let_go_behind):
+        assert not one.snapshot(ROOM)
     assert one.is_over
-    assert one.held_bytes == 0
+    assert one.snapshot_bytes == 0

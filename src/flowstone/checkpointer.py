@@ -338,7 +338,7 @@ class Checkpointer:
         arena = self._opened_arena()
         streams = as_on_this_thread(memory.device for memory in described.places.apart.values())
         unplanned = saving.unplanned(save, described, looked.samples, started, fence=fence)
-        save.captured.hurry, save.committed.hurry = partial(self._captures.hold, arena), self._captures.hurry
+        save.captured.hurry, save.committed.hurry = partial(self._captures.snapshot, arena), self._captures.hurry
 
         def begin_later(planned: Planned) -> Flight:
             tell(planned)
@@ -347,7 +347,7 @@ class Checkpointer:
                 return saving.encoded(begin(planned, held), held, self._store)
 
         def enlist() -> None:
-            if unplanned.is_held:
+            if unplanned.is_copied:
                 save.captured.tell()
             self._captures.expect(unplanned)
             self._writer.submit(self._begin_and_finish, unplanned, described, fence, begin_later)

@@ -30,10 +30,10 @@ from flowstone.rank_group import RankGroup
 from flowstone.reader import Checkpoint
 from flowstone.rules import Rename, Rule, Skip
 from flowstone.stage.arena import open_read_arena
-from flowstone.stage.landing import Landed, land
+from flowstone.stage.bounce import Destinations, choose_destinations
+from flowstone.stage.node_reads import LocalPeer, NodeReads, ReadRequest
 from flowstone.stage.overlap import overlaps
-from flowstone.stage.passing import Neighbour, Offer, Passing
-from flowstone.stage.scatter import Scattered, raise_damage, scatter, strewn
+from flowstone.stage.scatter import Scattered, raise_damage, scatter, scattered_targets
 from flowstone.state import Restoration, Stored, StoredTensor, found_in, prepare, warn_of_load, wrapped_sections
 from flowstone.state.names import strip_wrappers
 from flowstone.store.base import Store
@@ -73,10 +73,10 @@ class LoadReport:
 class Loading:
     """A load that is ready to read: what the state wants and the checkpoint holds agree.
 
-    wanted   the pieces to be read
-    landed   parallel: where their bytes land
-    passing  how ranks of a node pass on what several of them want, if they do
-    held     what is closed once all is read
+    wanted        the pieces to be read
+    destinations  parallel: where their bytes are read to
+    node_reads    how ranks of a node read for each other, if they do
+    held          what is closed once all is read
     """
 
     checkpoint: Checkpoint
@@ -85,8 +85,8 @@ class Loading:
     matched: Match
     wanted: Pieces
     plan: ReadPlan
-    landed: Landed
-    passing: Passing | None = None
+    destinations: Destinations
+    node_reads: NodeReads | None = None
     held: ExitStack = field(default_factory=ExitStack)
     begun: Event = field(default_factory=Event)  # from here on bytes may change
 
@@ -160,8 +160,8 @@ def plan_load(
     plan = plan_reads(index, wanted, matched.rows)
     stored = tuple(map(index.dtypes.__getitem__, matched.rows))
     places = restoration.places.take(matched.wanted)
-    landed = land(wanted, places, stored, strewn(index, plan, places), stage=stage)
-    return Loading(checkpoint, rules, restoration, matched, wanted, plan, landed)
+    destinations = choose_destinations(wanted, places, stored, scattered_targets(index, plan, places), stage=stage)
+    return Loading(checkpoint, rules, restoration, matched, wanted, plan, destinations)
 
 
 def compare(found: Wanted, elsewhere: Container[str], unwanted: Container[str] | None) -> Match:
@@ -258,47 +258,49 @@ def agree(
     if group.coordinator is None:
         return ready
     try:
-        return replace(ready, passing=_passing(ready, store, group, ready.held, willing=options.share_reads))
+        return replace(ready, node_reads=_node_reads(ready, store, group, ready.held, willing=options.share_reads))
     except BaseException:
         ready.held.close()
         raise
 
 
-def _passing(loading: Loading, store: Store, group: RankGroup, stack: ExitStack, *, willing: bool) -> Passing | None:
-    """How the ranks of this node pass on what several of them want; None where each reads for itself.
+def _node_reads(
+    loading: Loading, store: Store, group: RankGroup, stack: ExitStack, *, willing: bool
+) -> NodeReads | None:
+    """How the ranks of this node read for each other what several of them want; None where each reads for itself.
 
     stack    closes what that needs
     willing  whether this rank takes part
     """
     step, index, plan, this_node = loading.checkpoint.step, loading.checkpoint.index, loading.plan, node()
-    offer: Offer | None = None
-    passing: Passing | None = None
+    request: ReadRequest | None = None
+    node_reads: NodeReads | None = None
     failure: Exception | None = None
     if willing and plan.bytes >= SHARED_READ_BYTES_MIN:
         path = loading.checkpoint.segment_paths[int(index.segment[plan.piece[0]])]
         try:
             if store.reads_past_cache(path, plan.bytes):  # else the kernel reads once for all, and this gains nothing
-                offer = stack.enter_context(closing(Offer(index, plan)))
+                request = stack.enter_context(closing(ReadRequest(index, plan)))
         except OSError as error:
             _log.warning("no memory to share with ranks on this node (%s): each reads for itself", error)
         except Exception as error:
             failure = error
-    words = b"" if offer is None else msgspec.msgpack.encode(offer.ring.announcement)
+    words = b"" if request is None else msgspec.msgpack.encode(request.ring.announcement)
     said = group.near(f"the shared rings of step {step}", this_node, failure or words)
-    neighbours = [Neighbour(rank, msgspec.msgpack.decode(words, type=Announcement)) for rank, words in said]
-    if offer is not None and len(neighbours) > 1:
-        me = [one.rank for one in neighbours].index(group.rank)
+    peers = [LocalPeer(rank, msgspec.msgpack.decode(words, type=Announcement)) for rank, words in said]
+    if request is not None and len(peers) > 1:
+        me = [one.rank for one in peers].index(group.rank)
         try:
-            passing = Passing(offer, neighbours, me, index, plan, deadline_s=group.deadline_s)
-            stack.callback(passing.close)
+            node_reads = NodeReads(request, peers, me, index, plan, deadline_s=group.deadline_s)
+            stack.callback(node_reads.close)
         except OSError as error:
             _log.warning("ranks on this node do not see each other's memory (%s): each reads for itself", error)
         except Exception as error:
             failure = error
     ready = group.near(
-        f"sharing what step {step} holds", this_node, failure or (b"" if passing is None else b"ready")
+        f"sharing what step {step} holds", this_node, failure or (b"" if node_reads is None else b"ready")
     )
-    return passing if len(ready) == len(neighbours) else None
+    return node_reads if len(ready) == len(peers) else None
 
 
 def teller(step: int, total: int, emit: Callable[[LoadProgress], None]) -> Callable[[int], None]:
@@ -314,33 +316,34 @@ def teller(step: int, total: int, emit: Callable[[LoadProgress], None]) -> Calla
 
 
 def read(loading: Loading, store: Store, on_progress: Callable[[int], None]) -> Scattered:
-    """Read to where the bytes land. Blocks. `written` in the result are pieces whose memory in the state has changed.
+    """Read the bytes to their destinations. Blocks. `written` in the result are pieces whose memory in the state has
+    changed.
 
     on_progress  is told the bytes done. Damage is in the result, not raised
     """
     index, plan, paths = loading.checkpoint.index, loading.plan, loading.checkpoint.segment_paths
-    devices = {name: stream.native for name, stream in loading.landed.streams.items()}
-    for stream in loading.landed.streams.values():
-        stream.follow()
+    devices = {name: stream.native for name, stream in loading.destinations.streams.items()}
+    for stream in loading.destinations.streams.values():
+        stream.wait_current()
     with loading.held as stack:
         arena = open_read_arena(store)
         stack.callback(arena.close)
-        places = loading.landed.places
+        places = loading.destinations.places
         loading.begun.set()  # whatever ends this from here on: nobody can say that nothing has changed
-        if loading.passing is None:
+        if loading.node_reads is None:
             found = scatter(store, paths, index, plan, loading.wanted, places, arena, on_progress, devices)
         else:
-            found = loading.passing.run(store, paths, loading.wanted, places, arena, on_progress, devices)
-    aside = loading.landed.aside
-    return replace(found, written=tuple([p for p in found.written if p not in aside])) if aside else found
+            found = loading.node_reads.run(store, paths, loading.wanted, places, arena, on_progress, devices)
+    bounced = loading.destinations.bounced
+    return replace(found, written=tuple([p for p in found.written if p not in bounced])) if bounced else found
 
 
 def finish(loading: Loading, found: Scattered) -> None:
-    """Move on what landed aside, then restore what is not bytes. Raises what the read `found` to be damaged."""
+    """Copy bounce buffers back, then restore what is not bytes. Raises what the read `found` to be damaged."""
     checkpoint = loading.checkpoint
     raise_damage(found, checkpoint.index, loading.wanted, checkpoint.segment_paths, f"cannot load {checkpoint.path}")
-    for landing in loading.landed.aside.values():
-        landing.settle()
+    for buffer in loading.destinations.bounced.values():
+        buffer.copy_back()
     loading.restoration.finish()
 
 

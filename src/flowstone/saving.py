@@ -37,7 +37,7 @@ from flowstone.plan.write import WritePlan, index_file, plan_writes
 from flowstone.save_coordinator import SaveCoordinator
 from flowstone.saves import Save
 from flowstone.stage.capture import Headers, Staged, start_capture
-from flowstone.stage.hold import hold
+from flowstone.stage.early_snapshot import snapshot
 from flowstone.stage.moved import moved
 from flowstone.stage.samples import Samples, take_samples
 from flowstone.state import CounterCheck, Described
@@ -150,7 +150,7 @@ class Flight:
         self.writing.wait_queued()
         self.check.changed()  # the step that follows is no change
         for stream in self.staged.streams:
-            stream.lead()
+            stream.block_current()
 
     def written(self, receipt: Receipt) -> Written:
         """All segments are durable."""
@@ -204,18 +204,18 @@ class Captures:
         """Whether a save has yet to begin: those after it wait for their turn, as what they write may change, too."""
         return any(one.is_pending for one in self._to_come)
 
-    def hold(self, arena: _native.Arena) -> None:
+    def snapshot(self, arena: _native.Arena) -> None:
         """Copy what has no plan yet, oldest first, within the budget: the arena's. Any thread."""
         if os.getpid() != self._pid:
             return
         kept_bytes = max(arena.touched_bytes, min(FIRST_ARENA_BYTES, arena.budget_bytes // 2))
         for one in self._to_come:
-            if not one.save.captured.done() and one.hold(self.spare_bytes(arena) - kept_bytes):
+            if not one.save.captured.done() and one.snapshot(self.spare_bytes(arena) - kept_bytes):
                 one.save.captured.tell()
 
     def spare_bytes(self, arena: _native.Arena) -> int:
         """What such copies leave of the budget: the arena grows no further."""
-        return arena.budget_bytes - sum(one.held_bytes for one in self._to_come)
+        return arena.budget_bytes - sum(one.snapshot_bytes for one in self._to_come)
 
     def grow(self, arena: _native.Arena, total_bytes: int) -> None:
         """Once no save uses it."""
@@ -248,7 +248,7 @@ class Captures:
         for flight in waiting:
             flight.release_sources()
         for save in to_come:
-            save.captured.result()  # which holds what it can
+            save.captured.result()  # which snapshots what it can
         self._flights = []
         steps = [*(flight.save.step for flight in waiting), *(save.step for save in to_come)]
         return Fenced(max(steps), time.monotonic() - started) if steps else None
@@ -316,7 +316,7 @@ def unplanned(
     described.counters.begin(late)
     early = np.flatnonzero(~late).tolist()
     _ = described.objects, described.per_rank
-    places, gone = hold(pieces, described.places, early)
+    places, gone = snapshot(pieces, described.places, early)
     if gone:
         raise state_changed(tuple(pieces.names[at] for at in gone), path="", gone=True)
     described = replace(described, places=places)
@@ -419,7 +419,7 @@ def encode(flight: Flight, described: Described) -> None:
     else:
         writing.wait_captured()
     for stream in flight.staged.streams:
-        stream.lead()
+        stream.block_current()
     flight.blocked_s = time.monotonic() - flight.started
 
 

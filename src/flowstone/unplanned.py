@@ -19,7 +19,7 @@ from flowstone.changed import state_changed
 from flowstone.errors import StateChangedError
 from flowstone.pieces import Places
 from flowstone.saves import Save
-from flowstone.stage.hold import hold_one
+from flowstone.stage.early_snapshot import snapshot_one
 from flowstone.stage.moved import moved
 from flowstone.stage.samples import Samples, take_samples
 from flowstone.state import CounterCheck, Counters, Described
@@ -28,10 +28,10 @@ _log = logging.getLogger("flowstone")
 
 
 class Unplanned:
-    """Such a save, for two threads: the fence's, which may `hold`, and the writer's, which will `take`.
+    """Such a save, for two threads: the fence's, which may `snapshot` it, and the writer's, which will `take` it.
 
     blocked_s   what the caller of `save` waited
-    held_bytes  of copies that a step made, until `let_go`
+    snapshot_bytes  of copies that a step made, until `let_go`
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class Unplanned:
         self._late, self._seen, self._guarded = late, seen, guarded
         self._left = np.flatnonzero(late).tolist()
         self._lengths = np.array([piece.bytes for piece in described.pieces], np.uint64)
-        self.held_bytes = 0
-        self._holding = Lock()  # one thread copies; around the next, which nobody holds for long
+        self.snapshot_bytes = 0
+        self._copying = Lock()  # one thread copies; around the next, which nobody holds for long
         self._lock = Lock()
         self._is_taken = self._is_told = False
         self._failure: StateChangedError | None = None
@@ -59,7 +59,7 @@ class Unplanned:
             self._close(described)
 
     @property
-    def is_held(self) -> bool:
+    def is_copied(self) -> bool:
         """Whether the state may change: all of it has been copied, or is found to be lost."""
         return not self._left
 
@@ -73,26 +73,26 @@ class Unplanned:
         """Whether nothing is left to wait for: it has been captured from where it lay, or from copies, or is lost."""
         return self._described is None
 
-    def hold(self, room_bytes: int) -> bool:
+    def snapshot(self, room_bytes: int) -> bool:
         """Copy what is left, if there is room for all of it; whether the state may change now. Any thread.
 
         Stops as soon as it is taken. That there is no room is told in the log, once.
         """
-        with self._holding:
+        with self._copying:
             left_bytes = int(self._lengths[self._left].sum())
             if left_bytes > room_bytes and self.is_pending:
                 self._tell_no_room(left_bytes, room_bytes)
                 return False
-            while self._left and self._hold_one(self._left[0]):
+            while self._left and self._snapshot_one(self._left[0]):
                 pass
-            return self.is_held
+            return self.is_copied
 
-    def _hold_one(self, at: int) -> bool:
+    def _snapshot_one(self, at: int) -> bool:
         described = self._described
         if described is None or self._is_taken:
             return False
         try:
-            made = hold_one(described.places.memory(at, described.pieces[at]), lambda: self._is_taken)
+            made = snapshot_one(described.places.memory(at, described.pieces[at]), lambda: self._is_taken)
         except MemoryError:
             self._tell_no_room(int(self._lengths[at]), 0)
             return False
@@ -106,7 +106,7 @@ class Unplanned:
             self._address[at], self._owners[at] = made
             self._apart.pop(at, None)
             self._left.pop(0)
-            self.held_bytes += int(self._lengths[at])
+            self.snapshot_bytes += int(self._lengths[at])
             if not self._left:
                 self._close(described)
             return True
@@ -169,4 +169,4 @@ class Unplanned:
     def let_go(self) -> None:
         """It has been captured, or has failed: the copies are not needed any more."""
         with self._lock:
-            self._described, self._owners, self.held_bytes = None, [], 0
+            self._described, self._owners, self.snapshot_bytes = None, [], 0

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from flowstone.config import CHUNK_BYTES
 from flowstone.format.index import Index
 
-_RUN_CHUNKS = 8  # of what is passed on as one
+_RUN_CHUNKS = 8  # that one rank reads for others as one
 _ALIGNED_BYTES = 64
 
 
@@ -24,7 +24,7 @@ class ReaderAssignment:
     """What one rank reads for several, as columns of runs in the order of reading.
 
     piece, first, last  chunks [first, last) of a piece of the index
-    batch     in which it is passed on
+    batch     in which it is read for others
     reader    position among the ranks
     position  in a half of the reader's ring, in bytes
     wants     of the asking rank: its row, and the run, of each run that it takes

@@ -104,7 +104,7 @@ def start_capture(
     Returns without waiting; the memory must stay alive until `writing.wait_captured()` returns, and
     unchanged, but for what is not lazy: that may change once `writing.wait_early()` returns. What lies on a
     device is copied after what its current stream holds now, and may be changed by what that stream is given
-    after `writing.wait_queued()` (or, if it is not lazy, `wait_early`) and the `lead` of its side stream.
+    after `writing.wait_queued()` (or, if it is not lazy, `wait_early`) and the `block_current` of its side stream.
     Raises StorageError when the segments cannot be created.
     """
     address, layout, layouts, device, streams, hosted = within_reach(places)
@@ -131,7 +131,7 @@ def start_capture(
         samples=samples, seed=column(np.zeros(count), seeds, np.uint64),
     )
     for stream in streams:
-        stream.follow()
+        stream.wait_current()
     files = [FilePlan(f"{directory}/{segment.name}", segment.bytes) for segment in plan.segments]
     writing = store.write(files, rows, arena, pace, reserved=reserved)
     _check_watched(writing, plan)

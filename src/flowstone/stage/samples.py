@@ -57,7 +57,7 @@ def take_samples(places: Places, rows: NDArray[np.int64], lengths: NDArray[np.ui
     for at, stream in enumerate(streams):
         mine = [places.apart[row] for row in rows[device == at].tolist()]
         samples.append(stream.sample(mine, np.full(len(mine), seed, np.uint64)))
-        stream.follow()
+        stream.wait_current()
 
     def batch(chosen: NDArray[np.bool_]) -> _native.WriteRows:
         count = int(chosen.sum())

@@ -59,7 +59,7 @@ def scatter(
     """Read `plan` into `places` (parallel to `wanted`). Blocks.
 
     paths        in the store, of the segments, by id
-    devices      those that places are on, by name. What lies there is dense, and none of it `strewn`
+    devices      those that places are on, by name. What lies there is dense, and none of it is in `scattered_targets`
     on_progress  is told the bytes done, every POLL_S
     Never raises for bad bytes or a failing store: that is in the result. Ctrl-C cancels, and is raised once no byte
     moves any more.
@@ -99,7 +99,7 @@ def nothing_read(error: FlowstoneError | None) -> ReadReceipt:
     return ReadReceipt(error, np.zeros(0, np.uint64), np.zeros(0, np.bool_), 0, 0, 0, 0)
 
 
-def strewn(index: Index, plan: ReadPlan, places: Places) -> set[int]:
+def scattered_targets(index: Index, plan: ReadPlan, places: Places) -> set[int]:
     """Positions of wanted pieces on devices that some stored piece fills otherwise than whole, as one run of bytes."""
     found: set[int] = set()
     far = {at for at, memory in places.apart.items() if memory.device != "cpu"}

@@ -32,16 +32,16 @@ class SideStream(Protocol):
     @property
     def native(self) -> _native.Device: ...
 
-    def follow(self) -> None:
-        """What is copied from now on is copied after all that the current stream holds now."""
+    def wait_current(self) -> None:
+        """Copies from now on wait for all that the current stream holds now."""
 
-    def lead(self) -> None:
-        """What the current stream is given from now on comes after the copies that are queued now."""
+    def block_current(self) -> None:
+        """What the current stream is given from now on waits for the copies that are queued now."""
 
     def sample(self, rows: Sequence[Memory], seeds: NDArray[np.uint64]) -> NDArray[np.uint8]:
         """A few lines of each chunk of dense rows, as they are on the current stream: those at `lines_of`.
 
-        The array is filled in before the first copy that comes after a `follow`. Rows have a line at least.
+        The array is filled in before the first copy that comes after a `wait_current`. Rows have a line at least.
         """
 
 
@@ -62,10 +62,10 @@ class CudaStream:
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self.native = _native.cuda_device(stream=self._stream.cuda_stream, name=name)
 
-    def follow(self) -> None:
+    def wait_current(self) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
-    def lead(self) -> None:
+    def block_current(self) -> None:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def sample(self, rows: Sequence[Memory], seeds: NDArray[np.uint64]) -> NDArray[np.uint8]:

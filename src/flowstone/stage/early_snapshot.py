@@ -1,4 +1,4 @@
-"""Hold: copies of what must not wait, where nobody knows yet who writes it.
+"""Early snapshot: copies of what must not wait, while it is not known yet which rank writes it.
 
 Sources are live memory, which may go away meanwhile: the engine copies them, and says so (`native/live_memory.h`).
 """
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowstone import _native
-from flowstone.config import HOLD_BYTES
+from flowstone.config import SNAPSHOT_PART_BYTES
 from flowstone.pieces import Memory, Pieces, Places
 from flowstone.stage.capture import host_copy, within_reach
 from flowstone.stage.streams import row_bytes
@@ -20,8 +20,8 @@ from flowstone.stage.streams import row_bytes
 _ALIGNED_BYTES = 64  # of each copy: the address of any element, and a line of the cache
 
 
-def hold(pieces: Pieces, places: Places, early: Sequence[int]) -> tuple[Places, list[int]]:
-    """The same places, but for the pieces at `early`: those are copied, and lie in memory of ours.
+def snapshot(pieces: Pieces, places: Places, early: Sequence[int]) -> tuple[Places, list[int]]:
+    """The same places, except that the pieces at `early` are copied, and lie in memory of ours.
 
     The second are those of them whose memory is not there any more: another thread has freed it meanwhile.
     """
@@ -47,7 +47,7 @@ def hold(pieces: Pieces, places: Places, early: Sequence[int]) -> tuple[Places, 
     return Places(address, apart, owners), gone
 
 
-def hold_one(memory: Memory, is_off: Callable[[], bool]) -> tuple[int, object] | None:
+def snapshot_one(memory: Memory, is_off: Callable[[], bool]) -> tuple[int, object] | None:
     """A dense copy on the host: its address and owner. A part at a time; None once it `is_off`.
 
     raises  OSError  the memory is not there any more
@@ -59,10 +59,10 @@ def hold_one(memory: Memory, is_off: Callable[[], bool]) -> tuple[int, object] |
     made = np.empty(length, np.uint8)
     target = made.ctypes.data
     rows = _rows([memory], np.array([length], np.uint64))
-    for begin in range(0, length, HOLD_BYTES):
+    for begin in range(0, length, SNAPSHOT_PART_BYTES):
         if is_off():
             return None
-        failed = rows.copy(0, begin, min(length, begin + HOLD_BYTES), target + begin)
+        failed = rows.copy(0, begin, min(length, begin + SNAPSHOT_PART_BYTES), target + begin)
         if failed:
             raise OSError(failed, os.strerror(failed))
     return target, made

@@ -30,14 +30,14 @@ _LOOK_S = 1.0  # between two looks whether the others live
 
 
 @dataclass(frozen=True, slots=True)
-class Neighbour:
+class LocalPeer:
     """A rank on this node, and where its ring is."""
 
     rank: int
     announcement: Announcement
 
 
-class Offer:
+class ReadRequest:
     """This rank's ring, with what it wants to be read."""
 
     def __init__(self, index: Index, plan: ReadPlan) -> None:
@@ -52,21 +52,22 @@ class Offer:
         self.ring.close()
 
 
-class Passing:
+class NodeReads:
     """One rank's side of it."""
 
     def __init__(
-        self, offer: Offer, neighbours: Sequence[Neighbour], me: int, index: Index, plan: ReadPlan, *, deadline_s: float
+        self, request: ReadRequest, peers: Sequence[LocalPeer], me: int, index: Index, plan: ReadPlan, *,
+        deadline_s: float
     ) -> None:
-        """Open the rings of all `neighbours`, of which this rank is number `me`.
+        """Open the rings of all `peers`, of which this rank is number `me`.
 
         raises  OSError where that is refused
         """
-        self._offer, self._neighbours, self._me, self._index, self._plan = offer, neighbours, me, index, plan
+        self._request, self._peers, self._me, self._index, self._plan = request, peers, me, index, plan
         self._deadline_s = deadline_s
         self._open: list[PeerRing] = []
         with ExitStack() as stack:
-            for one in neighbours:
+            for one in peers:
                 opened = PeerRing(one.announcement)
                 stack.callback(opened.close)
                 self._open.append(opened)
@@ -77,7 +78,7 @@ class Passing:
             stack.callback(self._engine.close)
             wanted = [np.frombuffer(one.message, "<i8").reshape(-1, 3).astype(np.int64) for one in self._open]
             self._filled_bytes = 0  # read from the store into rings, so far
-            self.dealt: ReaderAssignment = assign_readers(wanted, me, index, half_bytes=RING_HALF_BYTES)
+            self.assigned: ReaderAssignment = assign_readers(wanted, me, index, half_bytes=RING_HALF_BYTES)
             self._stack = stack.pop_all()
 
     def close(self) -> None:
@@ -87,32 +88,32 @@ class Passing:
         self, store: Store, paths: Sequence[str], wanted: Pieces, places: Places, arena: _native.Arena,
         on_progress: Callable[[int], None], devices: Mapping[str, _native.Device] = MappingProxyType({}),
     ) -> Scattered:
-        """All of the plan: what is passed on, then what this rank alone wants. Blocks; see `scatter`.
+        """All of the plan: what ranks read for each other, then what this rank alone wants. Blocks; see `scatter`.
 
-        What fails here or on a neighbour is in the result, and ends it on all of them.
+        What fails here or on a peer is in the result, and ends it on all of them.
         """
         parts: list[Scattered] = []
         filling: Reading | None = None
-        done, culprit = 0, self._neighbours[self._me].rank
+        done, culprit = 0, self._peers[self._me].rank
 
-        def told(now: int) -> None:
+        def report(now: int) -> None:
             on_progress(done + now)
 
         try:
-            for batch in range(self.dealt.batches):
+            for batch in range(self.assigned.batches):
                 if filling is None:
                     filling = self._begin_filling(batch, store, paths, arena)
                 self._end_filling(batch, filling, parts)
                 filling = None
                 self._await(Counter.TAKEN, batch)  # what was in the other half
-                if batch + 1 < self.dealt.batches:
+                if batch + 1 < self.assigned.batches:
                     filling = self._begin_filling(batch + 1, store, paths, arena)
                 self._await(Counter.FILLED, batch + 1)
                 part, runs = self._part(batch)
-                parts.append(self._take(part, runs, wanted, places, arena, devices, told))
+                parts.append(self._take(part, runs, wanted, places, arena, devices, report))
                 _check(parts[-1])
                 done += part.bytes
-                self._offer.ring.tell(Counter.TAKEN, batch + 1)
+                self._request.ring.tell(Counter.TAKEN, batch + 1)
             culprit = -1
         except (FlowstoneError, _EndedError) as error:
             if isinstance(error, RankError):
@@ -121,20 +122,20 @@ class Passing:
                 parts.append(Scattered(nothing_read(error), (), ()))
             return self._joined(parts)
         finally:
-            self._offer.ring.tell(Counter.FAILED, culprit + 1)
+            self._request.ring.tell(Counter.FAILED, culprit + 1)
             if filling is not None:
                 stop_reading(filling)
-        alone = self.dealt.alone
+        alone = self.assigned.alone
         rest = part_of(self._plan, self._index, alone, self._plan.first[alone], self._plan.last[alone])
-        parts.append(scatter(store, paths, self._index, rest, wanted, places, arena, told, devices))
+        parts.append(scatter(store, paths, self._index, rest, wanted, places, arena, report, devices))
         return self._joined(parts)
 
     def _begin_filling(self, batch: int, store: Store, paths: Sequence[str], arena: _native.Arena) -> Reading:
         """Start reading this rank's part of a batch into its ring."""
-        dealt, index = self.dealt, self._index
-        runs = np.flatnonzero((dealt.batch == batch) & (dealt.reader == self._me))
-        piece, first, last = dealt.piece[runs], dealt.first[runs], dealt.last[runs]
-        at = self._offer.ring.address + (batch % 2) * RING_HALF_BYTES + dealt.position[runs] - first * CHUNK_BYTES
+        assigned, index = self.assigned, self._index
+        runs = np.flatnonzero((assigned.batch == batch) & (assigned.reader == self._me))
+        piece, first, last = assigned.piece[runs], assigned.first[runs], assigned.last[runs]
+        at = self._request.ring.address + (batch % 2) * RING_HALF_BYTES + assigned.position[runs] - first * CHUNK_BYTES
         rows = read_rows(index, piece, first, last, at.astype(np.uint64))
         chunk = index.first_chunk[piece]
         length = int((index.first_byte[chunk + last] - index.first_byte[chunk + first]).sum())
@@ -147,24 +148,24 @@ class Passing:
         if found.failed:
             parts.append(found)
         _check(found)
-        self._offer.ring.tell(Counter.FILLED, batch + 1)
+        self._request.ring.tell(Counter.FILLED, batch + 1)
 
     def _part(self, batch: int) -> tuple[ReadPlan, NDArray[np.int64]]:
         """What this rank takes of a batch, and the runs that are that."""
-        rows, runs = self.dealt.wants
-        now = self.dealt.batch[runs] == batch
+        rows, runs = self.assigned.wants
+        now = self.assigned.batch[runs] == batch
         rows, runs = rows[now], runs[now]
-        return part_of(self._plan, self._index, rows, self.dealt.first[runs], self.dealt.last[runs]), runs
+        return part_of(self._plan, self._index, rows, self.assigned.first[runs], self.assigned.last[runs]), runs
 
     def _take(
         self, part: ReadPlan, runs: NDArray[np.int64], wanted: Pieces, places: Places, arena: _native.Arena,
-        devices: Mapping[str, _native.Device], told: Callable[[int], None],
+        devices: Mapping[str, _native.Device], report: Callable[[int], None],
     ) -> Scattered:
         """Copy runs out of the rings that they are in."""
-        dealt = self.dealt
-        half = (dealt.batch[runs] % 2) * RING_HALF_BYTES
-        ring_at = np.array([one.announcement.ring_at for one in self._neighbours], np.int64)[dealt.reader[runs]]
-        offset = ring_at + half + dealt.position[runs] - dealt.first[runs] * CHUNK_BYTES
+        assigned = self.assigned
+        half = (assigned.batch[runs] % 2) * RING_HALF_BYTES
+        ring_at = np.array([one.announcement.ring_at for one in self._peers], np.int64)[assigned.reader[runs]]
+        offset = ring_at + half + assigned.position[runs] - assigned.first[runs] * CHUNK_BYTES
         files = [one.file for one in self._open]
 
         def read(rows: _native.ReadRows) -> Reading:
@@ -172,7 +173,7 @@ class Passing:
             return RingReading(self._engine.read(arena, files, rows, in_place=False, request_bytes=request_bytes))
 
         found = scatter_by(
-            read, self._index, part, wanted, places, told, devices, file=dealt.reader[runs], offset=offset
+            read, self._index, part, wanted, places, report, devices, file=assigned.reader[runs], offset=offset
         )
         return replace(found, bytes=0, shared_bytes=part.bytes)
 
@@ -186,7 +187,7 @@ class Passing:
         )
 
     def _await(self, counter: Counter, count: int) -> None:
-        """Until all neighbours have come so far. Raises RankError for one that fails, is gone, or is late."""
+        """Until all peers have come so far. Raises RankError for one that fails, is gone, or is late."""
         since = looked = time.monotonic()
         while True:
             behind = [at for at, one in enumerate(self._open) if one.count(counter) < count]
@@ -200,9 +201,9 @@ class Passing:
                 looked = now
                 gone = [at for at in behind if not self._open[at].is_alive()]
                 if gone:
-                    raise self._blamed(self._neighbours[gone[0]].rank, "is gone, in the middle of the load")
+                    raise self._blamed(self._peers[gone[0]].rank, "is gone, in the middle of the load")
             if now - since > self._deadline_s:
-                late = self._neighbours[behind[0]].rank
+                late = self._peers[behind[0]].rank
                 raise self._blamed(late, f"has read nothing for {now - since:.0f} s, in the middle of the load")
             time.sleep(_POLL_S)
 

@@ -16,7 +16,7 @@ from acts import opened
 
 import flowstone as fs
 from flowstone.config import MIB, EngineOptions
-from flowstone.stage import passing
+from flowstone.stage import node_reads
 from flowstone.store import shared_ring
 from flowstone.store.local import LocalStore
 
@@ -28,7 +28,7 @@ def small_windows() -> Iterator[None]:
     """So that a few megabytes take several batches, wherever the store is."""
     with (
         mock.patch("flowstone.loading.SHARED_READ_BYTES_MIN", 1),
-        mock.patch.object(passing, "RING_HALF_BYTES", 8 * MIB),
+        mock.patch.object(node_reads, "RING_HALF_BYTES", 8 * MIB),
         mock.patch.object(LocalStore, "reads_past_cache", return_value=True),
     ):
         yield
@@ -110,8 +110,8 @@ def load_with_few_threads(rank: int, path: str) -> list[int]:
         closed.append(self)
         close(self)
 
-    native = SimpleNamespace(Engine=refuse) if rank == 1 else passing._native
-    with mock.patch.object(shared_ring.PeerRing, "close", count), mock.patch.object(passing, "_native", native):
+    native = SimpleNamespace(Engine=refuse) if rank == 1 else node_reads._native
+    with mock.patch.object(shared_ring.PeerRing, "close", count), mock.patch.object(node_reads, "_native", native):
         read = load(rank, path, True)
     assert len(closed) == 3
     return read

@@ -1,7 +1,7 @@
-"""Where read bytes land first, when they cannot go straight into the memory that wants them.
+"""Bounce buffers: where bytes are read to first, if they cannot go straight into the memory that wants them.
 
-That is so when values are converted (cast), when a device cannot take them as they are stored, and when
-a staged load checks everything before it changes anything.
+That is so when values are converted (cast), when a device cannot take them as they are stored, and when a load verifies
+everything before it changes anything.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from flowstone.state import tensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Landing:
-    """A `buffer` that receives a piece's bytes as stored; `settle` moves them on, converted if need be."""
+class BounceBuffer:
+    """A `buffer` that receives a piece's bytes as stored; `copy_back` copies them to their target, converted if need
+    be.
+    """
 
     buffer: torch.Tensor
     target: Memory
     wanted: DType
 
-    def settle(self) -> None:
+    def copy_back(self) -> None:
         values = self.buffer
         if tensors.dtype_of(values) != self.wanted:
             values = values.to(tensors.torch_dtype(self.wanted))
@@ -42,28 +44,28 @@ class Landing:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Landed:
-    """Where the bytes of wanted pieces land.
+class Destinations:
+    """Where the bytes of wanted pieces are read to.
 
     places   parallel to the pieces
-    aside    position -> Landing, of those that do not land in their target
+    bounced  position -> BounceBuffer, of those that are not read straight into their target
     streams  of the devices that places are on, by name
     """
 
     places: Places
-    aside: Mapping[int, Landing]
+    bounced: Mapping[int, BounceBuffer]
     streams: Mapping[str, SideStream]
 
 
-def land(
-    wanted: Pieces, places: Places, stored: Sequence[DType], strewn: Container[int] = (), *, stage: bool
-) -> Landed:
-    """Choose where each wanted piece lands.
+def choose_destinations(
+    wanted: Pieces, places: Places, stored: Sequence[DType], scattered: Container[int] = (), *, stage: bool
+) -> Destinations:
+    """Choose where each wanted piece is read to.
 
-    stored  the dtypes in the checkpoint
-    strewn  positions of the wanted on devices, into which stored pieces do not go in one run each
-    stage   all land aside
-    raises  BudgetError when staging needs more than the memory that is available
+    stored     the dtypes in the checkpoint
+    scattered  positions of those on devices, into which stored pieces do not go in one run each
+    stage      all go through bounce buffers
+    raises     BudgetError when staging needs more than the memory that is available
     """
     if stage:
         needed, available = sum(piece.bytes for piece in wanted), available_bytes()
@@ -73,12 +75,14 @@ def land(
                 next="load with stage=False: every chunk is verified all the same, as it is read",
             )
     far = {at: memory for at, memory in places.apart.items() if memory.device != "cpu"}
-    streams = _streams(far, strewn)
-    device = {at for at, memory in far.items() if memory.device not in streams or not memory.contiguous or at in strewn}
+    streams = _streams(far, scattered)
+    device = {
+        at for at, memory in far.items() if memory.device not in streams or not memory.contiguous or at in scattered
+    }
     if not stage and not device and tuple(stored) == wanted.dtypes:
-        return Landed(places, {}, streams)
+        return Destinations(places, {}, streams)
     address, apart, owners = places.address.copy(), dict(places.apart), list(places.owners)
-    aside = {}
+    bounced = {}
     for at, (dtype, kind) in enumerate(zip(stored, wanted.dtypes, strict=True)):
         if dtype is kind and not stage and at not in device:
             continue
@@ -92,14 +96,16 @@ def land(
             buffer = twin.owner.view(tensors.torch_dtype(dtype))
         apart.pop(at, None)
         address[at], owners[at] = buffer.data_ptr(), buffer
-        aside[at] = Landing(buffer, target, kind)
+        bounced[at] = BounceBuffer(buffer, target, kind)
     left = {memory.device for memory in apart.values()}
-    return Landed(Places(address, apart, owners), aside, {name: s for name, s in streams.items() if name in left})
+    return Destinations(
+        Places(address, apart, owners), bounced, {name: s for name, s in streams.items() if name in left}
+    )
 
 
-def _streams(far: Mapping[int, Memory], strewn: Container[int]) -> Mapping[str, SideStream]:
+def _streams(far: Mapping[int, Memory], scattered: Container[int]) -> Mapping[str, SideStream]:
     """Those that can take something straight from the engine."""
-    names = dict.fromkeys(memory.device for at, memory in far.items() if memory.contiguous and at not in strewn)
+    names = dict.fromkeys(memory.device for at, memory in far.items() if memory.contiguous and at not in scattered)
     return {name: stream for name in names if (stream := side_stream(name)) is not None}
 
 

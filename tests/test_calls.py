@@ -205,7 +205,7 @@ def test_a_record_that_cannot_be_is_refused_when_it_is_made(act: Callable[[], ob
         lambda: fs.Shard(torch.ones(2), (4.5,), (0,)), lambda: fs.Shard(torch.ones(2), (4,), (3,)),
         lambda: fs.Flat(torch.ones(6), "abc"), lambda: fs.Flat(torch.ones(6), [("a", 3)]),
         lambda: fs.Flat(torch.ones(6), {"a": (6,)}), lambda: fs.Flat(torch.ones(6), [("a", (6,))], begin=0.5),
-        lambda: fs.Flat(torch.ones(2, 3), [("a", (6,))]), lambda: fs.PerRank(1, redeal="x"),
+        lambda: fs.Flat(torch.ones(2, 3), [("a", (6,))]), lambda: fs.PerRank(1, redistribute="x"),
     ],
 )
 def test_a_part_of_a_state_that_cannot_be_is_refused_when_it_is_made(act: Callable[[], object]) -> None:

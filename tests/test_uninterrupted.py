@@ -18,7 +18,7 @@ from interrupts import Struck, struck
 
 import flowstone as fs
 from flowstone.saving import Captures
-from flowstone.state import collector_paused
+from flowstone.state import gc_paused
 from flowstone.store.base import Pace
 from flowstone.store.directories import directory
 from flowstone.uninterrupted import Acts, Latch
@@ -386,7 +386,7 @@ def test_an_interrupt_leaves_the_garbage_collector_on() -> None:
 
     real = gc.disable
     with mock.patch("gc.disable", disable), pytest.raises(Struck):
-        collector_paused()(nothing)()
+        gc_paused()(nothing)()
     assert gc.isenabled()
 
 

@@ -37,7 +37,7 @@ from flowstone.saving import Captures, Flight, Looked, Planned
 from flowstone.stage.arena import default_budget_bytes, open_write_arena
 from flowstone.stage.fence import Fence
 from flowstone.stage.streams import as_on_this_thread
-from flowstone.state import Described, Frozen, collector_paused, describe, found_in, warn_of_save
+from flowstone.state import Described, Frozen, describe, found_in, gc_paused, warn_of_save
 from flowstone.store.base import Store
 from flowstone.store.local import LocalStore
 from flowstone.telling import Teller
@@ -196,7 +196,7 @@ class Checkpointer:
                 return report
         raise NoCheckpointError(f"no checkpoint in {self._store.location}", next="check the path")
 
-    @collector_paused()
+    @gc_paused()
     def _load(self, step: int, state: Mapping[str, object], rules: Sequence[Rule], stage: bool) -> LoadReport:
         started = time.monotonic()
         ready = loading.agree(self._store, self._options, self._group, step, state, rules=rules, stage=stage)

@@ -386,7 +386,7 @@ def _stored(checkpoint: Checkpoint, names: Mapping[str, int], rules: Sequence[Ru
     return Stored(
         tensors=_Tensors(index, names), objects=content.replicated,
         per_rank={section: values[rank % len(values)] for section, values in content.per_rank.items() if values},
-        dealt=content.per_rank,
+        by_rank=content.per_rank,
         rename=partial(rename, rules=rules), tied=tied,
     )
 

@@ -122,7 +122,7 @@ def loop(rank: int, path: str, size: int, steps: int, begins: bool) -> list[int]
     samples = re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(), flags=re.DOTALL | re.MULTILINE)
     exec(next(sample for sample in samples if "class Loader" in sample), example)
     loader = example["Loader"](100, rank, size)  # type: ignore[operator]
-    state = {"loader": fs.PerRank(loader, redeal=example["redeal"])}  # type: ignore[arg-type]
+    state = {"loader": fs.PerRank(loader, redistribute=example["redistribute"])}  # type: ignore[arg-type]
     with opened(path) as checkpointer:
         step = 0 if begins else checkpointer.load(state).step
         seen = [sample for _, sample in zip(range(steps), loader, strict=False)]

@@ -3,13 +3,13 @@
 `describe` takes a state apart for a save; `prepare` finds the places for a load, and the
 Restoration that it returns finishes what bytes alone cannot restore.
 
-Every value has one kind (`kinds.py`, `survey.classify`). Modules, optimizers, generators, loaders and plain trees are
-described by the walk itself, which enters tensors into the ledger by columns; an object of a registered type, or a
+Every value has one kind (`kinds.py`, `scan.classify`). Modules, optimizers, generators, loaders and plain trees are
+described by the walk itself, which enters tensors into the collector by columns; an object of a registered type, or a
 tensor that is made of tensors, by its Provider: `provider.py` is the protocol, `registry.py` who serves which type,
-`drawn.py` holds a provider to its contract, `provided.py` joins it to the walk, `split.py` is the provider of tensor
-subclasses. Why there are two ways: docs/decisions/007.
+`provider_session.py` holds a provider to its contract, `provider_adapter.py` joins it to the walk, `split.py` is the
+provider of tensor subclasses. Why there are two ways: docs/decisions/007.
 
-A flattened tensor is a range of elements (`flat.py`), cut into boxes as it enters the ledger. `fsdp.py` reads such
+A flattened tensor is a range of elements (`flat.py`), cut into boxes as it enters the collector. `fsdp.py` reads such
 ranges from FSDP1's tables, `Flat` declares them. To the optimizer's half of the walk a flat parameter is all that lies
 in it: `optimizers.Member` says where. `zero.py` knows who keeps the state of a ZeroRedundancyOptimizer.
 """
@@ -24,9 +24,9 @@ from flowstone.state.provider import ObjectPart, Part, Provider
 from flowstone.state.records import Described, Difference, PerRank, Shard, Stored, StoredTensor
 from flowstone.state.registry import Registration, register_provider
 from flowstone.state.restore import Restoration, prepare
+from flowstone.state.scan import gc_paused
 from flowstone.state.split import SplitTensor
 from flowstone.state.state_dicts import found_in, warn_of_load, warn_of_save, wrapped_sections
-from flowstone.state.survey import collector_paused
 
 __all__ = [
     "BYTES_INLINE_MAX",
@@ -46,9 +46,9 @@ __all__ = [
     "SplitTensor",
     "Stored",
     "StoredTensor",
-    "collector_paused",
     "describe",
     "found_in",
+    "gc_paused",
     "prepare",
     "register_provider",
     "rng",

@@ -15,31 +15,31 @@ from flowstone.format import objects
 from flowstone.format.merge_points import MergePoint
 from flowstone.format.objects import Provided, TensorRef, tensor_refs, unsupported
 from flowstone.pieces import DTYPES, Layout, Places
-from flowstone.state import constants, generators, modules, optimizers, provided, tensors
+from flowstone.state import constants, generators, modules, optimizers, provider_adapter, tensors
+from flowstone.state.collector import Collector, Role
 from flowstone.state.counters import Counters
 from flowstone.state.flat import Flat
 from flowstone.state.frozen import Frozen
 from flowstone.state.inner import Core, stepped_by
 from flowstone.state.kinds import Kind
-from flowstone.state.ledger import Ledger, Role
 from flowstone.state.names import PLAIN_KEYS, Place, check_sections, names_below, section_place
 from flowstone.state.records import Described, PerRank, Shard
-from flowstone.state.survey import (
+from flowstone.state.scan import (
     Parameters,
-    Survey,
+    Scan,
     classify,
-    collector_paused,
+    gc_paused,
     only_tensors,
     provider_of,
     refuse_failed_call,
-    survey,
+    scan,
 )
 
 BYTES_INLINE_MAX = 64 * 1024
 """Longer bytes lie in a tensor: objects are read whole, as text, whenever a checkpoint is opened."""
 
 
-@collector_paused()
+@gc_paused()
 def describe(
     state: Mapping[str, object], *, rank: int = 0, known: Layout | None = None, whole: bool = False,
     frozen: Frozen | None = None, copied_bytes_max: int | None = None,
@@ -58,7 +58,7 @@ def describe(
     changes nothing. Memory in the result is the user's and kept alive by it.
     """
     check_sections(state)
-    describer = Describer(survey(state, rank), Ledger(whole=whole))
+    describer = Describer(scan(state, rank), Collector(whole=whole))
     shared: dict[str, object] = {}
     per_rank: dict[str, object] = {}
     for section, value in state.items():
@@ -67,56 +67,56 @@ def describe(
         else:
             shared[section] = describer.node(value, section_place(section))
     layout, places, counters = describer.close(known, frozen, copied_bytes_max)
-    found = describer.survey
+    found = describer.scan
     return Described(
         layout, places, shared, per_rank, found.optimizers, found.unguarded, counters, describer.late
     )
 
 
 class Describer:
-    """One description under way: enters tensors into the ledger, returns objects.
+    """One description under way: enters tensors into the collector, returns objects.
 
-    late  what fills in the small objects of providers, once bytes move: then the ledger is sealed
+    late  what fills in the small objects of providers, once bytes move: then the collector takes objects only
     """
 
-    def __init__(self, found: Survey, ledger: Ledger | None = None) -> None:
-        self.survey = found
-        self.ledger = ledger or Ledger()
+    def __init__(self, found: Scan, collector: Collector | None = None) -> None:
+        self.scan = found
+        self.collector = collector or Collector()
         self.late: deque[Callable[[], None]] = deque()
         self._open: set[int] = set()
 
     @cached_property
     def parameters(self) -> Parameters:
-        return self.survey.parameters()
+        return self.scan.parameters()
 
     @cached_property
     def stepped(self) -> frozenset[int]:
         """Identities of parameters that optimizers of the state change, and nobody else, after they have waited."""
-        return frozenset(map(id, chain.from_iterable(map(stepped_by, self.survey.optimizers))))
+        return frozenset(map(id, chain.from_iterable(map(stepped_by, self.scan.optimizers))))
 
     def close(
         self, known: Layout | None, frozen: Frozen | None = None, copied_bytes_max: int | None = None
     ) -> tuple[Layout, Places, Counters]:
         """What was entered, once everything has been."""
-        columns = self.ledger.look(hold=True)
-        apart = {at: tensors.memory_of(tensors.resolved(self.ledger.tensors[at])) for at in columns.odd}
-        self.ledger.sealed = True
-        layout, places, piece = self.ledger.close(columns, apart, known, frozen, copied_bytes_max)
-        counters = Counters(self.ledger.tensors, columns.owners, columns.address, piece)
+        columns = self.collector.look(hold=True)
+        apart = {at: tensors.memory_of(tensors.resolved(self.collector.tensors[at])) for at in columns.odd}
+        self.collector.objects_only = True
+        layout, places, piece = self.collector.close(columns, apart, known, frozen, copied_bytes_max)
+        counters = Counters(self.collector.tensors, columns.owners, columns.address, piece)
         return layout, places, counters
 
     def node(self, value: object, place: Place) -> object:
-        """The object that stands for `value`, whose tensors go into the ledger."""
+        """The object that stands for `value`, whose tensors go into the collector."""
         match classify(value):
             case Kind.PLAIN:
                 return self._plain(value, place)
             case Kind.CONTAINER:
                 return self._container(value, place)
             case Kind.TENSOR:
-                self.ledger.enter(place, cast("torch.Tensor", value))
+                self.collector.enter(place, cast("torch.Tensor", value))
                 return TensorRef(place.name, "tensor")
             case Kind.ARRAY:
-                self.ledger.add_array(place, cast("np.ndarray", value))
+                self.collector.add_array(place, cast("np.ndarray", value))
                 return TensorRef(place.name, "ndarray")
             case Kind.SHARD:
                 return self._shard(cast("Shard", value), place)
@@ -144,19 +144,19 @@ class Describer:
         """What a provider says of `value`, which as a whole is a tensor of this role."""
         served = provider_of(value)
         assert served is not None, "who asks for it has seen that there is a provider"
-        return provided.describe(self, served, value, place, role)
+        return provider_adapter.describe(self, served, value, place, role)
 
     def _shard(self, shard: Shard, place: Place) -> TensorRef:
         if isinstance(shard.tensor, torch.Tensor):
-            self.ledger.enter(place, shard.tensor, within=shard)
+            self.collector.enter(place, shard.tensor, within=shard)
             return TensorRef(place.name, "tensor")
-        self.ledger.add_array(place, shard.tensor, within=shard)
+        self.collector.add_array(place, shard.tensor, within=shard)
         return TensorRef(place.name, "ndarray")
 
     def _flat(self, flat: Flat, place: Place) -> dict[str, object]:
         """Enter the members of a flat tensor. Their names say all, as those of a module's parameters do."""
         for span in flat.spans:
-            self.ledger.enter(
+            self.collector.enter(
                 place.called(f"{place.name}.{span.name}", span.name), span.of(flat.tensor), within=span.range,
                 role=Role.STEPPED if id(flat.tensor) in self.stepped else Role.OTHER,
             )
@@ -189,7 +189,7 @@ class Describer:
     ) -> object:
         """What stands for a container of nothing but tensors."""
         names = names_below(place.name, keys)
-        self.ledger.enter_all(place, keys, names, values)
+        self.collector.enter_all(place, keys, names, values)
         references = tensor_refs(names)
         if isinstance(value, dict):
             plain = PLAIN_KEYS.issuperset(map(type, keys))
@@ -201,7 +201,7 @@ class Describer:
         """What stands for a dict: a MergePoint, where its items are restored one by one."""
         if type(value) is OrderedDict:
             return OrderedDict
-        return MergePoint if id(value) in self.survey.live else dict
+        return MergePoint if id(value) in self.scan.live else dict
 
     def _enter(self, value: object, place: Place) -> None:
         if id(value) in self._open:
@@ -235,7 +235,7 @@ class Describer:
             return type(value)(value)
         # A copy of a bytearray: an exported buffer would keep the user from resizing it.
         array = np.frombuffer(bytes(value), np.uint8)
-        self.ledger.add(place, DTYPES["uint8"], tensors.array_memory(array))
+        self.collector.add(place, DTYPES["uint8"], tensors.array_memory(array))
         return TensorRef(place.name, "bytes" if type(value) is bytes else "bytearray")
 
     def _deque(self, value: deque[object], place: Place) -> object:

@@ -15,13 +15,13 @@ from flowstone.errors import StateError
 from flowstone.format.merge_points import MergePoint
 from flowstone.format.objects import Provided, TensorRef
 from flowstone.state import tensors
-from flowstone.state.fresh import Fresh, kind_of, refers_to_tensors
+from flowstone.state.collector import Role
 from flowstone.state.fsdp import Wrapped
-from flowstone.state.ledger import Role
 from flowstone.state.names import Place, names_below, strip_wrappers
+from flowstone.state.new_values import NewValues, kind_of, refers_to_tensors
 from flowstone.state.records import MISSING, Phase
+from flowstone.state.scan import provider_of_tensor, refuse_failed_call
 from flowstone.state.split import empty_like, splits
-from flowstone.state.survey import provider_of_tensor, refuse_failed_call
 from flowstone.state.trees import restless_in
 
 if TYPE_CHECKING:
@@ -38,13 +38,13 @@ def describe(describer: Describer, module: torch.nn.Module, place: Place) -> Mer
     Tensors that are no parameter or buffer's own memory (made by a state_dict hook, or extra state)
     stand in the result as references, so that a reader can tell them; so do those that a provider describes.
     """
-    tree = describer.survey.tree(module)
+    tree = describer.scan.tree(module)
     if tree is not None and tree.dense and place.rank is None:
         roles = Roles(describer.stepped, tree.restless, tree.values)
         own, names = roles.of_all(tree.values, tree.parameters), names_below(place.name, tree.names)
-        describer.ledger.enter_all(place, tree.keys, names, tree.values, roles=own)
+        describer.collector.enter_all(place, tree.keys, names, tree.values, roles=own)
         return MergePoint()
-    fsdp = describer.survey.wrapped(module, place)
+    fsdp = describer.scan.wrapped(module, place)
     restless = frozenset[int]().union(*map(restless_in, module.modules()))
     roles = Roles(describer.stepped, restless, module.parameters())
     if fsdp is not None:
@@ -57,14 +57,14 @@ def describe(describer: Describer, module: torch.nn.Module, place: Place) -> Mer
         inner = place.called(f"{place.name}.{name}", key)
         dtype = None if fsdp is None else fsdp.dtype_saved(name, value)
         if dtype is not None:
-            describer.ledger.enter(inner, cast("torch.Tensor", value).detach().to(dtype), role=Role.BUFFER)
+            describer.collector.enter(inner, cast("torch.Tensor", value).detach().to(dtype), role=Role.BUFFER)
             continue
         held = live.own(value)
         role = Role.OTHER if held is None else roles.of(held, isinstance(held, torch.nn.Parameter))
         if provider_of_tensor(value) is not None:
             extra[name] = describer.provided(value, inner, role)
         elif held is not None:
-            describer.ledger.enter(inner, cast("torch.Tensor", value), role=role)
+            describer.collector.enter(inner, cast("torch.Tensor", value), role=role)
             if place.rank is not None:
                 # Another rank may take this entry, and could not tell the tensors from the names.
                 extra[name] = TensorRef(inner.name, "tensor")
@@ -79,7 +79,7 @@ def restore(restorer: Restorer, module: torch.nn.Module, node: object, place: Pl
         restorer.differ("kind", place.name, "a module", kind_of(node))
         return
     extra = cast("dict[str, object]", {} if node is MISSING else node)
-    tree = restorer.survey.tree(module)
+    tree = restorer.scan.tree(module)
     if tree is not None and tree.dense and place.rank is None:
         restorer.into_tensors(place, tree.keys, names_below(place.name, tree.names), tree.values)
         differ_extra(restorer, extra, set(tree.names), place)
@@ -87,12 +87,12 @@ def restore(restorer: Restorer, module: torch.nn.Module, node: object, place: Pl
             if isinstance(extra[name], Provided):
                 restorer.differ("kind", f"{place.name}.{name}", "a tensor", kind_of(extra[name]))
         return
-    fsdp = restorer.survey.wrapped(module, place)
+    fsdp = restorer.scan.wrapped(module, place)
     if fsdp is not None:
         _restore_flattened(restorer, fsdp, place)
     entries = state_dict(module, place, fsdp)
     live = Live(module)
-    fresh = Fresh(restorer)
+    new_values = NewValues(restorer)
     late: dict[str, Callable[[], object]] = {}
     names = set() if fsdp is None else set(fsdp.names)
     for key, value in entries.items():
@@ -115,8 +115,8 @@ def restore(restorer: Restorer, module: torch.nn.Module, node: object, place: Pl
         elif own is MISSING:
             restorer.differ("missing", inner.name, kind_of(value), "nothing of that name")
         else:
-            fresh.want(own, inner)
-            late[key] = partial(fresh.build, own, inner.name)
+            new_values.want(own, inner)
+            late[key] = partial(new_values.build, own, inner.name)
     differ_extra(restorer, extra, names, place)
     if late:
         metadata = getattr(entries, "_metadata", None)
@@ -162,9 +162,9 @@ def _describe_flattened(describer: Describer, fsdp: Wrapped, place: Place, roles
     for unit in fsdp.units:
         for span, own in zip(unit.spans, unit.originals or repeat(unit.flat), strict=False):
             inner = place.called(f"{place.name}.{span.name}", span.name)
-            describer.ledger.enter(inner, span.of(unit.local), within=span.range, role=roles.of(own, True))
+            describer.collector.enter(inner, span.of(unit.local), within=span.range, role=roles.of(own, True))
         for name, target in unit.ties.items():
-            describer.ledger.tie(place.called(f"{place.name}.{name}", name), f"{place.name}.{target}")
+            describer.collector.tie(place.called(f"{place.name}.{name}", name), f"{place.name}.{target}")
 
 
 def _restore_flattened(restorer: Restorer, fsdp: Wrapped, place: Place) -> None:
@@ -174,7 +174,7 @@ def _restore_flattened(restorer: Restorer, fsdp: Wrapped, place: Place) -> None:
             inner = place.called(f"{place.name}.{span.name}", span.name)
             restorer.into_tensor(span.of(unit.local), MISSING, inner, within=span.range)
         for name, target in unit.ties.items():
-            restorer.ledger.tie(place.called(f"{place.name}.{name}", name), f"{place.name}.{target}")
+            restorer.collector.tie(place.called(f"{place.name}.{name}", name), f"{place.name}.{target}")
     restorer.later(Phase.MODULES, fsdp.forget_gathered)
 
 

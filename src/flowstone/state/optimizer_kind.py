@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 
 from flowstone.format.objects import TensorRef
-from flowstone.state.optimizers import NOT_OPTIONS, Anatomy, StoredGroup, StoredOptimizer
+from flowstone.state.optimizers import NOT_OPTIONS, OptimizerView, StoredGroup, StoredOptimizer
 
 _REQUIRED: Mapping[str, frozenset[str]] = {
     "Adam": frozenset({"exp_avg", "exp_avg_sq"}), "Adamax": frozenset({"exp_avg", "exp_inf"}),
@@ -27,22 +27,22 @@ _OF_SCHEDULERS = frozenset({"initial_lr", "base_lr", "max_lr", "min_lr", "base_m
 
 
 def mismatch(
-    optimizer: object, anatomy: Anatomy, stored: StoredOptimizer, stored_slots: Collection[str]
+    optimizer: object, view: OptimizerView, stored: StoredOptimizer, stored_slots: Collection[str]
 ) -> tuple[str, str] | None:
     """What the live optimizer and the stored one are, where they are of two kinds.
 
     stored_slots  the names of slots that the stored one has of its parameters
     """
-    mine, theirs = _live_numbers(optimizer, anatomy), _stored_numbers(stored.groups)
+    mine, theirs = _live_numbers(optimizer, view), _stored_numbers(stored.groups)
     kept = set(stored_slots)
-    known = {key for options in anatomy.options for key in options}
+    known = {key for options in view.options for key in options}
     stored_keys = {key for group in stored.groups for key in group.options}
     lacking = mine - stored_keys
     foreign = theirs - known
-    live = {str(slot) for member in anatomy.members() for slot in member.slots}
+    live = {str(slot) for member in view.members() for slot in member.slots}
     by_slots = bool(live and kept and not live & kept - _EVERYBODYS)
     needed = _required(type(optimizer))
-    if needed and any(options.get("amsgrad") for options in anatomy.options) and "amsgrad" not in stored_keys:
+    if needed and any(options.get("amsgrad") for options in view.options) and "amsgrad" not in stored_keys:
         needed |= {"max_exp_avg_sq"}  # a flag that the stored groups would have turned off
     by_needs = bool(kept and needed - kept)
     if not (lacking and foreign) and not by_slots and not by_needs:
@@ -58,10 +58,10 @@ def _required(kind: type) -> frozenset[str]:
     return next((_REQUIRED[name] for name in own if name in _REQUIRED), frozenset())
 
 
-def _live_numbers(optimizer: object, anatomy: Anatomy) -> set[str]:
+def _live_numbers(optimizer: object, view: OptimizerView) -> set[str]:
     """What the class defines for its groups, and is a number in all of them."""
     defined = set(getattr(optimizer, "defaults", ()))
-    groups = [{key for key, value in options.items() if _is_number(value)} for options in anatomy.options]
+    groups = [{key for key, value in options.items() if _is_number(value)} for options in view.options]
     return set.intersection(defined, *groups) - _EVERYBODYS if groups else set()
 
 

@@ -15,14 +15,14 @@ from flowstone.format import objects
 from flowstone.format.objects import Provided, TensorRef
 from flowstone.state import state_dicts, tensors
 from flowstone.state.flat import Range
-from flowstone.state.fresh import Fresh, constant_free, kind_of, refers_to_tensors, without_tensors
 from flowstone.state.inner import Core, parts_of
 from flowstone.state.names import Place
+from flowstone.state.new_values import NewValues, constant_free, kind_of, refers_to_tensors, without_tensors
 from flowstone.state.optimizer_kind import mismatch
-from flowstone.state.optimizers import NOT_OPTIONS, Anatomy, Member, StoredGroup, StoredOptimizer, dissect
+from flowstone.state.optimizers import NOT_OPTIONS, Member, OptimizerView, StoredGroup, StoredOptimizer, view_of
 from flowstone.state.records import MISSING, Phase, Shard, StoredTensor
+from flowstone.state.scan import provider_of_tensor
 from flowstone.state.shards import is_dtensor
-from flowstone.state.survey import provider_of_tensor
 
 if TYPE_CHECKING:
     from flowstone.state.restore import Restorer
@@ -39,19 +39,19 @@ def restore(restorer: Restorer, optimizer: Core, node: object, place: Place) -> 
     if stored is None and not state_dicts.is_optimizers(node):
         restorer.differ("kind", place.name, "an optimizer", kind_of(node))
         return
-    anatomy = dissect(optimizer, restorer.parameters, place)
+    view = view_of(optimizer, restorer.parameters, place)
     if stored is None:
-        stored = state_dicts.translate(restorer, node, anatomy, place)
+        stored = state_dicts.translate(restorer, node, view, place)
         if stored is None:
             return
-    kinds = mismatch(optimizer, anatomy, stored, _stored_slots(restorer, stored, place))
+    kinds = mismatch(optimizer, view, stored, _stored_slots(restorer, stored, place))
     if kinds is not None:
         restorer.differ("kind", place.name, *kinds)
         restorer.remedies.append(
             f"hand over the kind of optimizer that was saved, or leave {place.name!r} out of the state to begin it anew"
         )
         return
-    rebuild = _Rebuild(restorer, optimizer, anatomy, place)
+    rebuild = _Rebuild(restorer, optimizer, view, place)
     rebuild.match_groups(stored.groups)
     if place.rank is None:
         rebuild.want_named_slots(stored.listed)
@@ -89,7 +89,7 @@ class _Rebuild:
 
     restorer: Restorer
     optimizer: Core
-    anatomy: Anatomy
+    view: OptimizerView
     place: Place
     slots: dict[str, dict[object, Built]] = field(default_factory=dict)  # by path of the parameter
     kept: dict[str, set[object]] = field(default_factory=dict)  # by path: slots whose own tensors take the bytes
@@ -103,8 +103,8 @@ class _Rebuild:
     _agreed: dict[tuple[int, object], tuple[str, object]] = field(default_factory=dict)  # the same: listed ones
 
     def __post_init__(self) -> None:
-        self._by_path = {member.home.path: member for member in self.anatomy.members()}
-        for member in self.anatomy.members():
+        self._by_path = {member.home.path: member for member in self.view.members()}
+        for member in self.view.members():
             self._by_owner.setdefault(id(member.owner), []).append(member)
 
     def _find(self, *paths: str) -> Member | None:
@@ -119,7 +119,7 @@ class _Rebuild:
         """Pair groups that have the same members, in whatever order; then those of which only some are here."""
         rename = self.restorer.stored.rename
         waiting: dict[frozenset[str], list[int]] = {}
-        for i, members in enumerate(self.anatomy.groups):
+        for i, members in enumerate(self.view.groups):
             waiting.setdefault(frozenset(member.home.path for member in members), []).append(i)
         parts: list[tuple[int, StoredGroup, list[Member | None]]] = []
         for i, group in enumerate(stored):
@@ -140,7 +140,7 @@ class _Rebuild:
         """
         for i, group, found in stored:
             here = {member.home.path for member in found if member is not None}
-            alike = [j for j in waiting if {member.home.path for member in self.anatomy.groups[j]} == here]
+            alike = [j for j in waiting if {member.home.path for member in self.view.groups[j]} == here]
             if not alike:
                 self._differ(i, "unexpected", "no group of these members", _listing(group.params))
                 continue
@@ -151,7 +151,7 @@ class _Rebuild:
                 name = f"{self.place.name}.param_groups.{i}.{path}"
                 self.restorer.differ("unexpected", name, "no such parameter", "a member of the group")
         for i in waiting:
-            paths = [member.home.path for member in self.anatomy.groups[i]]
+            paths = [member.home.path for member in self.view.groups[i]]
             self._differ(i, "missing", _listing(paths), "no group of these members")
 
     def _differ(self, i: int, kind: str, expected: str, found: str) -> None:
@@ -162,26 +162,26 @@ class _Rebuild:
         """Settings follow the checkpoint, whole; a tensor that fits is kept and written into."""
         place = self.place.child("param_groups").child(i)
         on_device = bool(options.get("capturable")) or bool(options.get("fused"))
-        for member in self.anatomy.groups[i]:
+        for member in self.view.groups[i]:
             self._on_device[member.home.path] = on_device
-        fresh = Fresh(self.restorer, partial(self._option_device, i, on_device))
+        new_values = NewValues(self.restorer, partial(self._option_device, i, on_device))
         chosen = self.options[i] = {}
         for key, node in options.items():
             if type(key) is not str or key in NOT_OPTIONS:
                 continue
-            current = self.anatomy.options[i].get(key)
+            current = self.view.options[i].get(key)
             if isinstance(node, TensorRef) and isinstance(current, torch.Tensor) and self._fits(current, node):
                 self._into(current, node, place.child(key), None)
                 chosen[key] = _constant(current)
             else:
-                fresh.want(node, place.child(key))
-                chosen[key] = _building(fresh, node, place)
-        kept = sorted(str(key) for key in self.anatomy.options[i] if key not in chosen)
+                new_values.want(node, place.child(key))
+                chosen[key] = _building(new_values, node, place)
+        kept = sorted(str(key) for key in self.view.options[i] if key not in chosen)
         if kept:
             self.restorer.notes.append(f"{place.name}: {', '.join(kept)} not in the checkpoint, kept as they are")
 
     def _option_device(self, i: int, on_device: bool, _: StoredTensor) -> torch.device | str:
-        members = self.anatomy.groups[i]
+        members = self.view.groups[i]
         return members[0].parameter.device if members and on_device else "cpu"
 
     def _fits(self, tensor: torch.Tensor, ref: TensorRef) -> bool:
@@ -280,7 +280,7 @@ class _Rebuild:
     def want_listed_slots(self, listed: Mapping[str, Mapping[object, object]]) -> None:
         """Slots that are numbers, None, nested containers; and tensors whose names do not tell."""
         stored = self.restorer.stored
-        fresh: dict[str, Fresh] = {}
+        new_values: dict[str, NewValues] = {}
         for path, slots in listed.items():
             member = self._find(stored.rename(path), path)
             if member is None:
@@ -288,7 +288,7 @@ class _Rebuild:
                 self.restorer.differ("unexpected", name, "no such parameter", f"{len(slots)} slots")
                 continue
             key = member.home.path
-            anew = fresh.setdefault(key, Fresh(self.restorer, partial(self._device, member, None)))
+            anew = new_values.setdefault(key, NewValues(self.restorer, partial(self._device, member, None)))
             for named, node in slots.items():
                 slot = constant_free(named, self.place.name)
                 place = self.place.child("state").child(path).child(slot)
@@ -311,7 +311,7 @@ class _Rebuild:
 
     def _agrees(self, member: Member, slot: object, node: object, place: Place) -> bool:
         """Whether a listed slot is to be restored: here, and once for all that lies in a flat parameter."""
-        if member.lies is None:
+        if member.span is None:
             return member.here
         first, known = self._agreed.setdefault((id(member.owner), slot), (place.name, node))
         mine, theirs = (objects.encode(without_tensors(one), place.name) for one in (node, known))
@@ -321,20 +321,20 @@ class _Rebuild:
 
     def want_rest(self, shared: object, extra: object) -> None:
         """State of no parameter, and what a subclass adds."""
-        fresh = Fresh(self.restorer)
+        new_values = NewValues(self.restorer)
         inside = self.place.child("state")
-        fresh.want(shared, inside)
-        fresh.want(extra, self.place)
-        self.shared = _building(fresh, shared, inside)
-        self.extra = _building(fresh, extra, self.place)
+        new_values.want(shared, inside)
+        new_values.want(extra, self.place)
+        self.shared = _building(new_values, shared, inside)
+        self.extra = _building(new_values, extra, self.place)
 
     def apply(self) -> None:
         """Put everything in; through load_state_dict() only where a subclass or a hook has one of its own."""
-        if _loads_itself(self.anatomy.keeper):
+        if _loads_itself(self.view.state_owner):
             self._hand_over()
             return
-        keeper = self.anatomy.keeper
-        state = cast("dict[object, dict[object, object]]", keeper.state)
+        state_owner = self.view.state_owner
+        state = cast("dict[object, dict[object, object]]", state_owner.state)
         for members in self._by_owner.values():
             owner, built = members[0].owner, self._built(members)
             if not any(member.here for member in members):
@@ -346,10 +346,10 @@ class _Rebuild:
             for slot in [slot for slot in current if slot not in built]:
                 del current[slot]
             current.update(built)
-        for key in self.anatomy.shared:
+        for key in self.view.shared:
             state.pop(key, None)
         state.update(cast("dict[object, dict[object, object]]", self.shared()))
-        self._apply_options(keeper)
+        self._apply_options(state_owner)
 
     def _apply_options(self, *optimizers: Core) -> None:
         """Give the groups their settings: those of the optimizer, and of one that does its work."""
@@ -372,9 +372,9 @@ class _Rebuild:
         """Give the optimizer the state_dict() that it would have had, in the order of its parameters now."""
         state: dict[object, object] = {}
         groups: list[dict[str, object]] = []
-        keeper, number = self.anatomy.keeper, 0
-        for i, group in enumerate(keeper.param_groups):
-            packed: dict[str, object] = dict(self.anatomy.options[i])
+        state_owner, number = self.view.state_owner, 0
+        for i, group in enumerate(state_owner.param_groups):
+            packed: dict[str, object] = dict(self.view.options[i])
             packed.update({key: make() for key, make in self.options.get(i, {}).items()})
             names = group.get("param_names")
             if names is not None:
@@ -389,24 +389,24 @@ class _Rebuild:
         state.update(cast("dict[object, object]", self.shared()))
         tree = {"state": state, "param_groups": groups, **cast("dict[str, object]", self.extra())}
         try:
-            keeper.load_state_dict(tree)
+            state_owner.load_state_dict(tree)
         except Exception as error:
             raise StateError(
                 f"cannot restore '{self.place.name}'",
                 found=f"load_state_dict() raised {type(error).__name__}: {error}",
                 next="mend that load_state_dict(); its tensors' memory is already restored",
             ) from error
-        if not _overrides_load(keeper):
+        if not _overrides_load(state_owner):
             self._undo_casts(state)
-        if keeper is not self.optimizer:
+        if state_owner is not self.optimizer:
             self._apply_options()
 
     def _undo_casts(self, given: Mapping[object, object]) -> None:
         """Torch's own load_state_dict() casts slots to the parameter's dtype: put back those that it changed."""
-        keeper = self.anatomy.keeper
-        owned = [parameter for group in keeper.param_groups for parameter in group["params"]]
+        state_owner = self.view.state_owner
+        owned = [parameter for group in state_owner.param_groups for parameter in group["params"]]
         for number, parameter in enumerate(owned):
-            current = keeper.state.get(parameter, {})
+            current = state_owner.state.get(parameter, {})
             for slot, value in cast("dict[object, object]", given.get(number, {})).items():
                 held = current.get(slot)
                 if isinstance(value, torch.Tensor) and isinstance(held, torch.Tensor) and held.dtype != value.dtype:
@@ -450,8 +450,8 @@ def _constant(value: object) -> Built:
     return lambda: value
 
 
-def _building(fresh: Fresh, node: object, place: Place) -> Built:
-    return lambda: fresh.build(node, place.name)
+def _building(new_values: NewValues, node: object, place: Place) -> Built:
+    return lambda: new_values.build(node, place.name)
 
 
 def _listing(paths: list[str]) -> str:

@@ -23,13 +23,13 @@ import torch
 from flowstone.errors import CollisionError, UnsupportedStateError
 from flowstone.format.merge_points import Groups, MergePoint
 from flowstone.format.objects import TensorRef
+from flowstone.state.collector import Role
 from flowstone.state.flat import Range, Span
-from flowstone.state.fresh import refers_to_tensors
 from flowstone.state.inner import Core, base_of, core_of, is_optimizer, parts_of
-from flowstone.state.ledger import Role
 from flowstone.state.names import Place
+from flowstone.state.new_values import refers_to_tensors
+from flowstone.state.scan import Home, Parameters, provider_of_tensor, refuse_failed_call
 from flowstone.state.shards import is_dtensor
-from flowstone.state.survey import Home, Parameters, provider_of_tensor, refuse_failed_call
 from flowstone.state.tensors import DENSE_TYPES
 from flowstone.state.zero import local_optimizer
 
@@ -64,7 +64,7 @@ class Member(NamedTuple):
     parameter  as it lies here
     slots      of the optimizer's own parameter
     owner      that one
-    lies       where in a flat one it lies
+    span       where in a flat one it lies
     flat       this rank's elements of that
     here       whether this rank has state for it, or leaves all of that to others; all in a flat one have that one's
     """
@@ -73,33 +73,33 @@ class Member(NamedTuple):
     home: Home
     slots: Mapping[object, object]
     owner: torch.Tensor
-    lies: Span | None = None
+    span: Span | None = None
     flat: torch.Tensor | None = None
     here: bool = True
 
     def part_of(self, slot: object) -> object:
         """What of a slot is this parameter's: its own elements of one as long as the flat one, all of any other."""
-        if self.lies is None or self.flat is None or not isinstance(slot, torch.Tensor):
+        if self.span is None or self.flat is None or not isinstance(slot, torch.Tensor):
             return slot
-        return self.lies.of(slot) if slot.shape == self.flat.shape else slot
+        return self.span.of(slot) if slot.shape == self.flat.shape else slot
 
 
 @dataclass(frozen=True, slots=True)
-class Anatomy:
-    """An optimizer's state, put back in the parameters' terms.
+class OptimizerView:
+    """A view of an optimizer's state, by parameter.
 
-    groups   parallel to optimizer.param_groups
-    options  parallel: the settings of each group
-    shared   state that belongs to no parameter
-    extra    further entries of state_dict()
-    keeper   the optimizer that has the state: itself, but for one whose state is shared out among ranks
+    groups       parallel to optimizer.param_groups
+    options      parallel: the settings of each group
+    shared       state that belongs to no parameter
+    extra        further entries of state_dict()
+    state_owner  the optimizer that has the state: itself, except where the state is sharded among ranks
     """
 
     groups: tuple[tuple[Member, ...], ...]
     options: tuple[Mapping[str, object], ...]
     shared: Mapping[object, object]
     extra: Mapping[object, object]
-    keeper: Core
+    state_owner: Core
 
     def members(self) -> Iterator[Member]:
         for group in self.groups:
@@ -107,7 +107,7 @@ class Anatomy:
 
 
 def core_at(value: object, place: Place) -> Core | None:
-    """Who keeps the state of a value, if it is an optimizer or an object around some; see `core_of`."""
+    """The optimizer that owns the state of a value, if it is an optimizer or an object around some; see `core_of`."""
     if not is_optimizer(value):
         return None
     try:
@@ -124,17 +124,17 @@ def base_at(value: object, core: Core, place: Place) -> Core | None:
         raise refuse_failed_call(place, "state_dict", error) from error
 
 
-def dissect(optimizer: Core, parameters: Parameters, place: Place) -> Anatomy:
+def view_of(optimizer: Core, parameters: Parameters, place: Place) -> OptimizerView:
     """Read an optimizer through its own state_dict(), whose tensors are the live ones unless it says otherwise.
 
     raises  UnsupportedStateError for a parameter without a name, CollisionError for two of one name
     """
     local = local_optimizer(optimizer, place)
-    keeper = optimizer if local is None else local
-    packed, state, numbers = _packed(keeper, place)
+    state_owner = optimizer if local is None else local
+    packed, state, numbers = _packed(state_owner, place)
     packed_groups = cast("list[dict[str, object]]", packed["param_groups"])
     if local is not None:  # whose own settings follow those of the whole one at the next step
-        packed_groups, numbers = optimizer.param_groups, _spread(optimizer, keeper, numbers)
+        packed_groups, numbers = optimizer.param_groups, _spread(optimizer, state_owner, numbers)
     groups: list[tuple[Member, ...]] = []
     for i, group in enumerate(optimizer.param_groups):
         found: list[Member] = []
@@ -143,7 +143,7 @@ def dissect(optimizer: Core, parameters: Parameters, place: Place) -> Anatomy:
             here, slots = number is not _ELSEWHERE, state.pop(number, {})
             flat = parameters.flat(parameter)
             if flat is not None:
-                found += [_lying(parameter, slots, flat.local, span, here=here) for span in flat.spans]
+                found += [_flat_member(parameter, slots, flat.local, span, here=here) for span in flat.spans]
                 continue
             home = parameters.home(parameter) or _home_by_name(group, i, j, place)
             if type(home.held) is Range and home.held.absent:
@@ -153,7 +153,7 @@ def dissect(optimizer: Core, parameters: Parameters, place: Place) -> Anatomy:
     _check_paths(groups, place)
     options = tuple({k: v for k, v in group.items() if k not in NOT_OPTIONS} for group in packed_groups)
     extra = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
-    return Anatomy(tuple(groups), options, state, extra, keeper)
+    return OptimizerView(tuple(groups), options, state, extra, state_owner)
 
 
 def _packed(
@@ -178,18 +178,18 @@ _ELSEWHERE = object()  # the number of a parameter whose state another rank keep
 
 
 def _spread(
-    whole: Core, keeper: Core, numbers: list[list[object]]
+    whole: Core, state_owner: Core, numbers: list[list[object]]
 ) -> list[list[object]]:
-    """The keeper's numbers of the whole optimizer's parameters."""
+    """The state owner's numbers of the whole optimizer's parameters."""
     known = {
         id(parameter): number
-        for group, of in zip(keeper.param_groups, numbers, strict=True)
+        for group, of in zip(state_owner.param_groups, numbers, strict=True)
         for parameter, number in zip(group["params"], of, strict=True)
     }
     return [[known.get(id(parameter), _ELSEWHERE) for parameter in group["params"]] for group in whole.param_groups]
 
 
-def _lying(
+def _flat_member(
     owner: torch.Tensor, slots: Mapping[object, object], flat: torch.Tensor, span: Span, *, here: bool
 ) -> Member:
     """What lies at `span` of the flat parameter `owner`."""
@@ -230,13 +230,13 @@ def _home_by_name(group: Mapping[str, object], i: int, j: int, place: Place) -> 
 
 
 def describe(describer: Describer, optimizer: Core, place: Place) -> MergePoint:
-    """Enter an optimizer's tensors; returns its object, as drawn at the top."""
-    anatomy = dissect(optimizer, describer.parameters, place)
+    """Enter an optimizer's tensors; returns its object, as shown at the top."""
+    view = view_of(optimizer, describer.parameters, place)
     inside = place.child("state")
-    guarded = {id(one) for one in describer.survey.optimizers}
+    guarded = {id(one) for one in describer.scan.optimizers}
     slots = _Slots(describer, inside, lazy=all(id(one) in guarded for one in parts_of(optimizer)))
     state = MergePoint()
-    for member in anatomy.members():
+    for member in view.members():
         listed = slots.describe(member)
         if listed:
             state[member.home.path] = listed
@@ -247,13 +247,13 @@ def describe(describer: Describer, optimizer: Core, place: Place) -> MergePoint:
             "params": [member.home.path for member in members],
             "options": describer.node(dict(options), options_place.child(i)),
         }
-        for i, (members, options) in enumerate(zip(anatomy.groups, anatomy.options, strict=True))
+        for i, (members, options) in enumerate(zip(view.groups, view.options, strict=True))
     )
     return MergePoint({
         "param_groups": groups,
         "state": state,
-        "shared": describer.node(dict(anatomy.shared), inside),
-        "extra": describer.node(dict(anatomy.extra), place),
+        "shared": describer.node(dict(view.shared), inside),
+        "extra": describer.node(dict(view.extra), place),
     })
 
 
@@ -276,7 +276,9 @@ class _Slots:
         for slot, value in member.slots.items():
             if type(value) not in DENSE_TYPES and implicit(slot) and is_dtensor(value):
                 self.enter()
-                self._describer.ledger.enter(inside.called(f"{base}{slot}", (path, slot)), value, role=self._role)  # type: ignore[arg-type]
+                self._describer.collector.enter(
+                    inside.called(f"{base}{slot}", (path, slot)), value, role=self._role  # type: ignore[arg-type]
+                )
                 continue
             if not implicit(slot) or type(value) not in DENSE_TYPES:
                 if not member.here:
@@ -288,18 +290,18 @@ class _Slots:
                 describer = self._describer
                 node = describer.provided(value, inner, self._role) if own else describer.node(value, inner)
                 if type(held) is Range and refers_to_tensors(node):
-                    raise _not_to_be_told(inner.name)
+                    raise _no_match(inner.name)
                 listed[plain] = node
                 continue
             name, key = base + cast("str", slot), (path, slot)
-            mine = cast("torch.Tensor", value if member.lies is None else member.part_of(value))
+            mine = cast("torch.Tensor", value if member.span is None else member.part_of(value))
             if held is not None and mine.shape == member.parameter.shape:
                 self.enter()
-                self._describer.ledger.enter(inside.called(name, key), mine, within=held, role=self._role)
+                self._describer.collector.enter(inside.called(name, key), mine, within=held, role=self._role)
             elif not member.here:
                 continue
             elif type(held) is Range and mine.numel() != 1:
-                raise _not_to_be_told(name)
+                raise _no_match(name)
             else:
                 self._names.append(name)
                 self._keys.append(key)
@@ -312,11 +314,11 @@ class _Slots:
     def enter(self) -> None:
         """Enter what has been collected: before anything else is, so that pieces stay in the state's order."""
         roles = [self._role] * len(self._names)
-        self._describer.ledger.enter_all(self._inside, self._keys, self._names, self._values, roles=roles)
+        self._describer.collector.enter_all(self._inside, self._keys, self._names, self._values, roles=roles)
         self._keys, self._names, self._values = [], [], []
 
 
-def _not_to_be_told(name: str) -> UnsupportedStateError:
+def _no_match(name: str) -> UnsupportedStateError:
     return UnsupportedStateError(
         f"what '{name}' is of its parameter, of which only some elements are here, cannot be told",
         expected="a tensor as long as they are, a single number, or values without tensors",

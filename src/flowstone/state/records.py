@@ -19,28 +19,29 @@ from flowstone.state.counters import Counters
 DifferenceKind: TypeAlias = Literal["missing", "unexpected", "shape", "dtype", "kind"]
 
 
-Redeal: TypeAlias = Callable[[list[object], int, int], object]
+Redistribute: TypeAlias = Callable[[list[object], int, int], object]
 """What each of the ranks that saved had, our rank, and the number of ranks: what is to be ours."""
 
 
 class PerRank:
     """A value that every rank keeps for itself, such as its generators; `value` is replaced at load.
 
-    redeal  called where another number of ranks loads than saved, as `redeal(states, rank, ranks)`: `states` is what
-            each of them had, in the order of ranks, as plain values (of an object with state_dict, that); what it
-            returns is loaded here. It runs on every rank, and has to deal the same hand on all. Without it rank r
-            takes what rank r mod N of the N that saved had
+    redistribute  called where another number of ranks loads than saved, as `redistribute(states, rank, ranks)`:
+                  `states` is what each of them had, in the order of ranks, as plain values (of an object with
+                  state_dict, that); what it returns is loaded here. It runs on every rank, and has to distribute the
+                  states alike on all. Without it rank r takes what rank r mod N of the N that saved had
     """
 
-    __slots__ = ("redeal", "value")
+    __slots__ = ("redistribute", "value")
 
-    def __init__(self, value: object, *, redeal: Redeal | None = None) -> None:
-        if redeal is not None and not callable(redeal):
+    def __init__(self, value: object, *, redistribute: Redistribute | None = None) -> None:
+        if redistribute is not None and not callable(redistribute):
             raise UnsupportedStateError(
-                f"redeal={redeal!r:.60} cannot be called", next="give a function: redeal(states, rank, ranks)"
+                f"redistribute={redistribute!r:.60} cannot be called",
+                next="give a function: redistribute(states, rank, ranks)"
             )
         self.value = value
-        self.redeal = redeal
+        self.redistribute = redistribute
 
     def __repr__(self) -> str:
         return f"PerRank({self.value!r})"
@@ -152,7 +153,7 @@ class Stored:
     rename    stored tensor name -> name after the rename rules
     tied      alias -> the name it shares memory with, both after renames; lets containers that are
               built anew share what was shared
-    dealt     as `per_rank`, of every rank that saved
+    by_rank   as `per_rank`, of every rank that saved
     """
 
     tensors: Mapping[str, StoredTensor]
@@ -160,7 +161,7 @@ class Stored:
     per_rank: Mapping[str, object] = field(default_factory=dict)
     rename: Callable[[str], str] = _same
     tied: Mapping[str, str] = field(default_factory=dict)
-    dealt: Mapping[str, Sequence[object]] = field(default_factory=dict)
+    by_rank: Mapping[str, Sequence[object]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

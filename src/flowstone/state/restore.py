@@ -15,26 +15,26 @@ from flowstone.errors import StateError
 from flowstone.format import objects
 from flowstone.format.objects import Provided, TensorRef, unsupported
 from flowstone.pieces import Alias, Layout, Memory, Pieces, Places
-from flowstone.state import generators, modules, optimizer_restore, optimizers, provided, state_dicts, tensors
+from flowstone.state import generators, modules, optimizer_restore, optimizers, provider_adapter, state_dicts, tensors
+from flowstone.state.collector import Collector
 from flowstone.state.describe import Describer
 from flowstone.state.flat import Flat, Range
-from flowstone.state.fresh import Fitting, Fresh, constant_free, kind_of, refers_to_tensors, without_tensors
 from flowstone.state.kinds import CONTAINERS, Kind
-from flowstone.state.ledger import Ledger
 from flowstone.state.names import PLAIN_KEYS, Place, check_sections, names_below, section_place
+from flowstone.state.new_values import Fitting, NewValues, constant_free, kind_of, refers_to_tensors, without_tensors
 from flowstone.state.records import MISSING, Difference, DifferenceKind, PerRank, Phase, Shard, Stored
 from flowstone.state.registry import REGISTRY
-from flowstone.state.split import type_name
-from flowstone.state.survey import (
+from flowstone.state.scan import (
     Parameters,
-    Survey,
+    Scan,
     classify,
-    collector_paused,
+    gc_paused,
     items_of,
     only_tensors,
     provider_of,
-    survey,
+    scan,
 )
+from flowstone.state.split import type_name
 
 _ONE_VALUE = frozenset({Kind.MODULE, Kind.OPTIMIZER, Kind.GENERATOR, Kind.STATEFUL, Kind.PROVIDED})
 
@@ -83,7 +83,7 @@ class Restoration:
                 action()
 
 
-@collector_paused()
+@gc_paused()
 def prepare(state: Mapping[str, object], stored: Stored, *, rank: int = 0, ranks: int = 1) -> Restoration:
     """Plan to restore `state` from what a checkpoint says it holds, on `rank` of `ranks`.
 
@@ -93,7 +93,7 @@ def prepare(state: Mapping[str, object], stored: Stored, *, rank: int = 0, ranks
     Changes nothing: the state is as before until bytes are written into the returned memory.
     """
     sections = check_sections(state)
-    restorer = Restorer(survey(state, rank), stored)
+    restorer = Restorer(scan(state, rank), stored)
     for section, value in state.items():
         if isinstance(value, PerRank):
             restorer.per_rank(section, value, rank, ranks)
@@ -105,10 +105,10 @@ def prepare(state: Mapping[str, object], stored: Stored, *, rank: int = 0, ranks
 class Restorer:
     """One restoration being planned: collects wanted memory, differences and late actions."""
 
-    def __init__(self, found: Survey, stored: Stored) -> None:
-        self.survey = found
+    def __init__(self, found: Scan, stored: Stored) -> None:
+        self.scan = found
         self.stored = stored
-        self.ledger = Ledger()
+        self.collector = Collector()
         self.differences: list[Difference] = []
         self.notes: list[str] = []
         self.remedies: list[str] = []
@@ -120,7 +120,7 @@ class Restorer:
 
     @cached_property
     def parameters(self) -> Parameters:
-        return self.survey.parameters()
+        return self.scan.parameters()
 
     def differ(self, kind: DifferenceKind, name: str, expected: str, found: str) -> None:
         """Note that state and checkpoint do not fit each other."""
@@ -135,41 +135,41 @@ class Restorer:
         if section in self.stored.objects and section not in self.stored.per_rank:
             self.differ("kind", section, "a value of every rank's own", "one value for all ranks")
             return
-        if holder.redeal is not None and len(self.stored.dealt.get(section, ())) not in (0, ranks):
-            self._redeal(section, holder, rank, ranks)
+        if holder.redistribute is not None and len(self.stored.by_rank.get(section, ())) not in (0, ranks):
+            self._redistribute(section, holder, rank, ranks)
             return
         node = self.stored.per_rank.get(section, MISSING)
         replacement = self.node(holder.value, node, section_place(section, rank))
         if replacement is not None:
             self.later(Phase.VALUES, lambda: setattr(holder, "value", replacement()))
 
-    def _redeal(self, section: str, holder: PerRank, rank: int, ranks: int) -> None:
+    def _redistribute(self, section: str, holder: PerRank, rank: int, ranks: int) -> None:
         """Plan to let a hook make our value, of what every rank that saved had."""
         value, place, kind = holder.value, section_place(section, rank), classify(holder.value)
-        if kind is not Kind.STATEFUL and (kind not in (Kind.PLAIN, Kind.CONTAINER) or id(value) in self.survey.live):
+        if kind is not Kind.STATEFUL and (kind not in (Kind.PLAIN, Kind.CONTAINER) or id(value) in self.scan.live):
             raise unsupported(
-                section, value, "cannot be dealt anew",
-                "give redeal= to a PerRank of plain values, or of one object with state_dict()",
+                section, value, "cannot be redistributed",
+                "give redistribute= to a PerRank of plain values, or of one object with state_dict()",
             )
-        fresh, hook, states = Fresh(self), holder.redeal, self.stored.dealt[section]
+        new_values, hook, states = NewValues(self), holder.redistribute, self.stored.by_rank[section]
         assert hook is not None
         for number, node in enumerate(states):
-            fresh.want(node, section_place(section, number))
+            new_values.want(node, section_place(section, number))
 
-        def dealt() -> object:
-            found = [fresh.build(node, section_place(section, number).name) for number, node in enumerate(states)]
+        def redistributed() -> object:
+            found = [new_values.build(node, section_place(section, number).name) for number, node in enumerate(states)]
             try:
                 return hook(found, rank, ranks)
             except Exception as error:
                 raise StateError(
-                    f"cannot restore '{section}'", found=f"its redeal() raised {type(error).__name__}: {error}",
+                    f"cannot restore '{section}'", found=f"its redistribute() raised {type(error).__name__}: {error}",
                     next="mend it; tensors in their own memory, and what comes before it in the state, are restored",
                 ) from error
 
         if kind is Kind.STATEFUL:
-            self.later(Phase.STATEFUL, lambda: _load_state(value, dealt(), place))
+            self.later(Phase.STATEFUL, lambda: _load_state(value, redistributed(), place))
         else:
-            self.later(Phase.VALUES, lambda: setattr(holder, "value", self._fitting.fit(value, dealt())))
+            self.later(Phase.VALUES, lambda: setattr(holder, "value", self._fitting.fit(value, redistributed())))
 
     def section(self, section: str, value: object, state: Mapping[str, object]) -> None:
         """Plan a section that all ranks share."""
@@ -195,7 +195,7 @@ class Restorer:
             case Kind.PLAIN:
                 return self._plain(value, node, place)
             case Kind.CONTAINER:
-                if id(value) in self.survey.live or refers_to_tensors(node):
+                if id(value) in self.scan.live or refers_to_tensors(node):
                     return self._container(value, node, place)
                 return self._plain(value, node, place)
             case Kind.TENSOR:
@@ -223,7 +223,7 @@ class Restorer:
             case Kind.PROVIDED:
                 served = provider_of(value)
                 assert served is not None, "that is what the kind says"
-                provided.restore(self, served, value, node, place)
+                provider_adapter.restore(self, served, value, node, place)
             case Kind.PER_RANK:
                 raise unsupported(place.name, value, "lies inside another value", "make it a section of the state")
         return None
@@ -237,7 +237,7 @@ class Restorer:
 
     def plain(self, value: object, place: Place) -> object:
         """An object of the state as a checkpoint would have it; no tensors."""
-        return Describer(self.survey, Ledger(sealed=True)).node(value, place)
+        return Describer(self.scan, Collector(objects_only=True)).node(value, place)
 
     def _check_once(self, value: object, node: object, place: Place) -> None:
         """An object in two places of the state can take one value only: both were saved with the same."""
@@ -254,9 +254,9 @@ class Restorer:
             return None
         if refers_to_tensors(node) and type(value) is not deque:
             return None  # those tensors are wanted by nobody, which is reported with all others
-        fresh = Fresh(self)
-        fresh.want(node, place)
-        return lambda: self._fitting.fit(value, fresh.build(node, place.name))
+        new_values = NewValues(self)
+        new_values.want(node, place)
+        return lambda: self._fitting.fit(value, new_values.build(node, place.name))
 
     def _container(self, value: object, node: object, place: Place) -> Replacement | None:
         """A container with something to write in place: item by item, strict about its keys."""
@@ -304,9 +304,9 @@ class Restorer:
         """Want memory of our own making."""
         self.new_bytes += made.nbytes
         if isinstance(made, torch.Tensor):
-            self.ledger.enter(place, made)
+            self.collector.enter(place, made)
         else:
-            self.ledger.add_array(place, made)
+            self.collector.add_array(place, made)
 
     def _named(self, node: object, place: Place) -> Place:
         """Where a wanted tensor is stored: by its own name; per rank, by the name of the rank that saved it."""
@@ -319,7 +319,7 @@ class Restorer:
     ) -> None:
         """Want a tensor's elements in its own memory, which has to hold each of them by itself."""
         self.written.append(tensor)
-        self.ledger.enter(self._named(node, place), tensor, within=within)
+        self.collector.enter(self._named(node, place), tensor, within=within)
 
     def into_copy(self, tensor: torch.Tensor, dtype: torch.dtype, node: object, place: Place) -> None:
         """Want a tensor's elements in another dtype; they are cast when all are in place."""
@@ -332,22 +332,22 @@ class Restorer:
     ) -> None:
         """Want the elements of tensors of one place, that no rank keeps for itself, each in its own memory."""
         self.written += values
-        self.ledger.enter_all(place, keys, names, values)
+        self.collector.enter_all(place, keys, names, values)
 
     def close(self) -> tuple[Layout, Places]:
         """What is wanted, once everything has been. Tensors that only note their sign get their values later."""
-        columns = self.ledger.look(hold=False)
+        columns = self.collector.look(hold=False)
         apart = {}
         for position in columns.odd:
-            tensor = self.ledger.tensors[position]
+            tensor = self.collector.tensors[position]
             if tensors.deferred(tensor):
                 aside = tensors.empty(columns.dtypes[position], tensor.shape, device=tensor.device)
                 self.later(Phase.VALUES, partial(_copy_into, tensor, aside))
                 apart[position] = tensors.memory_of(aside)
             else:
                 apart[position] = tensors.memory_of(tensor)
-                self._check_apart(apart[position], tensor, self.ledger.names[position])
-        layout, places, _ = self.ledger.close(columns, apart)
+                self._check_apart(apart[position], tensor, self.collector.names[position])
+        layout, places, _ = self.collector.close(columns, apart)
         return layout, places
 
     def into_array(self, array: np.ndarray, node: object, place: Place, *, within: Shard | None = None) -> None:
@@ -359,7 +359,7 @@ class Restorer:
         aside = tensors.ascending(array)
         memory = tensors.array_memory(aside)
         self._check_apart(memory, array, place.name)
-        self.ledger.add(place, dtype, memory, within=within)
+        self.collector.add(place, dtype, memory, within=within)
         if aside is not array:
             self.later(Phase.VALUES, partial(np.copyto, array, aside))
 
@@ -392,20 +392,20 @@ class Restorer:
         if not generators.fits(current, node, self.stored):
             self.differ("kind", place.name, generators.label(current, generator), generators.label(node, node))
             return
-        fresh = Fresh(self)
-        fresh.want(node, place)
+        new_values = NewValues(self)
+        new_values.want(node, place)
         missing = generators.devices_missing(node)
         if missing:
             self.notes.append(f"{place.name}: the generators of {missing} GPU(s) that are not here were left out")
-        self.later(Phase.GENERATORS, lambda: _load_generator(generator, fresh.build(node, place.name), place))
+        self.later(Phase.GENERATORS, lambda: _load_generator(generator, new_values.build(node, place.name), place))
 
     def _stateful(self, value: object, node: object, place: Place) -> None:
         if node is MISSING:
             self.differ("missing", place.name, kind_of(value), "nothing of that name")
             return
-        fresh = Fresh(self)
-        fresh.want(node, place)
-        self.later(Phase.STATEFUL, lambda: _load_state(value, fresh.build(node, place.name), place))
+        new_values = NewValues(self)
+        new_values.want(node, place)
+        self.later(Phase.STATEFUL, lambda: _load_state(value, new_values.build(node, place.name), place))
 
 
 def _by_key(node: object, place: Place) -> dict[object, object]:

@@ -18,7 +18,7 @@ import torch
 from flowstone.format.bounds import brief
 from flowstone.format.objects import TensorRef
 from flowstone.state.names import Place, strip_wrappers
-from flowstone.state.optimizers import NOT_OPTIONS, Anatomy, Member, StoredGroup, StoredOptimizer
+from flowstone.state.optimizers import NOT_OPTIONS, Member, OptimizerView, StoredGroup, StoredOptimizer
 
 if TYPE_CHECKING:
     from flowstone.state.restore import Restorer
@@ -104,19 +104,19 @@ def is_fresh(value: object, node: object) -> bool:
     return bool(theirs["state"]) and not mine["state"]
 
 
-def translate(restorer: Restorer, node: object, anatomy: Anatomy, place: Place) -> StoredOptimizer | None:
-    """What a stored state_dict() says of the optimizer whose `anatomy` it is to be loaded into.
+def translate(restorer: Restorer, node: object, view: OptimizerView, place: Place) -> StoredOptimizer | None:
+    """What a stored state_dict() says of the optimizer whose `view` it is loaded into.
 
     By names, where both have them; else by order, where all counts and shapes agree. What does not is entered as a
     difference, and the result is None.
     """
     stored = cast("dict[str, list[dict[object, object]]]", node)
     groups, slots = stored["param_groups"], cast("dict[object, dict[object, object]]", stored["state"])
-    named = _by_name(restorer, groups, anatomy, place)
+    named = _by_name(restorer, groups, view, place)
     numbers = [cast("list[object]", group["params"]) for group in groups]
-    mine = [list(group) for group in anatomy.groups]
+    mine = [list(group) for group in view.groups]
     if named is None:
-        flat = any(member.lies is not None for group in mine for member in group)
+        flat = any(member.span is not None for group in mine for member in group)
         if flat or list(map(len, numbers)) != list(map(len, mine)):
             counts = [", ".join(str(len(group)) for group in side) for side in (mine, numbers)]
             restorer.differ("kind", place.name, f"an optimizer of groups of {counts[0]} parameters", f"of {counts[1]}")
@@ -148,11 +148,11 @@ def _options(group: Mapping[object, object]) -> dict[object, object]:
 
 
 def _by_name(
-    restorer: Restorer, groups: list[dict[object, object]], anatomy: Anatomy, place: Place
+    restorer: Restorer, groups: list[dict[object, object]], view: OptimizerView, place: Place
 ) -> list[tuple[object, Member]] | None:
     """Numbers of stored parameters with the members of their names; None where some have no name that tells."""
     pairs: list[tuple[object, Member]] = []
-    by_path = {member.home.path: member for member in anatomy.members()}
+    by_path = {member.home.path: member for member in view.members()}
     for group in groups:
         numbers = cast("list[object]", group["params"])
         names = group.get("param_names", numbers)

@@ -1,4 +1,4 @@
-"""The survey: one look over a whole state, before anything is described or restored."""
+"""The scan: one pass over a whole state, before anything is described or restored."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def classify(value: object) -> Kind:
 
 
 def provider_of(value: object) -> Served | None:
-    """The provider that has the word on `value`, if it is not one of the library's own kinds."""
+    """The provider registered for `value`, if it is not one of the library's own kinds."""
     return REGISTRY.of_type(type(value))
 
 
@@ -63,7 +63,7 @@ class Home(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Survey:
+class Scan:
     """What a state contains, found without calling into any of it.
 
     tensors  those outside of modules: of each place the keys that lead on to them, None when it is a tensor's own
@@ -188,8 +188,8 @@ def _global_name(place: Place) -> str:
     return place.name if place.rank is None else place.name.replace(f"@{place.rank}", "", 1)
 
 
-def survey(state: Mapping[str, object], rank: int) -> Survey:
-    """Look over the state.
+def scan(state: Mapping[str, object], rank: int) -> Scan:
+    """Scan the state.
 
     raises  UnsupportedStateError for containers that contain themselves or lie too deep,
             and for PerRank below the top
@@ -199,7 +199,7 @@ def survey(state: Mapping[str, object], rank: int) -> Survey:
         own = rank if isinstance(value, PerRank) else None
         inner = value.value if isinstance(value, PerRank) else value
         walk.visit(inner, section_place(section, own))
-    return Survey(
+    return Scan(
         tuple(walk.modules), tuple(walk.tensors), walk.shards, tuple(walk.flats), tuple(walk.optimizers.values()),
         tuple(walk.unguarded), frozenset(walk.live),
     )
@@ -290,7 +290,7 @@ def items_of(value: object) -> Iterable[tuple[object, object]]:
 
 
 @contextlib.contextmanager
-def collector_paused() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """No garbage collection meanwhile: a walk makes a million records, none of it garbage.
 
     67,000 tensors described take 0.5 s with it, 1.1 s without (2 cores, Python 3.11).

@@ -1,4 +1,4 @@
-"""What a provider says of one object, and the chunks that it hands over: checked, one after the other."""
+"""A provider session: what a provider says of one object, and the chunks that it gives, checked one after the other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Result = TypeVar("_Result")
 
 
 @dataclass(slots=True)
-class Drawn:
+class ProviderSession:
     """An object's description, and its chunks, taken one after the other.
 
     parts, objects  what the provider describes, checked
@@ -143,39 +143,40 @@ class Drawn:
         ) from error
 
 
-def _check_name(drawn: Drawn, name: object) -> None:
+def _check_name(session: ProviderSession, name: object) -> None:
     if type(name) is not str or not valid_name(name) or not all(name.split(".")):
-        drawn.refuse(f"describes a part named {name!r}", "dotted components, none empty, UTF-8 without NUL", repr(name),
+        session.refuse(f"describes a part named {name!r}", "dotted components, none empty, UTF-8 without NUL",
+        repr(name),
                      "rename the part")
 
 
-def _check_part(drawn: Drawn, part: Part) -> None:
+def _check_part(session: ProviderSession, part: Part) -> None:
     title = f"describes '{part.name}' as what no tensor is"
     if part.dtype not in DTYPES:
-        drawn.refuse(title, "a dtype of docs/FORMAT.md, such as 'float32'", repr(part.dtype), "correct its dtype")
+        session.refuse(title, "a dtype of docs/FORMAT.md, such as 'float32'", repr(part.dtype), "correct its dtype")
     shape = part.shape
     if not isinstance(shape, tuple) or len(shape) > NDIM_MAX or any(type(n) is not int or n < 0 for n in shape):
-        drawn.refuse(title, f"a tuple of at most {NDIM_MAX} lengths from 0", f"shape {shape!r}", "correct its shape")
+        session.refuse(title, f"a tuple of at most {NDIM_MAX} lengths from 0", f"shape {shape!r}", "correct its shape")
     if part.box is not None and not part.box.inside(shape):
-        drawn.refuse(title, f"a box inside shape {shape}", f"box {part.box}", "correct its box")
+        session.refuse(title, f"a box inside shape {shape}", f"box {part.box}", "correct its box")
 
 
-def _check_names(drawn: Drawn, parts: Mapping[str, list[Part]]) -> None:
+def _check_names(session: ProviderSession, parts: Mapping[str, list[Part]]) -> None:
     """Names are told apart; one name for several parts is that of boxes that share no element."""
     names = set(parts)
-    for one in drawn.objects:
+    for one in session.objects:
         if one.name in names:
-            drawn.refuse(f"gives two parts the name '{one.name}'", "a name for each", "the same", "rename one")
+            session.refuse(f"gives two parts the name '{one.name}'", "a name for each", "the same", "rename one")
         names.add(one.name)
     for name, boxes in parts.items():
         if len(boxes) == 1:
             continue
         if len({(part.dtype, part.shape, part.lazy, part.resizable) for part in boxes}) > 1:
-            drawn.refuse(f"describes boxes of '{name}' that differ", "one dtype, one shape, the same flags",
+            session.refuse(f"describes boxes of '{name}' that differ", "one dtype, one shape, the same flags",
                          " and ".join(sorted({_words(part) for part in boxes})), "rename one, or correct them")
         overlap = _overlap([part.box or Box.whole(part.shape) for part in boxes])
         if overlap is not None:
-            drawn.refuse(f"describes boxes of '{name}' that overlap", "each element once",
+            session.refuse(f"describes boxes of '{name}' that overlap", "each element once",
                          f"{overlap[0]} and {overlap[1]}", "correct the boxes, or rename one part")
 
 
@@ -204,25 +205,25 @@ def _words(part: AnyPart) -> str:
     return f"{part.dtype} {part.shape}{', lazy' * part.lazy}{', resizable' * part.resizable}"
 
 
-def _as_described(drawn: Drawn, part: Part, chunk: object, writable: bool) -> torch.Tensor | np.ndarray:
+def _as_described(session: ProviderSession, part: Part, chunk: object, writable: bool) -> torch.Tensor | np.ndarray:
     """A chunk as a tensor or an array, of the described dtype and shape."""
     shape = part.shape if part.box is None else part.box.shape
     expected = f"{part.dtype} {shape}"
     if isinstance(chunk, torch.Tensor):
         if type(chunk) not in tensors.DENSE_TYPES:
-            drawn.refuse(f"gives for '{part.name}' a tensor that is no run of memory", "a plain tensor",
+            session.refuse(f"gives for '{part.name}' a tensor that is no run of memory", "a plain tensor",
                          type_name(type(chunk)), "describe and give the tensors that it is made of")
     elif not isinstance(chunk, np.ndarray):
-        return _of_buffer(drawn, part, shape, chunk, writable)
+        return _of_buffer(session, part, shape, chunk, writable)
     found = f"{str(chunk.dtype).removeprefix('torch.')} {tuple(chunk.shape)}"
     if found != expected:
-        drawn.refuse(f"gives for '{part.name}' another chunk than it describes", expected, found,
+        session.refuse(f"gives for '{part.name}' another chunk than it describes", expected, found,
                      "let describe() and chunks() agree")
     return chunk
 
 
 def _of_buffer(
-    drawn: Drawn, part: Part, shape: tuple[int, ...], chunk: object, writable: bool
+    session: ProviderSession, part: Part, shape: tuple[int, ...], chunk: object, writable: bool
 ) -> torch.Tensor | np.ndarray:
     """Memory with the buffer protocol, seen as what the part says it is."""
     try:
@@ -230,14 +231,14 @@ def _of_buffer(
         if not view.c_contiguous:
             raise BufferError("not contiguous")
     except (TypeError, BufferError) as error:
-        drawn.refuse(f"gives for '{part.name}' what is no memory", "a tensor, an array, or a contiguous buffer",
+        session.refuse(f"gives for '{part.name}' what is no memory", "a tensor, an array, or a contiguous buffer",
                      f"{type_name(type(chunk))} ({error})", "describe it as an ObjectPart, or give its memory", error)
     bytes_described = Box.whole(shape).elements * DTYPES[part.dtype].item_bytes
     if view.nbytes != bytes_described:
-        drawn.refuse(f"gives for '{part.name}' another chunk than it describes", f"{bytes_described} bytes",
+        session.refuse(f"gives for '{part.name}' another chunk than it describes", f"{bytes_described} bytes",
                      f"{view.nbytes} bytes", "let describe() and chunks() agree")
     if writable and view.readonly:
-        drawn.refuse(f"gives for '{part.name}' memory that cannot be loaded into", "writable memory",
+        session.refuse(f"gives for '{part.name}' memory that cannot be loaded into", "writable memory",
                      f"a read-only {type_name(type(chunk))}", "give a writable buffer, or describe it as resizable")
     raw = np.frombuffer(view, np.uint8) if view.nbytes else np.empty(0, np.uint8)
     if tensors.numpy_has(DTYPES[part.dtype]):

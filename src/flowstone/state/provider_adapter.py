@@ -1,5 +1,5 @@
-"""Objects that a provider has the word on: its description is checked, its chunks enter the ledger, its
-small objects are taken while bytes move already; at load all of it is compared before anything changes.
+"""The provider adapter, for objects that a provider describes: its description is checked, its chunks enter the
+collector, its small objects are taken while bytes move already; at load all of it is compared before anything changes.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from flowstone.errors import ProviderError
 from flowstone.format import objects
 from flowstone.format.objects import Provided, RefKind, TensorRef
-from flowstone.state.drawn import Drawn
-from flowstone.state.fresh import Fresh, kind_of
-from flowstone.state.ledger import Role
+from flowstone.state.collector import Role
 from flowstone.state.names import Place
+from flowstone.state.new_values import NewValues, kind_of
 from flowstone.state.provider import Part
+from flowstone.state.provider_session import ProviderSession
 from flowstone.state.records import MISSING, Phase, Shard
 from flowstone.state.registry import Served
 
@@ -32,31 +32,31 @@ def describe(describer: Describer, served: Served, value: object, place: Place, 
 
     role  what the object is to whatever holds it
     """
-    drawn = Drawn(served, value, place)
+    session = ProviderSession(served, value, place)
     found = Provided(served.kind, {}, {})
-    for part, chunk in drawn.memory():
-        inner = drawn.place_of(part)
+    for part, chunk in session.memory():
+        inner = session.place_of(part)
         within = None if part.box is None else Shard(chunk, part.shape, part.box.offset)
         own = Role.STEPPED if part.lazy else role
         if isinstance(chunk, torch.Tensor):
-            describer.ledger.enter(inner, chunk, within=within, role=own)
+            describer.collector.enter(inner, chunk, within=within, role=own)
         else:
-            describer.ledger.add_array(inner, chunk, within=within, role=own)
+            describer.collector.add_array(inner, chunk, within=within, role=own)
         found.parts[part.name] = TensorRef(inner.name, _ref_kind(chunk))
-    describer.ledger.split.update(drawn.split)
-    if drawn.objects:
-        describer.late.append(partial(_describe_objects, describer, drawn, found))
+    describer.collector.split.update(session.split)
+    if session.objects:
+        describer.late.append(partial(_describe_objects, describer, session, found))
     else:
-        drawn.end()
+        session.end()
     return found
 
 
-def _describe_objects(describer: Describer, drawn: Drawn, found: Provided) -> None:
+def _describe_objects(describer: Describer, session: ProviderSession, found: Provided) -> None:
     """Take an object's small objects. All tensors have been entered, and bytes move: no more can come."""
-    for part, value in drawn.values():
-        found.objects[part.name] = drawn.checked(f"gives for '{part.name}' what cannot be stored",
-                                                 describer.node, value, drawn.place_of(part))
-    drawn.end()
+    for part, value in session.values():
+        found.objects[part.name] = session.checked(f"gives for '{part.name}' what cannot be stored",
+                                                 describer.node, value, session.place_of(part))
+    session.end()
 
 
 def restore(restorer: Restorer, served: Served, value: object, node: object, place: Place) -> None:
@@ -66,32 +66,32 @@ def restore(restorer: Restorer, served: Served, value: object, node: object, pla
         found = kind_of(node) if node is not MISSING else "a tensor" if place.name in stored else "nothing of that name"
         restorer.differ("missing" if node is MISSING else "kind", place.name, f"'{served.kind}'", found)
         return
-    drawn = Drawn(served, value, place)
-    fresh = Fresh(restorer)
+    session = ProviderSession(served, value, place)
+    new_values = NewValues(restorer)
     anew: dict[str, TensorRef] = {}
-    for part, chunk in drawn.memory(writable=True):
-        inner, ref = drawn.place_of(part), node.parts.get(part.name, MISSING)
+    for part, chunk in session.memory(writable=True):
+        inner, ref = session.place_of(part), node.parts.get(part.name, MISSING)
         if part.resizable:
             if part.name not in anew and _fits(restorer, part, ref, inner):
                 anew[part.name] = cast("TensorRef", ref)
-                fresh.want(ref, inner)
+                new_values.want(ref, inner)
             continue
         within = None if part.box is None else Shard(chunk, part.shape, part.box.offset)
         if isinstance(chunk, torch.Tensor):
             restorer.into_tensor(chunk, ref, inner, within=within)
         else:
             restorer.into_array(chunk, ref, inner, within=within)
-    restorer.ledger.split.update(drawn.split)
+    restorer.collector.split.update(session.split)
     if isinstance(value, torch.Tensor):
         restorer.written.append(value)  # a graph that saved it has to notice, too
-    _compare_objects(restorer, drawn, node)
+    _compare_objects(restorer, session, node)
     if place.rank is not None:
-        for name in node.parts.keys() - {part.name for part in drawn.parts}:
+        for name in node.parts.keys() - {part.name for part in session.parts}:
             restorer.differ("unexpected", f"{place.name}.{name}", "nothing of that name", "a tensor")
-    for one in drawn.objects:
+    for one in session.objects:
         if one.name in node.objects and not one.constant:
-            fresh.want(node.objects[one.name], drawn.place_of(one))
-    restorer.later(Phase.STATEFUL, partial(_hand_over, drawn, fresh, anew, node))
+            new_values.want(node.objects[one.name], session.place_of(one))
+    restorer.later(Phase.STATEFUL, partial(_hand_over, session, new_values, anew, node))
 
 
 def _fits(restorer: Restorer, part: Part, ref: object, inner: Place) -> bool:
@@ -110,25 +110,27 @@ def _fits(restorer: Restorer, part: Part, ref: object, inner: Place) -> bool:
     return False
 
 
-def _compare_objects(restorer: Restorer, drawn: Drawn, node: Provided) -> None:
+def _compare_objects(restorer: Restorer, session: ProviderSession, node: Provided) -> None:
     """Small objects that are not on both sides, and constants that are not equal, are differences."""
-    names = {part.name for part in drawn.objects}
-    for one in drawn.objects:
+    names = {part.name for part in session.objects}
+    for one in session.objects:
         if one.name not in node.objects:
-            restorer.differ("missing", drawn.place_of(one).name, "an object", "nothing of that name")
+            restorer.differ("missing", session.place_of(one).name, "an object", "nothing of that name")
     for name in node.objects.keys() - names:
-        restorer.differ("unexpected", f"{drawn.place.name}.{name}", "nothing of that name", kind_of(node.objects[name]))
-    if not any(part.constant for part in drawn.objects):
-        drawn.close()
+        restorer.differ(
+            "unexpected", f"{session.place.name}.{name}", "nothing of that name", kind_of(node.objects[name])
+        )
+    if not any(part.constant for part in session.objects):
+        session.close()
         return
-    for part, value in drawn.values():
-        inner = drawn.place_of(part)
+    for part, value in session.values():
+        inner = session.place_of(part)
         if part.constant and part.name in node.objects:
-            own = drawn.checked(f"gives for '{part.name}' what cannot be stored", restorer.plain, value, inner)
+            own = session.checked(f"gives for '{part.name}' what cannot be stored", restorer.plain, value, inner)
             mine, stored = (objects.encode(one, inner.name) for one in (own, node.objects[part.name]))
             if mine != stored:
                 restorer.differ("kind", inner.name, *_apart(mine, stored))
-    drawn.end()
+    session.end()
 
 
 def _apart(mine: object, stored: object) -> tuple[str, str]:
@@ -142,19 +144,19 @@ def _apart(mine: object, stored: object) -> tuple[str, str]:
     )
 
 
-def _hand_over(drawn: Drawn, fresh: Fresh, anew: Mapping[str, TensorRef], node: Provided) -> None:
+def _hand_over(session: ProviderSession, new_values: NewValues, anew: Mapping[str, TensorRef], node: Provided) -> None:
     """The provider's own part of a load, with every byte in place."""
-    place = drawn.place
-    found = {name: fresh.build(ref, f"{place.name}.{name}") for name, ref in anew.items()}
-    for part in drawn.objects:
+    place = session.place
+    found = {name: new_values.build(ref, f"{place.name}.{name}") for name, ref in anew.items()}
+    for part in session.objects:
         if part.constant:
             continue  # the object has it
-        found[part.name] = fresh.build(node.objects[part.name], f"{place.name}.{part.name}")
+        found[part.name] = new_values.build(node.objects[part.name], f"{place.name}.{part.name}")
     try:
-        drawn.served.provider.restore(drawn.value, found)
+        session.served.provider.restore(session.value, found)
     except Exception as error:
         raise ProviderError(
-            f"cannot restore '{place.name}'", provider=drawn.served.title,
+            f"cannot restore '{place.name}'", provider=session.served.title,
             found=f"its restore() raised {type(error).__name__}: {error}",
             next="mend it; tensors in their own memory, and what comes before it in the state, are already restored",
         ) from error

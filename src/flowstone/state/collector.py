@@ -1,4 +1,4 @@
-"""The ledger: every tensor that a walk over the state came by, with its name and its memory.
+"""The collector: every tensor that a walk over the state came by, with its name and its memory.
 
 Tensors are entered as they are, and looked into all at once when the walk is over: a state has
 tens of thousands of them, and what a column costs is mostly the first look at each.
@@ -45,15 +45,15 @@ class Role(enum.IntEnum):
 _NO_TENSOR = torch.empty(0)  # stands where memory was entered without a tensor
 
 
-class Ledger:
+class Collector:
     """Collects entries in order. The same memory under a second name becomes an alias."""
 
-    def __init__(self, *, sealed: bool = False, whole: bool = False) -> None:
-        """A `sealed` one takes nothing: what is described then is written while bytes already move.
+    def __init__(self, *, objects_only: bool = False, whole: bool = False) -> None:
+        """One of `objects_only` takes no tensors: what is described then is written while bytes already move.
 
         whole  parts of tensors are refused: nobody else holds the rest
         """
-        self.sealed, self._whole = sealed, whole
+        self.objects_only, self._whole = objects_only, whole
         self.names: list[str] = []
         self.tensors: list[torch.Tensor] = []
         self._roles = bytearray()  # each a Role
@@ -67,7 +67,7 @@ class Ledger:
         self, place: Place, tensor: torch.Tensor, *, within: Shard | Range | None = None, role: Role = Role.OTHER
     ) -> None:
         """Enter a tensor under the place's name; `within`: what of a larger one it is. DTensors tell it."""
-        if self.sealed:
+        if self.objects_only:
             raise unsupported(place.name, tensor, "is a tensor, or as long as one", "describe it as a Part")
         if is_dtensor(tensor):
             self._enter_shards(place, shards_of(cast("DTensor", tensor), place.name), tensor, role)
@@ -105,7 +105,7 @@ class Ledger:
     ) -> None:
         """Enter tensors of one place, each under its own of the `names`, and reached by its own of the `keys`."""
         if names:
-            if self.sealed:
+            if self.objects_only:
                 self.enter(place.called(names[0], keys[0]), values[0])
             self._runs.append((len(self.names), place, keys))
             self.names.extend(names)

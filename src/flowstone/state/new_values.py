@@ -1,4 +1,4 @@
-"""Fresh values: built anew from a stored object, for what cannot be written in place."""
+"""New values: built anew from a stored object, for what cannot be written in place."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Placement = Callable[[StoredTensor], "torch.device | str"]
 
 
-class Fresh:
+class NewValues:
     """New memory for the tensors that one object refers to; the same name, or a tied one, twice is one tensor.
 
     First `want` every node, before any byte is read; then, with all bytes in place, `build` them.

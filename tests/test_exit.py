@@ -136,8 +136,8 @@ def test_an_uncaught_exception_still_saves_what_was_captured(store: Path, script
     assert fs.open(store).verify().step == 1
 
 
-# A save that captures at leisure, of which there is no end until somebody hurries.
-_LEISURE = """
+# A save that captures within an overlap budget without end, until something expedites it.
+_OVERLAP = """
 import atexit, sys, torch, flowstone as fs
 from flowstone.store.base import Pace
 from flowstone.saving import Captures
@@ -154,14 +154,16 @@ def train(path):
 """
 
 
-def test_the_end_of_a_script_ends_all_leisure(store: Path, script: Script) -> None:
-    assert finished(script(_LEISURE + "checkpointer = train(sys.argv[1])\n", store)) == (0, "False\n", "")
+def test_the_end_of_a_script_ends_the_overlap_budget(store: Path, script: Script) -> None:
+    assert finished(script(_OVERLAP + "checkpointer = train(sys.argv[1])\n", store)) == (0, "False\n", "")
     assert fs.open(store).verify().step == 1
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_the_end_of_a_process_of_multiprocessing_ends_all_leisure(store: Path, script: Script, method: str) -> None:
-    text = _LEISURE + (
+def test_the_end_of_a_process_of_multiprocessing_ends_the_overlap_budget(
+    store: Path, script: Script, method: str
+) -> None:
+    text = _OVERLAP + (
         "import multiprocessing\n"
         "if __name__ == '__main__':\n"
         f"    child = multiprocessing.get_context('{method}').Process(target=train, args=(sys.argv[1],))\n"
@@ -174,7 +176,7 @@ def test_the_end_of_a_process_of_multiprocessing_ends_all_leisure(store: Path, s
 
 
 def test_a_save_that_comes_after_the_end_is_refused(store: Path, script: Script) -> None:
-    text = _LEISURE + (
+    text = _OVERLAP + (
         "checkpointer = train(sys.argv[1])\n"
         "def late():\n"
         "    try:\n        checkpointer.save(2, state)\n"

@@ -33,7 +33,7 @@ from flowstone.rank_group import RankGroup, error_for_others
 from flowstone.reader import Checkpoint
 from flowstone.rules import Rule
 from flowstone.saves import Save
-from flowstone.saving import Captures, Flight, Looked, Planned
+from flowstone.saving import CachedPlan, Captures, Looked, SaveRun
 from flowstone.stage.arena import default_budget_bytes, open_write_arena
 from flowstone.stage.fence import Fence
 from flowstone.stage.streams import as_on_this_thread
@@ -47,7 +47,7 @@ from flowstone.unplanned import Unplanned
 from flowstone.writer_lock import as_writer, caller
 
 _log = logging.getLogger("flowstone")
-Begin: TypeAlias = Callable[[Planned, Described], Flight]
+Begin: TypeAlias = Callable[[CachedPlan, Described], SaveRun]
 
 
 class Checkpointer:
@@ -107,7 +107,7 @@ class Checkpointer:
         self._reserver = ThreadPoolExecutor(1, thread_name_prefix="flowstone-reserve", initializer=background)
         self._fence = Fence(self._before_step)
         self._arena: _native.Arena | None = None
-        self._planned: Planned | None = None  # for the last save; either thread replaces it, and nothing depends on it
+        self._cached_plan: CachedPlan | None = None  # of the last save; any thread may replace it
         self._frozen = Frozen(saving.first_samples)
         self._emit = Teller(on_event, self._store.location)
         self._store_writer = StoreWriter(self._store, keep, self._emit.removed, self._emit.left)
@@ -119,7 +119,7 @@ class Checkpointer:
         self._handover = Handover(
             self._store, self._turn, self._in_flight, self._captures, self._emit, self._watcher
         )
-        self._unsound: str | None = None  # why the state must not be saved
+        self._corrupt: str | None = None  # why the state must not be saved
         self._superseded_above: int | None = None
         self._last_written: object = None  # the Future of the last save that the writer's thread has come to
         self._pid = os.getpid()
@@ -202,21 +202,21 @@ class Checkpointer:
         ready = loading.agree(self._store, self._options, self._group, step, state, rules=rules, stage=stage)
         # Before the first byte can change: whatever ends this load, only one that succeeds takes it back. Unless it is
         # certain that none has changed, on this rank and on all others.
-        sound_before, self._unsound = self._unsound, f"the load of step {step} did not finish"
+        corrupt_before, self._corrupt = self._corrupt, f"the load of step {step} did not finish"
         self._frozen.forget()
         failure: Exception | None = None
         try:
             tell = loading.teller(step, ready.plan.bytes, self._emit)
             found = loading.read(ready, self._store, tell)
             if found.failed and not found.written and self._group.coordinator is None:
-                self._unsound = sound_before
+                self._corrupt = corrupt_before
             loading.finish(ready, found)
         except Exception as error:
             if ready.changed_nothing and self._group.coordinator is None:
-                self._unsound = sound_before
+                self._corrupt = corrupt_before
             failure = error
         self._group.confirm(f"the load of step {step}", failure)
-        self._unsound = None
+        self._corrupt = None
         report = loading.report(ready, found, time.monotonic() - started)
         self._emit(Loaded(step, report.bytes, report.seconds))
         return report
@@ -268,7 +268,7 @@ class Checkpointer:
         coordinator, step = self._group.coordinator, save.step
         this_try = "" if coordinator is None else coordinator.begin_try(step)  # before anything can fail
         self._group.comes_to(step)
-        self._check_sound()
+        self._check_not_corrupt()
         with self._group.pressing():  # the caller trains: no save is worth that it stands for those who never call
             self._in_flight.settle(leave=self._saves_in_flight - 1)
         waited = time.monotonic()
@@ -282,7 +282,7 @@ class Checkpointer:
         this_try: str,
     ) -> Save:
         """Describe the state and start its capture. `waited`: when what had to be waited for was over."""
-        coordinator, rank, known = self._group.coordinator, self._group.rank, self._planned
+        coordinator, rank, known = self._group.coordinator, self._group.rank, self._cached_plan
         may_begin = known is not None and (coordinator is None or coordinator.assignment(known.layout) is not None)
         may_begin &= not self._captures.wait_for_plan()
         layout = known.layout if known is not None and may_begin else None
@@ -296,39 +296,39 @@ class Checkpointer:
         self._fence.tell(described.unguarded)
         described_at = time.monotonic()
 
-        def tell(planned: Planned) -> None:
-            plan, now = planned.plan, time.monotonic()
+        def tell(cached: CachedPlan) -> None:
+            plan, now = cached.plan, time.monotonic()
             spent = described_at - waited, now - described_at, waited - started
-            self._emit(SaveStarted(save.step, len(plan.pieces), plan.bytes, planned is known, *spent))
+            self._emit(SaveStarted(save.step, len(plan.pieces), plan.bytes, cached is known, *spent))
 
-        def begin(planned: Planned, described: Described) -> Flight:
-            return self._start(save, planned, described, started, this_try, looked)
+        def begin(cached: CachedPlan, described: Described) -> SaveRun:
+            return self._start(save, cached, described, started, this_try, looked)
 
         assignment = coordinator.assignment(described.layout) if coordinator is not None and may_begin else None
         looked = None if coordinator is None else saving.look(save.step, described, assignment)
         if looked is not None and assignment is None:
             self._save_once_planned(save, described, looked, fence, tell, begin, started)
             return save
-        self._planned = planned = saving.plan_save(described, known, fence=fence, rank=rank, assignment=assignment)
-        tell(planned)
+        self._cached_plan = cached = saving.plan_save(described, known, fence=fence, rank=rank, assignment=assignment)
+        tell(cached)
         self._handover.start(
-            described, lambda: begin(planned, described), lambda flight: self._writer.submit(self._finish, flight)
+            described, lambda: begin(cached, described), lambda run: self._writer.submit(self._finish, run)
         )
         return save
 
     def _start(
-        self, save: Save, planned: Planned, described: Described, started: float, this_try: str, looked: Looked | None
-    ) -> Flight:
-        arena, pace = self._opened_arena(), self._captures.pace(planned.plan, self._store.settings("write").tuning)
-        if planned.waiter == "optimizers" and planned.plan.lazy_bytes:
+        self, save: Save, cached: CachedPlan, described: Described, started: float, this_try: str, looked: Looked | None
+    ) -> SaveRun:
+        arena, pace = self._opened_arena(), self._captures.pace(cached.plan, self._store.settings("write").tuning)
+        if cached.waiter == "optimizers" and cached.plan.lazy_bytes:
             self._fence.guard(described.optimizers)
         identity = None if self._group.coordinator is None else self._group.coordinator.draft_name(this_try)
         spare, aside = self._captures.spare_bytes(arena), partial(threads.hand_over, self._reserver)
-        return saving.start(self._store, save, planned, described, arena, pace, started, spare, aside, identity, looked)
+        return saving.start(self._store, save, cached, described, arena, pace, started, spare, aside, identity, looked)
 
     def _save_once_planned(
         self, save: Save, described: Described, looked: Looked, fence: Literal["auto", "manual"],
-        tell: Callable[[Planned], None], begin: Begin, started: float,
+        tell: Callable[[CachedPlan], None], begin: Begin, started: float,
     ) -> None:
         """The first save of a layout by several ranks: it begins once they have agreed who writes what.
 
@@ -340,11 +340,11 @@ class Checkpointer:
         unplanned = saving.unplanned(save, described, looked.samples, started, fence=fence)
         save.captured.hurry, save.committed.hurry = partial(self._captures.snapshot, arena), self._captures.hurry
 
-        def begin_later(planned: Planned) -> Flight:
-            tell(planned)
+        def begin_later(cached: CachedPlan) -> SaveRun:
+            tell(cached)
             with streams():
                 held = unplanned.take()
-                return saving.encoded(begin(planned, held), held, self._store)
+                return saving.encoded(begin(cached, held), held, self._store)
 
         def enlist() -> None:
             if unplanned.is_copied:
@@ -357,16 +357,18 @@ class Checkpointer:
 
     def _begin_and_finish(
         self, unplanned: Unplanned, described: Described, fence: Literal["auto", "manual"],
-        begin: Callable[[Planned], Flight],
+        begin: Callable[[CachedPlan], SaveRun],
     ) -> None:
         """On the writer thread: all of a save whose plan the ranks have yet to agree on."""
         assert self._group.coordinator is not None
         save = unplanned.save
         self._last_written = save.committed
         try:
-            self._planned = planned = saving.plan_together(save.step, described, self._group.coordinator, fence=fence)
+            self._cached_plan = cached = saving.plan_together(
+                save.step, described, self._group.coordinator, fence=fence
+            )
             try:
-                flight = begin(planned)
+                run = begin(cached)
             except Exception as error:
                 self._group.coordinator.give_up(save.step, error)
                 raise
@@ -374,31 +376,31 @@ class Checkpointer:
             unplanned.let_go()
             self._end_badly(save, error)
             return
-        flight.blocked_s = unplanned.blocked_s
-        flight.handed_on.open()
-        flight.writing.hurry()
-        self._handover.watch(flight)
+        run.blocked_s = unplanned.blocked_s
+        run.handed_on.open()
+        run.writing.hurry()
+        self._handover.watch(run)
         unplanned.let_go()
-        self._finish(flight, shared=True)
+        self._finish(run, shared=True)
 
-    def _finish(self, flight: Flight, *, shared: bool = False) -> None:
+    def _finish(self, run: SaveRun, *, shared: bool = False) -> None:
         """The background half of a save, on the writer thread: its outcome is the future's, whatever it is.
 
         shared  the ranks have agreed on its plan
         """
-        if not self._handover.is_handed_on(flight):
+        if not self._handover.is_handed_on(run):
             return
-        save, plan = flight.save, flight.plan
+        save, plan = run.save, run.plan
         self._last_written = save.committed
         try:
             coordinator, emit = self._group.coordinator, self._emit
             store_id = self._store_writer.store_id or ""  # which rank 0 knows
-            manifest = saving.commit(flight, self._store, store_id, coordinator, shared=shared, emit=emit)
+            manifest = saving.commit(run, self._store, store_id, coordinator, shared=shared, emit=emit)
         except BaseException as error:
             save.captured.await_end()  # by the watcher
             self._end_badly(save, error)
             return
-        self._emit(Committed(save.step, plan.file_bytes, time.monotonic() - flight.started))
+        self._emit(Committed(save.step, plan.file_bytes, time.monotonic() - run.started))
         save.committed.set_result(Checkpoint(self._store, step_directory(save.step), self._options, manifest))
         # A larger arena shortens what a save waits for. Touching fresh pages is slower than a device, so no save waits.
         self._captures.grow(self._opened_arena(), plan.file_bytes - plan.lazy_bytes)
@@ -580,9 +582,9 @@ class Checkpointer:
     def _check_open(self) -> None:
         calls.check_open(self._store.location, closed=self._closed, pid=self._pid)
 
-    def _check_sound(self) -> None:
-        if self._unsound is not None:
+    def _check_not_corrupt(self) -> None:
+        if self._corrupt is not None:
             raise DamagedError(
-                f"the state must not be saved: {self._unsound}, and part of the state has changed",
+                f"the state must not be saved: {self._corrupt}, and part of the state has changed",
                 next="load a checkpoint with success first",
             )

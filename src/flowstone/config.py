@@ -49,7 +49,7 @@ READ_REQUEST_BYTES = 8 * MIB + 2 * BLOCK_BYTES  # eight whole chunks at any phas
 WORKERS_DEFAULT = max(1, min(2, len(os.sched_getaffinity(0)) - 1))
 
 # Lazy capture aims to be done when this much of the time from `save` to the fence has passed.
-CAPTURE_SHARE_OF_LEISURE = 0.8
+CAPTURE_SHARE_OF_OVERLAP = 0.8
 FENCE_WAIT_S = 0.005  # a longer wait makes the arena grow
 SNAPSHOT_PART_BYTES = 16 * MIB  # that a fence copies before it asks whether it still has to
 COPY_BYTES_PER_S = 4e9  # into touched memory, by two cores that train meanwhile; sizes that growth

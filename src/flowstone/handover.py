@@ -17,7 +17,7 @@ from flowstone import saving
 from flowstone.errors import CancelledError, ClosedError
 from flowstone.events import Event
 from flowstone.in_flight import InFlight
-from flowstone.saving import Captures, Flight
+from flowstone.saving import Captures, SaveRun
 from flowstone.stage.streams import as_on_this_thread
 from flowstone.state import Described
 from flowstone.store.base import Store
@@ -40,22 +40,22 @@ class Handover:
         self._emit, self._watcher = emit, watcher
 
     def start(
-        self, described: Described, begin: Callable[[], Flight], finish: Callable[[Flight], object]
+        self, described: Described, begin: Callable[[], SaveRun], finish: Callable[[SaveRun], object]
     ) -> None:
         """Start a save, which is handed on when this returns; what ends it early leaves nothing of it.
 
         begin   starts the capture of what is `described`; where nothing interrupts it
         finish  gives it to the thread that finishes saves, and there to `is_handed_on`; likewise
         """
-        begun: list[Flight] = []
+        begun: list[SaveRun] = []
         streams = as_on_this_thread(memory.device for memory in described.places.apart.values())
 
         def act() -> None:
             with streams():
-                flight = begin()
-            flight.call = self._turn.calls
-            begun.append(flight)
-            self._enlist(flight, finish)
+                run = begin()
+            run.call = self._turn.calls
+            begun.append(run)
+            self._enlist(run, finish)
 
         try:
             self._turn.uninterrupted(act)
@@ -70,54 +70,54 @@ class Handover:
                 self._turn.uninterrupted(partial(self._give_up, begun[0]))
             raise
 
-    def _enlist(self, flight: Flight, finish: Callable[[Flight], object]) -> None:
+    def _enlist(self, run: SaveRun, finish: Callable[[SaveRun], object]) -> None:
         # All that are under way: the writer's thread takes them in order, so that one waits for those before it.
-        flight.save.captured.hurry = flight.save.committed.hurry = self._captures.hurry
+        run.save.captured.hurry = run.save.committed.hurry = self._captures.hurry
         try:
-            if flight.outlasts_save:
-                self._captures.add(flight)
-                self._watcher.submit(self.watch, flight)
-            finish(flight)
+            if run.outlasts_save:
+                self._captures.add(run)
+                self._watcher.submit(self.watch, run)
+            finish(run)
         except RuntimeError as error:
             raise ClosedError(
-                f"cannot save step {flight.save.step}: Python is ending", reason=str(error),
+                f"cannot save step {run.save.step}: Python is ending", reason=str(error),
                 next="save before the script ends, not in an exit handler",
             ) from error
-        self._in_flight.add(flight.save)
+        self._in_flight.add(run.save)
 
-    def is_handed_on(self, flight: Flight) -> bool:
+    def is_handed_on(self, run: SaveRun) -> bool:
         """Wait for its caller's part. No, if it was given up. On the thread that finishes saves."""
-        while not flight.handed_on.wait(_LOOK_S):
-            if not self._turn.is_in(flight.call):
-                self._give_up(flight)
-        return not flight.given_up
+        while not run.handed_on.wait(_LOOK_S):
+            if not self._turn.is_in(run.call):
+                self._give_up(run)
+        return not run.given_up
 
-    def watch(self, flight: Flight) -> None:
+    def watch(self, run: SaveRun) -> None:
         """On the watcher's thread: tell when the last lazy byte is captured."""
         try:
-            flight.writing.wait_captured()
+            run.writing.wait_captured()
         finally:
-            flight.handed_on.wait()
-            if not flight.given_up:
-                self._tell_captured(flight)
+            run.handed_on.wait()
+            if not run.given_up:
+                self._tell_captured(run)
 
-    def _tell_captured(self, flight: Flight) -> None:
+    def _tell_captured(self, run: SaveRun) -> None:
         try:
-            self._emit(flight.captured())
+            self._emit(run.captured())
         finally:  # whatever happens, somebody may be waiting
-            flight.save.captured.tell()
+            run.save.captured.tell()
 
-    def _give_up(self, flight: Flight) -> None:
+    def _give_up(self, run: SaveRun) -> None:
         """Unless it was handed on: end it, leave neither a draft nor a descriptor, and let nobody wait for it."""
-        if flight.handed_on.is_open:
+        if run.handed_on.is_open:
             return
-        flight.given_up = True
+        run.given_up = True
         try:
-            saving.give_up(flight, self._store)
+            saving.give_up(run, self._store)
         finally:
-            flight.let_sources_go()
-            flight.save.captured.tell()
-            flight.save.committed.reported = True  # by what ends the call
-            flight.save.committed.set_exception(CancelledError("save() was interrupted", next="save again"))
-            self._in_flight.forget(flight.save)
-            flight.handed_on.open()
+            run.let_sources_go()
+            run.save.captured.tell()
+            run.save.committed.reported = True  # by what ends the call
+            run.save.committed.set_exception(CancelledError("save() was interrupted", next="save again"))
+            self._in_flight.forget(run.save)
+            run.handed_on.open()

@@ -27,7 +27,7 @@ class InFlight:
         self, store: Store, hurry: Callable[[], None], *, on_error: Literal["raise", "continue"],
         max_unsaved_steps: int | None,
     ) -> None:
-        """`hurry` ends the leisure of captures that somebody waits for."""
+        """`hurry` ends the overlap budget of captures that something waits for."""
         self._store, self._hurry = store, hurry
         self._on_error, self._max_unsaved_steps = on_error, max_unsaved_steps
         self._saves: deque[Save] = deque()

@@ -212,7 +212,7 @@ class SaveCoordinator:
                 self._count_on(step, int(str(error.facts["tries"])))
             if self._rank_zero is not None:  # ranks that have given up do not know that they may remove theirs
                 segments = [row.name for one in written for row in one.segments]
-                publish.withdraw(store, draft, (INDEX_NAME, OBJECTS_NAME, MANIFEST_NAME, *segments))
+                publish.remove_own(store, draft, (INDEX_NAME, OBJECTS_NAME, MANIFEST_NAME, *segments))
             raise
         return decode_manifest(outcome.manifest, path=f"{store.location}/{draft.directory}")
 

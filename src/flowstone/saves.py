@@ -114,7 +114,7 @@ class ReportedFuture(HurriedFuture[_Result], Generic[_Result]):
 class Save:
     """One save.
 
-    Waiting for one of them by `result` or `exception` ends all leisure of the capture, of this save and of
+    Waiting for one of them by `result` or `exception` ends the overlap budget of the capture, of this save and of
     those before it. In a callback of either, and in `on_event`, they raise BusyError where they would have to wait:
     saves are finished one after the other, on the thread that such a call is on.
 

@@ -21,7 +21,7 @@ from flowstone.changed import state_changed
 from flowstone.commit import publish
 from flowstone.commit.contents import encode_sections, join_objects
 from flowstone.config import (
-    CAPTURE_SHARE_OF_LEISURE,
+    CAPTURE_SHARE_OF_OVERLAP,
     CHUNK_BYTES,
     DRAFT_TRIES,
     FIRST_ARENA_BYTES,
@@ -52,7 +52,7 @@ Reserver: TypeAlias = Callable[[Callable[[], None]], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Planned:
+class CachedPlan:
     """A layout with the plan that was made for it; kept for the next save."""
 
     layout: Layout
@@ -97,7 +97,7 @@ class Looked:
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class SaveRun:
     """A save under way.
 
     arena_bytes  what would hold all of it
@@ -176,28 +176,29 @@ class Flight:
 
 
 class Captures:
-    """Captures that go on beside training. Their leisure, from `save` on, ends with the fence."""
+    """Captures that go on beside training. The time in which they may overlap it, from `save` on, ends with the fence.
+    """
 
     def __init__(self, cap: int | None) -> None:
         """`cap` is what saves may write, in bytes per second; None for what the device gives."""
         self._cap = cap
-        self._flights: list[Flight] = []  # replaced, never changed: `hurry` may come from any thread
+        self._runs: list[SaveRun] = []  # replaced, never changed: `hurry` may come from any thread
         self._to_come: list[Unplanned] = []  # that begin in the background, once it is known what they write
-        self._left_alone: float | None = None  # since when the last save leaves training alone
-        self._leisures_s: tuple[float, ...] = ()  # the last four; replaced, as another thread may look
+        self._overlap_since: float | None = None  # since when the last save leaves training alone
+        self._overlaps_s: tuple[float, ...] = ()  # the last four; replaced, as another thread may look
         self.arena_bytes = 0  # that would hold all of the last save
         self._pid = os.getpid()
 
-    def add(self, flight: Flight) -> None:
-        self._flights = [*(other for other in self._flights if not other.save.captured.done()), flight]
+    def add(self, run: SaveRun) -> None:
+        self._runs = [*(other for other in self._runs if not other.save.captured.done()), run]
 
-    def leave_alone(self, flight: Flight) -> None:
+    def leave_alone(self, run: SaveRun) -> None:
         """Its caller goes on with training."""
-        self._left_alone = time.monotonic()
-        self.arena_bytes = flight.arena_bytes
+        self._overlap_since = time.monotonic()
+        self.arena_bytes = run.arena_bytes
 
     def expect(self, one: Unplanned) -> None:
-        """A save begins in the background; `add` does not follow, and its capture knows no leisure."""
+        """A save begins in the background; `add` does not follow, and its capture has no overlap budget."""
         self._to_come = [*(other for other in self._to_come if not other.is_over), one]
 
     def wait_for_plan(self) -> bool:
@@ -227,37 +228,37 @@ class Captures:
         It comes when it has come lately, at the soonest. As long as nobody knows when, only memory is kept free.
         """
         blocks = tuning.queue_depth + tuning.workers
-        leisure_s = CAPTURE_SHARE_OF_LEISURE * min(self._leisures_s, default=0.0)
-        return Pace(blocks, int(plan.bytes / leisure_s) + 1 if leisure_s else None, self._cap)
+        overlap_s = CAPTURE_SHARE_OF_OVERLAP * min(self._overlaps_s, default=0.0)
+        return Pace(blocks, int(plan.bytes / overlap_s) + 1 if overlap_s else None, self._cap)
 
     def hurry(self) -> None:
         """Somebody waits for what is not captured yet. Any thread."""
         if os.getpid() != self._pid:
             return  # a fork's copies of native objects have no threads behind them
-        for flight in self._flights:
-            flight.writing.hurry()
+        for run in self._runs:
+            run.writing.hurry()
 
     def fence(self) -> Fenced | None:
         """Wait until the state may change; None when it might."""
         started = time.monotonic()
-        if self._left_alone is not None:
-            self._leisures_s = (*self._leisures_s, started - self._left_alone)[-4:]
-            self._left_alone = None
-        self._flights = waiting = [flight for flight in self._flights if not flight.save.captured.done()]
+        if self._overlap_since is not None:
+            self._overlaps_s = (*self._overlaps_s, started - self._overlap_since)[-4:]
+            self._overlap_since = None
+        self._runs = waiting = [run for run in self._runs if not run.save.captured.done()]
         to_come = [one.save for one in self._to_come if not one.save.captured.done()]
-        for flight in waiting:
-            flight.release_sources()
+        for run in waiting:
+            run.release_sources()
         for save in to_come:
             save.captured.result()  # which snapshots what it can
-        self._flights = []
-        steps = [*(flight.save.step for flight in waiting), *(save.step for save in to_come)]
+        self._runs = []
+        steps = [*(run.save.step for run in waiting), *(save.step for save in to_come)]
         return Fenced(max(steps), time.monotonic() - started) if steps else None
 
 
 def plan_save(
-    described: Described, known: Planned | None, *, fence: Literal["auto", "manual"], rank: int,
+    described: Described, known: CachedPlan | None, *, fence: Literal["auto", "manual"], rank: int,
     assignment: Assignment | None = None,
-) -> Planned:
+) -> CachedPlan:
     """The plan for what is `described`: the `known` one itself when nothing differs that it depends on."""
     waiter, layout = _waiter(described, fence), described.layout
     if known is not None and known.layout is layout and known.waiter == waiter:
@@ -273,12 +274,12 @@ def plan_save(
         late = [lazy[at] for at in mine] if lazy else ()
         pieces = layout.pieces.take(mine, assignment.blocks)
         plan = plan_writes(pieces, lazy=late, rank=rank, alone=False)
-    return Planned(layout, waiter, plan, assignment)
+    return CachedPlan(layout, waiter, plan, assignment)
 
 
 def plan_together(
     step: int, described: Described, coordinator: SaveCoordinator, *, fence: Literal["auto", "manual"]
-) -> Planned:
+) -> CachedPlan:
     """The plan for a layout that is new, once all ranks have agreed on who writes what. Blocks."""
     is_far = any(memory.device != "cpu" for memory in described.places.apart.values())
     assignment = coordinator.assign(step, described.layout, is_far=is_far)
@@ -337,9 +338,9 @@ def _lazy(described: Described, waiter: Waiter) -> Sequence[bool]:
 
 
 def start(
-    store: Store, save: Save, planned: Planned, described: Described, arena: _native.Arena, pace: Pace, started: float,
-    spare_bytes: int, reserver: Reserver, identity: str | None = None, looked: Looked | None = None,
-) -> Flight:
+    store: Store, save: Save, cached: CachedPlan, described: Described, arena: _native.Arena, pace: Pace,
+    started: float, spare_bytes: int, reserver: Reserver, identity: str | None = None, looked: Looked | None = None,
+) -> SaveRun:
     """Start the capture of a save; `encode` is to follow. What fails leaves no draft. To be called uninterrupted.
 
     spare_bytes  that the arena may come to
@@ -347,53 +348,53 @@ def start(
     identity  of the checkpoint to be, where several ranks make it
     looked    in such a job: what this rank has seen of what it will compare
     """
-    plan, places, late = planned.plan, planned.places(described), planned.late()
+    plan, places, late = cached.plan, cached.places(described), cached.late()
     described.counters.begin(late)
-    check = CounterCheck(described.counters, planned.layout, late, _lazy(described, planned.waiter))
-    is_aside = _reserves_aside(store, planned)
+    check = CounterCheck(described.counters, cached.layout, late, _lazy(described, cached.waiter))
+    is_aside = _reserves_aside(store, cached)
     draft = publish.begin(store, save.step, identity)
     try:
         staged = _capture_into(
-            store, draft, planned, places, arena, pace, tries=1 if identity is None else DRAFT_TRIES,
+            store, draft, cached, places, arena, pace, tries=1 if identity is None else DRAFT_TRIES,
             reserved=not is_aside,
         )
     except BaseException as error:
         if identity is None:
             publish.discard(store, draft)
         elif getattr(error, "errno", 0) != errno.EEXIST:  # a file that is there is not ours
-            publish.withdraw(store, draft, [segment.name for segment in plan.segments])
+            publish.remove_own(store, draft, [segment.name for segment in plan.segments])
         raise
     arena_bytes = _arena_bytes(plan, staged, arena)
-    flight = Flight(save, draft, staged, plan, arena_bytes, check, started, planned.assignment, looked)
+    run = SaveRun(save, draft, staged, plan, arena_bytes, check, started, cached.assignment, looked)
     try:
         arena.grow(min(arena_bytes, FIRST_ARENA_BYTES, spare_bytes))
         if is_aside:
             reserver(staged.writing.reserve)
     except BaseException:
-        give_up(flight, store)
+        give_up(run, store)
         raise
-    return flight
+    return run
 
 
-def _reserves_aside(store: Store, planned: Planned) -> bool:
+def _reserves_aside(store: Store, cached: CachedPlan) -> bool:
     """Whether the segments are reserved beside the caller, who is not to wait for a file system that is busy.
 
     Where he waits for everything else, or plans, he waits for that, too. And a disk that has no room for all of it
     refuses the save here, where its caller looks first.
     """
-    plan = planned.plan
-    return plan.lazy_bytes > 0 and planned.headers.are_known and store.free_bytes() >= plan.file_bytes
+    plan = cached.plan
+    return plan.lazy_bytes > 0 and cached.headers.are_known and store.free_bytes() >= plan.file_bytes
 
 
 def _capture_into(
-    store: Store, draft: publish.Draft, planned: Planned, places: Places, arena: _native.Arena, pace: Pace, *,
+    store: Store, draft: publish.Draft, cached: CachedPlan, places: Places, arena: _native.Arena, pace: Pace, *,
     tries: int, reserved: bool,
 ) -> Staged:
     """Start the capture. A rank that gives up may remove the empty directory that others are about to write into."""
     while True:
         try:
             return start_capture(
-                store, draft.directory, planned.plan, places, arena, pace, planned.headers, seed=draft.step,
+                store, draft.directory, cached.plan, places, arena, pace, cached.headers, seed=draft.step,
                 reserved=reserved,
             )
         except StorageError as error:
@@ -410,57 +411,57 @@ def _arena_bytes(plan: WritePlan, staged: Staged, arena: _native.Arena) -> int:
     return plan.file_bytes * arena.block_bytes // (arena.block_bytes - CHUNK_BYTES)
 
 
-def encode(flight: Flight, described: Described) -> None:
+def encode(run: SaveRun, described: Described) -> None:
     """What is no tensor, encoded while bytes move; returns once what is not lazy may change."""
-    writing, objects = flight.writing, described.objects
-    flight.sections = Sections(encode_sections(objects), encode_sections(described.per_rank), objects)
-    if flight.outlasts_save:
+    writing, objects = run.writing, described.objects
+    run.sections = Sections(encode_sections(objects), encode_sections(described.per_rank), objects)
+    if run.outlasts_save:
         writing.wait_early()
     else:
         writing.wait_captured()
-    for stream in flight.staged.streams:
+    for stream in run.staged.streams:
         stream.block_current()
-    flight.blocked_s = time.monotonic() - flight.started
+    run.blocked_s = time.monotonic() - run.started
 
 
-def encoded(flight: Flight, described: Described, store: Store) -> Flight:
+def encoded(run: SaveRun, described: Described, store: Store) -> SaveRun:
     """The same on a thread that nobody interrupts; it leaves nothing where that fails."""
     try:
-        encode(flight, described)
+        encode(run, described)
     except BaseException:
-        give_up(flight, store)
+        give_up(run, store)
         raise
-    return flight
+    return run
 
 
-def give_up(flight: Flight, store: Store) -> None:
+def give_up(run: SaveRun, store: Store) -> None:
     """End a save that was started and cannot be finished."""
-    flight.writing.cancel()
-    flight.writing.receipt()
-    if flight.assignment is None:
-        publish.discard(store, flight.draft)
+    run.writing.cancel()
+    run.writing.receipt()
+    if run.assignment is None:
+        publish.discard(store, run.draft)
     else:
-        publish.withdraw(store, flight.draft, [segment.name for segment in flight.plan.segments])
+        publish.remove_own(store, run.draft, [segment.name for segment in run.plan.segments])
 
 
-def receipt_of(flight: Flight) -> Receipt:
+def receipt_of(run: SaveRun) -> Receipt:
     """Blocks until the segments are durable. Raises what went wrong; StateChangedError with the tensors' names."""
-    receipt = flight.writing.receipt()
-    flight.save.captured.await_end()  # told before anything that follows from it
-    if flight.moved is not None and len(flight.moved) and not isinstance(receipt.error, StorageError):
-        raise _gone(flight, flight.moved)
-    counted = flight.check.changed()
+    receipt = run.writing.receipt()
+    run.save.captured.await_end()  # told before anything that follows from it
+    if run.moved is not None and len(run.moved) and not isinstance(receipt.error, StorageError):
+        raise _gone(run, run.moved)
+    counted = run.check.changed()
     if isinstance(receipt.error, StateChangedError):
-        raise _with_names(receipt.error, flight, counted)
+        raise _with_names(receipt.error, run, counted)
     if receipt.error is not None:
         raise receipt.error
     if counted:
-        raise state_changed(counted, path=flight.draft.directory)
+        raise state_changed(counted, path=run.draft.directory)
     return receipt
 
 
 def commit(
-    flight: Flight, store: Store, store_id: str, coordinator: SaveCoordinator | None, *, shared: bool,
+    run: SaveRun, store: Store, store_id: str, coordinator: SaveCoordinator | None, *, shared: bool,
     emit: Callable[[Event], None],
 ) -> Manifest:
     """Wait until the segments are durable, then publish. So is the checkpoint when this returns.
@@ -470,65 +471,65 @@ def commit(
     """
     if coordinator is None:
         try:
-            receipt = receipt_of(flight)
-            emit(flight.written(receipt))
-            return _publish(flight, receipt, store, store_id)
+            receipt = receipt_of(run)
+            emit(run.written(receipt))
+            return _publish(run, receipt, store, store_id)
         except BaseException:
-            publish.discard(store, flight.draft)
+            publish.discard(store, run.draft)
             raise
-    assignment, step = flight.assignment, flight.save.step
+    assignment, step = run.assignment, run.save.step
     assert assignment is not None
     if not shared:
         try:
             assignment = coordinator.assign(step, assignment.layout, begun=assignment)
         except Exception:
-            give_up(flight, store)  # also where it is undecided: nobody commits what was not shared out
+            give_up(run, store)  # also where it is undecided: nobody commits what was not shared out
             raise
     made: Contribution | Exception
     try:
-        receipt = receipt_of(flight)
-        emit(flight.written(receipt))
-        made = contribution(flight, receipt)
+        receipt = receipt_of(run)
+        emit(run.written(receipt))
+        made = contribution(run, receipt)
         if assignment.buffers:
             emit(BuffersFromOneRank(step, assignment.buffers))
     except Exception as error:
         made = error
     try:
-        return coordinator.commit(step, made, assignment, store, flight.draft, store_id)
+        return coordinator.commit(step, made, assignment, store, run.draft, store_id)
     except Exception as error:
         if not (isinstance(error, RankError) and error.undecided):
-            publish.withdraw(store, flight.draft, [segment.name for segment in flight.plan.segments])
+            publish.remove_own(store, run.draft, [segment.name for segment in run.plan.segments])
         raise
 
 
-def _publish(flight: Flight, receipt: Receipt, store: Store, store_id: str) -> Manifest:
-    plan, sections = flight.plan, flight.text
+def _publish(run: SaveRun, receipt: Receipt, store: Store, store_id: str) -> Manifest:
+    plan, sections = run.plan, run.text
     return publish.publish(
-        store, flight.draft, store_id=store_id, segments=_segments(flight),
-        index=index_file(plan, flight.staged.offsets, receipt.digests), totals=plan.frame.totals,
+        store, run.draft, store_id=store_id, segments=_segments(run),
+        index=index_file(plan, run.staged.offsets, receipt.digests), totals=plan.frame.totals,
         objects=join_objects(sections.replicated, {name: [text] for name, text in sections.per_rank.items()}),
         receipt=receipt, writer=f"flowstone {__version__}", ranks=1,
     )
 
 
-def contribution(flight: Flight, receipt: Receipt) -> Contribution:
+def contribution(run: SaveRun, receipt: Receipt) -> Contribution:
     """What this rank has to commit, of a save whose segments are durable."""
     return Contribution(
-        _segments(flight), flight.plan.segment, flight.staged.offsets, receipt, flight.text.replicated,
-        flight.text.per_rank, flight.text.objects, None if flight.looked is None else flight.looked.at(),
+        _segments(run), run.plan.segment, run.staged.offsets, receipt, run.text.replicated,
+        run.text.per_rank, run.text.objects, None if run.looked is None else run.looked.at(),
     )
 
 
-def _segments(flight: Flight) -> list[SegmentRow]:
+def _segments(run: SaveRun) -> list[SegmentRow]:
     return [
         SegmentRow(at, None, file.name, file.bytes, file.header_bytes, header)
-        for at, (file, header) in enumerate(zip(flight.plan.segments, flight.staged.headers, strict=True))
+        for at, (file, header) in enumerate(zip(run.plan.segments, run.staged.headers, strict=True))
     ]
 
 
-def _with_names(error: StateChangedError, flight: Flight, counted: tuple[str, ...]) -> StateChangedError:
+def _with_names(error: StateChangedError, run: SaveRun, counted: tuple[str, ...]) -> StateChangedError:
     """The error with the tensors whose bytes had changed, or were gone; and of those that `counted` a change."""
-    plan, offsets = flight.plan, flight.staged.offsets
+    plan, offsets = run.plan, run.staged.offsets
     hit = (offsets < error.offset + error.length) & (offsets + plan.length > error.offset)
     inside = [number for number, segment in enumerate(plan.segments) if error.path.endswith(f"/{segment.name}")]
     names = [plan.pieces.names[at] for at in np.flatnonzero(hit & np.isin(plan.segment, inside)).tolist()]
@@ -536,10 +537,10 @@ def _with_names(error: StateChangedError, flight: Flight, counted: tuple[str, ..
     return state_changed(told, path=error.path, offset=error.offset, length=error.length, gone=error.gone)
 
 
-def _gone(flight: Flight, pieces: NDArray[np.int64]) -> StateChangedError:
+def _gone(run: SaveRun, pieces: NDArray[np.int64]) -> StateChangedError:
     """The memory of these pieces went away before all was captured."""
-    plan, first = flight.plan, int(pieces[0])
+    plan, first = run.plan, int(pieces[0])
     names = tuple(plan.pieces.names[at] for at in pieces.tolist())
-    path = f"{flight.draft.directory}/{plan.segments[int(plan.segment[first])].name}"
-    offset, length = int(flight.staged.offsets[first]), int(plan.length[first])
+    path = f"{run.draft.directory}/{plan.segments[int(plan.segment[first])].name}"
+    offset, length = int(run.staged.offsets[first]), int(plan.length[first])
     return state_changed(names, path=path, offset=offset, length=length, gone=True)

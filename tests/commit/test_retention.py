@@ -27,7 +27,7 @@ STEPS = st.sets(st.integers(0, 50)).map(sorted)
 
 @given(STEPS, st.integers(1, 5), st.none() | st.integers(1, 10))
 def test_retention_spares_the_newest_and_the_multiples(steps: list[int], last: int, every: int | None) -> None:
-    verdicts = retention.judge(steps, Keep(last=last, every=every))
+    verdicts = retention.decide(steps, Keep(last=last, every=every))
     kept = {verdict.step for verdict in verdicts if verdict.keep}
     expected = set(steps[-last:]) | {step for step in steps if every is not None and step % every == 0}
     assert kept == expected
@@ -37,7 +37,7 @@ def test_retention_spares_the_newest_and_the_multiples(steps: list[int], last: i
 
 @given(STEPS)
 def test_without_retention_everything_is_kept(steps: list[int]) -> None:
-    assert all(verdict.keep for verdict in retention.judge(steps, None))
+    assert all(verdict.keep for verdict in retention.decide(steps, None))
 
 
 @pytest.mark.parametrize(("last", "every"), [(0, None), (-1, None), (1, 0), (1, -5)])
@@ -50,7 +50,7 @@ def test_prune_takes_the_name_away_first_then_the_manifest(several: Path) -> Non
     store = Recording(several)
     store.lock("this job")
     told: list[tuple[str, object]] = []
-    verdicts = retention.judge((1, 2, 3, 4), Keep(last=3))
+    verdicts = retention.decide((1, 2, 3, 4), Keep(last=3))
     retention.prune(store, verdicts, lambda name, _, error: told.append((name, error)))
     assert store.done[0].startswith("rename step-00000001 .deleting")
     assert store.done[1] == "sync "
@@ -64,7 +64,7 @@ def test_a_removal_that_fails_is_told_and_the_others_go_on(several: Path) -> Non
     store = Recording(several, refuse=lambda what: what.startswith("rename step-00000001"))
     store.lock("this job")
     told: list[tuple[str, str, object]] = []
-    verdicts = retention.judge((1, 2, 3, 4), Keep(last=2))
+    verdicts = retention.decide((1, 2, 3, 4), Keep(last=2))
     retention.prune(store, verdicts, lambda *one: told.append(one))
     assert [(name, reason) for name, reason, _ in told] == [
         ("step-00000001", "older than the newest 2"), ("step-00000002", "older than the newest 2")
@@ -80,7 +80,7 @@ def test_what_is_foreign_or_newer_stays_and_does_not_count(
 ) -> None:
     own = [step for step in steps if step not in foreign]
     committed = data.draw(st.sampled_from(own)) if own else None
-    verdicts = retention.judge(
+    verdicts = retention.decide(
         steps, Keep(last=last, every=every), committed=committed,
         foreign=lambda step: "is somebody's" if step in foreign else None,
     )
@@ -93,7 +93,7 @@ def test_what_is_foreign_or_newer_stays_and_does_not_count(
 
 def test_whether_a_step_is_foreign_is_asked_only_where_it_matters() -> None:
     asked = []
-    retention.judge(range(0, 2000, 10), Keep(last=2, every=100), committed=1990, foreign=asked.append)
+    retention.decide(range(0, 2000, 10), Keep(last=2, every=100), committed=1990, foreign=asked.append)
     assert sorted(asked) == [step for step in range(0, 1990, 10) if step % 100 or step == 1980]
 
 
@@ -166,7 +166,7 @@ def test_a_link_that_takes_a_steps_place_at_the_last_moment_does_not_empty_what_
 
     with mock.patch.object(opened, "rename", rename):
         errors: list[object] = []
-        retention.prune(opened, retention.judge((1, 2), Keep(last=1)), lambda *one: errors.append(one[2]))
+        retention.prune(opened, retention.decide((1, 2), Keep(last=1)), lambda *one: errors.append(one[2]))
     assert files(archive) == before
     assert isinstance(errors[0], StorageError)
     opened.close()
@@ -415,6 +415,6 @@ def test_retention_stops_once_the_lock_is_lost(store: Path) -> None:
     opened = Recording(store, refuse=lambda what: what.startswith("sync") and (_remove(store) or False))
     opened.lock("this job")
     with pytest.raises(fs.LockedError):
-        retention.prune(opened, retention.judge((1, 2, 3), Keep(last=1)), lambda *_: None)
+        retention.prune(opened, retention.decide((1, 2, 3), Keep(last=1)), lambda *_: None)
     assert steps_of(store) == [2, 3]
     opened.close()

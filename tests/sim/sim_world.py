@@ -306,7 +306,7 @@ class Job:
         """On the writer thread: a commit is on the ledger before retention begins, as it is told before that."""
         self.events.append(event)
         if isinstance(event, Committed):
-            verdicts = retention.judge(catalog.steps(self.store), self.keep)
+            verdicts = retention.decide(catalog.steps(self.store), self.keep)
             self.ledger.committed(event.step, self._tags[event.step], verdicts)
 
     def _whole(self, step: int) -> bool:

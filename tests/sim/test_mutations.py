@@ -66,7 +66,7 @@ MUTANTS = {
         Checkpointer, "_finish",
         # Behind the segments, which nobody would wait for any more if the power failed here.
         (("coordinator, emit = self._group.coordinator, self._emit",
-          "flight.writing._job.wait(60.0); self._prune_all(); coordinator, emit = None, self._emit"),),
+          "run.writing._job.wait(60.0); self._prune_all(); coordinator, emit = None, self._emit"),),
         "retention",
     ),
     "deletion_is_not_synced_before_files_go": Mutant(
@@ -129,11 +129,11 @@ MUTANTS = {
     ),
     "retention_counts_what_is_not_committed_yet": Mutant(
         retention.Retention, "run",
-        (("judge(existing, self._keep, committed=committed, foreign=self._foreign)",
-          "judge((*existing, committed + 1), self._keep)"),),
+        (("decide(existing, self._keep, committed=committed, foreign=self._foreign)",
+          "decide((*existing, committed + 1), self._keep)"),),
         "team_overlapping", start="step-00000003",
     ),
-    "what_may_be_committed_is_withdrawn": Mutant(
+    "what_may_be_committed_is_removed": Mutant(
         saving, "commit", (("if not (isinstance(error, RankError) and error.undecided):", "if True:"),),
         "team_second_save", "freeze", start="index",
     ),

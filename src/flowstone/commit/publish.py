@@ -75,7 +75,7 @@ def discard(store: Store, draft: Draft) -> None:
         return  # safe: a draft is never read, and is swept
 
 
-def withdraw(store: Store, draft: Draft, names: Sequence[str]) -> None:
+def remove_own(store: Store, draft: Draft, names: Sequence[str]) -> None:
     """Remove files of a draft that no rank publishes; whoever removes the last one removes the directory, too."""
     for path in (*(inside(draft.directory, name) for name in names), draft.directory):
         try:

@@ -29,7 +29,7 @@ class Verdict:
     foreign: bool = False
 
 
-def judge(
+def decide(
     existing: Sequence[int], keep: Keep | None, *, committed: int | None = None,
     foreign: Callable[[int], str | None] | None = None,
 ) -> tuple[Verdict, ...]:
@@ -134,7 +134,7 @@ class Retention:
         if self._keep is None:
             return
         existing = catalog.steps(self._store)
-        verdicts = judge(existing, self._keep, committed=committed, foreign=self._foreign)
+        verdicts = decide(existing, self._keep, committed=committed, foreign=self._foreign)
         self._tell([verdict for verdict in verdicts if verdict.foreign], committed)
         prune(self._store, verdicts, self._on_removed, self._stays)
         here = set(existing)

@@ -12,12 +12,12 @@ than the caller's, and what is captured meanwhile stays in the arena.
 they are captured. Lazy are, from 64 KiB on, the parameters of modules and the state of optimizers, if an optimizer is
 in the state, whose step then waits (`fence.py`); with `fence="manual"` every piece from 64 KiB on.
 
-**Leisure.** Before anybody waits, lazy windows hold no more blocks than a full queue needs, and begin no faster than
-would have them all captured when CAPTURE_SHARE_OF_LEISURE of the shortest of the last four times from `save` to fence
-have passed. Whoever waits (fence, `captured`, `committed`, `wait`, `load`, `close`, the end of the script) ends that:
-what is left is copied at the speed of memory as far as the arena has room, after that at the device's. A fence that
-had to wait is told as the event `Fenced`, and makes the arena grow for the next one, while no save uses it.
-`write_bytes_per_s` caps early and lazy bytes alike, whoever waits.
+**The overlap budget.** Before anything waits, lazy windows hold no more blocks than a full queue needs, and begin no
+faster than would have them all captured when CAPTURE_SHARE_OF_LEISURE of the shortest of the last four times from
+`save` to fence have passed. Anything that waits (fence, `captured`, `committed`, `wait`, `load`, `close`, the end of
+the script) ends that: what is left is copied at the speed of memory as far as the arena has room, after that at the
+device's. A fence that had to wait is told as the event `Fenced`, and makes the arena grow for the next one, while no
+save uses it. `write_bytes_per_s` caps early and lazy bytes alike, whoever waits.
 
 **What escapes the fence** is found by tensors' version counters (`state/counters.py`), and by the engine
 (`native/watch.h`): by the pages that were written, where the kernel tells them and it is worth its cost, else by a few

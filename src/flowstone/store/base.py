@@ -66,7 +66,7 @@ class Pace:
 
     blocks       of the arena, at once; None for all
     bytes_per_s  None for what the device gives
-    cap          in bytes per second, of everything, and whoever waits; None for what the device gives
+    cap          in bytes per second, of everything, and whatever waits; None for what the device gives
     """
 
     blocks: int | None = None

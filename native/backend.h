@@ -14,7 +14,7 @@
 
 #include "fault.h"
 #include "priority.h"
-#include "trouble.h"
+#include "fault_injector.h"
 
 namespace flowstone {
 
@@ -83,9 +83,9 @@ public:
 };
 
 /// Throws std::system_error when io_uring cannot start or is not in this build.
-std::unique_ptr<Backend> make_uring_backend(std::uint32_t queue_depth, Troubles troubles = nullptr,
+std::unique_ptr<Backend> make_uring_backend(std::uint32_t queue_depth, FaultInjector injector = nullptr,
                                             Priority priority = Priority::normal);
-std::unique_ptr<Backend> make_posix_backend(std::uint32_t queue_depth, Troubles troubles = nullptr,
+std::unique_ptr<Backend> make_posix_backend(std::uint32_t queue_depth, FaultInjector injector = nullptr,
                                             Priority priority = Priority::normal);
 /// One call after the other, inside submit: what a plain loop over pwrite does. For comparison.
 std::unique_ptr<Backend> make_sync_backend();

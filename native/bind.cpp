@@ -22,7 +22,7 @@
 #include "engine.h"
 #include "probe.h"
 #include "requests.h"
-#include "watch.h"
+#include "mutation_detector.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -35,8 +35,8 @@ using Unlocked = nb::gil_scoped_release;
 
 struct PyArena : Held<Arena> {};
 struct PyFile : Held<const File> {};
-struct PyWriteRows : Held<const WriteRows> {};
-struct PyReadRows : Held<const ReadRows> {};
+struct PyWriteExtents : Held<const WriteExtents> {};
+struct PyReadExtents : Held<const ReadExtents> {};
 struct PyGather { Layout layout; };
 struct PyScatter { Layout layout; };
 
@@ -127,7 +127,7 @@ std::vector<std::span<const Line>> lines_of(const std::vector<Array>& samples) {
     return lines;
 }
 
-PyWriteRows make_write_rows(const Array& file, const Array& offset, const Array& length, const Array& address,
+PyWriteExtents make_write_extents(const Array& file, const Array& offset, const Array& length, const Array& address,
                             const Array& chunk, const Array& layout, const std::vector<const PyGather*>& layouts,
                             std::uint64_t chunks, const std::optional<Array>& lazy, const std::optional<Array>& device,
                             const std::vector<const PyDevice*>& devices, const std::vector<Array>& samples,
@@ -142,7 +142,7 @@ PyWriteRows make_write_rows(const Array& file, const Array& offset, const Array&
     const auto flags = lazy ? column<bool>(*lazy, "lazy", count) : std::vector<bool>(count, false);
     const auto places = device ? column<std::int32_t>(*device, "device", count) : std::vector<std::int32_t>(count, on_host);
     const auto seeds = seed ? column<std::uint64_t>(*seed, "seed", count) : std::vector<std::uint64_t>(count, 0);
-    auto rows = std::make_shared<WriteRows>();
+    auto rows = std::make_shared<WriteExtents>();
     rows->devices = devices_of(devices);
     rows->samples = lines_of(samples);
     rows->layouts = layouts_of(layouts);
@@ -154,7 +154,7 @@ PyWriteRows make_write_rows(const Array& file, const Array& offset, const Array&
     return {{std::move(rows)}};
 }
 
-PyReadRows make_read_rows(const Array& file, const Array& offset, const Array& length, const Array& address,
+PyReadExtents make_read_extents(const Array& file, const Array& offset, const Array& length, const Array& address,
                           const Array& chunk, const Array& first, const Array& last, const Array& layout,
                           const std::vector<const PyScatter*>& layouts, const Array& digests, const std::optional<Array>& device,
                           const std::vector<const PyDevice*>& devices) {
@@ -169,7 +169,7 @@ PyReadRows make_read_rows(const Array& file, const Array& offset, const Array& l
     const auto numbers = column<std::int64_t>(layout, "layout", count);
     if (digests.ndim() != 1) throw std::invalid_argument("digests: wrong dtype or number of dimensions");
     const auto places = device ? column<std::int32_t>(*device, "device", count) : std::vector<std::int32_t>(count, on_host);
-    auto rows = std::make_shared<ReadRows>();
+    auto rows = std::make_shared<ReadExtents>();
     rows->devices = devices_of(devices);
     rows->layouts = layouts_of(layouts);
     rows->digests = column<std::uint64_t>(digests, "digests", digests.shape(0));
@@ -188,7 +188,7 @@ Watching watching_of(const std::string& name) {
 }
 
 PyWriteJob start_write(const PyEngine& engine, const PyArena& arena,
-                       const std::vector<std::tuple<const PyFile*, std::uint64_t>>& files, const PyWriteRows& rows,
+                       const std::vector<std::tuple<const PyFile*, std::uint64_t>>& files, const PyWriteExtents& rows,
                        std::uint64_t gap_bytes, bool in_place, std::optional<std::uint32_t> blocks, std::uint64_t bytes_per_s,
                        std::uint64_t cap_bytes_per_s, const std::string& watch, bool files_ready) {
     std::vector<TargetFile> targets;
@@ -201,9 +201,9 @@ PyWriteJob start_write(const PyEngine& engine, const PyArena& arena,
 }
 
 /// The numbers of the files that rows are in, ascending.
-std::vector<std::uint32_t> files_of(const ReadRows& rows) {
+std::vector<std::uint32_t> files_of(const ReadExtents& rows) {
     std::vector<bool> used;
-    for (const ReadRow& row : rows.rows) {
+    for (const ReadExtent& row : rows.rows) {
         if (row.file >= used.size()) used.resize(row.file + std::size_t{1});
         used[row.file] = true;
     }
@@ -214,7 +214,7 @@ std::vector<std::uint32_t> files_of(const ReadRows& rows) {
 }
 
 PyReadJob start_read(const PyEngine& engine, const PyArena& arena, const std::vector<std::optional<PyFile>>& files,
-                     const PyReadRows& rows, bool stop_at_bad, bool in_place, std::uint64_t request_bytes) {
+                     const PyReadExtents& rows, bool stop_at_bad, bool in_place, std::uint64_t request_bytes) {
     std::vector<std::shared_ptr<const File>> opened;
     for (const std::optional<PyFile>& file : files) opened.push_back(file ? file->held : nullptr);
     PyReadJob job;
@@ -321,18 +321,18 @@ void bind_rows(nb::module_& module) {
                             const Sizes& shape, const Strides& strides_bytes) {
             new (self) PyScatter(make_scatter(item_bytes, extent_shape, offset, shape, strides_bytes));
         }, nb::kw_only(), "item_bytes"_a, "extent_shape"_a, "offset"_a, "shape"_a, "strides_bytes"_a);
-    nb::class_<PyWriteRows>(module, "WriteRows")
-        .def("__init__", [](PyWriteRows* self, const Array& file, const Array& offset, const Array& length, const Array& address,
+    nb::class_<PyWriteExtents>(module, "WriteExtents")
+        .def("__init__", [](PyWriteExtents* self, const Array& file, const Array& offset, const Array& length, const Array& address,
                             const Array& chunk, const Array& layout, const std::vector<const PyGather*>& layouts, std::uint64_t chunks,
                             const std::optional<Array>& lazy, const std::optional<Array>& device,
                             const std::vector<const PyDevice*>& devices, const std::vector<Array>& samples,
                             const std::optional<Array>& seed) {
-            new (self) PyWriteRows(make_write_rows(file, offset, length, address, chunk, layout, layouts, chunks, lazy, device, devices,
+            new (self) PyWriteExtents(make_write_extents(file, offset, length, address, chunk, layout, layouts, chunks, lazy, device, devices,
                                                    samples, seed));
         }, nb::kw_only(), "file"_a, "offset"_a, "length"_a, "address"_a, "chunk"_a, "layout"_a, "layouts"_a, "chunks"_a,
            "lazy"_a = nb::none(), "device"_a = nb::none(), "devices"_a = std::vector<const PyDevice*>(), "samples"_a = std::vector<Array>(),
            "seed"_a = nb::none())
-        .def("sample_digests", [](const PyWriteRows& rows) {
+        .def("sample_digests", [](const PyWriteExtents& rows) {
             std::vector<std::uint64_t> digests;
             {
                 const Unlocked unlocked;
@@ -340,20 +340,20 @@ void bind_rows(nb::module_& module) {
             }
             return to_numpy(std::move(digests));
         })
-        .def("copy", [](const PyWriteRows& rows, std::size_t row, std::uint64_t begin, std::uint64_t end, std::uintptr_t target) {
+        .def("copy", [](const PyWriteExtents& rows, std::size_t row, std::uint64_t begin, std::uint64_t end, std::uintptr_t target) {
             const Unlocked unlocked;
             return copy_part(*rows.held, row, begin, end, reinterpret_cast<std::byte*>(target));
         }, "row"_a, "begin"_a, "end"_a, "target"_a);
-    nb::class_<PyReadRows>(module, "ReadRows")
-        .def("__init__", [](PyReadRows* self, const Array& file, const Array& offset, const Array& length, const Array& address,
+    nb::class_<PyReadExtents>(module, "ReadExtents")
+        .def("__init__", [](PyReadExtents* self, const Array& file, const Array& offset, const Array& length, const Array& address,
                             const Array& chunk, const Array& first, const Array& last, const Array& layout,
                             const std::vector<const PyScatter*>& layouts, const Array& digests,
                             const std::optional<Array>& device, const std::vector<const PyDevice*>& devices) {
-            new (self) PyReadRows(
-                make_read_rows(file, offset, length, address, chunk, first, last, layout, layouts, digests, device, devices));
+            new (self) PyReadExtents(
+                make_read_extents(file, offset, length, address, chunk, first, last, layout, layouts, digests, device, devices));
         }, nb::kw_only(), "file"_a, "offset"_a, "length"_a, "address"_a, "chunk"_a, "first"_a, "last"_a, "layout"_a,
            "layouts"_a, "digests"_a, "device"_a = nb::none(), "devices"_a = std::vector<const PyDevice*>())
-        .def_prop_ro("files", [](const PyReadRows& rows) { return files_of(*rows.held); });
+        .def_prop_ro("files", [](const PyReadExtents& rows) { return files_of(*rows.held); });
 }
 
 void bind_jobs(nb::module_& module) {
@@ -369,7 +369,7 @@ void bind_jobs(nb::module_& module) {
         });
     bind_job<PyWriteJob>(module, "WriteJob")
         .def("files_ready", [](const PyWriteJob& job) { const Unlocked unlocked; job.held->files_ready(); })
-        .def("hurry", [](const PyWriteJob& job) { const Unlocked unlocked; job.held->hurry(); })
+        .def("expedite", [](const PyWriteJob& job) { const Unlocked unlocked; job.held->expedite(); })
         .def("wait_early", [](const PyWriteJob& job, double timeout_s) {
             const Unlocked unlocked;
             return job.held->wait_early(timeout_s);
@@ -382,10 +382,10 @@ void bind_jobs(nb::module_& module) {
             const Unlocked unlocked;
             return job.held->wait_captured(timeout_s);
         }, "timeout_s"_a)
-        .def_prop_ro("exact_bytes", [](const PyWriteJob& job) { return job.held->watch().pages().exact_bytes(); })
-        .def_prop_ro("sampled_bytes", [](const PyWriteJob& job) { return job.held->watch().sampled_bytes(); })
+        .def_prop_ro("exact_bytes", [](const PyWriteJob& job) { return job.held->detector().pages().exact_bytes(); })
+        .def_prop_ro("sampled_bytes", [](const PyWriteJob& job) { return job.held->detector().sampled_bytes(); })
         .def_prop_ro("sampled_first", [](const PyWriteJob& job) -> std::optional<std::tuple<std::size_t, std::string>> {
-            const std::optional<RowPages::Left>& left = job.held->watch().pages().left();
+            const std::optional<ExtentPages::Left>& left = job.held->detector().pages().left();
             if (!left) return std::nullopt;
             return std::tuple(left->row, left->reason);
         })

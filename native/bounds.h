@@ -16,10 +16,10 @@ inline constexpr std::uint64_t chunk_bytes = std::uint64_t{1} << 20;
 // Pieces that what is read from live memory is looked at in, without a place of its own; a divisor of chunk_bytes.
 inline constexpr std::uint64_t look_bytes = std::uint64_t{256} << 10;
 
-// In WriteRow::chunk: the row is written without digests.
+// In WriteExtent::chunk: the row is written without digests.
 inline constexpr std::uint64_t no_digest = ~std::uint64_t{0};
 
-// In ReadRow::address: read and check, keep nothing.
+// In ReadExtent::address: read and check, keep nothing.
 inline constexpr std::uint64_t verify_only = 0;
 
 // Arena blocks start at huge-page boundaries and hold at least one: that is also room for one

@@ -31,9 +31,9 @@ void check_options(const EngineOptions& options) {
 Engine::Engine(const EngineOptions& options) : backend_name_(options.backend) {
     check_options(options);
     if (options.backend == "io_uring")
-        machine_.backend = make_uring_backend(options.queue_depth, options.troubles, options.priority);
+        machine_.backend = make_uring_backend(options.queue_depth, options.injector, options.priority);
     else if (options.backend == "posix")
-        machine_.backend = make_posix_backend(options.queue_depth, options.troubles, options.priority);
+        machine_.backend = make_posix_backend(options.queue_depth, options.injector, options.priority);
     else
         throw std::invalid_argument("backend must be 'io_uring' or 'posix', not '" + options.backend + "'");
     machine_.workers = std::make_shared<Workers>(options.workers, options.priority);
@@ -58,7 +58,7 @@ template <class Running> void Engine::keep_locked(const std::shared_ptr<Running>
 }
 
 std::shared_ptr<WriteJob> Engine::write(std::shared_ptr<Arena> arena, const std::vector<TargetFile>& files,
-                                        std::shared_ptr<const WriteRows> rows, const WriteOptions& options) {
+                                        std::shared_ptr<const WriteExtents> rows, const WriteOptions& options) {
     std::vector<std::shared_ptr<const File>> opened;
     std::vector<std::uint64_t> sizes;
     for (const TargetFile& target : files) {
@@ -66,20 +66,20 @@ std::shared_ptr<WriteJob> Engine::write(std::shared_ptr<Arena> arena, const std:
         opened.push_back(target.file);
         sizes.push_back(target.bytes);
     }
-    check_rows(*rows, sizes);
+    check_extents(*rows, sizes);
     const std::lock_guard lock(mutex_);
     Machine machine = machine_locked(*arena);
     auto job = std::make_shared<WriteJob>(std::move(machine), std::move(arena), std::move(opened), std::move(rows), options);
-    if (auto pages = job->watch().pages().open()) written_pages_ = std::move(pages);
+    if (auto pages = job->detector().pages().open()) written_pages_ = std::move(pages);
     keep_locked(job);
     return job;
 }
 
 std::shared_ptr<ReadJob> Engine::read(std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<const File>> files,
-                                      std::shared_ptr<const ReadRows> rows, const ReadOptions& options) {
+                                      std::shared_ptr<const ReadExtents> rows, const ReadOptions& options) {
     for (const std::shared_ptr<const File>& file : files)
         if (file != nullptr) check_file(*file);
-    check_rows(*rows, files.size());
+    check_extents(*rows, files.size());
     const std::lock_guard lock(mutex_);
     Machine machine = machine_locked(*arena, options.request_bytes);
     auto job = std::make_shared<ReadJob>(std::move(machine), std::move(arena), std::move(files), std::move(rows), options);

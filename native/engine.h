@@ -20,7 +20,7 @@ struct EngineOptions {
     std::uint32_t queue_depth = 0;    // requests in flight, at most
     std::uint64_t request_bytes = 0;  // a multiple of 4096
     std::uint32_t workers = 0;
-    Troubles troubles = nullptr;
+    FaultInjector injector = nullptr;
     Priority priority = Priority::normal;  // of all its threads
 };
 
@@ -44,9 +44,9 @@ public:
     /// Start a job; throw std::invalid_argument for wrong rows, a closed engine, or an arena whose
     /// blocks are smaller than a request.
     std::shared_ptr<WriteJob> write(std::shared_ptr<Arena> arena, const std::vector<TargetFile>& files,
-                                    std::shared_ptr<const WriteRows> rows, const WriteOptions& options);
+                                    std::shared_ptr<const WriteExtents> rows, const WriteOptions& options);
     std::shared_ptr<ReadJob> read(std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<const File>> files,
-                                  std::shared_ptr<const ReadRows> rows, const ReadOptions& options);
+                                  std::shared_ptr<const ReadExtents> rows, const ReadOptions& options);
 
     /// Blocks until the running jobs have finished, then stops the threads. May be called again.
     void close();

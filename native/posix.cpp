@@ -47,7 +47,7 @@ void carry_out_or_drop(Transfer& transfer) {
 
 class PosixBackend final : public Backend {
 public:
-    PosixBackend(std::uint32_t queue_depth, Troubles troubles, Priority priority) : troubles_(std::move(troubles)) {
+    PosixBackend(std::uint32_t queue_depth, FaultInjector injector, Priority priority) : injector_(std::move(injector)) {
         const std::size_t count = std::min<std::size_t>(queue_depth, posix_threads_max);
         const auto body = [this, priority](std::size_t) {
             assume(priority);
@@ -63,7 +63,7 @@ public:
     }
 
     void submit(std::unique_ptr<Op> op) override {
-        auto transfer = std::make_unique<Transfer>(std::move(op), &troubles_);
+        auto transfer = std::make_unique<Transfer>(std::move(op), &injector_);
         const std::lock_guard lock(mutex_);
         waiting_.push(std::move(transfer));
         submitted_.notify_one();
@@ -91,7 +91,7 @@ private:
         }
     }
 
-    const Troubles troubles_;
+    const FaultInjector injector_;
     std::mutex mutex_;
     std::condition_variable submitted_;
     OpQueue waiting_;
@@ -112,8 +112,8 @@ public:
 
 std::unique_ptr<Backend> make_sync_backend() { return std::make_unique<SyncBackend>(); }
 
-std::unique_ptr<Backend> make_posix_backend(std::uint32_t queue_depth, Troubles troubles, Priority priority) {
-    return std::make_unique<PosixBackend>(queue_depth, std::move(troubles), priority);
+std::unique_ptr<Backend> make_posix_backend(std::uint32_t queue_depth, FaultInjector injector, Priority priority) {
+    return std::make_unique<PosixBackend>(queue_depth, std::move(injector), priority);
 }
 
 }  // namespace flowstone

@@ -23,7 +23,7 @@ struct ReadJob::Window final : Staged<ReadJob, Window> {
 };
 
 ReadJob::ReadJob(Machine machine, std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<const File>> files,
-                 std::shared_ptr<const ReadRows> rows, const ReadOptions& options)
+                 std::shared_ptr<const ReadExtents> rows, const ReadOptions& options)
     : Job(std::move(machine), std::move(arena), std::move(files)), rows_(std::move(rows)), options_(options),
       touched_(rows_->rows.size()) {
     coordinator_ = std::jthread([this] { coordinate([this] { begin_all(); }); });
@@ -126,7 +126,7 @@ void ReadJob::begin(const ReadWindow& planned, Block block) {
 void ReadJob::aim_direct(Window& window, std::vector<iovec>& parts) {
     const ReadWindow& planned = *window.planned;
     const WantedChunk& first = plan_.chunks[planned.first];
-    const ReadRow& row = rows_->rows[first.row];
+    const ReadExtent& row = rows_->rows[first.row];
     touched_[first.row] = true;
     const std::uint64_t low = block_ceil(first.begin);
     const std::uint64_t high = block_floor(planned.needed_end);
@@ -208,7 +208,7 @@ void ReadJob::abandon(const std::shared_ptr<Window>& window) {
 
 const std::byte* ReadJob::arrived(const Window& window, const WantedChunk& chunk) const {
     const ReadWindow& planned = *window.planned;
-    const ReadRow& row = rows_->rows[chunk.row];
+    const ReadExtent& row = rows_->rows[chunk.row];
     if (window.mapped) return reinterpret_cast<const std::byte*>(files_[planned.file]->mapped + chunk.begin);
     if (planned.direct) return row.target() + (chunk.begin - row.offset);
     return window.block.bytes() + (chunk.begin - planned.begin);
@@ -217,7 +217,7 @@ const std::byte* ReadJob::arrived(const Window& window, const WantedChunk& chunk
 void ReadJob::copy_edges(const Window& window) {
     const ReadWindow& planned = *window.planned;
     const WantedChunk& first = plan_.chunks[planned.first];
-    const ReadRow& row = rows_->rows[first.row];
+    const ReadExtent& row = rows_->rows[first.row];
     if (window.head) {
         const std::uint64_t skipped = first.begin - planned.begin;
         std::memcpy(row.target() + (first.begin - row.offset), window.head.get() + skipped, block_alignment_bytes - skipped);
@@ -243,7 +243,7 @@ bool ReadJob::check(const WantedChunk& chunk, const std::byte* bytes) {
 }
 
 void ReadJob::store(Window& window, const WantedChunk& chunk, const std::byte* bytes) {
-    const ReadRow& row = rows_->rows[chunk.row];
+    const ReadExtent& row = rows_->rows[chunk.row];
     if (row.address == verify_only) return;
     touched_[chunk.row] = true;
     const std::uint64_t begin = chunk.begin - row.offset;

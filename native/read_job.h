@@ -32,10 +32,10 @@ struct ReadOptions {
 /// a row's touched flag is set before the first byte of its target can change.
 class ReadJob final : public Job {
 public:
-    /// Starts at once. `rows` have passed check_rows; the arena's blocks hold a request. Rows of files that are null
+    /// Starts at once. `rows` have passed check_extents; the arena's blocks hold a request. Rows of files that are null
     /// are left out.
     ReadJob(Machine machine, std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<const File>> files,
-            std::shared_ptr<const ReadRows> rows, const ReadOptions& options);
+            std::shared_ptr<const ReadExtents> rows, const ReadOptions& options);
     ~ReadJob();
 
     /// Indices of the digests that did not match so far, ascending.
@@ -68,7 +68,7 @@ private:
     void end(const std::shared_ptr<Window>& window);
     std::uint64_t chunk_number(const WantedChunk& chunk) const;
 
-    const std::shared_ptr<const ReadRows> rows_;
+    const std::shared_ptr<const ReadExtents> rows_;
     const ReadOptions options_;
     ReadPlan plan_;  // the coordinator makes it before it begins the first window
     std::vector<std::atomic<bool>> touched_;

@@ -8,10 +8,10 @@
 namespace flowstone {
 namespace {
 
-std::vector<WantedChunk> list_chunks(const ReadRows& rows) {
+std::vector<WantedChunk> list_chunks(const ReadExtents& rows) {
     std::vector<WantedChunk> chunks;
     for (std::size_t i = 0; i < rows.rows.size(); ++i) {
-        const ReadRow& row = rows.rows[i];
+        const ReadExtent& row = rows.rows[i];
         for (std::uint64_t chunk = row.first; chunk < row.last; ++chunk) {
             const std::uint64_t skipped = chunk * chunk_bytes;
             const auto length = static_cast<std::uint32_t>(std::min(chunk_bytes, row.length - skipped));
@@ -25,14 +25,14 @@ std::vector<WantedChunk> list_chunks(const ReadRows& rows) {
     return chunks;
 }
 
-bool is_in_phase(const ReadRow& row) {
+bool is_in_phase(const ReadExtent& row) {
     return row.device == on_host && row.layout == contiguous && row.address != verify_only &&
            (row.address - row.offset) % block_alignment_bytes == 0;
 }
 
 class Planner {
 public:
-    Planner(const ReadRows& rows, std::uint64_t request_bytes, bool in_place)
+    Planner(const ReadExtents& rows, std::uint64_t request_bytes, bool in_place)
         : rows_(rows), in_place_(in_place), limit_(std::max(request_bytes, chunk_bytes + 2 * block_alignment_bytes)) {}
 
     ReadPlan plan() {
@@ -94,7 +94,7 @@ private:
         plan_.windows.push_back({plan_.chunks[first].file, begin, block_ceil(needed_end), needed_end, first, last, direct});
     }
 
-    const ReadRows& rows_;
+    const ReadExtents& rows_;
     const bool in_place_;
     const std::uint64_t limit_;
     ReadPlan plan_;
@@ -102,7 +102,7 @@ private:
 
 }  // namespace
 
-ReadPlan plan_reads(const ReadRows& rows, std::uint64_t request_bytes, bool in_place) {
+ReadPlan plan_reads(const ReadExtents& rows, std::uint64_t request_bytes, bool in_place) {
     return Planner(rows, request_bytes, in_place).plan();
 }
 

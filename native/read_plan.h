@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "rows.h"
+#include "io_extents.h"
 
 namespace flowstone {
 
@@ -19,7 +19,7 @@ struct WantedChunk {
 };
 
 /// One request: file range [begin, end), 4096-aligned, with the whole chunks [first, last) of the
-/// plan in it. Neighbours may both read the 4 KiB block they share, so that no chunk straddles two.
+/// plan in it. Adjacent requests may both read the 4 KiB block they share, so that no chunk straddles two.
 struct ReadWindow {
     std::uint32_t file;
     std::uint64_t begin;
@@ -37,6 +37,6 @@ struct ReadPlan {
 
 /// Windows are at most max(request_bytes, one chunk at any phase) long. in_place: long runs whose target
 /// lies at the phase of the file go straight into it; else everything goes through the arena.
-ReadPlan plan_reads(const ReadRows& rows, std::uint64_t request_bytes, bool in_place = true);
+ReadPlan plan_reads(const ReadExtents& rows, std::uint64_t request_bytes, bool in_place = true);
 
 }  // namespace flowstone

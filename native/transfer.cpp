@@ -10,18 +10,18 @@
 
 namespace flowstone {
 
-Transfer::Transfer(std::unique_ptr<Op> op, const Troubles* troubles) : op_(std::move(op)), troubles_(troubles) {
+Transfer::Transfer(std::unique_ptr<Op> op, const FaultInjector* injector) : op_(std::move(op)), injector_(injector) {
     list_.reserve(std::min<std::size_t>(op_->parts.size(), IOV_MAX));
 }
 
 std::span<const iovec> Transfer::attempt() {
     const std::uint64_t length = op_->length();
     assert(moved_ < length);
-    trouble_ = {};
-    if (troubles_ != nullptr && *troubles_) trouble_ = (*troubles_)(op_->direction, offset(), length - moved_);
+    injected_ = {};
+    if (injector_ != nullptr && *injector_) injected_ = (*injector_)(op_->direction, offset(), length - moved_);
     list_.clear();
     std::uint64_t skip = moved_;
-    std::uint64_t room = trouble_.bytes_max;
+    std::uint64_t room = injected_.bytes_max;
     for (const iovec& part : op_->parts) {
         if (skip >= part.iov_len) {
             skip -= part.iov_len;

@@ -21,12 +21,12 @@ namespace flowstone {
 class Transfer {
 public:
     /// Throws std::bad_alloc; nothing takes memory after that.
-    Transfer(std::unique_ptr<Op> op, const Troubles* troubles);
+    Transfer(std::unique_ptr<Op> op, const FaultInjector* injector);
 
     /// The list for the next system call, at most IOV_MAX parts; valid until the next attempt.
     std::span<const iovec> attempt();
     /// A test's error to take as the call's result instead of calling, or 0.
-    int injected() const { return trouble_.error; }
+    int injected() const { return injected_.error; }
 
     enum class Next { again, finished };
     /// Take in a result: bytes moved, or -errno. `again`: pause for `pause_us`, then attempt.
@@ -54,8 +54,8 @@ private:
     Next stall(int error);
 
     std::unique_ptr<Op> op_;
-    const Troubles* troubles_;
-    Trouble trouble_;
+    const FaultInjector* injector_;
+    InjectedFault injected_;
     std::vector<iovec> list_;
     std::uint64_t moved_ = 0;  // a multiple of the file's alignment until finished
     int stalls_ = 0;

@@ -65,8 +65,8 @@ private:
 
 class UringBackend final : public Backend {
 public:
-    UringBackend(std::uint32_t queue_depth, Troubles troubles, Priority priority)
-        : queue_depth_(queue_depth), troubles_(std::move(troubles)) {
+    UringBackend(std::uint32_t queue_depth, FaultInjector injector, Priority priority)
+        : queue_depth_(queue_depth), injector_(std::move(injector)) {
         // One entry more than the depth, for the bell that stops the reaper.
         const int error = ::io_uring_queue_init(queue_depth + 1, &ring_, 0);
         if (error < 0) throw std::system_error(-error, std::generic_category(), "io_uring_queue_init");
@@ -93,7 +93,7 @@ public:
     }
 
     void submit(std::unique_ptr<Op> op) override {
-        auto transfer = std::make_unique<Transfer>(std::move(op), &troubles_);
+        auto transfer = std::make_unique<Transfer>(std::move(op), &injector_);
         {
             const std::lock_guard lock(waiting_mutex_);
             if (in_flight_ == queue_depth_) {
@@ -265,7 +265,7 @@ private:
     }
 
     const std::uint32_t queue_depth_;
-    const Troubles troubles_;
+    const FaultInjector injector_;
     std::mutex waiting_mutex_;
     OpQueue waiting_;
     std::uint32_t in_flight_ = 0;
@@ -281,8 +281,8 @@ private:
 
 }  // namespace
 
-std::unique_ptr<Backend> make_uring_backend(std::uint32_t queue_depth, Troubles troubles, Priority priority) {
-    return std::make_unique<UringBackend>(queue_depth, std::move(troubles), priority);
+std::unique_ptr<Backend> make_uring_backend(std::uint32_t queue_depth, FaultInjector injector, Priority priority) {
+    return std::make_unique<UringBackend>(queue_depth, std::move(injector), priority);
 }
 
 }  // namespace flowstone

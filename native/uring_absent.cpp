@@ -6,7 +6,7 @@
 
 namespace flowstone {
 
-std::unique_ptr<Backend> make_uring_backend(std::uint32_t, Troubles, Priority) {
+std::unique_ptr<Backend> make_uring_backend(std::uint32_t, FaultInjector, Priority) {
     throw std::system_error(ENOSYS, std::generic_category(), "this build has no io_uring backend");
 }
 

@@ -40,7 +40,7 @@ struct WriteJob::Window final : Staged<WriteJob, Window> {
 /// what the back finds unfit to be written directly is set aside, and gets the next blocks, having no other way.
 class WriteJob::Order {
 public:
-    Order(const WriteRows& rows, std::uint64_t window_bytes, const WriteOptions& options)
+    Order(const WriteExtents& rows, std::uint64_t window_bytes, const WriteOptions& options)
         : rows_(rows), options_(options), windows_(plan_windows(rows, window_bytes)), back_(windows_.size()) {
         const auto lazy = std::stable_partition(windows_.begin(), windows_.end(), [](const WriteWindow& w) { return !w.lazy; });
         early_ = static_cast<std::size_t>(lazy - windows_.begin());
@@ -83,7 +83,7 @@ public:
 private:
     bool front_is_early() const { return front_ < std::min(early_, back_); }
 
-    const WriteRows& rows_;
+    const WriteExtents& rows_;
     const WriteOptions options_;
     std::vector<WriteWindow> windows_;
     std::size_t early_ = 0;  // windows before it are
@@ -112,12 +112,12 @@ private:
 };
 
 WriteJob::WriteJob(Machine machine, std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<const File>> files,
-                   std::shared_ptr<const WriteRows> rows, const WriteOptions& options)
+                   std::shared_ptr<const WriteExtents> rows, const WriteOptions& options)
     : Job(std::move(machine), std::move(arena), std::move(files)),
       rows_(std::move(rows)),
       options_(options),
       digests_(rows_->chunks, 0),
-      watch_(*rows_, options_.watching),
+      detector_(*rows_, options_.watching),
       files_ready_(options_.files_ready) {
     coordinator_ = std::jthread([this] {
         coordinate([this] {
@@ -129,7 +129,7 @@ WriteJob::WriteJob(Machine machine, std::shared_ptr<Arena> arena, std::vector<st
             end_feeding();
             await_files();
         });
-        watch_.let_go();
+        detector_.let_go();
     });
 }
 
@@ -138,8 +138,8 @@ WriteJob::~WriteJob() {
     coordinator_.join();
 }
 
-void WriteJob::hurry() {
-    hurry_ = true;
+void WriteJob::expedite() {
+    expedite_ = true;
     arena_->wake();
 }
 
@@ -161,7 +161,7 @@ void WriteJob::begin_all() {
     // How far the arena grows is the caller's policy; with nothing at all nothing would ever move.
     if (!order.empty() && arena_->touched_bytes() == 0) arena_->grow(2 * arena_->block_bytes());
     while (!order.empty() && !stopping()) {
-        if (!order.next_is_early()) arena_->wait(pace.due(), [this] { return hurry_ || stopping(); });
+        if (!order.next_is_early()) arena_->wait(pace.due(), [this] { return expedite_ || stopping(); });
         arena_->wait(cap.due(), [this] { return stopping(); });
         std::optional<Block> block = take_block(order);
         if (stopping()) break;
@@ -174,14 +174,14 @@ void WriteJob::begin_all() {
             begin_direct(order.take_direct(), lazy);
         }
     }
-    if (stopping()) watch_.let_go();  // also of windows that never began
+    if (stopping()) detector_.let_go();  // also of windows that never began
 }
 
 /// A block for the next window; nothing when a window is to be written from where it lies, or the job stops.
 std::optional<Block> WriteJob::take_block(Order& order) {
     const bool early = order.next_is_early();
     std::uint32_t blocks = options_.blocks;
-    const auto may_copy = [&] { return early || hurry_ || copied_under_way_ < blocks; };
+    const auto may_copy = [&] { return early || expedite_ || copied_under_way_ < blocks; };
     if (may_copy())
         if (std::optional<Block> block = arena_->try_acquire()) return block;
     // A lazy window does not go ahead of an early one that waits for its block.
@@ -248,7 +248,7 @@ void WriteJob::expect_fetched(const std::shared_ptr<Window>& window) {
 
 void WriteJob::queue_copies(Window& window, LiveAccess& live) {
     window.rest = window.block.bytes() + (arena_->block_bytes() - chunk_bytes);
-    const auto queue_copy = [&](const WriteRow& row, std::uint64_t begin, std::uint64_t bytes, std::byte* out) {
+    const auto queue_copy = [&](const WriteExtent& row, std::uint64_t begin, std::uint64_t bytes, std::byte* out) {
         const std::shared_ptr<Device>& device = rows_->devices[static_cast<std::size_t>(row.device)];
         arena_->pin(window.block, device);
         window.used[static_cast<std::size_t>(row.device)] = true;
@@ -257,7 +257,7 @@ void WriteJob::queue_copies(Window& window, LiveAccess& live) {
     };
     for (const WriteRun& run : split_runs(*rows_, window.planned, options_.gap_bytes))
         if (!stopping())
-            fetch_run(*rows_, run, window.block.bytes() + (run.begin - window.planned.begin), window.rest, queue_copy, watch_, live);
+            fetch_run(*rows_, run, window.block.bytes() + (run.begin - window.planned.begin), window.rest, queue_copy, detector_, live);
 }
 
 /// Go on when all is there that was queued, also if it went wrong: until then the block is the devices'.
@@ -285,9 +285,9 @@ void WriteJob::capture_copied(const std::shared_ptr<Window>& window, LiveAccess&
     for (const WriteRun& run : runs) {
         std::byte* const image = window->block.bytes() + (run.begin - window->planned.begin);
         ops.push_back(make_op(window, run, {{image, run.end - run.begin}}));
-        capture_run(*rows_, run, image, window->rest, digests_, watch_, live);
+        capture_run(*rows_, run, image, window->rest, digests_, detector_, live);
         copied_bytes_ += row_bytes(*rows_, run);
-        settle_run(*rows_, run, watch_);
+        settle_run(*rows_, run, detector_);
     }
     take_change();
     release(*window);
@@ -300,12 +300,12 @@ void WriteJob::capture_direct(const std::shared_ptr<Window>& window, LiveAccess&
     std::vector<std::unique_ptr<Op>> ops;
     ops.reserve(window->direct->runs.size());
     for (const DirectRun& direct : window->direct->runs) {
-        digest_run(*rows_, direct.run, digests_, watch_, live);
+        digest_run(*rows_, direct.run, digests_, detector_, live);
         std::vector<iovec> list;
         list.reserve(direct.parts.size());
         for (const DirectPart& part : direct.parts) {
             const std::uint64_t bytes = part.end - part.begin;
-            if (part.source == nullptr) image_range(*rows_, direct.run, part.begin, part.end, bounce, watch_, live);
+            if (part.source == nullptr) image_range(*rows_, direct.run, part.begin, part.end, bounce, detector_, live);
             list.push_back({part.source == nullptr ? bounce : const_cast<std::byte*>(part.source), bytes});
             if (part.source == nullptr) bounce += bytes;
         }
@@ -398,15 +398,15 @@ void WriteJob::end_op(const std::shared_ptr<Window>& window, std::uint64_t bytes
         return;
     }
     if (window->direct)
-        for (const DirectRun& direct : window->direct->runs) settle_run(*rows_, direct.run, watch_);
+        for (const DirectRun& direct : window->direct->runs) settle_run(*rows_, direct.run, detector_);
     end(window);
 }
 
 /// The device has read lazy sources by itself: were they still what was digested?
 void WriteJob::confirm(const std::shared_ptr<Window>& window, LiveAccess& live) {
     for (const DirectRun& direct : window->direct->runs) {
-        confirm_run(*rows_, direct.run, digests_, watch_, live);
-        settle_run(*rows_, direct.run, watch_);
+        confirm_run(*rows_, direct.run, digests_, detector_, live);
+        settle_run(*rows_, direct.run, detector_);
     }
     take_change();
     if (window->gone && !stopping()) {
@@ -418,9 +418,9 @@ void WriteJob::confirm(const std::shared_ptr<Window>& window, LiveAccess& live) 
 }
 
 void WriteJob::take_change() {
-    const std::optional<Watch::Change> change = watch_.change();
+    const std::optional<MutationDetector::Change> change = detector_.change();
     if (!change) return;
-    const WriteRow& row = rows_->rows[change->row];
+    const WriteExtent& row = rows_->rows[change->row];
     take_outcome(Fault{"capture", change->error, files_[row.file]->path, row.offset + change->begin, change->end - change->begin});
 }
 
@@ -433,7 +433,7 @@ void WriteJob::queue(Window& window) {
 
 void WriteJob::release(Window& window) {
     if (std::exchange(window.released, true)) return;
-    if (stopping()) watch_.let_go();  // nobody asks any more, and what comes next is not to pay for it
+    if (stopping()) detector_.let_go();  // nobody asks any more, and what comes next is not to pay for it
     queue(window);
     release_sources();
 }

@@ -9,7 +9,7 @@
 
 #include "aligned.h"
 #include "job.h"
-#include "watch.h"
+#include "mutation_detector.h"
 #include "write_plan.h"
 
 namespace flowstone {
@@ -17,8 +17,8 @@ namespace flowstone {
 /// gap_bytes  runs of untouched blocks between two rows, up to this long, are written as zero; longer
 ///            ones are left as they are
 /// in_place   write from where the rows lie when no block may be had; else wait for a block
-/// blocks     how many arena blocks lazy windows may hold at once, until `hurry`
-/// bytes_per_s  how fast lazy windows may begin, until `hurry`; 0 is no limit
+/// blocks     how many arena blocks lazy windows may hold at once, until `expedite`
+/// bytes_per_s  how fast lazy windows may begin, until `expedite`; 0 is no limit
 /// cap_bytes_per_s  how fast any window may begin, whoever waits; 0 is no limit
 /// watching  how lazy sources are watched for changes
 /// files_ready  false: nothing is written before `files_ready`
@@ -44,9 +44,9 @@ struct WriteOptions {
 /// their ops wait.
 class WriteJob final : public Job {
 public:
-    /// Starts at once. `rows` have passed check_rows; the arena's blocks hold a request.
+    /// Starts at once. `rows` have passed check_extents; the arena's blocks hold a request.
     WriteJob(Machine machine, std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<const File>> files,
-             std::shared_ptr<const WriteRows> rows, const WriteOptions& options);
+             std::shared_ptr<const WriteExtents> rows, const WriteOptions& options);
     ~WriteJob();
 
     /// Whether no source on the host of a row that is not lazy will be read any more, and those on devices are
@@ -55,7 +55,7 @@ public:
     /// What has been captured may be written. Does not block; any thread.
     void files_ready();
     /// From now on capture as fast as memory and device allow: somebody waits. Does not block; any thread.
-    void hurry();
+    void expedite();
     /// Whether no source on the host will be read any more, and all on devices are queued, after at most `timeout_s`.
     /// What a device does after what its queue holds now may then change them.
     bool wait_queued(double timeout_s) { return wait_until_queued(timeout_s); }
@@ -65,7 +65,7 @@ public:
     /// Complete once wait() has returned true without fault and the job was not cancelled.
     const std::vector<std::uint64_t>& digests() const { return digests_; }
     /// How lazy sources are watched.
-    const Watch& watch() const { return watch_; }
+    const MutationDetector& detector() const { return detector_; }
 
 private:
     class Order;    // of the windows still to begin
@@ -103,11 +103,11 @@ private:
     void end(const std::shared_ptr<Window>& window);
     bool has_direct_room() const { return direct_under_way_.load() < machine_.queue_depth; }
 
-    const std::shared_ptr<const WriteRows> rows_;
+    const std::shared_ptr<const WriteExtents> rows_;
     const WriteOptions options_;
     std::vector<std::uint64_t> digests_;
-    Watch watch_;
-    std::atomic<bool> hurry_{false};
+    MutationDetector detector_;
+    std::atomic<bool> expedite_{false};
     std::atomic<std::uint32_t> copied_under_way_{0};  // of lazy windows
     std::atomic<std::uint32_t> direct_under_way_{0};
     std::atomic<bool> files_ready_;

@@ -9,7 +9,7 @@
 namespace flowstone {
 namespace {
 
-const Layout* layout_of(const WriteRows& rows, const WriteRow& row) {
+const Layout* layout_of(const WriteExtents& rows, const WriteExtent& row) {
     return row.layout == contiguous ? nullptr : &rows.layouts[static_cast<std::size_t>(row.layout)];
 }
 
@@ -19,7 +19,7 @@ struct Span {
     bool empty() const { return low >= high; }
 };
 
-Span overlap(const WriteRow& row, std::uint64_t begin, std::uint64_t end) {
+Span overlap(const WriteExtent& row, std::uint64_t begin, std::uint64_t end) {
     return {std::max(row.offset, begin), std::min(row.end(), end)};
 }
 
@@ -37,8 +37,8 @@ struct ChunkShare {
 };
 
 /// The chunks that a share [low, high) of a row touches.
-template <class Each> void for_chunks(const WriteRows& rows, std::size_t row_index, Span share, Each each) {
-    const WriteRow& row = rows.rows[row_index];
+template <class Each> void for_chunks(const WriteExtents& rows, std::size_t row_index, Span share, Each each) {
+    const WriteExtent& row = rows.rows[row_index];
     const std::uint64_t low = share.low - row.offset;
     const std::uint64_t high = share.high - row.offset;
     for (std::uint64_t chunk = low / chunk_bytes; chunk * chunk_bytes < high; ++chunk) {
@@ -49,20 +49,20 @@ template <class Each> void for_chunks(const WriteRows& rows, std::size_t row_ind
 }
 
 /// Row bytes, or a report that they are not there.
-bool read_row(const WriteRows& rows, std::size_t row, std::uint64_t begin, std::uint64_t end, std::byte* out, Watch& watch,
+bool read_row(const WriteExtents& rows, std::size_t row, std::uint64_t begin, std::uint64_t end, std::byte* out, MutationDetector& detector,
               LiveAccess& live) {
     const int error = copy_row(rows, rows.rows[row], begin, end, out, live);
-    if (error != 0) watch.report(row, begin, end, error);
+    if (error != 0) detector.report(row, begin, end, error);
     return error == 0;
 }
 
 /// Shows row bytes [begin, end) to `look(begin, end, bytes)`, piece by piece out of room that stays in the cache. Whether
 /// they are there.
 template <class Look>
-bool view_row(const WriteRows& rows, std::size_t row, std::uint64_t begin, std::uint64_t end, Watch& watch, LiveAccess& live, Look look) {
+bool view_row(const WriteExtents& rows, std::size_t row, std::uint64_t begin, std::uint64_t end, MutationDetector& detector, LiveAccess& live, Look look) {
     for (; begin < end; begin += look_bytes) {
         const std::uint64_t piece_end = std::min(begin + look_bytes, end);
-        if (!read_row(rows, row, begin, piece_end, live.chunk_room(), watch, live)) return false;
+        if (!read_row(rows, row, begin, piece_end, live.chunk_room(), detector, live)) return false;
         look(begin, piece_end, live.chunk_room());
     }
     return true;
@@ -71,8 +71,8 @@ bool view_row(const WriteRows& rows, std::size_t row, std::uint64_t begin, std::
 /// Makes a run's image. What is short is copied by the batch; a chunk is digested while it is in the cache.
 class Capture {
 public:
-    Capture(const WriteRows& rows, const std::byte* fetched, std::span<std::uint64_t> digests, Watch& watch, LiveAccess& live)
-        : rows_(rows), fetched_(fetched), digests_(digests), watch_(watch), live_(live), batch_(live) {}
+    Capture(const WriteExtents& rows, const std::byte* fetched, std::span<std::uint64_t> digests, MutationDetector& detector, LiveAccess& live)
+        : rows_(rows), fetched_(fetched), digests_(digests), detector_(detector), live_(live), batch_(live) {}
     ~Capture() { flush(); }
     Capture(const Capture&) = delete;
     Capture& operator=(const Capture&) = delete;
@@ -86,7 +86,7 @@ public:
     }
 
     void share(const ChunkShare& part, std::byte* image) {
-        const WriteRow& row = rows_.rows[part.row];
+        const WriteExtent& row = rows_.rows[part.row];
         const std::uint64_t bytes = part.high - part.low;
         const bool is_short = bytes < short_bytes && row.layout == contiguous && fetched_ == nullptr && part.ends_here();
         if (!batch_.empty() && (!is_short || !batch_.has_room() || image != batch_.end() || batch_.bytes() + bytes > batch_bytes)) flush();
@@ -94,7 +94,7 @@ public:
             batch_.add(image, row.source() + part.low, bytes, {part, image});
         else if (fetched_ == nullptr && row.layout == contiguous && row.chunk != no_digest)
             stream(part, image);
-        else if (fetched_ != nullptr || read_row(rows_, part.row, part.low, part.high, image, watch_, live_))
+        else if (fetched_ != nullptr || read_row(rows_, part.row, part.low, part.high, image, detector_, live_))
             take(part, image);
     }
 
@@ -111,7 +111,7 @@ private:
         batch_.flush([&](const Item& item, int error) {
             if (item.image == nullptr) return;
             if (error != 0)
-                watch_.report(item.part.row, item.part.low, item.part.high, error);
+                detector_.report(item.part.row, item.part.low, item.part.high, error);
             else
                 take(item.part, item.image);
         });
@@ -128,10 +128,10 @@ private:
     }
 
     void stream(const ChunkShare& part, std::byte* image) {
-        const WriteRow& row = rows_.rows[part.row];
+        const WriteExtent& row = rows_.rows[part.row];
         Digester digester;
         if (const int error = live_.read(image, row.source() + part.low, part.high - part.low, row.length - part.high, digester))
-            return watch_.report(part.row, part.low, part.high, error);
+            return detector_.report(part.row, part.low, part.high, error);
         finish(part, image, digester);
     }
 
@@ -141,44 +141,44 @@ private:
             const std::byte* rest = fetched_;
             if (rest == nullptr) {
                 rest = live_.chunk_room();
-                if (!read_row(rows_, part.row, part.high, part.end, live_.chunk_room(), watch_, live_)) return;
+                if (!read_row(rows_, part.row, part.high, part.end, live_.chunk_room(), detector_, live_)) return;
             }
             digester.update(rest, part.end - part.high);
-            watch_.note_seam(part.row, part.high, xxh3_64(rest, part.end - part.high));
+            detector_.note_split(part.row, part.high, xxh3_64(rest, part.end - part.high));
         }
         note(part, image, digester.value());
     }
 
     void note(const ChunkShare& part, const std::byte* image, std::uint64_t digest) {
-        watch_.compare(part.row, part.low, part.high, image);
+        detector_.compare(part.row, part.low, part.high, image);
         if (part.starts_here())
             digests_[rows_.rows[part.row].chunk + part.chunk] = digest;
         else if (part.ends_here())
-            watch_.note_seam(part.row, part.low, digest);
+            detector_.note_split(part.row, part.low, digest);
     }
 
-    const WriteRows& rows_;
+    const WriteExtents& rows_;
     const std::byte* const fetched_;
     const std::span<std::uint64_t> digests_;
-    Watch& watch_;
+    MutationDetector& detector_;
     LiveAccess& live_;
     LiveBatch<Item> batch_;
 };
 
 /// First row in the run that ends after `offset`.
-std::size_t first_row_after(const WriteRows& rows, const WriteRun& run, std::uint64_t offset) {
+std::size_t first_row_after(const WriteExtents& rows, const WriteRun& run, std::uint64_t offset) {
     const auto begin = rows.rows.begin() + static_cast<std::ptrdiff_t>(run.first_row);
     const auto end = rows.rows.begin() + static_cast<std::ptrdiff_t>(run.last_row);
-    const auto found = std::partition_point(begin, end, [&](const WriteRow& row) { return row.end() <= offset; });
+    const auto found = std::partition_point(begin, end, [&](const WriteExtent& row) { return row.end() <= offset; });
     return static_cast<std::size_t>(found - rows.rows.begin());
 }
 
 /// Walk the rows of [begin, end) in order: `gap(low, high)` for bytes of no row, `share(row index, span)` for the others.
 template <class Gap, class Share>
-void walk(const WriteRows& rows, const WriteRun& run, std::uint64_t begin, std::uint64_t end, Gap gap, Share share) {
+void walk(const WriteExtents& rows, const WriteRun& run, std::uint64_t begin, std::uint64_t end, Gap gap, Share share) {
     std::uint64_t cursor = begin;
     for (std::size_t i = first_row_after(rows, run, begin); i < run.last_row; ++i) {
-        const WriteRow& row = rows.rows[i];
+        const WriteExtent& row = rows.rows[i];
         const Span span = overlap(row, begin, end);
         if (span.empty()) continue;
         assert(span.low >= cursor);
@@ -190,7 +190,7 @@ void walk(const WriteRows& rows, const WriteRun& run, std::uint64_t begin, std::
 }
 
 /// The chunks with digests that a run touches.
-template <class Each> void for_digests(const WriteRows& rows, const WriteRun& run, Each each) {
+template <class Each> void for_digests(const WriteExtents& rows, const WriteRun& run, Each each) {
     walk(
         rows, run, run.begin, run.end, [](std::uint64_t, std::uint64_t) {},
         [&](std::size_t row, Span span) {
@@ -199,15 +199,15 @@ template <class Each> void for_digests(const WriteRows& rows, const WriteRun& ru
 }
 
 /// Whether the row's bytes can be written from where they lie.
-bool is_in_phase(const WriteRow& row) {
+bool is_in_phase(const WriteExtent& row) {
     return row.layout == contiguous && (row.address - row.offset) % block_alignment_bytes == 0;
 }
 
-DirectRun plan_direct_run(const WriteRows& rows, const WriteRun& run) {
+DirectRun plan_direct_run(const WriteExtents& rows, const WriteRun& run) {
     DirectRun direct{run, {}};
     std::uint64_t cursor = run.begin;
     for (std::size_t i = run.first_row; i < run.last_row; ++i) {
-        const WriteRow& row = rows.rows[i];
+        const WriteExtent& row = rows.rows[i];
         const Span span = overlap(row, run.begin, run.end);
         if (span.empty() || !is_in_phase(row)) continue;
         const std::uint64_t low = block_ceil(span.low);
@@ -223,22 +223,22 @@ DirectRun plan_direct_run(const WriteRows& rows, const WriteRun& run) {
 
 }  // namespace
 
-int copy_row(const WriteRows& rows, const WriteRow& row, std::uint64_t begin, std::uint64_t end, std::byte* out, LiveAccess& live) {
+int copy_row(const WriteExtents& rows, const WriteExtent& row, std::uint64_t begin, std::uint64_t end, std::byte* out, LiveAccess& live) {
     assert(row.device == on_host);
     if (const Layout* layout = layout_of(rows, row)) return layout->gather(begin, end, row.source(), out, live);
     return live.read(out, row.source() + begin, end - begin);
 }
 
-int copy_part(const WriteRows& rows, std::size_t row, std::uint64_t begin, std::uint64_t end, std::byte* out) {
+int copy_part(const WriteExtents& rows, std::size_t row, std::uint64_t begin, std::uint64_t end, std::byte* out) {
     if (row >= rows.rows.size() || begin > end || end > rows.rows[row].length || rows.rows[row].device != on_host)
         throw std::invalid_argument("no such part of a row on the host");
     LiveAccess live;
     return copy_row(rows, rows.rows[row], begin, end, out, live);
 }
 
-std::vector<WriteWindow> plan_windows(const WriteRows& rows, std::uint64_t request_bytes) {
+std::vector<WriteWindow> plan_windows(const WriteExtents& rows, std::uint64_t request_bytes) {
     std::vector<WriteWindow> windows;
-    const std::vector<WriteRow>& all = rows.rows;
+    const std::vector<WriteExtent>& all = rows.rows;
     std::uint32_t file = 0;
     std::uint64_t planned = 0;  // in `file`: blocks before it are in a window
     for (std::size_t i = 0; i < all.size();) {
@@ -263,7 +263,7 @@ std::vector<WriteWindow> plan_windows(const WriteRows& rows, std::uint64_t reque
     return windows;
 }
 
-std::vector<WriteRun> split_runs(const WriteRows& rows, const WriteWindow& window, std::uint64_t gap_bytes) {
+std::vector<WriteRun> split_runs(const WriteExtents& rows, const WriteWindow& window, std::uint64_t gap_bytes) {
     std::vector<WriteRun> runs;
     for (std::size_t i = window.first_row; i < window.last_row; ++i) {
         const Span span = overlap(rows.rows[i], window.begin, window.end);
@@ -278,13 +278,13 @@ std::vector<WriteRun> split_runs(const WriteRows& rows, const WriteWindow& windo
     return runs;
 }
 
-bool needs_fetch(const WriteRows& rows, const WriteWindow& window) {
+bool needs_fetch(const WriteExtents& rows, const WriteWindow& window) {
     const auto begin = rows.rows.begin() + static_cast<std::ptrdiff_t>(window.first_row);
     const auto end = rows.rows.begin() + static_cast<std::ptrdiff_t>(window.last_row);
-    return !rows.devices.empty() && std::any_of(begin, end, [](const WriteRow& row) { return row.device != on_host; });
+    return !rows.devices.empty() && std::any_of(begin, end, [](const WriteExtent& row) { return row.device != on_host; });
 }
 
-std::optional<DirectPlan> plan_direct(const WriteRows& rows, const WriteWindow& window, std::uint64_t gap_bytes) {
+std::optional<DirectPlan> plan_direct(const WriteExtents& rows, const WriteWindow& window, std::uint64_t gap_bytes) {
     if (needs_fetch(rows, window)) return std::nullopt;
     DirectPlan plan;
     std::size_t parts = 0;
@@ -298,18 +298,18 @@ std::optional<DirectPlan> plan_direct(const WriteRows& rows, const WriteWindow& 
     return plan;
 }
 
-void fetch_run(const WriteRows& rows, const WriteRun& run, std::byte* image, std::byte* rest, const Fetch& fetch, Watch& watch,
+void fetch_run(const WriteExtents& rows, const WriteRun& run, std::byte* image, std::byte* rest, const Fetch& fetch, MutationDetector& detector,
                LiveAccess& live) {
     const auto get = [&](std::size_t row, std::uint64_t begin, std::uint64_t end, std::byte* out) {
         if (rows.rows[row].device == on_host)
-            (void)read_row(rows, row, begin, end, out, watch, live);
+            (void)read_row(rows, row, begin, end, out, detector, live);
         else
             fetch(rows.rows[row], begin, end - begin, out);
     };
     walk(
         rows, run, run.begin, run.end, [](std::uint64_t, std::uint64_t) {},
         [&](std::size_t i, Span span) {
-            const WriteRow& row = rows.rows[i];
+            const WriteExtent& row = rows.rows[i];
             const std::uint64_t low = span.low - row.offset;
             const std::uint64_t high = span.high - row.offset;
             get(i, low, high, image + (span.low - run.begin));
@@ -320,9 +320,9 @@ void fetch_run(const WriteRows& rows, const WriteRun& run, std::byte* image, std
         });
 }
 
-void capture_run(const WriteRows& rows, const WriteRun& run, std::byte* image, const std::byte* rest,
-                 std::span<std::uint64_t> digests, Watch& watch, LiveAccess& live) {
-    Capture capture(rows, rest, digests, watch, live);
+void capture_run(const WriteExtents& rows, const WriteRun& run, std::byte* image, const std::byte* rest,
+                 std::span<std::uint64_t> digests, MutationDetector& detector, LiveAccess& live) {
+    Capture capture(rows, rest, digests, detector, live);
     walk(
         rows, run, run.begin, run.end,
         [&](std::uint64_t low, std::uint64_t high) { capture.gap(image + (low - run.begin), high - low); },
@@ -333,53 +333,53 @@ void capture_run(const WriteRows& rows, const WriteRun& run, std::byte* image, c
         });
 }
 
-void digest_run(const WriteRows& rows, const WriteRun& run, std::span<std::uint64_t> digests, Watch& watch, LiveAccess& live) {
+void digest_run(const WriteExtents& rows, const WriteRun& run, std::span<std::uint64_t> digests, MutationDetector& detector, LiveAccess& live) {
     for_digests(rows, run, [&](const ChunkShare& part) {
         if (!part.starts_here()) return;
         Digester digester;
         const auto digest = [&](std::uint64_t begin, std::uint64_t end, const std::byte* bytes) { digester.update(bytes, end - begin); };
-        if (view_row(rows, part.row, part.begin, part.end, watch, live, digest)) digests[rows.rows[part.row].chunk + part.chunk] = digester.value();
+        if (view_row(rows, part.row, part.begin, part.end, detector, live, digest)) digests[rows.rows[part.row].chunk + part.chunk] = digester.value();
     });
 }
 
-void confirm_run(const WriteRows& rows, const WriteRun& run, std::span<const std::uint64_t> digests, Watch& watch, LiveAccess& live) {
+void confirm_run(const WriteExtents& rows, const WriteRun& run, std::span<const std::uint64_t> digests, MutationDetector& detector, LiveAccess& live) {
     for_digests(rows, run, [&](const ChunkShare& part) {
         Digester seen;    // of the chunk, if it starts in the run, else of what the run has written of it
         Digester beyond;  // of what other windows write of it
         const auto look = [&](std::uint64_t begin, std::uint64_t end, const std::byte* bytes) {
-            watch.compare(part.row, begin, end, bytes);
+            detector.compare(part.row, begin, end, bytes);
             seen.update(bytes, end - begin);
             if (begin >= part.high) beyond.update(bytes, end - begin);
         };
-        if (!view_row(rows, part.row, part.low, part.high, watch, live, look)) return;
+        if (!view_row(rows, part.row, part.low, part.high, detector, live, look)) return;
         if (!part.starts_here()) {
-            if (part.ends_here()) watch.note_seam(part.row, part.low, seen.value());
+            if (part.ends_here()) detector.note_split(part.row, part.low, seen.value());
             return;
         }
-        if (!view_row(rows, part.row, part.high, part.end, watch, live, look)) return;
-        if (seen.value() != digests[rows.rows[part.row].chunk + part.chunk]) watch.report(part.row, part.begin, part.end);
-        if (!part.ends_here()) watch.note_seam(part.row, part.high, beyond.value());
+        if (!view_row(rows, part.row, part.high, part.end, detector, live, look)) return;
+        if (seen.value() != digests[rows.rows[part.row].chunk + part.chunk]) detector.report(part.row, part.begin, part.end);
+        if (!part.ends_here()) detector.note_split(part.row, part.high, beyond.value());
     });
 }
 
-void settle_run(const WriteRows& rows, const WriteRun& run, Watch& watch) {
+void settle_run(const WriteExtents& rows, const WriteRun& run, MutationDetector& detector) {
     walk(
         rows, run, run.begin, run.end, [](std::uint64_t, std::uint64_t) {},
-        [&](std::size_t row, Span span) { watch.settle(row, span.low - rows.rows[row].offset, span.high - rows.rows[row].offset); });
+        [&](std::size_t row, Span span) { detector.settle(row, span.low - rows.rows[row].offset, span.high - rows.rows[row].offset); });
 }
 
-void image_range(const WriteRows& rows, const WriteRun& run, std::uint64_t begin, std::uint64_t end, std::byte* image,
-                 Watch& watch, LiveAccess& live) {
+void image_range(const WriteExtents& rows, const WriteRun& run, std::uint64_t begin, std::uint64_t end, std::byte* image,
+                 MutationDetector& detector, LiveAccess& live) {
     walk(
         rows, run, begin, end,
         [&](std::uint64_t low, std::uint64_t high) { std::memset(image + (low - begin), 0, high - low); },
         [&](std::size_t i, Span span) {
             const std::uint64_t offset = rows.rows[i].offset;
-            (void)read_row(rows, i, span.low - offset, span.high - offset, image + (span.low - begin), watch, live);
+            (void)read_row(rows, i, span.low - offset, span.high - offset, image + (span.low - begin), detector, live);
         });
 }
 
-std::uint64_t row_bytes(const WriteRows& rows, const WriteRun& run) {
+std::uint64_t row_bytes(const WriteExtents& rows, const WriteRun& run) {
     std::uint64_t bytes = 0;
     walk(
         rows, run, run.begin, run.end, [](std::uint64_t, std::uint64_t) {},

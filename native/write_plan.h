@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "live_memory.h"
-#include "rows.h"
-#include "watch.h"
+#include "io_extents.h"
+#include "mutation_detector.h"
 
 namespace flowstone {
 
@@ -29,12 +29,12 @@ struct WriteWindow {
 /// The part of a window that one request writes: no gap of untouched blocks longer than gap_bytes.
 using WriteRun = WriteWindow;
 
-std::vector<WriteWindow> plan_windows(const WriteRows& rows, std::uint64_t request_bytes);
+std::vector<WriteWindow> plan_windows(const WriteExtents& rows, std::uint64_t request_bytes);
 
 /// Whether a row of the window lies on a device.
-bool needs_fetch(const WriteRows& rows, const WriteWindow& window);
+bool needs_fetch(const WriteExtents& rows, const WriteWindow& window);
 
-std::vector<WriteRun> split_runs(const WriteRows& rows, const WriteWindow& window, std::uint64_t gap_bytes);
+std::vector<WriteRun> split_runs(const WriteExtents& rows, const WriteWindow& window, std::uint64_t gap_bytes);
 
 /// [begin, end) of a file, from `source` where it lies, or from a bounce buffer when source is null.
 struct DirectPart {
@@ -56,45 +56,45 @@ struct DirectPlan {
 
 /// How to write the window from where it lies, or nothing when its rows do not allow it
 /// (on a device, strided, at another phase, or too much to bounce).
-std::optional<DirectPlan> plan_direct(const WriteRows& rows, const WriteWindow& window, std::uint64_t gap_bytes);
+std::optional<DirectPlan> plan_direct(const WriteExtents& rows, const WriteWindow& window, std::uint64_t gap_bytes);
 
-// Sources are live memory: what is not there any more is reported to `watch`, and is then anything in the image.
+// Sources are live memory: what is not there any more is reported to `detector`, and is then anything in the image.
 
 /// Row bytes [begin, end), counted from the row's start, to `out`. The row is on the host. 0, or why not (LiveAccess::read).
-int copy_row(const WriteRows& rows, const WriteRow& row, std::uint64_t begin, std::uint64_t end, std::byte* out, LiveAccess& live);
+int copy_row(const WriteExtents& rows, const WriteExtent& row, std::uint64_t begin, std::uint64_t end, std::byte* out, LiveAccess& live);
 
 /// The same of row number `row`, for who has nothing to copy with. Throws std::invalid_argument where there is no such part.
-int copy_part(const WriteRows& rows, std::size_t row, std::uint64_t begin, std::uint64_t end, std::byte* out);
+int copy_part(const WriteExtents& rows, std::size_t row, std::uint64_t begin, std::uint64_t end, std::byte* out);
 
 /// Make `image` the run's exact bytes, gaps zero, and digest every chunk that starts in the run
 /// (also where it goes on past the run's end). What is digested is the image, not the source, so the
-/// digests are those of what will be written whatever happens to the source; `watch` is told what was seen.
+/// digests are those of what will be written whatever happens to the source; `detector` is told what was seen.
 /// `rest` is null, or fetch_run has filled both.
-void capture_run(const WriteRows& rows, const WriteRun& run, std::byte* image, const std::byte* rest,
-                 std::span<std::uint64_t> digests, Watch& watch, LiveAccess& live);
+void capture_run(const WriteExtents& rows, const WriteRun& run, std::byte* image, const std::byte* rest,
+                 std::span<std::uint64_t> digests, MutationDetector& detector, LiveAccess& live);
 
 /// To copy `bytes` from a row on a device, later; until then their place must stay.
-using Fetch = std::function<void(const WriteRow& row, std::uint64_t begin, std::uint64_t bytes, std::byte* out)>;
+using Fetch = std::function<void(const WriteExtent& row, std::uint64_t begin, std::uint64_t bytes, std::byte* out)>;
 
 /// All that capture_run will look at: the run's bytes into `image`, and those of the chunk that goes on past its end into
 /// `rest`, with room for a chunk. Rows on the host are copied, those on devices are left to `fetch`.
-void fetch_run(const WriteRows& rows, const WriteRun& run, std::byte* image, std::byte* rest, const Fetch& fetch, Watch& watch,
+void fetch_run(const WriteExtents& rows, const WriteRun& run, std::byte* image, std::byte* rest, const Fetch& fetch, MutationDetector& detector,
                LiveAccess& live);
 
 /// The digests alone, of a run that is about to be written from where it lies.
-void digest_run(const WriteRows& rows, const WriteRun& run, std::span<std::uint64_t> digests, Watch& watch, LiveAccess& live);
+void digest_run(const WriteExtents& rows, const WriteRun& run, std::span<std::uint64_t> digests, MutationDetector& detector, LiveAccess& live);
 
-/// The run has been written from where it lies: `watch` is told where the sources are not what was digested.
-void confirm_run(const WriteRows& rows, const WriteRun& run, std::span<const std::uint64_t> digests, Watch& watch, LiveAccess& live);
+/// The run has been written from where it lies: `detector` is told where the sources are not what was digested.
+void confirm_run(const WriteExtents& rows, const WriteRun& run, std::span<const std::uint64_t> digests, MutationDetector& detector, LiveAccess& live);
 
-/// The sources of the run will not be read again: `watch` looks for what changed them until now.
-void settle_run(const WriteRows& rows, const WriteRun& run, Watch& watch);
+/// The sources of the run will not be read again: `detector` looks for what changed them until now.
+void settle_run(const WriteExtents& rows, const WriteRun& run, MutationDetector& detector);
 
 /// The image of [begin, end) inside the run alone.
-void image_range(const WriteRows& rows, const WriteRun& run, std::uint64_t begin, std::uint64_t end, std::byte* image,
-                 Watch& watch, LiveAccess& live);
+void image_range(const WriteExtents& rows, const WriteRun& run, std::uint64_t begin, std::uint64_t end, std::byte* image,
+                 MutationDetector& detector, LiveAccess& live);
 
 /// Source bytes in the run.
-std::uint64_t row_bytes(const WriteRows& rows, const WriteRun& run);
+std::uint64_t row_bytes(const WriteExtents& rows, const WriteRun& run);
 
 }  // namespace flowstone

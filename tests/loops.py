@@ -17,7 +17,7 @@ from flowstone.store.base import Pace
 
 MIB = 1 << 20
 WIDTH = 512
-CRAWL = Pace(blocks=1, bytes_per_s=1)  # the first request goes out, the others wait until somebody hurries
+CRAWL = Pace(blocks=1, bytes_per_s=1)  # the first request goes out, the others wait until something expedites it
 
 
 def network(width: int = WIDTH) -> nn.Sequential:

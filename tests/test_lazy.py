@@ -27,7 +27,7 @@ from flowstone.stage import capture
 from flowstone.store.base import Pace
 
 MIB = 1 << 20
-CRAWL = Pace(blocks=1, bytes_per_s=1)  # the first request goes out, the others wait until somebody hurries
+CRAWL = Pace(blocks=1, bytes_per_s=1)  # the first request goes out, the others wait until something expedites it
 WAYS = ("copied", "direct")
 
 
@@ -208,7 +208,7 @@ def test_whoever_waits_for_a_save_does_not_wait_for_a_step(tmp_path: Path, way: 
     assert_holds(tmp_path, 1)
 
 
-def test_waiting_for_a_save_hurries_those_before_it(tmp_path: Path, way: str) -> None:
+def test_waiting_for_a_save_expedites_those_before_it(tmp_path: Path, way: str) -> None:
     """They are committed in order: the writer's thread comes to the second when it is done with the first."""
     state = training()
     fill(state, 1)

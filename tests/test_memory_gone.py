@@ -23,7 +23,7 @@ from flowstone.saving import Captures
 from flowstone.store.base import Pace
 
 MIB = 1 << 20
-CRAWL = Pace(blocks=1, bytes_per_s=1)  # the first request goes out, the others wait until somebody hurries
+CRAWL = Pace(blocks=1, bytes_per_s=1)  # the first request goes out, the others wait until something expedites it
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 

@@ -270,7 +270,7 @@ class Training:
 
 @pytest.fixture
 def slow_captures() -> Iterator[None]:
-    """A capture that nobody hurries never ends."""
+    """A capture that nothing expedites never ends."""
     with mock.patch.object(Captures, "pace", return_value=Pace(blocks=1, bytes_per_s=1)):
         yield
 

@@ -260,8 +260,8 @@ def test_of_two_saves_in_flight_each_is_watched_from_its_own_beginning(tmp_path:
             expected = parameters(state)[1].clone()
             assert not first.captured.done()
             if after:
-                writing = checkpointer._captures._runs[0].writing  # whoever waits for `first` hurries both
-                writing.hurry()
+                writing = checkpointer._captures._runs[0].writing  # whoever waits for `first` expedites both
+                writing.expedite()
                 writing.wait_captured()
                 by_data(parameters(state)[1], MIB + 5)
             checkpointer.fence()

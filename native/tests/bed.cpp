@@ -26,7 +26,7 @@ void add_row(Sample& sample, std::mt19937_64& random, std::uint64_t offset, std:
 /// Touched blocks hold the rows and zeros, the others keep their 0xEE.
 void expect(Sample& sample) {
     sample.expected.assign(sample.file_bytes, std::byte{0xEE});
-    for (const WriteRow& row : sample.rows.rows)
+    for (const WriteExtent& row : sample.rows.rows)
         for (std::uint64_t at = block_floor(row.offset); row.length != 0 && at < row.end(); at += block_alignment_bytes)
             std::memset(sample.expected.data() + at, 0, block_alignment_bytes);
     for (std::size_t i = 0; i < sample.stored.size(); ++i)
@@ -66,11 +66,11 @@ Sample plain_sample(std::uint64_t length, std::uint64_t phase) {
     return sample;
 }
 
-ReadRows read_back(const Sample& sample, const std::vector<std::uint64_t>& digests, std::vector<Memory>& targets,
+ReadExtents read_back(const Sample& sample, const std::vector<std::uint64_t>& digests, std::vector<Memory>& targets,
                    std::uint64_t seed) {
     std::mt19937_64 random(seed);
-    ReadRows rows{{}, {}, digests};
-    for (const WriteRow& row : sample.rows.rows) {
+    ReadExtents rows{{}, {}, digests};
+    for (const WriteExtent& row : sample.rows.rows) {
         const std::uint64_t phase = random() % 3 != 0 ? row.offset % block_alignment_bytes : random() % 4096;
         const Memory& target = targets.emplace_back(row.length, phase);
         std::memset(target.start(), 0x11, row.length);

@@ -101,7 +101,7 @@ private:
 
 /// Rows of one file with their memory, and what the file must hold afterwards.
 struct Sample {
-    WriteRows rows;
+    WriteExtents rows;
     std::vector<Memory> memory;           // per row
     std::vector<std::byte> expected;      // the file
     std::vector<std::vector<std::byte>> stored;  // per row, packed
@@ -113,7 +113,7 @@ Sample random_sample(std::uint64_t seed, std::size_t row_count);
 /// One contiguous row at the file's start.
 Sample plain_sample(std::uint64_t length, std::uint64_t phase = 0);
 /// Whole extents of the sample into new memory at random phases; `targets` receives it.
-ReadRows read_back(const Sample& sample, const std::vector<std::uint64_t>& digests, std::vector<Memory>& targets,
+ReadExtents read_back(const Sample& sample, const std::vector<std::uint64_t>& digests, std::vector<Memory>& targets,
                    std::uint64_t seed);
 
 struct Bed {
@@ -122,17 +122,17 @@ struct Bed {
     Engine engine;
     std::uint64_t file_bytes;
 
-    Bed(const Setup& setup, std::uint64_t bytes, Troubles troubles = nullptr, std::uint64_t blocks = 2)
+    Bed(const Setup& setup, std::uint64_t bytes, FaultInjector injector = nullptr, std::uint64_t blocks = 2)
         : scratch(setup.direct, bytes),
           arena(std::make_shared<Arena>(blocks * huge_page_bytes, huge_page_bytes)),
-          engine({setup.backend, 4, mib, 2, std::move(troubles)}),
+          engine({setup.backend, 4, mib, 2, std::move(injector)}),
           file_bytes(bytes) {}
 
-    std::shared_ptr<WriteJob> start(const WriteRows& rows) {
-        return engine.write(arena, {{scratch.file(), file_bytes}}, std::make_shared<WriteRows>(rows), {});
+    std::shared_ptr<WriteJob> start(const WriteExtents& rows) {
+        return engine.write(arena, {{scratch.file(), file_bytes}}, std::make_shared<WriteExtents>(rows), {});
     }
-    std::shared_ptr<ReadJob> start(const ReadRows& rows, bool stop_at_bad = true) {
-        return engine.read(arena, {scratch.file()}, std::make_shared<ReadRows>(rows), {.stop_at_bad = stop_at_bad});
+    std::shared_ptr<ReadJob> start(const ReadExtents& rows, bool stop_at_bad = true) {
+        return engine.read(arena, {scratch.file()}, std::make_shared<ReadExtents>(rows), {.stop_at_bad = stop_at_bad});
     }
     template <class Rows> auto run(const Rows& rows) {
         auto job = start(rows);

@@ -11,15 +11,15 @@ bool equal(const std::vector<std::byte>& bytes, const std::byte* memory) {
     return bytes.empty() || std::memcmp(bytes.data(), memory, bytes.size()) == 0;
 }
 
-void check_round_trip(const Setup& setup, std::uint64_t seed, std::uint64_t blocks, Troubles troubles) {
+void check_round_trip(const Setup& setup, std::uint64_t seed, std::uint64_t blocks, FaultInjector injector) {
     const Sample sample = random_sample(seed, 24);
-    Bed bed(setup, sample.file_bytes, std::move(troubles), blocks);
+    Bed bed(setup, sample.file_bytes, std::move(injector), blocks);
     const auto job = bed.run(sample.rows);
     REQUIRE_FALSE(job->fault());
     REQUIRE(bed.scratch.contents() == sample.expected);
     std::uint64_t wanted = 0;
     for (std::size_t i = 0; i < sample.stored.size(); ++i) {
-        const WriteRow& row = sample.rows.rows[i];
+        const WriteExtent& row = sample.rows.rows[i];
         wanted += row.length;
         for (std::uint64_t chunk = 0; chunk < chunk_count(row.length); ++chunk) {
             const std::uint64_t begin = chunk * chunk_bytes;
@@ -30,7 +30,7 @@ void check_round_trip(const Setup& setup, std::uint64_t seed, std::uint64_t bloc
     CHECK(job->copied_bytes() + job->direct_bytes() == wanted);
 
     std::vector<Memory> targets;
-    ReadRows rows = read_back(sample, job->digests(), targets, seed);
+    ReadExtents rows = read_back(sample, job->digests(), targets, seed);
     std::mt19937_64 random(seed);
     std::shuffle(rows.rows.begin(), rows.rows.end(), random);
     const auto load = bed.run(rows);
@@ -100,7 +100,7 @@ TEST_CASE("part of an extent is read in whole chunks and scattered into its box"
         std::vector<std::byte> target(4000);
         const std::uint64_t first = 1500 * 4000 / chunk_bytes;
         const std::uint64_t last = chunk_count(1600 * 4000);
-        ReadRows rows{{{128, 3000 * 4000, reinterpret_cast<std::uint64_t>(target.data()), 0, first, last, 0, 0}},
+        ReadExtents rows{{{128, 3000 * 4000, reinterpret_cast<std::uint64_t>(target.data()), 0, first, last, 0, 0}},
                       {Layout::box(4, extent_shape, offset, shape, strides)},
                       job->digests()};
         const auto load = bed.run(rows);
@@ -118,7 +118,7 @@ TEST_CASE("two jobs write disjoint blocks of one file at once, while a third rea
         Bed bed(setup, sample.file_bytes, nullptr, 3);
         const auto before = bed.run(sample.rows);
         // Halves that share no block: cut where a row begins a block of its own.
-        WriteRows low = sample.rows, high = sample.rows;
+        WriteExtents low = sample.rows, high = sample.rows;
         std::size_t cut = sample.rows.rows.size() / 2;
         while (block_floor(sample.rows.rows[cut].offset) < block_ceil(sample.rows.rows[cut - 1].end())) ++cut;
         low.rows.resize(cut);
@@ -138,8 +138,8 @@ TEST_CASE("two jobs write disjoint blocks of one file at once, while a third rea
 TEST_CASE("a job without bytes finishes at once") {
     for (const Setup& setup : setups()) {
         Bed bed(setup, 4096);
-        CHECK(bed.run(WriteRows{})->requests() == 0);
-        CHECK(bed.run(ReadRows{})->requests() == 0);
+        CHECK(bed.run(WriteExtents{})->requests() == 0);
+        CHECK(bed.run(ReadExtents{})->requests() == 0);
     }
 }
 
@@ -153,7 +153,7 @@ TEST_CASE("a bad chunk is named, stays out of its target and stops the job") {
         bed.scratch.put(mib + 5, ~sample.stored[0][mib + 5]);
         const Memory target(30 * mib, 1);  // out of phase: through the arena
         std::memset(target.start(), 0x11, 30 * mib);
-        ReadRows rows{{{0, 30 * mib, target.address(), 0, 0, 30, contiguous, 0}}, {}, job->digests()};
+        ReadExtents rows{{{0, 30 * mib, target.address(), 0, 0, 30, contiguous, 0}}, {}, job->digests()};
         const auto load = bed.run(rows);
         CHECK_FALSE(load->fault());
         CHECK_FALSE(load->cancelled());
@@ -183,7 +183,7 @@ TEST_CASE("a job that is not to stop at a bad chunk names all and stores the goo
         for (const std::uint64_t chunk : {2, 11, 19}) bed.scratch.put(chunk * mib, ~sample.stored[0][chunk * mib]);
         const Memory target(20 * mib, 1);
         std::memset(target.start(), 0x11, 20 * mib);
-        const ReadRows rows{{{0, 20 * mib, target.address(), 0, 0, 20, contiguous, 0}}, {}, job->digests()};
+        const ReadExtents rows{{{0, 20 * mib, target.address(), 0, 0, 20, contiguous, 0}}, {}, job->digests()};
         const auto load = bed.start(rows, false);
         REQUIRE(load->wait(forever_s));
         CHECK(load->bad_chunks() == std::vector<std::uint64_t>{2, 11, 19});
@@ -208,7 +208,7 @@ TEST_CASE("cancel lands what is in flight and names no fault") {
         CHECK(bed.arena->free_bytes() == bed.arena->touched_bytes());
         bed.start(sample.rows).reset();  // dropped while it runs
         CHECK(bed.arena->free_bytes() == bed.arena->touched_bytes());
-        bed.run(WriteRows{})->cancel();  // finished: too late to count
+        bed.run(WriteExtents{})->cancel();  // finished: too late to count
     }
 }
 
@@ -237,11 +237,11 @@ TEST_CASE("the engine refuses what it cannot carry out") {
         Bed bed(setup, 4096);
         bed.engine.close();
         bed.engine.close();
-        CHECK_THROWS_WITH(bed.start(WriteRows{}), "the engine is closed");
+        CHECK_THROWS_WITH(bed.start(WriteExtents{}), "the engine is closed");
         CHECK_THROWS_AS(Engine({setup.backend, 1, 4095, 1}), std::invalid_argument);
         CHECK_THROWS_AS(Engine({"pigeon", 1, 4096, 1}), std::invalid_argument);
         Engine large({setup.backend, 1, 4 * mib, 1});
-        CHECK_THROWS_AS(large.write(bed.arena, {{bed.scratch.file(), 4096}}, std::make_shared<WriteRows>(), {}), std::invalid_argument);
+        CHECK_THROWS_AS(large.write(bed.arena, {{bed.scratch.file(), 4096}}, std::make_shared<WriteExtents>(), {}), std::invalid_argument);
     }
 }
 
@@ -253,7 +253,7 @@ TEST_CASE("short counts, EINTR and EAGAIN change nothing but the time") {
         CAPTURE(setup.direct);
         std::atomic<std::uint64_t> calls{0};
         const std::uint64_t unit = setup.direct ? block_alignment_bytes : 1000;
-        const auto troubles = [&](Direction, std::uint64_t, std::uint64_t length) -> Trouble {
+        const auto injector = [&](Direction, std::uint64_t, std::uint64_t length) -> InjectedFault {
             switch (calls++ % 5) {
                 case 0: return {EINTR, 0};
                 case 1: return {EAGAIN, 0};
@@ -262,7 +262,7 @@ TEST_CASE("short counts, EINTR and EAGAIN change nothing but the time") {
                 default: return {};
             }
         };
-        for (std::uint64_t seed = 10; seed < 13; ++seed) check_round_trip(setup, seed, 3, troubles);
+        for (std::uint64_t seed = 10; seed < 13; ++seed) check_round_trip(setup, seed, 3, injector);
         CHECK(calls > 100);
     }
 }
@@ -273,10 +273,10 @@ TEST_CASE("a failing write is named by operation, errno, path and range, and sto
             CAPTURE(setup.backend);
             CAPTURE(error);
             const Sample sample = plain_sample(40 * mib, 64);
-            const auto troubles = [&](Direction, std::uint64_t offset, std::uint64_t) -> Trouble {
+            const auto injector = [&](Direction, std::uint64_t offset, std::uint64_t) -> InjectedFault {
                 return {offset == 2 * mib ? error : 0, UINT64_MAX};
             };
-            Bed bed(setup, sample.file_bytes, troubles);
+            Bed bed(setup, sample.file_bytes, injector);
             const auto job = bed.run(sample.rows);
             REQUIRE(job->fault());
             CHECK(job->wait_captured(0));
@@ -295,7 +295,7 @@ TEST_CASE("every write failing at once is one fault") {
     for (const Setup& setup : setups()) {
         CAPTURE(setup.backend);
         const Sample sample = plain_sample(40 * mib, 64);
-        Bed bed(setup, sample.file_bytes, [](Direction, std::uint64_t, std::uint64_t) -> Trouble { return {EIO, 0}; }, 20);
+        Bed bed(setup, sample.file_bytes, [](Direction, std::uint64_t, std::uint64_t) -> InjectedFault { return {EIO, 0}; }, 20);
         CHECK(bed.run(sample.rows)->fault()->error == EIO);
     }
 }
@@ -304,13 +304,13 @@ TEST_CASE("a failing read is named and touches no target") {
     for (const Setup& setup : setups()) {
         CAPTURE(setup.backend);
         const Sample sample = plain_sample(10 * mib, 0);
-        const auto troubles = [](Direction direction, std::uint64_t offset, std::uint64_t) -> Trouble {
+        const auto injector = [](Direction direction, std::uint64_t offset, std::uint64_t) -> InjectedFault {
             return {direction == Direction::read && offset == 0 ? EIO : 0, UINT64_MAX};
         };
-        Bed bed(setup, sample.file_bytes, troubles);
+        Bed bed(setup, sample.file_bytes, injector);
         const auto job = bed.run(sample.rows);
         const Memory target(10 * mib, 1);
-        const ReadRows rows{{{0, 10 * mib, target.address(), 0, 0, 10, contiguous, 0}}, {}, job->digests()};
+        const ReadExtents rows{{{0, 10 * mib, target.address(), 0, 0, 10, contiguous, 0}}, {}, job->digests()};
         const auto load = bed.run(rows);
         REQUIRE(load->fault());
         CHECK(load->fault()->operation == "read");
@@ -333,8 +333,8 @@ TEST_CASE("mapped memory is checked where it lies, and asks for nothing") {
         const auto file = std::make_shared<const File>(File{bed.scratch.file()->fd, std::make_shared<std::string>("memory"), 1, begin - hidden});
         const Memory target(10 * mib + 5, 1);
         std::memset(target.start(), 0, 10 * mib + 5);
-        const ReadRows rows{{{hidden, 10 * mib + 5, target.address(), 0, 0, 11, contiguous, 0}}, {}, digests};
-        const auto load = bed.engine.read(bed.arena, {file}, std::make_shared<ReadRows>(rows), {.stop_at_bad = damaged != 0});
+        const ReadExtents rows{{{hidden, 10 * mib + 5, target.address(), 0, 0, 11, contiguous, 0}}, {}, digests};
+        const auto load = bed.engine.read(bed.arena, {file}, std::make_shared<ReadExtents>(rows), {.stop_at_bad = damaged != 0});
         REQUIRE(load->wait(forever_s));
         CHECK(!load->fault());
         CHECK(load->requested_bytes() == 0);
@@ -354,9 +354,9 @@ TEST_CASE("rows of files that are not there are left out, and what they would be
         std::memset(target.start(), 0x5A, 4 * mib);
         const std::vector<std::byte> stored = bed.scratch.contents();
         const std::uint64_t first = xxh3_64(stored.data(), mib), second = xxh3_64(stored.data() + mib, mib);
-        const ReadRows rows{{{0, 2 * mib, target.address(), 0, 0, 2, contiguous, 0}, {0, 2 * mib, target.address() + 2 * mib, 2, 0, 2, contiguous, 1}},
+        const ReadExtents rows{{{0, 2 * mib, target.address(), 0, 0, 2, contiguous, 0}, {0, 2 * mib, target.address() + 2 * mib, 2, 0, 2, contiguous, 1}},
                             {}, {first, second, first, second}};
-        const auto load = bed.engine.read(bed.arena, {nullptr, bed.scratch.file()}, std::make_shared<ReadRows>(rows), {});
+        const auto load = bed.engine.read(bed.arena, {nullptr, bed.scratch.file()}, std::make_shared<ReadExtents>(rows), {});
         REQUIRE(load->wait(forever_s));
         CHECK(!load->fault());
         CHECK(load->bad_chunks().empty());
@@ -373,7 +373,7 @@ TEST_CASE("a descriptor that cannot be written is EBADF") {
         const int fd = ::open(bed.scratch.path().c_str(), O_RDONLY | O_CLOEXEC);
         const Sample sample = plain_sample(10);
         const auto file = std::make_shared<const File>(File{fd, std::make_shared<std::string>(bed.scratch.path()), 1});
-        const auto job = bed.engine.write(bed.arena, {{file, 4096}}, std::make_shared<WriteRows>(sample.rows), {});
+        const auto job = bed.engine.write(bed.arena, {{file, 4096}}, std::make_shared<WriteExtents>(sample.rows), {});
         REQUIRE(job->wait(forever_s));
         CHECK(job->fault()->error == EBADF);
         CHECK(job->fault()->length == 4096);

@@ -19,7 +19,7 @@ struct Far {
     std::shared_ptr<DelayedDevice> device;
     std::vector<std::uint64_t> place;  // per row, in the device's memory; or nowhere
     std::vector<Line> samples;
-    WriteRows rows;
+    WriteExtents rows;
 
     static constexpr std::uint64_t nowhere = ~std::uint64_t{0};
 
@@ -32,7 +32,7 @@ struct Far {
         rows.samples = {{}};
         for (std::size_t i = 0; i < rows.rows.size(); ++i) {
             if (place[i] == nowhere) continue;
-            WriteRow& row = rows.rows[i];
+            WriteExtent& row = rows.rows[i];
             std::memcpy(device->inside() + place[i], row.source(), row.length);
             row.address = device->address() + place[i];
             row.device = 0;
@@ -42,7 +42,7 @@ struct Far {
     /// Let all rows be captured lazily; the device's are sampled now.
     void be_lazy() {
         for (std::size_t i = 0; i < rows.rows.size(); ++i) {
-            WriteRow& row = rows.rows[i];
+            WriteExtent& row = rows.rows[i];
             row.lazy = true;
             if (row.device == on_host) continue;
             for (std::uint64_t line = 0; line < chunk_count(row.length) * lines_per_chunk; ++line) {
@@ -55,8 +55,8 @@ struct Far {
     }
 };
 
-std::shared_ptr<WriteJob> start(Bed& bed, const WriteRows& rows, const WriteOptions& options = {}) {
-    return bed.engine.write(bed.arena, {{bed.scratch.file(), bed.file_bytes}}, std::make_shared<WriteRows>(rows), options);
+std::shared_ptr<WriteJob> start(Bed& bed, const WriteExtents& rows, const WriteOptions& options = {}) {
+    return bed.engine.write(bed.arena, {{bed.scratch.file(), bed.file_bytes}}, std::make_shared<WriteExtents>(rows), options);
 }
 
 }  // namespace
@@ -101,21 +101,21 @@ TEST_CASE("rows on a device come back, among rows on the host") {
             Bed bed(setup, sample.file_bytes, nullptr, seed % 3 ? 3 : 20);
             const auto job = start(bed, far.rows, {.in_place = seed % 2 == 0});
             REQUIRE(job->wait_early(forever_s));
-            if (seed > 5) job->hurry();
+            if (seed > 5) job->expedite();
             REQUIRE(job->wait(forever_s));
             REQUIRE_FALSE(job->fault());
             REQUIRE(bed.scratch.contents() == sample.expected);
 
             std::vector<Memory> targets;
-            ReadRows back = read_back(sample, job->digests(), targets, seed);
+            ReadExtents back = read_back(sample, job->digests(), targets, seed);
             std::vector<std::byte*> inside(back.rows.size(), nullptr);
             std::uint64_t bytes = 1;
-            for (const ReadRow& row : back.rows) bytes += row.length;
+            for (const ReadExtent& row : back.rows) bytes += row.length;
             const auto device = std::make_shared<DelayedDevice>(bytes, microseconds(10));
             std::uint64_t at = 1;
             back.devices = {device};
             for (std::size_t i = 0; i < back.rows.size(); ++i) {
-                ReadRow& row = back.rows[i];
+                ReadExtent& row = back.rows[i];
                 if (row.layout != contiguous || i % 3 == 0) continue;
                 inside[i] = device->inside() + at;
                 row.address = device->address() + at;
@@ -138,7 +138,7 @@ TEST_CASE("a fence need not wait for copies that are queued") {
     bed.arena->grow(8 * huge_page_bytes);
     far.device->hold(true);
     const auto job = start(bed, far.rows);
-    job->hurry();
+    job->expedite();
     REQUIRE(job->wait_queued(forever_s));
     CHECK_FALSE(job->wait_captured(0));
     CHECK(far.device->copies() == 0);
@@ -157,7 +157,7 @@ TEST_CASE("while the arena is full, a fence waits for copies that are not queued
     Bed bed(setups().front(), sample.file_bytes, nullptr, 2);
     far.device->hold(true);
     const auto job = start(bed, far.rows);
-    job->hurry();
+    job->expedite();
     CHECK_FALSE(job->wait_queued(0.05));
     far.device->hold(false);
     REQUIRE(job->wait_queued(forever_s));
@@ -209,7 +209,7 @@ TEST_CASE("a device that fails ends the job, with its name, and gives every bloc
         Bed other(setups().front(), sample.file_bytes, nullptr, 3);
         const auto written = other.run(sample.rows);
         std::vector<Memory> targets;
-        ReadRows back = read_back(sample, written->digests(), targets, 0);
+        ReadExtents back = read_back(sample, written->digests(), targets, 0);
         const auto device = std::make_shared<DelayedDevice>(9 * mib, microseconds(50));
         device->fail_after(copies);
         back.devices = {device};
@@ -256,7 +256,7 @@ TEST_CASE("rows that name no device, or strided ones on a device, are refused") 
     const Sample sample = plain_sample(mib);
     Far far(sample);
     Bed bed(setups().front(), sample.file_bytes);
-    WriteRows rows = far.rows;
+    WriteExtents rows = far.rows;
     rows.rows[0].device = 1;
     CHECK_THROWS_AS((void)bed.start(rows), std::invalid_argument);
     rows = far.rows;

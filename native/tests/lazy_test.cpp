@@ -8,19 +8,19 @@
 #include <utility>
 
 #include "bed.h"
-#include "watch.h"
+#include "mutation_detector.h"
 
 namespace flowstone {
 namespace {
 
-constexpr std::uint64_t crawl = 1;  // bytes per second: after its first window a job waits until it is hurried
+constexpr std::uint64_t crawl = 1;  // bytes per second: after its first window a job waits until it is expedited
 
-std::shared_ptr<WriteJob> start(Bed& bed, const WriteRows& rows, const WriteOptions& options) {
-    return bed.engine.write(bed.arena, {{bed.scratch.file(), bed.file_bytes}}, std::make_shared<WriteRows>(rows), options);
+std::shared_ptr<WriteJob> start(Bed& bed, const WriteExtents& rows, const WriteOptions& options) {
+    return bed.engine.write(bed.arena, {{bed.scratch.file(), bed.file_bytes}}, std::make_shared<WriteExtents>(rows), options);
 }
 
-WriteRows all_lazy(WriteRows rows) {
-    for (WriteRow& row : rows.rows) row.lazy = true;
+WriteExtents all_lazy(WriteExtents rows) {
+    for (WriteExtent& row : rows.rows) row.lazy = true;
     return rows;
 }
 
@@ -30,33 +30,33 @@ void wait_until_copied(const WriteJob& job) {
 
 }  // namespace
 
-TEST_CASE("lazy rows come back, whoever hurries and however much memory they get") {
+TEST_CASE("lazy rows come back, expedited or not and however much memory they get") {
     for (const Setup& setup : setups())
         for (std::uint64_t seed = 0; seed < 6; ++seed) {
             CAPTURE(setup.backend);
             CAPTURE(setup.direct);
             CAPTURE(seed);
             const Sample sample = random_sample(seed, 24);
-            WriteRows rows = sample.rows;
+            WriteExtents rows = sample.rows;
             std::mt19937_64 random(seed);
-            for (WriteRow& row : rows.rows) row.lazy = random() % 3 != 0;
+            for (WriteExtent& row : rows.rows) row.lazy = random() % 3 != 0;
             Bed bed(setup, sample.file_bytes, nullptr, seed % 2 ? 2 : 20);
             const auto job = start(bed, rows, {.in_place = seed % 3 != 0, .blocks = static_cast<std::uint32_t>(seed % 4)});
             REQUIRE(job->wait_early(forever_s));
-            if (seed > 3) job->hurry();
+            if (seed > 3) job->expedite();
             REQUIRE(job->wait(forever_s));
             REQUIRE_FALSE(job->fault());
             REQUIRE(bed.scratch.contents() == sample.expected);
         }
 }
 
-TEST_CASE("early rows are captured at once, lazy ones when somebody hurries") {
+TEST_CASE("early rows are captured at once, lazy ones when the job is expedited") {
     for (const Setup& setup : setups()) {
         CAPTURE(setup.backend);
         const Sample large = plain_sample(20 * mib, 64);
         const Memory small(4096, 0);
         std::memset(small.start(), 7, 4096);
-        WriteRows rows = all_lazy(large.rows);
+        WriteExtents rows = all_lazy(large.rows);
         rows.rows.push_back({24 * mib, 4096, small.address(), rows.chunks, contiguous, 0});
         rows.chunks += 1;
         Bed bed(setup, 24 * mib + 4096);
@@ -64,7 +64,7 @@ TEST_CASE("early rows are captured at once, lazy ones when somebody hurries") {
         REQUIRE(job->wait_early(forever_s));
         CHECK_FALSE(job->wait_captured(0));
         std::memset(small.start(), 9, 4096);
-        job->hurry();
+        job->expedite();
         REQUIRE(job->wait(forever_s));
         REQUIRE_FALSE(job->fault());
         const std::vector<std::byte> found = bed.scratch.contents();
@@ -77,7 +77,7 @@ TEST_CASE("early rows wait for nobody's pace, though no memory is touched yet an
     for (const Setup& setup : setups()) {
         CAPTURE(setup.backend);
         Sample sample = plain_sample(6 * mib, 0);
-        WriteRow& early = sample.rows.rows[0];
+        WriteExtent& early = sample.rows.rows[0];
         const std::uint64_t half = 3 * mib;
         const Memory shifted(6 * mib, 8);  // out of phase with the file
         std::memcpy(shifted.start(), sample.memory[0].start(), 6 * mib);
@@ -88,7 +88,7 @@ TEST_CASE("early rows wait for nobody's pace, though no memory is touched yet an
         const auto job = start(bed, sample.rows, {.blocks = 1, .bytes_per_s = crawl});
         REQUIRE(job->wait_early(10));
         CHECK_FALSE(job->wait_captured(0));
-        job->hurry();
+        job->expedite();
         REQUIRE(job->wait(forever_s));
         REQUIRE_FALSE(job->fault());
         CHECK(bed.scratch.contents() == sample.expected);
@@ -99,7 +99,7 @@ TEST_CASE("lazy rows that could be written directly wait for their pace, though 
     for (const Setup& setup : setups()) {
         CAPTURE(setup.backend);
         const Sample sample = plain_sample(6 * mib);
-        WriteRows rows = sample.rows;
+        WriteExtents rows = sample.rows;
         const std::uint64_t half = 3 * mib;
         const Memory shifted(half, 8);  // out of phase with the file
         std::memcpy(shifted.start(), sample.memory[0].start(), half);
@@ -110,7 +110,7 @@ TEST_CASE("lazy rows that could be written directly wait for their pace, though 
         const auto job = start(bed, rows, {.blocks = 0, .bytes_per_s = crawl});
         REQUIRE(job->wait_early(10));
         CHECK(job->direct_bytes() == 0);
-        job->hurry();
+        job->expedite();
         REQUIRE(job->wait(forever_s));
         REQUIRE_FALSE(job->fault());
         CHECK(bed.scratch.contents() == sample.expected);
@@ -126,7 +126,7 @@ TEST_CASE("a cap holds for early rows and for lazy ones, whoever waits") {
             Bed bed(setup, sample.file_bytes, nullptr, 8);
             const auto job = start(bed, lazy ? all_lazy(sample.rows) : sample.rows, {.in_place = false, .cap_bytes_per_s = crawl});
             wait_until_copied(*job);
-            job->hurry();
+            job->expedite();
             CHECK_FALSE(job->wait_captured(0.05));
             CHECK(job->copied_bytes() <= mib);
             job->cancel();
@@ -143,7 +143,7 @@ TEST_CASE("a source that changes before it is captured fails the job, and says w
             Bed bed(setup, sample.file_bytes);
             const auto job = start(bed, all_lazy(sample.rows), {.blocks = blocks, .bytes_per_s = crawl});
             std::memset(sample.memory[0].start() + 4 * mib, 0, mib);
-            job->hurry();
+            job->expedite();
             REQUIRE(job->wait(forever_s));
             REQUIRE(job->fault());
             CHECK(job->fault()->operation == "capture");
@@ -158,16 +158,16 @@ TEST_CASE("of every quarter of a chunk, whole or not, 64 bytes are sampled") {
     for (const auto& [bytes, seen] : {std::pair{mib, 4 * 64U}, {mib + 100, 5 * 64U}, {64 * mib / 1024, 64U}}) {
         CAPTURE(bytes);
         const Memory memory(bytes, 0);
-        WriteRows rows;
+        WriteExtents rows;
         rows.rows.push_back({0, bytes, memory.address(), 0, contiguous, 0, true});
-        auto watch = std::make_unique<Watch>(rows);
+        auto watch = std::make_unique<MutationDetector>(rows);
         std::uint64_t found = 0;
         for (std::uint64_t at = 0; at < bytes; ++at) {
             const std::byte changed = *(memory.start() + at) ^ std::byte{1};
             watch->compare(0, at, at + 1, &changed);
             if (!watch->change()) continue;
             ++found;
-            watch = std::make_unique<Watch>(rows);
+            watch = std::make_unique<MutationDetector>(rows);
         }
         CHECK(found == seen);
     }
@@ -183,7 +183,7 @@ TEST_CASE("one byte that changes while the device reads it fails the job") {
             // The window has been digested, and the system call comes next.
             if (offset <= 64 + victim && 64 + victim < offset + length && !hit.exchange(true))
                 *(sample.memory[0].start() + victim) ^= std::byte{1};
-            return Trouble{};
+            return InjectedFault{};
         });
         const auto job = start(bed, all_lazy(sample.rows), {.blocks = 0});
         REQUIRE(job->wait(forever_s));
@@ -203,7 +203,7 @@ TEST_CASE("a chunk that two windows share cannot be half old, half new") {
         const auto job = start(bed, all_lazy(sample.rows), {.in_place = false, .bytes_per_s = crawl});
         wait_until_copied(*job);
         *(sample.memory[0].start() + mib - 1) ^= std::byte{1};
-        job->hurry();
+        job->expedite();
         REQUIRE(job->wait(forever_s));
         REQUIRE(job->fault());
         CHECK(job->fault()->operation == "capture");
@@ -212,7 +212,7 @@ TEST_CASE("a chunk that two windows share cannot be half old, half new") {
 
 TEST_CASE("samples of equal rows are equal, wherever they lie, and those of others are not") {
     const Sample one = plain_sample(2 * mib, 64), other = plain_sample(2 * mib, 777);
-    const WriteRows rows = all_lazy(one.rows);
+    const WriteExtents rows = all_lazy(one.rows);
     const std::vector<std::uint64_t> digests = sample_digests(rows);
     REQUIRE(digests.size() == 1);
     CHECK(sample_digests(all_lazy(other.rows)) == digests);
@@ -227,9 +227,9 @@ TEST_CASE("files may get ready at any moment of the capture, or never if the job
             CAPTURE(setup.direct);
             CAPTURE(seed);
             const Sample sample = random_sample(seed, 24);
-            WriteRows rows = sample.rows;
+            WriteExtents rows = sample.rows;
             std::mt19937_64 random(seed);
-            for (WriteRow& row : rows.rows) row.lazy = random() % 3 != 0;
+            for (WriteExtent& row : rows.rows) row.lazy = random() % 3 != 0;
             Bed bed(setup, sample.file_bytes, nullptr, seed % 2 ? 2 : 20);
             const auto job = start(bed, rows, {.in_place = seed % 3 != 0, .blocks = static_cast<std::uint32_t>(seed % 4), .files_ready = false});
             const bool cancels = seed % 4 == 1;
@@ -238,7 +238,7 @@ TEST_CASE("files may get ready at any moment of the capture, or never if the job
                 if (cancels) job->cancel();
                 if (!cancels || seed % 8 == 1) job->files_ready();
             });
-            job->hurry();
+            job->expedite();
             REQUIRE(job->wait(forever_s));
             REQUIRE_FALSE(job->fault());
             bed.arena->close();  // which it refuses while a block of it is out
@@ -254,7 +254,7 @@ TEST_CASE("a job that goes while its files are not ready waits for nobody, and w
             const Sample sample = plain_sample(10 * mib);
             Bed bed(setup, sample.file_bytes);
             auto job = start(bed, all_lazy(sample.rows), {.in_place = in_place, .files_ready = false});
-            job->hurry();
+            job->expedite();
             CHECK_FALSE(job->wait_captured(0.01));  // of 10 MiB it has room for 4, and those that it would write directly wait
             CHECK(job->requests() == 0);
             job.reset();
@@ -271,7 +271,7 @@ TEST_CASE("a source that changes while files are not ready fails the job at once
         Bed bed(setup, sample.file_bytes);
         const auto job = start(bed, all_lazy(sample.rows), {.in_place = false, .bytes_per_s = crawl, .files_ready = false});
         std::memset(sample.memory[0].start() + mib + 4 * kib, 0, mib);  // of the second window, for which there is a block
-        job->hurry();
+        job->expedite();
         REQUIRE(job->wait(60));
         REQUIRE(job->fault());
         CHECK(job->fault()->operation == "capture");
@@ -292,7 +292,7 @@ TEST_CASE("a job that holds all blocks until its file is ready lets another one 
             const ScratchFile beside(setup.direct, sample.file_bytes);
             const auto one = start(bed, all_lazy(sample.rows), waiting);
             const auto other = bed.engine.write(
-                bed.arena, {{beside.file(), sample.file_bytes}}, std::make_shared<WriteRows>(sample.rows), waiting);
+                bed.arena, {{beside.file(), sample.file_bytes}}, std::make_shared<WriteExtents>(sample.rows), waiting);
             while (one->copied_bytes() + other->copied_bytes() == 0) std::this_thread::yield();
             (swapped ? other : one)->files_ready();
             (swapped ? one : other)->files_ready();

@@ -8,7 +8,7 @@
 
 #include "bed.h"
 #include "live_memory.h"
-#include "watch.h"
+#include "mutation_detector.h"
 
 namespace flowstone {
 namespace {
@@ -56,15 +56,15 @@ std::vector<Manner> manners() {
     return all;
 }
 
-/// A paced job waits to be hurried, and then copies what it has blocks for. One that is not goes ahead by itself, and
+/// A paced job waits to be expedited, and then copies what it has blocks for. One that is not goes ahead by itself, and
 /// what can be written from where it lies always is, as no lazy window gets a block.
-std::shared_ptr<WriteJob> start(Bed& bed, const WriteRows& rows, bool direct, bool paced = true) {
-    return bed.engine.write(bed.arena, {{bed.scratch.file(), bed.file_bytes}}, std::make_shared<WriteRows>(rows),
+std::shared_ptr<WriteJob> start(Bed& bed, const WriteExtents& rows, bool direct, bool paced = true) {
+    return bed.engine.write(bed.arena, {{bed.scratch.file(), bed.file_bytes}}, std::make_shared<WriteExtents>(rows),
                             {.in_place = direct, .blocks = direct ? 0U : 2U, .bytes_per_s = paced ? 1U : 0U});
 }
 
-WriteRow lazy_row(std::uint64_t offset, std::uint64_t length, std::uint64_t address, WriteRows& rows, std::int64_t layout = contiguous) {
-    const WriteRow row{offset, length, address, rows.chunks, layout, 0, true};
+WriteExtent lazy_row(std::uint64_t offset, std::uint64_t length, std::uint64_t address, WriteExtents& rows, std::int64_t layout = contiguous) {
+    const WriteExtent row{offset, length, address, rows.chunks, layout, 0, true};
     rows.chunks += chunk_count(length);
     return row;
 }
@@ -142,11 +142,11 @@ TEST_CASE("a source that goes away before it is captured fails the job with its 
         CAPTURE(manner.direct);
         const Pages pages(12 * mib);
         Bed bed(manner.setup, 12 * mib);
-        WriteRows rows;
+        WriteExtents rows;
         for (std::uint64_t at = 0; at < 12 * mib; at += 4 * mib) rows.rows.push_back(lazy_row(at, 4 * mib, pages.address() + at, rows));
         const auto job = start(bed, rows, manner.direct);
         pages.take(5 * mib, 6 * mib);
-        job->hurry();
+        job->expedite();
         REQUIRE(job->wait(10));
         REQUIRE(job->fault());
         CHECK(job->fault()->operation == "capture");
@@ -155,7 +155,7 @@ TEST_CASE("a source that goes away before it is captured fails the job with its 
         CHECK(job->fault()->offset + job->fault()->length <= 8 * mib);
         pages.give(5 * mib, 6 * mib);
         const auto next = start(bed, rows, manner.direct);
-        next->hurry();
+        next->expedite();
         REQUIRE(next->wait(10));
         REQUIRE_FALSE(next->fault());
         const std::vector<std::byte> found = bed.scratch.contents();
@@ -172,7 +172,7 @@ TEST_CASE("a source that is gone when the job starts is told, whether it is earl
             CAPTURE(setup.backend);
             CAPTURE(kind);
             Bed bed(setup, 4 * mib);
-            WriteRows rows;
+            WriteExtents rows;
             const std::uint64_t shape[] = {64 * kib};
             const std::int64_t strides[] = {8};
             rows.layouts.push_back(Layout::whole(4, shape, strides));
@@ -180,7 +180,7 @@ TEST_CASE("a source that is gone when the job starts is told, whether it is earl
             rows.rows.push_back(lazy_row(2 * mib, kind == 3 ? 100 : 256 * kib, pages.address(), rows, kind == 2 ? 0 : contiguous));
             rows.rows[1].lazy = kind == 1;
             const auto job = start(bed, rows, false);
-            job->hurry();
+            job->expedite();
             REQUIRE(job->wait(10));
             REQUIRE(job->fault());
             CHECK(job->fault()->operation == "capture");
@@ -201,7 +201,7 @@ TEST_CASE("sources that go away and come back at any instant never end the proce
             }
         });
         Bed bed(manner.setup, 8 * mib);
-        WriteRows rows;
+        WriteExtents rows;
         const std::uint64_t shape[] = {256 * kib};
         const std::int64_t strides[] = {4};
         rows.layouts.push_back(Layout::whole(2, shape, strides));
@@ -210,7 +210,7 @@ TEST_CASE("sources that go away and come back at any instant never end the proce
         for (std::uint64_t at = 6 * mib; at < 6 * mib + 64 * kib; at += 128) rows.rows.push_back(lazy_row(at, 100, pages.address() + at - mib, rows));
         for (int round = 0; round < 5; ++round) {
             const auto job = start(bed, rows, manner.direct);
-            job->hurry();
+            job->expedite();
             REQUIRE(job->wait(10));
             if (job->fault()) CHECK(job->fault()->operation == "capture");
         }
@@ -228,14 +228,14 @@ TEST_CASE("a source that goes away between its digest and its write fails the jo
             std::atomic<int> writes{0};
             std::atomic<std::uint64_t> struck{0};
             // Any window may be the first to be written, from any thread: it loses what it is about to write.
-            Bed bed(setup, 4 * mib, [&](Direction, std::uint64_t offset, std::uint64_t bytes) -> Trouble {
+            Bed bed(setup, 4 * mib, [&](Direction, std::uint64_t offset, std::uint64_t bytes) -> InjectedFault {
                 if (++writes != 1) return {};
                 struck = offset;
                 if (comes_back) return {EFAULT, UINT64_MAX};
                 pages.take(offset, offset + bytes);
                 return {};
             });
-            WriteRows rows;
+            WriteExtents rows;
             rows.rows.push_back(lazy_row(0, 2 * mib, pages.address(), rows));
             rows.rows.push_back(lazy_row(2 * mib, 2 * mib, pages.address() + 2 * mib, rows));
             const auto job = start(bed, rows, true, false);
@@ -249,7 +249,7 @@ TEST_CASE("a source that goes away between its digest and its write fails the jo
 
 TEST_CASE("samples of what is not there are an error, not a digest") {
     const Pages pages(mib);
-    WriteRows rows;
+    WriteExtents rows;
     rows.rows.push_back(lazy_row(0, mib, pages.address(), rows));
     CHECK(sample_digests(rows).size() == 1);
     pages.take(0, mib);
@@ -258,7 +258,7 @@ TEST_CASE("samples of what is not there are an error, not a digest") {
 
 TEST_CASE("a part of a row is copied as it is, or is an error where it is not there any more") {
     const Pages pages(mib);
-    WriteRows rows;
+    WriteExtents rows;
     rows.rows.push_back(lazy_row(0, mib, pages.address(), rows));
     std::vector<std::byte> out(mib);
     CHECK(copy_part(rows, 0, 5000, mib, out.data()) == 0);

@@ -70,19 +70,19 @@ public:
 struct Mixed {
     Sample sample = random_sample(11, 12);
     std::shared_ptr<DelayedDevice> device;
-    WriteRows rows;
+    WriteExtents rows;
     std::vector<Line> samples;
 
     explicit Mixed(bool has_device, bool lazy) : rows(sample.rows) {
-        for (WriteRow& row : rows.rows) row.lazy = lazy;
+        for (WriteExtent& row : rows.rows) row.lazy = lazy;
         if (!has_device) return;
         std::uint64_t bytes = 0;
-        for (const WriteRow& row : rows.rows) bytes += row.length;
+        for (const WriteExtent& row : rows.rows) bytes += row.length;
         device = std::make_shared<DelayedDevice>(bytes + 1, std::chrono::microseconds(0));
         rows.devices = {device};
         rows.samples = {{}};
         std::uint64_t place = 0;
-        for (WriteRow& row : rows.rows) {
+        for (WriteExtent& row : rows.rows) {
             if (row.layout != contiguous) continue;
             row.lazy = false;
             std::memcpy(device->inside() + place, row.source(), row.length);
@@ -160,7 +160,7 @@ TEST_CASE("no memory for any one allocation of a write fails that job alone, or 
             CAPTURE(kind);
             const Mixed mixed(kind == 2, kind != 0);
             Bed bed(setup, mixed.sample.file_bytes);
-            const auto rows = std::make_shared<WriteRows>(mixed.rows);
+            const auto rows = std::make_shared<WriteExtents>(mixed.rows);
             const auto begin = [&] {
                 auto job = bed.engine.write(bed.arena, {{bed.scratch.file(), bed.file_bytes}}, rows, manner(kind));
                 if (kind == 4) {
@@ -191,15 +191,15 @@ TEST_CASE("no memory for any one allocation of a read fails that job alone, or n
             const auto written = bed.run(mixed.rows);
             REQUIRE_FALSE(written->fault());
             std::vector<Memory> targets;
-            ReadRows back = read_back(mixed.sample, written->digests(), targets, 1);
+            ReadExtents back = read_back(mixed.sample, written->digests(), targets, 1);
             std::shared_ptr<DelayedDevice> device;
             if (has_device) {
                 device = std::make_shared<DelayedDevice>(mixed.sample.file_bytes + 1, std::chrono::microseconds(0));
                 back.devices = {device};
-                for (ReadRow& row : back.rows)
+                for (ReadExtent& row : back.rows)
                     if (row.layout == contiguous) row.address = device->address() + row.offset, row.device = 0;
             }
-            const auto rows = std::make_shared<ReadRows>(back);
+            const auto rows = std::make_shared<ReadExtents>(back);
             const auto begin = [&] { return bed.engine.read(bed.arena, {bed.scratch.file()}, rows, {}); };
             starve(begin);
             const auto job = begin();

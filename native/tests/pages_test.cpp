@@ -18,7 +18,7 @@
 
 #include "bed.h"
 #include "page_watch.h"
-#include "watch.h"
+#include "mutation_detector.h"
 
 namespace flowstone {
 namespace {
@@ -89,16 +89,16 @@ bool fill_huge(const Mapped& memory, std::uint64_t bytes) {
     return false;
 }
 
-WriteRows one_row(std::uint64_t address, std::uint64_t length) {
-    WriteRows rows;
+WriteExtents one_row(std::uint64_t address, std::uint64_t length) {
+    WriteExtents rows;
     rows.rows.push_back({address % page, length, address, 0, contiguous, 0, true});
     rows.chunks = chunk_count(length);
     return rows;
 }
 
 /// As a job captures a row: by windows of whole blocks of the file, and in them chunk by chunk.
-void capture(const WriteRows& rows, Watch& watch, std::mt19937_64& random) {
-    const WriteRow& row = rows.rows[0];
+void capture(const WriteExtents& rows, MutationDetector& watch, std::mt19937_64& random) {
+    const WriteExtent& row = rows.rows[0];
     for (std::uint64_t low = 0; low < row.length;) {
         const std::uint64_t high = std::min(row.length, (1 + random() % 128) * page + round_down(row.offset + low, page) - row.offset);
         for (std::uint64_t at = low; at < high;) {
@@ -473,8 +473,8 @@ TEST_CASE("a row's every byte is watched, and no byte beside it") {
         const Mapped memory(4 * mib, seed % 2 ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
         memory.fill(4 * mib);
         const std::uint64_t begin = random() % mib, length = 64 * kib + random() % (2 * mib);
-        const WriteRows rows = one_row(memory.address(begin), length);
-        Watch beside(rows, Watching::exact);
+        const WriteExtents rows = one_row(memory.address(begin), length);
+        MutationDetector beside(rows, Watching::exact);
         REQUIRE(beside.pages().holds(0));
         CHECK(beside.sampled_bytes() == 0);
         if (begin != 0) *memory.at(begin - 1) ^= std::byte{1};
@@ -482,7 +482,7 @@ TEST_CASE("a row's every byte is watched, and no byte beside it") {
         capture(rows, beside, random);
         CHECK_FALSE(beside.change());
 
-        Watch inside(rows, Watching::exact);
+        MutationDetector inside(rows, Watching::exact);
         const std::uint64_t chosen[] = {0, length - 1, random() % length, random() % length, random() % page, length - 1 - random() % page};
         const std::uint64_t at = chosen[seed % 6];
         *memory.at(begin + at) ^= std::byte{1};
@@ -500,7 +500,7 @@ TEST_CASE("while a neighbour on the same pages is written all the time, nothing 
     const Mapped memory(4 * mib);
     memory.fill(4 * mib);
     const std::uint64_t begin = 100, length = 2 * mib + 1000;
-    const WriteRows rows = one_row(memory.address(begin), length);
+    const WriteExtents rows = one_row(memory.address(begin), length);
     std::mt19937_64 random(1);
     std::atomic<bool> done{false};
     std::thread neighbour([&] {
@@ -508,7 +508,7 @@ TEST_CASE("while a neighbour on the same pages is written all the time, nothing 
             for (const std::uint64_t at : {begin - 1, begin - 64, begin + length, begin + length + 2000}) memory.write(at);
     });
     for (int round = 0; round < 50; ++round) {
-        Watch watch(rows, Watching::exact);
+        MutationDetector watch(rows, Watching::exact);
         capture(rows, watch, random);
         if (watch.change()) FAIL_CHECK("noticed in round ", round);
     }
@@ -525,15 +525,15 @@ TEST_CASE("one byte that changes before it is captured fails an exact job, where
             CAPTURE(seed);
             const Sample sample = plain_sample(6 * mib, 64 * (seed % 3));
             Bed bed(setup, sample.file_bytes);
-            WriteRows rows = sample.rows;
+            WriteExtents rows = sample.rows;
             rows.rows[0].lazy = true;
             WriteOptions options{.blocks = seed % 2 ? 2U : 0U, .bytes_per_s = 1, .watching = Watching::exact};
-            const auto start = [&] { return bed.engine.write(bed.arena, {{bed.scratch.file(), bed.file_bytes}}, std::make_shared<WriteRows>(rows), options); };
+            const auto start = [&] { return bed.engine.write(bed.arena, {{bed.scratch.file(), bed.file_bytes}}, std::make_shared<WriteExtents>(rows), options); };
             {
                 const auto job = start();
-                CHECK(job->watch().pages().exact_bytes() == 6 * mib);
-                CHECK(job->watch().sampled_bytes() == 0);
-                job->hurry();
+                CHECK(job->detector().pages().exact_bytes() == 6 * mib);
+                CHECK(job->detector().sampled_bytes() == 0);
+                job->expedite();
                 REQUIRE(job->wait(forever_s));
                 REQUIRE_FALSE(job->fault());
                 REQUIRE(bed.scratch.contents() == sample.expected);
@@ -543,7 +543,7 @@ TEST_CASE("one byte that changes before it is captured fails an exact job, where
             // The first window may be captured already.
             const std::uint64_t at = 2 * mib + random() % (2 * mib);
             *(sample.memory[0].start() + at) ^= std::byte{1};
-            job->hurry();
+            job->expedite();
             REQUIRE(job->wait(forever_s));
             REQUIRE(job->fault());
             CHECK(job->fault()->operation == "capture");

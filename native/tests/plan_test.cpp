@@ -15,16 +15,16 @@ constexpr std::uint64_t kib = 1024;
 constexpr std::uint64_t mib = 1024 * kib;
 constexpr std::uint64_t page = block_alignment_bytes;
 
-WriteRow write_row(std::uint64_t offset, std::uint64_t length, std::uint64_t address = 0x10000000, std::uint32_t file = 0) {
+WriteExtent write_row(std::uint64_t offset, std::uint64_t length, std::uint64_t address = 0x10000000, std::uint32_t file = 0) {
     return {offset, length, address, no_digest, contiguous, file};
 }
 
-ReadRow read_row(std::uint64_t offset, std::uint64_t length, std::uint64_t address, std::uint32_t file = 0) {
+ReadExtent read_row(std::uint64_t offset, std::uint64_t length, std::uint64_t address, std::uint32_t file = 0) {
     return {offset, length, address, 0, 0, chunk_count(length), contiguous, file};
 }
 
-WriteRows random_rows(std::mt19937_64& random) {
-    WriteRows rows;
+WriteExtents random_extents(std::mt19937_64& random) {
+    WriteExtents rows;
     for (std::uint32_t file = 0; file < 3; ++file) {
         std::uint64_t at = random() % 20000;
         for (std::uint64_t i = random() % 40; i > 0; --i) {
@@ -38,9 +38,9 @@ WriteRows random_rows(std::mt19937_64& random) {
 
 using Blocks = std::set<std::pair<std::uint32_t, std::uint64_t>>;
 
-Blocks touched_blocks(const WriteRows& rows) {
+Blocks touched_blocks(const WriteExtents& rows) {
     Blocks blocks;
-    for (const WriteRow& row : rows.rows)
+    for (const WriteExtent& row : rows.rows)
         for (std::uint64_t at = block_floor(row.offset); row.length != 0 && at < row.end(); at += page) blocks.insert({row.file, at});
     return blocks;
 }
@@ -50,7 +50,7 @@ Blocks touched_blocks(const WriteRows& rows) {
 TEST_CASE("runs without gaps are exactly the touched blocks, each once") {
     std::mt19937_64 random(3);
     for (int round = 0; round < 200; ++round) {
-        const WriteRows rows = random_rows(random);
+        const WriteExtents rows = random_extents(random);
         const std::uint64_t request_bytes = page << (random() % 10);
         Blocks written;
         for (const WriteWindow& window : plan_windows(rows, request_bytes)) {
@@ -66,7 +66,7 @@ TEST_CASE("runs without gaps are exactly the touched blocks, each once") {
 }
 
 TEST_CASE("gap_bytes joins runs across short gaps only") {
-    const WriteRows rows{{write_row(0, 100), write_row(3 * page, 100), write_row(9 * page, 100)}, {}, 0};
+    const WriteExtents rows{{write_row(0, 100), write_row(3 * page, 100), write_row(9 * page, 100)}, {}, 0};
     const WriteWindow window = plan_windows(rows, mib).at(0);
     CHECK(split_runs(rows, window, 0).size() == 3);
     CHECK(split_runs(rows, window, 2 * page).size() == 2);
@@ -75,7 +75,7 @@ TEST_CASE("gap_bytes joins runs across short gaps only") {
 
 TEST_CASE("a window in phase is written from where it lies, but for head and tail") {
     const std::uint64_t address = 0x10000000;
-    const WriteRows rows{{write_row(64, mib, address + 64)}, {}, 0};
+    const WriteExtents rows{{write_row(64, mib, address + 64)}, {}, 0};
     const auto plan = plan_direct(rows, plan_windows(rows, 2 * mib).at(0), 0);
     REQUIRE(plan);
     const std::vector<DirectPart>& parts = plan->runs.at(0).parts;
@@ -90,12 +90,12 @@ TEST_CASE("a window in phase is written from where it lies, but for head and tai
 }
 
 TEST_CASE("a window out of phase, strided or all small is not written directly") {
-    const auto is_direct = [](const WriteRows& rows) { return plan_direct(rows, plan_windows(rows, 2 * mib).at(0), 0).has_value(); };
+    const auto is_direct = [](const WriteExtents& rows) { return plan_direct(rows, plan_windows(rows, 2 * mib).at(0), 0).has_value(); };
     CHECK_FALSE(is_direct({{write_row(64, mib, 0x10000000)}, {}, 0}));
     CHECK_FALSE(is_direct({{write_row(0, 1000, 0x10000000)}, {}, 0}));
     const std::uint64_t shape[] = {mib};
     const std::int64_t strides[] = {2};
-    WriteRows strided{{write_row(0, mib, 0x10000000)}, {Layout::whole(1, shape, strides)}, 0};
+    WriteExtents strided{{write_row(0, mib, 0x10000000)}, {Layout::whole(1, shape, strides)}, 0};
     strided.rows[0].layout = 0;
     CHECK_FALSE(is_direct(strided));
     // 1 MiB in phase next to 300 KiB out of phase: too much to bounce.
@@ -106,10 +106,10 @@ TEST_CASE("a window out of phase, strided or all small is not written directly")
 TEST_CASE("every wanted chunk lies whole in one read window, and little else is read") {
     std::mt19937_64 random(4);
     for (int round = 0; round < 100; ++round) {
-        ReadRows rows;
+        ReadExtents rows;
         for (std::uint64_t i = 0; i < 30; ++i) {
             const std::uint64_t length = random() % 3 == 0 ? random() % (20 * mib) : random() % 9000;
-            ReadRow row = read_row(random() % (200 * mib), length, random() % 2 ? 0x10000000 + random() % 9000 : verify_only,
+            ReadExtent row = read_row(random() % (200 * mib), length, random() % 2 ? 0x10000000 + random() % 9000 : verify_only,
                                    static_cast<std::uint32_t>(random() % 2));
             row.last = random() % (row.last + 1);
             row.first = row.last == 0 ? 0 : random() % row.last;
@@ -134,7 +134,7 @@ TEST_CASE("every wanted chunk lies whole in one read window, and little else is 
 }
 
 TEST_CASE("reading large neighbours asks for at most 2 percent more") {
-    ReadRows rows;
+    ReadExtents rows;
     std::uint64_t wanted = 0;
     for (std::uint64_t i = 0; i < 20; ++i) {
         rows.rows.push_back(read_row(i * 50 * mib + 64, 50 * mib - 5000, 0x10000000 + (i % 2) * 64));
@@ -147,7 +147,7 @@ TEST_CASE("reading large neighbours asks for at most 2 percent more") {
 
 TEST_CASE("gaps are read across only where they are few against what is wanted") {
     const auto count = [](std::uint64_t length, std::uint64_t gap) {
-        ReadRows rows;
+        ReadExtents rows;
         for (std::uint64_t i = 0; i < 100; ++i) rows.rows.push_back(read_row(i * (length + gap), length, 0x10000000));
         std::uint64_t asked = 0;
         const ReadPlan plan = plan_reads(rows, 8 * mib, false);
@@ -162,25 +162,25 @@ TEST_CASE("gaps are read across only where they are few against what is wanted")
 }
 
 TEST_CASE("small neighbours share a window") {
-    ReadRows rows;
+    ReadExtents rows;
     for (std::uint64_t i = 0; i < 100; ++i) rows.rows.push_back(read_row(i * 1000, 900, 0x10000000));
     CHECK(plan_reads(rows, mib).windows.size() == 1);
 }
 
 TEST_CASE("rows are checked before a byte moves") {
     const std::uint64_t sizes[] = {8192, 4096};
-    const auto check = [&](std::vector<WriteRow> rows) { check_rows(WriteRows{std::move(rows), {}, 0}, sizes); };
+    const auto check = [&](std::vector<WriteExtent> rows) { check_extents(WriteExtents{std::move(rows), {}, 0}, sizes); };
     check({write_row(0, 10), write_row(10, 0), write_row(10, 8182), write_row(0, 4096, 1, 1)});
     CHECK_THROWS_WITH(check({write_row(10, 10), write_row(0, 10)}), "row 1: rows of a file are not sorted, or overlap");
     CHECK_THROWS_WITH(check({write_row(0, 10), write_row(9, 10)}), "row 1: rows of a file are not sorted, or overlap");
     CHECK_THROWS_WITH(check({write_row(0, 1, 1, 1), write_row(0, 1)}), "row 1: rows are not sorted by file");
     CHECK_THROWS_WITH(check({write_row(8192, 1)}), "row 0: the range ends beyond the file's size");
-    ReadRows rows{{read_row(0, mib + 1, 1)}, {}, {1, 2}};
-    check_rows(rows, 1);
+    ReadExtents rows{{read_row(0, mib + 1, 1)}, {}, {1, 2}};
+    check_extents(rows, 1);
     rows.rows[0].chunk = 1;
-    CHECK_THROWS_WITH(check_rows(rows, 1), "row 0: chunk is beyond digests");
+    CHECK_THROWS_WITH(check_extents(rows, 1), "row 0: chunk is beyond digests");
     rows.rows[0].last = 3;
-    CHECK_THROWS_WITH(check_rows(rows, 1), "row 0: first..last are no chunks of the extent");
+    CHECK_THROWS_WITH(check_extents(rows, 1), "row 0: first..last are no chunks of the extent");
 }
 
 }  // namespace flowstone

@@ -108,7 +108,7 @@ TEST_CASE("a job whose arena is smaller than its data reuses blocks, registered,
         const Sample sample = plain_sample(40 * mib + 5, 64);
         Bed bed(setup, sample.file_bytes);
         const auto job = bed.engine.write(bed.arena, {{bed.scratch.file(), sample.file_bytes}},
-                                          std::make_shared<WriteRows>(sample.rows), {.in_place = false});
+                                          std::make_shared<WriteExtents>(sample.rows), {.in_place = false});
         REQUIRE(job->wait(forever_s));
         REQUIRE_FALSE(job->fault());
         CHECK(job->direct_bytes() == 0);

@@ -70,7 +70,7 @@ TEST_CASE("a job that cannot start its thread leaves no trace: the next one work
         const auto job = bed.run(sample.rows);
         REQUIRE_FALSE(job->fault());
         std::vector<Memory> targets;
-        const ReadRows back = read_back(sample, job->digests(), targets, 1);
+        const ReadExtents back = read_back(sample, job->digests(), targets, 1);
         {
             const FewThreads none(0);
             CHECK_THROWS_AS(bed.start(back), std::system_error);

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 BLOCK_ALIGNMENT_BYTES: int  # 4096: windows, slots and arena blocks are multiples of it
 CHUNK_BYTES: int  # 1 MiB: the longest run that one digest covers
-NO_DIGEST: int  # 2**64 - 1 in WriteRows.chunk: this row is written without digests
-VERIFY_ONLY: int  # 0 in ReadRows.address: read and check, keep nothing
+NO_DIGEST: int  # 2**64 - 1 in WriteExtents.chunk: this row is written without digests
+VERIFY_ONLY: int  # 0 in ReadExtents.address: read and check, keep nothing
 
 def has_io_uring() -> bool:
     """Whether this build has the io_uring backend and the running kernel lets it start (a real ring is made)."""
@@ -137,7 +137,7 @@ def line_begins(row_bytes: NDArray[np.uint64], seed: NDArray[np.uint64]) -> NDAr
     samples that begin and end with it.
     """
 
-class WriteRows:
+class WriteExtents:
     """Columns of equal length n; row i puts `length[i]` bytes at `offset[i]` of file `file[i]`.
 
     Rows are sorted by file and offset, and disjoint. Every byte of the range
@@ -170,7 +170,7 @@ class WriteRows:
     def copy(self, row: int, begin: int, end: int, target: int) -> int:
         """Copy bytes [begin, end) of a row on the host to the address `target`. 0, or errno: EFAULT: it is gone."""
 
-class ReadRows:
+class ReadExtents:
     """Columns of equal length n; row i wants chunks first[i]..last[i] (half open) of one stored extent.
 
     offset, length  the whole extent in file `file[i]`
@@ -194,7 +194,7 @@ class WriteJob:
     """Bytes on their way to files. Keep every source alive and unchanged until captured.
 
     What is not lazy is captured first, at once. The rest follows within the limits of Engine.write,
-    until somebody waits for it and says `hurry`. A lazy source that changed before it was captured is
+    until something waits for it and calls `expedite`. A lazy source that changed before it was captured is
     the fault "capture".
     """
 
@@ -205,7 +205,7 @@ class WriteJob:
         """Whether no source that is not lazy will be read any more; those on devices: is queued."""
     def wait_queued(self, timeout_s: float) -> bool:
         """Whether no source on the host will be read any more, and all those on devices are queued."""
-    def hurry(self) -> None:
+    def expedite(self) -> None:
         """From now on capture as fast as memory and device allow. Returns at once."""
     def wait_captured(self, timeout_s: float) -> bool:
         """Whether no source will be read any more (also true once the job failed or was cancelled)."""
@@ -246,7 +246,7 @@ class ReadJob:
     @property
     def cancelled(self) -> bool: ...
     @property
-    def bad_chunks(self) -> NDArray[np.uint64]: ...  # positions in ReadRows' digests, ascending; those found so far
+    def bad_chunks(self) -> NDArray[np.uint64]: ...  # positions in ReadExtents' digests, ascending; those found so far
     @property
     def touched(self) -> NDArray[np.bool_]: ...  # per row: some byte of the target has been written
     @property
@@ -276,7 +276,7 @@ class Engine:
     @property
     def backend(self) -> str: ...
     def write(
-        self, arena: Arena, files: Sequence[tuple[File, int]], rows: WriteRows, *, gap_bytes: int = 0,
+        self, arena: Arena, files: Sequence[tuple[File, int]], rows: WriteExtents, *, gap_bytes: int = 0,
         in_place: bool = True, blocks: int | None = None, bytes_per_s: int = 0,
         cap_bytes_per_s: int = 0, watch: Literal["auto", "exact", "samples"] = "samples", files_ready: bool = True,
     ) -> WriteJob:
@@ -293,8 +293,8 @@ class Engine:
                    first row and after its last are never written. Only for a file whose rows
                    are all in this job, or that no other job writes in between.
         in_place   False: everything waits for a block, nothing is written from where it lies
-        blocks     how many arena blocks lazy rows may hold at once before `hurry`; None: any number
-        bytes_per_s  how fast lazy rows may begin before `hurry`; 0: as fast as they can
+        blocks     how many arena blocks lazy rows may hold at once before `expedite`; None: any number
+        bytes_per_s  how fast lazy rows may begin before `expedite`; 0: as fast as they can
         cap_bytes_per_s  how fast anything may begin, whoever waits; 0: as fast as it can
         watch      which lazy rows are watched exactly, if the system can: by what it costs, all, none. Others are
                    sampled
@@ -302,7 +302,7 @@ class Engine:
                    the arena. A job that is never told so ends by `cancel`
         """
     def read(
-        self, arena: Arena, files: Sequence[File | None], rows: ReadRows, *,
+        self, arena: Arena, files: Sequence[File | None], rows: ReadExtents, *,
         stop_at_bad: bool = True, in_place: bool = True, request_bytes: int = 0,
     ) -> ReadJob:
         """Start reading and checking. Returns at once. Rows of files that are None are left out.

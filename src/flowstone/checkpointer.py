@@ -114,7 +114,7 @@ class Checkpointer:
         self._has_threads = False
         self._captures = Captures(self._options.write_bytes_per_s)
         self._in_flight = InFlight(
-            self._store, self._captures.hurry, on_error=on_error, max_unsaved_steps=max_unsaved_steps
+            self._store, self._captures.expedite, on_error=on_error, max_unsaved_steps=max_unsaved_steps
         )
         self._handover = Handover(
             self._store, self._turn, self._in_flight, self._captures, self._emit, self._watcher
@@ -338,7 +338,9 @@ class Checkpointer:
         arena = self._opened_arena()
         streams = as_on_this_thread(memory.device for memory in described.places.apart.values())
         unplanned = saving.unplanned(save, described, looked.samples, started, fence=fence)
-        save.captured.hurry, save.committed.hurry = partial(self._captures.snapshot, arena), self._captures.hurry
+        save.captured.expedite, save.committed.expedite = partial(
+            self._captures.snapshot, arena
+        ), self._captures.expedite
 
         def begin_later(cached: CachedPlan) -> SaveRun:
             tell(cached)
@@ -378,7 +380,7 @@ class Checkpointer:
             return
         run.blocked_s = unplanned.blocked_s
         run.handed_on.open()
-        run.writing.hurry()
+        run.writing.expedite()
         self._handover.watch(run)
         unplanned.let_go()
         self._finish(run, shared=True)
@@ -423,7 +425,7 @@ class Checkpointer:
         """At the first save: lock, sweep, learn the newest step; again, where the lock was `lost`."""
         if not self._has_threads:
             threads.start(self._writer, self._watcher)
-            self._end.before_threads_end(self._captures.hurry)
+            self._end.before_threads_end(self._captures.expedite)
             self._has_threads = True
         if self._group.rank == 0:
             if lost:

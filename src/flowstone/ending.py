@@ -30,35 +30,35 @@ class Ending:
     def __init__(self, close: Callable[[], None]) -> None:
         """`close` is a bound method. Its object is not held."""
         self._close = weakref.WeakMethod(close)
-        self._hurry: Callable[[], None] | None = None
+        self._expedite: Callable[[], None] | None = None
         self._failure: FlowstoneError | None = None
         self._pid = os.getpid()
         atexit.register(self._at_exit)
 
-    def before_threads_end(self, hurry: Callable[[], None]) -> None:
-        """Have `hurry` called, too, when Python begins to wait for threads: for what they still have to do."""
+    def before_threads_end(self, expedite: Callable[[], None]) -> None:
+        """Have `expedite` called, too, when Python begins to wait for threads: for what they still have to do."""
         register = getattr(threading, "_register_atexit", None)
-        if register is not None and self._hurry is None:
+        if register is not None and self._expedite is None:
             register(self._before_threads_end)
-        self._hurry = hurry
+        self._expedite = expedite
 
     def call_off(self) -> None:
         """It has been closed."""
-        self._hurry = None
+        self._expedite = None
         atexit.unregister(self._at_exit)
 
     def fail(self, failure: FlowstoneError) -> None:
         """What nobody could see any more has lost a save: at its end the process must not look as if all were well."""
-        self._failure, self._hurry = failure, _nothing
+        self._failure, self._expedite = failure, _nothing
         atexit.register(self._at_exit)
 
     def _before_threads_end(self) -> None:
-        if self._hurry is None or os.getpid() != self._pid:
+        if self._expedite is None or os.getpid() != self._pid:
             return
         if _is_of_multiprocessing():
             self._at_exit()
         else:
-            self._hurry()
+            self._expedite()
 
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:

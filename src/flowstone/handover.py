@@ -72,7 +72,7 @@ class Handover:
 
     def _enlist(self, run: SaveRun, finish: Callable[[SaveRun], object]) -> None:
         # All that are under way: the writer's thread takes them in order, so that one waits for those before it.
-        run.save.captured.hurry = run.save.committed.hurry = self._captures.hurry
+        run.save.captured.expedite = run.save.committed.expedite = self._captures.expedite
         try:
             if run.outlasts_save:
                 self._captures.add(run)

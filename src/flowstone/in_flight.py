@@ -24,11 +24,11 @@ class InFlight:
     """
 
     def __init__(
-        self, store: Store, hurry: Callable[[], None], *, on_error: Literal["raise", "continue"],
+        self, store: Store, expedite: Callable[[], None], *, on_error: Literal["raise", "continue"],
         max_unsaved_steps: int | None,
     ) -> None:
-        """`hurry` ends the overlap budget of captures that something waits for."""
-        self._store, self._hurry = store, hurry
+        """`expedite` ends the overlap budget of captures that something waits for."""
+        self._store, self._expedite = store, expedite
         self._on_error, self._max_unsaved_steps = on_error, max_unsaved_steps
         self._saves: deque[Save] = deque()
         self._first_unsaved: int | None = None
@@ -65,14 +65,14 @@ class InFlight:
 
     def await_all(self) -> None:
         """Until all have ended one way or the other."""
-        self._hurry()
+        self._expedite()
         for save in tuple(self._saves):
             save.committed.latch.wait()
 
     def settle(self, leave: int = 0) -> None:
         """Wait until at most `leave` are left; raise the first failure that nobody has seen."""
         while self._saves and (len(self._saves) > leave or self._saves[0].committed.done()):
-            self._hurry()
+            self._expedite()
             self._saves[0].committed.latch.wait()
             failure = self._settle_one(self._saves[0])
             self._saves.popleft()  # whoever was interrupted before this settles it once more

@@ -14,10 +14,10 @@ from flowstone.uninterrupted import Latch
 _Result = TypeVar("_Result")
 
 
-class HurriedFuture(Future[_Result], Generic[_Result]):
+class ExpeditingFuture(Future[_Result], Generic[_Result]):
     """A Future that lets it be known when somebody waits for it. A save under way is not called off by `cancel`.
 
-    hurry   is called by whoever has to wait
+    expedite   is called by a thread that has to wait
     check   before that; raises where the wait could have no end
     latch   open once it is done: whoever waits here waits by it, and takes none of the Future's own locks, which an
             interrupt could leave taken; then the thread that ends saves would stand for ever
@@ -26,7 +26,7 @@ class HurriedFuture(Future[_Result], Generic[_Result]):
     def __init__(self) -> None:
         super().__init__()
         self.set_running_or_notify_cancel()
-        self.hurry: Callable[[], None] = _nothing
+        self.expedite: Callable[[], None] = _nothing
         self.check: Callable[[], None] = _nothing
         self.latch = Latch()
         self._outcome: tuple[_Result | None, BaseException | None] = (None, None)
@@ -42,13 +42,13 @@ class HurriedFuture(Future[_Result], Generic[_Result]):
     def _end(self, result: _Result | None, exception: BaseException | None) -> None:
         self._outcome = result, exception
         self.latch.open()
-        self.hurry = self.check = _nothing  # a Save that somebody keeps keeps nothing else
+        self.expedite = self.check = _nothing  # a Save that somebody keeps keeps nothing else
 
     def done(self) -> bool:
         return self.latch.is_open
 
     def result(self, timeout: float | None = None) -> _Result:
-        error = HurriedFuture.exception(self, timeout)
+        error = ExpeditingFuture.exception(self, timeout)
         if error is not None:
             raise error
         return cast("_Result", self._outcome[0])
@@ -63,15 +63,15 @@ class HurriedFuture(Future[_Result], Generic[_Result]):
         if not self.done():
             if timeout is None or timeout > 0:
                 self.check()
-            self.hurry()
+            self.expedite()
 
     def await_end(self) -> None:
         """Wait until it is done, on a thread of ours, which knows that another one will see to that."""
         if not self.done():
-            self.hurry()
+            self.expedite()
             self.latch.wait()
 
-    def tell(self: HurriedFuture[None]) -> None:
+    def tell(self: ExpeditingFuture[None]) -> None:
         """It is done, whoever says so first. Any thread."""
         with suppress(InvalidStateError):
             self.set_result(None)
@@ -80,7 +80,7 @@ class HurriedFuture(Future[_Result], Generic[_Result]):
 def _nothing() -> None: ...
 
 
-class ReportedFuture(HurriedFuture[_Result], Generic[_Result]):
+class ReportedFuture(ExpeditingFuture[_Result], Generic[_Result]):
     """A Future that knows whether its failure was handed to anybody."""
 
     def __init__(self) -> None:
@@ -124,5 +124,5 @@ class Save:
     """
 
     step: int
-    captured: HurriedFuture[None] = field(default_factory=HurriedFuture)
+    captured: ExpeditingFuture[None] = field(default_factory=ExpeditingFuture)
     committed: ReportedFuture[Checkpoint] = field(default_factory=ReportedFuture)

@@ -144,9 +144,9 @@ class SaveRun:
     def release_sources(self) -> None:
         """Wait until the caller may change the state, on the host or by its current stream of a device."""
         if not self.staged.streams:
-            self.save.captured.result()  # which hurries
+            self.save.captured.result()  # which expedites
             return
-        self.writing.hurry()
+        self.writing.expedite()
         self.writing.wait_queued()
         self.check.changed()  # the step that follows is no change
         for stream in self.staged.streams:
@@ -182,7 +182,7 @@ class Captures:
     def __init__(self, cap: int | None) -> None:
         """`cap` is what saves may write, in bytes per second; None for what the device gives."""
         self._cap = cap
-        self._runs: list[SaveRun] = []  # replaced, never changed: `hurry` may come from any thread
+        self._runs: list[SaveRun] = []  # replaced, never changed: `expedite` may come from any thread
         self._to_come: list[Unplanned] = []  # that begin in the background, once it is known what they write
         self._overlap_since: float | None = None  # since when the last save leaves training alone
         self._overlaps_s: tuple[float, ...] = ()  # the last four; replaced, as another thread may look
@@ -231,12 +231,12 @@ class Captures:
         overlap_s = CAPTURE_SHARE_OF_OVERLAP * min(self._overlaps_s, default=0.0)
         return Pace(blocks, int(plan.bytes / overlap_s) + 1 if overlap_s else None, self._cap)
 
-    def hurry(self) -> None:
+    def expedite(self) -> None:
         """Somebody waits for what is not captured yet. Any thread."""
         if os.getpid() != self._pid:
             return  # a fork's copies of native objects have no threads behind them
         for run in self._runs:
-            run.writing.hurry()
+            run.writing.expedite()
 
     def fence(self) -> Fenced | None:
         """Wait until the state may change; None when it might."""

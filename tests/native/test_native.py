@@ -56,7 +56,7 @@ def write_rows(offsets, sources, *, layouts=None, **columns):
         "layouts": layouts or [],
         "chunks": int(chunks.sum()),
     }
-    return native.WriteRows(**(arguments | columns))
+    return native.WriteExtents(**(arguments | columns))
 
 
 def read_rows(offsets, targets, digests, **columns):
@@ -75,7 +75,7 @@ def read_rows(offsets, targets, digests, **columns):
         "layouts": [],
         "digests": digests,
     }
-    return native.ReadRows(**(arguments | columns))
+    return native.ReadExtents(**(arguments | columns))
 
 
 def random_bytes(length, seed=0):

@@ -37,10 +37,12 @@ def chunk_counts(lengths: Sequence[int]) -> NDArray[np.int64]:
     return np.array([-(-length // CHUNK_BYTES) for length in lengths], np.int64)
 
 
-def write_rows(files: Sequence[int], offsets: Sequence[int], sources: Sequence[NDArray[np.uint8]]) -> _native.WriteRows:
+def write_rows(
+    files: Sequence[int], offsets: Sequence[int], sources: Sequence[NDArray[np.uint8]]
+) -> _native.WriteExtents:
     lengths = [source.nbytes for source in sources]
     counts = chunk_counts(lengths)
-    return _native.WriteRows(
+    return _native.WriteExtents(
         file=np.array(files, np.uint32), offset=np.array(offsets, np.uint64), length=np.array(lengths, np.uint64),
         address=np.array([source.ctypes.data for source in sources], np.uint64),
         chunk=(np.cumsum(counts) - counts).astype(np.uint64), layout=np.full(len(sources), -1, np.int64), layouts=[],
@@ -50,10 +52,10 @@ def write_rows(files: Sequence[int], offsets: Sequence[int], sources: Sequence[N
 
 def read_rows(
     files: Sequence[int], offsets: Sequence[int], targets: Sequence[NDArray[np.uint8]], digests: NDArray[np.uint64]
-) -> _native.ReadRows:
+) -> _native.ReadExtents:
     lengths = [target.nbytes for target in targets]
     counts = chunk_counts(lengths)
-    return _native.ReadRows(
+    return _native.ReadExtents(
         file=np.array(files, np.uint32), offset=np.array(offsets, np.uint64), length=np.array(lengths, np.uint64),
         address=np.array([target.ctypes.data for target in targets], np.uint64),
         chunk=(np.cumsum(counts) - counts).astype(np.uint64), first=np.zeros(len(targets), np.uint64),

@@ -167,7 +167,7 @@ def _check_runs(
         for name in ("offset", "length", "digest")
     )
     count = len(offset)
-    rows = _native.ReadRows(
+    rows = _native.ReadExtents(
         file=np.repeat(np.arange(len(segments), dtype=np.uint32), counts), offset=offset, length=length,
         address=np.full(count, _native.VERIFY_ONLY, np.uint64), chunk=np.arange(count, dtype=np.uint64),
         first=np.zeros(count, np.uint64), last=np.ones(count, np.uint64), layout=np.full(count, -1, np.int64),

@@ -20,11 +20,12 @@ device's. A fence that had to wait is told as the event `Fenced`, and makes the 
 save uses it. `write_bytes_per_s` caps early and lazy bytes alike, whoever waits.
 
 **What escapes the fence** is found by tensors' version counters (`state/counters.py`), and by the engine
-(`native/watch.h`): by the pages that were written, where the kernel tells them and it is worth its cost, else by a few
-lines of every chunk of a lazy piece, copied when the save starts (on a device the current stream gathers them). A
-copied window is digested in its block, so that file and digest agree whatever happens to the source; what is written
-from where it lies is digested before and after. A difference is a fault of that job, so an error in its receipt: that
-save fails with `StateChangedError`, which names the tensors, and the checkpoint before it stays the newest.
+(`native/mutation_detector.h`): by the pages that were written, where the kernel tells them and it is worth its cost,
+else by a few lines of every chunk of a lazy piece, copied when the save starts (on a device the current stream gathers
+them). A copied window is digested in its block, so that file and digest agree whatever happens to the source; what is
+written from where it lies is digested before and after. A difference is a fault of that job, so an error in its
+receipt: that save fails with `StateChangedError`, which names the tensors, and the checkpoint before it stays the
+newest.
 
 **Memory that goes away** meanwhile is one more such fault. Nothing keeps a storage's memory where it was, so the kernel
 copies it (`native/live_memory.h`), and says where there is nothing any more; and when all is captured the storages are
@@ -117,7 +118,7 @@ def start_capture(
     def column(first: object, rest: NDArray[Any], kind: type[_Number]) -> NDArray[_Number]:
         return np.concatenate([np.asarray(first, kind), rest.astype(kind, copy=False)])[plan.order]
 
-    rows = _native.WriteRows(
+    rows = _native.WriteExtents(
         file=column(np.arange(count), plan.segment, np.uint32),
         offset=column(np.zeros(count), offsets, np.uint64),
         length=column([len(header) for header in headers], plan.length, np.uint64),

@@ -168,7 +168,7 @@ class NodeReads:
         offset = ring_at + half + assigned.position[runs] - assigned.first[runs] * CHUNK_BYTES
         files = [one.file for one in self._open]
 
-        def read(rows: _native.ReadRows) -> Reading:
+        def read(rows: _native.ReadExtents) -> Reading:
             request_bytes = min(arena.block_bytes, READ_REQUEST_BYTES)
             return RingReading(self._engine.read(arena, files, rows, in_place=False, request_bytes=request_bytes))
 

@@ -27,7 +27,7 @@ class Samples:
     """
 
     host: NDArray[np.uint64]
-    far: _native.WriteRows | None
+    far: _native.WriteExtents | None
     lines: tuple[NDArray[np.uint8], ...]
     streams: tuple[SideStream, ...]
     device: NDArray[np.bool_]
@@ -59,10 +59,10 @@ def take_samples(places: Places, rows: NDArray[np.int64], lengths: NDArray[np.ui
         samples.append(stream.sample(mine, np.full(len(mine), seed, np.uint64)))
         stream.wait_current()
 
-    def batch(chosen: NDArray[np.bool_]) -> _native.WriteRows:
+    def batch(chosen: NDArray[np.bool_]) -> _native.WriteExtents:
         count = int(chosen.sum())
         far = bool(device[chosen].max(initial=-1) >= 0)
-        return _native.WriteRows(
+        return _native.WriteExtents(
             file=np.zeros(count, np.uint32), offset=np.zeros(count, np.uint64), length=lengths[chosen],
             address=address[chosen], chunk=np.full(count, _native.NO_DIGEST, np.uint64), layout=layout[chosen],
             layouts=layouts, chunks=0, lazy=np.ones(count, np.bool_), device=device[chosen],

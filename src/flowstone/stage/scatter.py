@@ -64,14 +64,14 @@ def scatter(
     Never raises for bad bytes or a failing store: that is in the result. Ctrl-C cancels, and is raised once no byte
     moves any more.
     """
-    def read(rows: _native.ReadRows) -> Reading:
+    def read(rows: _native.ReadExtents) -> Reading:
         return store.read_extents(paths, rows, arena, wanted_bytes=plan.bytes)
 
     return scatter_by(read, index, plan, wanted, places, on_progress, devices)
 
 
 def scatter_by(
-    read: Callable[[_native.ReadRows], Reading], index: Index, plan: ReadPlan, wanted: Pieces, places: Places,
+    read: Callable[[_native.ReadExtents], Reading], index: Index, plan: ReadPlan, wanted: Pieces, places: Places,
     on_progress: Callable[[int], None] | None, devices: Mapping[str, _native.Device], *,
     file: NDArray[np.int64] | None = None, offset: NDArray[np.int64] | None = None,
 ) -> Scattered:
@@ -117,9 +117,9 @@ def read_rows(
     address: NDArray[np.uint64], *, file: NDArray[np.int64] | None = None, offset: NDArray[np.int64] | None = None,
     layout: NDArray[np.int64] | None = None, layouts: Sequence[_native.ScatterLayout] = (),
     device: NDArray[np.int32] | None = None, devices: Sequence[_native.Device] = (),
-) -> _native.ReadRows:
+) -> _native.ReadExtents:
     """Rows for chunks [first, last) of stored pieces; into one run of bytes each, where no layout says otherwise."""
-    return _native.ReadRows(
+    return _native.ReadExtents(
         file=index.segment[piece] if file is None else file.astype(np.uint32),
         offset=index.offset[piece] if offset is None else offset.astype(np.uint64), length=index.length[piece],
         address=address, chunk=index.first_chunk[piece].astype(np.uint64), first=first.astype(np.uint64),

@@ -111,7 +111,7 @@ class Writing(Protocol):
     def wait_queued(self) -> None:
         """Block until no source on the host will be read any more, and every one on a device is queued."""
 
-    def hurry(self) -> None:
+    def expedite(self) -> None:
         """Capture the rest as fast as memory and device allow; returns at once."""
 
     def wait_captured(self) -> None:
@@ -228,7 +228,7 @@ class Store(Protocol):
         """How bytes move here. An arena for this store has blocks of one request of that direction."""
 
     def write(
-        self, files: Sequence[FilePlan], rows: _native.WriteRows, arena: _native.Arena, pace: Pace = UNPACED, *,
+        self, files: Sequence[FilePlan], rows: _native.WriteExtents, arena: _native.Arena, pace: Pace = UNPACED, *,
         reserved: bool = True,
     ) -> Writing:
         """Create the segments with their full size and start writing them; returns without waiting.
@@ -239,7 +239,7 @@ class Store(Protocol):
         """
 
     def read_extents(
-        self, paths: Sequence[str], rows: _native.ReadRows, arena: _native.Arena, *, wanted_bytes: int,
+        self, paths: Sequence[str], rows: _native.ReadExtents, arena: _native.Arena, *, wanted_bytes: int,
         stop_at_bad: bool = True, past_cache: bool = False,
     ) -> Reading:
         """Start reading and checking extents of the files at `paths`; returns without waiting.

@@ -170,7 +170,7 @@ class LocalStore:
     # Bulk bytes
 
     def write(
-        self, files: Sequence[FilePlan], rows: _native.WriteRows, arena: _native.Arena, pace: Pace = UNPACED, *,
+        self, files: Sequence[FilePlan], rows: _native.WriteExtents, arena: _native.Arena, pace: Pace = UNPACED, *,
         reserved: bool = True,
     ) -> LocalWriting:
         from flowstone.store.local_io import LocalWriting  # needs numpy, which a listing does without
@@ -178,7 +178,7 @@ class LocalStore:
         return LocalWriting(self.root, self.system, self._engines, files, rows, arena, pace, reserved=reserved)
 
     def read_extents(
-        self, paths: Sequence[str], rows: _native.ReadRows, arena: _native.Arena, *, wanted_bytes: int,
+        self, paths: Sequence[str], rows: _native.ReadExtents, arena: _native.Arena, *, wanted_bytes: int,
         stop_at_bad: bool = True, past_cache: bool = False,
     ) -> LocalReading:
         from flowstone.store.local_io import LocalReading  # as above

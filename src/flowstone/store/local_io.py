@@ -30,7 +30,7 @@ class LocalWriting:
     """Segments of one save; owns their descriptors. Starts at once, raises what the system refuses before that."""
 
     def __init__(
-        self, root: Path, system: System, engines: EngineChoice, files: Sequence[FilePlan], rows: _native.WriteRows,
+        self, root: Path, system: System, engines: EngineChoice, files: Sequence[FilePlan], rows: _native.WriteExtents,
         arena: _native.Arena, pace: Pace, *, reserved: bool = True,
     ) -> None:
         self._root, self._system, self._engines, self._files = root, system, engines, files
@@ -110,8 +110,8 @@ class LocalWriting:
     def cancel(self) -> None:
         self._job.cancel()
 
-    def hurry(self) -> None:
-        self._job.hurry()
+    def expedite(self) -> None:
+        self._job.expedite()
 
     def wait_early(self) -> None:
         while not self._job.wait_early(POLL_S):
@@ -197,8 +197,8 @@ class LocalReading:
     """
 
     def __init__(
-        self, root: Path, engines: EngineChoice, paths: Sequence[str], rows: _native.ReadRows, arena: _native.Arena, *,
-        direct: Direct, stop_at_bad: bool,
+        self, root: Path, engines: EngineChoice, paths: Sequence[str], rows: _native.ReadExtents, arena: _native.Arena,
+        *, direct: Direct, stop_at_bad: bool,
     ) -> None:
         self._root, self._engines, self._paths, self._rows, self._arena = root, engines, paths, rows, arena
         self._direct, self._stop_at_bad = direct, stop_at_bad

@@ -54,18 +54,18 @@ class Tensors:
     def file_bytes(self) -> int:
         return self.plan.file_bytes
 
-    def write_rows(self) -> _native.WriteRows:
+    def write_rows(self) -> _native.WriteExtents:
         order = np.lexsort((self.offset, self.plan.segment))
-        return _native.WriteRows(
+        return _native.WriteExtents(
             file=self.plan.segment[order], offset=self.offset[order], length=self.plan.length[order],
             address=self.address[order], chunk=self.plan.chunk[order], layout=np.full(len(order), -1, np.int64),
             layouts=[], chunks=self.plan.chunks,
         )
 
-    def read_rows(self, digests: NDArray[np.uint64]) -> _native.ReadRows:
+    def read_rows(self, digests: NDArray[np.uint64]) -> _native.ReadExtents:
         """Back to where they came from, every chunk of each."""
         chunks = -(-self.plan.length.astype(np.int64) // MIB)
-        return _native.ReadRows(
+        return _native.ReadExtents(
             file=self.plan.segment, offset=self.offset, length=self.plan.length, address=self.address,
             chunk=self.plan.chunk, first=np.zeros(len(chunks), np.uint64), last=chunks.astype(np.uint64),
             layout=np.full(len(chunks), -1, np.int64), layouts=[], digests=digests,
@@ -169,7 +169,7 @@ class Trials:
             self._stores.popitem()[1].close()
 
     def _write(
-        self, store: LocalStore, tensors: Tensors, rows: _native.WriteRows, name: str, arena: _native.Arena
+        self, store: LocalStore, tensors: Tensors, rows: _native.WriteExtents, name: str, arena: _native.Arena
     ) -> NDArray[np.uint64]:
         receipt = store.write([FilePlan(name, tensors.file_bytes)], rows, arena).receipt()
         store.sync_directory()

@@ -1,4 +1,4 @@
-#include "row_pages.h"
+#include "extent_pages.h"
 
 #include <algorithm>
 
@@ -8,13 +8,13 @@ namespace flowstone {
 namespace {
 
 /// The pages that belong to nobody but the row.
-Reach whole_pages(const WriteRow& row) {
+Reach whole_pages(const WriteExtent& row) {
     return {round_up(row.address, page_bytes()), round_down(row.address + row.length, page_bytes())};
 }
 
 /// What is left of the row, cut where captures are looked at in parts: rows lie at the same phase in the file as in memory,
 /// and windows are whole blocks of it. Empty ones among them.
-std::array<RowBytes, 3> ends_of(const WriteRow& row) {
+std::array<RowBytes, 3> ends_of(const WriteExtent& row) {
     const Reach own = whole_pages(row);
     const std::uint64_t tail = own.end - row.address, piece = round_down(row.length, look_bytes);
     const std::uint64_t cut = piece > tail ? piece : row.length;
@@ -22,7 +22,7 @@ std::array<RowBytes, 3> ends_of(const WriteRow& row) {
 }
 
 /// Why a lazy row cannot be watched, whatever the system can; null if it can.
-const char* unfit(const WriteRow& row) {
+const char* unfit(const WriteExtent& row) {
     if (row.device != on_host) return "on a device";
     if (row.layout != contiguous) return "strided";
     if ((row.address - row.offset) % block_alignment_bytes != 0) return "at another phase than in the file";
@@ -30,7 +30,7 @@ const char* unfit(const WriteRow& row) {
 }
 
 /// Our own rows (headers) have no digests, and nobody else knows where they are.
-bool is_watched(const WriteRow& row) { return row.lazy && row.length != 0 && row.chunk != no_digest; }
+bool is_watched(const WriteExtent& row) { return row.lazy && row.length != 0 && row.chunk != no_digest; }
 
 const char* reason_of(PageWatch::Held held) {
     return held == PageWatch::Held::beyond_limit ? "in small pages" : "in memory that others can write (a file's, or shared), or watch";
@@ -38,7 +38,7 @@ const char* reason_of(PageWatch::Held held) {
 
 }  // namespace
 
-RowPages::RowPages(const WriteRows& rows, Watching watching) : rows_(rows) {
+ExtentPages::ExtentPages(const WriteExtents& rows, Watching watching) : rows_(rows) {
     const auto leave = [&](std::size_t row, std::string reason) {
         if (!left_) left_ = Left{row, std::move(reason)};
     };
@@ -51,7 +51,7 @@ RowPages::RowPages(const WriteRows& rows, Watching watching) : rows_(rows) {
         open = PageWatch::open(refusal);
     }
     for (std::size_t i = 0; i < rows.rows.size(); ++i) {
-        const WriteRow& row = rows.rows[i];
+        const WriteExtent& row = rows.rows[i];
         if (!is_watched(row)) continue;
         if (!refusal.empty() || unfit(row) != nullptr) {
             leave(i, refusal.empty() ? unfit(row) : refusal);
@@ -76,7 +76,7 @@ RowPages::RowPages(const WriteRows& rows, Watching watching) : rows_(rows) {
     ends_.resize(held_.size());
 }
 
-void RowPages::read_ends(LiveAccess& live, const std::function<void(std::size_t, const RowBytes&, int)>& gone) {
+void ExtentPages::read_ends(LiveAccess& live, const std::function<void(std::size_t, const RowBytes&, int)>& gone) {
     struct Piece {
         std::size_t row = 0;
         RowBytes bytes{0, 0};
@@ -93,7 +93,7 @@ void RowPages::read_ends(LiveAccess& live, const std::function<void(std::size_t,
         });
     };
     for (std::size_t n = 0; n < held_.size(); ++n) {
-        const WriteRow& row = rows_.rows[held_[n]];
+        const WriteExtent& row = rows_.rows[held_[n]];
         const std::array<RowBytes, 3> ends = ends_of(row);
         for (std::size_t i = 0; i < ends.size(); ++i) {
             const std::uint64_t bytes = ends[i].end - ends[i].begin;
@@ -106,7 +106,7 @@ void RowPages::read_ends(LiveAccess& live, const std::function<void(std::size_t,
     flush();
 }
 
-std::optional<RowBytes> RowPages::compare(std::size_t row, std::uint64_t begin, std::uint64_t end, const std::byte* bytes) const {
+std::optional<RowBytes> ExtentPages::compare(std::size_t row, std::uint64_t begin, std::uint64_t end, const std::byte* bytes) const {
     const std::array<RowBytes, 3> ends = ends_of(rows_.rows[row]);
     const Ends& known = ends_[ends_at_[row]];
     for (std::size_t i = 0; i < ends.size(); ++i)
@@ -116,8 +116,8 @@ std::optional<RowBytes> RowPages::compare(std::size_t row, std::uint64_t begin, 
     return std::nullopt;
 }
 
-std::optional<RowBytes> RowPages::settle(std::size_t row_index, std::uint64_t begin, std::uint64_t end) {
-    const WriteRow& row = rows_.rows[row_index];
+std::optional<RowBytes> ExtentPages::settle(std::size_t row_index, std::uint64_t begin, std::uint64_t end) {
+    const WriteExtent& row = rows_.rows[row_index];
     const Reach own = whole_pages(row);
     const std::uint64_t low = std::max(row.address + begin, own.begin), high = std::min(row.address + end, own.end);
     if (low >= high) return std::nullopt;

@@ -1,4 +1,4 @@
-#include "rows.h"
+#include "io_extents.h"
 
 #include <algorithm>
 #include <stdexcept>
@@ -52,14 +52,14 @@ std::uint64_t line_begin(std::uint64_t row_bytes, std::uint64_t line, std::uint6
     return std::min((low + place) * line_bytes, row_bytes - line_bytes);
 }
 
-void check_rows(const WriteRows& rows, std::span<const std::uint64_t> file_bytes) {
+void check_extents(const WriteExtents& rows, std::span<const std::uint64_t> file_bytes) {
     for (const std::uint64_t bytes : file_bytes)
         if (bytes % block_alignment_bytes != 0 || bytes > file_bytes_max)
             throw std::invalid_argument("a file's size must be a multiple of 4096");
-    const WriteRow* before = nullptr;
+    const WriteExtent* before = nullptr;
     std::vector<std::uint64_t> lines(rows.devices.size(), 0);
     for (std::size_t i = 0; i < rows.rows.size(); ++i) {
-        const WriteRow& row = rows.rows[i];
+        const WriteExtent& row = rows.rows[i];
         require(row.file < file_bytes.size(), i, "file is no index into files");
         check_range(row.offset, row.length, i);
         require(row.end() <= file_bytes[row.file], i, "the range ends beyond the file's size");
@@ -79,10 +79,10 @@ void check_rows(const WriteRows& rows, std::span<const std::uint64_t> file_bytes
     if (!fit) throw std::invalid_argument("samples are not those of the devices' lazy rows");
 }
 
-void check_rows(const ReadRows& rows, std::size_t file_count) {
+void check_extents(const ReadExtents& rows, std::size_t file_count) {
     if (rows.rows.size() >= UINT32_MAX) throw std::invalid_argument("too many rows for one batch");
     for (std::size_t i = 0; i < rows.rows.size(); ++i) {
-        const ReadRow& row = rows.rows[i];
+        const ReadExtent& row = rows.rows[i];
         require(row.file < file_count, i, "file is no index into files");
         check_range(row.offset, row.length, i);
         check_layout(row.layout, rows.layouts, row.length, i);

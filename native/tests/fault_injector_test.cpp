@@ -16,16 +16,16 @@ struct OneRequest {
     Sample sample = plain_sample(mib);
     Memory target{mib, 1};  // out of phase: through the arena
 
-    ReadRows read(const std::vector<std::uint64_t>& digests) const {
+    ReadExtents read(const std::vector<std::uint64_t>& digests) const {
         return {{{0, mib, target.address(), 0, 0, 1, contiguous, 0}}, {}, digests};
     }
 };
 
 /// Cuts the first attempt in `direction` short; before the second one, does something else.
-template <class Act> Troubles cut_then(Direction direction, std::atomic<int>& attempts, Act act) {
-    return [direction, &attempts, act](Direction asked, std::uint64_t, std::uint64_t) -> Trouble {
+template <class Act> FaultInjector cut_then(Direction direction, std::atomic<int>& attempts, Act act) {
+    return [direction, &attempts, act](Direction asked, std::uint64_t, std::uint64_t) -> InjectedFault {
         if (asked != direction) return {};
-        return ++attempts == 1 ? Trouble{0, first_count} : act();
+        return ++attempts == 1 ? InjectedFault{0, first_count} : act();
     };
 }
 
@@ -40,7 +40,7 @@ TEST_CASE("a file that shrinks after a short count ends where it ends, and touch
             const OneRequest one;
             std::atomic<int> attempts{0};
             ScratchFile* scratch = nullptr;
-            Bed bed(setup, one.sample.file_bytes, cut_then(Direction::read, attempts, [&]() -> Trouble {
+            Bed bed(setup, one.sample.file_bytes, cut_then(Direction::read, attempts, [&]() -> InjectedFault {
                 scratch->truncate(kept);
                 return {};
             }));
@@ -71,7 +71,7 @@ TEST_CASE("space that runs out after a short count is told with what is left to 
             const OneRequest one;
             std::atomic<int> attempts{0};
             Bed bed(setup, one.sample.file_bytes,
-                    cut_then(Direction::write, attempts, [&]() -> Trouble { return {error, UINT64_MAX}; }));
+                    cut_then(Direction::write, attempts, [&]() -> InjectedFault { return {error, UINT64_MAX}; }));
             const auto job = bed.run(one.sample.rows);
             REQUIRE(job->fault());
             CHECK(job->fault()->error == error);
@@ -88,7 +88,7 @@ TEST_CASE("a refusal is not tried again") {
             CAPTURE(error);
             const OneRequest one;
             std::atomic<int> attempts{0};
-            Bed bed(setup, one.sample.file_bytes, [&](Direction, std::uint64_t, std::uint64_t) -> Trouble {
+            Bed bed(setup, one.sample.file_bytes, [&](Direction, std::uint64_t, std::uint64_t) -> InjectedFault {
                 ++attempts;
                 return {error, UINT64_MAX};
             });
@@ -106,7 +106,7 @@ TEST_CASE("a write that moves nothing is EIO, a read that moves nothing is the e
         const OneRequest one;
         std::atomic<bool> stuck{true};
         Bed bed(setup, one.sample.file_bytes,
-                [&](Direction, std::uint64_t, std::uint64_t) -> Trouble { return {0, stuck ? 0 : UINT64_MAX}; });
+                [&](Direction, std::uint64_t, std::uint64_t) -> InjectedFault { return {0, stuck ? 0 : UINT64_MAX}; });
         CHECK(bed.run(one.sample.rows)->fault()->error == EIO);
         stuck = false;
         const auto job = bed.run(one.sample.rows);

@@ -1,4 +1,4 @@
-#include "watch.h"
+#include "mutation_detector.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -14,9 +14,9 @@ namespace {
 
 constexpr std::uint64_t quarter = chunk_bytes / lines_per_chunk;
 
-bool is_watched(const WriteRow& row) { return row.lazy && row.length != 0; }
-std::uint64_t line_count(const WriteRow& row) { return chunk_count(row.length) * lines_per_chunk; }
-std::uint64_t line_end(const WriteRow& row, std::uint64_t begin) { return std::min(begin + sizeof(Line), row.length); }
+bool is_watched(const WriteExtent& row) { return row.lazy && row.length != 0; }
+std::uint64_t line_count(const WriteExtent& row) { return chunk_count(row.length) * lines_per_chunk; }
+std::uint64_t line_end(const WriteExtent& row, std::uint64_t begin) { return std::min(begin + sizeof(Line), row.length); }
 
 /// A line of a row.
 struct Spot {
@@ -27,11 +27,11 @@ struct Spot {
 
 }  // namespace
 
-Watch::Watch(const WriteRows& rows, Watching watching)
+MutationDetector::MutationDetector(const WriteExtents& rows, Watching watching)
     : rows_(rows), pages_(rows, watching), first_line_(rows.rows.size(), nullptr) {
     std::uint64_t count = 0;
     for (std::size_t i = 0; i < rows.rows.size(); ++i) {
-        const WriteRow& row = rows.rows[i];
+        const WriteExtent& row = rows.rows[i];
         if (!is_watched(row) || pages_.holds(i)) continue;
         if (row.chunk != no_digest) sampled_bytes_ += row.length;
         if (row.device == on_host) count += line_count(row);
@@ -41,7 +41,7 @@ Watch::Watch(const WriteRows& rows, Watching watching)
     std::vector<const Line*> next_sample;
     for (const std::span<const Line> samples : rows.samples) next_sample.push_back(samples.data());
     for (std::size_t i = 0; i < rows.rows.size(); ++i) {
-        const WriteRow& row = rows.rows[i];
+        const WriteExtent& row = rows.rows[i];
         if (!is_watched(row) || pages_.holds(i)) continue;
         const Line*& first = row.device == on_host ? next : next_sample[static_cast<std::size_t>(row.device)];
         first_line_[i] = first;
@@ -52,7 +52,7 @@ Watch::Watch(const WriteRows& rows, Watching watching)
     read_lines(live);
 }
 
-void Watch::read_lines(LiveAccess& live) {
+void MutationDetector::read_lines(LiveAccess& live) {
     LiveBatch<Spot> batch(live);
     const auto flush = [&] {
         batch.flush([&](const Spot& spot, int error) {
@@ -61,7 +61,7 @@ void Watch::read_lines(LiveAccess& live) {
     };
     Line* next = lines_.data();
     for (std::size_t i = 0; i < rows_.rows.size(); ++i) {
-        const WriteRow& row = rows_.rows[i];
+        const WriteExtent& row = rows_.rows[i];
         if (!is_watched(row) || row.device != on_host || pages_.holds(i)) continue;
         for (std::uint64_t line = 0; line < line_count(row); ++line, ++next) {
             const std::uint64_t begin = line_begin(row.length, line, row.seed);
@@ -79,12 +79,12 @@ void Watch::read_lines(LiveAccess& live) {
     flush();
 }
 
-std::uint64_t Watch::sample_digest(std::size_t row) const {
+std::uint64_t MutationDetector::sample_digest(std::size_t row) const {
     const Line* const lines = first_line_[row];
     return lines == nullptr ? 0 : xxh3_64(lines, line_count(rows_.rows[row]) * sizeof(Line));
 }
 
-void Watch::compare(std::size_t row, std::uint64_t begin, std::uint64_t end, const std::byte* bytes) {
+void MutationDetector::compare(std::size_t row, std::uint64_t begin, std::uint64_t end, const std::byte* bytes) {
     if (pages_.holds(row)) {
         if (const std::optional<RowBytes> changed = pages_.compare(row, begin, end, bytes)) report(row, changed->begin, changed->end);
         return;
@@ -101,17 +101,17 @@ void Watch::compare(std::size_t row, std::uint64_t begin, std::uint64_t end, con
     }
 }
 
-void Watch::settle(std::size_t row, std::uint64_t begin, std::uint64_t end) {
+void MutationDetector::settle(std::size_t row, std::uint64_t begin, std::uint64_t end) {
     if (!pages_.holds(row)) return;
     if (const std::optional<RowBytes> changed = pages_.settle(row, begin, end)) report(row, changed->begin, changed->end);
 }
 
-void Watch::note_seam(std::size_t row, std::uint64_t begin, std::uint64_t digest) noexcept {
+void MutationDetector::note_split(std::size_t row, std::uint64_t begin, std::uint64_t digest) noexcept {
     const std::uint64_t end = std::min(rows_.rows[row].length, round_down(begin, chunk_bytes) + chunk_bytes);
     bool differs = false;
     try {
         const std::lock_guard lock(mutex_);
-        const auto [found, is_first] = seams_.try_emplace({row, begin}, digest);
+        const auto [found, is_first] = splits_.try_emplace({row, begin}, digest);
         differs = !is_first && found->second != digest;
     } catch (const std::bad_alloc&) {
         return report(row, begin, end, ENOMEM);
@@ -119,18 +119,18 @@ void Watch::note_seam(std::size_t row, std::uint64_t begin, std::uint64_t digest
     if (differs) report(row, begin, end);
 }
 
-void Watch::report(std::size_t row, std::uint64_t begin, std::uint64_t end, int error) {
+void MutationDetector::report(std::size_t row, std::uint64_t begin, std::uint64_t end, int error) {
     const std::lock_guard lock(mutex_);
     if (!change_) change_ = Change{row, begin, end, error};
 }
 
-std::optional<Watch::Change> Watch::change() const {
+std::optional<MutationDetector::Change> MutationDetector::change() const {
     const std::lock_guard lock(mutex_);
     return change_;
 }
 
-std::vector<std::uint64_t> sample_digests(const WriteRows& rows) {
-    const Watch watch(rows);
+std::vector<std::uint64_t> sample_digests(const WriteExtents& rows) {
+    const MutationDetector watch(rows);
     if (const auto change = watch.change()) throw std::system_error(change->error, std::generic_category(), "reading live memory");
     std::vector<std::uint64_t> digests(rows.rows.size());
     for (std::size_t i = 0; i < digests.size(); ++i) digests[i] = watch.sample_digest(i);

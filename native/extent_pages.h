@@ -12,7 +12,7 @@
 
 #include "live_memory.h"
 #include "page_watch.h"
-#include "rows.h"
+#include "io_extents.h"
 
 namespace flowstone {
 
@@ -34,10 +34,10 @@ struct RowBytes {
 
 /// A row's whole pages are protected; a page that it shares with others is nothing to go by, so its own bytes there are
 /// digested, at the save and when they are captured. All members but the constructor: any thread.
-class RowPages {
+class ExtentPages {
 public:
     /// From now on. Rows on the host, lazy, contiguous and with digests are watched where the system allows it.
-    RowPages(const WriteRows& rows, Watching watching);
+    ExtentPages(const WriteExtents& rows, Watching watching);
     /// Before anything else: what is not in whole pages. gone(row, bytes, error) for what is not there.
     void read_ends(LiveAccess& live, const std::function<void(std::size_t, const RowBytes&, int)>& gone);
 
@@ -68,7 +68,7 @@ private:
     static constexpr std::uint32_t none = ~std::uint32_t{0};
     using Ends = std::array<std::uint64_t, 3>;  // digests
 
-    const WriteRows& rows_;
+    const WriteExtents& rows_;
     std::unique_ptr<PageWatch> pages_;
     std::vector<std::uint32_t> ends_at_;  // per row, in ends_; none: not held
     std::vector<Ends> ends_;

@@ -1,4 +1,4 @@
-// What a caller asks for: rows, each a byte range of a file and its place in memory.
+// I/O extents: what a caller asks for, each a byte range of a file and where it lies in memory.
 #pragma once
 
 #include <array>
@@ -29,12 +29,12 @@ std::uint64_t scattered(std::uint64_t number);
 std::uint64_t line_begin(std::uint64_t row_bytes, std::uint64_t line, std::uint64_t seed);
 
 /// `length` bytes at `offset` of file number `file`, taken from `address`.
-struct WriteRow {
+struct WriteExtent {
     std::uint64_t offset;
     std::uint64_t length;
     std::uint64_t address;
     std::uint64_t chunk;  // index of the first chunk's digest, or no_digest
-    std::int64_t layout;  // index into WriteRows::layouts, or contiguous
+    std::int64_t layout;  // index into WriteExtents::layouts, or contiguous
     std::uint32_t file;
     bool lazy = false;  // may be captured after the caller has gone on; its source is watched
     std::int32_t device = on_host;  // whose memory `address` is in; a device's rows are contiguous
@@ -45,8 +45,8 @@ struct WriteRow {
 };
 
 /// Sorted by (file, offset), disjoint within a file.
-struct WriteRows {
-    std::vector<WriteRow> rows;
+struct WriteExtents {
+    std::vector<WriteExtent> rows;
     std::vector<Layout> layouts;  // gather
     std::uint64_t chunks = 0;     // length of the job's digests
     std::vector<std::shared_ptr<Device>> devices = {};
@@ -56,14 +56,14 @@ struct WriteRows {
 };
 
 /// Chunks [first, last) of the extent of `length` bytes at `offset` of file number `file`.
-struct ReadRow {
+struct ReadExtent {
     std::uint64_t offset;
     std::uint64_t length;
     std::uint64_t address;  // of the extent's byte 0, of the box's first element, or verify_only
     std::uint64_t chunk;    // index of chunk 0's digest
     std::uint64_t first;
     std::uint64_t last;
-    std::int64_t layout;    // index into ReadRows::layouts, or contiguous
+    std::int64_t layout;    // index into ReadExtents::layouts, or contiguous
     std::uint32_t file;
     std::int32_t device = on_host;  // whose memory `address` is in; a device's rows are contiguous
 
@@ -72,8 +72,8 @@ struct ReadRow {
 };
 
 /// Any order; extents may repeat.
-struct ReadRows {
-    std::vector<ReadRow> rows;
+struct ReadExtents {
+    std::vector<ReadExtent> rows;
     std::vector<Layout> layouts;  // scatter
     std::vector<std::uint64_t> digests;
     std::vector<std::shared_ptr<Device>> devices = {};
@@ -81,7 +81,7 @@ struct ReadRows {
 
 /// Check what a plan rests on: the invariants above and all indices; throws std::invalid_argument
 /// naming the first row that breaks one. `file_bytes` are the planned sizes.
-void check_rows(const WriteRows& rows, std::span<const std::uint64_t> file_bytes);
-void check_rows(const ReadRows& rows, std::size_t file_count);
+void check_extents(const WriteExtents& rows, std::span<const std::uint64_t> file_bytes);
+void check_extents(const ReadExtents& rows, std::size_t file_count);
 
 }  // namespace flowstone

@@ -1,0 +1,30 @@
+// The fault injector: how tests make system calls fail. Nothing of it is in a build that is not for tests.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
+namespace flowstone {
+
+enum class Direction { read, write };
+
+/// What happens to the next attempt: an error instead of the call, or a call that is really short.
+struct InjectedFault {
+    int error = 0;
+    std::uint64_t bytes_max = UINT64_MAX;
+};
+
+#ifdef FLOWSTONE_TESTING
+/// Asked before every system call with the range it is about. Any thread.
+using FaultInjector = std::function<InjectedFault(Direction direction, std::uint64_t offset, std::uint64_t length)>;
+#else
+/// None.
+struct FaultInjector {
+    FaultInjector(std::nullptr_t = nullptr) {}
+    explicit operator bool() const { return false; }
+    InjectedFault operator()(Direction, std::uint64_t, std::uint64_t) const { return {}; }
+};
+#endif
+
+}  // namespace flowstone

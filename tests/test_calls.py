@@ -309,7 +309,7 @@ def test_a_fence_that_is_none_is_refused(store: Path, fence: object) -> None:
         refusal(lambda: checkpointer.save(1, {"x": 1}, fence=fence))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("flag", ["stage", "fallback"])
+@pytest.mark.parametrize("flag", ["verify_first", "fallback"])
 def test_a_flag_that_is_none_is_refused(saved: Path, flag: str) -> None:
     with fs.Checkpointer(saved) as checkpointer:
         refusal(lambda: checkpointer.load({"model": MODEL}, **{flag: "yes"}))  # type: ignore[arg-type]

@@ -210,7 +210,7 @@ def test_blocks_of_rows_go_straight_onto_the_device_and_columns_by_way_of_the_ho
     rows, columns = far.tensor(torch.zeros(2000, 600)), far.tensor(torch.zeros(2000, 100))
     for state, aside in ({"x": rows}, 0), ({"x": fs.Shard(columns, (2000, 600), (0, 200))}, 1):
         found = loading.want(fs.open(store), state, rules=(), rank=0, ranks=1)
-        assert len(loading.plan_load(found, stage=False).destinations.bounced) == aside
+        assert len(loading.plan_load(found, verify_first=False).destinations.bounced) == aside
     with opened(store) as checkpointer:
         checkpointer.load({"x": rows})
     assert torch.equal(rows, whole)

@@ -231,8 +231,8 @@ class Refusing:
             raise Interrupted
 
 
-@pytest.mark.parametrize("stage", [False, True])
-def test_an_object_that_fails_to_load_leaves_a_state_that_is_not_saved(store: Path, stage: bool) -> None:
+@pytest.mark.parametrize("verify_first", [False, True])
+def test_an_object_that_fails_to_load_leaves_a_state_that_is_not_saved(store: Path, verify_first: bool) -> None:
     """Staged bytes are in place by then, though none was when the read ended."""
     state = {"weights": torch.ones(1000), "loader": Refusing()}
     with fs.Checkpointer(store) as checkpointer:
@@ -240,7 +240,7 @@ def test_an_object_that_fails_to_load_leaves_a_state_that_is_not_saved(store: Pa
         blank = {"weights": torch.zeros(1000), "loader": Refusing()}
         blank["loader"].refuse = True
         with pytest.raises(fs.StateError, match="loader"):
-            checkpointer.load(blank, stage=stage)
+            checkpointer.load(blank, verify_first=verify_first)
         assert blank["weights"][0] == 1.0
         with pytest.raises(fs.DamagedError, match="must not be saved"):
             checkpointer.save(2, blank)

@@ -114,7 +114,7 @@ def test_a_staged_load_leaves_memory_untouched_on_a_bad_chunk(checkpoint: Path, 
     before = content(blank)
     with fs.Checkpointer(checkpoint.parent) as checkpointer:
         with pytest.raises(fs.DamagedError) as caught:
-            checkpointer.load(blank, stage=True)
+            checkpointer.load(blank, verify_first=True)
         assert caught.value.written == ()
         assert content(blank) == before
         checkpointer.save(STEP + 1, blank)  # nothing was changed, so nothing forbids it
@@ -123,7 +123,7 @@ def test_a_staged_load_leaves_memory_untouched_on_a_bad_chunk(checkpoint: Path, 
 def test_a_staged_load_of_a_sound_checkpoint_loads(checkpoint: Path) -> None:
     blank = state(9.0)
     with fs.Checkpointer(checkpoint.parent) as checkpointer:
-        checkpointer.load(blank, stage=True)
+        checkpointer.load(blank, verify_first=True)
     assert content(blank) == content(state())
 
 
@@ -132,8 +132,8 @@ def test_staging_more_than_memory_holds_is_refused(checkpoint: Path, monkeypatch
     blank = state(9.0)
     before = content(blank)
     with fs.Checkpointer(checkpoint.parent) as checkpointer, pytest.raises(fs.BudgetError) as caught:
-        checkpointer.load(blank, stage=True)
-    assert "load(stage=True) needs" in caught.value.message
+        checkpointer.load(blank, verify_first=True)
+    assert "load(verify_first=True) needs" in caught.value.message
     assert caught.value.facts["found"] == "1000 bytes available"
     assert content(blank) == before
 

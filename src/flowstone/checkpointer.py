@@ -157,15 +157,15 @@ class Checkpointer:
         *,
         step: int | None = None,
         rules: Rule | Sequence[Rule] = (),
-        stage: bool = False,
+        verify_first: bool = False,
         fallback: bool = False,
     ) -> LoadReport:
         """Bring `state` back to the newest committed checkpoint, or to that of `step`, in place. Strict.
 
-        rules     what may differ (Rename, Skip, Init, Cast), each listed in the report
-        stage     read and check every byte before the first of the state changes, where memory allows
-        fallback  on damage try the next older step; the damaged ones are set aside at the next save.
-                  What the system refuses (descriptors, memory, a permission) is no damage, and raised
+        rules         what may differ (Rename, Skip, Init, Cast), each listed in the report
+        verify_first  read and check every byte before the first of the state changes, where memory allows
+        fallback      on damage try the next older step; the damaged ones are set aside at the next save.
+                      What the system refuses (descriptors, memory, a permission) is no damage, and raised
 
         raises    NoCheckpointError  nothing to load
                   MismatchError      state and checkpoint differ: all differences, nothing changed
@@ -173,7 +173,7 @@ class Checkpointer:
                                      changed, and saving is refused until a load succeeds
         """
         self._check_open()
-        state, step, rules = calls.to_load(state, step, rules, {"stage": stage, "fallback": fallback})
+        state, step, rules = calls.to_load(state, step, rules, {"verify_first": verify_first, "fallback": fallback})
         self._await_saves()
 
         def look() -> list[int]:
@@ -184,7 +184,7 @@ class Checkpointer:
         candidates = self._group.decide("which step to load", look)
         for candidate in candidates:
             try:
-                report = self._load(candidate, state, rules, stage)
+                report = self._load(candidate, state, rules, verify_first)
             except FlowstoneError as error:
                 if candidate == candidates[-1] or not is_damage(error):
                     raise
@@ -197,9 +197,11 @@ class Checkpointer:
         raise NoCheckpointError(f"no checkpoint in {self._store.location}", next="check the path")
 
     @gc_paused()
-    def _load(self, step: int, state: Mapping[str, object], rules: Sequence[Rule], stage: bool) -> LoadReport:
+    def _load(self, step: int, state: Mapping[str, object], rules: Sequence[Rule], verify_first: bool) -> LoadReport:
         started = time.monotonic()
-        ready = loading.agree(self._store, self._options, self._group, step, state, rules=rules, stage=stage)
+        ready = loading.agree(
+            self._store, self._options, self._group, step, state, rules=rules, verify_first=verify_first
+        )
         # Before the first byte can change: whatever ends this load, only one that succeeds takes it back. Unless it is
         # certain that none has changed, on this rank and on all others.
         corrupt_before, self._corrupt = self._corrupt, f"the load of step {step} did not finish"

@@ -144,7 +144,8 @@ def want(
 
 
 def plan_load(
-    found: Wanted, elsewhere: NDArray[np.bool_] | None = None, unwanted: Container[str] | None = None, *, stage: bool
+    found: Wanted, elsewhere: NDArray[np.bool_] | None = None, unwanted: Container[str] | None = None, *,
+    verify_first: bool
 ) -> Loading:
     """Compare all that can be known without the tensors' bytes. Changes nothing.
 
@@ -160,7 +161,9 @@ def plan_load(
     plan = plan_reads(index, wanted, matched.rows)
     stored = tuple(map(index.dtypes.__getitem__, matched.rows))
     places = restoration.places.take(matched.wanted)
-    destinations = choose_destinations(wanted, places, stored, scattered_targets(index, plan, places), stage=stage)
+    destinations = choose_destinations(
+        wanted, places, stored, scattered_targets(index, plan, places), verify_first=verify_first
+    )
     return Loading(checkpoint, rules, restoration, matched, wanted, plan, destinations)
 
 
@@ -230,7 +233,7 @@ def _check_apart(found: Wanted, matched: Match) -> None:
 
 def agree(
     store: Store, options: EngineOptions, group: RankGroup, step: int, state: Mapping[str, object], *,
-    rules: Sequence[Rule], stage: bool,
+    rules: Sequence[Rule], verify_first: bool,
 ) -> Loading:
     """Compare `state` with the checkpoint of `step`, on all ranks, before the first byte of any changes.
 
@@ -251,7 +254,7 @@ def agree(
         elsewhere = group.anybody(f"the tensors that are wanted of step {step}", found.names_used())
         unwanted = group.nobody(f"the objects that are wanted of step {step}", found.unwanted())
     try:
-        ready = plan_load(found, elsewhere, unwanted, stage=stage)
+        ready = plan_load(found, elsewhere, unwanted, verify_first=verify_first)
     except Exception as error:
         failure = error
     group.confirm(words, failure)

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from flowstone.demo import acts, claims_of_ranks
-from flowstone.demo.across import blows, told
-from flowstone.demo.crew import Blow, Leg, run_leg
+from flowstone.demo.across import kills, told
+from flowstone.demo.child_process import DiedError
 from flowstone.demo.curves import explained, spread, sums_explain, usual_change
-from flowstone.demo.forms import FULL_RANKS, SMALL_RANKS
-from flowstone.demo.life import DiedError
 from flowstone.demo.messages import Began, Finished, Held, Lost, RankOrder, SaveCommitted, Saving, Stepped, Undisturbed
+from flowstone.demo.rank_processes import RankKill, RankRun, run_ranks
+from flowstone.demo.sizes import FULL_RANKS, SMALL_RANKS
 from flowstone.demo.train import is_saved
 
 SOURCE = Path(acts.__file__).parents[2]
@@ -66,46 +66,46 @@ def test_the_usual_change_is_the_median_step() -> None:
 # The claims
 
 
-def fill(leg: Leg, steps: range, off: float = 0.0, calm: float = 0.0) -> Leg:
-    """A leg that goes through all steps undisturbed, then through these, told as processes tell it."""
-    for rank in range(leg.ranks):
+def fill(run: RankRun, steps: range, off: float = 0.0, calm: float = 0.0) -> RankRun:
+    """A run of ranks that goes through all steps undisturbed, then through these, as processes report it."""
+    for rank in range(run.ranks):
         for step in range(1, FORM.steps + 1):
-            leg.enter(rank, Undisturbed(step, 6.0 - step / 10 + calm))
-        leg.enter(rank, Began(leg.newest, 10, 0.0))
-        if leg.newest is not None:
-            hold(leg, rank, leg.newest, loaded=True)
+            run.enter(rank, Undisturbed(step, 6.0 - step / 10 + calm))
+        run.enter(rank, Began(run.newest, 10, 0.0))
+        if run.newest is not None:
+            hold(run, rank, run.newest, loaded=True)
         for step in steps:
-            leg.enter(rank, Stepped(step, 6.0 - step / 10 + off))
+            run.enter(rank, Stepped(step, 6.0 - step / 10 + off))
             if is_saved(step, FORM.steps, FORM.save_every):
-                hold(leg, rank, step, loaded=False)
-                leg.enter(rank, Saving(step))
-    return leg
+                hold(run, rank, step, loaded=False)
+                run.enter(rank, Saving(step))
+    return run
 
 
-def hold(leg: Leg, rank: int, step: int, *, loaded: bool) -> None:
+def hold(run: RankRun, rank: int, step: int, *, loaded: bool) -> None:
     for name in ("weight", "weight exp_avg", "weight exp_avg_sq"):
-        leg.enter(rank, Held(step, loaded, name, f"{name} at {step}", 40))
+        run.enter(rank, Held(step, loaded, name, f"{name} at {step}", 40))
 
 
-def made_up() -> list[Leg]:
+def made_up() -> list[RankRun]:
     """As it is to be: the runs are a last bit apart, and what is saved is what is loaded."""
-    first = fill(Leg(4), range(1, FORM.killed_saving + 1))
+    first = fill(RankRun(4), range(1, FORM.killed_saving + 1))
     first.killed = (FORM.victim,)
     for rank in {0, 1, 2, 3} - {FORM.victim}:
         first.enter(rank, SaveCommitted(2, 1, 0.1))
         first.enter(rank, Lost(f"nothing heard of rank {FORM.victim} for 5 s"))
-    second = fill(Leg(2, 2), range(3, FORM.killed_at + 1), 2.0**-21, 2.0**-21)
+    second = fill(RankRun(2, 2), range(3, FORM.killed_at + 1), 2.0**-21, 2.0**-21)
     second.killed = (0, 1)
     second.enter(0, SaveCommitted(6, 1, 0.1))
-    third = fill(Leg(1, 6), range(7, FORM.steps + 1), 2.0**-20, -(2.0**-21))
+    third = fill(RankRun(1, 6), range(7, FORM.steps + 1), 2.0**-20, -(2.0**-21))
     third.enter(0, Finished(FORM.steps, "", 0))
     return [first, second, third]
 
 
-def failing(spoil: Callable[[list[Leg]], object]) -> list[int]:
-    legs = made_up()
-    spoil(legs)
-    found = claims_of_ranks.of_ranks(FORM, legs)
+def failing(spoil: Callable[[list[RankRun]], object]) -> list[int]:
+    runs = made_up()
+    spoil(runs)
+    found = claims_of_ranks.of_ranks(FORM, runs)
     assert len(found) == 5
     return [at for at, claim in enumerate(found) if not claim.held]
 
@@ -114,42 +114,42 @@ SAME, NAMED, STARTS, BITS, CURVE = range(5)
 
 
 def test_what_is_as_it_should_be_is_believed() -> None:
-    assert failing(lambda legs: None) == []
+    assert failing(lambda runs: None) == []
 
 
 def test_a_run_that_did_not_learn_or_is_another_training_explains_nothing() -> None:
-    assert SAME in failing(lambda legs: legs[1].calm[0].popitem())
-    assert failing(lambda legs: legs[2].calm[0].update({1: 5.9 + 1e-3})) == [SAME]
-    assert failing(lambda legs: legs[2].calm[0].update({9: 5.1 + 1e-2})) == [SAME]
-    assert SAME in failing(lambda legs: legs[0].calm[0].update({FORM.steps: 6.5}))
+    assert SAME in failing(lambda runs: runs[1].calm[0].popitem())
+    assert failing(lambda runs: runs[2].calm[0].update({1: 5.9 + 1e-3})) == [SAME]
+    assert failing(lambda runs: runs[2].calm[0].update({9: 5.1 + 1e-2})) == [SAME]
+    assert SAME in failing(lambda runs: runs[0].calm[0].update({FORM.steps: 6.5}))
 
 
 def test_an_error_that_names_nobody_another_or_too_many_is_no_name() -> None:
     for words in ("connection closed", "nothing heard of rank 3 for 5 s", "nothing heard of rank 2, rank 3 for 5 s"):
-        assert failing(lambda legs, words=words: legs[0].lost.update({0: words})) == [NAMED]
-    assert failing(lambda legs: legs[0].lost.pop(1)) == [NAMED]
+        assert failing(lambda runs, words=words: runs[0].lost.update({0: words})) == [NAMED]
+    assert failing(lambda runs: runs[0].lost.pop(1)) == [NAMED]
 
 
 def test_a_start_from_elsewhere_or_below_a_promise_is_wrong() -> None:
-    assert failing(lambda legs: legs[1].found.update({1: 4})) == [STARTS]
-    assert STARTS in failing(lambda legs: legs[0].committed.add(4))
-    assert STARTS in failing(lambda legs: setattr(legs[2], "newest", None))
+    assert failing(lambda runs: runs[1].found.update({1: 4})) == [STARTS]
+    assert STARTS in failing(lambda runs: runs[0].committed.add(4))
+    assert STARTS in failing(lambda runs: setattr(runs[2], "newest", None))
 
 
 def test_one_tensor_that_differs_or_is_missing_on_one_rank_is_found() -> None:
     other = Held(2, True, "weight", "other", 40)
-    assert failing(lambda legs: legs[1].loaded[1].update(weight=other)) == [BITS]
-    assert failing(lambda legs: legs[1].loaded[0].pop("weight exp_avg")) == [BITS]
-    assert failing(lambda legs: legs[0].saved[2][3].update(weight=other)) == [BITS]
-    assert failing(lambda legs: [side.pop("weight") for leg in legs for s in leg.saved for side in leg.saved[s]]
-                   and [side.pop("weight", None) for leg in legs for side in leg.loaded]) == [BITS]
+    assert failing(lambda runs: runs[1].loaded[1].update(weight=other)) == [BITS]
+    assert failing(lambda runs: runs[1].loaded[0].pop("weight exp_avg")) == [BITS]
+    assert failing(lambda runs: runs[0].saved[2][3].update(weight=other)) == [BITS]
+    assert failing(lambda runs: [side.pop("weight") for run in runs for s in run.saved for side in run.saved[s]]
+                   and [side.pop("weight", None) for run in runs for side in run.loaded]) == [BITS]
 
 
 def test_a_loss_that_orders_of_sums_do_not_explain_is_found() -> None:
-    assert failing(lambda legs: legs[0].losses[3].update({1: 5.9 + 2.0**-21})) == [CURVE]
-    assert failing(lambda legs: legs[1].losses[1].update({5: 5.5 + 1e-4})) == [CURVE]
-    assert failing(lambda legs: legs[2].losses[0].update({9: float("nan")})) == [CURVE]
-    assert failing(lambda legs: legs[2].losses[0].pop(9)) == [CURVE]
+    assert failing(lambda runs: runs[0].losses[3].update({1: 5.9 + 2.0**-21})) == [CURVE]
+    assert failing(lambda runs: runs[1].losses[1].update({5: 5.5 + 1e-4})) == [CURVE]
+    assert failing(lambda runs: runs[2].losses[0].update({9: float("nan")})) == [CURVE]
+    assert failing(lambda runs: runs[2].losses[0].pop(9)) == [CURVE]
 
 
 # The ranks
@@ -160,7 +160,7 @@ def test_forms_can_be_carried_out(form: object) -> None:
     assert isinstance(form, type(SMALL_RANKS))
     assert all(form.batch % ranks == 0 for ranks in form.ranks)
     assert form.dropout == 0, "masks would be each rank's own"
-    first, second, third = blows(form)
+    first, second, third = kills(form)
     assert third is None
     assert first.saving
     assert form.victim < form.ranks[0]
@@ -170,30 +170,30 @@ def test_forms_can_be_carried_out(form: object) -> None:
 
 
 def test_a_blow_falls_once_its_first_victim_says_so() -> None:
-    blow = Blow(4, (2,), saving=True)
-    assert blow.falls(2, Saving(4))
-    assert not blow.falls(1, Saving(4))
-    assert not blow.falls(2, Saving(2))
-    assert not blow.falls(2, Stepped(4, 1.0))
-    assert Blow(4, (0, 1), saving=False).falls(0, Stepped(4, 1.0))
+    kill = RankKill(4, (2,), saving=True)
+    assert kill.falls(2, Saving(4))
+    assert not kill.falls(1, Saving(4))
+    assert not kill.falls(2, Saving(2))
+    assert not kill.falls(2, Stepped(4, 1.0))
+    assert RankKill(4, (0, 1), saving=False).falls(0, Stepped(4, 1.0))
 
 
 def test_ranks_that_die_by_themselves_are_told_with_a_log(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("a file, not a directory")
     order = RankOrder(form=FORM, seed=1, store=str(tmp_path / "store"))
     with pytest.raises(DiedError, match="Error"):
-        run_leg(order, tmp_path / "log", Leg(1), None, lambda line: None)
+        run_ranks(order, tmp_path / "log", RankRun(1), None, lambda line: None)
 
 
 def test_a_blow_that_never_falls_is_told(tmp_path: Path) -> None:
     order = RankOrder(form=FORM, seed=1, store=str(tmp_path / "store"))
     with pytest.raises(DiedError, match="before step 99"):
-        run_leg(order, tmp_path / "log", Leg(1), Blow(99, (0,), saving=False), lambda line: None)
+        run_ranks(order, tmp_path / "log", RankRun(1), RankKill(99, (0,), saving=False), lambda line: None)
 
 
 def test_legs_are_told_in_one_line() -> None:
-    legs = made_up()
-    lines = [told(leg, FORM) for leg in legs]
+    runs = made_up()
+    lines = [told(run, FORM) for run in runs]
     assert lines[0].startswith("4 ranks, fresh: rank 2 killed as it began to save step 4")
     assert lines[0].endswith("the others: nothing heard of rank 2 for 5 s")
     assert lines[1:] == ["2 ranks, from step 2: all killed after step 7", "1 rank, from step 6: to the end, step 12"]

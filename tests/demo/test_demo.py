@@ -15,13 +15,13 @@ from rich.console import Console
 
 import flowstone as fs
 from flowstone.demo import acts, claims, corpus
+from flowstone.demo.child_process import ChildProcess, DiedError
 from flowstone.demo.compare import compare, object_difference
-from flowstone.demo.forms import FULL, SMALL
-from flowstone.demo.ledger import Ledger
-from flowstone.demo.life import DiedError, Life
+from flowstone.demo.kill_loop import Kill, KilledRun, Resume, TornSave, Trigger, torn_saves
+from flowstone.demo.kill_schedule import PlannedKill, one_more, plan_kills
 from flowstone.demo.messages import Began, Finished, Order, SaveCaptured, SaveCommitted, Stepped, decode, encode
-from flowstone.demo.storm import Kill, Resume, Storm, TornSave, Trigger, torn_saves
-from flowstone.demo.strikes import Strike, one_more, plan_strikes
+from flowstone.demo.run_log import RunLog
+from flowstone.demo.sizes import FULL, SMALL
 
 SOURCE = Path(acts.__file__).parents[2]
 
@@ -77,11 +77,11 @@ def test_a_directory_with_something_in_it_is_refused_and_untouched(tmp_path: Pat
 def test_a_child_that_dies_by_itself_is_told_with_its_log(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("a file, not a directory")
     order = Order(form=SMALL, seed=1, store=str(tmp_path / "store"), scratch=str(tmp_path), save_every=None)
-    with Life(order, tmp_path / "log") as life:
-        while not life.over:
-            life.hear(1.0)
+    with ChildProcess(order, tmp_path / "log") as process:
+        while not process.over:
+            process.hear(1.0)
         with pytest.raises(DiedError, match="Error"):
-            life.end()
+            process.end()
 
 
 def test_the_supervisor_needs_no_torch() -> None:
@@ -184,25 +184,25 @@ def test_nan_equals_itself() -> None:
 # The plan of kills
 
 
-def test_strikes_are_the_seed_s_and_spread_over_the_run() -> None:
+def test_kills_are_the_seed_s_and_spread_over_the_run() -> None:
     for form in (FULL, SMALL):
         for seed in range(200):
-            plan = plan_strikes(form, seed)
-            assert plan == plan_strikes(form, seed)
+            plan = plan_kills(form, seed)
+            assert plan == plan_kills(form, seed)
             assert len(plan) == form.kills >= form.kills_min
-            assert sum(strike.aimed for strike in plan) == form.aimed >= form.torn
-            steps = [strike.after_step for strike in plan]
+            assert sum(kill.aimed for kill in plan) == form.aimed >= form.torn
+            steps = [kill.after_step for kill in plan]
             assert steps == sorted(steps)
             assert form.save_every < steps[0]
             assert steps[-1] < form.steps
-            assert all((strike.after_step + 1) % form.save_every == 0 for strike in plan if strike.aimed)
-    assert plan_strikes(FULL, 1) != plan_strikes(FULL, 2)
+            assert all((kill.after_step + 1) % form.save_every == 0 for kill in plan if kill.aimed)
+    assert plan_kills(FULL, 1) != plan_kills(FULL, 2)
     assert one_more(FULL, 1, 6).aimed
 
 
 def test_aimed_trigger_waits_for_a_save_then_for_its_share() -> None:
     begun: list[bool] = []
-    trigger = Trigger(Strike(5, True, 0.5), lambda: bool(begun), save_s=2.0)
+    trigger = Trigger(PlannedKill(5, True, 0.5), lambda: bool(begun), save_s=2.0)
     trigger.hear(Stepped(4, 0.0), 0.0)
     begun.append(True)
     assert not trigger.due(0.0)
@@ -216,7 +216,7 @@ def test_aimed_trigger_waits_for_a_save_then_for_its_share() -> None:
 
 
 def test_unaimed_trigger_waits_for_a_share_of_a_step() -> None:
-    trigger = Trigger(Strike(2, False, 0.25), lambda: False, save_s=9.0)
+    trigger = Trigger(PlannedKill(2, False, 0.25), lambda: False, save_s=9.0)
     trigger.hear(Stepped(1, 0.0), 10.0)
     trigger.hear(Stepped(2, 0.0), 14.0)
     assert not trigger.due(14.0)
@@ -245,44 +245,44 @@ def test_a_start_is_right_only_from_the_newest_and_never_below_a_promise(
     assert Resume(newest, promised, found).right is right
 
 
-def run_of(losses: list[float]) -> Ledger:
-    ledger = Ledger()
-    ledger.enter(Began(None, 1, 0.0))
+def run_of(losses: list[float]) -> RunLog:
+    run_log = RunLog()
+    run_log.enter(Began(None, 1, 0.0))
     for step, loss in enumerate(losses, 1):
-        ledger.enter(Stepped(step, loss))
-    ledger.enter(Finished(len(losses), "digest", 12))
-    return ledger
+        run_log.enter(Stepped(step, loss))
+    run_log.enter(Finished(len(losses), "digest", 12))
+    return run_log
 
 
-def good_storm(losses: list[float]) -> Storm:
+def good_run(losses: list[float]) -> KilledRun:
     kills = [Kill(n, n, True, 1, (TornSave(f".saving-{n}", ()),), None) for n in range(1, SMALL.kills + 1)]
-    return Storm(run_of(losses), kills, [Resume(None, 0, None)] * (SMALL.kills + 1))
+    return KilledRun(run_of(losses), kills, [Resume(None, 0, None)] * (SMALL.kills + 1))
 
 
-def verdicts(storm: Storm, losses: list[float]) -> list[bool]:
-    return [claim.held for claim in claims.of_storm(SMALL, run_of(losses), storm)]
+def verdicts(run: KilledRun, losses: list[float]) -> list[bool]:
+    return [claim.held for claim in claims.of_kill_loop(SMALL, run_of(losses), run)]
 
 
 def test_every_claim_of_act_two_can_fail() -> None:
     losses = [5.0 - step / 10 for step in range(SMALL.steps)]
-    assert verdicts(good_storm(losses), losses) == [True] * 4
-    few = good_storm(losses)
+    assert verdicts(good_run(losses), losses) == [True] * 4
+    few = good_run(losses)
     few.kills.pop()
     few.resumes.pop()
     assert verdicts(few, losses) == [False, True, True, True]
-    whole = good_storm(losses)
+    whole = good_run(losses)
     whole.kills = [Kill(kill.number, kill.pid, True, 1, (), None) for kill in whole.kills]
     assert verdicts(whole, losses) == [True, False, True, True]
-    astray = good_storm(losses)
-    astray.resumes[-1] = Resume(10, 10, 5)
-    assert verdicts(astray, losses) == [True, True, False, True]
-    assert verdicts(good_storm([*losses[:-1], 0.0]), losses) == [True, True, True, False]
-    assert verdicts(good_storm(losses[:-1]), losses) == [True, True, True, False]
+    differing = good_run(losses)
+    differing.resumes[-1] = Resume(10, 10, 5)
+    assert verdicts(differing, losses) == [True, True, False, True]
+    assert verdicts(good_run([*losses[:-1], 0.0]), losses) == [True, True, True, False]
+    assert verdicts(good_run(losses[:-1]), losses) == [True, True, True, False]
 
 
 def test_equal_but_empty_checkpoints_prove_nothing() -> None:
-    ledger = run_of([1.0])
-    held = [claim.held for claim in claims.of_comparison(SMALL, ledger, ledger, {})]
+    run_log = run_of([1.0])
+    held = [claim.held for claim in claims.of_comparison(SMALL, run_log, run_log, {})]
     assert held == [False] * (len(held) - 1) + [True]
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from flowstone import _native
 from flowstone.config import KIB, MIB
-from flowstone.study.crew import Crew, Outcome
 from flowstone.study.memory import Run
 from flowstone.study.placing import parts, requests, run_bytes
+from flowstone.study.processes import Outcome, Processes
 from flowstone.study.records import ENGINES, LAYOUTS, MEMORIES, Cell, EngineName, Layout
 from flowstone.study.worker import Failed
 
@@ -25,7 +25,7 @@ def cell(layout: Layout = "rank", **changed: object) -> Cell:
     return replace(one, **changed)  # type: ignore[arg-type]
 
 
-def run(crew: Crew, one: Cell, directory: Path) -> Outcome:
+def run(crew: Processes, one: Cell, directory: Path) -> Outcome:
     assert crew.prepare(one, directory) is None
     outcome = crew.run()
     assert isinstance(outcome, Outcome), outcome
@@ -50,7 +50,7 @@ def stored(one: Cell, rank: int, directory: Path) -> bytes:
 
 @pytest.fixture(scope="module")
 def crew() -> object:
-    with Crew() as started:
+    with Processes() as started:
         yield started
 
 
@@ -63,7 +63,7 @@ def test_the_pattern_tells_ranks_tensors_and_places() -> None:
 @pytest.mark.parametrize("coalesced", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_write_each_byte_at_its_place_and_restore_it(
-    crew: Crew, tmp_path: Path, layout: Layout, coalesced: bool, direct: bool
+    crew: Processes, tmp_path: Path, layout: Layout, coalesced: bool, direct: bool
 ) -> None:
     one = cell(layout, coalesced=coalesced, direct=direct, reserved=coalesced)
     if direct and not _native.probe_direct(str(tmp_path)):
@@ -80,7 +80,9 @@ def test_layouts_write_each_byte_at_its_place_and_restore_it(
 @pytest.mark.parametrize(
     ("engine", "memory"), [(e, m) for e in ENGINES for m in MEMORIES if e == "io_uring" or m != "registered"]
 )
-def test_engines_and_memories_move_the_same_bytes(crew: Crew, tmp_path: Path, engine: EngineName, memory: str) -> None:
+def test_engines_and_memories_move_the_same_bytes(
+    crew: Processes, tmp_path: Path, engine: EngineName, memory: str
+) -> None:
     if engine == "io_uring" and not _native.has_io_uring():
         pytest.skip("io_uring is refused here")
     one = cell(engine=engine, memory=memory, queue_depth=1 if engine == "sync" else 4, direct=False)
@@ -89,7 +91,7 @@ def test_engines_and_memories_move_the_same_bytes(crew: Crew, tmp_path: Path, en
     run(crew, replace(one, direction="restore"), tmp_path)
 
 
-def test_a_restore_that_brings_other_bytes_is_no_sample(crew: Crew, tmp_path: Path) -> None:
+def test_a_restore_that_brings_other_bytes_is_no_sample(crew: Processes, tmp_path: Path) -> None:
     one = cell("shared", direct=False)
     run(crew, one, tmp_path)
     with open(tmp_path / "shared0", "r+b") as file:
@@ -99,7 +101,7 @@ def test_a_restore_that_brings_other_bytes_is_no_sample(crew: Crew, tmp_path: Pa
     assert crew.run() == Failed("what was restored is not what was written")
 
 
-def test_a_file_that_ends_too_early_is_a_failure_with_its_reason(crew: Crew, tmp_path: Path) -> None:
+def test_a_file_that_ends_too_early_is_a_failure_with_its_reason(crew: Processes, tmp_path: Path) -> None:
     one = cell("shared", direct=False)
     run(crew, one, tmp_path)
     os.truncate(tmp_path / "shared0", run_bytes(one) + 4096)
@@ -109,14 +111,14 @@ def test_a_file_that_ends_too_early_is_a_failure_with_its_reason(crew: Crew, tmp
     assert "end of file" in outcome.reason
 
 
-def test_missing_files_fail_and_the_crew_goes_on(crew: Crew, tmp_path: Path) -> None:
+def test_missing_files_fail_and_the_crew_goes_on(crew: Processes, tmp_path: Path) -> None:
     assert crew.prepare(cell(direction="restore"), tmp_path) is None
     assert crew.run() == Failed("ENOENT: No such file or directory")
     run(crew, cell(direct=False), tmp_path)
 
 
 def test_a_killed_process_is_a_failure_and_is_replaced(tmp_path: Path) -> None:
-    with Crew() as crew:
+    with Processes() as crew:
         run(crew, cell(direct=False), tmp_path)
         victim = crew._workers[1]
         victim.send_signal(signal.SIGKILL)

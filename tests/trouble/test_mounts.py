@@ -36,7 +36,7 @@ def _check(disk: Path) -> None:
         assert entries(run) == ["step-00000002"]
         into = blank()
         with fs.Checkpointer(run, engine=EngineOptions(backend=backend, direct="off")) as checkpointer:
-            checkpointer.load(into, stage=True)
+            checkpointer.load(into, verify_first=True)
         assert content(into) == content(state(2))
     command = [sys.executable, "-m", "flowstone", "verify", str(disk / "posix")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -15,14 +15,14 @@ from rich.console import Console
 
 import flowstone as fs
 from flowstone.demo import across, claims, claims_of_ranks
+from flowstone.demo.child_process import ChildProcess, DiedError
 from flowstone.demo.claims import Claim
 from flowstone.demo.compare import compare
-from flowstone.demo.forms import FULL, FULL_RANKS, SMALL, SMALL_RANKS, Form, RankForm
-from flowstone.demo.ledger import Ledger
-from flowstone.demo.life import DiedError, Life
+from flowstone.demo.kill_loop import LISTEN_S, KilledRun, kill_loop
 from flowstone.demo.messages import Order, RankOrder
+from flowstone.demo.run_log import RunLog
 from flowstone.demo.screen import Screen, saves_table, torn_line
-from flowstone.demo.storm import LISTEN_S, Storm, storm
+from flowstone.demo.sizes import FULL, FULL_RANKS, SMALL, SMALL_RANKS, DemoSize, RankDemoSize
 
 SEED_BITS = 31  # torch takes 64, people read fewer
 VERB_MAX_S = 120.0
@@ -75,7 +75,7 @@ def run(
 
 
 def _show(
-    screen: Screen, work: Path, form: Form, ranks: RankForm, *, seed: int, flip_bit: bool, verdicts: list[Claim]
+    screen: Screen, work: Path, form: DemoSize, ranks: RankDemoSize, *, seed: int, flip_bit: bool, verdicts: list[Claim]
 ) -> None:
     """The four acts; every claim goes into `verdicts` as soon as it is judged."""
 
@@ -85,7 +85,7 @@ def _show(
         verdicts.extend(found)
 
     calm = Order(form=form, seed=seed, store=str(work / "reference"), scratch=str(work), save_every=None)
-    stormy = Order(
+    killed_order = Order(
         form=form, seed=seed, store=str(work / "killed"), scratch=str(work), save_every=form.save_every,
         torch_saves=form.torch_saves, flip_bit=flip_bit,
     )
@@ -98,37 +98,37 @@ def _show(
         "Act two: the same run, killed again and again",
         f"a save every {form.save_every} steps, and each new process goes on from the newest committed one",
     )
-    seen = storm(stormy, work / "killed.log", _Watch(screen, form).show)
-    judge(claims.of_storm(form, reference, seen))
+    seen = kill_loop(killed_order, work / "killed.log", _Watch(screen, form).show)
+    judge(claims.of_kill_loop(form, reference, seen))
 
     screen.act("Act three: are they the same?", "both last checkpoints and both processes' memory, bit for bit")
-    compared = compare(fs.open(calm.store), fs.open(stormy.store))
-    judge(claims.of_comparison(form, reference, seen.ledger, compared))
+    compared = compare(fs.open(calm.store), fs.open(killed_order.store))
+    judge(claims.of_comparison(form, reference, seen.run_log, compared))
 
     fewer = RankOrder(form=ranks, seed=seed, store=str(work / "across"), flip_bit=flip_bit)
     judge(_act_four(screen, fewer, work))
 
     screen.act("What it cost", "all in this run; torch.save of the same state, its file and directory fsynced")
-    screen.table(saves_table(seen.ledger.saves, seen.ledger.torch_saves))
-    judge(_verbs(screen, stormy.store))
+    screen.table(saves_table(seen.run_log.saves, seen.run_log.torch_saves))
+    judge(_verbs(screen, killed_order.store))
 
 
-def _act_one(screen: Screen, order: Order, log: Path) -> Ledger:
+def _act_one(screen: Screen, order: Order, log: Path) -> RunLog:
     """Run `order` undisturbed. Raises DiedError unless it reaches its end."""
-    ledger = Ledger()
+    run_log = RunLog()
     screen.live("starting the training process")
-    with Life(order, log) as life:
-        while not life.over:
-            for message in life.hear(LISTEN_S):
-                ledger.enter(message)
-                screen.live(ledger.line(order.form.steps))
-        life.end()
-    if ledger.finished is None or not ledger.began:
+    with ChildProcess(order, log) as process:
+        while not process.over:
+            for message in process.hear(LISTEN_S):
+                run_log.enter(message)
+                screen.live(run_log.line(order.form.steps))
+        process.end()
+    if run_log.finished is None or not run_log.began:
         raise DiedError("the training process ended well, but before its last step")
     screen.still()
-    parameters, state_bytes = ledger.began[0].parameters, ledger.finished.bytes
+    parameters, state_bytes = run_log.began[0].parameters, run_log.finished.bytes
     screen.say(f"{parameters / 1e6:.1f} million parameters, a state of {state_bytes / 1e6:.0f} MB")
-    return ledger
+    return run_log
 
 
 def _act_four(screen: Screen, order: RankOrder, work: Path) -> list[Claim]:
@@ -138,22 +138,22 @@ def _act_four(screen: Screen, order: RankOrder, work: Path) -> list[Claim]:
         f"Act four: saved on {form.ranks[0]} ranks, loaded on {form.ranks[1]}, then on {form.ranks[2]}",
         f"FSDP2 over gloo; {form.steps} steps, a save every {form.save_every}; and undisturbed on each number of ranks",
     )
-    legs = []
-    for leg in across.legs(order, work, screen.live):
-        screen.say(across.told(leg, form))
-        legs.append(leg)
+    runs = []
+    for run in across.rank_runs(order, work, screen.live):
+        screen.say(across.told(run, form))
+        runs.append(run)
     screen.still()
-    return claims_of_ranks.of_ranks(form, legs)
+    return claims_of_ranks.of_ranks(form, runs)
 
 
 class _Watch:
     """Shows act two as it goes on: the live line, and each kill and start once."""
 
-    def __init__(self, screen: Screen, form: Form) -> None:
+    def __init__(self, screen: Screen, form: DemoSize) -> None:
         self._screen, self._form = screen, form
         self._kills = self._starts = 0
 
-    def show(self, seen: Storm) -> None:
+    def show(self, seen: KilledRun) -> None:
         for resume in seen.resumes[self._starts :]:
             newest = "nothing" if resume.newest is None else f"step {resume.newest}"
             source = "fresh" if resume.found is None else f"from step {resume.found}"
@@ -167,7 +167,7 @@ class _Watch:
             for torn in kill.torn:
                 self._screen.say("  " + torn_line(torn))
         self._starts, self._kills = len(seen.resumes), len(seen.kills)
-        line = f"{seen.ledger.line(self._form.steps)}   kills {len(seen.kills)}   torn {len(seen.torn)}"
+        line = f"{seen.run_log.line(self._form.steps)}   kills {len(seen.kills)}   torn {len(seen.torn)}"
         self._screen.live(line)
 
 
@@ -185,7 +185,7 @@ def _verbs(screen: Screen, store: str) -> list[Claim]:
     return found
 
 
-def _workplace(directory: Path | None, form: Form) -> Path:
+def _workplace(directory: Path | None, form: DemoSize) -> Path:
     """An empty directory with room enough. Raises OSError, having made nothing."""
     wanted = Path("runs") if directory is None else directory
     existing = next(parent for parent in (wanted, *wanted.absolute().parents) if parent.exists())

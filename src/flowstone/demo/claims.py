@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flowstone.demo.compare import Compared
-from flowstone.demo.forms import Form
-from flowstone.demo.ledger import Ledger
-from flowstone.demo.storm import Storm
+from flowstone.demo.kill_loop import KilledRun
+from flowstone.demo.run_log import RunLog
+from flowstone.demo.sizes import DemoSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ _FLOAT32 = 4
 SHOWN_MAX = 3
 
 
-def of_reference(form: Form, seen: Ledger) -> list[Claim]:
+def of_reference(form: DemoSize, seen: RunLog) -> list[Claim]:
     losses = [step.loss for step in seen.steps]
     complete = [step.step for step in seen.steps] == list(range(1, form.steps + 1))
     tenth = max(1, form.steps // 10)
@@ -37,12 +37,12 @@ def of_reference(form: Form, seen: Ledger) -> list[Claim]:
     return [Claim("it learned", complete and last < first, f"loss {first:.3f} -> {last:.3f} in {len(losses)} steps")]
 
 
-def of_storm(form: Form, reference: Ledger, seen: Storm) -> list[Claim]:
+def of_kill_loop(form: DemoSize, reference: RunLog, seen: KilledRun) -> list[Claim]:
     expected = {step.step: step.loss for step in reference.steps}
-    unlike = [step.step for step in seen.ledger.steps if expected.get(step.step) != step.loss]
+    unlike = [step.step for step in seen.run_log.steps if expected.get(step.step) != step.loss]
     wrong = [resume for resume in seen.resumes if not resume.right]
-    again = len(seen.ledger.steps) - len({step.step for step in seen.ledger.steps})
-    reached = {step.step for step in seen.ledger.steps} == set(expected)
+    again = len(seen.run_log.steps) - len({step.step for step in seen.run_log.steps})
+    reached = {step.step for step in seen.run_log.steps} == set(expected)
     kills, torn = len(seen.kills), len(seen.torn)
     inside = sum(bool(kill.torn) for kill in seen.kills)
     starts = ", ".join("fresh" if resume.found is None else str(resume.found) for resume in seen.resumes)
@@ -59,13 +59,13 @@ def of_storm(form: Form, reference: Ledger, seen: Storm) -> list[Claim]:
         ),
         Claim(
             "every step, redone ones too, had the reference's loss, bit for bit", reached and not unlike,
-            f"{len(seen.ledger.steps)} steps reported, {again} of them redone"
+            f"{len(seen.run_log.steps)} steps reported, {again} of them redone"
             + (f"; unlike at {unlike[:SHOWN_MAX]}" if unlike else ""),
         ),
     ]
 
 
-def of_comparison(form: Form, reference: Ledger, seen: Ledger, compared: Mapping[str, Compared]) -> list[Claim]:
+def of_comparison(form: DemoSize, reference: RunLog, seen: RunLog, compared: Mapping[str, Compared]) -> list[Claim]:
     parameters = reference.began[0].parameters
     least_bytes = {"model": parameters * _FLOAT32, "optimizer": 2 * parameters * _FLOAT32}
     least_values = {"losses": form.steps, "step": 1, "scheduler": 1, "loader": 1, "rng": 1}

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from flowstone.demo.forms import Sizes
+from flowstone.demo.sizes import Sizes
 
 BYTES = 256
 

@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from flowstone.demo.forms import Form, RankForm
+from flowstone.demo.sizes import DemoSize, RankDemoSize
 
 LOST = 3  # the status of a rank that ends because another one is gone
 
@@ -19,7 +19,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     flip_bit     falsify one bit of one weight before the last save
     """
 
-    form: Form
+    form: DemoSize
     seed: int
     store: str
     scratch: str
@@ -34,7 +34,7 @@ class RankOrder(msgspec.Struct, frozen=True, kw_only=True):
     flip_bit     falsify one bit of one weight after each load
     """
 
-    form: RankForm
+    form: RankDemoSize
     seed: int
     store: str
     flip_bit: bool = False

@@ -18,7 +18,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in t
 import flowstone as fs
 from flowstone.demo.child import flip_bit, tell
 from flowstone.demo.fingerprint import digests, fingerprint
-from flowstone.demo.forms import RankForm
 from flowstone.demo.messages import (
     LOST,
     Began,
@@ -31,6 +30,7 @@ from flowstone.demo.messages import (
     Stepped,
     Undisturbed,
 )
+from flowstone.demo.sizes import RankDemoSize
 from flowstone.demo.train import KEEP, Training, go_on, is_saved
 from flowstone.events import Committed, Event, SaveFailed
 
@@ -91,7 +91,7 @@ def learn(run: Training, order: RankOrder, ckpt: fs.Checkpointer) -> None:
     go_on(run, ckpt, save_every=order.form.save_every, on_start=on_start, on_step=on_step)
 
 
-def is_victim(form: RankForm, step: int) -> bool:
+def is_victim(form: RankDemoSize, step: int) -> bool:
     """Whether this rank is to be killed as it begins to save `step`."""
     if not dist.is_initialized():
         return False

@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from flowstone.demo.claims import Claim
-from flowstone.demo.ledger import SaveTime
+from flowstone.demo.kill_loop import TornSave
 from flowstone.demo.messages import TorchSaved
-from flowstone.demo.storm import TornSave
+from flowstone.demo.run_log import SaveTime
 
 PIPED_EVERY_S = 10.0
 

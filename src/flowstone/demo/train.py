@@ -19,8 +19,8 @@ from torch.nn import functional
 
 import flowstone as fs
 from flowstone.demo import corpus
-from flowstone.demo.forms import Sizes
 from flowstone.demo.gpt import BYTES, GPT
+from flowstone.demo.sizes import Sizes
 from flowstone.events import OnEvent
 
 KEEP = fs.Keep(last=2)

@@ -58,37 +58,37 @@ class Destinations:
 
 
 def choose_destinations(
-    wanted: Pieces, places: Places, stored: Sequence[DType], scattered: Container[int] = (), *, stage: bool
+    wanted: Pieces, places: Places, stored: Sequence[DType], scattered: Container[int] = (), *, verify_first: bool
 ) -> Destinations:
     """Choose where each wanted piece is read to.
 
-    stored     the dtypes in the checkpoint
-    scattered  positions of those on devices, into which stored pieces do not go in one run each
-    stage      all go through bounce buffers
-    raises     BudgetError when staging needs more than the memory that is available
+    stored        the dtypes in the checkpoint
+    scattered     positions of those on devices, into which stored pieces do not go in one run each
+    verify_first  all go through bounce buffers
+    raises        BudgetError when staging needs more than the memory that is available
     """
-    if stage:
+    if verify_first:
         needed, available = sum(piece.bytes for piece in wanted), available_bytes()
         if needed > available:
             raise BudgetError(
-                f"load(stage=True) needs {needed} bytes beside the state", found=f"{available} bytes available",
-                next="load with stage=False: every chunk is verified all the same, as it is read",
+                f"load(verify_first=True) needs {needed} bytes beside the state", found=f"{available} bytes available",
+                next="load with verify_first=False: every chunk is verified all the same, as it is read",
             )
     far = {at: memory for at, memory in places.apart.items() if memory.device != "cpu"}
     streams = _streams(far, scattered)
     device = {
         at for at, memory in far.items() if memory.device not in streams or not memory.contiguous or at in scattered
     }
-    if not stage and not device and tuple(stored) == wanted.dtypes:
+    if not verify_first and not device and tuple(stored) == wanted.dtypes:
         return Destinations(places, {}, streams)
     address, apart, owners = places.address.copy(), dict(places.apart), list(places.owners)
     bounced = {}
     for at, (dtype, kind) in enumerate(zip(stored, wanted.dtypes, strict=True)):
-        if dtype is kind and not stage and at not in device:
+        if dtype is kind and not verify_first and at not in device:
             continue
         piece = wanted[at]
         target = places.memory(at, piece)
-        if dtype != kind or stage:
+        if dtype != kind or verify_first:
             buffer = tensors.empty(dtype, piece.box.shape)
         else:
             twin = host_twin(target)

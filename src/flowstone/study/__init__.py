@@ -4,7 +4,7 @@ It measures, on the user's own file system, what Gossman et al. measured on thei
 Checkpoint/Restore I/O Strategies and Patterns", arXiv 2512.24511): plain writes and reads with nothing of a
 checkpoint on top. docs/STUDY.md says how to read it.
 
-    prepare (probe, planning) -> campaign (-> crew -> worker -> _native) -> summary -> terminal, export, page
+    prepare (probe, planning) -> campaign (-> processes -> worker -> _native) -> summary -> terminal, export, page
 
     tune -> search, trials (saves and restores of a real store) -> store.tuning
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from flowstone.config import MIB
 from flowstone.errors import BudgetError, FullError
 from flowstone.study.cache import cool
-from flowstone.study.crew import Crew, Outcome
 from flowstone.study.machine import available_bytes
 from flowstone.study.placing import files, payload_bytes
 from flowstone.study.planning import fill_cell
+from flowstone.study.processes import Outcome, Processes
 from flowstone.study.records import Cell, Sample
 from flowstone.study.worker import Failed
 
@@ -46,11 +46,11 @@ def measure(
     """
     _check_room(path, max(cell.bytes for cell in cells))
     end_s = time.monotonic() + limit_s
-    with _scratch(path) as scratch, Crew() as crew:
+    with _scratch(path) as scratch, Processes() as processes:
         for number in range(1, rounds + 1):
             for group in _groups(cells, random.Random(number)):
                 reached = 0
-                for sample in _measure_group(crew, scratch, group, base, number, end_s):
+                for sample in _measure_group(processes, scratch, group, base, number, end_s):
                     reached += 1
                     yield sample
                 if number == 1:
@@ -79,12 +79,12 @@ def _groups(cells: Sequence[Cell], order: random.Random) -> list[list[Cell]]:
 
 
 def _measure_group(
-    crew: Crew, scratch: Path, group: Sequence[Cell], base: Cell, number: int, end_s: float
+    processes: Processes, scratch: Path, group: Sequence[Cell], base: Cell, number: int, end_s: float
 ) -> Iterator[Sample]:
     """Samples of the group's cells, in order; fewer of them when time is up."""
     try:
         if group[0].direction == "restore" and time.monotonic() < end_s:
-            written = _run(crew, scratch, fill_cell(group[0], base), number)
+            written = _run(processes, scratch, fill_cell(group[0], base), number)
             if written.error is not None:
                 told = f"no files to restore: {written.error}"
                 yield from (Sample(cell=cell, round=number, error=told) for cell in group)
@@ -92,18 +92,18 @@ def _measure_group(
         for cell in group:
             if time.monotonic() >= end_s:
                 return
-            yield _run(crew, scratch, cell, number)
+            yield _run(processes, scratch, cell, number)
     finally:
         _empty(scratch)
 
 
-def _run(crew: Crew, scratch: Path, cell: Cell, number: int) -> Sample:
-    failed = crew.prepare(cell, scratch)
+def _run(processes: Processes, scratch: Path, cell: Cell, number: int) -> Sample:
+    failed = processes.prepare(cell, scratch)
     if failed is not None:
         return Sample(cell=cell, round=number, error=failed.reason)
     names = files(cell)
     cold = cool(scratch / name for name in names) if cell.direction == "restore" else None
-    outcome = crew.run()
+    outcome = processes.run()
     if isinstance(outcome, Failed):
         return Sample(cell=cell, round=number, error=outcome.reason)
     return _sample(cell, number, outcome, len(names), cold)

@@ -99,7 +99,7 @@ def latest(loop: Loop, chance: Random) -> None:
 def load(loop: Loop, chance: Random) -> None:
     """All go back to the newest checkpoint."""
     loop.in_step()
-    loop.load(stage=chance.random() < 0.2)
+    loop.load(verify_first=chance.random() < 0.2)
 
 
 @TABLE.move()

@@ -18,7 +18,7 @@ class SaveTime:
 
 
 @dataclass(slots=True)
-class Ledger:
+class RunLog:
     """Every message of an act, kept in the order of its arrival, over all its processes."""
 
     began: list[Began] = field(default_factory=list)

@@ -6,11 +6,11 @@ import random
 from dataclasses import dataclass
 from itertools import pairwise
 
-from flowstone.demo.forms import Form
+from flowstone.demo.sizes import DemoSize
 
 
 @dataclass(frozen=True, slots=True)
-class Strike:
+class PlannedKill:
     """One SIGKILL to come.
 
     after_step  it is armed once this step has been reported
@@ -24,8 +24,8 @@ class Strike:
     share: float
 
 
-def plan_strikes(form: Form, seed: int) -> tuple[Strike, ...]:
-    """`form.kills` strikes, one in each equal part of the run, of which `form.aimed` wait for a save. Pure."""
+def plan_kills(form: DemoSize, seed: int) -> tuple[PlannedKill, ...]:
+    """`form.kills` kills, one in each equal part of the run, of which `form.aimed` wait for a save. Pure."""
     chance = random.Random(seed)
     aimed = [position < form.aimed for position in range(form.kills)]
     chance.shuffle(aimed)
@@ -34,15 +34,15 @@ def plan_strikes(form: Form, seed: int) -> tuple[Strike, ...]:
     parts = [(first + (end - first) * part // form.kills) * form.save_every for part in range(form.kills + 1)]
     steps = [chance.randrange(low, high) for low, high in pairwise(parts)]
     return tuple(
-        Strike(_before_save(step, form.save_every) if aim else step, aim, _share(chance, aim))
+        PlannedKill(_before_save(step, form.save_every) if aim else step, aim, _share(chance, aim))
         for step, aim in zip(steps, aimed, strict=True)
     )
 
 
-def one_more(form: Form, seed: int, number: int) -> Strike:
-    """A strike beyond the plan, at the first save of a life. Pure; `number` of kills so far."""
+def one_more(form: DemoSize, seed: int, number: int) -> PlannedKill:
+    """A kill beyond the plan, at the first save of a process. Pure; `number` of kills so far."""
     chance = random.Random(f"{seed} {number}")
-    return Strike(form.save_every - 1, True, _share(chance, True))
+    return PlannedKill(form.save_every - 1, True, _share(chance, True))
 
 
 def _before_save(step: int, save_every: int) -> int:

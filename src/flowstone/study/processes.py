@@ -25,7 +25,7 @@ class Outcome:
     requests: int
 
 
-class Crew:
+class Processes:
     """Worker processes, started when they are first needed, kept from run to run. A context manager."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class Crew:
             _end(worker)
         return next((answer for answer in answers if isinstance(answer, Failed)), None)
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> Processes:
         return self
 
     def __exit__(

@@ -1,4 +1,4 @@
-"""The supervisor's hold on one training process: start it, hear it, kill it."""
+"""The supervisor's handle of one training process: start it, read its messages, kill it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class DiedError(Exception):
     """A training process ended, or fell silent, though nobody killed it."""
 
 
-class Life:
+class ChildProcess:
     """One training process. Its messages come through a pipe, its standard error goes to `log`.
 
     place  for one of several ranks: which of them it is, in variables of its environment
@@ -95,7 +95,7 @@ class Life:
         text = self.log.read_text(errors="replace").strip().splitlines()
         return "\n".join([f"the end of its log, {self.log}:", *text[-30:]])
 
-    def __enter__(self) -> Life:
+    def __enter__(self) -> ChildProcess:
         return self
 
     def __exit__(

@@ -1,4 +1,4 @@
-"""The supervisor's hold on the ranks of one job: start them, hear them, kill one or all."""
+"""The supervisor's handle of the ranks of one job: start them, read their messages, kill one or all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flowstone.demo.life import DiedError, Life
+from flowstone.demo.child_process import ChildProcess, DiedError
 from flowstone.demo.messages import (
     LOST,
     Began,
@@ -28,7 +28,7 @@ LISTEN_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Blow:
+class RankKill:
     """SIGKILL for `victims`, once the first of them has said that it begins to save `step`, or has done it."""
 
     step: int
@@ -41,7 +41,7 @@ class Blow:
 
 
 @dataclass(slots=True)
-class Leg:
+class RankRun:
     """What the ranks of one job have said, from their start to their end. Lists are by rank.
 
     newest     the newest committed step on disk just before; None for none
@@ -102,8 +102,8 @@ class Leg:
         return f"{ranks}{'' if self.losses[0] else ', undisturbed'}: step {step:3d} of {steps}   loss {curve[step]:.3f}"
 
 
-def run_leg(order: RankOrder, log: Path, leg: Leg, blow: Blow | None, show: Callable[[str], None]) -> Leg:
-    """Start `leg.ranks` processes that carry out `order`, and hear them until they end, or `blow` falls.
+def run_ranks(order: RankOrder, log: Path, run: RankRun, kill: RankKill | None, show: Callable[[str], None]) -> RankRun:
+    """Start `run.ranks` processes that carry out `order`, and hear them until they end, or `kill` falls.
 
     log     of rank 0; the others' have their numbers behind it
     show    is told now and then where they are
@@ -114,35 +114,37 @@ def run_leg(order: RankOrder, log: Path, leg: Leg, blow: Blow | None, show: Call
     # As under torchrun: no rank keeps what they meet at, so that it outlives each of them.
     meeting = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     with ExitStack() as stack:
-        lives = [
-            stack.enter_context(Life(order, log.with_suffix(f".{rank}.log"), _place(rank, leg.ranks, meeting.port)))
-            for rank in range(leg.ranks)
+        processes = [
+            stack.enter_context(
+                ChildProcess(order, log.with_suffix(f".{rank}.log"), _place(rank, run.ranks, meeting.port))
+            )
+            for rank in range(run.ranks)
         ]
-        while not all(life.over for life in lives):
-            for rank, message in _hear(lives):
-                leg.enter(rank, message)
-                if blow is not None and not leg.killed and blow.falls(rank, message):
-                    _strike(blow, lives, leg)
-            show(leg.line(order.form.steps))
-        for rank, life in enumerate(lives):
-            if rank not in leg.killed:
-                life.end(LOST if leg.killed else 0)
-    if blow is not None and not leg.killed:
-        raise DiedError(f"{leg.ranks} ranks came to their end before step {blow.step}, at which some were to be killed")
-    return leg
+        while not all(process.over for process in processes):
+            for rank, message in _hear(processes):
+                run.enter(rank, message)
+                if kill is not None and not run.killed and kill.falls(rank, message):
+                    _kill(kill, processes, run)
+            show(run.line(order.form.steps))
+        for rank, process in enumerate(processes):
+            if rank not in run.killed:
+                process.end(LOST if run.killed else 0)
+    if kill is not None and not run.killed:
+        raise DiedError(f"{run.ranks} ranks came to their end before step {kill.step}, at which some were to be killed")
+    return run
 
 
-def _strike(blow: Blow, lives: list[Life], leg: Leg) -> None:
-    leg.killed = blow.victims
-    for victim in blow.victims:
-        for message in lives[victim].kill():
-            leg.enter(victim, message)
+def _kill(kill: RankKill, processes: list[ChildProcess], run: RankRun) -> None:
+    run.killed = kill.victims
+    for victim in kill.victims:
+        for message in processes[victim].kill():
+            run.enter(victim, message)
 
 
-def _hear(lives: list[Life]) -> list[tuple[int, Message]]:
+def _hear(processes: list[ChildProcess]) -> list[tuple[int, Message]]:
     """What has arrived from anybody; waits a while for the first of it."""
-    select.select([life for life in lives if not life.over], [], [], LISTEN_S)
-    return [(rank, message) for rank, life in enumerate(lives) for message in life.hear(0.0)]
+    select.select([process for process in processes if not process.over], [], [], LISTEN_S)
+    return [(rank, message) for rank, process in enumerate(processes) for message in process.hear(0.0)]
 
 
 def _place(rank: int, ranks: int, port: int) -> dict[str, str]:

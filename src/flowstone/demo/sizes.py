@@ -26,7 +26,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 2
 
 
-class Form(Sizes, frozen=True, kw_only=True):
+class DemoSize(Sizes, frozen=True, kw_only=True):
     """Every number of acts one to three that is not a matter of chance.
 
     save_every    steps from one save to the next in act two
@@ -47,7 +47,7 @@ class Form(Sizes, frozen=True, kw_only=True):
     torch_saves: int = 3
 
 
-class RankForm(Sizes, frozen=True, kw_only=True):
+class RankDemoSize(Sizes, frozen=True, kw_only=True):
     """Every number of act four.
 
     ranks       how many train at first, and after each kill; each number divides the batch
@@ -65,23 +65,23 @@ class RankForm(Sizes, frozen=True, kw_only=True):
 
 
 # 25.4 million parameters. A step of 256 bytes of text took 0.33 s on two cores, these 192 take less.
-FULL = Form(
+FULL = DemoSize(
     width=512, depth=8, heads=8, length=48, batch=4, corpus_bytes=4_000_000, steps=80, save_every=4,
     kills=6, kills_min=5, aimed=4, torn=2, kills_max=12, free_bytes=2_500_000_000,
 )
 
 # 3.2 million parameters, 38 MB: small enough for a test, large enough that a save can be hit.
-SMALL = Form(
+SMALL = DemoSize(
     width=256, depth=4, heads=4, length=32, batch=2, corpus_bytes=200_000, steps=30, save_every=3, threads=1,
     kills=2, kills_min=2, aimed=2, torn=1, kills_max=8, free_bytes=400_000_000,
 )
 
 # Without dropout: masks would be drawn by each rank for its own rows, and no other number of ranks draws the same.
-FULL_RANKS = RankForm(
+FULL_RANKS = RankDemoSize(
     width=256, depth=3, heads=4, length=32, batch=8, corpus_bytes=1_000_000, steps=20, save_every=4, threads=1,
     dropout=0.0, warmup_steps=4, killed_saving=8, killed_at=14,
 )
-SMALL_RANKS = RankForm(
+SMALL_RANKS = RankDemoSize(
     width=64, depth=2, heads=2, length=16, batch=4, corpus_bytes=100_000, steps=12, save_every=2, threads=1,
     dropout=0.0, warmup_steps=2, killed_saving=4, killed_at=7,
 )

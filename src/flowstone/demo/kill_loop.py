@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 
 import flowstone as fs
-from flowstone.demo.ledger import Ledger
-from flowstone.demo.life import DiedError, Life
+from flowstone.demo.child_process import ChildProcess, DiedError
+from flowstone.demo.kill_schedule import PlannedKill, one_more, plan_kills
 from flowstone.demo.messages import Began, Message, Order, Stepped
-from flowstone.demo.strikes import Strike, one_more, plan_strikes
+from flowstone.demo.run_log import RunLog
 
 SAVING = ".saving-"
-SAVE_S_UNKNOWN = 0.1  # a first guess; the saves before the first strike give the true time
+SAVE_S_UNKNOWN = 0.1  # a first guess; the saves before the first kill give the true time
 WATCH_S = 0.001  # a save of 300 MB takes a hundred times as long
 LISTEN_S = 0.25
 
@@ -63,10 +63,10 @@ class Resume:
 
 
 @dataclass(slots=True)
-class Storm:
+class KilledRun:
     """All that happened in act two."""
 
-    ledger: Ledger = field(default_factory=Ledger)
+    run_log: RunLog = field(default_factory=RunLog)
     kills: list[Kill] = field(default_factory=list)
     resumes: list[Resume] = field(default_factory=list)
 
@@ -76,16 +76,16 @@ class Storm:
 
 
 class Trigger:
-    """Says when a strike falls due.
+    """Says when a kill is due.
 
-    begun   whether a save has begun in this life
+    begun   whether a save has begun in this process
     save_s  how long a save takes at the least
 
     How long a step takes it learns from the last two: what else the machine does may change it tenfold.
     """
 
-    def __init__(self, strike: Strike, begun: Callable[[], bool], *, save_s: float) -> None:
-        self._strike, self._begun, self._save_s = strike, begun, save_s
+    def __init__(self, kill: PlannedKill, begun: Callable[[], bool], *, save_s: float) -> None:
+        self._kill, self._begun, self._save_s = kill, begun, save_s
         self._armed = False
         self._stepped_at: float | None = None
         self._step_s = 0.0
@@ -97,13 +97,13 @@ class Trigger:
         if self._stepped_at is not None:
             self._step_s = now - self._stepped_at
         self._stepped_at = now
-        self._armed |= message.step >= self._strike.after_step
+        self._armed |= message.step >= self._kill.after_step
 
     def due(self, now: float) -> bool:
         if not self._armed:
             return False
-        if self._due_at is None and (not self._strike.aimed or self._begun()):
-            self._due_at = now + self._strike.share * (self._save_s if self._strike.aimed else self._step_s)
+        if self._due_at is None and (not self._kill.aimed or self._begun()):
+            self._due_at = now + self._kill.share * (self._save_s if self._kill.aimed else self._step_s)
         return self._due_at is not None and now >= self._due_at
 
     def patience_s(self, now: float) -> float:
@@ -113,39 +113,41 @@ class Trigger:
         return WATCH_S if self._due_at is None else min(LISTEN_S, max(0.0, self._due_at - now))
 
 
-def storm(order: Order, log: Path, show: Callable[[Storm], None]) -> Storm:
+def kill_loop(order: Order, log: Path, show: Callable[[KilledRun], None]) -> KilledRun:
     """Carry out `order` to its end through as many kills as its form asks for.
 
     show    is called whenever there is something new to see
     raises  DiedError when a process ends that nobody killed
     """
-    found, store = Storm(), Path(order.store)
-    while found.ledger.finished is None:
-        strike = _next_strike(order, found)
+    found, store = KilledRun(), Path(order.store)
+    while found.run_log.finished is None:
+        kill = _next_kill(order, found)
         left_before = {torn.name for torn in torn_saves(store)}
-        newest, promised, lives = newest_step(store), found.ledger.promised, len(found.ledger.began)
+        newest, promised, processes = newest_step(store), found.run_log.promised, len(found.run_log.began)
         trigger = None
-        if strike is not None:
-            save_s = found.ledger.shortest_save_s(SAVE_S_UNKNOWN)
-            trigger = Trigger(strike, partial(_begun, store, left_before), save_s=save_s)
-        with Life(order, log) as life:
-            killed = _live(life, trigger, found, show, Resume(newest, promised, None))
-        if len(found.ledger.began) == lives:
+        if kill is not None:
+            save_s = found.run_log.shortest_save_s(SAVE_S_UNKNOWN)
+            trigger = Trigger(kill, partial(_begun, store, left_before), save_s=save_s)
+        with ChildProcess(order, log) as process:
+            killed = _supervise(process, trigger, found, show, Resume(newest, promised, None))
+        if len(found.run_log.began) == processes:
             raise DiedError("a training process was over before it had begun")
-        if killed and strike is not None:
+        if killed and kill is not None:
             torn = tuple(torn for torn in torn_saves(store) if torn.name not in left_before)
-            during = found.ledger.steps[-1].step
-            found.kills.append(Kill(len(found.kills) + 1, life.pid, strike.aimed, during, torn, newest_step(store)))
+            during = found.run_log.steps[-1].step
+            found.kills.append(Kill(len(found.kills) + 1, process.pid, kill.aimed, during, torn, newest_step(store)))
             show(found)
     return found
 
 
-def _live(life: Life, trigger: Trigger | None, found: Storm, show: Callable[[Storm], None], start: Resume) -> bool:
+def _supervise(
+    process: ChildProcess, trigger: Trigger | None, found: KilledRun, show: Callable[[KilledRun], None], start: Resume
+) -> bool:
     """Hear one process until it ends or is killed; whether it was killed."""
-    while not life.over:
-        messages = life.hear(LISTEN_S if trigger is None else trigger.patience_s(time.monotonic()))
+    while not process.over:
+        messages = process.hear(LISTEN_S if trigger is None else trigger.patience_s(time.monotonic()))
         for message in messages:
-            found.ledger.enter(message)
+            found.run_log.enter(message)
             if isinstance(message, Began):
                 found.resumes.append(Resume(start.newest, start.promised, message.resumed_step))
             if trigger is not None:
@@ -153,18 +155,18 @@ def _live(life: Life, trigger: Trigger | None, found: Storm, show: Callable[[Sto
         if messages:
             show(found)
         if trigger is not None and trigger.due(time.monotonic()):
-            for message in life.kill():
-                found.ledger.enter(message)
-            return life.killed
-    life.end()
-    if found.ledger.finished is None:
+            for message in process.kill():
+                found.run_log.enter(message)
+            return process.killed
+    process.end()
+    if found.run_log.finished is None:
         raise DiedError("a training process ended well, but before its last step")
     return False
 
 
-def _next_strike(order: Order, found: Storm) -> Strike | None:
+def _next_kill(order: Order, found: KilledRun) -> PlannedKill | None:
     """The next of the plan; then more while too few saves are torn; then none, and the run may end."""
-    planned, number = plan_strikes(order.form, order.seed), len(found.kills)
+    planned, number = plan_kills(order.form, order.seed), len(found.kills)
     if number < len(planned):
         return planned[number]
     if len(found.torn) < order.form.torn and number < order.form.kills_max:

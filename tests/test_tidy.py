@@ -183,6 +183,24 @@ def test_modules_have_docstrings_and_no_mutable_globals() -> None:
             assert not empty, f"{path.relative_to(PACKAGE)}: {names} is mutable state of a module"
 
 
+RETIRED = re.compile(
+    r"\b(strands?|Scissors|poured|Dealt|index_of_team|[Ss]pine|unseal|astray|[Pp]ulses?|Hearing|Heard|"
+    r"Together|team|Passing|Neighbours?|Landing|Landed|strewn|hurry|hurries|[Ll]eisures?|Means|[Ss]urvey|"
+    r"[Ll]edger|Drawn|[Aa]natomy|keeper|Flight|withdraw|unsound|seams?|Troubles|[Ss]torm|redeal)\b"
+)
+"""Private pictures that have given way to the field's words, in code and in what is said about it."""
+
+
+@pytest.mark.parametrize("folder", ["src/flowstone", "native", "docs"])
+def test_retired_words_do_not_come_back(folder: str) -> None:
+    for path in sorted((ROOT / folder).rglob("*")):
+        if path.suffix not in (".py", ".pyi", ".md", ".h", ".cpp") or path.name == "PERFORMANCE.md":
+            continue
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            found = RETIRED.search(line)
+            assert not found, f"{path.relative_to(ROOT)}:{number} says {found}: a retired word"
+
+
 def test_the_repository_speaks_of_the_project_only() -> None:
     banned = re.compile(r"/root/|/home/\w+|/work/|localhost:\d|pypi\.org|deb\.debian\.org", re.IGNORECASE)
     files = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *_sources(), *ROOT.glob("bench/**/*.py")]

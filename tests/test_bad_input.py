@@ -33,7 +33,7 @@ def test_no_checkpoint_where_nothing_is(store: Path) -> None:
         fs.open(store)
     assert caught.value.message == f"no checkpoint in {store}"
     assert caught.value.facts == {
-        "found": "none", "next": "check the path; to start fresh where there is none, ask latest() first"
+        "found": "none", "next": "check the path; to start fresh when there is no checkpoint, call latest() first"
     }
     blank = state()
     before = content(blank)
@@ -185,7 +185,7 @@ def test_an_unsupported_object_is_refused_by_path_with_a_remedy(
 def test_names_that_collide_are_refused_with_both_paths(store: Path) -> None:
     with fs.Checkpointer(store) as checkpointer, pytest.raises(fs.CollisionError) as caught:
         checkpointer.save(1, {"a": {"b.c": torch.ones(1), "b": {"c": torch.zeros(1)}}})
-    assert caught.value.message == "two paths of the state make the name 'a.b.c'"
+    assert caught.value.message == "two paths of the state have the same name 'a.b.c'"
     assert {caught.value.facts["first"], caught.value.facts["second"]} == {
         "state['a']['b.c']", "state['a']['b']['c']"
     }
@@ -325,7 +325,7 @@ print("parent", checkpointer.save(2, {"x": torch.ones(3)}).committed.result().st
 def test_a_fork_is_told_to_make_its_own_and_the_parent_goes_on(store: Path, script: Script) -> None:
     process = script(_FORKED, store)
     out, err = process.communicate(timeout=120)
-    told = f"the Checkpointer of {store} belongs to process PARENT, this is a fork of it |   next        "
+    told = f"the Checkpointer of {store} belongs to process PARENT; this process is a fork of it |   next        "
     told += "create one in this process, after the fork"
     assert out.splitlines() == [told, told, told, "child 0", "parent 2"], err
     assert process.returncode == 0

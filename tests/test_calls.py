@@ -49,14 +49,14 @@ def refusal(act: Callable[[], object], kind: type[fs.FlowstoneError] = fs.Argume
         ("GS://bucket/run", "is a URL", "mount it"),
         ("unheard+of://x", "is a URL", "mount it"),
         ("file:///scratch/run", "is a URL", "write the path alone: '/scratch/run'"),
-        ("", "the path '' names no directory", "Is a variable unset?"),
-        ("  ", "names no directory", "Is a variable unset?"),
-        ("a\0b", "names no directory", "give the directory"),
+        ("", "the path '' does not name a directory", "Is a variable unset?"),
+        ("  ", "does not name a directory", "Is a variable unset?"),
+        ("a\0b", "does not name a directory", "give the directory"),
         (None, "None is not a path", "give the directory for the checkpoints"),
         (3, "3 is not a path", "give the directory for the checkpoints"),
         (b"run", "b'run' is not a path", "give the directory for the checkpoints"),
         (["run"], "['run'] is not a path", "give the directory for the checkpoints"),
-        ("~no-such-user/run", "nobody knows the home directory", "write the path out"),
+        ("~no-such-user/run", "the home directory of", "write the full path"),
     ],
 )
 def test_what_names_no_directory_is_refused_before_anything_is_made(
@@ -157,17 +157,17 @@ def test_a_file_in_the_place_of_a_store_says_so(tmp_path: Path) -> None:
         ("on_error", True, "neither 'raise' nor 'continue'"),
         ("max_unsaved_steps", "3", "is not a whole number"),
         ("max_unsaved_steps", -1, "is not within 0"),
-        ("engine", {"backend": "posix"}, "is no EngineOptions"),
-        ("engine", "posix", "is no EngineOptions"),
+        ("engine", {"backend": "posix"}, "is not an EngineOptions"),
+        ("engine", "posix", "is not an EngineOptions"),
         ("saves_in_flight", 0, "less than one"),
         ("saves_in_flight", "2", "is not a whole number"),
         ("saves_in_flight", None, "is not a whole number"),
         ("deadline_s", "10", "is not a number"),
         ("deadline_s", None, "is not a number"),
-        ("deadline_s", 0, "is no time to wait"),
+        ("deadline_s", 0, "is not above 0"),
         ("deadline_s", float("nan"), "is not a number"),
-        ("on_event", "print", "cannot be called"),
-        ("on_event", [print], "cannot be called"),
+        ("on_event", "print", "is not callable"),
+        ("on_event", [print], "is not callable"),
     ],
 )
 def test_an_option_that_cannot_be_is_refused_when_it_is_given(
@@ -268,7 +268,7 @@ def test_swapped_arguments_of_save_are_told_as_such(store: Path) -> None:
     with fs.Checkpointer(store) as checkpointer:
         for state in ({"x": 1}, MODEL):
             error = refusal(lambda: checkpointer.save(state, 5))  # type: ignore[arg-type] # noqa: B023
-            assert error.message == "save: the state comes first and the step second"
+            assert error.message == "save: the arguments are in the wrong order"
             assert error.facts["next"] == "write save(step, state)"
     assert not store.exists()
 
@@ -287,7 +287,7 @@ def test_what_is_no_dict_is_told_to_be_put_into_one(saved: Path, store: Path, st
     with fs.Checkpointer(store) as one, fs.Checkpointer(saved) as other:
         for act in (lambda: one.save(5, state), lambda: other.load(state)):  # type: ignore[arg-type]
             error = refusal(act, fs.UnsupportedStateError)
-            assert error.facts["next"] == 'hand over {"model": model, ...}'
+            assert error.facts["next"] == 'pass {"model": model, ...}'
 
 
 def test_a_load_into_an_empty_state_is_no_load(saved: Path) -> None:

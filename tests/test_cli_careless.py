@@ -173,7 +173,7 @@ def test_standard_output_on_a_full_disk_is_told(checkpoint: Path, flag: tuple[st
         done = run("ls", checkpoint.parent, *flag, stdout=full)
     assert done.returncode == 1
     assert b"Traceback" not in done.stderr
-    assert b"the system refuses: No space left on device" in done.stderr
+    assert b"the system refused: No space left on device" in done.stderr
 
 
 def test_a_closed_standard_output_ends_quietly(checkpoint: Path) -> None:
@@ -212,5 +212,5 @@ def test_a_report_that_cannot_be_written_is_told_before_anything_is_measured(
     tmp_path: Path, flag: str, file: str
 ) -> None:
     (tmp_path / "directory.json").mkdir()
-    assert "no file can be written" in said("bench", "io", tmp_path, "--quick", flag, tmp_path / file, status=(2,))
+    assert "cannot write a file" in said("bench", "io", tmp_path, "--quick", flag, tmp_path / file, status=(2,))
     assert [path.name for path in tmp_path.iterdir()] == ["directory.json"]

@@ -93,7 +93,7 @@ def test_another_checkpointer_of_this_process_is_named_where_it_was_made(store: 
         with pytest.raises(fs.LockedError) as caught:
             other.save(2, {"x": 2})
     assert caught.value.message == (
-        f"cannot save into {store}: another Checkpointer of this process has it for writing"
+        f"cannot save into {store}: another Checkpointer of this process holds the lock"
     )
     line = test_another_checkpointer_of_this_process_is_named_where_it_was_made.__code__.co_firstlineno + 1
     assert str(caught.value.facts["holder"]).endswith(f"the Checkpointer made at {__file__}:{line}")

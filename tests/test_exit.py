@@ -185,7 +185,7 @@ def test_a_save_that_comes_after_the_end_is_refused(store: Path, script: Script)
     )
     status, out, err = finished(script(text, store))
     assert (status, err) == (0, ""), err
-    assert "cannot save step 2: Python is ending" in out
+    assert "cannot save step 2: Python is shutting down" in out
     assert fs.open(store).verify().step == 1
     assert not list(store.glob(".saving-*"))
 

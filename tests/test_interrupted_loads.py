@@ -134,7 +134,7 @@ def test_an_on_event_that_exits_in_the_middle_of_a_load_leaves_a_state_that_is_n
         blank = _state(0.0)
         with pytest.raises(KeyboardInterrupt):
             checkpointer.load(blank)
-        with pytest.raises(fs.DamagedError, match="must not be saved"):
+        with pytest.raises(fs.DamagedError, match="cannot save the state"):
             checkpointer.save(3, blank)
 
 
@@ -242,7 +242,7 @@ def test_an_object_that_fails_to_load_leaves_a_state_that_is_not_saved(store: Pa
         with pytest.raises(fs.StateError, match="loader"):
             checkpointer.load(blank, verify_first=verify_first)
         assert blank["weights"][0] == 1.0
-        with pytest.raises(fs.DamagedError, match="must not be saved"):
+        with pytest.raises(fs.DamagedError, match="cannot save the state"):
             checkpointer.save(2, blank)
 
 

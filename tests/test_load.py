@@ -95,11 +95,11 @@ def test_saving_is_refused_from_a_half_loaded_state_until_a_load_succeeds(store:
         assert "first" in caught.value.written
         with pytest.raises(fs.DamagedError) as refused:
             checkpointer.save(3, blank)
-        assert refused.value.message.startswith("the state must not be saved: the load of step 2 did not finish")
-        assert refused.value.facts["next"] == "load a checkpoint with success first"
+        assert refused.value.message.startswith("cannot save the state: the load of step 2 did not finish")
+        assert refused.value.facts["next"] == "load a checkpoint successfully first"
         with pytest.raises(fs.DamagedError):
             checkpointer.load(blank)
-        with pytest.raises(fs.DamagedError, match="must not be saved"):
+        with pytest.raises(fs.DamagedError, match="cannot save the state"):
             checkpointer.save(3, blank)
         checkpointer.load(blank, step=1)
         checkpointer.save(3, blank)

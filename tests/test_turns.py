@@ -107,7 +107,7 @@ def test_a_call_from_on_event_of_a_background_thread_is_refused_at_once(store: P
     checkpointer = fs.Checkpointer(store, on_event=on_event)
     step = within_patience(lambda: checkpointer.save(1, {"x": torch.ones(3)}).committed.result().step)
     assert step == 1
-    assert str(refused[0]).startswith(f"{verb}() was called where a save is being finished: in on_event, or in a")
+    assert str(refused[0]).startswith(f"{verb}() was called on a thread that finishes saves: in on_event, or in a")
     checkpointer.close()
 
 

@@ -362,7 +362,7 @@ def test_samples_alone_where_they_are_asked_for(tmp_path: Path) -> None:
 
 
 def test_a_watch_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ValueError, match="watch 'always' is none of"):
+    with pytest.raises(ValueError, match="watch 'always' is not one of"):
         fs.EngineOptions(watch="always")  # type: ignore[arg-type]
 
 

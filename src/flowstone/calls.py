@@ -30,7 +30,7 @@ def check_open(location: str, *, closed: bool, pid: int) -> None:
         raise ClosedError(f"the Checkpointer of {location} is closed", next="create a new one")
     if os.getpid() != pid:
         raise ClosedError(
-            f"the Checkpointer of {location} belongs to process {pid}, this is a fork of it",
+            f"the Checkpointer of {location} belongs to process {pid}; this process is a fork of it",
             next="create one in this process, after the fork",
         )
 
@@ -52,7 +52,7 @@ def step_number(step: object, *, verb: str) -> int:
     if not 0 <= number <= STEP_MAX:
         raise ArgumentError(
             f"{verb}: step {number} is not an integer within 0..{STEP_MAX}",
-            next="count training steps from 0; a time or a hash is no step",
+            next="number training steps from 0; do not use a time or a hash",
         )
     return number
 
@@ -61,14 +61,14 @@ def to_save(step: object, state: object, fence: object) -> tuple[int, Mapping[st
     """The arguments of `save`. Raises ArgumentError."""
     if _is_state(step) and not _is_state(state):
         raise ArgumentError(
-            "save: the state comes first and the step second", found=f"save({type_name(step)}, {shown(state)})",
+            "save: the arguments are in the wrong order", found=f"save({type_name(step)}, {shown(state)})",
             next="write save(step, state)",
         )
     number = step_number(step, verb="save")
     if fence not in ("auto", "manual"):
         raise ArgumentError(
             f"save: fence {shown(fence)} is neither 'auto' nor 'manual'",
-            next="leave it out, or promise by 'manual' to call fence() before the state changes",
+            next="leave it out; or give 'manual', and call fence() before you change the state",
         )
     return number, cast("Mapping[str, object]", state), fence  # what is no mapping is told by the walk over it
 
@@ -79,7 +79,7 @@ def to_load(
     """The arguments of `load`; `flags` are True or False. Raises ArgumentError."""
     if not _is_state(state) and step is None and _is_number(state):
         raise ArgumentError(
-            f"load: a step, {shown(state)}, where the state belongs", next=f"write load(state, step={shown(state)})"
+            f"load: the state comes first, found step {shown(state)}", next=f"write load(state, step={shown(state)})"
         )
     number = None if step is None else step_number(step, verb="load")
     for name, flag in flags.items():
@@ -88,8 +88,8 @@ def to_load(
     for name, value in state.items() if isinstance(state, Mapping) else ():
         if isinstance(value, type):  # which would be replaced by what is stored; to save one is refused by the walk
             raise ArgumentError(
-                f"load: state[{name!r}] is the class {type_name(value)}", expected="an object of it",
-                next=f"hand over the object that trains, not {value.__qualname__}",
+                f"load: state[{name!r}] is the class {type_name(value)}", expected="an instance of it",
+                next=f"pass the instance that you train, not {value.__qualname__}",
             )
     return cast("Mapping[str, object]", state), number, to_rules(rules)
 
@@ -101,13 +101,13 @@ def to_rules(rules: object) -> tuple[Rule, ...]:
         return (rules,)
     if not isinstance(rules, Sequence) or isinstance(rules, str):
         raise ArgumentError(
-            f"rules: {shown(rules)} is no sequence of rules", next="give a list: rules=[fs.Skip('model.head.*')]"
+            f"rules: {shown(rules)} is not a sequence of rules", next="give a list: rules=[fs.Skip('model.head.*')]"
         )
     for rule in rules:
         if not isinstance(rule, kinds):
             pattern = repr(rule) if isinstance(rule, str) else "'model.head.*'"
             raise ArgumentError(
-                f"rules: {shown(rule)} is no rule", expected="fs.Rename, fs.Skip, fs.Init or fs.Cast",
+                f"rules: {shown(rule)} is not a rule", expected="fs.Rename, fs.Skip, fs.Init or fs.Cast",
                 next=f"say what may differ: fs.Skip({pattern}), fs.Init({pattern}), ...",
             )
     return tuple(rules)
@@ -139,7 +139,7 @@ def store_path(path: object) -> Path:
         )
     if not text.strip() or "\0" in text:
         raise ArgumentError(
-            f"the path {text!r} names no directory",
+            f"the path {text!r} does not name a directory",
             next="give the directory for the checkpoints; '.' is the current one. Is a variable unset?",
         )
     url = _URL.match(text)
@@ -148,7 +148,7 @@ def store_path(path: object) -> Path:
     try:
         return Path(text).expanduser().absolute()
     except RuntimeError:
-        raise ArgumentError(f"nobody knows the home directory of {text!r}", next="write the path out") from None
+        raise ArgumentError(f"the home directory of {text!r} is unknown", next="write the full path") from None
     except OSError as error:
         raise StorageError(
             f"the path {text!r} is relative, and the current directory is gone", errno=error.errno or 0,
@@ -196,17 +196,19 @@ def to_options(
         )
     if not isinstance(engine, EngineOptions | None):
         raise ArgumentError(
-            f"engine {shown(engine)} is no EngineOptions", next="write engine=fs.EngineOptions(backend=..., ...)"
+            f"engine {shown(engine)} is not an EngineOptions", next="write engine=fs.EngineOptions(backend=..., ...)"
         )
     if on_event is not None and not callable(on_event):
         raise ArgumentError(
-            f"on_event {shown(on_event)} cannot be called", next="give a function of one argument, the event"
+            f"on_event {shown(on_event)} is not callable", next="give a function of one argument, the event"
         )
     if not isinstance(alone, bool):
-        raise ArgumentError(f"alone {shown(alone)} is neither True nor False", next="leave it out to save together")
+        raise ArgumentError(
+            f"alone {shown(alone)} is neither True nor False", next="leave it out to save with all ranks"
+        )
     deadline = _number("deadline_s", deadline_s)
     if not deadline > 0:
-        raise ArgumentError(f"deadline_s {shown(deadline_s)} is no time to wait", next="give seconds, more than 0")
+        raise ArgumentError(f"deadline_s {shown(deadline_s)} is not above 0", next="give a number of seconds")
     return (
         _keep(keep),
         None if budget_bytes is None else _count("budget_bytes", budget_bytes, least=0),
@@ -243,10 +245,10 @@ def _number(name: str, value: object) -> float:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         raise ArgumentError(
-            f"{name} {shown(value)} is not a number", found=type_name(value), next="give seconds"
+            f"{name} {shown(value)} is not a number", found=type_name(value), next="give a number of seconds"
         ) from None
     if math.isnan(number):
-        raise ArgumentError(f"{name} is not a number", found="nan", next="give seconds")
+        raise ArgumentError(f"{name} is not a number", found="nan", next="give a number of seconds")
     return number
 
 

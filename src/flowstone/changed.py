@@ -13,10 +13,10 @@ def state_changed(
     told = ", ".join(names[:NAMES_TOLD]) + f" and {len(names) - NAMES_TOLD} more" * (len(names) > NAMES_TOLD)
     if gone:
         what = f"the memory of {told} went away"
-        remedy = "call fence() before you share, resize or free the memory of what is being saved"
+        remedy = "call fence() before you share, resize or free memory that is being saved"
     else:
         what = f"{told} changed"
-        remedy = "change parameters in an optimizer that is in the state, or call fence() before you change them"
+        remedy = "put the optimizer that changes them into the state, or call fence() before you change them"
     was = "it was" if len(names) == 1 or gone else "they were"
     return StateChangedError(
         f"{what} before {was} captured", path=path, offset=offset, length=length, names=names, gone=gone, next=remedy

@@ -589,6 +589,6 @@ class Checkpointer:
     def _check_not_corrupt(self) -> None:
         if self._corrupt is not None:
             raise DamagedError(
-                f"the state must not be saved: {self._corrupt}, and part of the state has changed",
-                next="load a checkpoint with success first",
+                f"cannot save the state: {self._corrupt}, and part of the state has changed",
+                next="load a checkpoint successfully first",
             )

@@ -43,7 +43,7 @@ app = typer.Typer(cls=_Bench, help="Measure what a file system can do.", no_args
 def _parse_bytes(text: str) -> int:
     found = re.fullmatch(r"([0-9.]+)\s*([a-z]*)", text.strip().lower())
     if not found or found[2] not in _UNITS:
-        raise typer.BadParameter(f"{text!r} is no size; write 256MiB or 2GB")
+        raise typer.BadParameter(f"{text!r} is not a size; write 256MiB or 2GB")
     size = int(float(found[1]) * _UNITS[found[2]])
     if size < _BYTES_MIN:
         raise typer.BadParameter(f"{text} is less than 8 MiB, too little to measure")
@@ -54,7 +54,7 @@ def _parse_mix(text: str) -> str:
     from flowstone.study.records import MIXES
 
     if text not in MIXES:
-        raise typer.BadParameter(f"{text!r} is none of {', '.join(MIXES)}")
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(MIXES)}")
     return text
 
 
@@ -112,7 +112,7 @@ def io(
 
     for file in (None if json_file in (None, "-") else Path(str(json_file)), csv_file, html_file):
         if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
-            raise typer.BadParameter(f"no file can be written at {file}: give another one")  # now, not in an hour
+            raise typer.BadParameter(f"cannot write a file at {file}: give another path")  # now, not in an hour
     wanted = tuple(known for known in MIXES if not mix or known in mix)
     settings = Settings(quick=quick, bytes=size, processes=processes, mixes=wanted, rounds=rounds)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # or the scratch files would stay

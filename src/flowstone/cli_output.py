@@ -93,7 +93,7 @@ def errors_reported(as_json: bool) -> Iterator[None]:
 def refused(error: OSError) -> StorageError:
     """What the system refused where no store is concerned: a report's file, a terminal, a directory to work in."""
     what = f" for {os.fsdecode(error.filename)}" if error.filename else ""
-    return StorageError(f"the system refuses: {error.strerror}{what}", errno=error.errno or 0, next="give another path")
+    return StorageError(f"the system refused: {error.strerror}{what}", errno=error.errno or 0, next="give another path")
 
 
 def _fail(error: FlowstoneError, as_json: bool) -> NoReturn:

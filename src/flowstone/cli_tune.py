@@ -40,7 +40,7 @@ def tune(
     from flowstone.study import tune as study  # only this verb needs what it measures with
 
     if store and user:
-        raise typer.BadParameter("the result is kept by --store or by --user, not by both")
+        raise typer.BadParameter("give --store or --user, not both")
     where: Literal["store", "user"] | None = "store" if store else "user" if user else None
     with errors_reported(as_json), _trials_shown() as on_progress:
         report = study.tune(

@@ -108,7 +108,9 @@ def whole_number(name: str, value: object) -> int:
 def _check_engine(backend: str, queue_depth: int | None, request_bytes: int | None, workers: int | None) -> None:
     """Raise ArgumentError for what no engine takes; None is checked where it is resolved."""
     if backend not in ("auto", "io_uring", "posix"):
-        raise ArgumentError(f"backend {backend!r} is none of 'auto', 'io_uring', 'posix'", next="'auto' is the default")
+        raise ArgumentError(
+            f"backend {backend!r} is not one of 'auto', 'io_uring', 'posix'", next="'auto' is the default"
+        )
     if queue_depth is not None and not 1 <= queue_depth <= QUEUE_DEPTH_MAX:
         raise ArgumentError(f"queue_depth {queue_depth} is not within 1..{QUEUE_DEPTH_MAX}", next="16 is the default")
     if request_bytes is not None and (
@@ -118,7 +120,7 @@ def _check_engine(backend: str, queue_depth: int | None, request_bytes: int | No
             f"request_bytes {request_bytes} is not a multiple of 4096 within 2..64 MiB", next="8 << 20 is the default"
         )
     if workers is not None and not 1 <= workers <= WORKERS_MAX:
-        raise ArgumentError(f"workers {workers} is not within 1..{WORKERS_MAX}", next="leave it out for one or two")
+        raise ArgumentError(f"workers {workers} is not within 1..{WORKERS_MAX}", next="the default is one or two")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,7 @@ class Tuning:
     def __post_init__(self) -> None:
         _check_engine(self.backend, self.queue_depth, self.request_bytes, self.workers)
         if self.direct_from_bytes is not None and not 0 <= self.direct_from_bytes < 1 << 62:
-            raise ValueError(f"direct_from_bytes {self.direct_from_bytes} is no size")
+            raise ValueError(f"direct_from_bytes {self.direct_from_bytes} is not a size")
 
 
 # Measured by `flowstone bench tune`, on ext4 over a virtio disk of 2 to 4 GB/s: no request size and depth is faster
@@ -199,15 +201,17 @@ class EngineOptions:
                 raise ArgumentError(f"{name} {value!r:.60} is neither True nor False", next="give one of them")
         if self.watch not in ("auto", "exact", "samples"):
             raise ArgumentError(
-                f"watch {self.watch!r} is none of 'auto', 'exact', 'samples'", next="'auto' is the default"
+                f"watch {self.watch!r} is not one of 'auto', 'exact', 'samples'", next="'auto' is the default"
             )
         if self.write_bytes_per_s is not None and self.write_bytes_per_s < REQUEST_BYTES_MIN:
             raise ArgumentError(
                 f"write_bytes_per_s {self.write_bytes_per_s} is less than one request of 2 MiB a second",
-                next="give more, or leave it out for all that the device gives",
+                next="give more, or leave it out for the full rate of the device",
             )
         if self.direct not in ("auto", "on", "off"):
-            raise ArgumentError(f"direct {self.direct!r} is none of 'auto', 'on', 'off'", next="'auto' is the default")
+            raise ArgumentError(
+                f"direct {self.direct!r} is not one of 'auto', 'on', 'off'", next="'auto' is the default"
+            )
         _check_engine(self.backend, self.queue_depth, self.request_bytes, self.workers)
 
 
@@ -234,5 +238,5 @@ class Keep:
         if self.every is not None and self.every < 1:
             raise ArgumentError(
                 f"Keep(every={self.every}) is not a positive number of steps",
-                next="leave it out to keep the newest alone"
+                next="leave it out to keep only the newest"
             )

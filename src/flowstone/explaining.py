@@ -88,7 +88,8 @@ def explain(checkpoint: Checkpoint, state: Mapping[str, object], *, rules: Rule 
     """
     if not isinstance(checkpoint, Checkpoint):
         raise ArgumentError(
-            f"explain: {checkpoint!r:.60} is no open checkpoint", next="write fs.explain(fs.open(path, step), state)"
+            f"explain: {checkpoint!r:.60} is not an open checkpoint",
+            next="write fs.explain(fs.open(path, step), state)"
         )
     state, _, rules = to_load(state, None, rules, {})
     rank, ranks = rank_and_size()

@@ -80,7 +80,7 @@ class Handover:
             finish(run)
         except RuntimeError as error:
             raise ClosedError(
-                f"cannot save step {run.save.step}: Python is ending", reason=str(error),
+                f"cannot save step {run.save.step}: Python is shutting down", reason=str(error),
                 next="save before the script ends, not in an exit handler",
             ) from error
         self._in_flight.add(run.save)

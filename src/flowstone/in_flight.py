@@ -59,7 +59,7 @@ class InFlight:
         directory = step_directory(step)
         if looks and self._store.exists(directory):  # with a manifest in it, it would be among the steps
             raise StepExistsError(
-                f"cannot save step {step} into {self._store.location}", found=f"{directory}, which is no checkpoint",
+                f"cannot save step {step} into {self._store.location}", found=f"{directory}, which is not a checkpoint",
                 next=f"move {directory} away, or save a later step",
             )
 

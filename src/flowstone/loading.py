@@ -132,7 +132,7 @@ def want(
     if isinstance(state, Mapping) and not state and sections:
         raise ArgumentError(
             "load: the state is empty, so nothing would be loaded", checkpoint=", ".join(sections[:10]),
-            next="hand over what is to be brought back, under these names: {'model': model, ...}",
+            next="pass the objects to load into, under these names: {'model': model, ...}",
         )
     if isinstance(state, Mapping):
         if idiom := found_in(state, modules=False):
@@ -213,8 +213,8 @@ def _remedy(found: Wanted) -> str:
     if not absent or not sections:
         return ""
     return (
-        f"the checkpoint has no {', '.join(map(repr, absent[:5]))}; it has {', '.join(map(repr, sections[:10]))}: call "
-        "them so in your state, or say by fs.Rename(stored, wanted) what is called otherwise"
+        f"the checkpoint has no {', '.join(map(repr, absent[:5]))}; it has {', '.join(map(repr, sections[:10]))}: use "
+        "these names in your state, or map them with fs.Rename(stored, wanted)"
     )
 
 
@@ -227,7 +227,7 @@ def _check_apart(found: Wanted, matched: Match) -> None:
         refuse(
             [f"overlap     {wanted.names[at]}: shares memory with {wanted.names[other]}" for at, other in pairs],
             what="tensors of the state share memory",
-            next="leave one of the two out of the state, with fs.Skip for it, or give each its own memory (clone())",
+            next="give each its own memory (clone()), or leave one out of the state and add fs.Skip for it",
         )
 
 

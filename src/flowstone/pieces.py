@@ -34,7 +34,7 @@ class Box:
             negative = any(n < 0 for n in (*self.offset, *self.shape))
         except TypeError:
             raise ArgumentError(
-                f"box offset {self.offset!r:.60} or shape {self.shape!r:.60} is no sequence of whole numbers",
+                f"box offset {self.offset!r:.60} or shape {self.shape!r:.60} is not a sequence of whole numbers",
                 next="give both with one int for each dimension: fs.Box((0, 0), (128, 768))",
             ) from None
         if len(self.offset) != len(self.shape):

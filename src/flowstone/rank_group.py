@@ -97,7 +97,7 @@ class RankGroup:
                 if one != said[0]:
                     raise RankError(
                         f"rank {rank} sees {one.decode()}, rank 0 sees {said[0].decode()}", rank=rank, phase=phase,
-                        next="let all ranks use one directory that every node sees at once",
+                        next="use one directory that every node sees, with changes visible at once",
                     )
             return Decision()
 

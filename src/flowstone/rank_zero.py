@@ -62,8 +62,8 @@ class RankZero:
         wrong = [rank for rank in begun if said[rank].plan not in self._same[rank]]
         if wrong:
             raise RankError(
-                f"rank {wrong[0]} has begun to save by an older plan", rank=wrong[0], phase="plan",
-                next="save again: the next plan is a new one",
+                f"rank {wrong[0]} began to save with an older plan", rank=wrong[0], phase="plan",
+                next="save again: the next save makes a new plan",
             )
         assignment = self._assign_anew(said, begun) if len(begun) < len(said) else self._assignment
         assert assignment is not None, "the first plan is new to all"
@@ -183,10 +183,10 @@ def differing_sections(said: Sequence[Written]) -> list[str]:
     for rank, one in enumerate(said):
         if one.sections.keys() != said[0].sections.keys() or one.per_rank.keys() != said[0].per_rank.keys():
             raise UnsupportedStateError(
-                f"rank {rank} saves other sections than rank 0",
+                f"rank {rank} saves different sections than rank 0",
                 expected=", ".join([*said[0].sections, *said[0].per_rank]),
                 found=", ".join([*one.sections, *one.per_rank]),
-                next="hand over a state of the same sections on every rank",
+                next="pass a state with the same sections on every rank",
             )
     return [name for name, of in said[0].sections.items() if any(one.sections[name] != of for one in said)]
 
@@ -211,8 +211,8 @@ def check_one_try(said: Sequence[Written]) -> None:
     for rank, count in enumerate(tries):
         if count != tries[0]:
             raise RankError(
-                f"rank {rank} has come to its try {count} of this step, rank 0 to its try {tries[0]}", rank=rank,
-                phase="commit", tries=max(tries), next="save again: all ranks count on from there",
+                f"rank {rank} is at attempt {count} of this step, rank 0 at attempt {tries[0]}", rank=rank,
+                phase="commit", tries=max(tries), next="save again: all ranks then continue with the same attempt",
             )
 
 
@@ -222,9 +222,9 @@ def _check_visible(store: Store, directory: str, rank: int, segments: Sequence[S
         path = f"{directory}/{row.name}"
         if not store.exists(path) or store.size(path) != row.bytes:
             raise StorageError(
-                f"rank 0 does not see what rank {rank} has written", expected=f"{row.bytes} bytes in {path}",
+                f"rank 0 cannot see the file that rank {rank} wrote", expected=f"{row.bytes} bytes in {path}",
                 found=f"{store.size(path)} bytes" if store.exists(path) else "no such file",
-                next="let all ranks save into one directory that every node sees at once",
+                next="use one directory that every node sees, with changes visible at once",
             )
 
 

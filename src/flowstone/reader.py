@@ -81,7 +81,7 @@ def no_tensor(name: object, names: Iterable[str], **facts: object) -> NoTensorEr
     alike = [known for known in names if known.endswith(last)][:5]
     hint = f"; there is {', '.join(alike)}" if alike else ""
     return NoTensorError(
-        f"no tensor {name!r} in this checkpoint{hint}", **facts, next="`list(checkpoint.tensors)` has all names"
+        f"no tensor {name!r} in this checkpoint{hint}", **facts, next="`list(checkpoint.tensors)` gives all names"
     )
 
 
@@ -205,7 +205,7 @@ def open_checkpoint(
             ArgumentError       `path` names no directory, `step` is no step
     """
     if not isinstance(engine, EngineOptions | None):
-        raise ArgumentError(f"engine {engine!r:.60} is no EngineOptions", next="write engine=fs.EngineOptions(...)")
+        raise ArgumentError(f"engine {engine!r:.60} is not an EngineOptions", next="write engine=fs.EngineOptions(...)")
     wanted = None if step is None else step_number(step, verb="open")
     options = engine or EngineOptions()
     store = LocalStore(store_path(path), options)
@@ -247,7 +247,7 @@ def _no_memory(dtype: DType, shape: tuple[int, ...]) -> BudgetError:
     needed = math.prod(shape) * dtype.item_bytes
     return BudgetError(
         f"no memory for a tensor of {dtype.name} and shape {shape}", needed=f"{needed} bytes",
-        next="read boxes of it, one after the other",
+        next="read it in boxes, one after the other",
     )
 
 

@@ -29,7 +29,7 @@ def to_box(region: object, shape: tuple[int, ...], name: str) -> tuple[Box, tupl
                 region = Box(tuple(map(operator.index, region.offset)), tuple(map(operator.index, region.shape)))
             except TypeError:
                 raise ArgumentError(
-                    f"box {region} is not of whole numbers", next="give offset and shape as ints"
+                    f"box {region} does not consist of whole numbers", next="give offset and shape as ints"
                 ) from None
         if not region.inside(shape):
             raise ArgumentError(
@@ -75,7 +75,7 @@ def _run(part: object, side: int, shape: tuple[int, ...], name: str) -> tuple[in
     except (TypeError, ValueError):
         pass  # told below
     raise ArgumentError(
-        f"{shown(part)} does not index {name!r} in one run",
+        f"{shown(part)} does not select one box of {name!r}",
         expected="a fs.Box, slices without a step, whole numbers, or `...`",
-        next="read the range around it, and index what is read",
+        next="read the range around it, then index the result",
     )

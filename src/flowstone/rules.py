@@ -84,7 +84,7 @@ def _check_text(rule: str, **texts: object) -> None:
     for name, text in texts.items():
         if not isinstance(text, str) or not text:
             raise ArgumentError(
-                f"{rule}: {name} {text!r:.60} is no name", expected="a str: a dotted name, with * in a pattern",
+                f"{rule}: {name} {text!r:.60} is not a name", expected="a str: a dotted name, with * in a pattern",
                 next=f"write one {rule} for each name or pattern",
             )
 

@@ -138,7 +138,7 @@ class SaveCoordinator:
             except RankError as error:
                 if error.ahead != step:
                     raise
-        raise RankError(f"other ranks do not come to step {step}", rank=self.rank, phase="plan")
+        raise RankError(f"other ranks did not reach step {step}", rank=self.rank, phase="plan")
 
     def absent(self, step: int, error: Exception) -> None:
         """Tell the others that this rank does not save `step`, because of `error`."""

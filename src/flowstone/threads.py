@@ -22,7 +22,7 @@ def start(*executors: ThreadPoolExecutor) -> None:
             executor.submit(int).result()
     except RuntimeError as error:
         raise StorageError(
-            "cannot start the threads that end saves", errno=errno.EAGAIN, reason=str(error),
+            "cannot start the threads that finish saves", errno=errno.EAGAIN, reason=str(error),
             next="raise the limits on threads and processes (ulimit -u, pids.max)",
         ) from error
 

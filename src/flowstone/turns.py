@@ -84,8 +84,8 @@ class Turn:
         """Raise BusyError on a thread that `verb` may have to wait for."""
         if self.is_background():
             raise BusyError(
-                f"{verb}() was called where a save is being finished: in on_event, or in a callback of a Future",
-                next=f"note it there, and call {verb}() from the training loop",
+                f"{verb}() was called on a thread that finishes saves: in on_event, or in a callback of a Future",
+                next=f"set a flag there, and call {verb}() from the training loop",
             )
 
 

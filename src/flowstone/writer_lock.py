@@ -57,7 +57,7 @@ def as_writer(owner: Owner, location: str, take: Callable[[str], T]) -> T:
         return take(holder)
     except LockedError as error:
         raise LockedError(
-            f"cannot save into {location}: another Checkpointer of this process has it for writing",
+            f"cannot save into {location}: another Checkpointer of this process holds the lock",
             holder=error.facts.get("holder"),
-            next="close() that one, or delete all that holds it; or save into another directory",
+            next="close() that one, or delete every reference to it; or save into another directory",
         ) from None

@@ -52,7 +52,7 @@ def test_an_altered_manifest_is_named_with_both_digests(checkpoint: Path) -> Non
     path = checkpoint / "manifest.json"
     path.write_bytes(path.read_bytes().replace(b'"ranks": 1', b'"ranks": 2'))
     error = refused(checkpoint)
-    assert error.message == f"{path} was altered: its bytes do not have the digest at its end"
+    assert error.message == f"{path} was altered: its bytes do not match the digest at its end"
     assert error.facts["expected"] != error.facts["found"]
 
 
@@ -142,7 +142,7 @@ def test_a_file_listed_twice_is_refused(checkpoint: Path) -> None:
         (lambda m: m.update(step=-1), "step -1 is negative"),
         (lambda m: m.update(step="7"), "Expected `int`, got `str` - at `$.step`"),
         (lambda m: m.pop("segments"), "missing required field `segments`"),
-        (lambda m: m["index"].update(name="other.safetensors"), "calls index.safetensors 'other.safetensors'"),
+        (lambda m: m["index"].update(name="other.safetensors"), "'other.safetensors' instead of 'index.safetensors'"),
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_refused(
@@ -227,7 +227,7 @@ def _set(name: str, at: int, value: int) -> Callable[[Columns], None]:
         (_set("piece.offset", 0, 8), "an extent lies outside its segment"),
         (_set("piece.offset", 0, (1 << 64) - 4096), "an extent lies outside its segment"),
         (_set("piece.segment", 0, 1), "a segment that the manifest does not list"),
-        (_set("piece.bytes", 0, 1 << 63), "an extent has another length than its box"),
+        (_set("piece.bytes", 0, 1 << 63), "the length of an extent does not match its box"),
         (_set("piece.box", 0, 1), "a box lies outside its tensor"),
         (_set("piece.box", 1, (1 << 64) - 1), ""),
         (_set("piece.tensor", 0, 99), "piece.tensor is not ascending within the tensors"),
@@ -239,7 +239,7 @@ def _set(name: str, at: int, value: int) -> Callable[[Columns], None]:
         (_set("tensor.name_bytes", 0, 2), "names and their lengths disagree"),
         (_set("tensor.name", 0, 0xFF), "codec can't decode byte"),
         (_set("alias.tensor", 0, 99), "an alias names no tensor"),
-        (_set("tensor.shape", 0, 1 << 62), "more elements than any memory"),
+        (_set("tensor.shape", 0, 1 << 62), "too many elements"),
         (_edit("chunk.digest", lambda c: c[:-1]), "the chunk columns do not match the pieces"),
         (_edit("piece.segment", lambda c: c[:-1]), "the piece columns differ in length"),
         (_flip_dtypes, "unknown dtypes ['quaternion']"),
@@ -290,13 +290,13 @@ def test_a_damaged_index_is_named_with_its_range(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "kind", "said"),
     [
-        (b"[]", DamagedError, "objects.json is not what its digest promises"),
-        (b"{", DamagedError, "objects.json is not what its digest promises"),
-        (b'{"replicated": {}}', DamagedError, "objects.json is not what its digest promises: 'per_rank'"),
+        (b"[]", DamagedError, "objects.json matches its digest, but its content is not valid"),
+        (b"{", DamagedError, "objects.json matches its digest, but its content is not valid"),
+        (b'{"replicated": {}}', DamagedError, "its digest, but its content is not valid: 'per_rank'"),
         (b'{"replicated": {"objects": {"$code": "x"}}, "per_rank": {}}', UnsupportedFormatError,
          "the object 'objects' is of a type that this version cannot read"),
         (b'{"replicated": {"objects": {"$int": "zz"}}, "per_rank": {}}', DamagedError,
-         "the object 'objects' is not what its type says"),
+         "the object 'objects' does not match its type"),
         (b'{"replicated": {"objects": ' + b"[" * 5000 + b"]" * 5000 + b'}, "per_rank": {}}', DamagedError, "objects"),
     ],
 )

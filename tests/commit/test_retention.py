@@ -286,7 +286,7 @@ def test_a_directory_in_a_steps_place_is_told_before_anything_is_written(store: 
     saved(store, 1)
     (store / "step-00000002").mkdir()
     with fs.Checkpointer(store) as checkpointer:
-        with pytest.raises(fs.StepExistsError, match="which is no checkpoint") as caught:
+        with pytest.raises(fs.StepExistsError, match="which is not a checkpoint") as caught:
             checkpointer.save(2, state())
         assert "move step-00000002 away" in str(caught.value.facts["next"])
         checkpointer.save(3, state()).committed.result()

@@ -93,7 +93,7 @@ def made_up() -> list[RankRun]:
     first.killed = (FORM.victim,)
     for rank in {0, 1, 2, 3} - {FORM.victim}:
         first.enter(rank, SaveCommitted(2, 1, 0.1))
-        first.enter(rank, Lost(f"nothing heard of rank {FORM.victim} for 5 s"))
+        first.enter(rank, Lost(f"nothing heard from rank {FORM.victim} for 5 s"))
     second = fill(RankRun(2, 2), range(3, FORM.killed_at + 1), 2.0**-21, 2.0**-21)
     second.killed = (0, 1)
     second.enter(0, SaveCommitted(6, 1, 0.1))
@@ -125,7 +125,7 @@ def test_a_run_that_did_not_learn_or_is_another_training_explains_nothing() -> N
 
 
 def test_an_error_that_names_nobody_another_or_too_many_is_no_name() -> None:
-    for words in ("connection closed", "nothing heard of rank 3 for 5 s", "nothing heard of rank 2, rank 3 for 5 s"):
+    for words in ("connection closed", "nothing heard from rank 3 for 5 s", "no word from rank 2, rank 3 for 5 s"):
         assert failing(lambda runs, words=words: runs[0].lost.update({0: words})) == [NAMED]
     assert failing(lambda runs: runs[0].lost.pop(1)) == [NAMED]
 
@@ -195,5 +195,5 @@ def test_legs_are_told_in_one_line() -> None:
     runs = made_up()
     lines = [told(run, FORM) for run in runs]
     assert lines[0].startswith("4 ranks, fresh: rank 2 killed as it began to save step 4")
-    assert lines[0].endswith("the others: nothing heard of rank 2 for 5 s")
+    assert lines[0].endswith("the others: nothing heard from rank 2 for 5 s")
     assert lines[1:] == ["2 ranks, from step 2: all killed after step 7", "1 rank, from step 6: to the end, step 12"]

@@ -79,5 +79,5 @@ def test_two_groups_of_one_rank_stay_two() -> None:
 
 
 def test_a_member_with_other_options_on_another_rank_is_refused() -> None:
-    with pytest.raises(UnsupportedStateError, match="'a' is in a group of other options on rank 1"):
+    with pytest.raises(UnsupportedStateError, match="'a' is in a group with other options on rank 1"):
         joined(groups(("ab", 1.0)), groups(("a", 2.0)))

@@ -112,9 +112,9 @@ def test_ranks_that_have_begun_keep_what_they_write(ranks: list[RankLayout], cha
 
 def test_what_nobody_can_write_any_more_is_told() -> None:
     both = [held([("w", (4,), None)])] * 2
-    with pytest.raises(CoverageError, match="'w' is held by ranks alone that have begun"):
+    with pytest.raises(CoverageError, match="'w' is held only by ranks that have begun"):
         assign_writers(both, kept={0: np.zeros(0, np.int64), 1: np.zeros(0, np.int64)})
-    with pytest.raises(CoverageError, match="two ranks have begun to write 'w'"):
+    with pytest.raises(CoverageError, match="two ranks are writing 'w'"):
         assign_writers(both, kept={0: np.array([0]), 1: np.array([0])})
 
 

@@ -106,7 +106,7 @@ def test_renames_apply_in_order() -> None:
 
 
 def test_a_rename_that_makes_two_names_one_is_refused() -> None:
-    with pytest.raises(MismatchError, match=r"rename rules make two stored tensors 'm\.b\.w'"):
+    with pytest.raises(MismatchError, match=r"rename rules give two stored tensors the name 'm\.b\.w'"):
         renamed({"m.a.w": 0, "m.b.w": 1}, [Rename("m.a", "m.b")])
 
 
@@ -128,6 +128,6 @@ def test_a_tied_tensor_must_be_stored_under_both_names() -> None:
 def test_tied_memory_cannot_hold_two_values() -> None:
     tie, two = [Alias("m.tied", "m.a")], (piece("m.a"), piece("m.tied"))
     assert differences([piece("m.a")], index(*two, digests=(1, 2)), aliases=tie) == [
-        "tied        m.tied: shares memory with m.a, stored with other values"
+        "tied        m.tied: shares memory with m.a, stored with different values"
     ]
     assert matched([piece("m.a")], index(*two, digests=(5, 5)), aliases=tie).rows == (0,)

@@ -70,7 +70,7 @@ def test_a_tensor_that_one_rank_holds_no_more_is_missed_in_blocks_too() -> None:
     before = shared([stacked((1000, 8), 5)] * 7)
     assert before.split is not None
     without = [stacked((1000, 8), 5)] * 6 + [stacked((1000, 8), 4)]
-    with pytest.raises(CoverageError, match="'w4' is held by ranks alone that have begun"):
+    with pytest.raises(CoverageError, match="'w4' is held only by ranks that have begun"):
         shared(without, {rank: before.writes[rank] for rank in range(6)}, before)
     check((found := shared(without)).layouts, found)
 

@@ -104,7 +104,7 @@ def test_a_rank_that_never_comes_is_named_by_all_and_may_come_later(absent: int)
     assert time.monotonic() - started < 10
     assert {str(error) for error in errors} == {str(errors[0])}
     assert errors[0].rank == absent
-    assert f"rank {absent} did not come to 'save 12'" in str(errors[0])
+    assert f"rank {absent} did not reach 'save 12'" in str(errors[0])
     late = job.run(lambda rank: rank.agree("save 12", b"", joined), ranks=[absent])
     assert str(late[0]) == str(errors[0])
     assert all(isinstance(one, Agreed) for one in job.run(lambda rank: rank.agree("save 13", b"", joined)))
@@ -150,7 +150,7 @@ def test_a_silent_rank_is_known_long_before_the_deadline() -> None:
     errors = job.run(lambda rank: rank.agree("save", b"", joined), ranks=[0, 1])
     assert time.monotonic() - started < 20
     assert {error.rank for error in errors} == {2}
-    assert "nothing heard of rank 2" in str(errors[0])
+    assert "nothing heard from rank 2" in str(errors[0])
     for heartbeat in heartbeats:
         heartbeat.stop()
 
@@ -177,7 +177,7 @@ def test_without_the_store_a_rank_is_told_that_it_is_gone() -> None:
         def __getattr__(self, name: str) -> object:
             raise RuntimeError("Connection reset by peer\nand a page of addresses")
 
-    with pytest.raises(RankError, match="cannot talk to each other any more, in 'save'") as caught:
+    with pytest.raises(RankError, match="can no longer talk to each other, in 'save'") as caught:
         Agreement(Gone(), 1, 2).agree("save", b"", joined)  # type: ignore[arg-type]
     assert "Connection reset by peer" in str(caught.value)
     assert "addresses" not in str(caught.value)

@@ -19,10 +19,10 @@ def test_who_saves_alone_is_told_what_is_not_whole_there_and_loads_its_part(tmp_
     for rank, told in enumerate(run(2, "alone_acts", "alone_with_a_part", str(tmp_path / "run"))):
         assert isinstance(told, list)
         rows, flat, one, shard = told
-        assert "this process holds a part of 'model.body.0.weight', whose rest lies on other ranks" in rows
-        assert "this process holds a part of 'model.body." in flat
-        assert ("of 'x.one'" in one, "nothing of it" in one) == ((True, True) if rank else (False, False)), one
-        assert "this process holds a part of 'x.w'" in shard
+        assert "this process holds only a part of 'model.body.0.weight'; the rest is on other ranks" in rows
+        assert "this process holds only a part of 'model.body." in flat
+        assert ("of 'x.one'" in one, "no element of it" in one) == ((True, True) if rank else (False, False)), one
+        assert "this process holds only a part of 'x.w'" in shard
         assert f"[{4 * rank}:{4 * rank + 4}]" in shard
         for words in (rows, flat, shard):
             assert "a Checkpointer that all ranks construct and call, without alone=True" in words

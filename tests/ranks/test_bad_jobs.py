@@ -21,7 +21,7 @@ def test_states_that_make_no_whole_are_refused_by_name_on_every_rank(tmp_path: P
         "half": ("CoverageError", "cannot save 'x.w': no shard holds [4:8]"),
         "shapes": ("CollisionError", "ranks describe 'x.w' differently"),
         "dtypes": ("CollisionError", "ranks describe 'x.w' differently"),
-        "sections": ("UnsupportedStateError", "rank 1 saves other sections than rank 0"),
+        "sections": ("UnsupportedStateError", "rank 1 saves different sections than rank 0"),
     }
     for one in told:
         assert isinstance(one, dict)
@@ -64,8 +64,8 @@ def test_a_store_that_one_rank_cannot_see_fails_saves_and_loads_and_changes_noth
     if second["refused"]:
         pytest.skip(f"a mount that one process alone sees was refused: {second['refused']}")
     for one in (first, second):
-        assert "rank 0 does not see what rank 1 has written" in one["save"]
-        assert "one directory that every node sees at once" in one["save"]
+        assert "rank 0 cannot see the file that rank 1 wrote" in one["save"]
+        assert "one directory that every node sees" in one["save"]
         assert "rank 1" in one["load"] or "there is no checkpoint in" in one["load"]
     if how == "foreign":
         assert "rank 1 sees a manifest of digest" in first["load"]
@@ -83,10 +83,10 @@ def test_another_path_on_one_rank_is_refused(tmp_path: Path, is_there: bool) -> 
     told = run(2, "trouble_acts", "another_path", str(tmp_path / "run"))
     paths = [str(tmp_path / "run"), str(tmp_path / "run-other")]
     for rank, one in enumerate(told):
-        words = f" for the others with a Checkpointer of {paths[1 - rank]}, not of {paths[rank]}"
+        words = f" for others with a Checkpointer of {paths[1 - rank]}, not of {paths[rank]}"
         assert f"rank {1 - rank} wait" in str(one)
         assert words in str(one), one
-        assert "Checkpointers of one path" in str(one)
+        assert "Checkpointers of the same path" in str(one)
     for path in (tmp_path / "run", tmp_path / "run-other"):
         assert not list(path.glob("step-*"))
         assert not list(path.glob(".saving-*"))

@@ -18,7 +18,7 @@ def test_replicas_that_drift_apart_fail_that_save_by_name_and_rank(tmp_path: Pat
         assert isinstance(one, list)
         assert [one[at] for at in (0, 1, 3, 4)] == ["1", "2", "4", "5"]
         assert f"'model.table' is not the same on {others} as on rank 0; nor are " in one[2], one[2]
-        assert "make replicas equal before the save, or let each rank keep its own: fs.PerRank" in one[2]
+        assert "make them equal before the save, or keep each rank's own with fs.PerRank" in one[2]
     names = sorted(path.name for path in (tmp_path / "run").glob("*step-*"))
     assert names == [f"step-{number:08d}" for number in (1, 2, 4, 5)]
     assert not list((tmp_path / "run").glob(".saving-*"))

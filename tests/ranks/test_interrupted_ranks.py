@@ -24,7 +24,7 @@ def test_a_load_that_is_interrupted_on_one_rank_is_told_to_all_in_seconds(
     if (victim, point) == (1, "meeting"):
         assert other[0] == "nothing", "all was said before"
     else:
-        words = f"RankError: rank {victim} was interrupted in {verb}() by KeyboardInterrupt, and does not come to '"
+        words = f"RankError: rank {victim} was interrupted in {verb}() by KeyboardInterrupt, and will not reach '"
         assert other[0].startswith(words), other
     assert own[1]
     assert other[1], "it has not waited for deadline_s"

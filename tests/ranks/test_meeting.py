@@ -179,8 +179,8 @@ def test_a_rank_that_waits_with_another_path_is_named_with_both() -> None:
     ):
         both = {0: made, 1: made, 2: other}
         told = job.run(lambda one: both[one.rank].sides[one.rank].agree("which step to load", b"", everybody))
-    assert "rank 2 waits for the others with a Checkpointer of runs/other, not of runs/gpt" in str(failure(told[:2]))
-    assert "rank 0 waits for the others with a Checkpointer of runs/gpt, not of runs/other" in str(failure(told[2:]))
+    assert "rank 2 waits for others with a Checkpointer of runs/other, not of runs/gpt" in str(failure(told[:2]))
+    assert "rank 0 waits for others with a Checkpointer of runs/gpt, not of runs/other" in str(failure(told[2:]))
 
 
 def warned(caplog: pytest.LogCaptureFixture, act: Callable[[], object], *words: str) -> None:
@@ -202,7 +202,7 @@ def test_a_rank_that_lives_and_does_not_call_is_told_of_in_seconds(
             made.activity = dict.fromkeys(range(SIZE), Activity(1, "load"))
             time.sleep(0.1)
         told: list[Agreed | RankError] = []
-        words = "rank 1 is alive, and has not called it" + (", after load()" if met else "") + "; it is at "
+        words = "rank 1 is alive, but has not made this call" + (", after load()" if met else "") + "; it is at "
         warned(caplog, lambda: told.extend(agree(job, made, "the plan of step 1", [0, 2])), "waiting for rank 1", words)
     assert words in str(failure(told))
 

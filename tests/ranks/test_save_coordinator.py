@@ -103,5 +103,5 @@ def test_a_plan_that_cannot_be_leaves_the_one_before_it_as_it_was() -> None:
     assert unpack(
         rank_zero.assign([Proposal(5, "a", plan, None), Proposal(5, "a", newer, None)]).common, Terms
     ).plan == newer
-    with pytest.raises(RankError, match="rank 1 has begun to save by an older plan"):
+    with pytest.raises(RankError, match="rank 1 began to save with an older plan"):
         rank_zero.assign([Proposal(6, "a", plan, None), Proposal(6, "a", plan, None)])

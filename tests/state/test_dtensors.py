@@ -202,7 +202,7 @@ def test_a_local_tensor_that_is_not_what_it_is_said_to_be_is_refused() -> None:
         wrong = DTensor.from_local(
             torch.ones(4, 3), mesh_of((2,)), [Shard(0)], run_check=False, shape=torch.Size((6, 3)), stride=(3, 1)
         )
-        with pytest.raises(fs.UnsupportedStateError, match="is not what its placements") as caught:
+        with pytest.raises(fs.UnsupportedStateError, match="does not match its placements") as caught:
             describe({"w": wrong})
         assert "(3, 3)" in str(caught.value)
 
@@ -210,5 +210,5 @@ def test_a_local_tensor_that_is_not_what_it_is_said_to_be_is_refused() -> None:
 def test_what_every_rank_keeps_for_itself_has_no_shards() -> None:
     with rank_of(0, 2):
         part = sharded(torch.ones(4), mesh_of((2,)), [Shard(0)])
-        with pytest.raises(fs.UnsupportedStateError, match="drop PerRank"):
+        with pytest.raises(fs.UnsupportedStateError, match="remove PerRank"):
             describe({"w": fs.PerRank({"x": part})})

@@ -253,7 +253,7 @@ def test_what_is_no_flat_tensor_is_refused(tensor: object, of: object, begin: in
 
 
 def test_what_every_rank_keeps_for_itself_is_no_part_of_a_larger_one() -> None:
-    with pytest.raises(fs.UnsupportedStateError, match="drop PerRank"):
+    with pytest.raises(fs.UnsupportedStateError, match="remove PerRank"):
         describe({"x": fs.PerRank([fs.Flat(torch.zeros(2), [("w", (4,))])])})
 
 

@@ -287,7 +287,7 @@ def test_an_original_parameter_that_lies_elsewhere_now_is_refused() -> None:
         model = state["model"]
         assert isinstance(model, FSDP)
         model.own.data = model.own.data.clone()
-        with pytest.raises(fs.UnsupportedStateError, match=r"'model\.own' does not lie in its flat"):
+        with pytest.raises(fs.UnsupportedStateError, match=r"'model\.own' is no longer in its flat"):
             describe(state)
 
 
@@ -360,7 +360,7 @@ def test_what_is_not_dense_is_refused() -> None:
     with rank_of(0, 2):
         model = whole(nn.Sequential(nn.Linear(2, 2)), orig=True)
         model._handle.flat_param._strides = ((6, 2), (1,))  # type: ignore[union-attr]
-        with pytest.raises(fs.UnsupportedStateError, match="no dense tensor"):
+        with pytest.raises(fs.UnsupportedStateError, match="not a dense tensor"):
             describe({"model": model})
 
 
@@ -372,17 +372,17 @@ def test_slots_of_other_shapes_are_refused_where_only_a_part_of_the_parameter_is
             assert isinstance(optimizer, torch.optim.Optimizer)
             slots = next(of for one, of in optimizer.state.items() if one.numel())
             slots["rows"] = torch.zeros(3)
-            with pytest.raises(fs.UnsupportedStateError, match=r"\.rows' is of its parameter"):
+            with pytest.raises(fs.UnsupportedStateError, match=r"\.rows' does not match this rank's shard"):
                 describe(state)
             slots["rows"] = [torch.zeros(3)]
-            with pytest.raises(fs.UnsupportedStateError, match=r"\.rows' is of its parameter"):
+            with pytest.raises(fs.UnsupportedStateError, match=r"\.rows' does not match this rank's shard"):
                 describe(state)
 
 
 def test_what_every_rank_keeps_for_itself_has_no_flat_parameters() -> None:
     with rank_of(0, 2):
         model = whole(Untied(), orig=True)
-        with pytest.raises(fs.UnsupportedStateError, match="drop PerRank"):
+        with pytest.raises(fs.UnsupportedStateError, match="remove PerRank"):
             describe({"model": fs.PerRank(model)})
 
 

@@ -80,4 +80,4 @@ def test_a_part_of_a_gathered_module_is_told_to_be_put_back(store: Path) -> None
     evaluate(model)
     with fs.Checkpointer(store) as checkpointer, pytest.raises(fs.UnsupportedStateError, match="has no name") as caught:
         checkpointer.save(1, {"optimizer": optimizer, "first": model[0]})
-    assert "call reshard() on the whole one" in str(caught.value.facts["next"])
+    assert "call reshard() on the whole module" in str(caught.value.facts["next"])

@@ -98,7 +98,7 @@ def test_the_refusal_names_both_kinds_and_what_to_do(store: Path) -> None:
         "kind        optimizer: wanted SGD with dampening, momentum, whose state is momentum_buffer, "
         "stored an optimizer with betas, eps, whose state is exp_avg, exp_avg_sq, step"
     )
-    assert "hand over the kind of optimizer that was saved" in str(caught.value.facts["next"])
+    assert "use the kind of optimizer that was saved" in str(caught.value.facts["next"])
 
 
 def test_keys_of_schedulers_and_flags_of_another_release_make_no_other_kind(store: Path) -> None:

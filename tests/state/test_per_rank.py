@@ -38,7 +38,7 @@ def test_a_scalar_of_a_rank_is_replaced_in_its_holder() -> None:
 
 def test_per_rank_below_the_top_is_refused() -> None:
     for nest in ({"a": PerRank(1)}, [PerRank(1)], PerRank(PerRank(1)), PerRank([PerRank(1)])):
-        with pytest.raises(UnsupportedStateError, match="section of the state"):
+        with pytest.raises(UnsupportedStateError, match="top-level entry"):
             describe({"s": nest})
 
 

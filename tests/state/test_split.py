@@ -288,7 +288,7 @@ def test_no_tensor_is_made_of_a_context_that_a_file_cannot_tell() -> None:
         assert [(d.kind, d.name) for d in found] == [("kind", "s.value")]
         assert "test_split.Recipe" in found[0].found
         nested = save({"s": Keeper(told(None, two(), two()))})
-        assert "made of tensors themselves" in prepare({"s": Keeper()}, stored(nested)).differences[0].found
+        assert "themselves made of tensors" in prepare({"s": Keeper()}, stored(nested)).differences[0].found
     base = save({"s": Keeper(two())})
     base.objects["s"] = base.objects["s"].replace('"type": "torch.testing._internal.two_tensor.', '"type": "')
     with fs.register_provider(TwoTensor, fs.SplitTensor(TwoTensor)):

@@ -190,7 +190,7 @@ def test_a_state_dict_that_is_to_take_a_saved_optimizer_is_told_to_be_the_optimi
         "kind        optimizer: wanted the state_dict() of an optimizer, stored an optimizer"
     )
     assert caught.value.facts["next"] == (
-        "hand over the optimizer itself as state['optimizer'], not its state_dict()"
+        "pass the optimizer itself as state['optimizer'], not its state_dict()"
     )
 
 
@@ -199,7 +199,7 @@ def test_a_fresh_state_dict_is_told_to_be_the_optimizer_and_no_skip_is_proposed(
     fresh = model(seed=1)
     with fs.Checkpointer(store) as checkpointer, pytest.raises(fs.MismatchError) as caught:
         checkpointer.load(idiom(fresh, OPTIMIZERS["adamw"](fresh)))
-    assert str(caught.value.facts["next"]).startswith("hand over the optimizer itself as state['optimizer']")
+    assert str(caught.value.facts["next"]).startswith("pass the optimizer itself as state['optimizer']")
     assert "Skip" not in str(caught.value)
 
 
@@ -262,4 +262,4 @@ def test_a_section_that_is_called_otherwise_says_what_there_is(store: Path) -> N
         checkpointer.save(1, {"model": model(), "step": 1})
         with pytest.raises(fs.MismatchError) as caught:
             checkpointer.load({"modle": model()})
-    assert str(caught.value.facts["next"]).startswith("the checkpoint has no 'modle'; it has 'model', 'step': call")
+    assert str(caught.value.facts["next"]).startswith("the checkpoint has no 'modle'; it has 'model', 'step': use")

@@ -49,7 +49,7 @@ def _taken_and_given_back(store: LocalStore) -> None:
 @pytest.mark.parametrize(
     ("happens", "found"),
     [(_removed, "was removed"), (_replaced, "was removed or replaced"), (_taken, "another job has it"),
-     (_taken_and_given_back, "another job has had it since")],
+     (_taken_and_given_back, "another job has taken it since")],
 )
 def test_a_lock_that_was_lost_is_told(store: LocalStore, happens: Callable[[LocalStore], None], found: str) -> None:
     store.check_lock()

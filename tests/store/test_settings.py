@@ -289,7 +289,7 @@ def test_without_a_mount_table_no_tuning_is_believed(
     put_beside_marker(root, write=TUNED)
     monkeypatch.setattr(mount, "_MOUNTS", tmp_path / "nothing")
     assert depths(root) == (16, 16)
-    assert "no tuning is used: cannot tell on which mount" in caplog.text
+    assert "no tuning is used: cannot find the mount of" in caplog.text
     with pytest.raises(StorageError):
         mount_of(root)
 

@@ -88,12 +88,12 @@ def test_probe_says_what_works(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("io", "nowhere", "--quick"), "StorageError: nothing can be written at nowhere"),
-        (("--probe", "nowhere"), "StorageError: nothing can be written at nowhere"),
-        (("io", ".", "--bytes", "many"), "'many' is no size"),
+        (("io", "nowhere", "--quick"), "StorageError: cannot write at nowhere"),
+        (("--probe", "nowhere"), "StorageError: cannot write at nowhere"),
+        (("io", ".", "--bytes", "many"), "'many' is not a size"),
         (("io", ".", "--bytes", "4KiB"), "less than 8 MiB"),
         (("io", ".", "--bytes", "900000GiB"), "FullError"),
-        (("io", ".", "--mix", "70B"), "'70B' is none of"),
+        (("io", ".", "--mix", "70B"), "'70B' is not one of"),
         (("io", ".", "--processes", "5"), "Invalid value for '--processes'"),
     ],
 )

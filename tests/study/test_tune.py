@@ -214,7 +214,7 @@ def test_bytes_that_come_back_changed_are_an_error(trials: Trials, tmp_path: Pat
     data = bytearray(path.read_bytes())
     data[int(stored.tensors.offset[0]) + 5] ^= 1
     path.write_bytes(data)
-    with pytest.raises(fs.DamagedError, match="gives back other bytes"):
+    with pytest.raises(fs.DamagedError, match="returns bytes that differ"):
         trials.restore(stored, READ_DEFAULTS)
 
 

@@ -118,7 +118,7 @@ def _with_little_address_space(path: Path) -> tuple[str, list[str], bool]:
 
 def test_a_budget_beyond_the_address_space_is_an_error_with_the_remedy(tmp_path: Path) -> None:
     said, left, same = apart(_with_little_address_space, tmp_path / "run")
-    assert said.startswith(f"the system refuses {2048 * MIB} bytes of staging memory")
+    assert said.startswith(f"the operating system refused {2048 * MIB} bytes of staging memory")
     assert "ulimit -v" in said
     assert left == []
     assert same

@@ -128,7 +128,7 @@ def test_a_read_that_fails_on_the_way_is_damage_only_where_the_medium_says_so(
             assert caught.value.errno == code
             if content(into) != before:
                 assert "changed" in caught.value.facts
-                with pytest.raises(fs.DamagedError, match="must not be saved"):
+                with pytest.raises(fs.DamagedError, match="cannot save the state"):
                     checkpointer.save(3, into)
             assert loaded(checkpointer, 2)
         else:

@@ -55,5 +55,5 @@ def test_userfaultfd_refused_is_samples_and_what_insists_is_refused(tmp_path: Pa
     exact, sampled, because, event, quiet, noticed, refused = apart(_saved, tmp_path, code)
     assert (exact, sampled, event, quiet, noticed) == (0, 8_000_000, 8_000_000, True, True)
     assert because == f"userfaultfd is refused ({os.strerror(code)})"
-    assert 'no memory can be watched for writes, as watch="exact" asks' in refused
+    assert 'watch="exact" does not work here: memory cannot be watched for writes' in refused
     assert os.strerror(code) in refused

@@ -65,7 +65,7 @@ def test_a_segment_truncated_before_it_is_read_is_damage_with_its_range(
         # What has changed is named, and saving is refused only then.
         store.happens = lambda: None
         if error.written:
-            with pytest.raises(fs.DamagedError, match="the state must not be saved"):
+            with pytest.raises(fs.DamagedError, match="cannot save the state"):
                 checkpointer.save(3, state(3))
         into = blank()
         assert checkpointer.load(into, fallback=True).step == 1
@@ -93,7 +93,7 @@ def test_a_segment_that_shrinks_while_it_is_read_is_damage_that_names_what_was_w
         # Met as the end of the file, or as a block that the shrinking took on the way: either way with its place.
         assert "bytes " in str(caught.value)
         if caught.value.written:
-            with pytest.raises(fs.DamagedError, match="the state must not be saved"):
+            with pytest.raises(fs.DamagedError, match="cannot save the state"):
                 checkpointer.save(2, into)
         else:
             checkpointer.save(2, state(2)).committed.result()

@@ -51,7 +51,7 @@ def find(store: Store, step: int | None) -> int:
             f"no checkpoint of step {step} in {store.location}" if step is not None
             else f"no checkpoint in {store.location}",
             found=f"steps {shown}" if existing else "none",
-            next="check the path; to start fresh where there is none, ask latest() first",
+            next="check the path; to start fresh when there is no checkpoint, call latest() first",
         )
     return existing[-1] if step is None else step
 

@@ -55,7 +55,7 @@ def _decoded(data: bytearray, path: str) -> Objects:
     count = containers(data)
     if count > OBJECTS_CONTAINERS_MAX:
         raise DamagedError(
-            f"{path} holds more lists and dicts than any writer puts there",
+            f"{path} holds too many lists and dicts",
             expected=f"at most {OBJECTS_CONTAINERS_MAX}", found=count, next="use an older step",
         )
     try:
@@ -66,7 +66,7 @@ def _decoded(data: bytearray, path: str) -> Objects:
         }
     except (msgspec.DecodeError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DamagedError(
-            f"{path} is not what its digest promises: {error!s:.300}", next="use an older step"
+            f"{path} matches its digest, but its content is not valid: {error!s:.300}", next="use an older step"
         ) from error
     return Objects(replicated, per_rank)
 
@@ -85,7 +85,7 @@ def join_objects(replicated: Mapping[str, bytes], per_rank: Mapping[str, Sequenc
     count = containers(text)
     if count > OBJECTS_CONTAINERS_MAX or len(text) > OBJECTS_BYTES_MAX:
         raise UnsupportedStateError(
-            f"the state's plain values are too much for {OBJECTS_NAME}",
+            f"the state has too many plain values for {OBJECTS_NAME}",
             expected=f"at most {OBJECTS_CONTAINERS_MAX} lists and dicts, and {OBJECTS_BYTES_MAX} bytes of text",
             found=f"{count} and {len(text)}", next="put long lists of numbers into a tensor or a numpy array",
         )
@@ -125,7 +125,7 @@ def _vouched(
     before there is memory for all that the manifest claims.
     """
     if row.name != expected_name:
-        raise DamagedError(f"the manifest calls {expected_name} {row.name!r}", next="use an older step")
+        raise DamagedError(f"the manifest names {row.name!r} instead of {expected_name!r}", next="use an older step")
     path = inside(directory, row.name)
     _check_size(store, path, row.bytes)
     data = bytearray()

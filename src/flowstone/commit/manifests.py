@@ -54,7 +54,7 @@ def read_manifest(store: Store, directory: str) -> Manifest:
     if named is not None and named != manifest.step:
         raise DamagedError(
             f"{shown} is in the wrong directory", expected=f"step {named}", found=f"step {manifest.step}",
-            next="give the directory its own name back",
+            next="rename the directory to match its step",
         )
     return manifest
 

@@ -124,7 +124,7 @@ def _act_one(screen: Screen, order: Order, log: Path) -> RunLog:
                 screen.live(run_log.line(order.form.steps))
         process.end()
     if run_log.finished is None or not run_log.began:
-        raise DiedError("the training process ended well, but before its last step")
+        raise DiedError("the training process ended without an error, but before its last step")
     screen.still()
     parameters, state_bytes = run_log.began[0].parameters, run_log.finished.bytes
     screen.say(f"{parameters / 1e6:.1f} million parameters, a state of {state_bytes / 1e6:.0f} MB")
@@ -190,7 +190,7 @@ def _workplace(directory: Path | None, form: DemoSize) -> Path:
     wanted = Path("runs") if directory is None else directory
     existing = next(parent for parent in (wanted, *wanted.absolute().parents) if parent.exists())
     if directory is not None and existing == wanted and any(wanted.iterdir()):
-        raise FileExistsError(f"{wanted} is not empty: name one that is, or that is not there yet")
+        raise FileExistsError(f"{wanted} is not empty: give an empty directory, or one that does not exist yet")
     free = shutil.disk_usage(existing).free
     if free < form.free_bytes:
         raise OSError(f"{existing} has {free / 1e9:.1f} GB free, the demo needs {form.free_bytes / 1e9:.1f}")

@@ -48,7 +48,7 @@ class ChildProcess:
         """The messages that have arrived; waits `timeout_s` for the first. Raises DiedError on a long silence."""
         if not self._open or not select.select([self], [], [], timeout_s)[0]:
             if self._open and time.monotonic() - self._heard > SILENCE_MAX_S:
-                raise DiedError(f"the training process said nothing for {SILENCE_MAX_S:.0f} s\n{self._last_words()}")
+                raise DiedError(f"the training process printed nothing for {SILENCE_MAX_S:.0f} s\n{self._last_words()}")
             return []
         part = os.read(self.fileno(), 1 << 16)
         self._open, self._heard = bool(part), time.monotonic()

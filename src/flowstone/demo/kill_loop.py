@@ -131,7 +131,7 @@ def kill_loop(order: Order, log: Path, show: Callable[[KilledRun], None]) -> Kil
         with ChildProcess(order, log) as process:
             killed = _supervise(process, trigger, found, show, Resume(newest, promised, None))
         if len(found.run_log.began) == processes:
-            raise DiedError("a training process was over before it had begun")
+            raise DiedError("a training process ended before it began to train")
         if killed and kill is not None:
             torn = tuple(torn for torn in torn_saves(store) if torn.name not in left_before)
             during = found.run_log.steps[-1].step
@@ -160,7 +160,7 @@ def _supervise(
             return process.killed
     process.end()
     if found.run_log.finished is None:
-        raise DiedError("a training process ended well, but before its last step")
+        raise DiedError("a training process ended without an error, but before its last step")
     return False
 
 

@@ -130,7 +130,7 @@ def run_ranks(order: RankOrder, log: Path, run: RankRun, kill: RankKill | None, 
             if rank not in run.killed:
                 process.end(LOST if run.killed else 0)
     if kill is not None and not run.killed:
-        raise DiedError(f"{run.ranks} ranks came to their end before step {kill.step}, at which some were to be killed")
+        raise DiedError(f"{run.ranks} ranks ended before step {kill.step}, where some were to be killed")
     return run
 
 

@@ -34,7 +34,7 @@ def verify_checksum(data: bytes, *, path: str) -> bytes:
     found, expected = digest(body), tail[len(_OPEN) : -len(_CLOSE)].decode("ascii", "replace")
     if found != expected:
         raise DamagedError(
-            f"{path} was altered: its bytes do not have the digest at its end",
+            f"{path} was altered: its bytes do not match the digest at its end",
             expected=expected, found=found, next="restore the file from a copy, or use an older step",
         )
     return data

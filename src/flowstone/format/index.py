@@ -231,10 +231,10 @@ def decode_index(data: Part, *, segments: Sequence[SegmentRow], path: str) -> In
         for name, kind in _COLUMNS.items():
             entry = entries[name]
             if entry.dtype != _SAFETENSORS[kind] or start + entry.end > len(data):
-                raise ValueError(f"column {name!r} has type {entry.dtype:.20} or ends behind the file")
+                raise ValueError(f"column {name!r} has type {entry.dtype:.20} or ends past the end of the file")
             (count,) = entry.shape
             if entry.end - entry.begin != count * np.dtype(kind).itemsize:
-                raise ValueError(f"column {name!r} has another length than it says")
+                raise ValueError(f"the length of column {name!r} does not match its shape")
             columns[name] = np.frombuffer(data, kind, count, start + entry.begin)
         index = _assemble(columns, metadata["dtypes"].split())
         _check(index, segments)
@@ -333,9 +333,9 @@ def _check_boxes(index: Index) -> None:
         if (offsets > limits).any() or (lengths > limits - offsets).any():
             raise ValueError("a box lies outside its tensor")
     if _is_immense(index.sides, index.first_side[:-1], index.ndim):
-        raise ValueError("a tensor has more elements than any memory")  # and products of lengths would wrap
+        raise ValueError("a tensor has too many elements")  # and products of lengths would wrap
     if (index.box_bytes != index.length.astype(np.int64)).any():
-        raise ValueError("an extent has another length than its box")
+        raise ValueError("the length of an extent does not match its box")
 
 
 def _is_immense(sides: U64, starts: NDArray[np.int64], ndim: NDArray[np.int64]) -> bool:

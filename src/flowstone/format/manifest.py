@@ -144,8 +144,8 @@ def _decode(data: bytes, kind: type[_Document], *, path: str) -> _Document:
         return msgspec.json.decode(text, type=kind)
     except (ValueError, RecursionError) as error:  # text that is no UTF-8 is a ValueError, too
         raise DamagedError(
-            f"{path} is not what its seal promises: {error!s:.300}",
-            next="the file was made by a faulty writer; use an older step",
+            f"{path} matches its digest, but its content is not valid: {error!s:.300}",
+            next="a faulty writer made this file; use an older step",
         ) from error
 
 
@@ -212,14 +212,14 @@ def _faults_of_words_and_numbers(manifest: Manifest) -> list[str]:
     words |= {"io.explicit": "".join(manifest.io.explicit or ())}
     for name, text in words.items():
         if not _is_shown(text):
-            faults.append(f"{name} {text!r:.80} is no short text that can be shown")
+            faults.append(f"{name} {text!r:.80} is not a short printable text")
     if manifest.step > STEP_MAX:
-        faults.append(f"step {manifest.step} is beyond {STEP_MAX}")
+        faults.append(f"step {manifest.step} is above {STEP_MAX}")
     numbers = {name: getattr(manifest, name) for name in ("ranks", "tensors", "pieces", "data_bytes")}
     numbers["the bytes of all segments"] = sum(row.bytes for row in manifest.segments)
     numbers |= {f"io.{name}": getattr(manifest.io, name) for name in _IO_NUMBERS}
     wrong = [name for name, value in numbers.items() if value is not None and not 0 <= value < 1 << 63]
-    return faults + [f"{name}: {numbers[name]} is no number of anything" for name in wrong]
+    return faults + [f"{name}: {numbers[name]} is not a valid number" for name in wrong]
 
 
 def _is_shown(text: str) -> bool:

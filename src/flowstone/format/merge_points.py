@@ -122,7 +122,7 @@ def _merged_groups(path: str, found: Sequence[tuple[int, list[dict[str, object]]
             for member in cast("list[str]", group["params"]):
                 if home.setdefault(member, at) != at:
                     raise UnsupportedStateError(
-                        f"{member!r} is in a group of other options on rank {rank} than on a rank before it",
+                        f"{member!r} is in a group with other options on rank {rank} than on a lower rank",
                         path=path, next="give a parameter's group the same options on every rank that holds it",
                     )
                 merged[at][1][member] = None

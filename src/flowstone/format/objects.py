@@ -195,7 +195,7 @@ class _Encoder:
         if id(value) in self._open:
             raise unsupported(path, value, "contains itself", "break the cycle, or leave it out of the state")
         if len(self._open) >= DEPTH_MAX:
-            raise unsupported(path, value, f"lies more than {DEPTH_MAX} levels deep", "flatten it")
+            raise unsupported(path, value, f"is nested more than {DEPTH_MAX} levels deep", "flatten it")
         if self._in_text and type(value) in _TEXTS:
             text = _references_text(value)
             if text is not None:
@@ -333,7 +333,7 @@ def _plain(texts: list[str]) -> bool:
 def _damaged(path: Path, expected: str, found: object) -> DamagedError:
     text = brief(found)
     return DamagedError(
-        f"the object '{dotted(path)}' is not what its type says",
+        f"the object '{dotted(path)}' does not match its type",
         expected=expected,
         found=text if len(text) <= 80 else text[:77] + "...",
         next="run `flowstone verify`; load another checkpoint",

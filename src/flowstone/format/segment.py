@@ -161,5 +161,5 @@ def _entry(name: str, fields: _Fields) -> Entry:
     begin, end = fields.data_offsets
     numbers = (*fields.shape, begin, end)
     if min(numbers) < 0 or max(numbers) >= 1 << 63:
-        raise ValueError(f"entry {name!r:.80} has a negative or an immense number")
+        raise ValueError(f"entry {name!r:.80} has a negative or too large number")
     return Entry(name, fields.dtype, fields.shape, begin, end)

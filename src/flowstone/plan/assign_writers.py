@@ -113,8 +113,8 @@ def check_replicas(layouts: Sequence[RankLayout], samples: Sequence[NDArray[np.u
         more = f"; nor are {len(found) - 1} other tensors" if len(found) > 1 else ""
         raise CollisionError(
             f"{name!r} is not the same on {_in_words(others)} as on rank {first}{more}",
-            next="give what is not a replica a name of its own (stages and experts: their global names), "
-            "make replicas equal before the save, or let each rank keep its own: fs.PerRank",
+            next="if these are not replicas, give each a name of its own (stages and experts: global names); else "
+            "make them equal before the save, or keep each rank's own with fs.PerRank",
         )
 
 
@@ -438,13 +438,13 @@ def _choices(
     name = tensors.names[one.tensor]
     taken = np.bincount(group[one.wrote], minlength=groups)
     if (taken > 1).any():
-        raise CoverageError(f"two ranks have begun to write {name!r}", next="save again: the next plan is a new one")
+        raise CoverageError(f"two ranks are writing {name!r}", next="save again: the next save makes a new plan")
     usable = one.wrote | ~(one.begun | (taken > 0)[group])
     count = np.bincount(group[usable], minlength=groups)
     if (count == 0).any():
         raise CoverageError(
-            f"{name!r} is held by ranks alone that have begun to write without it",
-            next="save again: the next plan is a new one",
+            f"{name!r} is held only by ranks that have begun to write without it",
+            next="save again: the next save makes a new plan",
         )
     return order[usable[order]], count
 

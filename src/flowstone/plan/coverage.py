@@ -57,7 +57,7 @@ def check_tiling(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
     if hole is not None:
         raise CoverageError(
             f"cannot save {name!r}: no shard holds {hole}", expected=f"shards that fill shape {tuple(shape)}",
-            next="hand over the missing shard, or correct the global shape",
+            next="pass the missing shard, or correct the global shape",
         )
 
 

@@ -49,7 +49,7 @@ def renamed(names: Mapping[str, int], rules: Sequence[Rule]) -> Mapping[str, int
     for name, row in names.items():
         new = rename(name, renames)
         if new in result:
-            raise MismatchError(f"rename rules make two stored tensors {new!r}", next="correct the rules")
+            raise MismatchError(f"rename rules give two stored tensors the name {new!r}", next="correct the rules")
         result[new] = row
     return result
 
@@ -161,7 +161,7 @@ def _untied(aliases: Sequence[Alias], names: Mapping[str, int], index: Index, ru
             if not allowed(rules, Init, alias.name):
                 faults.append(f"missing     {alias.name} (tied to {alias.target}): is not in the checkpoint")
         elif target is not None and row != target and not _equal(index, row, target):
-            faults.append(f"tied        {alias.name}: shares memory with {alias.target}, stored with other values")
+            faults.append(f"tied        {alias.name}: shares memory with {alias.target}, stored with different values")
     return faults
 
 

@@ -249,7 +249,7 @@ def _check_tensors(pieces: Pieces, *, alone: bool) -> None:
     entries |= _check_split(pieces, split, entries, alone=alone)
     for entry in entries:
         if reserved(entry):
-            raise CollisionError(f"a segment keeps the entry {entry!r} for itself", next="rename that tensor")
+            raise CollisionError(f"the entry name {entry!r} is reserved in a segment", next="rename that tensor")
 
 
 def _check_split(pieces: Pieces, split: set[str], entries: set[str], *, alone: bool) -> set[str]:
@@ -274,6 +274,6 @@ def _check_split(pieces: Pieces, split: set[str], entries: set[str], *, alone: b
         for box in parts:
             entry = entry_name(name, box, shape)
             if entry in entries or entry in found:
-                raise CollisionError(f"two tensors make the segment entry {entry!r}", next="rename one of them")
+                raise CollisionError(f"two tensors have the same segment entry {entry!r}", next="rename one of them")
             found.add(entry)
     return found

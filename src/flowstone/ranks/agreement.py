@@ -106,9 +106,9 @@ class Agreement:
         except RuntimeError as error:  # torch's, of every kind; or a signal handler's
             self.leave_call(error)
             raise RankError(
-                f"the ranks cannot talk to each other any more, in '{phase}'", rank=0, phase=phase, undecided=True,
+                f"the ranks can no longer talk to each other, in '{phase}'", rank=0, phase=phase, undecided=True,
                 reason=str(error).splitlines()[0] if str(error) else type(error).__name__,
-                next="look at the logs of rank 0, or of the agent that keeps the job's store",
+                next="look at the log of rank 0, or of the agent that hosts the job's key-value store",
             ) from error
         except Exception as error:
             self.leave_call(error)
@@ -182,8 +182,8 @@ class Agreement:
             waited_s = time.monotonic() - since
             if waited_s > self._deadline_s:
                 raise RankError(
-                    f"another Checkpointer of {self._label} on this rank waits for the others ({waited_s:.0f} s)",
-                    rank=self.rank, phase=phase, next="use one Checkpointer for each path, on all ranks alike",
+                    f"another Checkpointer of {self._label} on this rank waits for other ranks ({waited_s:.0f} s)",
+                    rank=self.rank, phase=phase, next="use one Checkpointer for each path, the same on all ranks",
                 )
             time.sleep(POLL_S)
         self._meeting = name

@@ -19,11 +19,11 @@ from flowstone.ranks.kv_store import Mailbox
 _log = logging.getLogger(__name__)
 _RECHECK_S = 1.0  # between two looks at the heartbeats of ranks that are waited for
 _HEARD_MAX = 64  # of those; whoever is further down the tree is looked after there
-_LOGS = "look at the logs of those ranks; the job's other ranks go on, and may save again"
+_LOGS = "look at the logs of those ranks; the other ranks go on, and may save again"
 _AGAIN = "make this call again on every rank, or end the job"
 _EVERY_RANK = (
-    "make this call on every rank, with Checkpointers of one path; a rank that saves or loads by itself constructs "
-    "its own with alone=True"
+    "make this call on every rank, with Checkpointers of the same path; for a rank that saves or loads by itself, "
+    "construct a Checkpointer with alone=True"
 )
 
 
@@ -166,16 +166,16 @@ class Exchange:
         """Why it is useless to wait any longer."""
         silent = {one.rank: one.silent_s for one in liveness if one.prospect == "silent"}
         if silent:
-            words = f"nothing heard of {ranks_in_words(list(silent))} for {max(silent.values()):.0f} s"
+            words = f"nothing heard from {ranks_in_words(list(silent))} for {max(silent.values()):.0f} s"
             return self._silence(list(silent), words)
         is_long = waited_s >= UNANSWERED_S
         gone = [one for one in liveness if one.prospect == "closed" or (one.prospect == "elsewhere" and is_long)]
         if gone:
-            words = f"rank {gone[0].rank} {gone[0].words}, and does not come to '{self._phase}'"
+            words = f"rank {gone[0].rank} {gone[0].words}, and will not reach '{self._phase}'"
             return self._silence([one.rank for one in gone], words, _EVERY_RANK)
         left = [one for one in liveness if one.prospect == "left"]
         if left:
-            words = f"rank {left[0].rank} {left[0].words}, and does not come to '{self._phase}'"
+            words = f"rank {left[0].rank} {left[0].words}, and will not reach '{self._phase}'"
             return msgspec.structs.replace(self._silence([left[0].rank], words, _AGAIN), left=left[0].call)
         idle = is_long and bool(liveness) and all(one.prospect == "idle" for one in liveness)
         known = self._side.passive
@@ -186,7 +186,7 @@ class Exchange:
     def _did_not_come(self, liveness: Sequence[Liveness], late: Sequence[int], waited_s: float) -> Failure:
         idle = [one for one in liveness if one.prospect == "idle"]
         self._side.passive.update({one.rank: one.mark for one in idle})
-        words = f"{ranks_in_words(late)} did not come to '{self._phase}' in {waited_s:.0f} s"
+        words = f"{ranks_in_words(late)} did not reach '{self._phase}' in {waited_s:.0f} s"
         if not idle:
             return self._silence(late, words)
         return self._silence(late, f"{words}: rank {idle[0].rank} {idle[0].words}", _EVERY_RANK)
@@ -286,7 +286,7 @@ class Exchange:
                 return Failure(
                     one.rank, self._phase, "RankError",
                     f"rank {one.rank} is in '{one.phase}' while rank 0 is in '{self._phase}': "
-                    "all ranks call the same, in the same order", is_silence=True, ahead=_furthest_position(said),
+                    "call the same, in the same order, on all ranks", is_silence=True, ahead=_furthest_position(said),
                 )
         return None
 

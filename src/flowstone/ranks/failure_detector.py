@@ -73,13 +73,13 @@ class FailureDetector:
             return Liveness(rank, "silent", "", mark, silent_s)
         is_told = status.left <= self._left.get(rank, 0)
         if step is not None and activity.step >= step:
-            return Liveness(rank, "coming", "has called it, and is not that far yet", mark)
+            return Liveness(rank, "coming", "has made this call, but is not that far yet", mark)
         if status.left == activity.calls and not is_told:
             return Liveness(rank, "left", status.why, mark, call=status.left)
         if activity.is_inside:
             return Liveness(rank, "coming", f"is in {activity.last}(), at {status.line}", mark)
         last = f", after {activity.last}()" if activity.last else ""
-        return Liveness(rank, "idle", f"is alive, and has not called it{last}; it is at {status.line}", mark)
+        return Liveness(rank, "idle", f"is alive, but has not made this call{last}; it is at {status.line}", mark)
 
     def _unmet(self, rank: int, step: int | None) -> Liveness:
         """Of a rank that may have no Checkpointer of that store yet, and others besides."""
@@ -99,7 +99,7 @@ class FailureDetector:
         for _, status in liveness:
             if status.waits and not status.group:
                 verb = "waited" if status.is_closed else "waits"
-                words = f"{verb} for the others with a Checkpointer of {status.label}, not of {self._label}"
+                words = f"{verb} for others with a Checkpointer of {status.label}, not of {self._label}"
                 return Liveness(rank, "elsewhere", words, mark)
         of_it = [status for _, status in liveness if status.label == self._label]
         if of_it and not of_it[0].group:

@@ -72,6 +72,6 @@ def _open_arena(budget_bytes: int, request_bytes: int) -> _native.Arena:
         return _native.Arena(budget_bytes=budget_bytes, block_bytes=request_bytes, background=True)
     except OSError as error:
         raise BudgetError(
-            f"the system refuses {budget_bytes} bytes of staging memory", reason=error.strerror,
+            f"the operating system refused {budget_bytes} bytes of staging memory", reason=error.strerror,
             next="raise the limits on address space and threads (ulimit -v, -u, pids.max), or lower budget_bytes",
         ) from error

@@ -72,7 +72,7 @@ def choose_destinations(
         if needed > available:
             raise BudgetError(
                 f"load(verify_first=True) needs {needed} bytes beside the state", found=f"{available} bytes available",
-                next="load with verify_first=False: every chunk is verified all the same, as it is read",
+                next="load with verify_first=False: every chunk is still verified as it is read",
             )
     far = {at: memory for at, memory in places.apart.items() if memory.device != "cpu"}
     streams = _streams(far, scattered)

@@ -146,14 +146,16 @@ def _check_watched(writing: Writing, plan: WritePlan) -> None:
         return
     writing.cancel()
     writing.receipt()
-    remedy = 'use EngineOptions(watch="auto"), which samples what cannot be watched'
+    remedy = 'use EngineOptions(watch="auto"), which samples memory that cannot be watched'
     if refusal := _native.written_pages_refusal():
-        raise StorageError('no memory can be watched for writes, as watch="exact" asks', reason=refusal, next=remedy)
+        raise StorageError(
+            'watch="exact" does not work here: memory cannot be watched for writes', reason=refusal, next=remedy
+        )
     assert watched.row is not None, "of what is sampled, one is the first"
     name = plan.pieces.names[plan.order[watched.row] - len(plan.segments)]
     raise UnsupportedStateError(
-        f'{name} cannot be watched for every write, and watch="exact" asks for it', found=watched.reason,
-        expected="contiguous memory of this process alone, not a file's, not shared, not a device's", next=remedy,
+        f'{name} cannot be watched for every write, as watch="exact" requires', found=watched.reason,
+        expected="contiguous host memory that is private to this process and not mapped from a file", next=remedy,
     )
 
 

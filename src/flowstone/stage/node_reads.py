@@ -201,10 +201,10 @@ class NodeReads:
                 looked = now
                 gone = [at for at in behind if not self._open[at].is_alive()]
                 if gone:
-                    raise self._blamed(self._peers[gone[0]].rank, "is gone, in the middle of the load")
+                    raise self._blamed(self._peers[gone[0]].rank, "disappeared during the load")
             if now - since > self._deadline_s:
                 late = self._peers[behind[0]].rank
-                raise self._blamed(late, f"has read nothing for {now - since:.0f} s, in the middle of the load")
+                raise self._blamed(late, f"has read nothing for {now - since:.0f} s during the load")
             time.sleep(_POLL_S)
 
     def _blamed(self, rank: int, what: str) -> RankError:

@@ -149,7 +149,7 @@ def raise_damage(found: Scattered, index: Index, wanted: Pieces, paths: Sequence
             lines.append(f"{name!r}, chunk {chunk}, bytes {begin}..{stop} of {paths[int(index.segment[piece])]}")
         raise DamagedError(
             f"{what}: stored bytes are not what was written", written=written, damaged="\n".join(lines),
-            changed=changed, next="load an older step, or allow it with load(..., fallback=True)",
+            changed=changed, next="load an older step, or use load(..., fallback=True)",
         )
     error: FlowstoneError | None = found.receipt.error
     assert error is not None, "there is something else that is wrong"

@@ -68,7 +68,7 @@ class Collector:
     ) -> None:
         """Enter a tensor under the place's name; `within`: what of a larger one it is. DTensors tell it."""
         if self.objects_only:
-            raise unsupported(place.name, tensor, "is a tensor, or as long as one", "describe it as a Part")
+            raise unsupported(place.name, tensor, "is a tensor, or as large as one", "describe it as a Part")
         if is_dtensor(tensor):
             self._enter_shards(place, shards_of(cast("DTensor", tensor), place.name), tensor, role)
             return
@@ -91,9 +91,9 @@ class Collector:
     def _enter_shards(self, place: Place, held: Sequence[Shard], tensor: torch.Tensor, role: Role) -> None:
         """Enter what this rank holds of a larger tensor: nothing, or a box, or several."""
         if place.rank is not None:
-            raise unsupported(place.name, tensor, "is a part of what every rank keeps for itself", "drop PerRank")
+            raise unsupported(place.name, tensor, "is a shard, but fs.PerRank takes whole values", "remove PerRank")
         if self._whole and not held:
-            raise _part(place.name, "nothing of it")
+            raise _part(place.name, "no element of it")
         if len(held) > 1:
             self.split.add(place.name)
         for shard in held:
@@ -251,14 +251,14 @@ class Collector:
                 first = seen.setdefault(name, position)
                 if first != position and not self._are_boxes(first, position):
                     raise CollisionError(
-                        f"two paths of the state make the name '{name}'", first=self.place(first).path,
+                        f"two paths of the state have the same name '{name}'", first=self.place(first).path,
                         second=self.place(position).path, next="rename one of the keys",
                     )
         known = set(self.names) if self._tied else set()
         for place, target in self._tied:
             if place.name in known:
                 raise CollisionError(
-                    f"two paths of the state make the name '{place.name}'", first=place.path,
+                    f"two paths of the state have the same name '{place.name}'", first=place.path,
                     second=f"a tensor tied to '{target}'", next="rename one of the keys",
                 )
         if not valid_name("".join(self.names)):
@@ -285,8 +285,8 @@ def _check_whole(pieces: Pieces) -> None:
 
 def _part(name: str, found: str) -> UnsupportedStateError:
     return UnsupportedStateError(
-        f"this process holds a part of {name!r}, whose rest lies on other ranks", found=found,
-        next="save it by a Checkpointer that all ranks construct and call, without alone=True",
+        f"this process holds only a part of {name!r}; the rest is on other ranks", found=found,
+        next="save it with a Checkpointer that all ranks construct and call, without alone=True",
     )
 
 

@@ -43,7 +43,7 @@ def value_of(constant: Named, path: str) -> object:
             pass  # a device that this torch has never heard of: refused below
     elif kind == "torch.Size":
         if not re.fullmatch(r"([0-9]{1,18}(,[0-9]{1,18})*)?", text):
-            raise DamagedError(f"the object '{path}' is no torch.Size", found=text, next="run `flowstone verify`")
+            raise DamagedError(f"the object '{path}' is not a torch.Size", found=text, next="run `flowstone verify`")
         return torch.Size(int(n) for n in text.split(",") if n)
     elif kind == "numpy.dtype" and re.fullmatch(r"[a-z]+[0-9]*", text):
         try:

@@ -132,7 +132,7 @@ class Describer:
             case Kind.PROVIDED:
                 return self.provided(value, place)
             case Kind.PER_RANK:
-                raise unsupported(place.name, value, "lies inside another value", "make it a section of the state")
+                raise unsupported(place.name, value, "lies inside another value", "make it a top-level entry")
 
     def _optimizer(self, value: object, core: Core, place: Place) -> MergePoint:
         node, base = optimizers.describe(self, core, place), optimizers.base_at(value, core, place)
@@ -207,7 +207,7 @@ class Describer:
         if id(value) in self._open:
             raise unsupported(place.name, value, "contains itself", "break the cycle, or leave it out of the state")
         if len(self._open) >= objects.DEPTH_MAX:
-            raise unsupported(place.name, value, f"lies more than {objects.DEPTH_MAX} levels deep", "flatten it")
+            raise unsupported(place.name, value, f"is nested more than {objects.DEPTH_MAX} levels deep", "flatten it")
         self._open.add(id(value))
 
     def _plain(self, value: object, place: Place) -> object:

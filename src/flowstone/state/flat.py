@@ -100,20 +100,20 @@ class Flat:
             self.members = tuple((_member_name(name), tuple(map(operator.index, shape))) for name, shape in members)
         except (TypeError, ValueError):
             raise UnsupportedStateError(
-                "the members of a flat tensor are names with shapes, in order",
+                "the members of a flat tensor must be pairs of name and shape, in order",
                 found=f"members {members!r:.60}, begin {begin!r:.20}",
                 next="write fs.Flat(buffer, [('weight', (1024, 1024)), ('bias', (1024,))], begin=0)",
             ) from None
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != 1 or self.begin < 0:
             found = f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__qualname__
             raise UnsupportedStateError(
-                "a flat tensor is one run of elements", expected="a 1-D tensor that begins at element 0 or later",
-                found=f"{found} at {self.begin}", next="hand over the 1-D buffer itself, and where this rank's begins",
+                "a flat tensor must be one run of elements", expected="a 1-D tensor that begins at element 0 or later",
+                found=f"{found} at {self.begin}", next="pass the 1-D buffer itself, and where this rank's part begins",
             )
         names = [name for name, _ in self.members if name is not None]
         if len(set(names)) != len(names) or any(n < 0 for _, shape in self.members for n in shape):
             raise UnsupportedStateError(
-                "the members of a flat tensor are tensors of different names",
+                "the members of a flat tensor must have different names",
                 found=", ".join(f"{name} {shape}" for name, shape in self.members)[:200],
                 next="give each its own name and its whole shape",
             )

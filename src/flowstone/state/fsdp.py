@@ -81,7 +81,7 @@ class Wrapped:
         if key.rpartition(".")[2] == _FLAT_PARAM or strip_wrappers(key) in self.names:
             return True
         if getattr(value, "_fsdp_flattened", False):
-            raise _unknown(f"'{place.name}.{key}' is flattened into no flat parameter")
+            raise _unknown(f"'{place.name}.{key}' is not in any flat parameter")
         return False
 
     def dtype_saved(self, name: str, value: object) -> torch.dtype | None:
@@ -141,8 +141,8 @@ def _unit(handle: Any, prefix: str, place: Place) -> Unit:
     names = [strip_wrappers(prefix + name) for name in _private(flat, "_fqns")]
     if _private(handle, "_training_state").name == "SUMMON_FULL_PARAMS":
         raise UnsupportedStateError(
-            f"the parameters of '{place.name}' are gathered: it is inside of summon_full_params()",
-            next="save and load outside of it",
+            f"the parameters of '{place.name}' are gathered by summon_full_params()",
+            next="save and load outside of summon_full_params()",
         )
     if any(extension is not None for extension in _private(flat, "_param_extensions")):
         raise UnsupportedStateError(
@@ -172,9 +172,9 @@ def _check_memory(unit: Unit, place: Place) -> None:
     for span, original in zip(unit.spans, unit.originals or unit.spans, strict=True):
         if isinstance(original, torch.Tensor) and original.numel() and original.untyped_storage().data_ptr() != own:
             raise UnsupportedStateError(
-                f"'{place.name}.{span.name}' does not lie in its flat parameter any more",
-                found="other memory: it was replaced, or its data was",
-                next="change it in place (copy_), or run a forward first: that takes it over",
+                f"'{place.name}.{span.name}' is no longer in its flat parameter",
+                found="other memory: the parameter or its data was replaced",
+                next="change it in place (copy_), or run a forward pass first, which takes the new values over",
             )
 
 
@@ -201,7 +201,7 @@ def _order(shape: Sequence[int], strides: Sequence[int], name: str) -> tuple[int
     for dim in reversed(order):
         if shape[dim] != 1 and strides[dim] != reach and 0 not in shape:
             raise UnsupportedStateError(
-                f"'{name}' was no dense tensor when it was flattened", found=f"strides {tuple(strides)}",
+                f"'{name}' was not a dense tensor when it was flattened", found=f"strides {tuple(strides)}",
                 next="make it contiguous() before the module is wrapped",
             )
         reach *= shape[dim]
@@ -221,6 +221,6 @@ def _private(owner: object, name: str) -> Any:
 
 def _unknown(what: str) -> UnsupportedStateError:
     return UnsupportedStateError(
-        f"FullyShardedDataParallel of torch {torch.__version__} is not built as known: {what}",
+        f"FullyShardedDataParallel of torch {torch.__version__} has an unknown internal structure: {what}",
         next="use FSDP2 (torch.distributed.fsdp.fully_shard), or torch 2.13",
     )

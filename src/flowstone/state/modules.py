@@ -276,5 +276,5 @@ def load_entries(
         raise StateError(
             f"cannot restore '{place.name}'",
             found=f"load_state_dict() of {sorted(entries)} raised {type(error).__name__}: {error}",
-            next="mend the module's hooks; its parameters and buffers are already restored",
+            next="fix the module's hooks; its parameters and buffers are already restored",
         ) from error

@@ -74,7 +74,7 @@ def check_sections(state: object) -> tuple[str, ...]:
     """The state's section names; raises UnsupportedStateError for one that cannot be a section."""
     if not isinstance(state, Mapping):
         raise UnsupportedStateError(
-            "the state is not a mapping", found=type(state).__qualname__, next='hand over {"model": model, ...}'
+            "the state is not a mapping", found=type(state).__qualname__, next='pass {"model": model, ...}'
         )
     return tuple(_checked_sections(state))
 

@@ -56,14 +56,15 @@ class NewValues:
     def _want_provided(self, node: Provided, place: Place) -> None:
         served = REGISTRY.of_kind(node.kind)
         if served is None or not served.provider.creates:
-            why = "is registered" if served is None else "can make one"
+            why = "is not registered" if served is None else "cannot create one"
             expected = f"an object there, or a provider that creates '{node.kind}'"
-            self._restorer.differ("kind", place.name, expected, f"{kind_of(node)}, of which no provider {why}")
+            self._restorer.differ("kind", place.name, expected, f"{kind_of(node)}, whose provider {why}")
             return
         split = isinstance(served.provider, SplitTensor)
         refusal = cast("SplitTensor", served.provider).refuses(node.objects.get("outer")) if split else None
         if refusal is not None:
-            self._restorer.differ("kind", place.name, "a tensor there", f"{kind_of(node)}, not to be made: {refusal}")
+            found = f"{kind_of(node)}, which cannot be created: {refusal}"
+            self._restorer.differ("kind", place.name, "a tensor there", found)
             return
         for name, item in [*node.parts.items(), *node.objects.items()]:
             self.want(item, place.called(f"{place.name}.{name}", name))
@@ -91,7 +92,7 @@ class NewValues:
         is_bytes = ref.kind != "ndarray"
         if not tensors.numpy_has(stored.dtype) or (is_bytes and (stored.dtype.name, len(stored.shape)) != ("uint8", 1)):
             raise DamagedError(
-                f"the object '{place.name}' is not what its type says",
+                f"the object '{place.name}' does not match its type",
                 expected="bytes" if is_bytes else "a numpy array",
                 found=f"{stored.dtype.name} of shape {stored.shape}",
                 next="run `flowstone verify`; load another checkpoint",
@@ -139,7 +140,7 @@ class NewValues:
             raise ProviderError(
                 f"cannot restore '{path}'", provider=served.title,
                 found=f"its create() raised {type(error).__name__}: {error}",
-                next="mend it; tensors in their own memory, and what comes before it in the state, are restored",
+                next="fix it; tensors loaded in place, and what comes before it in the state, are already restored",
             ) from error
 
     def _built_ref(self, ref: TensorRef) -> object:

@@ -48,7 +48,7 @@ def restore(restorer: Restorer, optimizer: Core, node: object, place: Place) -> 
     if kinds is not None:
         restorer.differ("kind", place.name, *kinds)
         restorer.remedies.append(
-            f"hand over the kind of optimizer that was saved, or leave {place.name!r} out of the state to begin it anew"
+            f"use the kind of optimizer that was saved, or leave {place.name!r} out of the state to start it afresh"
         )
         return
     rebuild = _Rebuild(restorer, optimizer, view, place)
@@ -298,7 +298,7 @@ class _Rebuild:
                         self._want_slot(member, slot, name, stored.tensors[name])
                         continue
                 if type(member.home.held) is Range and refers_to_tensors(node):
-                    self.restorer.differ("kind", place.name, "no tensors, of which only a part is here", kind_of(node))
+                    self.restorer.differ("kind", place.name, "no tensors, as only a part is here", kind_of(node))
                     continue
                 current = member.slots.get(slot)
                 if isinstance(node, Provided) and current is not None:
@@ -394,7 +394,7 @@ class _Rebuild:
             raise StateError(
                 f"cannot restore '{self.place.name}'",
                 found=f"load_state_dict() raised {type(error).__name__}: {error}",
-                next="mend that load_state_dict(); its tensors' memory is already restored",
+                next="fix that load_state_dict(); the optimizer's tensors are already restored",
             ) from error
         if not _overrides_load(state_owner):
             self._undo_casts(state)

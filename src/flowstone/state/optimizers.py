@@ -168,7 +168,7 @@ def _packed(
         if list(map(len, numbers)) != [len(group["params"]) for group in optimizer.param_groups]:
             raise ValueError("param_groups of other lengths than the optimizer's own")
         if not all(isinstance(slots, Mapping) for slots in state.values()):
-            raise TypeError("a state that is no mapping of slots")
+            raise TypeError("a state that is not a mapping of slots")
     except Exception as error:
         raise refuse_failed_call(place, "state_dict", error) from error
     return packed, state, numbers
@@ -220,7 +220,7 @@ def _home_by_name(group: Mapping[str, object], i: int, j: int, place: Place) -> 
     if isinstance(names, list) and j < len(names) and isinstance(names[j], str):
         return Home(names[j], None)
     parameter = cast("list[torch.Tensor]", group["params"])[j]
-    gathered = "; if that is a part of an FSDP2 module, call reshard() on the whole one after an evaluation"
+    gathered = "; if it belongs to an FSDP2 module, call reshard() on the whole module after an evaluation"
     raise UnsupportedStateError(
         f"parameter {j} of group {i} of '{place.name}' has no name",
         found="it belongs to no module and no entry of the state, and its group has no param_names",
@@ -320,9 +320,9 @@ class _Slots:
 
 def _no_match(name: str) -> UnsupportedStateError:
     return UnsupportedStateError(
-        f"what '{name}' is of its parameter, of which only some elements are here, cannot be told",
-        expected="a tensor as long as they are, a single number, or values without tensors",
-        next="save it as an object of its own, in fs.PerRank",
+        f"slot '{name}' does not match this rank's shard",
+        expected="a tensor as long as the shard, a single number, or values without tensors",
+        next="save it as an entry of its own, in fs.PerRank",
     )
 
 

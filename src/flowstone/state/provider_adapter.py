@@ -54,7 +54,7 @@ def describe(describer: Describer, served: Served, value: object, place: Place, 
 def _describe_objects(describer: Describer, session: ProviderSession, found: Provided) -> None:
     """Take an object's small objects. All tensors have been entered, and bytes move: no more can come."""
     for part, value in session.values():
-        found.objects[part.name] = session.checked(f"gives for '{part.name}' what cannot be stored",
+        found.objects[part.name] = session.checked(f"gives '{part.name}' a value that cannot be stored",
                                                  describer.node, value, session.place_of(part))
     session.end()
 
@@ -126,7 +126,7 @@ def _compare_objects(restorer: Restorer, session: ProviderSession, node: Provide
     for part, value in session.values():
         inner = session.place_of(part)
         if part.constant and part.name in node.objects:
-            own = session.checked(f"gives for '{part.name}' what cannot be stored", restorer.plain, value, inner)
+            own = session.checked(f"gives '{part.name}' a value that cannot be stored", restorer.plain, value, inner)
             mine, stored = (objects.encode(one, inner.name) for one in (own, node.objects[part.name]))
             if mine != stored:
                 restorer.differ("kind", inner.name, *_apart(mine, stored))
@@ -158,7 +158,7 @@ def _hand_over(session: ProviderSession, new_values: NewValues, anew: Mapping[st
         raise ProviderError(
             f"cannot restore '{place.name}'", provider=session.served.title,
             found=f"its restore() raised {type(error).__name__}: {error}",
-            next="mend it; tensors in their own memory, and what comes before it in the state, are already restored",
+            next="fix it; tensors loaded in place, and what comes before it in the state, are already restored",
         ) from error
 
 

@@ -45,14 +45,15 @@ class ProviderSession:
         first: dict[str, list[Part]] = {}
         for part in described:
             if not isinstance(part, (Part, ObjectPart)):
-                self.refuse("describes no part", "Part or ObjectPart", repr(part)[:80], "correct its describe()")
+                self.refuse("describes what is not a part", "Part or ObjectPart", repr(part)[:80],
+                            "correct its describe()")
             _check_name(self, part.name)
             if isinstance(part, ObjectPart):
                 self.objects.append(part)
                 continue
             if self.objects:
                 self.refuse(f"describes the tensor '{part.name}' after an object", "Parts, then ObjectParts",
-                            self.objects[-1].name, "let objects follow: they are taken while bytes move already")
+                            self.objects[-1].name, "describe all tensors first, then the objects")
             _check_part(self, part)
             self.parts.append(part)
             first.setdefault(part.name, []).append(part)
@@ -66,9 +67,9 @@ class ProviderSession:
             part = parts.get(name)
             if part is None or _promise(part) != _promise(known):
                 self.refuse(
-                    f"describes '{name}' otherwise than before", _words(known),
+                    f"describes '{name}' differently than before", _words(known),
                     "nothing of that name" if part is None else _words(part),
-                    "describe the same for as long as an object lives; lengths may change where resizable=True",
+                    "describe an object the same way as long as it lives; only lengths may change, with resizable=True",
                 )
         self.served.promises.note(self.value, parts)
 
@@ -122,7 +123,7 @@ class ProviderSession:
             raise ProviderError(
                 f"cannot describe '{self.place.name}'", provider=self.served.title,
                 found=f"its {method}() raised {type(error).__name__}: {error}",
-                next=f"mend that {method}(), or leave the object out of the state",
+                next=f"fix that {method}(), or leave the object out of the state",
             ) from error
 
     def checked(self, what: str, call: Callable[[object, Place], object], value: object, inner: Place) -> object:
@@ -151,7 +152,7 @@ def _check_name(session: ProviderSession, name: object) -> None:
 
 
 def _check_part(session: ProviderSession, part: Part) -> None:
-    title = f"describes '{part.name}' as what no tensor is"
+    title = f"describes the tensor '{part.name}' wrongly"
     if part.dtype not in DTYPES:
         session.refuse(title, "a dtype of docs/FORMAT.md, such as 'float32'", repr(part.dtype), "correct its dtype")
     shape = part.shape
@@ -211,14 +212,14 @@ def _as_described(session: ProviderSession, part: Part, chunk: object, writable:
     expected = f"{part.dtype} {shape}"
     if isinstance(chunk, torch.Tensor):
         if type(chunk) not in tensors.DENSE_TYPES:
-            session.refuse(f"gives for '{part.name}' a tensor that is no run of memory", "a plain tensor",
-                         type_name(type(chunk)), "describe and give the tensors that it is made of")
+            session.refuse(f"gives a tensor for '{part.name}' that is not plain memory", "a plain tensor",
+                         type_name(type(chunk)), "describe and give the tensors inside of it")
     elif not isinstance(chunk, np.ndarray):
         return _of_buffer(session, part, shape, chunk, writable)
     found = f"{str(chunk.dtype).removeprefix('torch.')} {tuple(chunk.shape)}"
     if found != expected:
-        session.refuse(f"gives for '{part.name}' another chunk than it describes", expected, found,
-                     "let describe() and chunks() agree")
+        session.refuse(f"gives a chunk for '{part.name}' that differs from its description", expected, found,
+                     "make describe() and chunks() agree")
     return chunk
 
 
@@ -231,14 +232,14 @@ def _of_buffer(
         if not view.c_contiguous:
             raise BufferError("not contiguous")
     except (TypeError, BufferError) as error:
-        session.refuse(f"gives for '{part.name}' what is no memory", "a tensor, an array, or a contiguous buffer",
+        session.refuse(f"gives a chunk for '{part.name}' that is not memory", "a tensor, array or contiguous buffer",
                      f"{type_name(type(chunk))} ({error})", "describe it as an ObjectPart, or give its memory", error)
     bytes_described = Box.whole(shape).elements * DTYPES[part.dtype].item_bytes
     if view.nbytes != bytes_described:
-        session.refuse(f"gives for '{part.name}' another chunk than it describes", f"{bytes_described} bytes",
-                     f"{view.nbytes} bytes", "let describe() and chunks() agree")
+        session.refuse(f"gives a chunk for '{part.name}' that differs from its description", f"{bytes_described} bytes",
+                     f"{view.nbytes} bytes", "make describe() and chunks() agree")
     if writable and view.readonly:
-        session.refuse(f"gives for '{part.name}' memory that cannot be loaded into", "writable memory",
+        session.refuse(f"gives read-only memory for '{part.name}'", "writable memory",
                      f"a read-only {type_name(type(chunk))}", "give a writable buffer, or describe it as resizable")
     raw = np.frombuffer(view, np.uint8) if view.nbytes else np.empty(0, np.uint8)
     if tensors.numpy_has(DTYPES[part.dtype]):

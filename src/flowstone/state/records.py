@@ -37,7 +37,7 @@ class PerRank:
     def __init__(self, value: object, *, redistribute: Redistribute | None = None) -> None:
         if redistribute is not None and not callable(redistribute):
             raise UnsupportedStateError(
-                f"redistribute={redistribute!r:.60} cannot be called",
+                f"redistribute={redistribute!r:.60} is not callable",
                 next="give a function: redistribute(states, rank, ranks)"
             )
         self.value = value
@@ -60,7 +60,7 @@ class Shard:
                 raise TypeError("no tensor")
         except TypeError:
             raise UnsupportedStateError(
-                "a shard is a tensor, with the global shape and the offset of what it holds of it",
+                "a shard takes a tensor, the global shape, and the offset of the tensor in it",
                 found=f"Shard({type(tensor).__qualname__}, {shape!r:.40}, {offset!r:.40})",
                 next="write fs.Shard(tensor, (4096, 1024), (1024, 0)): one whole number for each dimension",
             ) from None
@@ -70,7 +70,7 @@ class Shard:
         )
         if not fits:
             raise UnsupportedStateError(
-                f"a shard of shape {local} at offset {self.offset} does not lie in a tensor of shape {self.shape}",
+                f"a shard of shape {local} at offset {self.offset} does not fit into a tensor of shape {self.shape}",
                 next="give the global shape, and the offset of the shard's first element in it",
             )
 

@@ -94,7 +94,7 @@ class Registry:
     def add(self, own: type, provider: object) -> Served:
         """Put a provider in force. Raises ProviderError for what cannot be one, or not for that type."""
         if not isinstance(own, type):
-            raise ProviderError(f"{own!r} is no type to register a provider for", next="give the object's class")
+            raise ProviderError(f"{own!r} is not a type to register a provider for", next="give its class")
         name = type_name(own)
         if not isinstance(provider, Provider):
             raise ProviderError(
@@ -108,7 +108,7 @@ class Registry:
         kind = name if provider.kind is None else provider.kind
         if type(kind) is not str or not kind or not valid_name(kind):
             raise ProviderError(
-                f"the provider of {name} has the kind {kind!r}", provider=type_name(type(provider)),
+                f"the provider of {name} has an invalid kind, {kind!r}", provider=type_name(type(provider)),
                 expected="a non-empty str without NUL", next="leave it out, or correct it",
             )
         for known in (self._by_type.get(own), self._by_kind.get(kind)):
@@ -160,7 +160,8 @@ def register_provider(own: type[T], provider: Provider[T] | None = None) -> Regi
     """
     if not isinstance(own, type):
         raise ProviderError(
-            f"{own!r:.60} is no type", next="write register_provider(YourClass, YourProvider()), or decorate a Provider"
+            f"{own!r:.60} is not a type",
+            next="write register_provider(YourClass, YourProvider()), or decorate a Provider"
         )
     if provider is not None:
         return Registration(REGISTRY, REGISTRY.add(own, provider))

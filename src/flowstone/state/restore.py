@@ -133,7 +133,7 @@ class Restorer:
     def per_rank(self, section: str, holder: PerRank, rank: int, ranks: int) -> None:
         """Plan a section that every rank keeps for itself."""
         if section in self.stored.objects and section not in self.stored.per_rank:
-            self.differ("kind", section, "a value of every rank's own", "one value for all ranks")
+            self.differ("kind", section, "each rank's own value (fs.PerRank)", "one value for all ranks")
             return
         if holder.redistribute is not None and len(self.stored.by_rank.get(section, ())) not in (0, ranks):
             self._redistribute(section, holder, rank, ranks)
@@ -163,7 +163,7 @@ class Restorer:
             except Exception as error:
                 raise StateError(
                     f"cannot restore '{section}'", found=f"its redistribute() raised {type(error).__name__}: {error}",
-                    next="mend it; tensors in their own memory, and what comes before it in the state, are restored",
+                    next="fix it; tensors loaded in place, and what comes before it in the state, are already restored",
                 ) from error
 
         if kind is Kind.STATEFUL:
@@ -174,13 +174,13 @@ class Restorer:
     def section(self, section: str, value: object, state: Mapping[str, object]) -> None:
         """Plan a section that all ranks share."""
         if section in self.stored.per_rank and section not in self.stored.objects:
-            self.differ("kind", section, "one value for all ranks", "a value of every rank's own")
+            self.differ("kind", section, "one value for all ranks", "each rank's own value (fs.PerRank)")
             return
         replacement = self.node(value, self.stored.objects.get(section, MISSING), section_place(section))
         if replacement is None:
             return
         if not isinstance(state, MutableMapping):
-            raise unsupported(section, value, "cannot be replaced in a state that is read-only", "hand over a dict")
+            raise unsupported(section, value, "cannot be replaced, as the state is read-only", "pass a dict")
         self.later(Phase.VALUES, lambda: operator.setitem(state, section, replacement()))
 
     def node(self, value: object, node: object, place: Place) -> Replacement | None:
@@ -225,7 +225,7 @@ class Restorer:
                 assert served is not None, "that is what the kind says"
                 provider_adapter.restore(self, served, value, node, place)
             case Kind.PER_RANK:
-                raise unsupported(place.name, value, "lies inside another value", "make it a section of the state")
+                raise unsupported(place.name, value, "lies inside another value", "make it a top-level entry")
         return None
 
     def _unprovided(self, value: object, node: Provided) -> str:
@@ -246,7 +246,7 @@ class Restorer:
             return
         mine, theirs = (objects.encode(without_tensors(one), place.name) for one in (node, first[1]))
         if mine != theirs:
-            self.differ("kind", place.name, f"what is in '{first[0].name}', which is the same object", "another value")
+            self.differ("kind", place.name, f"as in '{first[0].name}', which is the same object", "another value")
 
     def _plain(self, value: object, node: object, place: Place) -> Replacement | None:
         if node is MISSING:
@@ -291,13 +291,13 @@ class Restorer:
 
     def _is_lost_on(self, value: object, node: object, place: Place) -> bool:
         """Whether what is stored of an optimizer has no place in the state_dict() that is to take it."""
-        itself = f"hand over the optimizer itself as {place.path}, not its state_dict()"
+        itself = f"pass the optimizer itself as {place.path}, not its state_dict()"
         if optimizer_restore.read(node) is not None:
             self.differ("kind", place.name, "the state_dict() of an optimizer", "an optimizer")
             self.remedies.append(itself)
             return True
         if state_dicts.is_optimizers(node) and state_dicts.is_fresh(value, node):
-            self.remedies.append(f"{itself}: this one is fresh, and has no tensors to load into")
+            self.remedies.append(f"{itself}: this one is new and has no tensors to load into")
         return False
 
     def want(self, place: Place, made: torch.Tensor | np.ndarray) -> None:
@@ -452,7 +452,7 @@ def _load_generator(generator: object, state: object, place: Place) -> None:
     except Exception as error:
         raise StateError(
             f"cannot restore '{place.name}'",
-            found=f"the generator refuses the stored state: {type(error).__name__}: {error}",
+            found=f"the generator refused the stored state: {type(error).__name__}: {error}",
             next="run `flowstone verify`; everything but generators is already restored",
         ) from error
 
@@ -464,5 +464,5 @@ def _load_state(value: object, tree: object, place: Place) -> None:
         raise StateError(
             f"cannot restore '{place.name}'",
             found=f"load_state_dict() raised {type(error).__name__}: {error}",
-            next="mend that load_state_dict(); what comes before it in the state is already restored",
+            next="fix that load_state_dict(); what comes before it in the state is already restored",
         ) from error

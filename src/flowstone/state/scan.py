@@ -237,7 +237,7 @@ class _Walk:
             self.optimizers |= {id(one): one for one in guards}
             self.unguarded += [] if guards else [place.name]
         elif kind is Kind.PER_RANK:
-            raise unsupported(place.name, value, "lies inside another value", "make it a section of the state")
+            raise unsupported(place.name, value, "lies inside another value", "make it a top-level entry")
         return True
 
     def _shard(self, shard: Shard, place: Place) -> None:
@@ -250,7 +250,7 @@ class _Walk:
         if id(value) in self._open:
             raise unsupported(place.name, value, "contains itself", "break the cycle, or leave it out of the state")
         if place.depth >= DEPTH_MAX:
-            raise unsupported(place.name, value, f"lies more than {DEPTH_MAX} levels deep", "flatten it")
+            raise unsupported(place.name, value, f"is nested more than {DEPTH_MAX} levels deep", "flatten it")
         only = only_tensors(value)
         if only is not None:
             self.tensors.append((place, *only))
@@ -270,7 +270,7 @@ class _Walk:
 
 def _not_of_one_rank(place: Place, value: object) -> None:
     if place.rank is not None:
-        raise unsupported(place.name, value, "is a shard of what every rank keeps for itself", "drop PerRank")
+        raise unsupported(place.name, value, "is a shard, but fs.PerRank takes whole values", "remove PerRank")
 
 
 def only_tensors(value: object) -> tuple[Sequence[object], Sequence[torch.Tensor]] | None:
@@ -309,5 +309,5 @@ def refuse_failed_call(place: Place, call: str, error: Exception) -> Unsupported
     return UnsupportedStateError(
         f"cannot {'restore' if call == 'load_state_dict' else 'describe'} '{place.name}'",
         found=f"{call}() raised {type(error).__name__}: {error}",
-        next=f"mend that {call}(), or leave the object out of the state",
+        next=f"fix that {call}(), or leave the object out of the state",
     )

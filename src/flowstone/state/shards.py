@@ -159,7 +159,7 @@ def shards_of(tensor: DTensor, name: str) -> list[Shard]:
     held = tuple(sum(stop - begin for begin, stop in of) for of in runs)
     if held != tuple(local.shape):
         raise UnsupportedStateError(
-            f"the local tensor of {name!r} is not what its placements {tensor.placements} say",
+            f"the local tensor of {name!r} does not match its placements {tensor.placements}",
             expected=f"shape {held}", found=f"shape {tuple(local.shape)}",
             next="make DTensors with distribute_tensor(), or give from_local() the global shape",
         )

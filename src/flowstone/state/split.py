@@ -49,7 +49,7 @@ class SplitTensor(Provider[torch.Tensor]):
 
     def __init__(self, own: type[torch.Tensor]) -> None:
         if not splits(own):
-            raise TypeError(f"{own!r} is no tensor type with __tensor_flatten__ and __tensor_unflatten__")
+            raise TypeError(f"{own!r} is not a tensor type with __tensor_flatten__ and __tensor_unflatten__")
         self._own = own
 
     def context_of(self, value: torch.Tensor) -> object:
@@ -81,9 +81,9 @@ class SplitTensor(Provider[torch.Tensor]):
                 if kind != type_name(self._own):
                     return f"it is a {kind}"
                 if inner:
-                    return "its components are made of tensors themselves"
+                    return "its components are themselves made of tensors"
                 named = _without_value(context)
-                return None if named is None else f"its context holds {named.text}, which no file can make"
+                return None if named is None else f"its context holds {named.text}, which cannot be created from a file"
         return "it is not described as a tensor"
 
     def _outer(self, value: torch.Tensor) -> dict[str, object]:

@@ -25,13 +25,13 @@ def local_optimizer(optimizer: object, place: Place) -> torch.optim.Optimizer | 
         return None
     if getattr(optimizer, "_overlap_with_ddp", False):
         raise UnsupportedStateError(
-            f"'{place.name}' steps inside of backward, where nobody waits for what is not captured yet",
+            f"'{place.name}' steps inside of backward, without waiting for what is not captured yet",
             found="a ZeroRedundancyOptimizer with overlap_with_ddp=True", next="construct it without overlap_with_ddp",
         )
     local = getattr(optimizer, "optim", None)
     if not isinstance(local, torch.optim.Optimizer) or len(local.param_groups) != len(optimizer.param_groups):
         raise UnsupportedStateError(
-            f"'{place.name}' is not built as known", expected="a local optimizer of as many groups, called 'optim'",
+            f"'{place.name}' has an unknown structure", expected="a local optimizer of as many groups, called 'optim'",
             found=f"the ZeroRedundancyOptimizer of torch {torch.__version__}",
             next="use torch 2.13",
         )

@@ -90,7 +90,7 @@ class LocalStore:
                 size = os.fstat(file.fileno()).st_size
                 if bytes_max is not None and size > bytes_max:
                     raise DamagedError(
-                        f"{self.root / path} is longer than any writer makes it", expected=f"at most {bytes_max} bytes",
+                        f"{self.root / path} is too long", expected=f"at most {bytes_max} bytes",
                         found=f"{size} bytes", next="restore the file from a copy, or use an older step",
                     )
                 if offset:

@@ -299,7 +299,7 @@ class LocalReading:
             return self._refusal
         if fault is not None and fault.operation == "end of file":
             return DamagedError(
-                f"{fault.path} has become shorter while it was read", range=_reach(fault),
+                f"{fault.path} became shorter while it was read", range=_reach(fault),
                 next="restore the file from a copy, or load an older step",
             )
         if fault is not None:

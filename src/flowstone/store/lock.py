@@ -15,7 +15,7 @@ from flowstone.store.os_errors import translated
 from flowstone.store.system import System
 
 LOCK_NAME = "flowstone.lock"
-_ANEW = f"remove {LOCK_NAME}: it has to be a plain file, and is made anew"
+_ANEW = f"remove {LOCK_NAME}: it must be a plain file, and the next save creates it"
 _NO_FILE = {errno.ELOOP: _ANEW, errno.EISDIR: _ANEW, errno.ENXIO: _ANEW}
 _TRIES = 16  # to lock a file that others replace meanwhile
 
@@ -43,8 +43,8 @@ class WriterLock:
                     break
             else:
                 raise LockedError(
-                    f"cannot save into {self._root}: others replace {LOCK_NAME} again and again", holder="unknown",
-                    next="find out who removes it",
+                    f"cannot save into {self._root}: {LOCK_NAME} is replaced again and again", holder="unknown",
+                    next="find the program that replaces it, and stop it",
                 )
             try:
                 self._said = f"{holder}\n{secrets.token_hex(8)}\n".encode()
@@ -99,13 +99,13 @@ class WriterLock:
         """Raise LockedError unless it is held still: leases run out, machines freeze, files are removed by hand."""
         fd = self._fd
         if fd is None:
-            raise LockedError(f"the lock of {self._root} is not held", next="report this: our own mistake")
+            raise LockedError(f"the lock of {self._root} is not held", next="report this: it is a mistake in Flowstone")
         with translated(self._root, "look for the lock in", ""), directory(self._root) as at:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no change, unless it was lost
                 lost = None if _is_at(fd, at) else f"{LOCK_NAME} was removed or replaced"
                 if lost is None and os.pread(fd, len(self._said) + 1, 0) != self._said:
-                    lost = f"{_holder(fd)} has had it since"
+                    lost = f"{_holder(fd)} has taken it since"
             except OSError as error:
                 if error.errno not in (errno.EWOULDBLOCK, errno.ESTALE):
                     raise
@@ -113,7 +113,7 @@ class WriterLock:
         if lost is not None:
             raise LockedError(
                 f"this job has lost the lock of {self._root}", found=lost,
-                next="stop whoever else writes there; the next save asks for the lock again",
+                next="stop the other job that writes there; the next save takes the lock again",
             )
 
     def release(self) -> None:

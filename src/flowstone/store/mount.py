@@ -76,7 +76,7 @@ def _mount(path: Path) -> tuple[str, str, str]:
         lines = _MOUNTS.read_text(errors="surrogateescape").splitlines()
     except OSError as error:
         raise StorageError(
-            f"cannot tell on which mount {path} lies: {_MOUNTS} is not readable", errno=error.errno or 0,
+            f"cannot find the mount of {path}: {_MOUNTS} is not readable", errno=error.errno or 0,
             next="mount /proc",
         ) from error
     for line in lines:
@@ -86,7 +86,7 @@ def _mount(path: Path) -> tuple[str, str, str]:
             file_system, device, *_ = after.split(" ")
             best = _plain(device), str(mount_point), file_system
     if best is None:
-        raise StorageError(f"cannot tell on which mount {path} lies", found=f"no line for it in {_MOUNTS}")
+        raise StorageError(f"cannot find the mount of {path}", found=f"no line for it in {_MOUNTS}")
     shown = [name.encode(errors="replace").decode() for name in best]  # JSON has no room for what is no text
     return shown[0], shown[1], shown[2]
 

@@ -158,7 +158,7 @@ class RingReading:
             pass
         job, fault = self._job, self._job.fault
         error = None if fault is None else StorageError(
-            f"cannot take what another rank has read: {fault.operation}", path=fault.path, errno=fault.errno,
+            f"cannot copy what another rank read: {fault.operation}", path=fault.path, errno=fault.errno,
             next="load again, with EngineOptions(share_reads=False)",
         )
         touched: NDArray[np.bool_] = job.touched

@@ -132,14 +132,14 @@ def _check_room(path: Path, cell_bytes: int) -> None:
     disk = shutil.disk_usage(path)
     if disk.total and cell_bytes * 2 > disk.free:  # a file system in memory may have no size at all
         raise FullError(
-            f"a study with {cell_bytes:,} bytes a cell needs twice that on disk", path=path, free_bytes=disk.free,
-            next="give fewer --bytes, or another path",
+            f"a study with {cell_bytes:,} bytes per cell needs twice that on disk", path=path, free_bytes=disk.free,
+            next="give a smaller --bytes, or another path",
         )
     available = available_bytes()
     if cell_bytes * 2 > available:
         raise BudgetError(
-            f"a study with {cell_bytes:,} bytes a cell needs that in memory, and as much for the page cache",
-            available_bytes=available, next="give fewer --bytes",
+            f"a study with {cell_bytes:,} bytes per cell needs that in memory, and as much again for the page cache",
+            available_bytes=available, next="give a smaller --bytes",
         )
 
 

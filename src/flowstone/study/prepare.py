@@ -73,7 +73,7 @@ def probe_at(path: Path) -> Probe:
         return probe(path)
     except OSError as error:
         raise StorageError(
-            f"nothing can be written at {path}: {error.strerror}", errno=error.errno or 0,
+            f"cannot write at {path}: {error.strerror}", errno=error.errno or 0,
             next="give a directory that exists and that you may write to",
         ) from error
 

@@ -68,7 +68,7 @@ class Cell:
             (self.mix, MIXES),
         ):
             if value not in known:
-                raise ValueError(f"{value!r} is none of {known}")
+                raise ValueError(f"{value!r} is not one of {known}")
         if self.request_bytes % BLOCK_BYTES or not REQUEST_BYTES_MIN <= self.request_bytes <= REQUEST_BYTES_MAX:
             raise ValueError(f"request_bytes {self.request_bytes} is not a multiple of 4096 within 4 KiB..64 MiB")
         if not 1 <= self.queue_depth <= QUEUE_DEPTH_MAX or not 1 <= self.processes <= PROCESSES_MAX:

@@ -109,8 +109,8 @@ def _lock(store: LocalStore, holder: str) -> None:
         store.lock(holder)
     except LockedError as error:
         raise LockedError(
-            f"cannot measure in {store.root}: somebody saves or measures there", holder=error.facts["holder"],
-            next="wait for that to end: neither would get the device's full rate",
+            f"cannot measure in {store.root}: another process saves or measures there", holder=error.facts["holder"],
+            next="wait until it ends: two at once do not get the device's full rate",
         ) from error
 
 

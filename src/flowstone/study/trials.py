@@ -213,6 +213,6 @@ def _check(receipt: ReadReceipt, path: Path) -> None:
         raise receipt.error
     if receipt.bad.size:
         raise DamagedError(
-            f"{path} gives back other bytes than were written", found=f"{receipt.bad.size} chunks that differ",
+            f"{path} returns bytes that differ from what was written", found=f"{receipt.bad.size} chunks that differ",
             next="do not keep checkpoints on this device; check it, and this machine's memory",
         )

@@ -180,7 +180,7 @@ def _trial_bytes(site: Site, trials: Trials, effort: Effort, wanted: int | None)
         pilot = min(_PILOT_BYTES, memory, disk)
         wanted = max(_PILOT_BYTES_MIN, min(memory, disk, effort.bytes_max, _affordable(trials, effort, pilot)))
     if wanted < BYTES_MIN:
-        raise ValueError(f"{wanted} bytes are too few to measure with: {BYTES_MIN} at least")
+        raise ValueError(f"{wanted} bytes are too few to measure with: give {BYTES_MIN} at least")
     if wanted > disk:
         raise FullError(
             f"no space to measure with {wanted} bytes", needed=f"{_SHARE_OF_DISK * wanted} bytes",

@@ -137,7 +137,7 @@ class Look:
 
 def _follows(said: str) -> bool:
     """Whether a save failed because an earlier one had, and it was begun before that was known."""
-    return "begun to save by an older plan" in said
+    return "began to save with an older plan" in said
 
 
 def _hows(ranks: Mapping[int, dict[str, Any]]) -> str:

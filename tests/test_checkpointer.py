@@ -264,7 +264,7 @@ def test_a_watcher_that_raises_breaks_nothing(store: Path, caplog: pytest.LogCap
     with fs.Checkpointer(store, on_event=watch) as checkpointer:
         checkpointer.save(1, filled(1))
     assert fs.open(store).verify().sound
-    assert "on_event failed on Committed" in caplog.text
+    assert "on_event raised an error for Committed" in caplog.text
 
 
 def test_the_plan_is_made_once_for_a_layout(store: Path) -> None:

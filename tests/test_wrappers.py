@@ -221,7 +221,7 @@ def test_what_cannot_be_made_to_wait_is_captured_early_and_that_is_said_once(
             assert failure(save) is None
             checkpoint = fs.open(tmp_path, step=step)
             assert all(torch.equal(checkpoint.read(f"model.{name}"), tensor) for name, tensor in expected.items())
-    told = [record.getMessage() for record in caplog.records if "before a step of 'optimizer'" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "on the step of 'optimizer'" in record.getMessage()]
     assert len(told) == 1
     assert "captured before save returns" in told[0]
 

@@ -188,7 +188,7 @@ class Checkpointer:
             except FlowstoneError as error:
                 if candidate == candidates[-1] or not is_damage(error):
                     raise
-                _log.warning("step %d cannot be loaded, trying an older one: %s", candidate, error)
+                _log.warning("cannot load step %d, trying an older one: %s", candidate, error)
                 self._emit(FellBack(candidate, str(error)))
             else:
                 if candidate != candidates[0]:
@@ -569,7 +569,7 @@ class Checkpointer:
         except FlowstoneError as failure:
             if error is None:
                 raise
-            _log.error("while another error was on its way: %s", failure)  # which must not be masked
+            _log.error("closing failed too, after another error: %s", failure)  # which must not be masked
 
     def _await_saves(self) -> None:
         """Until the saves in flight have ended one way or the other."""

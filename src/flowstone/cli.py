@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from flowstone.reader import Checkpoint
 
 app = typer.Typer(
-    help="Checkpoints of large-model training: list, look into, verify.", no_args_is_help=True,
+    help="List, inspect and verify checkpoints of large-model training.", no_args_is_help=True,
     pretty_exceptions_enable=False, add_completion=False,
 )
 app.command()(cli_ls.ls)
@@ -46,7 +46,7 @@ _SHOWN_TENSORS = 40  # rows that `show` prints unless asked for all
 _INT_SHOWN = 10**300  # larger ones are no numbers to JSON readers, nor to Python from 4,300 digits on
 _TEXT_MAX = 60  # characters of a plain value in a table
 
-Step = Annotated[int | None, typer.Option("--step", help="Which step; the newest if left out.")]
+Step = Annotated[int | None, typer.Option("--step", help="The step; default: the newest.")]
 
 
 def main() -> None:
@@ -80,7 +80,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 def show(
     path: StorePath,
     step: Step = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every tensor, not only the first ones.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Show every tensor, not only the first.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what a checkpoint holds: tensors, objects, files."""
@@ -139,7 +139,7 @@ def verify(path: StorePath, step: Step = None, as_json: AsJson = False) -> None:
         for finding in verified.findings:
             console.print(printable(f"{finding.file}: {finding.what}"), markup=False, style="red")
         for name in verified.extra:
-            console.print(f"{printable(name)}: no part of the checkpoint (harmless)", markup=False)
+            console.print(f"{printable(name)}: not part of the checkpoint (harmless)", markup=False)
         state = "every byte is as it was written" if verified.sound else f"damaged in {len(verified.findings)} place(s)"
         console.print(f"step {verified.step}: {size_text(verified.checked_bytes)} checked, {state}", markup=False)
     if not verified.sound:
@@ -148,10 +148,10 @@ def verify(path: StorePath, step: Step = None, as_json: AsJson = False) -> None:
 
 @app.command()
 def demo(
-    directory: Annotated[Path | None, typer.Option(help="Where to work: absent or empty.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the training and the kills; a new one if left out.")] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave the stores and logs behind.")] = False,
-    small: Annotated[bool, typer.Option("--small", help="A tiny model and few kills, in seconds.")] = False,
+    directory: Annotated[Path | None, typer.Option(help="A directory to work in, new or empty.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the training and kills; default: new.")] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the stores and logs.")] = False,
+    small: Annotated[bool, typer.Option("--small", help="Take seconds: a tiny model, few kills.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a GPT, kill it again and again, resume, compare bit for bit. Exit status 0 if every claim held."""

@@ -61,7 +61,7 @@ def _parse_mix(text: str) -> str:
 @app.callback(invoke_without_command=True)
 def _root(
     probe: Annotated[
-        Path | None, typer.Option("--probe", metavar="[PATH]", help="Say what works there: io_uring, O_DIRECT, ...")
+        Path | None, typer.Option("--probe", metavar="[PATH]", help="Show what works there: io_uring, O_DIRECT, ...")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="With --probe: print JSON.")] = False,
 ) -> None:
@@ -84,26 +84,26 @@ def _root(
 @app.command(cls=_Io)
 def io(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A directory on the file system to measure.")],
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer points on each axis, in under two minutes.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure fewer points, in under two minutes.")] = False,
     size: Annotated[
         int | None,
-        typer.Option("--bytes", parser=_parse_bytes, metavar="SIZE", help="Of a cell: 256MiB, 2GB. 1GiB if left out."),
+        typer.Option("--bytes", parser=_parse_bytes, metavar="SIZE", help="Per cell: 256MiB, 2GB. Default: 1GiB."),
     ] = None,
-    processes: Annotated[int, typer.Option(min=1, max=4, help="At most so many at once.")] = 4,
+    processes: Annotated[int, typer.Option(min=1, max=4, help="Processes at once, at most.")] = 4,
     mix: Annotated[
         list[str] | None,
-        typer.Option("--mix", parser=_parse_mix, metavar="MIX", help="synthetic, 3B, 7B or 13B; repeat. All if none."),
+        typer.Option("--mix", parser=_parse_mix, metavar="MIX", help="synthetic, 3B, 7B or 13B; repeat. Default: all."),
     ] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Samples of each cell; 3 if left out.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Samples per cell.")] = None,
     json_file: Annotated[
-        str | None, typer.Option("--json", metavar="[FILE]", help="Everything, to FILE (.json) or standard output.")
+        str | None, typer.Option("--json", metavar="[FILE]", help="Write all to FILE (.json) or standard output.")
     ] = None,
-    csv_file: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="One row for each sample.")] = None,
-    html_file: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Plots, in one file.")] = None,
+    csv_file: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write one row per sample.")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write plots, in one file.")] = None,
 ) -> None:
     """Study saves and restores at PATH: layout, coalescing, buffering, interface, request size, depth, memory.
 
-    All it writes is below a directory of its own in PATH, which it removes. docs/STUDY.md says how to read it.
+    It writes only into a directory of its own in PATH, and removes it. docs/STUDY.md says how to read the results.
     """
     from flowstone.study import campaign, export, page, terminal
     from flowstone.study.prepare import Settings, finish, prepare

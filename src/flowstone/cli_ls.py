@@ -27,7 +27,7 @@ def ls(path: StorePath, as_json: AsJson = False) -> None:
     else:
         print_rows(("step", "created", "size", "tensors", "ranks", "state"), [_cells(row) for row in rows])
         if leftovers:
-            typer.echo(f"{len(leftovers)} unfinished or set aside, never read: {', '.join(leftovers)}")
+            typer.echo(f"{len(leftovers)} unfinished or set aside (never read): {', '.join(leftovers)}")
     if any(row["error"] is not None for row in rows):
         raise typer.Exit(1)
 

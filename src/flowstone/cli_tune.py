@@ -26,17 +26,17 @@ OnTrial = Callable[[str, int, int], None]
 
 @app.command()
 def tune(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A store, or any directory of the mount to be tuned.")],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A store, or any directory of the mount to tune.")],
     store: Annotated[bool, typer.Option("--store", help="Keep the result in the store PATH.")] = False,
-    user: Annotated[bool, typer.Option("--user", help="Keep it in your own file for the whole mount.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="In less than a minute, instead of five.")] = False,
+    user: Annotated[bool, typer.Option("--user", help="Keep it in your user's file, for the whole mount.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Take less than a minute instead of five.")] = False,
     total_bytes: Annotated[
-        int | None, typer.Option("--bytes", min=2 * MIB, help="Of a trial; as many as the time allows.")
+        int | None, typer.Option("--bytes", min=2 * MIB, help="Bytes per trial; default: what the time allows.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure and tell, keep nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure and report; keep nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Find what moves a store's bytes fastest on its mount, and keep it where it beats the defaults."""
+    """Tune I/O for the disk of a store; keep settings that are measurably faster than the defaults."""
     from flowstone.study import tune as study  # only this verb needs what it measures with
 
     if store and user:
@@ -59,11 +59,11 @@ def tune(
     for found in (report.write, report.read):
         _console_found(console, found)
     if not report.cold:
-        console.print("\nfiles could not be kept out of the page cache: reads were not, or not surely, cold")
+        console.print("\nfiles could not be kept out of the page cache: reads may not have been cold")
     if report.stored is None:
         console.print("\na dry run: nothing was kept")
     else:
-        console.print(f"\nkept in {report.stored}; remove it to have the defaults back", markup=False, soft_wrap=True)
+        console.print(f"\nkept in {report.stored}; remove it to return to the defaults", markup=False, soft_wrap=True)
 
 
 def _console_found(console: Console, found: Found) -> None:

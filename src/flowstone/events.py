@@ -1,8 +1,8 @@
-"""Typed records of what is happening: progress and measures, one kind for each phase.
+"""Typed records of progress and measurements, one kind for each phase.
 
-A Checkpointer hands each to its `on_event`, from the thread in which it happened. Times are
-seconds, sizes bytes. An exception from `on_event` is logged and otherwise ignored: watching
-a save must not be able to break it.
+A Checkpointer passes each to its `on_event`, on the thread where it happened. Times are in seconds,
+sizes in bytes. An exception from `on_event` is logged and otherwise ignored, so that an observer
+cannot break a save.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ class SaveStarted:
     plan_cached: bool
     described_s: float
     planned_s: float
-    waited_s: float  # for an earlier save to become durable, when too many were in flight
+    waited_s: float  # for an earlier save to become durable, as too many were in flight
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """The state may change from here on; or has been able to, since a step copied what had no plan yet.
+    """The state may change from now on. (Earlier, if a step copied what had no plan yet.)
 
-    blocked_s     what the caller waited in `save`, all told
-    captured_s    since `save` was called
-    early_bytes   captured before `save` returned; the others lazily, for which see Written
-    exact_bytes, sampled_bytes  of those others: every write to them until their capture would have been noticed, or
-                  some of their bytes were compared (docs/LIMITS.md)
+    blocked_s      how long `save` blocked the caller, in total
+    captured_s     since `save` was called
+    early_bytes    captured before `save` returned; the rest was captured later
+    exact_bytes    of the rest: every write before the capture would have been noticed (docs/LIMITS.md)
+    sampled_bytes  of the rest: only samples of the bytes were compared
     """
 
     step: int
@@ -45,9 +45,9 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class Fenced:
-    """A step, or a call of `fence`, waited for what was not captured yet.
+    """An optimizer step, or a call of `fence`, waited for the capture to end.
 
-    step  of the newest save that was waited for
+    step  the step of the newest save that it waited for
     """
 
     step: int
@@ -56,7 +56,11 @@ class Fenced:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """All segments are durable, not yet committed. copied: through the arena; direct: from where they lay."""
+    """All segments are durable, but not yet committed.
+
+    copied_bytes  written through the arena
+    direct_bytes  written from the memory of the state itself
+    """
 
     step: int
     copied_bytes: int
@@ -66,9 +70,9 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class BuffersFromOneRank:
-    """Buffers of modules (statistics of BatchNorm) that several ranks hold, each perhaps its own. Saved: the lowest's.
+    """Several ranks hold module buffers (BatchNorm statistics) whose values may differ: the lowest rank's are saved.
 
-    tensors  how many there are, in the whole job
+    tensors  the number of such buffers in the whole job
     """
 
     step: int
@@ -89,7 +93,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class SaveFailed:
-    """This save ended without a checkpoint; earlier ones are untouched."""
+    """This save produced no checkpoint; earlier checkpoints are untouched."""
 
     step: int
     reason: str
@@ -97,7 +101,7 @@ class SaveFailed:
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """Bytes of file ranges read so far, of `total_bytes` wanted."""
+    """Bytes read from files so far, of `total_bytes`."""
 
     step: int
     done_bytes: int
@@ -106,7 +110,7 @@ class LoadProgress:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The state holds the checkpoint."""
+    """The load is complete: the state holds the checkpoint."""
 
     step: int
     bytes: int
@@ -118,7 +122,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class FellBack:
-    """A damaged checkpoint was passed over for an older one, as `fallback` allows."""
+    """A damaged checkpoint was skipped for an older one, as `fallback` allows."""
 
     damaged_step: int
     reason: str
@@ -134,7 +138,7 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class RemovalFailed:
-    """Retention or a sweep could not remove a directory; it is tried again later."""
+    """Retention or a sweep could not remove a directory; it tries again later."""
 
     name: str
     reason: str
@@ -142,9 +146,9 @@ class RemovalFailed:
 
 @dataclass(frozen=True, slots=True)
 class LeftAlone:
-    """Retention or a sweep has met what is not this store's own, and left it: a link, another store's, a user's file.
+    """Retention or a sweep found and kept what this store did not write: a link, another store's step, a user's file.
 
-    Told once of each by a Checkpointer.
+    A Checkpointer reports each once.
     """
 
     name: str

@@ -94,7 +94,7 @@ class InFlight:
         behind = ended.step - (self.newest if self.newest is not None else self._first_unsaved or 0)
         limit = self._max_unsaved_steps
         if self._on_error == "continue" and (limit is None or behind <= limit):
-            _log.warning("step %d was not saved, going on: %s", ended.step, failure)
+            _log.warning("step %d was not saved; training goes on: %s", ended.step, failure)
             return None
         told = SaveFailedError(
             f"step {ended.step} was not saved: {failure}",

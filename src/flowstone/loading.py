@@ -285,7 +285,7 @@ def _node_reads(
             if store.reads_past_cache(path, plan.bytes):  # else the kernel reads once for all, and this gains nothing
                 request = stack.enter_context(closing(ReadRequest(index, plan)))
         except OSError as error:
-            _log.warning("no memory to share with ranks on this node (%s): each reads for itself", error)
+            _log.warning("cannot share memory with the ranks on this node (%s); each rank reads for itself", error)
         except Exception as error:
             failure = error
     words = b"" if request is None else msgspec.msgpack.encode(request.ring.announcement)
@@ -297,7 +297,7 @@ def _node_reads(
             node_reads = NodeReads(request, peers, me, index, plan, deadline_s=group.deadline_s)
             stack.callback(node_reads.close)
         except OSError as error:
-            _log.warning("ranks on this node do not see each other's memory (%s): each reads for itself", error)
+            _log.warning("ranks on this node cannot see each other's memory (%s); each rank reads for itself", error)
         except Exception as error:
             failure = error
     ready = group.near(

@@ -28,7 +28,7 @@ class Teller:
         try:
             self._on_event(event)
         except Exception:
-            _log.exception("on_event failed on %s", type(event).__name__)
+            _log.exception("on_event raised an error for %s", type(event).__name__)
 
     def removed(self, name: str, reason: str, error: StorageError | None) -> None:
         """Retention or a sweep has removed a directory, or could not."""

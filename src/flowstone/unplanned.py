@@ -133,8 +133,8 @@ class Unplanned:
         if not self._is_told:
             self._is_told = True
             _log.warning(
-                "step %d: what changes the state waits until other ranks have come to this save: copies of %d bytes do "
-                "not fit into what is left of the budget, %d bytes; raise budget_bytes", self.save.step, needed_bytes,
+                "step %d: the next step waits until other ranks have reached this save: copies of %d bytes do "
+                "not fit into the rest of the budget, %d bytes; raise budget_bytes", self.save.step, needed_bytes,
                 max(0, room_bytes),
             )
 

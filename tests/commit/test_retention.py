@@ -196,7 +196,7 @@ def test_a_leftover_that_is_a_link_is_not_swept(store: Path, tmp_path: Path, nam
     told = saved(store, 2, keep=1)
     assert files(archive) == before
     assert (store / name).is_symlink()
-    assert left(told) == [(name, "is a link, which no writer makes")]
+    assert left(told) == [(name, "is a link, which Flowstone did not make")]
 
 
 # Steps that are not this job's
@@ -216,7 +216,7 @@ def test_what_was_just_committed_stays_when_a_higher_step_of_another_store_is_co
     assert steps_of(store) == [4, 9000]
     ((name, reason),) = left(told)
     assert name == "step-00009000"
-    assert re.fullmatch(r"was saved into another store; it is newer than step \d, and what load\(\) takes", reason)
+    assert re.fullmatch(r"was saved into another store; it is newer than step \d, so load\(\) takes it", reason)
 
 
 def test_what_was_just_committed_stays_when_a_higher_step_of_this_store_is_put_back(
@@ -317,7 +317,8 @@ def test_what_a_user_has_put_into_a_step_stays_and_the_steps_space_is_freed(
         kept = [p.read_text() for p in (store / f"step-{step:08d}.left").rglob("*") if p.is_file()]
         assert kept == ["mine"] * (what != "a link")
     assert left(told) == [
-        (f"step-{step:08d}", f"the checkpoint is gone; eval, which no writer made, stays in step-{step:08d}.left")
+        (f"step-{step:08d}", (f"the checkpoint is removed; step-{step:08d}.left keeps eval, "
+                              "which Flowstone did not write"))
         for step in (1, 2)
     ]
     assert [event.name for event in told if isinstance(event, Removed)] == [f"step-{at:08d}" for at in (1, 2, 3, 4)]

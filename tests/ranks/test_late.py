@@ -28,7 +28,7 @@ def test_a_step_waits_for_ranks_that_are_late_where_no_copy_fits_the_budget_and_
     assert isinstance(first, list)
     equal, captured, (said, was_unchanged) = first
     assert (equal, captured, was_unchanged) == (True, True, True)
-    assert "step 1: what changes the state waits until other ranks have come to this save: copies of" in said
+    assert "step 1: the next step waits until other ranks have reached this save: copies of" in said
     assert "raise budget_bytes" in said
 
 

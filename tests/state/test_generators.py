@@ -138,7 +138,7 @@ def test_gpu_generators_that_are_not_here_are_left_out_with_a_note() -> None:
     assert "rng@0.cuda.0" in checkpoint.tensors
     with mock.patch.object(generators, "cuda_count", return_value=0):
         notes = load(checkpoint, {"rng": rng()}).notes
-    assert notes == ("rng@0: the generators of 2 GPU(s) that are not here were left out",)
+    assert notes == ("rng@0: 2 GPU(s) are not here, so their generators were skipped",)
 
 
 def test_all_ranks_and_own_values_do_not_mix() -> None:

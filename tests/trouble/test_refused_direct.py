@@ -38,7 +38,7 @@ def test_direct_writes_refused_after_the_probe_go_through_the_page_cache(
             assert loaded(checkpointer, step)
         assert disk.befall() == {"write": 1}, "the second save asked again"
     assert fs.open(run).verify().sound
-    assert caplog.messages == [f"{run} refuses to be written with O_DIRECT; going on through the page cache"]
+    assert caplog.messages == [f"{run} refuses O_DIRECT writes; going on through the page cache"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -82,7 +82,7 @@ def test_a_queue_deeper_than_the_kernel_takes_is_made_shallower_with_one_warning
     """ENOMEM is what kernels before 5.12 said at a memlock limit of 64 KiB, EINVAL what all say above their limit."""
     told, heard, same = apart(_between, tmp_path / "run", code, 8)
     assert (told, same) == (["io_uring 4", "io_uring 4"], [True, True])
-    assert heard == ["no io_uring engine of queue depth 16 can start; going on with 4"]
+    assert heard == ["cannot start the io_uring engine with queue depth 16; going on with 4"]
 
 
 def _insisted(path: Path) -> tuple[str, list[str], str]:

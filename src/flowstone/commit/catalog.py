@@ -77,7 +77,7 @@ def sweep(
         store.sync_directory()
     for name, reason in leftovers:
         try:
-            left = "" if not store.is_link(name) else "is a link, which no writer makes"
+            left = "" if not store.is_link(name) else "is a link, which Flowstone did not make"
             if not left:
                 left = _remove(store, name)
         except StorageError as error:
@@ -109,12 +109,12 @@ def finish_deletion(store: Store, directory: str) -> str:
         return ""
     step = directory.removeprefix(DELETING).partition("-")[0]
     name = removal.set_apart(store, directory, f"step-{step}{LEFT}")
-    return f"the checkpoint is gone; {listed(left)}, stays in {name}"
+    return f"the checkpoint is removed; {name} keeps {listed(left)}"
 
 
 def listed(names: Sequence[str]) -> str:
     """What is not ours, in words."""
-    return f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}, which no writer made"
+    return f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}, which Flowstone did not write"
 
 
 def rewind(store: Store, step: int) -> tuple[int, ...]:

@@ -97,7 +97,7 @@ def whose(store: Store, step: int, store_id: str) -> str | None:
     try:
         manifest = read_manifest(store, directory)
     except NoCheckpointError:
-        return "has no manifest any more"
+        return "no longer has a manifest"
     except FormatError as error:
         return f"has a manifest that cannot be read ({error.message})"
     return None if manifest.store == store_id else "was saved into another store"
@@ -146,14 +146,14 @@ class Retention:
         for verdict in foreign:
             if (verdict.step, verdict.reason) not in self._told:
                 self._told.add((verdict.step, verdict.reason))
-                newer = f"; it is newer than step {committed}, and what load() takes" * (verdict.step > committed)
+                newer = f"; it is newer than step {committed}, so load() takes it" * (verdict.step > committed)
                 name, why = step_directory(verdict.step), f"{verdict.reason}{newer}"
                 lines.append(f"{name} {why}")
                 self._on_left(name, why)
         if lines:
             more = f" (and {len(lines) - _LISTED_MAX} more)" * (len(lines) > _LISTED_MAX)
             listed = "; ".join(lines[-_LISTED_MAX:])
-            _log.warning("not this store's own, and left alone, in %s: %s%s", self._store.location, listed, more)
+            _log.warning("not saved by this store and left alone, in %s: %s%s", self._store.location, listed, more)
 
     def _stays(self, name: str, why: str) -> None:
         _log.warning("%s/%s: %s", self._store.location, name, why)
@@ -170,6 +170,6 @@ class Retention:
                 self._known[step] = stamp, whose(self._store, step, self._store_id)
             return self._known[step][1]
         except StorageError as error:
-            return f"cannot be looked at ({error.message})"
+            return f"cannot be read ({error.message})"
 
 

@@ -47,7 +47,7 @@ class StoreWriter:
         return existing[-1] if existing else None
 
     def _stays(self, name: str, why: str) -> None:
-        _log.warning("not swept: %s/%s %s", self._store.location, name, why)
+        _log.warning("not removed: %s/%s %s", self._store.location, name, why)
         self._on_left(name, why)
 
     def has_lost_the_lock(self) -> bool:
@@ -57,7 +57,7 @@ class StoreWriter:
         try:
             self._store.check_lock()
         except LockedError as error:
-            _log.warning("%s (%s); asking for it again", error.message, error.facts.get("found"))
+            _log.warning("%s (%s); taking it again", error.message, error.facts.get("found"))
             return True
         return False
 
@@ -72,9 +72,9 @@ class StoreWriter:
             if self._retention is not None:
                 self._retention.run(committed)
         except LockedError as error:
-            _log.warning("nothing more is removed: %s", error)
+            _log.warning("retention stopped: %s", error)
         except Exception:
-            _log.exception("retention could not run")  # on a thread where nobody else would hear of it
+            _log.exception("retention failed")  # on a thread where nobody else would hear of it
 
     def rewind(self, step: int) -> tuple[int, ...]:
         """Set every step above `step` aside; those that were."""

@@ -49,7 +49,7 @@ class Fence:
             if name not in self._told:
                 self._told.add(name)
                 _log.warning(
-                    "nothing can be called before a step of '%s': all that it changes is captured before save returns. "
+                    "cannot put a hook on the step of '%s': all that it changes is captured before save returns. "
                     "Put the optimizer inside of it into the state", name,
                 )
 

@@ -396,7 +396,7 @@ class Restorer:
         new_values.want(node, place)
         missing = generators.devices_missing(node)
         if missing:
-            self.notes.append(f"{place.name}: the generators of {missing} GPU(s) that are not here were left out")
+            self.notes.append(f"{place.name}: {missing} GPU(s) are not here, so their generators were skipped")
         self.later(Phase.GENERATORS, lambda: _load_generator(generator, new_values.build(node, place.name), place))
 
     def _stateful(self, value: object, node: object, place: Place) -> None:

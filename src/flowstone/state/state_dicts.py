@@ -66,7 +66,7 @@ def _found_below(value: object, path: str, depth: int) -> Iterator[str]:
 def warn_of_save(found: str) -> None:
     """Say once what is better than what was `found_in` the state of a save."""
     _log.warning(
-        "%s. All of it is captured before save() returns, and an optimizer's state is named by numbers. Hand over the "
+        "%s. All of it is captured before save() returns, and an optimizer's state is named by numbers. Pass the "
         'objects themselves: save(step, {"model": model, "optimizer": optimizer}); load() takes the same',
         found,
     )
@@ -77,7 +77,7 @@ def warn_of_load(found: str) -> None:
     """The same for a load."""
     _log.warning(
         "%s. Its tensors are loaded in place, but learning rates and other plain values only into that dict: give it "
-        "to the optimizer's load_state_dict() after the load, or hand over the optimizer itself",
+        "to the optimizer's load_state_dict() after the load, or pass the optimizer itself",
         found,
     )
 
@@ -130,8 +130,8 @@ def translate(restorer: Restorer, node: object, view: OptimizerView, place: Plac
         return None
     for number, member in pairs:
         _check_shapes(restorer, slots.get(number, {}), member, place)
-    how = "by order, as load_state_dict() takes them" if named is None else "by their names"
-    restorer.notes.append(f"{place.name}: a state_dict() was saved; its parameters were found {how}")
+    how = "by order, as load_state_dict() does" if named is None else "by name"
+    restorer.notes.append(f"{place.name}: a state_dict() was saved; its parameters were matched {how}")
     return StoredOptimizer(
         [
             StoredGroup([members[number].home.path for number in of if number in members], _options(group))

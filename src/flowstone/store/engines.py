@@ -99,7 +99,7 @@ class EngineChoice:
         asked_for = ("io_uring", tuning.queue_depth, request_bytes, tuning.workers)
         if asked_for not in self._engines and not _native.has_io_uring():
             if wanted == "io_uring":
-                _log.warning("%s is tuned for io_uring, which is refused here: POSIX threads instead", self._root)
+                _log.warning("%s is tuned for io_uring, which is refused here; going on with POSIX threads", self._root)
             self._ring_refused = True
             return self._start_within("posix", tuning, request_bytes)
         try:
@@ -132,7 +132,7 @@ class EngineChoice:
                 ) from error
             if depth < tuning.queue_depth:
                 asked = tuning.queue_depth
-                _log.warning("no %s engine of queue depth %d can start; going on with %d", backend, asked, depth)
+                _log.warning("cannot start the %s engine with queue depth %d; going on with %d", backend, asked, depth)
             self._engines[asked_for] = engine, depth
             return engine, depth
 
@@ -196,7 +196,7 @@ class EngineChoice:
         with self._guard:
             already, self._write_alignment = self._write_alignment == 1, 1
         if not already:
-            _log.warning("%s refuses to be written with O_DIRECT; going on through the page cache", self._root)
+            _log.warning("%s refuses O_DIRECT writes; going on through the page cache", self._root)
 
     # What is refused on the way
 
@@ -211,7 +211,7 @@ class EngineChoice:
                 self._stop_writing_direct()
             else:
                 self._read_alignment = 1
-                _log.warning("%s refuses to be read with O_DIRECT; going on through the page cache", self._root)
+                _log.warning("%s refuses O_DIRECT reads; going on through the page cache", self._root)
             return "the next attempt goes through the page cache"
         refused = fault.errno in _RING_REFUSED and running.engine.backend == "io_uring"
         if refused and not running.insists:

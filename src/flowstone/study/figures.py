@@ -162,7 +162,8 @@ def _engines(plan: Plan, summary: Summary, unit: Unit) -> Figure:
         title = "Processor time, by interface and memory"
         about = (
             "User and system time of all processes; lower is better. Time that the kernel spends on writing back "
-            "buffered data is nobody's and is missing here, as is the work of anything above plain reads and writes."
+            "buffered data belongs to no process and is missing here, as is the work of anything above plain reads "
+            "and writes."
         )
         found = findings.of_processor(plan.engines, summary)
     return Figure(

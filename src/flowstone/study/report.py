@@ -49,7 +49,7 @@ def probe_lines(probe: Probe) -> tuple[str, ...]:
     ring = "works" if probe.io_uring_error is None else f"refused: {probe.io_uring_error}"
     direct = f"works, alignment {probe.direct_alignment} bytes" if probe.direct_alignment else "refused"
     pinned = "can be pinned" if probe.registered_error is None else f"cannot be pinned: {probe.registered_error}"
-    binds = f"limit on locked memory: {limit}; without CAP_IPC_LOCK it binds"
+    binds = f"limit on locked memory: {limit}; it applies without CAP_IPC_LOCK"
     return (
         f"io_uring: {ring}",
         f"O_DIRECT: {direct}",
@@ -69,11 +69,11 @@ def notes(study: Study, plan: Plan, summary: Summary) -> tuple[str, ...]:
     spread = (
         f"The rounds of one cell differ by {summary.spread:.0%} (in the middle of all cells): call a smaller "
         "difference between cells noise. The fastest of many cells is partly the luckiest."
-    ) if study.rounds > 1 else "With one round nobody can say which differences are noise."
+    ) if study.rounds > 1 else "One round cannot show which differences are noise."
     cold = (
         f"{proved} of {len(restores)} restores started with no page of their files cached, by the kernel's own count"
         + (f"; {warm} did not, and their rates are those of memory" if warm else "")
-        + ". A cache in the device, or below a virtual machine, nobody here can see."
+        + ". A cache in the device, or below a virtual machine, cannot be seen from here."
     )
     refusals = Counter(summary.refused.values()).most_common()
     refused = (f"{count} of {len(plan.cells)} cells not measured: {reason}." for reason, count in refusals)

@@ -15,6 +15,7 @@ from threads import Job
 from flowstone.errors import RankError
 from flowstone.ranks import Activity, Agreement, Decision, Heartbeat, exchange
 from flowstone.ranks.agreement import Agreed
+from flowstone.ranks.exchange import Exchange
 
 pytestmark = pytest.mark.usefixtures("impatient")
 SIZE = 3
@@ -106,6 +107,91 @@ def test_a_rank_that_has_missed_a_call_is_met_in_the_next_one_of_the_same_verb(r
             assert isinstance(told, RankError)
         for _ in range(2):
             assert agree(job, made, "which step is the newest") == [Agreed(b"0,1,2", b"")] * SIZE
+
+
+def saved(job: Job, made: Checkpointers, step: int, ranks: Sequence[int] = range(SIZE)) -> list[Agreed | RankError]:
+    return job.run(
+        lambda one: made.sides[one.rank].agree(
+            f"the plan of step {step}", f"{one.rank}".encode(), everybody, position=step
+        ),
+        ranks=list(ranks),
+    )
+
+
+def out_of_step(job: Job, made: Checkpointers) -> list[RankError]:
+    """Rank 0 alone saves a step, and rank 1 alone an older one; rank 2 comes to neither."""
+    def save(one: Agreement) -> Agreed:
+        step = 5 - one.rank
+        return made.sides[one.rank].agree(f"the plan of step {step}", b"", everybody, position=step)
+
+    told = job.run(save, ranks=[0, 1])
+    assert all("rank 1 is in 'the plan of step 4' while rank 0 is in 'the plan of step 5'" in str(one) for one in told)
+    return told
+
+
+def refused(job: Job, made: Checkpointers) -> list[RankError]:
+    """Rank 1 tells that it does not save a step, and rank 2 does not come to it."""
+    told = job.run(
+        lambda one: made.sides[one.rank].agree(
+            "the plan of step 5", OSError("made up") if one.rank else b"", everybody, position=5
+        ),
+        ranks=[0, 1],
+    )
+    assert all("made up" in str(one) for one in told)
+    return told
+
+
+@pytest.mark.parametrize("given_up", [out_of_step, refused])
+def test_what_others_gave_up_before_a_rank_came_is_not_its_own_whatever_was_wrong_with_it(
+    given_up: Callable[[Job, Checkpointers], list[RankError]]
+) -> None:
+    """That a rank was missing is not what they were told: there was something worse. The next save of all works."""
+    job = Job(SIZE)
+    with opened(job, deadline_s=0.3) as made:
+        agree(job, made, "the plan of step 3")
+        given_up(job, made)
+        for step in (6, 7):
+            assert saved(job, made, step) == [Agreed(b"0,1,2", b"")] * SIZE
+
+
+def test_who_comes_as_it_is_being_given_up_is_met_in_the_next_call() -> None:
+    """Rank 0 waits for rank 2 no more, and is about to tell what it has heard: rank 2 posts into that, unheard."""
+    job = Job(SIZE)
+    claim, come = Exchange.claim, threading.Event()
+
+    def slow_claim(one: Exchange) -> bool:
+        come.set()
+        while not one._mailbox.is_posted(one._up(2)):
+            time.sleep(0.001)
+        return claim(one)
+
+    def late(told: list[Agreed | RankError]) -> None:
+        assert come.wait(30)
+        told.extend(saved(job, made, 6, [2]))
+
+    with opened(job, deadline_s=0.3) as made:
+        agree(job, made, "the plan of step 3")
+        told: list[Agreed | RankError] = []
+        thread = threading.Thread(target=late, args=[told])
+        thread.start()
+        with mock.patch.object(Exchange, "claim", slow_claim):
+            out_of_step(job, made)
+        told[:0] = saved(job, made, 6, [0, 1])
+        thread.join()
+    assert told == [Agreed(b"0,1,2", b"")] * SIZE
+
+
+@pytest.mark.parametrize("step", [4, 5])
+def test_who_comes_late_to_what_others_gave_up_out_of_step_learns_that_of_its_own_call(step: int) -> None:
+    """Its save is one of those, or older: it does not wait for others to come to it once more."""
+    job = Job(SIZE)
+    with opened(job, deadline_s=0.3) as made:
+        agree(job, made, "the plan of step 3")
+        first = out_of_step(job, made)[0]
+        error = saved(job, made, step, [2])[0]
+        assert isinstance(error, RankError)
+        assert (str(error), error.ahead) == (str(first), 5)
+        assert saved(job, made, 6) == [Agreed(b"0,1,2", b"")] * SIZE
 
 
 def test_two_stores_are_told_apart_whoever_comes_first() -> None:

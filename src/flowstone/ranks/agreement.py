@@ -144,7 +144,7 @@ class Agreement:
             failure = verdict.failure
             if failure is not None and failure.left:
                 side.detector.has_left(failure.rank, failure.left)
-            if failure is None or not failure.is_absence:
+            if failure is None or not verdict.passes_over(self.rank, position):
                 return one, verdict
             # Saves are told apart by their steps and tries: who is late in the first is not to join the second.
             may_be_another = is_late and position is None

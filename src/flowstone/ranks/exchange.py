@@ -37,13 +37,26 @@ class Said(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """`group`: what ranks that have met are called from now on; `serials`: of each, which of its Checkpointers."""
+    """What all learn, or why there is nothing to learn.
+
+    group    what ranks that have met are called from now on; `serials`: of each, which of its Checkpointers
+    unheard  ranks that had no part in it: the failure is not theirs, where they have come for something else
+    """
 
     common: bytes = b""
     has_each: bool = False
     failure: Failure | None = None
     group: str = ""
     serials: list[int] = []
+    unheard: list[int] = []
+
+    def passes_over(self, rank: int, position: int | None) -> bool:
+        """Whether it may be about calls that `rank` does not make. Not if one is later than its own, which is lost."""
+        if self.failure is None:
+            return False
+        ahead = self.failure.ahead
+        is_lost = ahead is not None and position is not None and position <= ahead
+        return self.failure.is_absence or (rank in self.unheard and not is_lost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,9 +233,10 @@ class Exchange:
         for rank, message in enumerate(decision.each):
             self._mailbox.post(self._down(rank), message)
         self._eaches = len(decision.each)
-        verdict = Verdict(decision.common, bool(decision.each), failure)
         serials = {one.rank: one.serial for one in said}
-        if self._meeting is not None and len(serials) == self._size:
+        unheard = [rank for rank in range(self._size) if rank not in serials]
+        verdict = Verdict(decision.common, bool(decision.each), failure, unheard=unheard)
+        if self._meeting is not None and not unheard:
             group = secrets.token_hex(4)
             verdict = msgspec.structs.replace(verdict, group=group, serials=[serials[r] for r in range(self._size)])
         self._post_verdict(verdict)

@@ -78,6 +78,7 @@ class Loop:
     unsettled  why saves may fail until all ranks are together again
     drifted  replicas are not the same on all ranks, so that no save may be committed
     known    a save of this layout was committed, and nothing has happened since
+    has_writer  a save by these Checkpointers was committed: the store is locked
     """
 
     def __init__(self, setup: Setup, life: Life, number: int, root: Path, tell: Tell) -> None:
@@ -94,7 +95,11 @@ class Loop:
         self.drifted = self.known = False
         self.on_event: Callable[[Event], None] | None = None
         self.newest, self.position, self.calls = 0, 0, 0
-        self.checkpointer = self.opened()
+        self.open()
+
+    def open(self) -> None:
+        """On all ranks. Whoever had the lock has closed its Checkpointer."""
+        self.checkpointer, self.has_writer = self.opened(), False
 
     def opened(self, path: Path | None = None, **options: Any) -> fs.Checkpointer:
         setup, self.known = self.setup, False
@@ -228,7 +233,7 @@ class Loop:
             self.made_alike()
             self.save()
             self.together()
-            self.known = True
+            self.known = self.has_writer = True
 
     def load(self, **options: Any) -> fs.LoadReport | None:
         """All ranks go back to the newest checkpoint; what they hold then is told."""

@@ -229,7 +229,7 @@ def close_one(loop: Loop, chance: Random) -> None:
         loop.call("wait", loop.settle)
     loop._close()
     dist.barrier()
-    loop.checkpointer = loop.opened()
+    loop.open()
     loop.unsettled.clear()
 
 
@@ -269,7 +269,10 @@ def save_by_itself(loop: Loop, chance: Random) -> None:
 @TABLE.move()
 def save_by_itself_in_between(loop: Loop, chance: Random) -> None:
     """One rank tries to save with alone=True into the store of all, which has its writer."""
+    if not loop.has_writer:  # it is locked on rank 0, which may come to its first save after this rank has tried
+        loop.make_known()
     loop.save()
+    loop.known = False
     if loop.rank == some_rank(loop, chance):
         try:
             with loop.opened(alone=True) as alone:

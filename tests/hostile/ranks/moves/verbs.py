@@ -127,7 +127,7 @@ def reopen(loop: Loop, chance: Random) -> None:
     if loop.unsettled:
         loop.together()
     loop._close()
-    loop.checkpointer = loop.opened()
+    loop.open()
 
 
 @TABLE.move()
@@ -152,4 +152,4 @@ def use_after_close(loop: Loop, chance: Random) -> None:
         except fs.ClosedError:
             continue
     loop.train()
-    loop.checkpointer = loop.opened()
+    loop.open()

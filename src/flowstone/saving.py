@@ -176,8 +176,7 @@ class SaveRun:
 
 
 class Captures:
-    """Captures that go on beside training. The time in which they may overlap it, from `save` on, ends with the fence.
-    """
+    """Captures that go on beside training. Their overlap budget, from `save` on, ends with the fence."""
 
     def __init__(self, cap: int | None) -> None:
         """`cap` is what saves may write, in bytes per second; None for what the device gives."""

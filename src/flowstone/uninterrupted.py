@@ -62,9 +62,9 @@ class Acts:
 
         first  called once on the thread of acts
 
-        20 us, more where other threads want the interpreter, too; 0.1 ms for the first, which starts the thread. On
-        other threads than the main one handlers do not run: there it is a plain call. So it is where no thread can be
-        started: at the end of Python, or by a limit.
+        It costs two changes of threads, and the first of them starts the thread. On other threads than the main one
+        handlers do not run: there it is a plain call. So it is where no thread can be started: at the end of Python, or
+        by a limit.
         """
         if threading.current_thread() is not threading.main_thread() or sys.is_finalizing():
             return act()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bench.environments import pinned
 from flowstone import __version__
-from flowstone.study import machine
+from flowstone_study import machine
 
 
 def describe(directory: Path, environments: Iterable[str]) -> dict[str, str]:

@@ -29,17 +29,17 @@ import flowstone as fs
 State = dict[str, object]
 
 SAVE = {
-    "describe": "flowstone.checkpointer.describe", "plan": "flowstone.saving.plan_writes",
-    "begin": "flowstone.commit.publish.begin", "stage": "flowstone.saving.start_capture",
-    "objects (while writing)": "flowstone.saving.encode_sections",
-    "index": "flowstone.saving.index_file", "publish": "flowstone.commit.publish.publish",
+    "describe": "flowstone.checkpointer.describe", "plan": "flowstone.pipeline.save.plan_writes",
+    "begin": "flowstone.commit.publish.begin", "stage": "flowstone.pipeline.save.start_capture",
+    "objects (while writing)": "flowstone.pipeline.save.encode_sections",
+    "index": "flowstone.pipeline.save.index_file", "publish": "flowstone.commit.publish.publish",
 }
 LOAD = {
-    "open": "flowstone.reader.Checkpoint.check", "prepare": "flowstone.loading.prepare",
-    "match": "flowstone.loading.match", "plan": "flowstone.loading.plan_reads",
-    "land": "flowstone.loading.choose_destinations",
-    "scatter (with reading)": "flowstone.loading.scatter", "finish": "flowstone.loading.finish",
-    "report": "flowstone.loading.report",
+    "open": "flowstone.checkpoint.Checkpoint.check", "prepare": "flowstone.pipeline.load.prepare",
+    "match": "flowstone.pipeline.load.match", "plan": "flowstone.pipeline.load.plan_reads",
+    "land": "flowstone.pipeline.load.choose_destinations",
+    "scatter (with reading)": "flowstone.pipeline.load.scatter", "finish": "flowstone.pipeline.load.finish",
+    "report": "flowstone.pipeline.load.report",
 }
 
 

@@ -19,9 +19,9 @@ from delayed_device import DelayedDevice
 from numpy.typing import NDArray
 
 from flowstone import _native
-from flowstone.pieces import Memory
-from flowstone.stage import streams
+from flowstone.stage import device
 from flowstone.state import tensors
+from flowstone.table.pieces import Memory
 
 NAME = "delayed:0"
 
@@ -51,9 +51,9 @@ class Far:
 
     def sample(self, rows: Sequence[Memory], seeds: NDArray[np.uint64]) -> NDArray[np.uint8]:
         lines = []
-        for row, begins in zip(rows, streams.lines_of(rows, seeds), strict=True):
+        for row, begins in zip(rows, device.lines_of(rows, seeds), strict=True):
             inside = row.address - self.native.address + self.native.inside
-            raw = (ctypes.c_uint8 * streams.row_bytes(row)).from_address(inside)
+            raw = (ctypes.c_uint8 * device.row_bytes(row)).from_address(inside)
             whole = np.frombuffer(raw, np.uint8)
             lines += [whole[b : b + _native.LINE_BYTES] for b in begins.tolist()]
         return np.concatenate(lines)
@@ -97,7 +97,7 @@ def shown(far: Far) -> Iterator[Far]:
         mock.patch.object(tensors, "memory_of", memory_of),
         mock.patch.object(tensors, "_is_odd", lambda tensor: far.holds(tensor) or is_odd(tensor)),
         mock.patch.object(tensors, "_is_cpu", lambda tensor: not far.holds(tensor)),
-        mock.patch.dict(streams.openers, delayed=lambda _: far),
-        mock.patch.dict(streams._open, clear=True),
+        mock.patch.dict(device.openers, delayed=lambda _: far),
+        mock.patch.dict(device._open, clear=True),
     ):
         yield far

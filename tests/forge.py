@@ -15,8 +15,8 @@ from safetensors import safe_open
 from safetensors.numpy import save as safetensors_bytes
 
 from flowstone.format.digest import chunk_digests, digest
-from flowstone.pieces import Box, Layout, Memory, Piece, Pieces, Places
 from flowstone.state.records import Described, PerRank, Shard
+from flowstone.table.pieces import Box, Layout, Memory, Piece, Pieces, Places
 
 
 def with_checksum(document: Mapping[str, object]) -> bytes:

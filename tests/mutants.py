@@ -17,8 +17,8 @@ import torch
 from forge import edit_manifest, sealed_text, vouch_for
 
 import flowstone as fs
-from flowstone.cli import _shown, _summary
-from flowstone.cli_ls import _listing
+from flowstone.cli.ls import _listing
+from flowstone.cli.show import _shown, _summary
 from flowstone.format.digest import digest
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from flowstone.pieces import DTYPES
+from flowstone.table.pieces import DTYPES
 
 TORCH_DTYPES = [getattr(torch, name) for name in DTYPES]
 NUMPY_DTYPES = [

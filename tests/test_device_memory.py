@@ -14,8 +14,8 @@ from forge import split_rows
 from torch import nn
 
 import flowstone as fs
-from flowstone import loading
 from flowstone.events import Captured, Event
+from flowstone.pipeline import load as loading
 from flowstone.state import describe
 
 MIB = 1 << 20

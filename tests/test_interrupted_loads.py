@@ -195,7 +195,7 @@ def test_a_terminal_that_goes_away_during_a_load_ends_nothing(
     disturbed: DisturbedStore, monkeypatch: pytest.MonkeyPatch, error: Callable[[], Exception]
 ) -> None:
     terminal = Hangup(error)
-    monkeypatch.setattr("flowstone.progress._QUIET_FOR_S", 0.0)
+    monkeypatch.setattr("flowstone.runtime.progress._QUIET_FOR_S", 0.0)
     with fs.Checkpointer(disturbed) as checkpointer:
         blank = _state(0.0)
         with monkeypatch.context() as patch:

@@ -22,7 +22,7 @@ import flowstone as fs
 from flowstone import _native
 from flowstone.config import Watch
 from flowstone.events import Captured, Event, Fenced, Written
-from flowstone.saving import Captures
+from flowstone.pipeline.save import Captures
 from flowstone.stage import capture
 from flowstone.store.base import Pace
 

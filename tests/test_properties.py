@@ -47,7 +47,7 @@ def test_any_state_survives_in_several_segments(
     store = tmp_path_factory.mktemp("run")
     state["_many"] = [torch.full((1,), float(i)) for i in range(200)]
     small = partial(plan_writes, header_bytes_max=header_bytes_max)
-    with mock.patch("flowstone.saving.plan_writes", small), fs.Checkpointer(store, engine=PLAIN) as checkpointer:
+    with mock.patch("flowstone.pipeline.save.plan_writes", small), fs.Checkpointer(store, engine=PLAIN) as checkpointer:
         checkpointer.save(1, state)
     target = blank(state)
     with fs.Checkpointer(store, engine=PLAIN) as checkpointer:

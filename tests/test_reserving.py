@@ -15,7 +15,7 @@ from forge import content
 
 import flowstone as fs
 from flowstone.config import MIB, EngineOptions
-from flowstone.saving import Captures
+from flowstone.pipeline.save import Captures
 from flowstone.store.base import Pace
 from flowstone.store.local import LocalStore
 from flowstone.store.local_io import LocalWriting

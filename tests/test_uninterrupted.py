@@ -17,11 +17,11 @@ import torch
 from interrupts import Struck, struck
 
 import flowstone as fs
-from flowstone.saving import Captures
+from flowstone.pipeline.save import Captures
+from flowstone.runtime.uninterrupted import Acts, Latch
 from flowstone.state import gc_paused
 from flowstone.store.base import Pace
 from flowstone.store.directories import directory
-from flowstone.uninterrupted import Acts, Latch
 
 MIB = 1 << 20
 
@@ -86,7 +86,7 @@ def test_what_came_of_an_act_whose_caller_was_interrupted_is_held_by_nobody() ->
         begun.set()
         return held
 
-    with mock.patch("flowstone.uninterrupted.Latch", Slow), pytest.raises(Struck):
+    with mock.patch("flowstone.runtime.uninterrupted.Latch", Slow), pytest.raises(Struck):
         acts.do(act, first=nothing)
     try:
         assert seen[0]() is None
@@ -228,7 +228,9 @@ def test_a_verb_on_the_thread_of_an_act_is_refused_at_once(tmp_path: Path) -> No
 
 # Saves
 
-CONDUCTOR = ("checkpointer.py", "handover.py", "saving.py", "uninterrupted.py", "turns.py", "in_flight.py", "saves.py")
+CONDUCTOR = (
+    "checkpointer.py", "handover.py", "pipeline/save.py", "uninterrupted.py", "turns.py", "in_flight.py", "futures.py"
+)
 
 
 class Training:
@@ -338,7 +340,7 @@ def test_a_first_save_that_is_interrupted_is_committed_whole_or_leaves_nothing(t
 def test_the_step_of_a_save_that_was_interrupted_can_be_saved_at_once(tmp_path: Path) -> None:
     training = Training(tmp_path / "run")
     with training.checkpointer() as checkpointer:
-        with mock.patch("flowstone.saving.encode_sections", side_effect=KeyboardInterrupt), pytest.raises(
+        with mock.patch("flowstone.pipeline.save.encode_sections", side_effect=KeyboardInterrupt), pytest.raises(
             KeyboardInterrupt
         ):
             checkpointer.save(1, training.at(1))
@@ -359,7 +361,7 @@ def test_who_is_interrupted_once_more_before_a_save_is_given_up_leaves_that_to_t
         acts = [checkpointer._turn.uninterrupted, mock.Mock(side_effect=KeyboardInterrupt)]
         with (
             mock.patch.object(checkpointer._turn, "uninterrupted", lambda act: acts.pop(0)(act)),
-            mock.patch("flowstone.saving.encode_sections", side_effect=Struck), pytest.raises(KeyboardInterrupt),
+            mock.patch("flowstone.pipeline.save.encode_sections", side_effect=Struck), pytest.raises(KeyboardInterrupt),
         ):
             checkpointer.save(2, training.at(2))
         training.optimizer.step()
@@ -373,7 +375,7 @@ def test_who_is_interrupted_while_an_ended_save_is_accounted_for_learns_of_it_la
     with fs.Checkpointer(tmp_path, budget_bytes=32 * MIB) as checkpointer:
         with mock.patch("flowstone.commit.publish.publish", side_effect=fs.StorageError("no", errno=5)):
             checkpointer.save(1, {"x": torch.ones(10)}).captured.result()
-            with mock.patch("flowstone.in_flight.catalog.steps", side_effect=Struck), pytest.raises(Struck):
+            with mock.patch("flowstone.pipeline.in_flight.catalog.steps", side_effect=Struck), pytest.raises(Struck):
                 checkpointer.wait()
         with pytest.raises(fs.SaveFailedError):
             checkpointer.wait()

@@ -13,16 +13,16 @@ import pytest
 import torch
 from apart import apart
 
-from flowstone import unplanned
 from flowstone.config import MIB
 from flowstone.errors import StateChangedError
-from flowstone.saves import Save
-from flowstone.saving import look
-from flowstone.saving import unplanned as made_of
+from flowstone.pipeline import unplanned
+from flowstone.pipeline.futures import Save
+from flowstone.pipeline.save import look
+from flowstone.pipeline.save import unplanned as made_of
+from flowstone.pipeline.unplanned import Unplanned
 from flowstone.stage.bounce import host_array
 from flowstone.stage.early_snapshot import snapshot_one
 from flowstone.state import Described, describe
-from flowstone.unplanned import Unplanned
 
 ROOM = 1 << 30
 

@@ -24,7 +24,7 @@ import flowstone as fs
 from flowstone import _native, cli
 from flowstone.config import Watch
 from flowstone.events import Captured, Event
-from flowstone.saving import Captures
+from flowstone.pipeline.save import Captures
 from flowstone.store.base import Pace
 
 MIB, PAGE, HUGE = 1 << 20, 4096, 2 << 20

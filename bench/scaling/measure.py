@@ -35,7 +35,7 @@ from flowstone.format.manifest import (
     SegmentRow,
     encode_manifest,
 )
-from flowstone.messages import (
+from flowstone.pipeline.messages import (
     Contribution,
     PackedLayout,
     Part,
@@ -47,22 +47,22 @@ from flowstone.messages import (
     unpack,
     written_by,
 )
-from flowstone.pieces import Layout, Places
+from flowstone.pipeline.rank_zero import RankZero
+from flowstone.pipeline.save import plan_save
 from flowstone.plan.assign_writers import WriterAssignment
 from flowstone.plan.global_index import global_index
 from flowstone.plan.layout_groups import RankLayout
 from flowstone.plan.match import match
 from flowstone.plan.read import plan_reads
 from flowstone.plan.write import data_offsets
-from flowstone.rank_zero import RankZero
 from flowstone.ranks import Decision
-from flowstone.ranks.exchange import Exchange, Side
 from flowstone.ranks.failure_detector import FailureDetector
 from flowstone.ranks.kv_store import Mailbox
-from flowstone.saving import plan_save
+from flowstone.ranks.wire import Exchange, Side
 from flowstone.state import Counters, Described
 from flowstone.store.base import Receipt
 from flowstone.store.local import LocalStore
+from flowstone.table.pieces import Layout, Places
 
 CACHED_TIMES = 51
 SAMPLE = 1  # the rank that is looked at: not the one that leads

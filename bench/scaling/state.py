@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flowstone.pieces import DTYPES, Alias, Box, DType, Layout, Pieces
 from flowstone.plan.layout_groups import Names, RankLayout
+from flowstone.table.pieces import DTYPES, Alias, Box, DType, Layout, Pieces
 
 SLOTS = ("master", "exp_avg", "exp_avg_sq")
 RANKS_PER_NODE = 8

@@ -57,13 +57,12 @@ from flowstone.events import (
 from flowstone.rules import Cast, Init, Rename, Rule, Skip
 
 if TYPE_CHECKING:
+    from flowstone.checkpoint import Checkpoint
+    from flowstone.checkpoint import open_checkpoint as open
     from flowstone.checkpointer import Checkpointer
-    from flowstone.explaining import Explanation, Source, explain
-    from flowstone.loading import LoadReport
-    from flowstone.pieces import Box
-    from flowstone.reader import Checkpoint
-    from flowstone.reader import open_checkpoint as open
-    from flowstone.saves import Save
+    from flowstone.pipeline.explain import Explanation, Source, explain
+    from flowstone.pipeline.futures import Save
+    from flowstone.pipeline.load import LoadReport
     from flowstone.state import (
         Flat,
         ObjectPart,
@@ -76,14 +75,15 @@ if TYPE_CHECKING:
         register_provider,
         rng,
     )
+    from flowstone.table.pieces import Box
 
 _LATER = {
-    "Box": "flowstone.pieces",
-    "Checkpoint": "flowstone.reader",
+    "Box": "flowstone.table.pieces",
+    "Checkpoint": "flowstone.checkpoint",
     "Checkpointer": "flowstone.checkpointer",
-    "Explanation": "flowstone.explaining",
-    "LoadReport": "flowstone.loading",
-    "Save": "flowstone.saves",
+    "Explanation": "flowstone.pipeline.explain",
+    "LoadReport": "flowstone.pipeline.load",
+    "Save": "flowstone.pipeline.futures",
     "Flat": "flowstone.state",
     "ObjectPart": "flowstone.state",
     "Part": "flowstone.state",
@@ -91,10 +91,10 @@ _LATER = {
     "Provider": "flowstone.state",
     "Registration": "flowstone.state",
     "Shard": "flowstone.state",
-    "Source": "flowstone.explaining",
+    "Source": "flowstone.pipeline.explain",
     "SplitTensor": "flowstone.state",
-    "explain": "flowstone.explaining",
-    "open": "flowstone.reader",
+    "explain": "flowstone.pipeline.explain",
+    "open": "flowstone.checkpoint",
     "register_provider": "flowstone.state",
     "rng": "flowstone.state",
 }

@@ -17,34 +17,38 @@ from functools import partial
 from types import TracebackType
 from typing import Literal, TypeAlias, cast
 
-from flowstone import _native, calls, loading, saving, threads
+from flowstone import _native
+from flowstone import arguments as calls
+from flowstone.checkpoint import Checkpoint
 from flowstone.commit import catalog
 from flowstone.commit.locations import check_no_checkpoint, check_store, stores_below
 from flowstone.commit.writer import StoreWriter
 from flowstone.config import COPY_BYTES_PER_S, DEADLINE_S, FENCE_WAIT_S, EngineOptions, Keep
-from flowstone.ending import Ending, without_frames
 from flowstone.errors import DamagedError, FlowstoneError, NoCheckpointError, is_damage
 from flowstone.events import Committed, FellBack, Loaded, OnEvent, SaveFailed, SaveStarted
 from flowstone.format.manifest import step_directory
-from flowstone.handover import Handover
-from flowstone.in_flight import InFlight
-from flowstone.loading import LoadReport
-from flowstone.rank_group import RankGroup, error_for_others
-from flowstone.reader import Checkpoint
+from flowstone.pipeline import load as loading
+from flowstone.pipeline import save as saving
+from flowstone.pipeline.futures import Save
+from flowstone.pipeline.handover import Handover
+from flowstone.pipeline.in_flight import InFlight
+from flowstone.pipeline.load import LoadReport
+from flowstone.pipeline.rank_group import RankGroup, error_for_others
+from flowstone.pipeline.save import CachedPlan, Captures, Looked, SaveRun
+from flowstone.pipeline.unplanned import Unplanned
 from flowstone.rules import Rule
-from flowstone.saves import Save
-from flowstone.saving import CachedPlan, Captures, Looked, SaveRun
+from flowstone.runtime import threads
+from flowstone.runtime.ending import Ending, without_frames
+from flowstone.runtime.telling import Teller
+from flowstone.runtime.turns import Turn, one_at_a_time
+from flowstone.runtime.uninterrupted import Latch
+from flowstone.runtime.writer_lock import as_writer, caller
 from flowstone.stage.arena import default_budget_bytes, open_write_arena
+from flowstone.stage.device import as_on_this_thread
 from flowstone.stage.fence import Fence
-from flowstone.stage.streams import as_on_this_thread
 from flowstone.state import Described, Frozen, describe, found_in, gc_paused, warn_of_save
 from flowstone.store.base import Store
 from flowstone.store.local import LocalStore
-from flowstone.telling import Teller
-from flowstone.turns import Turn, one_at_a_time
-from flowstone.uninterrupted import Latch
-from flowstone.unplanned import Unplanned
-from flowstone.writer_lock import as_writer, caller
 
 _log = logging.getLogger("flowstone")
 Begin: TypeAlias = Callable[[CachedPlan, Described], SaveRun]

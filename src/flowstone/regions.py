@@ -6,9 +6,9 @@ import operator
 from types import EllipsisType
 from typing import SupportsIndex, TypeAlias
 
-from flowstone.calls import shown
+from flowstone.arguments import shown
 from flowstone.errors import ArgumentError
-from flowstone.pieces import Box
+from flowstone.table.pieces import Box
 
 _Index: TypeAlias = slice | SupportsIndex | EllipsisType
 Region: TypeAlias = Box | _Index | tuple[_Index, ...] | None

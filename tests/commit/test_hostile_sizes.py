@@ -18,7 +18,7 @@ import torch
 from forge import edit_header, edit_index, edit_manifest, sealed_text, vouch_for
 
 import flowstone as fs
-from flowstone.commit import contents
+from flowstone.commit import read as contents
 from flowstone.errors import DamagedError, StorageError, UnsupportedStateError
 from flowstone.format import bounds, objects
 from flowstone.format.digest import digest

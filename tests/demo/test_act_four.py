@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flowstone.demo import acts, claims_of_ranks
-from flowstone.demo.across import kills, told
-from flowstone.demo.child_process import DiedError
-from flowstone.demo.curves import explained, spread, sums_explain, usual_change
-from flowstone.demo.messages import Began, Finished, Held, Lost, RankOrder, SaveCommitted, Saving, Stepped, Undisturbed
-from flowstone.demo.rank_processes import RankKill, RankRun, run_ranks
-from flowstone.demo.sizes import FULL_RANKS, SMALL_RANKS
-from flowstone.demo.train import is_saved
+from flowstone_demo import acts, claims_of_ranks
+from flowstone_demo.across import kills, told
+from flowstone_demo.child_process import DiedError
+from flowstone_demo.curves import explained, spread, sums_explain, usual_change
+from flowstone_demo.messages import Began, Finished, Held, Lost, RankOrder, SaveCommitted, Saving, Stepped, Undisturbed
+from flowstone_demo.rank_processes import RankKill, RankRun, run_ranks
+from flowstone_demo.sizes import FULL_RANKS, SMALL_RANKS
+from flowstone_demo.train import is_saved
 
 SOURCE = Path(acts.__file__).parents[2]
 FORM = SMALL_RANKS

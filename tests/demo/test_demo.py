@@ -14,14 +14,14 @@ from msgspec import structs
 from rich.console import Console
 
 import flowstone as fs
-from flowstone.demo import acts, claims, corpus
-from flowstone.demo.child_process import ChildProcess, DiedError
-from flowstone.demo.compare import compare, object_difference
-from flowstone.demo.kill_loop import Kill, KilledRun, Resume, TornSave, Trigger, torn_saves
-from flowstone.demo.kill_schedule import PlannedKill, one_more, plan_kills
-from flowstone.demo.messages import Began, Finished, Order, SaveCaptured, SaveCommitted, Stepped, decode, encode
-from flowstone.demo.run_log import RunLog
-from flowstone.demo.sizes import FULL, SMALL
+from flowstone_demo import acts, claims, corpus
+from flowstone_demo.child_process import ChildProcess, DiedError
+from flowstone_demo.compare import compare, object_difference
+from flowstone_demo.kill_loop import Kill, KilledRun, Resume, TornSave, Trigger, torn_saves
+from flowstone_demo.kill_schedule import PlannedKill, one_more, plan_kills
+from flowstone_demo.messages import Began, Finished, Order, SaveCaptured, SaveCommitted, Stepped, decode, encode
+from flowstone_demo.run_log import RunLog
+from flowstone_demo.sizes import FULL, SMALL
 
 SOURCE = Path(acts.__file__).parents[2]
 
@@ -85,7 +85,7 @@ def test_a_child_that_dies_by_itself_is_told_with_its_log(tmp_path: Path) -> Non
 
 
 def test_the_supervisor_needs_no_torch() -> None:
-    code = "import sys, flowstone.demo.acts; sys.exit('torch' in sys.modules)"
+    code = "import sys, flowstone_demo.acts; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

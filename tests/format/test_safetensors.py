@@ -16,8 +16,8 @@ from safetensors import safe_open
 from strategies import raw_bytes
 
 import flowstone as fs
-from flowstone.pieces import DTYPES as KNOWN
 from flowstone.plan import write
+from flowstone.table.pieces import DTYPES as KNOWN
 
 NUMPY_LACKS = ("bfloat16", "float8")
 
@@ -98,7 +98,7 @@ def test_slices_of_a_sharded_tensor_are_named_by_their_box(store: Path) -> None:
 
 
 def test_a_rolled_over_segment_opens_and_reads_back(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowstone.saving.plan_writes", partial(write.plan_writes, header_bytes_max=4096))
+    monkeypatch.setattr("flowstone.pipeline.save.plan_writes", partial(write.plan_writes, header_bytes_max=4096))
     state = {f"tensor {i}": torch.full((i + 1,), float(i)) for i in range(60)}
     with fs.Checkpointer(store) as checkpointer:
         checkpointer.save(1, state).committed.result()

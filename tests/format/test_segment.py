@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from flowstone.config import BLOCK_BYTES
 from flowstone.errors import DamagedError
 from flowstone.format.segment import PAD_PREFIX, encode_header, entry_name, entry_text, parse_header, reserved
-from flowstone.pieces import DTYPES, Box, Piece
 from flowstone.plan.write import data_offsets, plan_writes
+from flowstone.table.pieces import DTYPES, Box, Piece
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=12)
 PIECES = st.lists(

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from unittest import mock
 
 import flowstone as fs
-from flowstone.rank_zero import RankZero
+from flowstone.pipeline.rank_zero import RankZero
 from flowstone.stage.fence import Fence
 from flowstone.store.local_io import LocalWriting
 

@@ -23,12 +23,12 @@ from layouts import Case, inside
 from flowstone import _native
 from flowstone.format.index import Index, decode_index
 from flowstone.format.manifest import SegmentRow
-from flowstone.messages import assignment_of, parts_of
-from flowstone.pieces import Box, Layout, Piece, Pieces
+from flowstone.pipeline.messages import assignment_of, parts_of
 from flowstone.plan.assign_writers import Names, RankLayout, WriterAssignment, assign_writers
 from flowstone.plan.global_index import global_index
 from flowstone.plan.read import plan_reads
 from flowstone.plan.write import WritePlan, data_offsets, plan_writes
+from flowstone.table.pieces import Box, Layout, Piece, Pieces
 
 SHORT, ALL = 250, 2000
 CHUNK_BYTES, PACKED_BELOW_BYTES = 256, 700

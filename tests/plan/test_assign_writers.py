@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowstone.errors import CollisionError, CoverageError
-from flowstone.pieces import DTYPES, Box
 from flowstone.plan import assign_writers as sharing
 from flowstone.plan.assign_writers import Names, RankLayout, WriterAssignment, assign_writers, check_replicas
+from flowstone.table.pieces import DTYPES, Box
 
 F32 = DTYPES["float32"]
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowstone.errors import CoverageError
-from flowstone.pieces import Box
 from flowstone.plan.coverage import check_tiling, subtract, tiles, uncovered
+from flowstone.table.pieces import Box
 
 SIDE = 5
 

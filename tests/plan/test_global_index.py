@@ -15,11 +15,11 @@ from test_assign_writers import boxes, jobs
 from flowstone.config import CHUNK_BYTES
 from flowstone.format.index import Index, decode_index
 from flowstone.format.manifest import SegmentRow
-from flowstone.pieces import DTYPES, Alias, Box
 from flowstone.plan.assign_writers import assign_writers
 from flowstone.plan.coverage import tiles, uncovered
 from flowstone.plan.global_index import global_index
 from flowstone.plan.layout_groups import Names, RankLayout
+from flowstone.table.pieces import DTYPES, Alias, Box
 
 U8 = DTYPES["uint8"]
 

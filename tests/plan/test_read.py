@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from flowstone.config import CHUNK_BYTES
 from flowstone.errors import CoverageError
 from flowstone.format.index import Index
-from flowstone.pieces import DTYPES, Box, Piece
 from flowstone.plan.read import chunk_runs, plan_reads
 from flowstone.plan.write import data_offsets, index_of, plan_writes
+from flowstone.table.pieces import DTYPES, Box, Piece
 
 ITEM_BYTES = 16  # few elements to a chunk keep the brute-force reference small
 PER_CHUNK = CHUNK_BYTES // ITEM_BYTES

@@ -11,10 +11,10 @@ import pytest
 from numpy.typing import NDArray
 
 from flowstone.errors import CollisionError
-from flowstone.messages import LookedAt
-from flowstone.pieces import DTYPES, Box, Layout, Piece, Pieces
+from flowstone.pipeline.messages import LookedAt
 from flowstone.plan.assign_writers import Names, RankLayout, assign_writers, check_replicas
 from flowstone.plan.replicas import Compared, ReplicaSets, differing
+from flowstone.table.pieces import DTYPES, Box, Layout, Piece, Pieces
 
 NONE = np.zeros(0, np.int64)
 F32 = DTYPES["float32"]

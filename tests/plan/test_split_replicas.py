@@ -16,10 +16,10 @@ from test_assign_writers import boxes, check, held, jobs
 
 from flowstone.errors import CoverageError
 from flowstone.format.segment import entry_name
-from flowstone.pieces import DTYPES, Block, Box, Memory, Piece, Pieces, Places
 from flowstone.plan.assign_writers import Names, RankLayout, WriterAssignment, assign_writers
 from flowstone.plan.layout_groups import Tensors, layout_groups
 from flowstone.plan.split_replicas import ReplicaSplit, split_replicas
+from flowstone.table.pieces import DTYPES, Block, Box, Memory, Piece, Pieces, Places
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

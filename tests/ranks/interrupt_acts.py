@@ -13,8 +13,10 @@ import torch.distributed as dist
 from acts import fill, opened, state_of
 
 import flowstone as fs
-from flowstone import checkpointer, loading, saving
-from flowstone.rank_group import RankGroup
+from flowstone import checkpointer
+from flowstone.pipeline import load as loading
+from flowstone.pipeline import save as saving
+from flowstone.pipeline.rank_group import RankGroup
 from flowstone.ranks import Mailbox
 
 # Where it comes: before which call, of how many.

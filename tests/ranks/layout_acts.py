@@ -57,7 +57,7 @@ def play(rank: int, path: str, seeds: list[int], ranks_max: int) -> None:
         try:
             if rank < case.source.size:
                 _as_job(store, f"{seed}/save", rank, case.source.size)
-                with mock.patch("flowstone.rank_zero.assign_writers", cut if seed % 2 else assign_writers):
+                with mock.patch("flowstone.pipeline.rank_zero.assign_writers", cut if seed % 2 else assign_writers):
                     save(case, rank, where)
                 dist.destroy_process_group()
                 store.set(f"{seed}/saved/{rank}", b"")

@@ -40,7 +40,9 @@ def train(rank: int, path: str) -> list[tuple[int, int]]:
     """
     state, written = training(), []
     with (
-        mock.patch("flowstone.rank_zero.assign_writers", partial(assign_writers, worth_bytes=1, block_bytes_min=4096)),
+        mock.patch(
+            "flowstone.pipeline.rank_zero.assign_writers", partial(assign_writers, worth_bytes=1, block_bytes_min=4096)
+        ),
         opened(path) as saver,
     ):
         for number in range(STEPS):

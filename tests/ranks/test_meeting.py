@@ -13,9 +13,9 @@ import pytest
 from threads import Job
 
 from flowstone.errors import RankError
-from flowstone.ranks import Activity, Agreement, Decision, Heartbeat, exchange
+from flowstone.ranks import Activity, Agreement, Decision, Heartbeat, wire
 from flowstone.ranks.agreement import Agreed
-from flowstone.ranks.exchange import Exchange
+from flowstone.ranks.wire import Exchange
 
 pytestmark = pytest.mark.usefixtures("impatient")
 SIZE = 3
@@ -248,7 +248,7 @@ def failure(told: Sequence[Agreed | RankError]) -> RankError:
 def test_a_rank_that_has_closed_its_checkpointer_is_not_waited_for(met: bool, gone: int) -> None:
     job = Job(SIZE)
     others = [rank for rank in range(SIZE) if rank != gone]
-    with mock.patch.object(exchange, "UNANSWERED_S", 0.1), opened(job) as made:
+    with mock.patch.object(wire, "UNANSWERED_S", 0.1), opened(job) as made:
         if met:
             agree(job, made, "which step to load")
         made.close(gone)
@@ -260,7 +260,7 @@ def test_a_rank_that_has_closed_its_checkpointer_is_not_waited_for(met: bool, go
 def test_a_rank_that_waits_with_another_path_is_named_with_both() -> None:
     job = Job(SIZE)
     with (
-        mock.patch.object(exchange, "UNANSWERED_S", 0.3), opened(job, ranks=[0, 1]) as made,
+        mock.patch.object(wire, "UNANSWERED_S", 0.3), opened(job, ranks=[0, 1]) as made,
         opened(job, "runs/other", ranks=[2]) as other,
     ):
         both = {0: made, 1: made, 2: other}
@@ -282,7 +282,7 @@ def test_a_rank_that_lives_and_does_not_call_is_told_of_in_seconds(
     met: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = Job(SIZE)
-    with mock.patch.object(exchange, "NOTICE_S", 0.1), opened(job, deadline_s=0.5) as made:
+    with mock.patch.object(wire, "NOTICE_S", 0.1), opened(job, deadline_s=0.5) as made:
         if met:
             agree(job, made, "which step to load")
             made.activity = dict.fromkeys(range(SIZE), Activity(1, "load"))
@@ -295,7 +295,7 @@ def test_a_rank_that_lives_and_does_not_call_is_told_of_in_seconds(
 
 def test_a_rank_that_has_constructed_none_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
     job = Job(2)
-    with mock.patch.object(exchange, "NOTICE_S", 0.1), opened(job, ranks=[0], deadline_s=0.4) as made:
+    with mock.patch.object(wire, "NOTICE_S", 0.1), opened(job, ranks=[0], deadline_s=0.4) as made:
         words = "rank 1 has constructed no Checkpointer of runs/gpt"
         warned(caplog, lambda: agree(job, made, "the plan of step 1", [0]), "waiting for rank 1", words)
     with opened(job, ranks=[0, 1], deadline_s=0.4) as made:
@@ -308,7 +308,7 @@ def test_a_rank_that_has_constructed_none_is_told_of(caplog: pytest.LogCaptureFi
 def test_who_is_held_up_does_not_wait_long_for_those_that_do_not_call() -> None:
     """And who has been found not to call is not waited for again, until it calls something."""
     job = Job(SIZE)
-    with mock.patch.object(exchange, "UNANSWERED_S", 0.2), opened(job, deadline_s=600) as made:
+    with mock.patch.object(wire, "UNANSWERED_S", 0.2), opened(job, deadline_s=600) as made:
         agree(job, made, "which step to load")
         started = time.monotonic()
         with made.sides[0].pressing():

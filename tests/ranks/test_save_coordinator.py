@@ -12,11 +12,11 @@ from threads import Job
 
 import flowstone as fs
 from flowstone.errors import RankError
-from flowstone.messages import Part, Proposal, Terms, pack, unpack
-from flowstone.pieces import DTYPES, Box, Layout, Piece, Pieces
-from flowstone.rank_zero import RankZero
+from flowstone.pipeline.messages import Part, Proposal, Terms, pack, unpack
+from flowstone.pipeline.rank_zero import RankZero
+from flowstone.pipeline.save_coordinator import SaveCoordinator
 from flowstone.ranks import Agreement
-from flowstone.save_coordinator import SaveCoordinator
+from flowstone.table.pieces import DTYPES, Box, Layout, Piece, Pieces
 
 
 class _Held(dict[int, int]):

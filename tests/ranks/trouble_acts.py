@@ -19,12 +19,14 @@ import torch
 from acts import opened, outcome
 
 import flowstone as fs
-from flowstone import loading, save_coordinator, saving
 from flowstone.commit import publish
 from flowstone.errors import StorageError
-from flowstone.rank_zero import RankZero
-from flowstone.ranks import agreement, exchange, failure_detector, kv_store
-from flowstone.save_coordinator import SaveCoordinator
+from flowstone.pipeline import load as loading
+from flowstone.pipeline import save as saving
+from flowstone.pipeline import save_coordinator
+from flowstone.pipeline.rank_zero import RankZero
+from flowstone.pipeline.save_coordinator import SaveCoordinator
+from flowstone.ranks import agreement, failure_detector, kv_store, wire
 from flowstone.store.local import LocalStore
 from flowstone.store.local_io import LocalWriting
 from flowstone.store.system import System
@@ -308,7 +310,7 @@ def one_does_not_see(rank: int, path: str, how: str) -> dict[str, str]:
 def another_path(rank: int, path: str) -> str:
     """Rank 1 was given another path."""
     with (
-        mock.patch.object(exchange, "UNANSWERED_S", 2.0),
+        mock.patch.object(wire, "UNANSWERED_S", 2.0),
         opened(f"{path}-other" if rank else path, on_error="continue", deadline_s=600.0) as checkpointer,
     ):
         return str(outcome(checkpointer, 1, state_of(rank, 1, size=2)))
@@ -327,7 +329,7 @@ def other_clocks(rank: int, path: str) -> list[int]:
     with ExitStack() as patches:
         if rank == 1:  # as on another machine, which was started long before
             clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 1e8, sleep=time.sleep)
-            for module in (agreement, kv_store, exchange, failure_detector):
+            for module in (agreement, kv_store, wire, failure_detector):
                 patches.enter_context(mock.patch.object(module, "time", clock))
             patches.enter_context(mock.patch("time.time", return_value=1.0))
         with opened(path, keep=fs.Keep(last=2), deadline_s=20.0) as checkpointer:

@@ -18,7 +18,7 @@ from flowstone import Keep, rank_group
 from flowstone.errors import FlowstoneError, RankError, SaveFailedError, StepExistsError
 from flowstone.events import Event
 from flowstone.ranks import Job as RankJob
-from flowstone.ranks import agreement, exchange, failure_detector, kv_store
+from flowstone.ranks import agreement, failure_detector, kv_store, wire
 
 DEADLINE_S = 12.0  # of the simulation's own time
 
@@ -138,7 +138,7 @@ def group(sandbox: Path, disk: Disk, ledger: Ledger, **options: object) -> Itera
         job = None
         stack.enter_context(mock.patch.object(rank_group, "Heartbeat", StillHeartbeat))
         clock = SimpleNamespace(monotonic=lambda: job.turns.monotonic(), sleep=lambda s: job.turns.sleep(s))
-        for module in (agreement, kv_store, exchange, failure_detector):
+        for module in (agreement, kv_store, wire, failure_detector):
             stack.enter_context(mock.patch.object(module, "time", clock))
         job = GroupJob(sandbox, disk, ledger, **options)  # type: ignore[arg-type]
         try:

@@ -17,12 +17,12 @@ from sim_disk import Disk, PowerLoss, Unsynced
 from sim_turns import RankDisk
 
 from flowstone import Checkpointer, Keep, NoCheckpointError, RankError, Save, StepExistsError, _native
+from flowstone.checkpoint import Checkpoint
 from flowstone.commit import catalog, retention
 from flowstone.config import EngineOptions
 from flowstone.errors import FlowstoneError, StorageError
 from flowstone.events import Committed, Event
 from flowstone.format.manifest import step_directory
-from flowstone.reader import Checkpoint
 from flowstone.store.base import Receipt
 from flowstone.store.local import LocalStore
 from flowstone.store.local_io import LocalWriting

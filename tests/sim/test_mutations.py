@@ -19,7 +19,7 @@ from sim_cases import MODES, SCENARIOS, Simulation
 from flowstone import Checkpointer, save_coordinator, saving
 from flowstone.commit import catalog, publish, retention
 from flowstone.commit.writer import StoreWriter
-from flowstone.ranks import agreement, exchange
+from flowstone.ranks import agreement, wire
 from flowstone.store.local import LocalStore
 from flowstone.store.local_io import LocalWriting
 from flowstone.store.lock import WriterLock
@@ -107,7 +107,7 @@ MUTANTS = {
         "error", start="rank-",
     ),
     "ranks_give_up_what_rank_0_is_deciding": Mutant(
-        exchange.Exchange, "_tick_down",
+        wire.Exchange, "_tick_down",
         (("elif self._is_decided:\n        raise TooLateError(failure)\n    elif self.claim():", "else:"),),
         "team_second_save", "freeze", start="index",
     ),

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flowstone as fs
-from flowstone.pieces import DTYPES, Memory, Piece, Pieces, Places
 from flowstone.stage import overlap
+from flowstone.table.pieces import DTYPES, Memory, Piece, Pieces, Places
 
 BASE = np.zeros(4096, np.float32)
 

@@ -17,8 +17,8 @@ from forge import memory_at
 from strategies import raw_bytes, strided_bytes
 
 from flowstone.format import objects
-from flowstone.pieces import DTYPES, Memory
 from flowstone.state import Described, Restoration, Stored, StoredTensor, describe, prepare
+from flowstone.table.pieces import DTYPES, Memory
 
 
 def on_device(memory: Memory) -> torch.Tensor:

@@ -23,10 +23,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import flowstone as fs
 from flowstone.format.objects import TensorRef
-from flowstone.pieces import Memory
 from flowstone.stage.bounce import host_array
 from flowstone.state import Stored, StoredTensor, describe, prepare
 from flowstone.state.tensors import dtype_of
+from flowstone.table.pieces import Memory
 
 
 @contextmanager

@@ -19,8 +19,8 @@ from reference import Checkpoint, load, save, stored
 import flowstone as fs
 from flowstone.errors import CollisionError, ProviderError, UnsupportedStateError
 from flowstone.format.objects import Provided, TensorRef
-from flowstone.pieces import Box
 from flowstone.state import describe, prepare
+from flowstone.table.pieces import Box
 
 
 class Thing:

@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flowstone.errors import CollisionError, DamagedError, UnsupportedFormatError, UnsupportedStateError
 from flowstone.format.objects import DEPTH_MAX, Named, TensorRef
-from flowstone.pieces import DTYPES
 from flowstone.state import Stored, StoredTensor, describe, prepare
 from flowstone.state.tensors import dtype_of, empty, memory_of
+from flowstone.table.pieces import DTYPES
 
 
 class Subclass(torch.Tensor):

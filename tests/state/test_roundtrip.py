@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from reference import Checkpoint, fingerprint, load, save, stored
 from strategies import TORCH_DTYPES, assert_same, blank, raw_bytes, states, tensors
 
-from flowstone.pieces import DTYPES
 from flowstone.state import describe, prepare
 from flowstone.state.tensors import empty
+from flowstone.table.pieces import DTYPES
 
 SLOW = settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]

@@ -19,7 +19,7 @@ from flowstone.config import BLOCK_BYTES, KIB, MIB, WORKERS_DEFAULT, Tuning
 from flowstone.format.manifest import IoRecord
 from flowstone.store.local import LocalStore
 from flowstone.store.mount import mount_of
-from flowstone.study.cache import cached_pages, cool
+from flowstone_study.cache import cached_pages, cool
 
 STATE_BYTES = 24 * MIB
 

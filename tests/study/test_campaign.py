@@ -14,11 +14,11 @@ from confined import LIMIT_BYTES
 from flowstone import _native
 from flowstone.config import KIB, MIB
 from flowstone.errors import BudgetError, FullError
-from flowstone.study import campaign
-from flowstone.study.cache import _cachestat, _mincore, cool
-from flowstone.study.planning import base_cell, plan, quick_scope
-from flowstone.study.probe import REGISTERED_BYTES, probe
-from flowstone.study.records import MIXES, Cell
+from flowstone_study import campaign
+from flowstone_study.cache import _cachestat, _mincore, cool
+from flowstone_study.planning import base_cell, plan, quick_scope
+from flowstone_study.probe import REGISTERED_BYTES, probe
+from flowstone_study.records import MIXES, Cell
 
 BASE = Cell(direction="write", bytes=4 * MIB, request_bytes=MIB, queue_depth=2, direct=False)
 SMALL = ("--quick", "--bytes", "8MiB", "--processes", 1, "--mix", "3B", "--rounds", 1)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flowstone.study.export import from_json, to_csv
+from flowstone_study.export import from_json, to_csv
 
 SMALL = ("--quick", "--bytes", "8MiB", "--rounds", "1")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from flowstone.config import BLOCK_BYTES, GIB, MIB
-from flowstone.study.mixes import MODELS, TINY_BELOW_BYTES, model_tensor_bytes, tensor_bytes
-from flowstone.study.records import MIXES, Cell, MixName
+from flowstone_study.mixes import MODELS, TINY_BELOW_BYTES, model_tensor_bytes, tensor_bytes
+from flowstone_study.records import MIXES, Cell, MixName
 
 FILE_HEADER_BYTES_MAX = 32 * 1024  # a pickled skeleton around the tensors of a file
 

@@ -11,12 +11,12 @@ from html.parser import HTMLParser
 import pytest
 
 from flowstone.config import KIB, MIB
-from flowstone.study.export import COLUMNS, from_json, row, to_csv, to_json
-from flowstone.study.figures import figures
-from flowstone.study.page import to_html
-from flowstone.study.planning import plan, quick_scope
-from flowstone.study.records import MIXES, Cell, Probe, Sample, Study
-from flowstone.study.summary import best, cell_label, size_label, summarise
+from flowstone_study.export import COLUMNS, from_json, row, to_csv, to_json
+from flowstone_study.figures import figures
+from flowstone_study.page import to_html
+from flowstone_study.planning import plan, quick_scope
+from flowstone_study.records import MIXES, Cell, Probe, Sample, Study
+from flowstone_study.summary import best, cell_label, size_label, summarise
 
 BASE = Cell(direction="write", bytes=64 * MIB)
 PLAN = plan(BASE, quick_scope(BASE.bytes, 4, MIXES))

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from flowstone.config import BLOCK_BYTES, KIB, MIB
-from flowstone.study.placing import files, parts, payload_bytes, requests, run_bytes, slots
-from flowstone.study.records import LAYOUTS, MIXES, Cell, Layout, MixName
+from flowstone_study.placing import files, parts, payload_bytes, requests, run_bytes, slots
+from flowstone_study.records import LAYOUTS, MIXES, Cell, Layout, MixName
 
 
 def cell(layout: Layout, mix: MixName = "3B", **changed: object) -> Cell:

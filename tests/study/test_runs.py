@@ -11,11 +11,11 @@ import pytest
 
 from flowstone import _native
 from flowstone.config import KIB, MIB
-from flowstone.study.memory import Run
-from flowstone.study.placing import parts, requests, run_bytes
-from flowstone.study.processes import Outcome, Processes
-from flowstone.study.records import ENGINES, LAYOUTS, MEMORIES, Cell, EngineName, Layout
-from flowstone.study.worker import Failed
+from flowstone_study.memory import Run
+from flowstone_study.placing import parts, requests, run_bytes
+from flowstone_study.processes import Outcome, Processes
+from flowstone_study.records import ENGINES, LAYOUTS, MEMORIES, Cell, EngineName, Layout
+from flowstone_study.worker import Failed
 
 BASE = Cell(direction="write", mix="7B", bytes=6 * MIB, processes=3, request_bytes=256 * KIB, queue_depth=4)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from flowstone.study.search import GAIN_MIN, PAIRS_MIN, direct_from, duel, gain, halve, halving_trials
+from flowstone_study.search import GAIN_MIN, PAIRS_MIN, direct_from, duel, gain, halve, halving_trials
 
 
 def never() -> bool:

@@ -24,9 +24,9 @@ from flowstone.config import BLOCK_BYTES, MIB, Direction, EngineOptions, Tuning
 from flowstone.store.local import LocalStore
 from flowstone.store.settings import find_settings
 from flowstone.store.tuning import TuningFile, decode_tuning
-from flowstone.study import tune as study
-from flowstone.study.trials import Tensors, Trials, concrete
-from flowstone.study.tune import FULL, QUICK, Effort, Found, find_best, tune
+from flowstone_study import tune as study
+from flowstone_study.trials import Tensors, Trials, concrete
+from flowstone_study.tune import FULL, QUICK, Effort, Found, find_best, tune
 
 FEW = 3 * MIB
 SMALL = Effort(
@@ -380,7 +380,7 @@ def test_tuning_needs_no_torch_and_is_silent_when_piped(
     tmp_path: Path, script: Callable[..., subprocess.Popen[str]]
 ) -> None:
     text = (
-        "import sys\nfrom flowstone.study import tune\n"
+        "import sys\nfrom flowstone_study import tune\n"
         "from dataclasses import replace\ntune.QUICK = replace(tune.QUICK, queue_depths=(4,), workers=(1,), pairs=5)\n"
         "tune.tune(sys.argv[1], quick=True, dry_run=True, total_bytes=2 << 20)\nprint('torch' in sys.modules)\n"
     )

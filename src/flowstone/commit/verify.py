@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowstone import _native
-from flowstone.commit import contents
+from flowstone.commit import read as contents
 from flowstone.commit.manifests import inside, read_manifest
 from flowstone.config import CHUNK_BYTES
 from flowstone.errors import FlowstoneError, FormatError, StorageError, is_damage

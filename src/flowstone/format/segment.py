@@ -13,7 +13,7 @@ import msgspec
 
 from flowstone.config import BLOCK_BYTES, HEADER_BYTES_MAX
 from flowstone.errors import DamagedError
-from flowstone.pieces import Box, DType
+from flowstone.table.pieces import Box, DType
 
 PAD_PREFIX = "__pad__."
 METADATA_KEY = "__metadata__"

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowstone.errors import CoverageError
-from flowstone.pieces import Box
+from flowstone.table.pieces import Box
 
 
 def subtract(box: Box, hole: Box) -> list[Box]:

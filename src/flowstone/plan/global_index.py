@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from flowstone.config import CHUNK_BYTES
 from flowstone.format.index import Frame, Rows, frame_of
-from flowstone.pieces import Alias
 from flowstone.plan.layout_groups import WHOLE, LayoutGroup, RankLayout, Tensors, layout_groups
+from flowstone.table.pieces import Alias
 
 _BATCH_ROWS = 1 << 20
 _SHORT_MAX = np.iinfo(np.uint16).max

@@ -8,8 +8,8 @@ from typing import NoReturn
 
 from flowstone.errors import MismatchError
 from flowstone.format.index import Index
-from flowstone.pieces import Alias, Piece, Pieces
 from flowstone.rules import Cast, Init, Rename, Rule, Skip
+from flowstone.table.pieces import Alias, Piece, Pieces
 
 _LISTED_MAX = 50  # differences of one kind that a message spells out; all are in the counts
 

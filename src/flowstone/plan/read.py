@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from flowstone.config import CHUNK_BYTES
 from flowstone.errors import CoverageError
 from flowstone.format.index import Index
-from flowstone.pieces import Box, Piece, Pieces
 from flowstone.plan.coverage import tiles, uncovered
+from flowstone.table.pieces import Box, Piece, Pieces
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flowstone.pieces import Layout
+from flowstone.table.pieces import Layout
 
 LINE_BYTES = 64  # of a sample; a device cannot take fewer
 _MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], np.uint64)  # odd, of XXH64

@@ -20,9 +20,9 @@ from flowstone.config import BLOCK_BYTES, HEADER_BYTES_MAX, PACKED_BELOW_BYTES
 from flowstone.errors import CollisionError
 from flowstone.format.index import Frame, Index, frame_of
 from flowstone.format.segment import Packed, entry_name, entry_text, pack_entries, reserve, reserved
-from flowstone.pieces import Alias, Box, Piece, Pieces
 from flowstone.plan.coverage import check_tiling
 from flowstone.plan.global_index import by_tensor, chunks_in_order, first_chunks
+from flowstone.table.pieces import Alias, Box, Piece, Pieces
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
 """The ranks of a job: who they are, and how they agree without ever waiting for ever."""
 
 from flowstone.ranks.agreement import Agreed, Agreement
-from flowstone.ranks.exchange import Decision
 from flowstone.ranks.failure import name_of
 from flowstone.ranks.heartbeat import Activity, Heartbeat
 from flowstone.ranks.job import Job, rank_and_size, this_job
 from flowstone.ranks.kv_store import KeyValueStore, Mailbox
+from flowstone.ranks.wire import Decision
 
 __all__ = [
     "Activity",

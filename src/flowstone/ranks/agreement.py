@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 from flowstone.config import DEADLINE_S, LEAVE_S, POLL_S, REJOIN_S, REMINDER_S, SILENCE_S, TREE_FAN
 from flowstone.errors import FlowstoneError, RankError
-from flowstone.ranks.exchange import Decision, Exchange, Side, TooLateError, Verdict
 from flowstone.ranks.failure_detector import FailureDetector
 from flowstone.ranks.heartbeat import Heartbeat
 from flowstone.ranks.kv_store import KeyValueStore, Mailbox
+from flowstone.ranks.wire import Decision, Exchange, Side, TooLateError, Verdict
 
 
 @dataclass(frozen=True, slots=True)

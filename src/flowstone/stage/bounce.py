@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from flowstone.errors import BudgetError
-from flowstone.pieces import DType, Memory, Pieces, Places
 from flowstone.stage.arena import available_bytes
 from flowstone.stage.capture import host_twin, on_device
-from flowstone.stage.streams import SideStream, side_stream
+from flowstone.stage.device import SideStream, side_stream
 from flowstone.state import tensors
+from flowstone.table.pieces import DType, Memory, Pieces, Places
 
 
 @dataclass(frozen=True, slots=True, eq=False)

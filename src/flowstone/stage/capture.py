@@ -46,10 +46,10 @@ from flowstone.config import BLOCK_BYTES
 from flowstone.errors import StorageError, UnsupportedStateError
 from flowstone.format.digest import digest
 from flowstone.format.segment import encode_header
-from flowstone.pieces import Memory, Places
 from flowstone.plan.write import SegmentPlan, WritePlan, data_offsets
-from flowstone.stage.streams import SideStream, row_bytes, side_stream
+from flowstone.stage.device import SideStream, row_bytes, side_stream
 from flowstone.store.base import UNPACED, FilePlan, Pace, Store, Writing
+from flowstone.table.pieces import Memory, Places
 
 _Number = TypeVar("_Number", bound=np.generic)
 

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from flowstone import _native
 from flowstone.config import SNAPSHOT_PART_BYTES
-from flowstone.pieces import Memory, Pieces, Places
 from flowstone.stage.capture import host_copy, within_reach
-from flowstone.stage.streams import row_bytes
+from flowstone.stage.device import row_bytes
+from flowstone.table.pieces import Memory, Pieces, Places
 
 _ALIGNED_BYTES = 64  # of each copy: the address of any element, and a line of the cache
 

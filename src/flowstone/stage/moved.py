@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flowstone.pieces import Places
+from flowstone.table.pieces import Places
 
 
 def moved(places: Places, positions: NDArray[np.int64]) -> NDArray[np.int64]:

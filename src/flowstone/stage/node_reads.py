@@ -18,12 +18,12 @@ from flowstone import _native
 from flowstone.config import BLOCK_BYTES, CHUNK_BYTES, READ_REQUEST_BYTES, RING_HALF_BYTES, WORKERS_DEFAULT
 from flowstone.errors import FlowstoneError, RankError
 from flowstone.format.index import Index
-from flowstone.pieces import Pieces, Places
 from flowstone.plan.assign_readers import ReaderAssignment, assign_readers
 from flowstone.plan.read import ReadPlan, part_of
 from flowstone.stage.scatter import Scattered, locate_chunks, nothing_read, read_rows, scatter, scatter_by
 from flowstone.store.base import Reading, Store, finish_reading, stop_reading
 from flowstone.store.shared_ring import Announcement, Counter, PeerRing, RingReading, SharedRing
+from flowstone.table.pieces import Pieces, Places
 
 _POLL_S = 0.0005  # a batch takes a hundred times as long
 _LOOK_S = 1.0  # between two looks whether the others live

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowstone.format.index import Index
-from flowstone.pieces import Memory, Pieces, Places
 from flowstone.stage.bounce import host_array
+from flowstone.table.pieces import Memory, Pieces, Places
 
 _PAIRS_MAX = 20_000  # of strided pieces that are compared two by two: 40 ms
 _WORK_MAX = 100_000  # of one comparison; no view that anybody makes takes a hundredth

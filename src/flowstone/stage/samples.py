@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowstone import _native
-from flowstone.pieces import Memory, Places
 from flowstone.stage.capture import within_reach
-from flowstone.stage.streams import SideStream
+from flowstone.stage.device import SideStream
+from flowstone.table.pieces import Memory, Places
 
 
 @dataclass(frozen=True, slots=True, eq=False)

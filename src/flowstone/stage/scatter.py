@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from flowstone import _native
 from flowstone.errors import DamagedError, FlowstoneError, RankError, StorageError, is_damage
 from flowstone.format.index import Index
-from flowstone.pieces import Box, Memory, Pieces, Places
 from flowstone.plan.read import ReadPlan
 from flowstone.store.base import Reading, ReadReceipt, Store, finish_reading
+from flowstone.table.pieces import Box, Memory, Pieces, Places
 
 _AGAIN = "load again, or an older step, before saving"
 

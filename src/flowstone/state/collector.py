@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from flowstone.config import PACKED_BELOW_BYTES
 from flowstone.errors import CollisionError, UnsupportedStateError
 from flowstone.format.objects import unsupported
-from flowstone.pieces import Alias, Box, DType, Layout, Memory, Pieces, Places
 from flowstone.state import tensors
 from flowstone.state.flat import Range
 from flowstone.state.frozen import Frozen
 from flowstone.state.names import Place, valid_name
 from flowstone.state.records import Shard
 from flowstone.state.shards import is_dtensor, shards_of
+from flowstone.table.pieces import Alias, Box, DType, Layout, Memory, Pieces, Places
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

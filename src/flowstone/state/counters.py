@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flowstone.pieces import Layout
+from flowstone.table.pieces import Layout
 
 _version = attrgetter("_version")
 _UNKNOWN = -1  # what inference tensors count

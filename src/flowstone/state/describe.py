@@ -14,7 +14,6 @@ import torch
 from flowstone.format import objects
 from flowstone.format.merge_points import MergePoint
 from flowstone.format.objects import Provided, TensorRef, tensor_refs, unsupported
-from flowstone.pieces import DTYPES, Layout, Places
 from flowstone.state import constants, generators, modules, optimizers, provider_adapter, tensors
 from flowstone.state.collector import Collector, Role
 from flowstone.state.counters import Counters
@@ -34,6 +33,7 @@ from flowstone.state.scan import (
     refuse_failed_call,
     scan,
 )
+from flowstone.table.pieces import DTYPES, Layout, Places
 
 BYTES_INLINE_MAX = 64 * 1024
 """Longer bytes lie in a tensor: objects are read whole, as text, whenever a checkpoint is opened."""

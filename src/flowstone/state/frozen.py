@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flowstone.pieces import Pieces, Places
 from flowstone.state.counters import versions
+from flowstone.table.pieces import Pieces, Places
 
 Sample = Callable[[Pieces, Places], NDArray[np.uint16]]
 """A digest of a few lines of each piece, the same lines each time."""

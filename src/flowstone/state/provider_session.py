@@ -11,13 +11,13 @@ import torch
 
 from flowstone.config import NDIM_MAX
 from flowstone.errors import ProviderError, StateError
-from flowstone.pieces import DTYPES, Box
 from flowstone.state import tensors
 from flowstone.state.names import Place, valid_name
 from flowstone.state.provider import AnyPart, ObjectPart, Part
 from flowstone.state.records import MISSING
 from flowstone.state.registry import Served
 from flowstone.state.split import type_name
+from flowstone.table.pieces import DTYPES, Box
 
 _Result = TypeVar("_Result")
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from flowstone.errors import UnsupportedStateError
-from flowstone.pieces import Alias, DType, Layout, Pieces, Places
 from flowstone.state.counters import Counters
+from flowstone.table.pieces import Alias, DType, Layout, Pieces, Places
 
 DifferenceKind: TypeAlias = Literal["missing", "unexpected", "shape", "dtype", "kind"]
 

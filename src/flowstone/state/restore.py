@@ -14,7 +14,6 @@ import torch
 from flowstone.errors import StateError
 from flowstone.format import objects
 from flowstone.format.objects import Provided, TensorRef, unsupported
-from flowstone.pieces import Alias, Layout, Memory, Pieces, Places
 from flowstone.state import generators, modules, optimizer_restore, optimizers, provider_adapter, state_dicts, tensors
 from flowstone.state.collector import Collector
 from flowstone.state.describe import Describer
@@ -35,6 +34,7 @@ from flowstone.state.scan import (
     scan,
 )
 from flowstone.state.split import type_name
+from flowstone.table.pieces import Alias, Layout, Memory, Pieces, Places
 
 _ONE_VALUE = frozenset({Kind.MODULE, Kind.OPTIMIZER, Kind.GENERATOR, Kind.STATEFUL, Kind.PROVIDED})
 

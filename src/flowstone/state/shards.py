@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from flowstone.errors import UnsupportedStateError
-from flowstone.pieces import Box
 from flowstone.state.records import Shard
+from flowstone.table.pieces import Box
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from flowstone.errors import UnsupportedStateError
 from flowstone.format.objects import unsupported
-from flowstone.pieces import DTYPES, DType, Memory
+from flowstone.table.pieces import DTYPES, DType, Memory
 
 TORCH_DTYPES: Mapping[torch.dtype, DType] = {
     getattr(torch, name): dtype for name, dtype in DTYPES.items() if hasattr(torch, name)

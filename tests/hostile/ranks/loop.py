@@ -26,8 +26,8 @@ from interrupts import Struck
 
 import flowstone as fs
 from flowstone.events import Event
-from flowstone.ranks import agreement, exchange
-from flowstone.saving import Captures
+from flowstone.pipeline.save import Captures
+from flowstone.ranks import agreement, wire
 from hostile.ranks.draw import DEADLINE_S, Life, Setup
 from hostile.ranks.moves import MOVES, Ending
 from hostile.ranks.oracle import Contents, contents_of
@@ -362,7 +362,7 @@ def threads_alive() -> set[str]:
 def hasty() -> Iterator[None]:
     """What waits for ranks that live and do not come gives up soon: these loops have many of those."""
     with (
-        mock.patch.object(exchange, "UNANSWERED_S", 2.5), mock.patch.object(exchange, "DEADLINE_MARGIN_S", 0.5),
+        mock.patch.object(wire, "UNANSWERED_S", 2.5), mock.patch.object(wire, "DEADLINE_MARGIN_S", 0.5),
         mock.patch.object(agreement, "LEAVE_S", 2.0),
     ):
         yield

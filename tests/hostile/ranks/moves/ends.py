@@ -6,8 +6,8 @@ from random import Random
 from typing import TYPE_CHECKING
 from unittest import mock
 
-from flowstone import saving
-from flowstone.save_coordinator import SaveCoordinator
+from flowstone.pipeline import save as saving
+from flowstone.pipeline.save_coordinator import SaveCoordinator
 from flowstone.store.local import LocalStore
 from flowstone.store.local_io import LocalWriting
 from flowstone.store.system import System

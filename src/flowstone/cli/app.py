@@ -1,0 +1,53 @@
+"""The command line. Reading verbs import no torch, and each what it needs when it runs."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from io import TextIOWrapper
+from typing import Annotated
+
+import typer
+
+from flowstone._version import __version__
+from flowstone.cli import bench, demo, ls, show, tune, verify
+from flowstone.cli.output import refused
+
+app = typer.Typer(
+    help="List, inspect and verify checkpoints of large-model training.", no_args_is_help=True,
+    pretty_exceptions_enable=False, add_completion=False,
+)
+app.command()(ls.ls)
+app.command()(show.show)
+app.command()(verify.verify)
+app.command()(demo.demo)
+bench.app.command()(tune.tune)
+app.add_typer(bench.app, name="bench")
+
+
+def main() -> None:
+    """The entry point `flowstone`."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name that the terminal's encoding lacks is no error
+    try:
+        try:
+            app(prog_name="flowstone")
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                if stream is not None:  # closed by whoever started us
+                    stream.flush()
+    except OSError as error:
+        # What could not be written stays in the stream, and would be tried once more at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if error.errno != errno.EPIPE:
+            sys.stderr.write(f"{refused(error)}\n")
+        sys.exit(1)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        typer.echo(f"flowstone {__version__}")
+        raise typer.Exit

@@ -1,0 +1,152 @@
+"""`flowstone bench`: measure a mount. One function per verb; none needs torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from flowstone.cli.output import errors_reported, make_console, print_json
+from flowstone.config import GIB, KIB, MIB
+from flowstone.runtime.progress import terminal_steps
+
+_UNITS = {"": 1, "kib": KIB, "mib": MIB, "gib": GIB, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_BYTES_MIN = 8 * MIB  # less is over before the clock has anything to measure
+
+
+class _Bench(TyperGroup):
+    """`--probe` may stand alone: it then probes the current directory."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, _completed(args, "--probe", alone=".", value=r"[^-].*"))
+
+
+class _Io(TyperCommand):
+    """`--json` may stand alone, as in every other verb: it then writes to standard output."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        # Only a word that ends in .json is its file, so that `--json PATH` still names the path to measure.
+        return super().parse_args(ctx, _completed(args, "--json", alone="-", value=r"[^-].*\.json"))
+
+
+app = typer.Typer(cls=_Bench, help="Measure what a file system can do.", no_args_is_help=True)
+
+
+def _parse_bytes(text: str) -> int:
+    found = re.fullmatch(r"([0-9.]+)\s*([a-z]*)", text.strip().lower())
+    if not found or found[2] not in _UNITS:
+        raise typer.BadParameter(f"{text!r} is not a size; write 256MiB or 2GB")
+    size = int(float(found[1]) * _UNITS[found[2]])
+    if size < _BYTES_MIN:
+        raise typer.BadParameter(f"{text} is less than 8 MiB, too little to measure")
+    return size
+
+
+def _parse_mix(text: str) -> str:
+    from flowstone_study.records import MIXES
+
+    if text not in MIXES:
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(MIXES)}")
+    return text
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    probe: Annotated[
+        Path | None, typer.Option("--probe", metavar="[PATH]", help="Show what works there: io_uring, O_DIRECT, ...")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="With --probe: print JSON.")] = False,
+) -> None:
+    if probe is None:
+        return
+    from flowstone_study.prepare import probe_at
+    from flowstone_study.report import probe_lines
+
+    with errors_reported(as_json):
+        works = probe_at(probe)
+    if as_json:
+        print_json(asdict(works))
+    else:
+        make_console().print(f"{probe}: {works.file_system}, {works.kernel}", markup=False)
+        for line in probe_lines(works):
+            make_console().print(line, markup=False)
+    raise typer.Exit
+
+
+@app.command(cls=_Io)
+def io(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A directory on the file system to measure.")],
+    quick: Annotated[bool, typer.Option("--quick", help="Measure fewer points, in under two minutes.")] = False,
+    size: Annotated[
+        int | None,
+        typer.Option("--bytes", parser=_parse_bytes, metavar="SIZE", help="Per cell: 256MiB, 2GB. Default: 1GiB."),
+    ] = None,
+    processes: Annotated[int, typer.Option(min=1, max=4, help="Processes at once, at most.")] = 4,
+    mix: Annotated[
+        list[str] | None,
+        typer.Option("--mix", parser=_parse_mix, metavar="MIX", help="synthetic, 3B, 7B or 13B; repeat. Default: all."),
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Samples per cell.")] = None,
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="[FILE]", help="Write all to FILE (.json) or standard output.")
+    ] = None,
+    csv_file: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write one row per sample.")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write plots, in one file.")] = None,
+) -> None:
+    """Study saves and restores at PATH: layout, coalescing, buffering, interface, request size, depth, memory.
+
+    It writes only into a directory of its own in PATH, and removes it. docs/STUDY.md says how to read the results.
+    """
+    from flowstone_study import campaign, export, page, terminal
+    from flowstone_study.prepare import Settings, finish, prepare
+    from flowstone_study.records import MIXES
+    from flowstone_study.summary import cell_label, summarise
+
+    for file in (None if json_file in (None, "-") else Path(str(json_file)), csv_file, html_file):
+        if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
+            raise typer.BadParameter(f"cannot write a file at {file}: give another path")  # now, not in an hour
+    wanted = tuple(known for known in MIXES if not mix or known in mix)
+    settings = Settings(quick=quick, bytes=size, processes=processes, mixes=wanted, rounds=rounds)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or the scratch files would stay
+    with errors_reported(json_file == "-"):
+        prepared = prepare(path, settings)
+        plan = prepared.plan
+        samples = []
+        measuring = campaign.measure(path, plan.cells, plan.base, rounds=prepared.rounds, limit_s=prepared.limit_s)
+        with closing(measuring), terminal_steps("measuring", len(plan.cells) * prepared.rounds) as step:
+            for sample in measuring:
+                samples.append(sample)
+                step(f"{sample.cell.direction}, {cell_label(sample.cell)}")
+    study = finish(prepared, samples)
+    summary = summarise(samples)
+    if json_file == "-":
+        typer.echo(export.to_json(study), nl=False)
+    else:
+        for shown in terminal.renderables(study, plan, summary):
+            make_console().print(shown)
+        if json_file:
+            Path(json_file).write_text(export.to_json(study), encoding="utf-8")
+    if csv_file:
+        csv_file.write_text(export.to_csv(study), encoding="utf-8")
+    if html_file:
+        html_file.write_text(page.to_html(study, plan, summary), encoding="utf-8")
+    if not summary.measured:
+        raise typer.Exit(1)
+
+
+def _completed(args: Sequence[str], option: str, *, alone: str, value: str) -> list[str]:
+    """Give `option` its value `alone` wherever the next word is none that matches `value`."""
+    done: list[str] = []
+    for at, word in enumerate(args):
+        done.append(word)
+        if word == option and not (at + 1 < len(args) and re.fullmatch(value, args[at + 1])):
+            done.append(alone)
+    return done

@@ -1,0 +1,71 @@
+"""`flowstone ls`: thousands of checkpoints in the time that Python needs to start. Imports neither numpy nor rich."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from flowstone.arguments import store_path
+from flowstone.cli.output import AsJson, StorePath, errors_reported, print_json, print_rows, size_text
+from flowstone.commit.catalog import DELETING, SAVING, SUPERSEDED, TUNING
+from flowstone.commit.locations import check_store
+from flowstone.commit.manifests import listing, read_manifest
+from flowstone.errors import NotAStoreError
+from flowstone.format.manifest import MANIFEST_NAME, Manifest
+from flowstone.store.local import LocalStore
+
+_UNFINISHED = (SAVING, DELETING, SUPERSEDED, TUNING)
+
+
+def ls(path: StorePath, as_json: AsJson = False) -> None:
+    """List the checkpoints of a store. Exit status 1 if one of them is damaged."""
+    with errors_reported(as_json):
+        rows, leftovers = _listing(path)
+    if as_json:
+        print_json({"path": str(path), "checkpoints": rows, "leftovers": leftovers})
+    else:
+        print_rows(("step", "created", "size", "tensors", "ranks", "state"), [_cells(row) for row in rows])
+        if leftovers:
+            typer.echo(f"{len(leftovers)} unfinished or set aside (never read): {', '.join(leftovers)}")
+    if any(row["error"] is not None for row in rows):
+        raise typer.Exit(1)
+
+
+def _cells(row: dict[str, object]) -> list[str]:
+    step, error = str(row["step"]), row["error"]
+    if error is not None:
+        return [step, "", "", "", "", f"damaged: {str(error).splitlines()[0]}"]
+    created, size = local_time(str(row["created"])), size_text(row["bytes"])
+    return [step, created, size, f"{row['tensors']:,}", str(row["ranks"]), "ok"]
+
+
+def _listing(path: Path) -> tuple[list[dict[str, object]], list[str]]:
+    """A row for each checkpoint, newest last, and the names of what is none."""
+    store = LocalStore(store_path(path))
+    if store.exists(MANIFEST_NAME):
+        return [row_of(read_manifest(store, ""), store.location)], []
+    if not store.exists():
+        raise NotAStoreError(f"there is nothing at {path}", next="check the path")
+    check_store(store)
+    rows = []
+    for one in listing(store):
+        if one.manifest is None:
+            rows.append({"step": one.step, "directory": one.directory, "error": str(one.error)})
+        else:
+            rows.append(row_of(one.manifest, f"{store.location}/{one.directory}"))
+    return rows, [name for name in store.names() if name.startswith(_UNFINISHED)]
+
+
+def row_of(manifest: Manifest, directory: str) -> dict[str, object]:
+    """What a listing says of a checkpoint."""
+    size = sum(row.bytes for row in manifest.segments) + manifest.index.bytes + manifest.objects.bytes
+    return {
+        "step": manifest.step, "directory": directory, "created": manifest.created, "bytes": size,
+        "tensors": manifest.tensors, "pieces": manifest.pieces, "ranks": manifest.ranks, "error": None,
+    }
+
+
+def local_time(created: str) -> str:
+    """When a checkpoint was made, for people."""
+    return created.replace("T", " ").replace("+00:00", " UTC")

@@ -1,0 +1,106 @@
+"""What the verbs of the command line have in common: tables or JSON, and errors as both."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from flowstone.errors import FlowstoneError, StorageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Step = Annotated[int | None, typer.Option("--step", help="The step; default: the newest.")]
+StorePath = Annotated[Path, typer.Argument(metavar="PATH", help="A store, or one checkpoint's own directory.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def make_console() -> Console:
+    from rich.console import Console  # half as long to import as a listing takes
+
+    # Piped output is for programs: not cut to a terminal's width.
+    return Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+
+
+def print_json(value: object) -> None:
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # lone surrogates, as Python has them for bytes of a path
+        text = json.dumps(value, indent=2)
+    typer.echo(text)
+
+
+def printable(text: str) -> str:
+    """Text that a file brought along, so that a terminal shows it and does nothing else; lines stay lines."""
+    if text.isprintable():
+        return text
+    return "".join([one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text])
+
+
+def marked(text: str) -> str:
+    """The same for rich's console, which takes no markup from it either."""
+    from rich.markup import escape
+
+    return escape(printable(text))
+
+
+def print_rows(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table of thousands of rows, as it is done by a Table of rich in seconds."""
+    rows = [list(map(printable, row)) for row in rows]
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+    bars = ["\u2501" * (width + 2) for width in widths], ["\u2500" * (width + 2) for width in widths]
+
+    def line(cells: Sequence[str], border: str) -> str:
+        return border + border.join([f" {cell:<{width}} " for cell, width in zip(cells, widths, strict=True)]) + border
+
+    lines = ["\u250f" + "\u2533".join(bars[0]) + "\u2513", line(titles, "\u2503")]
+    lines += ["\u2521" + "\u2547".join(bars[0]) + "\u2529", *(line(row, "\u2502") for row in rows)]
+    lines += ["\u2514" + "\u2534".join(bars[1]) + "\u2518"]
+    typer.echo("\n".join(lines))
+
+
+def size_text(count: object) -> str:
+    """Bytes in a unit that reads well."""
+    size = float(count) if isinstance(count, int) else 0.0
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+@contextmanager
+def errors_reported(as_json: bool) -> Iterator[None]:
+    """End with status 1 and the error's own text, without a traceback."""
+    try:
+        yield
+    except FlowstoneError as error:
+        _fail(error, as_json)
+    except OSError as error:
+        if error.errno == errno.EPIPE:
+            raise  # nobody reads any more: no error to tell, and nobody to tell it to
+        _fail(refused(error), as_json)
+
+
+def refused(error: OSError) -> StorageError:
+    """What the system refused where no store is concerned: a report's file, a terminal, a directory to work in."""
+    what = f" for {os.fsdecode(error.filename)}" if error.filename else ""
+    return StorageError(f"the system refused: {error.strerror}{what}", errno=error.errno or 0, next="give another path")
+
+
+def _fail(error: FlowstoneError, as_json: bool) -> NoReturn:
+    if as_json:
+        facts = {key: str(value) for key, value in error.facts.items()}
+        print_json({"error": type(error).__name__, "message": error.message, "facts": facts})
+    else:
+        typer.echo(printable(f"{type(error).__name__}: {error}"), err=True)
+    raise typer.Exit(1)

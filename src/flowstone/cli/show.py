@@ -1,0 +1,143 @@
+"""`flowstone show`: what a checkpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from flowstone.cli.ls import local_time, row_of
+from flowstone.cli.output import AsJson, Step, StorePath, errors_reported, make_console, marked, print_json, size_text
+from flowstone.config import MIB
+from flowstone.format.manifest import IoRecord
+
+if TYPE_CHECKING:
+    from flowstone.checkpoint import Checkpoint
+
+_SHOWN_TENSORS = 40  # rows that `show` prints unless asked for all
+_INT_SHOWN = 10**300  # larger ones are no numbers to JSON readers, nor to Python from 4,300 digits on
+_TEXT_MAX = 60  # characters of a plain value in a table
+
+
+def show(
+    path: StorePath,
+    step: Step = None,
+    everything: Annotated[bool, typer.Option("--all", help="Show every tensor, not only the first.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a checkpoint holds: tensors, objects, files."""
+    from rich.table import Table
+
+    from flowstone.checkpoint import open_checkpoint
+
+    with errors_reported(as_json):
+        checkpoint = open_checkpoint(path, step)
+        tensors, objects = checkpoint.tensors, checkpoint.objects
+        per_rank = checkpoint.contents.per_rank
+    if as_json:
+        print_json(_shown(checkpoint))
+        return
+    console, manifest = make_console(), checkpoint.manifest
+    console.print(f"[bold]step {manifest.step}[/] in {marked(checkpoint.path)}")
+    console.print(
+        f"saved {marked(local_time(manifest.created))} by {marked(manifest.writer)} from {manifest.ranks} rank(s); "
+        f"{manifest.tensors:,} tensors, {size_text(manifest.data_bytes)} in {len(manifest.segments)} segment(s)"
+    )
+    console.print(f"written by {_io(manifest.io)}", markup=False)
+    table = Table("tensor", "dtype", "shape", "size", "pieces")
+    names = list(tensors)
+    for name in names if everything else names[:_SHOWN_TENSORS]:
+        entry = tensors[name]
+        place = str(entry.pieces) if entry.alias_of is None else f"is {marked(entry.alias_of)}"
+        shape = "x".join(map(str, entry.shape)) or "scalar"
+        table.add_row(marked(name), entry.dtype, shape, size_text(entry.bytes), place)
+    console.print(table)
+    if len(names) > _SHOWN_TENSORS and not everything:
+        console.print(f"... and {len(names) - _SHOWN_TENSORS:,} more tensors (--all shows them)")
+    table = Table("object", "value")
+    for section, value in objects.items():
+        table.add_row(marked(section), marked(_summary(value)))
+    for section, values in per_rank.items():
+        table.add_row(marked(section), f"one for each of {len(values)} rank(s)")
+    console.print(table)
+
+
+def _shown(checkpoint: Checkpoint) -> dict[str, object]:
+    manifest = checkpoint.manifest
+    tensors = [
+        {"name": e.name, "dtype": e.dtype, "shape": list(e.shape), "bytes": e.bytes, "pieces": e.pieces,
+         "alias_of": e.alias_of} for e in checkpoint.tensors.values()
+    ]
+    files = [{"name": row.name, "bytes": row.bytes} for row in manifest.segments]
+    files += [{"name": row.name, "bytes": row.bytes} for row in (manifest.index, manifest.objects)]
+    return row_of(checkpoint.manifest, checkpoint.path) | {
+        "writer": manifest.writer, "id": manifest.id, "files": files, "tensors": tensors,
+        "objects": {section: _plain(value) for section, value in checkpoint.objects.items()},
+        "per_rank": {section: [_plain(v) for v in vs] for section, vs in checkpoint.contents.per_rank.items()},
+        "io": {"direct": manifest.io.alignment > 1} | msgspec.structs.asdict(manifest.io),
+    }
+
+
+def _plain(value: object) -> object:
+    """A value as JSON can show it; what has no JSON form is shown as text."""
+    from flowstone.format.objects import Provided
+
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, str) else _text(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Provided):
+        parts = {name: part.name for name, part in value.parts.items()}
+        return {"provided": value.kind, "parts": parts, "objects": _plain(value.objects)}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, bool | str) or (isinstance(value, int) and abs(value) < _INT_SHOWN):
+        return value
+    if isinstance(value, float) and abs(value) != float("inf") and value == value:
+        return value
+    return _text(value)
+
+
+def _text(value: object) -> str:
+    """What Python shows; but what stands for a tensor or a constant, by its name."""
+    from flowstone.format.bounds import brief
+    from flowstone.format.objects import Named, Provided, TensorRef
+
+    if isinstance(value, TensorRef):
+        return f"{value.kind} {value.name}"
+    if isinstance(value, Provided):
+        return f"{value.kind}: {', '.join([*value.parts, *value.objects])}"
+    if isinstance(value, Named):
+        return f"{value.kind} {value.text}"
+    try:
+        return repr(value)
+    except ValueError:
+        return brief(value)  # Python refuses to show an int of 4,300 digits
+
+
+def _summary(value: object) -> str:
+    if isinstance(value, Mapping):
+        keys = [key if isinstance(key, str) else _text(key) for key in list(value)[:6]]
+        return f"{len(value)} entries: {', '.join(keys)}{' ...' if len(value) > 6 else ''}"
+    if isinstance(value, list | tuple) and len(value) > 6:
+        return f"{len(value)} values"
+    text = _text(value)
+    return text if len(text) <= _TEXT_MAX else text[:_TEXT_MAX] + " ..."
+
+
+def _io(io: IoRecord) -> str:
+    """How a checkpoint was written, in words; what its writer did not record is left out."""
+    words = [io.backend, "direct" if io.alignment > 1 else "buffered"]
+    words += [f"{io.queue_depth} requests of up to {io.request_bytes / MIB:g} MiB in flight"]
+    if io.workers is not None:
+        words.append(f"{io.workers} worker(s)")
+    if io.requests is not None:
+        words.append(f"{io.requests:,} requests in all")
+    if io.exact_bytes or io.sampled_bytes:
+        exact, sampled = io.exact_bytes or 0, io.sampled_bytes or 0
+        words.append(f"{exact / (exact + sampled):.0%} of what was captured late watched exactly")
+        if sampled and io.sampled_because:
+            words[-1] += f", the rest by samples ({io.sampled_because})"
+    origin = {None: "", "default": "; default settings", "tuned": "; tuned settings", "explicit": "; explicit settings"}
+    given = f", {', '.join(io.explicit)} as given" if io.explicit and io.origin != "explicit" else ""
+    return ", ".join(words) + origin.get(io.origin, "") + given

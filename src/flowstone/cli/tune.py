@@ -1,0 +1,107 @@
+"""`flowstone bench tune`: find what moves a store's bytes fastest, and keep it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
+import typer
+
+from flowstone.cli.output import errors_reported, make_console, print_json, size_text
+from flowstone.config import MIB, Tuning
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from flowstone_study.search import Gain
+    from flowstone_study.tune import Found
+
+OnTrial = Callable[[str, int, int], None]
+
+
+def tune(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A store, or any directory of the mount to tune.")],
+    store: Annotated[bool, typer.Option("--store", help="Keep the result in the store PATH.")] = False,
+    user: Annotated[bool, typer.Option("--user", help="Keep it in your user's file, for the whole mount.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Take less than a minute instead of five.")] = False,
+    total_bytes: Annotated[
+        int | None, typer.Option("--bytes", min=2 * MIB, help="Bytes per trial; default: what the time allows.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure and report; keep nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Tune I/O for the disk of a store; keep settings that are measurably faster than the defaults."""
+    from flowstone_study import tune as study  # only this verb needs what it measures with
+
+    if store and user:
+        raise typer.BadParameter("give --store or --user, not both")
+    where: Literal["store", "user"] | None = "store" if store else "user" if user else None
+    with errors_reported(as_json), _trials_shown() as on_progress:
+        report = study.tune(
+            path, where=where, total_bytes=total_bytes, quick=quick, dry_run=dry_run, on_progress=on_progress
+        )
+    if as_json:
+        print_json(msgspec.to_builtins(report))
+        return
+    from rich.markup import escape
+
+    console = make_console()
+    console.print(
+        f"{escape(report.place)}: {size_text(report.bytes)} a trial, {report.seconds:.0f} s, "
+        f"{'direct I/O works' if report.direct else 'direct I/O is refused'}"
+    )
+    for found in (report.write, report.read):
+        _console_found(console, found)
+    if not report.cold:
+        console.print("\nfiles could not be kept out of the page cache: reads may not have been cold")
+    if report.stored is None:
+        console.print("\na dry run: nothing was kept")
+    else:
+        console.print(f"\nkept in {report.stored}; remove it to return to the defaults", markup=False, soft_wrap=True)
+
+
+def _console_found(console: Console, found: Found) -> None:
+    console.print(f"\n[bold]{found.direction}[/]")
+    console.print(f"  defaults  {_tuning(found.defaults)}")
+    if found.best != found.defaults:
+        console.print(f"  fastest   {_tuning(found.best)}")
+    if found.gain is not None:
+        console.print(f"  gain      {_ratio(found.gain)} times as fast as the defaults")
+    for size in found.sizes:
+        if size.gain.certain:
+            console.print(f"  {size_text(size.bytes):<9} {_ratio(size.gain)} times as fast buffered as direct")
+    console.print(f"  kept      {found.verdict}")
+
+
+def _ratio(gain: Gain) -> str:
+    """A gain, and between what it lies with 95 % certainty."""
+    return f"{gain.ratio:.2f} ({gain.low:.2f} to {gain.high:.2f})"
+
+
+def _tuning(tuning: Tuning) -> str:
+    """Settings in words."""
+    start = tuning.direct_from_bytes
+    cache = "buffered" if start is None else f"direct from {size_text(start)} on" if start else "direct"
+    place = ", in place" if tuning.in_place else ", through the arena"
+    return (
+        f"{tuning.request_bytes / MIB:.3g} MiB x {tuning.queue_depth}, {tuning.backend}, {tuning.workers} worker(s), "
+        f"{cache}{place}"
+    )
+
+
+@contextmanager
+def _trials_shown() -> Iterator[OnTrial | None]:
+    """A bar on a terminal; nothing where standard error is none."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda what, done, planned: bar.update(task, description=what, completed=done, total=planned)

@@ -1,0 +1,1 @@
+"""The order of a save and of a load."""

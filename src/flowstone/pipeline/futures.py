@@ -1,0 +1,128 @@
+"""A save in flight, as its caller sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar, cast
+
+from flowstone.checkpoint import Checkpoint
+from flowstone.runtime.uninterrupted import Latch
+
+_Result = TypeVar("_Result")
+
+
+class ExpeditingFuture(Future[_Result], Generic[_Result]):
+    """A Future that lets it be known when somebody waits for it. A save under way is not called off by `cancel`.
+
+    expedite   is called by a thread that has to wait
+    check   before that; raises where the wait could have no end
+    latch   open once it is done: whoever waits here waits by it, and takes none of the Future's own locks, which an
+            interrupt could leave taken; then the thread that ends saves would stand for ever
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_running_or_notify_cancel()
+        self.expedite: Callable[[], None] = _nothing
+        self.check: Callable[[], None] = _nothing
+        self.latch = Latch()
+        self._outcome: tuple[_Result | None, BaseException | None] = (None, None)
+
+    def set_result(self, result: _Result) -> None:
+        self._end(result, None)
+        super().set_result(result)
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        self._end(None, exception)
+        super().set_exception(exception)
+
+    def _end(self, result: _Result | None, exception: BaseException | None) -> None:
+        self._outcome = result, exception
+        self.latch.open()
+        self.expedite = self.check = _nothing  # a Save that somebody keeps keeps nothing else
+
+    def done(self) -> bool:
+        return self.latch.is_open
+
+    def result(self, timeout: float | None = None) -> _Result:
+        error = ExpeditingFuture.exception(self, timeout)
+        if error is not None:
+            raise error
+        return cast("_Result", self._outcome[0])
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._before_wait(timeout)
+        if not self.latch.wait(timeout):
+            raise TimeoutError
+        return self._outcome[1]
+
+    def _before_wait(self, timeout: float | None) -> None:
+        if not self.done():
+            if timeout is None or timeout > 0:
+                self.check()
+            self.expedite()
+
+    def await_end(self) -> None:
+        """Wait until it is done, on a thread of ours, which knows that another one will see to that."""
+        if not self.done():
+            self.expedite()
+            self.latch.wait()
+
+    def tell(self: ExpeditingFuture[None]) -> None:
+        """It is done, whoever says so first. Any thread."""
+        with suppress(InvalidStateError):
+            self.set_result(None)
+
+
+def _nothing() -> None: ...
+
+
+class ReportedFuture(ExpeditingFuture[_Result], Generic[_Result]):
+    """A Future that knows whether its failure was handed to anybody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reported = False
+
+    def result(self, timeout: float | None = None) -> _Result:
+        self._before_wait(timeout)
+        try:
+            return super().result(timeout)
+        finally:
+            self.reported = self.done()  # not after a timeout: the failure is still to come
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        error = super().exception(timeout)
+        self.reported = True
+        return error
+
+    def failure(self) -> BaseException | None:
+        """The failure of a finished future that nobody has seen yet; seeing it here does not count."""
+        if not self.done() or self.reported:
+            return None
+        return super().exception()
+
+    def failed(self) -> bool:
+        """Whether the future is finished without a result; asking does not count as seeing."""
+        return self.done() and super().exception() is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """One save.
+
+    Waiting for one of them by `result` or `exception` ends the overlap budget of the capture, of this save and of
+    those before it. In a callback of either, and in `on_event`, they raise BusyError where they would have to wait:
+    saves are finished one after the other, on the thread that such a call is on.
+
+    captured   done once the state may change
+    committed  done once the checkpoint is durable; its result is the Checkpoint, and it raises
+               whatever ended the save
+    """
+
+    step: int
+    captured: ExpeditingFuture[None] = field(default_factory=ExpeditingFuture)
+    committed: ReportedFuture[Checkpoint] = field(default_factory=ReportedFuture)

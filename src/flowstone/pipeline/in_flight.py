@@ -1,0 +1,105 @@
+"""Saves that were started and have not been accounted for, and what becomes of those that failed."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+from flowstone.commit import catalog
+from flowstone.commit.retention import foreign_or_own
+from flowstone.errors import SaveFailedError, StepExistsError
+from flowstone.format.manifest import step_directory
+from flowstone.pipeline.futures import Save
+from flowstone.store.base import Store
+
+_log = logging.getLogger("flowstone")
+
+
+class InFlight:
+    """The saves of one Checkpointer, oldest first, and the newest step that is known to be committed.
+
+    newest  set by the first save, by what ends, and by going back; None while no step is known
+    """
+
+    def __init__(
+        self, store: Store, expedite: Callable[[], None], *, on_error: Literal["raise", "continue"],
+        max_unsaved_steps: int | None,
+    ) -> None:
+        """`expedite` ends the overlap budget of captures that something waits for."""
+        self._store, self._expedite = store, expedite
+        self._on_error, self._max_unsaved_steps = on_error, max_unsaved_steps
+        self._saves: deque[Save] = deque()
+        self._first_unsaved: int | None = None
+        self.newest: int | None = None
+
+    def __iter__(self) -> Iterator[Save]:
+        return iter(self._saves)
+
+    def add(self, save: Save) -> None:
+        self._saves.append(save)
+
+    def forget(self, save: Save) -> None:
+        """It was given up before anybody knew of it."""
+        self._saves = deque(one for one in self._saves if one is not save)
+
+    def check_new(self, step: int, *, looks: bool = True) -> None:
+        """Raises StepExistsError if `step` is not above every step that is committed or under way.
+
+        looks  into the store, too: of several ranks one does, which knows what is a checkpoint there
+        """
+        newest = max((save.step for save in self._saves), default=self.newest)
+        if newest is not None and step <= newest:
+            raise StepExistsError(
+                f"cannot save step {step} into {self._store.location}",
+                found=f"newest {foreign_or_own(self._store, newest)}",
+                next=f"save a later step, or call rewind({step - 1 if step else 0}) first to set newer steps aside",
+            )
+        directory = step_directory(step)
+        if looks and self._store.exists(directory):  # with a manifest in it, it would be among the steps
+            raise StepExistsError(
+                f"cannot save step {step} into {self._store.location}", found=f"{directory}, which is not a checkpoint",
+                next=f"move {directory} away, or save a later step",
+            )
+
+    def await_all(self) -> None:
+        """Until all have ended one way or the other."""
+        self._expedite()
+        for save in tuple(self._saves):
+            save.committed.latch.wait()
+
+    def settle(self, leave: int = 0) -> None:
+        """Wait until at most `leave` are left; raise the first failure that nobody has seen."""
+        while self._saves and (len(self._saves) > leave or self._saves[0].committed.done()):
+            self._expedite()
+            self._saves[0].committed.latch.wait()
+            failure = self._settle_one(self._saves[0])
+            self._saves.popleft()  # whoever was interrupted before this settles it once more
+            if failure is not None:
+                raise failure
+
+    def _settle_one(self, ended: Save) -> SaveFailedError | None:
+        """Take in how it ended. What is to be told of that."""
+        if not ended.committed.failed():
+            self.newest, self._first_unsaved = ended.step, None
+            return None
+        self._first_unsaved = ended.step if self._first_unsaved is None else self._first_unsaved
+        # The store knows how far the failed save had come. What is newer than that, somebody else has put there.
+        existing = [step for step in catalog.steps(self._store) if step <= ended.step]
+        self.newest = existing[-1] if existing else None
+        failure = ended.committed.failure()
+        if failure is None:
+            return None
+        behind = ended.step - (self.newest if self.newest is not None else self._first_unsaved or 0)
+        limit = self._max_unsaved_steps
+        if self._on_error == "continue" and (limit is None or behind <= limit):
+            _log.warning("step %d was not saved; training goes on: %s", ended.step, failure)
+            return None
+        told = SaveFailedError(
+            f"step {ended.step} was not saved: {failure}",
+            newest="none" if self.newest is None else f"step {self.newest}",
+            next="see the cause; earlier checkpoints are untouched, and the next save may succeed",
+        )
+        told.__cause__ = failure
+        return told

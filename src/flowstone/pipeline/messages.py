@@ -1,0 +1,289 @@
+"""What ranks tell each other of a save: what each holds, what it is to write, what it has written. In few bytes."""
+
+from __future__ import annotations
+
+import lzma
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from flowstone.format.digest import digest
+from flowstone.format.manifest import IoRecord, SegmentRow
+from flowstone.format.merge_points import merge_map_of
+from flowstone.plan.assign_writers import WriterAssignment
+from flowstone.plan.layout_groups import Names, RankLayout
+from flowstone.plan.replicas import Compared
+from flowstone.plan.split_replicas import Blocks
+from flowstone.store.base import Receipt
+from flowstone.table.pieces import Block, Layout
+
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
+_Number = TypeVar("_Number", bound=np.generic)
+
+
+class Tensors(msgspec.Struct, frozen=True):
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[tuple[int, ...]]
+    buffers: list[int]
+
+
+class PackedLayout(msgspec.Struct, frozen=True):
+    """A layout in few bytes, by the columns of `RankLayout`.
+
+    `tensors`, `parts` and `kinds` are the same on all ranks that hold parts of the same tensors, split alike.
+    """
+
+    tensors: bytes  # Tensors, compressed
+    parts: bytes
+    kinds: bytes
+    boxes: bytes
+    aliases: list[tuple[str, str]]
+
+
+class Proposal(msgspec.Struct, frozen=True):
+    """What a rank says of a save: the step, and its layout if it is new; else the plan that it has begun by."""
+
+    step: int
+    host: str
+    plan: str | None
+    layout: PackedLayout | None
+    is_far: bool = False  # some of it lies on a device
+
+
+class Part(msgspec.Struct, frozen=True):
+    """What a rank writes, as rank 0 has decided. `positions` is None where that stays as it was.
+
+    blocks  int64: of those that are written in part, by several ranks, position among `positions`, dimension, start
+            and length; all of the one, then all of the next
+    sets    int64: of each piece of its layout, in which set of replicas it is (plan.replicas)
+    """
+
+    positions: bytes | None
+    blocks: bytes = b""
+    sets: bytes = b""
+
+
+class Terms(msgspec.Struct, frozen=True):
+    """What all ranks are told of a plan.
+
+    job      the name of this run of the job
+    buffers  how many several ranks hold, and the lowest of them writes
+    share    of the replicas, that is compared in each save; None: all of them
+    """
+
+    plan: str
+    job: str
+    buffers: int
+    share: float | None
+
+
+class Written(msgspec.Struct, frozen=True):
+    """What a rank has written. `folds`: uint64, of each set of replicas that it is in; none where it cannot tell."""
+
+    plan: str
+    draft: str
+    segments: list[SegmentRow]
+    segment: bytes  # uint32, of each piece that it writes
+    offsets: bytes  # uint64
+    digests: bytes  # uint64, of the chunks
+    sections: dict[str, str]  # digest of each
+    objects: bytes  # replicated sections, of rank 0 alone
+    per_rank: dict[str, bytes]
+    io: IoRecord
+    folds: bytes | None
+
+
+class Apart(msgspec.Struct, frozen=True):
+    """What a rank has of sections that are not the same on all. `merge_maps`: the merge map of each."""
+
+    texts: dict[str, bytes]
+    merge_maps: dict[str, object] = msgspec.field(name="spines")
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What rank 0 makes of what all have written: a manifest, or what it has to see of each first.
+
+    apart      sections that are not the same everywhere
+    replicas   some are not, and it has to be found out which
+    """
+
+    manifest: bytes
+    apart: list[str]
+    replicas: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What this rank writes, by the plan of that name.
+
+    positions  among the pieces of its layout, not descending
+    blocks     of those of which it writes some rows alone
+    buffers    of the whole job: how many several ranks hold, and the lowest of them writes
+    compared   what it compares with other ranks
+    """
+
+    plan: str
+    layout: Layout
+    positions: NDArray[np.int64]
+    blocks: tuple[Block, ...] = ()
+    buffers: int = 0
+    compared: Compared | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What one rank has to commit.
+
+    segment   of each piece that it writes, in the order of its assignment: position among `segments`
+    offsets   of the same, in bytes
+    objects   section to what `replicated` is the text of
+    looked_at which of its pieces this rank has looked at when the save began, and what they came to
+    """
+
+    segments: Sequence[SegmentRow]
+    segment: NDArray[np.uint32]
+    offsets: NDArray[np.uint64]
+    receipt: Receipt
+    replicated: Mapping[str, bytes]
+    per_rank: Mapping[str, bytes]
+    objects: Mapping[str, object]
+    looked_at: LookedAt | None = None
+
+    def folds(self, step: int, compared: Compared | None) -> NDArray[np.uint64] | None:
+        """One number for each set of replicas that this rank is in; None where it has not looked at some of them."""
+        if compared is None or self.looked_at is None:
+            return None
+        at = compared.looked_at(step)
+        digests = self.looked_at.of(compared.rows[at])
+        return None if digests is None else compared.folded(at, digests)
+
+    def digests(self, step: int, assignment: Assignment) -> bytes:
+        """For each piece of the layout what it came to, if it is compared; nothing where that is not known."""
+        compared = assignment.compared
+        if compared is None or self.looked_at is None:
+            return b""
+        at = compared.looked_at(step)
+        digests = self.looked_at.of(compared.rows[at])
+        if digests is None:
+            return b""
+        found = np.zeros(len(assignment.layout.pieces), "<u2")
+        found[compared.rows[at]] = digests
+        return zlib.compress(found.tobytes(), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class LookedAt:
+    """Digests of a few bytes of some pieces: of those at `rows` of the layout, or of all (None)."""
+
+    rows: NDArray[np.int64] | None
+    digests: NDArray[np.uint16]
+
+    def of(self, rows: NDArray[np.int64]) -> NDArray[np.uint16] | None:
+        """Those of the pieces at `rows`; None if some of them were not looked at."""
+        if self.rows is None:
+            return self.digests[rows]
+        if not np.isin(rows, self.rows).all():
+            return None
+        order = np.argsort(self.rows)
+        return self.digests[order[np.searchsorted(self.rows, rows, sorter=order)]]
+
+
+def pack(layout: Layout) -> PackedLayout:
+    pieces = layout.pieces
+    parts = sorted(pieces.parts)
+    boxes = [n for at in parts for n in (*pieces.parts[at].offset, *pieces.parts[at].shape)]
+    names = Names(pieces.names, pieces.dtypes, tuple(map(tuple, pieces.shapes)), layout.buffers)
+    rank_layout = RankLayout(names, np.array(parts, np.int64), np.array(boxes, np.int64)).compact()
+    return packed(rank_layout, [(alias.name, alias.target) for alias in layout.aliases])
+
+
+def packed(rank_layout: RankLayout, aliases: list[tuple[str, str]]) -> PackedLayout:
+    assert rank_layout.kinds is not None, "each distinct box once"
+    names = rank_layout.names
+    dtypes = [dtype.name for dtype in names.dtypes]
+    tensors = Tensors(list(names.names), dtypes, list(names.shapes), sorted(names.buffers))
+    return PackedLayout(
+        lzma.compress(msgspec.msgpack.encode(tensors), preset=0), by_steps(rank_layout.parts),
+        by_steps(rank_layout.kinds), compressed(rank_layout.boxes), aliases,
+    )
+
+
+def parts_of(shared: WriterAssignment) -> Iterator[Part]:
+    """What each rank is told. Ranks that write alike are told the same bytes."""
+    known: dict[tuple[int, int, int], Part] = {}
+    sets: dict[int, bytes] = {}
+    for rank, writes in enumerate(shared.writes):
+        blocks, number = shared.blocks[rank] if shared.blocks else None, shared.replicas.number[rank]
+        if id(number) not in sets:
+            sets[id(number)] = by_steps(number.astype(np.int64))
+        key = id(writes), id(blocks), id(number)
+        if key not in known:
+            known[key] = _part_of(writes, blocks, sets[id(number)])
+        yield known[key]
+
+
+def _part_of(writes: NDArray[np.int64], blocks: Blocks | None, sets: bytes) -> Part:
+    if blocks is None:
+        return Part(by_steps(writes), b"", sets)
+    at = np.flatnonzero(blocks.dim[writes] >= 0)
+    split = writes[at]
+    columns = np.stack([at, blocks.dim[split], blocks.start[split], blocks.length[split]])
+    return Part(by_steps(blocks.source[writes]), compressed(columns) if len(at) else b"", sets)
+
+
+def assignment_of(plan: str, layout: Layout, positions: bytes, blocks: bytes) -> Assignment:
+    """What a rank has been told to write of its layout."""
+    writes, split = from_steps(positions), []
+    for at, dim, start, length in numbers(blocks, np.int64).reshape(4, -1).T.tolist() if blocks else ():
+        piece = layout.pieces[int(writes[at])]
+        row_bytes = math.prod(piece.box.shape[dim + 1 :]) * piece.dtype.item_bytes
+        split.append(Block(at, dim, start, length, start * row_bytes))
+    return Assignment(plan, layout, writes, tuple(split))
+
+
+def compressed(numbers: NDArray[np.int64]) -> bytes:
+    return zlib.compress(numbers.astype("<i8").tobytes(), 1)
+
+
+def by_steps(numbers: NDArray[np.int64]) -> bytes:
+    """Compressed by the steps between them, most of which are alike."""
+    return compressed(np.diff(numbers, prepend=0))
+
+
+def from_steps(packed: bytes) -> NDArray[np.int64]:
+    return np.cumsum(numbers(packed, np.int64))
+
+
+def written_by(
+    made: Contribution, plan: str, draft: str, folds: NDArray[np.uint64] | None = None, *, replicated: bool
+) -> Written:
+    return Written(
+        plan=plan, draft=draft, segments=list(made.segments),
+        segment=zlib.compress(made.segment.astype("<u4").tobytes(), 1),
+        offsets=zlib.compress(made.offsets.astype("<u8").tobytes(), 1),
+        digests=zlib.compress(made.receipt.digests.astype("<u8").tobytes(), 0),
+        sections={name: digest(text) for name, text in made.replicated.items()},
+        objects=zlib.compress(msgspec.msgpack.encode(dict(made.replicated)), 1) if replicated else b"",
+        per_rank=dict(made.per_rank), io=made.receipt.io,
+        folds=None if folds is None else folds.astype("<u8").tobytes(),
+    )
+
+
+def apart_of(made: Contribution, sections: Sequence[str]) -> Apart:
+    texts = {name: zlib.compress(made.replicated[name], 1) for name in sections}
+    return Apart(texts, {name: merge_map_of(made.objects[name]) for name in sections})
+
+
+def numbers(packed: bytes, kind: type[_Number]) -> NDArray[_Number]:
+    return np.frombuffer(zlib.decompress(packed), np.dtype(kind).newbyteorder("<")).astype(kind)
+
+
+def unpack(message: bytes, kind: type[_Struct]) -> _Struct:
+    return msgspec.msgpack.decode(message, type=kind)

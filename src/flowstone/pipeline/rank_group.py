@@ -1,0 +1,160 @@
+"""The rank group: what the ranks of a job decide together. A job of one rank decides by itself, at once."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from flowstone.config import HEARTBEAT_S, SILENCE_S
+from flowstone.errors import CancelledError, NoCheckpointError, NotAStoreError, RankError
+from flowstone.pipeline.save_coordinator import SaveCoordinator
+from flowstone.ranks import Activity, Agreement, Decision, Heartbeat, Job, name_of, this_job
+from flowstone.runtime.turns import Turn
+
+_log = logging.getLogger(__name__)
+_ABSENT = {one.__name__: one for one in (NoCheckpointError, NotAStoreError)}
+
+
+def error_for_others(verb: str, error: BaseException) -> Exception:
+    """The error that the other ranks get when a call ends here: an interrupt ends this call alone."""
+    if isinstance(error, Exception):
+        return error
+    return CancelledError(f"{verb}() was interrupted: {name_of(error)}", next=f"call {verb}() again on every rank")
+
+
+class RankGroup:
+    """This rank's side of the group. Every rank calls the same, in the same order; one thread at a time.
+
+    coordinator  for saves; None in a job of one rank
+    """
+
+    def __init__(self, deadline_s: float, label: str, turn: Turn, *, alone: bool = False) -> None:
+        """Tells the other ranks of itself from now on, until `leave`.
+
+        label  what is saved into
+        turn   says which call this rank is in
+        alone  this process decides by itself, whatever job it is in
+        """
+        job = Job() if alone else this_job()
+        self.deadline_s, self.alone = deadline_s, alone
+        self._turn, self._highest = turn, -1
+        self.rank, self.size = job.rank, job.size
+        silence_s = min(SILENCE_S, deadline_s / 2)
+        heartbeat_s = min(HEARTBEAT_S, silence_s / 10)
+        self._heartbeat = None if job.kv_store is None else Heartbeat(
+            job.kv_store, job.rank, label, self._activity, every_s=heartbeat_s
+        )
+        self._agreement = Agreement(
+            job.kv_store, job.rank, job.size, deadline_s=deadline_s, silence_s=silence_s, label=label,
+            heartbeat=self._heartbeat
+        )
+        self.coordinator = None if job.size == 1 else SaveCoordinator(self._agreement, socket.gethostname())
+        turn.on_interrupt = self._agreement.leave_call
+
+    def comes_to(self, step: int) -> None:
+        """This rank has been told to save `step`: who waits for it hears so."""
+        self._highest = max(step, self._highest)
+
+    def _activity(self) -> Activity:
+        turn = self._turn
+        return Activity(turn.calls, turn.last, turn.verb is not None, self._highest)
+
+    def pressing(self) -> AbstractContextManager[None]:
+        """Meanwhile somebody waits for the others who would rather not: see `Agreement.pressing`."""
+        return self._agreement.pressing()
+
+    def decide(self, phase: str, look: Callable[[], Sequence[int]]) -> list[int]:
+        """What rank 0 finds: one rank decides what exists.
+
+        raises  what it raises there, RankError elsewhere; but that there is nothing is the same for all, who may then
+                begin afresh
+        """
+        try:
+            agreed = self._agreement.agree(phase, b"", lambda _: Decision(msgspec.json.encode(list(look()))))
+        except RankError as error:
+            absent = _ABSENT.get(error.kind)
+            if absent is None:
+                raise
+            facts = {name: fact for name, fact in error.facts.items() if name not in ("phase", "kind")}
+            raise absent(error.message.removeprefix("rank 0 failed: "), **facts) from error
+        return msgspec.json.decode(agreed.common, type=list[int])
+
+    def confirm(self, phase: str, error: Exception | None = None) -> None:
+        """Go on only if all do. Raises `error`, or RankError for that of another rank."""
+        self._agreement.agree(phase, b"" if error is None else error, lambda _: Decision())
+
+    def same(self, phase: str, mine: str) -> None:
+        """Go on only if all ranks say the same. Raises RankError."""
+
+        def compare(said: Sequence[bytes]) -> Decision:
+            for rank, one in enumerate(said):
+                if one != said[0]:
+                    raise RankError(
+                        f"rank {rank} sees {one.decode()}, rank 0 sees {said[0].decode()}", rank=rank, phase=phase,
+                        next="use one directory that every node sees, with changes visible at once",
+                    )
+            return Decision()
+
+        self._agreement.agree(phase, mine.encode(), compare)
+
+    def anybody(self, phase: str, mine: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Where it is true on some rank. Columns are equally long on all ranks."""
+
+        def join(said: Sequence[bytes]) -> Decision:
+            return Decision(np.bitwise_or.reduce([np.frombuffer(one, np.uint8) for one in said]).tobytes())
+
+        agreed = self._agreement.agree(phase, np.packbits(mine).tobytes(), join)
+        return np.unpackbits(np.frombuffer(agreed.common, np.uint8), count=len(mine)).astype(np.bool_)
+
+    def nobody(self, phase: str, mine: Mapping[str, Sequence[str]]) -> set[str]:
+        """The names that none of the ranks wants which ask for their section; `mine`: by section, all asked for."""
+
+        def join(said: Sequence[bytes]) -> Decision:
+            left: dict[str, set[str]] = {}
+            for one in said:
+                for section, names in msgspec.json.decode(one, type=dict[str, list[str]]).items():
+                    left[section] = left[section].intersection(names) if section in left else set(names)
+            return Decision(msgspec.json.encode(sorted(name for names in left.values() for name in names)))
+
+        agreed = self._agreement.agree(phase, msgspec.json.encode(mine), join)
+        return set(msgspec.json.decode(agreed.common, type=list[str]))
+
+    def near(self, phase: str, node: str, mine: bytes | Exception) -> list[tuple[int, bytes]]:
+        """Of the ranks of this node that have something to say: rank, and what it says, in their order.
+
+        raises  `mine`, if that is an error, or RankError for that of another rank
+        """
+
+        def group(said: Sequence[bytes]) -> Decision:
+            nodes: dict[str, list[tuple[int, bytes]]] = {}
+            names = []
+            for rank, one in enumerate(said):
+                name, words = msgspec.msgpack.decode(one, type=tuple[str, bytes])
+                names.append(name)
+                nodes.setdefault(name, []).extend([(rank, words)] if words else [])
+            packed = {name: msgspec.msgpack.encode(those) for name, those in nodes.items()}
+            return Decision(b"", [packed[name] for name in names])
+
+        words = mine if isinstance(mine, Exception) else msgspec.msgpack.encode((node, mine))
+        agreed = self._agreement.agree(phase, words, group)
+        return msgspec.msgpack.decode(agreed.own, type=list[tuple[int, bytes]])
+
+    def abandon(self) -> None:
+        """Whoever spoke for this rank is gone: the others need not wait for it. Returns at once."""
+        if self._heartbeat is not None:
+            self._heartbeat.stop(wait=False)
+
+    def leave(self) -> None:
+        """The end: rank 0, whose process may hold what the ranks talk over, goes last."""
+        if self._heartbeat is not None:
+            self._heartbeat.close()  # first: who still waits for this rank is told that it does not come
+        try:
+            self._agreement.leave()
+        except RuntimeError as error:  # torch's: whoever keeps what we talk over has gone before
+            _log.debug("left without a word: %s", error)

@@ -1,0 +1,237 @@
+"""Rank 0's part of a save: it learns what all hold and have written, assigns who writes what, and publishes."""
+
+from __future__ import annotations
+
+import lzma
+import secrets
+import zlib
+from collections import deque
+from collections.abc import Mapping, Sequence, Set
+from typing import NoReturn, cast
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from flowstone._version import __version__
+from flowstone.commit import publish
+from flowstone.commit.read import join_objects
+from flowstone.config import FAR_COMPARED_MAX, PLANS_REMEMBERED
+from flowstone.errors import CollisionError, RankError, StorageError, UnsupportedStateError
+from flowstone.format.manifest import Manifest, SegmentRow
+from flowstone.format.merge_points import MergeMap, merge
+from flowstone.pipeline.messages import (
+    Apart,
+    PackedLayout,
+    Part,
+    Proposal,
+    Tensors,
+    Terms,
+    Written,
+    from_steps,
+    numbers,
+    parts_of,
+)
+from flowstone.plan.assign_writers import WriterAssignment, assign_writers, check_replicas
+from flowstone.plan.global_index import global_index
+from flowstone.plan.layout_groups import Names, RankLayout
+from flowstone.plan.replicas import differing
+from flowstone.ranks import Decision
+from flowstone.store.base import Receipt, Store
+from flowstone.table.pieces import DTYPES, Alias
+
+
+class RankZero:
+    """What rank 0 knows of all."""
+
+    def __init__(self, size: int) -> None:
+        self.job = secrets.token_hex(4)
+        self._plan = ""
+        self._layouts: list[RankLayout | None] = [None] * size
+        self._aliases: list[Sequence[tuple[str, str]]] = [()] * size
+        self._is_far = [False] * size
+        self._assignment: WriterAssignment | None = None
+        # Of each rank, the plans in which it has what it has now: it may have begun several saves by an older one.
+        self._same: list[deque[str]] = [deque(maxlen=PLANS_REMEMBERED) for _ in range(size)]
+        self._names: dict[bytes, Names] = {}
+        self._columns: dict[bytes, NDArray[np.int64]] = {}  # that several ranks have alike
+
+    def assign(self, said: Sequence[Proposal]) -> Decision:
+        _all_equal({rank: one.step for rank, one in enumerate(said)}, "save step {}")
+        begun = {rank for rank, one in enumerate(said) if one.layout is None}
+        wrong = [rank for rank in begun if said[rank].plan not in self._same[rank]]
+        if wrong:
+            raise RankError(
+                f"rank {wrong[0]} began to save with an older plan", rank=wrong[0], phase="plan",
+                next="save again: the next save makes a new plan",
+            )
+        assignment = self._assign_anew(said, begun) if len(begun) < len(said) else self._assignment
+        assert assignment is not None, "the first plan is new to all"
+        parts = [Part(None)] * len(said)
+        if any(one.plan != self._plan for one in said):  # who has begun by an older one is told of the newest, too
+            told = parts_of(assignment)
+            parts = [msgspec.structs.replace(one, positions=None) if r in begun else one for r, one in enumerate(told)]
+        terms = Terms(self._plan, self.job, assignment.buffers, self._compared_share(assignment))
+        return Decision(msgspec.msgpack.encode(terms), list(map(msgspec.msgpack.encode, parts)))
+
+    def _assign_anew(self, said: Sequence[Proposal], begun: Set[int]) -> WriterAssignment:
+        """A plan in which those that have begun keep what they write. One that cannot be leaves all as it was."""
+        layouts, hosts = list(self._layouts), dict.fromkeys(one.host for one in said)
+        number = {host: at for at, host in enumerate(hosts)}
+        for rank, one in enumerate(said):
+            if one.layout is not None:
+                layouts[rank] = self._unpacked(one.layout)
+        known = self._assignment if begun else None
+        assignment = assign_writers(
+            [one for one in layouts if one is not None], [number[one.host] for one in said],
+            {rank: known.writes[rank] for rank in begun} if known else {}, kept_split=known.split if known else None,
+        )
+        self._layouts, self._assignment, self._plan = layouts, assignment, secrets.token_hex(8)
+        for rank, one in enumerate(said):
+            if one.layout is not None:
+                self._aliases[rank], self._is_far[rank] = one.layout.aliases, one.is_far
+                self._same[rank].clear()
+            self._same[rank].append(self._plan)
+        return assignment
+
+    def _compared_share(self, assignment: WriterAssignment) -> float | None:
+        """Of all replicas; None: all of them. Looking at a tensor on a device costs a call: so there it is by turns."""
+        if not any(self._is_far):
+            return None
+        most = max((int((number >= 0).sum()) for number in assignment.replicas.number), default=0)
+        return min(1.0, FAR_COMPARED_MAX / most) if most else 1.0
+
+    def replicas_differ(self, said: Sequence[Written]) -> bool:
+        """Whether ranks have seen something else in what they hold alike."""
+        assert self._assignment is not None, "what is committed was assigned"
+        folds = [None if one.folds is None else np.frombuffer(one.folds, "<u8") for one in said]
+        return differing(self._assignment.replicas.sets, folds)
+
+    def raise_differing_replicas(self, said: Sequence[bytes]) -> NoReturn:
+        """Raise CollisionError with what is not the same, and where. `said`: of each rank, digests of its pieces."""
+        layouts = [one for one in self._layouts if one is not None]
+        check_replicas(layouts, [np.frombuffer(zlib.decompress(one), "<u2") if one else None for one in said])
+        raise AssertionError("digests are equal, and numbers that are made of them differ")
+
+    def commit(
+        self, said: Sequence[Written], apart: Sequence[Apart], store: Store, draft: publish.Draft, store_id: str
+    ) -> Manifest:
+        """Publish. `apart`: of each rank, what it has of sections that are not the same on all."""
+        _all_equal({rank: one.plan for rank, one in enumerate(said)}, "write by plan {}")
+        _all_equal({rank: one.draft for rank, one in enumerate(said)}, "write into {}")
+        segments: list[SegmentRow] = []
+        columns = []
+        for rank, one in enumerate(said):
+            _check_visible(store, draft.directory, rank, one.segments)
+            columns.append(numbers(one.segment, np.uint32) + np.uint32(len(segments)))
+            segments += [msgspec.structs.replace(row, id=len(segments) + at) for at, row in enumerate(one.segments)]
+        assert self._assignment is not None, "what is committed was assigned"
+        frame, piece_order, chunk_order = global_index(
+            self._assignment.layouts, self._assignment.writes, self._all_aliases(), np.concatenate(columns)
+        )
+        offsets = np.concatenate([numbers(one.offsets, np.uint64) for one in said])
+        digests = np.concatenate([numbers(one.digests, np.uint64) for one in said])
+        per_rank: dict[str, list[bytes]] = {}
+        for one in said:
+            for section, text in one.per_rank.items():
+                per_rank.setdefault(section, []).append(text)
+        io = msgspec.structs.replace(
+            said[0].io, copied_bytes=sum(one.io.copied_bytes for one in said),
+            direct_bytes=sum(one.io.direct_bytes for one in said), requests=sum(one.io.requests or 0 for one in said),
+            exact_bytes=sum(one.io.exact_bytes or 0 for one in said),
+            sampled_bytes=sum(one.io.sampled_bytes or 0 for one in said),
+            sampled_because=next((one.io.sampled_because for one in said if one.io.sampled_because), None),
+        )
+        replicated = msgspec.msgpack.decode(zlib.decompress(said[0].objects), type=dict[str, bytes])
+        replicated |= _merged_sections(apart)
+        return publish.publish(
+            store, draft, store_id=store_id, segments=segments,
+            index=frame.fill(offsets[piece_order], digests[chunk_order]), totals=frame.totals,
+            objects=join_objects(replicated, per_rank),
+            receipt=Receipt(None, digests, io), writer=f"flowstone {__version__}", ranks=len(said),
+        )
+
+    def _unpacked(self, layout: PackedLayout) -> RankLayout:
+        names = self._names.get(layout.tensors)
+        if names is None:
+            found = msgspec.msgpack.decode(lzma.decompress(layout.tensors), type=Tensors)
+            dtypes = tuple(DTYPES[name] for name in found.dtypes)
+            names = Names(tuple(found.names), dtypes, tuple(found.shapes), frozenset(found.buffers))
+            self._names[layout.tensors] = names
+        parts, kinds = (
+            self._columns[one] if one in self._columns else self._columns.setdefault(one, from_steps(one))
+            for one in (layout.parts, layout.kinds)
+        )
+        return RankLayout(names, parts, numbers(layout.boxes, np.int64), kinds)
+
+    def _all_aliases(self) -> list[Alias]:
+        """The further names of every rank, each once; CollisionError where ranks tie different tensors."""
+        found: dict[str, str] = {}
+        for aliases in self._aliases:
+            for name, target in aliases:
+                if found.setdefault(name, target) != target:
+                    raise CollisionError(
+                        f"{name!r} is tied to {found[name]!r} on one rank, and to {target!r} on another",
+                        next="tie the same parameters on every rank",
+                    )
+        stored = {name for layouts in self._layouts if layouts is not None for name in layouts.names.names}
+        return [Alias(name, target) for name, target in found.items() if name not in stored]
+
+
+def differing_sections(said: Sequence[Written]) -> list[str]:
+    """The replicated sections that are not the same on all ranks. Raises where ranks save different sections."""
+    for rank, one in enumerate(said):
+        if one.sections.keys() != said[0].sections.keys() or one.per_rank.keys() != said[0].per_rank.keys():
+            raise UnsupportedStateError(
+                f"rank {rank} saves different sections than rank 0",
+                expected=", ".join([*said[0].sections, *said[0].per_rank]),
+                found=", ".join([*one.sections, *one.per_rank]),
+                next="pass a state with the same sections on every rank",
+            )
+    return [name for name, of in said[0].sections.items() if any(one.sections[name] != of for one in said)]
+
+
+def _merged_sections(apart: Sequence[Apart]) -> dict[str, bytes]:
+    """One text for each section that ranks have differently. Raises UnsupportedStateError where that cannot be."""
+    found = {}
+    for section in apart[0].texts if apart else ():
+        first: dict[bytes, int] = {}  # of equal ones the lowest rank
+        for rank, one in enumerate(apart):
+            first.setdefault(one.texts[section], rank)
+        texts = {rank: zlib.decompress(text) for text, rank in first.items()}
+        found[section] = merge(
+            section, texts, {rank: cast("MergeMap", apart[rank].merge_maps[section]) for rank in texts}
+        )
+    return found
+
+
+def check_one_try(said: Sequence[Written]) -> None:
+    """All have called `save` of this step equally often; else they write into different drafts."""
+    tries = [int(one.draft.rpartition("-")[2]) for one in said]
+    for rank, count in enumerate(tries):
+        if count != tries[0]:
+            raise RankError(
+                f"rank {rank} is at attempt {count} of this step, rank 0 at attempt {tries[0]}", rank=rank,
+                phase="commit", tries=max(tries), next="save again: all ranks then continue with the same attempt",
+            )
+
+
+def _check_visible(store: Store, directory: str, rank: int, segments: Sequence[SegmentRow]) -> None:
+    """What another rank has written has to be there for rank 0, too."""
+    for row in segments:
+        path = f"{directory}/{row.name}"
+        if not store.exists(path) or store.size(path) != row.bytes:
+            raise StorageError(
+                f"rank 0 cannot see the file that rank {rank} wrote", expected=f"{row.bytes} bytes in {path}",
+                found=f"{store.size(path)} bytes" if store.exists(path) else "no such file",
+                next="use one directory that every node sees, with changes visible at once",
+            )
+
+
+def _all_equal(found: Mapping[int, object], words: str) -> None:
+    for rank, value in found.items():
+        if value != found[0]:
+            raise RankError(
+                f"rank {rank} was to {words.format(value)}, rank 0 to {words.format(found[0])}", rank=rank,
+                phase="plan", next="call save() with the same step on every rank",
+            )

@@ -1,0 +1,223 @@
+"""The save coordinator: how the ranks of a job save into one store as one.
+
+    assign   each rank reports what it holds; rank 0 assigns who writes what     (each save, in the background)
+    commit   each rank reports what it has written, or what failed; rank 0 publishes
+
+A rank whose layout is what it was keeps its part of the plan, and begins to write when `save` is called. One that is
+new waits for the others, in the background, and for what rank 0 makes of it. Each plan is proved to be whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import msgspec
+
+from flowstone.commit import publish
+from flowstone.config import CATCH_UP_CALLS
+from flowstone.errors import RankError, StateChangedError
+from flowstone.format.manifest import (
+    INDEX_NAME,
+    MANIFEST_NAME,
+    OBJECTS_NAME,
+    Manifest,
+    decode_manifest,
+    encode_manifest,
+)
+from flowstone.pipeline.messages import (
+    Apart,
+    Assignment,
+    Contribution,
+    Outcome,
+    Part,
+    Proposal,
+    Terms,
+    Written,
+    apart_of,
+    assignment_of,
+    from_steps,
+    pack,
+    unpack,
+    written_by,
+)
+from flowstone.pipeline.rank_zero import RankZero, check_one_try, differing_sections
+from flowstone.plan.replicas import Compared
+from flowstone.ranks import Agreed, Agreement, Decision
+from flowstone.store.base import Store
+from flowstone.table.pieces import Layout
+
+_log = logging.getLogger(__name__)
+
+
+class SaveCoordinator:
+    """One rank's side of it.
+
+    `save` asks for what is known (`assignment`, `begin_try`, `draft_name`), on any thread, and waits for no rank.
+    What ranks do together is for one thread, the writer's, in the same order on every rank: what is learnt there is
+    known as soon as it is learnt, all of it at once.
+    """
+
+    def __init__(self, agreement: Agreement, host: str) -> None:
+        self.rank, self.size = agreement.rank, agreement.size
+        self._agreement, self._host = agreement, host
+        self._mine: Assignment | None = None  # replaced by the writer's thread, never changed
+        self._job = ""  # the name of this run of the job, once all know it; the same for ever
+        self._counting = threading.Lock()  # around the next two
+        self._highest = -1  # step that was tried
+        self._tries: dict[int, int] = {}  # of steps that were tried more than once
+        self._rank_zero = RankZero(agreement.size) if agreement.rank == 0 else None
+
+    def assignment(self, layout: Layout) -> Assignment | None:
+        """What this rank writes of `layout`, where that has been planned: it may begin."""
+        mine = self._mine
+        if mine is None or mine.layout.pieces is not layout.pieces or mine.layout.aliases is not layout.aliases:
+            return None
+        return mine if mine.layout is layout else replace(mine, layout=layout)  # when it is captured has changed alone
+
+    def begin_try(self, step: int) -> str:
+        """A name for this call of `save`: ranks that call alike have the same, and none has one twice."""
+        with self._counting:
+            if step > self._highest:
+                self._highest, tries = step, 1
+            else:
+                tries = self._tries[step] = self._tries.get(step, 1) + 1
+        return f"{step}-{tries}"
+
+    def _count_on(self, step: int, tries: int) -> None:
+        """Another rank has tried `step` so often."""
+        with self._counting:
+            self._tries[step] = max(self._tries.get(step, 1), tries)
+
+    def draft_name(self, this_try: str) -> str:
+        """The identity that a checkpoint will have: every rank knows it without asking."""
+        return f"{self._job}-{this_try}"
+
+    def assign(
+        self, step: int, layout: Layout, begun: Assignment | None = None, *, is_far: bool = False
+    ) -> Assignment:
+        """Agree on a plan for `step`.
+
+        begun   the one that this rank has already begun by
+        is_far  some of the layout lies on a device
+        raises  RankError; CollisionError, CoverageError on rank 0
+        """
+        proposal = Proposal(step, self._host, begun.plan, None) if begun else Proposal(
+            step, self._host, None, pack(layout), is_far
+        )
+        rank_zero = self._rank_zero
+        try:
+            agreed = self._agree_on_plan(
+                step, msgspec.msgpack.encode(proposal),
+                lambda said: rank_zero.assign([unpack(one, Proposal) for one in said]) if rank_zero else Decision(),
+            )
+        except Exception:
+            self._mine = None  # the next one is made anew
+            raise
+        terms, part = unpack(agreed.common, Terms), unpack(agreed.own, Part)
+        self._job = terms.job
+        mine = begun
+        if part.positions is not None:
+            mine = assignment_of(terms.plan, layout, part.positions, part.blocks)
+        assert mine is not None, "only what was known can stay as it was"
+        if part.sets:
+            compared = Compared.of(layout, from_steps(part.sets), terms.share)
+            mine = replace(mine, plan=terms.plan, buffers=terms.buffers, compared=compared)
+        self._mine = mine
+        return mine
+
+    def _agree_on_plan(
+        self, step: int, mine: bytes | Exception, decide: Callable[[Sequence[bytes]], Decision]
+    ) -> Agreed:
+        """Where some ranks are behind, those lose their own call alone; the others wait for them to catch up."""
+        for _ in range(CATCH_UP_CALLS):
+            try:
+                return self._agreement.agree(f"the plan of step {step}", mine, decide, position=step)
+            except RankError as error:
+                if error.ahead != step:
+                    raise
+        raise RankError(f"other ranks did not reach step {step}", rank=self.rank, phase="plan")
+
+    def absent(self, step: int, error: Exception) -> None:
+        """Tell the others that this rank does not save `step`, because of `error`."""
+        self._mine = None
+        try:
+            self._agree_on_plan(step, error, lambda _: Decision())
+        except Exception as told:
+            _log.debug("step %d is not saved: %s", step, told)  # as we have said, or another rank
+
+    def give_up(self, step: int, error: Exception) -> None:
+        """Tell the others that this rank writes nothing of a `step` that was planned, because of `error`."""
+        if not isinstance(error, StateChangedError):  # which is no fault of the plan's
+            self._mine = None
+        try:
+            self._agreement.agree(f"the commit of step {step}", error, lambda _: Decision(), position=_before(step))
+        except Exception as told:
+            _log.debug("step %d is not saved: %s", step, told)
+
+    def commit(
+        self, step: int, made: Contribution | Exception, assignment: Assignment, store: Store, draft: publish.Draft,
+        store_id: str,
+    ) -> Manifest:
+        """Publish what all ranks have written. The checkpoint is durable when this returns, on any rank.
+
+        raises  RankError: the first failure of any of them
+        """
+        mine: Written | Exception
+        if isinstance(made, Exception):
+            mine = made
+        else:
+            folds = made.folds(step, assignment.compared)
+            mine = written_by(made, assignment.plan, draft.directory, folds, replicated=self.rank == 0)
+        mine_packed = mine if isinstance(mine, Exception) else msgspec.msgpack.encode(mine)
+        written: list[Written] = []
+
+        def publish_it(apart: Sequence[Apart] = ()) -> Decision:
+            assert self._rank_zero is not None
+            manifest = self._rank_zero.commit(written, apart, store, draft, store_id)
+            return Decision(msgspec.msgpack.encode(Outcome(encode_manifest(manifest), [])))
+
+        def look(said: Sequence[bytes]) -> Decision:
+            written.extend(unpack(one, Written) for one in said)
+            check_one_try(written)
+            assert self._rank_zero is not None
+            if self._rank_zero.replicas_differ(written):
+                return Decision(msgspec.msgpack.encode(Outcome(b"", [], replicas=True)))
+            differing = differing_sections(written)
+            return Decision(msgspec.msgpack.encode(Outcome(b"", differing))) if differing else publish_it()
+
+        def name_differing(said: Sequence[bytes]) -> Decision:
+            assert self._rank_zero is not None
+            self._rank_zero.raise_differing_replicas(said)
+
+        try:
+            agreed = self._agreement.agree(f"the commit of step {step}", mine_packed, look, position=_before(step))
+            outcome = unpack(agreed.common, Outcome)
+            assert not isinstance(made, Exception), "who has failed agrees on nothing"
+            if outcome.replicas:
+                self._agreement.agree(
+                    f"the replicas of step {step}", made.digests(step, assignment), name_differing,
+                    position=_before(step)
+                )
+            if outcome.apart:
+                agreed = self._agreement.agree(
+                    f"the objects of step {step}", msgspec.msgpack.encode(apart_of(made, outcome.apart)),
+                    lambda said: publish_it([unpack(one, Apart) for one in said]), position=_before(step),
+                )
+                outcome = unpack(agreed.common, Outcome)
+        except Exception as error:
+            if isinstance(error, RankError) and "tries" in error.facts:
+                self._count_on(step, int(str(error.facts["tries"])))
+            if self._rank_zero is not None:  # ranks that have given up do not know that they may remove theirs
+                segments = [row.name for one in written for row in one.segments]
+                publish.remove_own(store, draft, (INDEX_NAME, OBJECTS_NAME, MANIFEST_NAME, *segments))
+            raise
+        return decode_manifest(outcome.manifest, path=f"{store.location}/{draft.directory}")
+
+
+def _before(step: int) -> int:
+    """The position of a commit: a rank that plans the step once more has given it up, and waits for those still in it.
+    """
+    return step - 1

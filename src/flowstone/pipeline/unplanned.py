@@ -1,0 +1,172 @@
+"""A save that cannot begin yet: the ranks have not agreed on who writes what.
+
+Until then its state lies where it lay when `save` was called, but for what is captured early, which has been copied.
+A step that comes before the plan does not wait for it: it copies what is left, where there is memory for all of that,
+and the save goes on from the copies. Whatever was changed meanwhile, and what of it is known, is told of here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from threading import Lock
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowstone.errors import StateChangedError
+from flowstone.pipeline.changed import state_changed
+from flowstone.pipeline.futures import Save
+from flowstone.stage.early_snapshot import snapshot_one
+from flowstone.stage.moved import moved
+from flowstone.stage.samples import Samples, take_samples
+from flowstone.state import CounterCheck, Counters, Described
+from flowstone.table.pieces import Places
+
+_log = logging.getLogger("flowstone")
+
+
+class Unplanned:
+    """Such a save, for two threads: the fence's, which may `snapshot` it, and the writer's, which will `take` it.
+
+    blocked_s   what the caller of `save` waited
+    snapshot_bytes  of copies that a step made, until `let_go`
+    """
+
+    def __init__(
+        self, save: Save, described: Described, late: NDArray[np.bool_], seen: Samples, guarded: Sequence[bool],
+        blocked_s: float,
+    ) -> None:
+        """`described` has copies of what is not `late`.
+
+        seen     samples of every piece, as it was when `save` was called
+        guarded  which pieces nobody may change before they are captured
+        """
+        self.save, self.blocked_s = save, blocked_s
+        self._described: Described | None = described
+        self._address, self._apart = described.places.address.copy(), dict(described.places.apart)
+        self._owners = list(described.places.owners)
+        self._late, self._seen, self._guarded = late, seen, guarded
+        self._left = np.flatnonzero(late).tolist()
+        self._lengths = np.array([piece.bytes for piece in described.pieces], np.uint64)
+        self.snapshot_bytes = 0
+        self._copying = Lock()  # one thread copies; around the next, which nobody holds for long
+        self._lock = Lock()
+        self._is_taken = self._is_told = False
+        self._failure: StateChangedError | None = None
+        if not self._left:
+            self._close(described)
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether the state may change: all of it has been copied, or is found to be lost."""
+        return not self._left
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether nobody has begun it yet, and it may still begin."""
+        return not self._is_taken and self._described is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to wait for: it has been captured from where it lay, or from copies, or is lost."""
+        return self._described is None
+
+    def snapshot(self, room_bytes: int) -> bool:
+        """Copy what is left, if there is room for all of it; whether the state may change now. Any thread.
+
+        Stops as soon as it is taken. That there is no room is told in the log, once.
+        """
+        with self._copying:
+            left_bytes = int(self._lengths[self._left].sum())
+            if left_bytes > room_bytes and self.is_pending:
+                self._tell_no_room(left_bytes, room_bytes)
+                return False
+            while self._left and self._snapshot_one(self._left[0]):
+                pass
+            return self.is_copied
+
+    def _snapshot_one(self, at: int) -> bool:
+        described = self._described
+        if described is None or self._is_taken:
+            return False
+        try:
+            made = snapshot_one(described.places.memory(at, described.pieces[at]), lambda: self._is_taken)
+        except MemoryError:
+            self._tell_no_room(int(self._lengths[at]), 0)
+            return False
+        except OSError:
+            with self._lock:
+                self._fail((described.pieces.names[at],), gone=True)
+            return True
+        with self._lock:
+            if made is None or self._is_taken or self._described is None:  # it may have failed, and been let go
+                return False
+            self._address[at], self._owners[at] = made
+            self._apart.pop(at, None)
+            self._left.pop(0)
+            self.snapshot_bytes += int(self._lengths[at])
+            if not self._left:
+                self._close(described)
+            return True
+
+    def _close(self, described: Described) -> None:
+        """All has been copied: what changes from now on is no change of what is saved. With the lock held."""
+        self._check_memory(described)
+        names = CounterCheck(described.counters, described.layout, self._late, self._guarded).changed()
+        self._described = replace(described, counters=Counters.none())
+        if names:
+            self._fail(names)
+
+    def _check_memory(self, described: Described) -> None:
+        """What was freed may still be mapped, and have been copied as it was left."""
+        away = moved(described.places, np.flatnonzero(self._late))
+        if len(away):
+            self._fail(tuple(described.pieces.names[at] for at in away.tolist()), gone=True)
+
+    def _fail(self, names: tuple[str, ...], *, gone: bool = False) -> None:
+        self._failure = self._failure or state_changed(names, path="", gone=gone)
+        self._left.clear()
+
+    def _tell_no_room(self, needed_bytes: int, room_bytes: int) -> None:
+        if not self._is_told:
+            self._is_told = True
+            _log.warning(
+                "step %d: the next step waits until other ranks have reached this save: copies of %d bytes do "
+                "not fit into the rest of the budget, %d bytes; raise budget_bytes", self.save.step, needed_bytes,
+                max(0, room_bytes),
+            )
+
+    def take(self) -> Described:
+        """What is to be captured; from now on nothing more of it is copied. Blocks while a device is asked.
+
+        On devices the current streams are to be those that were current when `save` was called.
+        raises  StateChangedError  it is not what it was then, as far as samples, counters and storages tell
+        """
+        with self._lock:
+            self._is_taken = True
+            described = self._described
+            assert described is not None, "it is taken once, before it is let go"
+            if self._left:
+                self._check_memory(described)
+            failure = self._failure
+        if failure is not None:
+            raise failure
+        described = replace(described, places=Places(self._address, self._apart, self._owners))
+        late, names = np.flatnonzero(self._late), described.pieces.names
+        try:
+            now = take_samples(described.places, late, self._lengths[late], seed=self.save.step).digests()
+        except OSError as error:
+            away = moved(described.places, late)
+            gone = tuple(names[at] for at in (away if len(away) else late).tolist())
+            raise state_changed(gone, path="", gone=True) from error
+        changed = late[now != self._seen.digests()[late]]
+        if len(changed):
+            raise state_changed(tuple(names[at] for at in changed.tolist()), path="")
+        return described
+
+    def let_go(self) -> None:
+        """It has been captured, or has failed: the copies are not needed any more."""
+        with self._lock:
+            self._described, self._owners, self.snapshot_bytes = None, [], 0

@@ -1,0 +1,1 @@
+"""What a process does to a Checkpointer: threads, turns, signals, its end."""

@@ -1,0 +1,136 @@
+"""Side streams: copies between a device and the host, beside the device's own work.
+
+The engine queues them, from its own threads; here is what only the framework knows: in which order they come with
+what the caller has put on the device's current stream. The processor never touches a device's memory: a window with
+bytes of it is fetched into its arena block, and goes on as a copied one when the device calls back (`native/device.h`;
+docs/decisions/008). At the fence the processor waits until all is queued, the current stream until it is copied. A load
+is the reverse.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from threading import Lock
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flowstone import _native
+from flowstone.config import CHUNK_BYTES
+from flowstone.table.pieces import Memory
+
+_log = logging.getLogger(__name__)
+
+
+class SideStream(Protocol):
+    """One device's. Everything is said on the thread, and so about the current stream, of whoever saves or loads."""
+
+    @property
+    def native(self) -> _native.Device: ...
+
+    def wait_current(self) -> None:
+        """Copies from now on wait for all that the current stream holds now."""
+
+    def block_current(self) -> None:
+        """What the current stream is given from now on waits for the copies that are queued now."""
+
+    def sample(self, rows: Sequence[Memory], seeds: NDArray[np.uint64]) -> NDArray[np.uint8]:
+        """A few lines of each chunk of dense rows, as they are on the current stream: those at `lines_of`.
+
+        The array is filled in before the first copy that comes after a `wait_current`. Rows have a line at least.
+        """
+
+
+def lines_of(rows: Sequence[Memory], seeds: NDArray[np.uint64]) -> list[NDArray[np.uint64]]:
+    """Where the sampled lines of each of the rows begin, in bytes from its start."""
+    lengths = np.array([row_bytes(row) for row in rows], np.int64)
+    counts = -(-lengths // CHUNK_BYTES) * _native.LINES_PER_CHUNK
+    return np.split(_native.line_begins(lengths.astype(np.uint64), seeds), np.cumsum(counts)[:-1])
+
+
+class CudaStream:
+    """A CUDA stream. The copies are the driver's; torch's caching allocator is told of none of them, for whoever
+    queues them keeps their memory until they are made.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._device = torch.device(name)
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self.native = _native.cuda_device(stream=self._stream.cuda_stream, name=name)
+
+    def wait_current(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def block_current(self) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def sample(self, rows: Sequence[Memory], seeds: NDArray[np.uint64]) -> NDArray[np.uint8]:
+        with torch.cuda.device(self._device), torch.no_grad():
+            lines = lines_of(rows, seeds)
+            # Pinned both ways: the processor does not wait for what the stream holds.
+            host = torch.from_numpy(np.concatenate(lines).astype(np.int64)).pin_memory()
+            begins = host.to(self._device, non_blocking=True)
+            found = torch.empty((len(begins), _native.LINE_BYTES), dtype=torch.uint8, device=self._device)
+            at = 0
+            for row, own in zip(rows, lines, strict=True):
+                reach = slice(at, at + len(own))
+                torch.index_select(_as_lines(row), 0, begins[reach], out=found[reach])
+                at += len(own)
+            host = torch.empty(found.shape, dtype=torch.uint8, device="cpu", pin_memory=True)
+            return host.copy_(found, non_blocking=True).numpy().reshape(-1)
+
+
+def row_bytes(row: Memory) -> int:
+    """Length of dense memory."""
+    return int(np.prod(row.shape, dtype=np.int64)) * row.item_bytes
+
+
+def _as_lines(row: Memory) -> torch.Tensor:
+    """Dense device memory as lines, one that begins with each byte: they overlap."""
+    assert isinstance(row.owner, torch.UntypedStorage), "device memory is owned by its storage"
+    start, shape = row.address - row.owner.data_ptr(), (row_bytes(row) - _native.LINE_BYTES + 1, _native.LINE_BYTES)
+    return torch.empty(0, dtype=torch.uint8, device=row.device).set_(row.owner, start, shape, (1, 1))
+
+
+def as_on_this_thread(devices: Iterable[str]) -> Callable[[], AbstractContextManager[object]]:
+    """Makes a context in which the current streams of `devices` are what they are here and now, on any thread."""
+    kinds = {device for device in devices if device.partition(":")[0] == "cuda"}
+    current = [torch.cuda.current_stream(device) for device in sorted(kinds)]
+
+    def context() -> AbstractContextManager[object]:
+        stack = ExitStack()
+        for stream in current:
+            stack.enter_context(torch.cuda.stream(stream))
+        return stack
+
+    return context
+
+
+openers: dict[str, Callable[[str], SideStream]] = {"cuda": CudaStream}
+"""By the kind of device. Memory of other kinds is copied by torch, through host memory of its own."""
+
+_open: dict[str, SideStream | None] = {}
+_guard = Lock()
+
+
+def side_stream(device: str) -> SideStream | None:
+    """The side stream of a device ("cuda:0"), opened at its first use; None where there can be none."""
+    with _guard:
+        if device not in _open:
+            _open[device] = _opened(device)
+        return _open[device]
+
+
+def _opened(device: str) -> SideStream | None:
+    opener = openers.get(device.partition(":")[0])
+    if opener is None:
+        return None
+    try:
+        return opener(device)
+    except OSError as error:
+        _log.warning("no side stream on %s (%s): its memory is copied before save returns", device, error)
+        return None

@@ -1,0 +1,205 @@
+"""The demo's four acts, in order, and the verdict."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+import flowstone as fs
+from flowstone_demo import across, claims, claims_of_ranks
+from flowstone_demo.child_process import ChildProcess, DiedError
+from flowstone_demo.claims import Claim
+from flowstone_demo.compare import compare
+from flowstone_demo.kill_loop import LISTEN_S, KilledRun, kill_loop
+from flowstone_demo.messages import Order, RankOrder
+from flowstone_demo.run_log import RunLog
+from flowstone_demo.screen import Screen, saves_table, torn_line
+from flowstone_demo.sizes import FULL, FULL_RANKS, SMALL, SMALL_RANKS, DemoSize, RankDemoSize
+
+SEED_BITS = 31  # torch takes 64, people read fewer
+VERB_MAX_S = 120.0
+
+
+def run(
+    *, directory: Path | None = None, seed: int | None = None, keep: bool = False, small: bool = False,
+    flip_bit: bool = False, console: Console | None = None, judged: list[Claim] | None = None,
+) -> int:
+    """Show the demo; the exit status: 0 if every claim held, 1 if not, 2 if it could not begin.
+
+    directory  where to work: absent or empty; by default a new one in `runs/` of the current directory
+    seed       of the training and of the kills; by default a new one, which is printed
+    keep       leave stores and logs behind; otherwise all that was made is removed at the end
+    small      tiny models and few kills: half a minute instead of two and a half, for tests
+    flip_bit   falsify one bit of one weight, at the end of act two and after each load of act four: the demo must
+               then fail
+    console    where to show it; by default standard output
+    judged     receives every claim with its verdict, for a caller that wants more than the status
+
+    Starts processes, in act four several at a time, and leaves none behind. Blocks until the end.
+    """
+    form, ranks = (SMALL, SMALL_RANKS) if small else (FULL, FULL_RANKS)
+    screen = Screen(console or Console(highlight=False))
+    seed = secrets.randbits(SEED_BITS) if seed is None else seed
+    started = time.monotonic()
+    verdicts = [] if judged is None else judged
+    made = [parent for parent in (Path("runs"),) if directory is None and not parent.exists()]
+    try:
+        work = _workplace(directory, form)
+    except OSError as error:
+        verdicts.append(Claim("the demo could begin", False, str(error)))
+        screen.claim(verdicts[-1])
+        return 2
+    try:
+        _show(screen, work, form, ranks, seed=seed, flip_bit=flip_bit, verdicts=verdicts)
+    except (DiedError, fs.FlowstoneError) as error:
+        verdicts.append(Claim("the demo came to its end", False, str(error)))
+        screen.claim(verdicts[-1])
+    finally:
+        screen.still()
+        if not keep:
+            _clear(work, made)
+    seconds = time.monotonic() - started
+    screen.act(
+        f"{sum(claim.held for claim in verdicts)} of {len(verdicts)} claims held, in {seconds:.0f} s (seed {seed})",
+        f"stores and logs are in {work}" if keep else "everything it wrote was removed",
+    )
+    return 0 if all(claim.held for claim in verdicts) else 1
+
+
+def _show(
+    screen: Screen, work: Path, form: DemoSize, ranks: RankDemoSize, *, seed: int, flip_bit: bool, verdicts: list[Claim]
+) -> None:
+    """The four acts; every claim goes into `verdicts` as soon as it is judged."""
+
+    def judge(found: list[Claim]) -> None:
+        for claim in found:
+            screen.claim(claim)
+        verdicts.extend(found)
+
+    calm = Order(form=form, seed=seed, store=str(work / "reference"), scratch=str(work), save_every=None)
+    killed_order = Order(
+        form=form, seed=seed, store=str(work / "killed"), scratch=str(work), save_every=form.save_every,
+        torch_saves=form.torch_saves, flip_bit=flip_bit,
+    )
+
+    screen.act("Act one: a run that nobody disturbs", f"{form.steps} steps, nothing saved but the end; seed {seed}")
+    reference = _act_one(screen, calm, work / "reference.log")
+    judge(claims.of_reference(form, reference))
+
+    screen.act(
+        "Act two: the same run, killed again and again",
+        f"a save every {form.save_every} steps, and each new process goes on from the newest committed one",
+    )
+    seen = kill_loop(killed_order, work / "killed.log", _Watch(screen, form).show)
+    judge(claims.of_kill_loop(form, reference, seen))
+
+    screen.act("Act three: are they the same?", "both last checkpoints and both processes' memory, bit for bit")
+    compared = compare(fs.open(calm.store), fs.open(killed_order.store))
+    judge(claims.of_comparison(form, reference, seen.run_log, compared))
+
+    fewer = RankOrder(form=ranks, seed=seed, store=str(work / "across"), flip_bit=flip_bit)
+    judge(_act_four(screen, fewer, work))
+
+    screen.act("What it cost", "all in this run; torch.save of the same state, its file and directory fsynced")
+    screen.table(saves_table(seen.run_log.saves, seen.run_log.torch_saves))
+    judge(_verbs(screen, killed_order.store))
+
+
+def _act_one(screen: Screen, order: Order, log: Path) -> RunLog:
+    """Run `order` undisturbed. Raises DiedError unless it reaches its end."""
+    run_log = RunLog()
+    screen.live("starting the training process")
+    with ChildProcess(order, log) as process:
+        while not process.over:
+            for message in process.hear(LISTEN_S):
+                run_log.enter(message)
+                screen.live(run_log.line(order.form.steps))
+        process.end()
+    if run_log.finished is None or not run_log.began:
+        raise DiedError("the training process ended without an error, but before its last step")
+    screen.still()
+    parameters, state_bytes = run_log.began[0].parameters, run_log.finished.bytes
+    screen.say(f"{parameters / 1e6:.1f} million parameters, a state of {state_bytes / 1e6:.0f} MB")
+    return run_log
+
+
+def _act_four(screen: Screen, order: RankOrder, work: Path) -> list[Claim]:
+    """Train on several ranks, kill, load on fewer; what is claimed of it. Raises DiedError."""
+    form = order.form
+    screen.act(
+        f"Act four: saved on {form.ranks[0]} ranks, loaded on {form.ranks[1]}, then on {form.ranks[2]}",
+        f"FSDP2 over gloo; {form.steps} steps, a save every {form.save_every}; and undisturbed on each number of ranks",
+    )
+    runs = []
+    for run in across.rank_runs(order, work, screen.live):
+        screen.say(across.told(run, form))
+        runs.append(run)
+    screen.still()
+    return claims_of_ranks.of_ranks(form, runs)
+
+
+class _Watch:
+    """Shows act two as it goes on: the live line, and each kill and start once."""
+
+    def __init__(self, screen: Screen, form: DemoSize) -> None:
+        self._screen, self._form = screen, form
+        self._kills = self._starts = 0
+
+    def show(self, seen: KilledRun) -> None:
+        for resume in seen.resumes[self._starts :]:
+            newest = "nothing" if resume.newest is None else f"step {resume.newest}"
+            source = "fresh" if resume.found is None else f"from step {resume.found}"
+            self._screen.say(f"start {len(seen.kills) + 1}: {source}; newest committed on disk: {newest}")
+        for kill in seen.kills[self._kills :]:
+            newest = "no step" if kill.newest is None else f"step {kill.newest}"
+            place = "inside a save" if kill.torn else "between saves"
+            self._screen.say(
+                f"kill {kill.number}: process {kill.pid} {place}, step {kill.during_step} done, {newest} committed"
+            )
+            for torn in kill.torn:
+                self._screen.say("  " + torn_line(torn))
+        self._starts, self._kills = len(seen.resumes), len(seen.kills)
+        line = f"{seen.run_log.line(self._form.steps)}   kills {len(seen.kills)}   torn {len(seen.torn)}"
+        self._screen.live(line)
+
+
+def _verbs(screen: Screen, store: str) -> list[Claim]:
+    """`flowstone ls`, `show` and `verify` on act two's store, as a user would call them."""
+    found = []
+    for verb in ("ls", "show", "verify"):
+        screen.act(f"flowstone {verb} {store}", "")
+        done = subprocess.run(
+            [sys.executable, "-m", "flowstone", verb, store], capture_output=True, text=True, timeout=VERB_MAX_S,
+            env=os.environ | {"COLUMNS": str(screen.width)}, check=False,
+        )
+        screen.verbatim(done.stdout + done.stderr)
+        found.append(Claim(f"flowstone {verb}", done.returncode == 0, f"exit status {done.returncode}"))
+    return found
+
+
+def _workplace(directory: Path | None, form: DemoSize) -> Path:
+    """An empty directory with room enough. Raises OSError, having made nothing."""
+    wanted = Path("runs") if directory is None else directory
+    existing = next(parent for parent in (wanted, *wanted.absolute().parents) if parent.exists())
+    if directory is not None and existing == wanted and any(wanted.iterdir()):
+        raise FileExistsError(f"{wanted} is not empty: give an empty directory, or one that does not exist yet")
+    free = shutil.disk_usage(existing).free
+    if free < form.free_bytes:
+        raise OSError(f"{existing} has {free / 1e9:.1f} GB free, the demo needs {form.free_bytes / 1e9:.1f}")
+    wanted.mkdir(parents=True, exist_ok=True)
+    return wanted if directory is not None else Path(tempfile.mkdtemp(prefix="demo-", dir=wanted))
+
+
+def _clear(work: Path, made: list[Path]) -> None:
+    shutil.rmtree(work, ignore_errors=True)
+    for parent in made:
+        if not any(parent.iterdir()):
+            parent.rmdir()

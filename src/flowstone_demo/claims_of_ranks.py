@@ -1,0 +1,124 @@
+"""What the demo claims of act four, judged from what was seen. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from flowstone_demo.claims import SHOWN_MAX, Claim
+from flowstone_demo.curves import explained, spread, sums_explain, usual_change
+from flowstone_demo.messages import Held
+from flowstone_demo.rank_processes import RankRun
+from flowstone_demo.sizes import RankDemoSize
+
+_SLOT_COPIES = 3  # of each parameter: itself and AdamW's two moments
+_FLOAT32 = 4
+SPREAD_MAX = 0.01  # of what a step changes: as good as the same training, on any number of ranks
+
+
+def of_ranks(form: RankDemoSize, runs: Sequence[RankRun]) -> list[Claim]:
+    return [_same_training(form, runs), _naming(form, runs), _starts(runs), _bits(runs), _curve(form, runs)]
+
+
+def _same_training(form: RankDemoSize, runs: Sequence[RankRun]) -> Claim:
+    curves = [run.calm[0] for run in runs]
+    numbers = _listed([str(run.ranks) for run in runs])
+    text = f"undisturbed on {numbers} ranks it is the same training, but for the order of sums"
+    if any(set(curve) != set(range(1, form.steps + 1)) for curve in curves):
+        return Claim(text, False, "some did not come to their end")
+    widths, first = spread(curves), curves[0][1]
+    widest, change = max(widths.values()), usual_change(curves[0])
+    begun_alike = widths[1] <= sums_explain(first, form.batch * form.length)
+    held = begun_alike and widest <= SPREAD_MAX * change and all(curve[form.steps] < curve[1] for curve in curves)
+    return Claim(
+        text, held,
+        f"loss {first:.3f} -> {curves[0][form.steps]:.3f} in {form.steps} steps; the runs lie {widths[1]:.1e} apart at "
+        f"the first, {widest:.1e} at most, where one step changes {change:.1e}",
+    )
+
+
+def _naming(form: RankDemoSize, runs: Sequence[RankRun]) -> Claim:
+    """The survivors' errors name the victim, and nobody else."""
+    first = runs[0]
+    survivors = set(range(first.ranks)) - set(first.killed)
+    named = [rank for rank, words in first.lost.items() if re.findall(r"\brank (\d+)", words) == [str(form.victim)]]
+    said = "; ".join(sorted(set(first.lost.values())))
+    return Claim(
+        f"rank {form.victim} of {first.ranks} was killed as it began to save, and all others ended naming it",
+        first.killed == (form.victim,) and set(named) == survivors, f"{len(named)} of {len(survivors)}: {said}",
+    )
+
+
+def _starts(runs: Sequence[RankRun]) -> Claim:
+    wrong = [run.ranks for run in runs if set(run.found.values()) != {run.newest} or len(run.found) != run.ranks]
+    promised, below = 0, []
+    for run in runs:
+        if (run.newest or 0) < promised:
+            below.append(run.ranks)
+        promised = max(promised, *run.committed, 0)
+    starts = "; ".join(
+        f"{run.ranks}: {'fresh' if run.newest is None else f'from step {run.newest}'}" for run in runs
+    )
+    right = not wrong and not below and all(run.newest is not None for run in runs[1:]) and runs[0].newest is None
+    return Claim(
+        "every start was from the newest committed step, the same on all ranks", right,
+        f"ranks {starts}" + (f"; wrong on {wrong + below}" if wrong or below else ""),
+    )
+
+
+def _bits(runs: Sequence[RankRun]) -> Claim:
+    """What each rank had in memory after a load against what the ranks before it had when they saved that step."""
+    text = "weights, moments and all else after each load bit-equal to what was saved"
+    differences, found = [], []
+    for at, run in enumerate(runs):
+        if run.newest is None:
+            continue
+        saved = next((before.saved[run.newest] for before in reversed(runs[:at]) if run.newest in before.saved), [])
+        unlike = _unlike([*saved, *run.loaded])
+        tensors = run.loaded[0]
+        size = sum(held.bytes for held in tensors.values())
+        if size < _FLOAT32 * _SLOT_COPIES * run.began[0].parameters or not saved:
+            unlike.append("not everything was told")
+        differences += [f"{name} on {run.ranks}" for name in unlike]
+        found.append(
+            f"{len(saved)} -> {run.ranks} ranks, step {run.newest}: {len(tensors)} SHA-256 over {size:,} bytes"
+        )
+    if differences or len(found) < len(runs) - 1:
+        more = f" and {len(differences) - SHOWN_MAX} more" if len(differences) > SHOWN_MAX else ""
+        return Claim(text, False, f"unlike: {', '.join(differences[:SHOWN_MAX])}{more}")
+    return Claim(text, True, "; ".join(found))
+
+
+def _unlike(sides: Sequence[Mapping[str, Held]]) -> list[str]:
+    """Names that are missing from a side, or whose digests differ between two."""
+    names = dict.fromkeys(name for side in sides for name in side)
+    found = {name: {side[name].sha256 if name in side else None for side in sides} for name in names}
+    return [name for name, digests in found.items() if len(digests) != 1]
+
+
+def _curve(form: RankDemoSize, runs: Sequence[RankRun]) -> Claim:
+    """Every loss of every rank, redone steps too, against that of the first ranks undisturbed."""
+    reference = [run.calm[0] for run in runs]
+    reached, beyond, worst = set[int](), [], (0.0, 0.0, 0)
+    for changes, run in enumerate(runs):
+        allowed = explained(reference, changes, form.batch * form.length)
+        for curve in run.losses:
+            reached |= set(curve)
+            for step, loss in curve.items():
+                off = abs(loss - reference[0].get(step, float("inf")))
+                worst = max(worst, (off, allowed.get(step, 0.0), step))
+                if not off <= allowed.get(step, 0.0):
+                    beyond.append(step)
+    off, limit, at = worst
+    first = runs[0].losses[0]
+    alike = sum(loss == reference[0].get(step) for step, loss in first.items())
+    return Claim(
+        "loss curve within what the change of the order of sums explains",
+        reached == set(range(1, form.steps + 1)) and not beyond,
+        f"{alike} of {len(first)} steps on {runs[0].ranks} ranks bit for bit; then {off:.1e} off at most, at step "
+        f"{at}, where {limit:.1e} is explained" + (f"; beyond at {sorted(set(beyond))[:SHOWN_MAX]}" if beyond else ""),
+    )
+
+
+def _listed(words: Sequence[str]) -> str:
+    return f"{', '.join(words[:-1])} and {words[-1]}"

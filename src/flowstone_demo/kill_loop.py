@@ -1,0 +1,201 @@
+"""Act two: train, kill, look at what was left behind, start again, until the run is complete."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import flowstone as fs
+from flowstone_demo.child_process import ChildProcess, DiedError
+from flowstone_demo.kill_schedule import PlannedKill, one_more, plan_kills
+from flowstone_demo.messages import Began, Message, Order, Stepped
+from flowstone_demo.run_log import RunLog
+
+SAVING = ".saving-"
+SAVE_S_UNKNOWN = 0.1  # a first guess; the saves before the first kill give the true time
+WATCH_S = 0.001  # a save of 300 MB takes a hundred times as long
+LISTEN_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class TornSave:
+    """A save that a kill interrupted: its directory, and the bytes of each file in it."""
+
+    name: str
+    files: tuple[tuple[str, int], ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(length for _, length in self.files)
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """One SIGKILL and what it left: new torn saves, and the newest committed step."""
+
+    number: int
+    pid: int
+    aimed: bool
+    during_step: int  # the last step that was reported
+    torn: tuple[TornSave, ...]
+    newest: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """A start of a training process.
+
+    newest    the newest committed step on disk just before
+    promised  the highest step ever reported committed; 0 for none
+    found     where the process says that it goes on from
+    """
+
+    newest: int | None
+    promised: int
+    found: int | None
+
+    @property
+    def right(self) -> bool:
+        return self.found == self.newest and (self.found or 0) >= self.promised
+
+
+@dataclass(slots=True)
+class KilledRun:
+    """All that happened in act two."""
+
+    run_log: RunLog = field(default_factory=RunLog)
+    kills: list[Kill] = field(default_factory=list)
+    resumes: list[Resume] = field(default_factory=list)
+
+    @property
+    def torn(self) -> list[TornSave]:
+        return [torn for kill in self.kills for torn in kill.torn]
+
+
+class Trigger:
+    """Says when a kill is due.
+
+    begun   whether a save has begun in this process
+    save_s  how long a save takes at the least
+
+    How long a step takes it learns from the last two: what else the machine does may change it tenfold.
+    """
+
+    def __init__(self, kill: PlannedKill, begun: Callable[[], bool], *, save_s: float) -> None:
+        self._kill, self._begun, self._save_s = kill, begun, save_s
+        self._armed = False
+        self._stepped_at: float | None = None
+        self._step_s = 0.0
+        self._due_at: float | None = None
+
+    def hear(self, message: Message, now: float) -> None:
+        if not isinstance(message, Stepped):
+            return
+        if self._stepped_at is not None:
+            self._step_s = now - self._stepped_at
+        self._stepped_at = now
+        self._armed |= message.step >= self._kill.after_step
+
+    def due(self, now: float) -> bool:
+        if not self._armed:
+            return False
+        if self._due_at is None and (not self._kill.aimed or self._begun()):
+            self._due_at = now + self._kill.share * (self._save_s if self._kill.aimed else self._step_s)
+        return self._due_at is not None and now >= self._due_at
+
+    def patience_s(self, now: float) -> float:
+        """How long it is safe to wait for a message before `due` is asked again."""
+        if not self._armed:
+            return LISTEN_S
+        return WATCH_S if self._due_at is None else min(LISTEN_S, max(0.0, self._due_at - now))
+
+
+def kill_loop(order: Order, log: Path, show: Callable[[KilledRun], None]) -> KilledRun:
+    """Carry out `order` to its end through as many kills as its form asks for.
+
+    show    is called whenever there is something new to see
+    raises  DiedError when a process ends that nobody killed
+    """
+    found, store = KilledRun(), Path(order.store)
+    while found.run_log.finished is None:
+        kill = _next_kill(order, found)
+        left_before = {torn.name for torn in torn_saves(store)}
+        newest, promised, processes = newest_step(store), found.run_log.promised, len(found.run_log.began)
+        trigger = None
+        if kill is not None:
+            save_s = found.run_log.shortest_save_s(SAVE_S_UNKNOWN)
+            trigger = Trigger(kill, partial(_begun, store, left_before), save_s=save_s)
+        with ChildProcess(order, log) as process:
+            killed = _supervise(process, trigger, found, show, Resume(newest, promised, None))
+        if len(found.run_log.began) == processes:
+            raise DiedError("a training process ended before it began to train")
+        if killed and kill is not None:
+            torn = tuple(torn for torn in torn_saves(store) if torn.name not in left_before)
+            during = found.run_log.steps[-1].step
+            found.kills.append(Kill(len(found.kills) + 1, process.pid, kill.aimed, during, torn, newest_step(store)))
+            show(found)
+    return found
+
+
+def _supervise(
+    process: ChildProcess, trigger: Trigger | None, found: KilledRun, show: Callable[[KilledRun], None], start: Resume
+) -> bool:
+    """Hear one process until it ends or is killed; whether it was killed."""
+    while not process.over:
+        messages = process.hear(LISTEN_S if trigger is None else trigger.patience_s(time.monotonic()))
+        for message in messages:
+            found.run_log.enter(message)
+            if isinstance(message, Began):
+                found.resumes.append(Resume(start.newest, start.promised, message.resumed_step))
+            if trigger is not None:
+                trigger.hear(message, time.monotonic())
+        if messages:
+            show(found)
+        if trigger is not None and trigger.due(time.monotonic()):
+            for message in process.kill():
+                found.run_log.enter(message)
+            return process.killed
+    process.end()
+    if found.run_log.finished is None:
+        raise DiedError("a training process ended without an error, but before its last step")
+    return False
+
+
+def _next_kill(order: Order, found: KilledRun) -> PlannedKill | None:
+    """The next of the plan; then more while too few saves are torn; then none, and the run may end."""
+    planned, number = plan_kills(order.form, order.seed), len(found.kills)
+    if number < len(planned):
+        return planned[number]
+    if len(found.torn) < order.form.torn and number < order.form.kills_max:
+        return one_more(order.form, order.seed, number)
+    return None
+
+
+def newest_step(store: Path) -> int | None:
+    """The newest committed step on disk, by the reader; None if there is none."""
+    try:
+        return fs.open(store).step
+    except fs.NoCheckpointError:
+        return None
+
+
+def torn_saves(store: Path) -> tuple[TornSave, ...]:
+    """Every save in `store` that was begun and not committed. Only while nobody writes there."""
+    return tuple(
+        TornSave(name, tuple(sorted((file.name, file.stat().st_size) for file in (store / name).iterdir())))
+        for name in _saving(store)
+    )
+
+
+def _begun(store: Path, left_before: set[str]) -> bool:
+    """Whether there is a save in `store` that is not among `left_before`."""
+    return any(name not in left_before for name in _saving(store))
+
+
+def _saving(store: Path) -> list[str]:
+    if not store.exists():
+        return []
+    return sorted(path.name for path in store.iterdir() if path.name.startswith(SAVING))

@@ -1,0 +1,127 @@
+"""What the training process tells the supervisor: one JSON line each, on its standard output."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from flowstone_demo.sizes import DemoSize, RankDemoSize
+
+LOST = 3  # the status of a rank that ends because another one is gone
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """What a training process is to do: its one argument.
+
+    save_every   None: only the last step is saved
+    torch_saves  how often to time torch.save of the same state at the end, into `scratch`
+    flip_bit     falsify one bit of one weight before the last save
+    """
+
+    form: DemoSize
+    seed: int
+    store: str
+    scratch: str
+    save_every: int | None
+    torch_saves: int = 0
+    flip_bit: bool = False
+
+
+class RankOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """What each rank of a job is to do: its one argument. Which rank of how many it is, its environment says.
+
+    flip_bit     falsify one bit of one weight after each load
+    """
+
+    form: RankDemoSize
+    seed: int
+    store: str
+    flip_bit: bool = False
+
+
+class Began(msgspec.Struct, frozen=True, tag=True):
+    """Training begins after `resumed_step`, loaded in `load_s`; None for a fresh start."""
+
+    resumed_step: int | None
+    parameters: int
+    load_s: float
+
+
+class Stepped(msgspec.Struct, frozen=True, tag=True):
+    step: int
+    loss: float
+
+
+class Undisturbed(msgspec.Struct, frozen=True, tag=True):
+    """A step of the training that is not saved, nor killed."""
+
+    step: int
+    loss: float
+
+
+class Held(msgspec.Struct, frozen=True, tag=True):
+    """A whole tensor, or what is none, in memory at `step`: just loaded, or about to be saved."""
+
+    step: int
+    loaded: bool
+    name: str
+    sha256: str
+    bytes: int
+
+
+class Saving(msgspec.Struct, frozen=True, tag=True):
+    """A save of `step` begins now: what it has to hold was told."""
+
+    step: int
+
+
+class SaveCaptured(msgspec.Struct, frozen=True, tag=True):
+    """`save` returned, having kept training waiting for `blocked_s`."""
+
+    step: int
+    blocked_s: float
+
+
+class SaveCommitted(msgspec.Struct, frozen=True, tag=True):
+    """The checkpoint is durable, `seconds` after `save` was called."""
+
+    step: int
+    bytes: int
+    seconds: float
+
+
+class TorchSaved(msgspec.Struct, frozen=True, tag=True):
+    """torch.save of the same state, file and directory fsynced."""
+
+    bytes: int
+    seconds: float
+
+
+class Lost(msgspec.Struct, frozen=True, tag=True):
+    """This rank ends: another one is gone, and this is how it was told."""
+
+    words: str
+
+
+class Finished(msgspec.Struct, frozen=True, tag=True):
+    """The run is over; `sha256` of everything that it held in memory, `bytes` of tensors."""
+
+    step: int
+    sha256: str
+    bytes: int
+
+
+Message: TypeAlias = (
+    Began | Stepped | Undisturbed | Held | Saving | SaveCaptured | SaveCommitted | TorchSaved | Lost | Finished
+)
+
+
+def encode(message: Message) -> bytes:
+    """A line. Numbers read back bit for bit."""
+    return msgspec.json.encode(message) + b"\n"
+
+
+def decode(line: bytes) -> Message:
+    message: Message = msgspec.json.decode(line, type=Message)
+    return message

@@ -1,0 +1,112 @@
+"""What the demo shows: one live line on a terminal, now and then a plain one where output is piped."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from statistics import median
+
+from rich.console import Console
+from rich.status import Status
+from rich.table import Table
+from rich.text import Text
+
+from flowstone_demo.claims import Claim
+from flowstone_demo.kill_loop import TornSave
+from flowstone_demo.messages import TorchSaved
+from flowstone_demo.run_log import SaveTime
+
+PIPED_EVERY_S = 10.0
+
+
+class Screen:
+    """Where the demo is shown. Not safe to share between threads."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._status: Status | None = None
+        self._told_at = time.monotonic()
+
+    def act(self, title: str, about: str) -> None:
+        self.still()
+        self._console.print()
+        self._console.print(Text(title, style="bold"))
+        if about:
+            self._console.print(Text(about, style="dim"), soft_wrap=True)
+
+    def live(self, line: str) -> None:
+        """Replace the live line; where there is no terminal, print it if the last one is long ago."""
+        if not self._console.is_terminal:
+            if time.monotonic() - self._told_at >= PIPED_EVERY_S:
+                self.say(line)
+            return
+        if self._status is None:
+            self._status = self._console.status(Text(line))
+            self._status.start()
+        self._status.update(Text(line))
+
+    def still(self) -> None:
+        """End the live line."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+    def say(self, line: str) -> None:
+        self._told_at = time.monotonic()
+        self._console.print(Text("  " + line), soft_wrap=True)
+
+    def verbatim(self, text: str) -> None:
+        self._console.print(Text(text.rstrip("\n")), soft_wrap=True)
+
+    def claim(self, claim: Claim) -> None:
+        """One line, with a tick or a cross."""
+        self.still()
+        drawn = self._console.encoding.lower().startswith("utf")
+        mark = ("✓" if drawn else "held  ") if claim.held else ("✗" if drawn else "FAILED")
+        style = "green" if claim.held else "bold red"
+        line = Text.assemble((f"{mark} {claim.text}", style), f": {claim.found}")
+        self._console.print(line, soft_wrap=True)
+
+    def table(self, table: Table) -> None:
+        self.still()
+        self._console.print(table)
+
+    @property
+    def width(self) -> int:
+        return self._console.width
+
+
+def saves_table(saves: Sequence[SaveTime], torch_saves: Sequence[TorchSaved]) -> Table:
+    """First, median and slowest save beside torch.save's median, and how they compare."""
+    table = Table(title=f"{len(saves)} committed saves while training went on", title_justify="left")
+    for heading in ("save", "MB", "blocked", "to durable", "GB/s"):
+        table.add_column(heading, justify="left" if heading == "save" else "right", no_wrap=True)
+    slowest = max(saves, key=lambda save: save.durable_s)
+    typical = _median_save(saves)
+    _add(table, f"first (step {saves[0].step})", saves[0])
+    _add(table, "median", typical)
+    _add(table, f"slowest (step {slowest.step})", slowest)
+    theirs = median(save.seconds for save in torch_saves)
+    table.add_section()
+    label = f"torch.save + fsync, median of {len(torch_saves)}"
+    _add(table, label, SaveTime(0, torch_saves[0].bytes, theirs, theirs))
+    waited, durable = theirs / typical.blocked_s, theirs / typical.durable_s
+    table.add_row("torch.save / median", "", f"{waited:.1f} x", f"{durable:.1f} x", "")
+    return table
+
+
+def torn_line(torn: TornSave) -> str:
+    """The directory that a kill left, and its files."""
+    files = ", ".join(f"{name} {length / 1e6:.1f} MB" for name, length in torn.files) or "empty"
+    return f"torn: {torn.name}  {len(torn.files)} file(s), {torn.bytes:,} bytes ({files})"
+
+
+def _median_save(saves: Sequence[SaveTime]) -> SaveTime:
+    return SaveTime(
+        0, saves[0].bytes, median(save.blocked_s for save in saves), median(save.durable_s for save in saves)
+    )
+
+
+def _add(table: Table, label: str, save: SaveTime) -> None:
+    waited, durable = f"{save.blocked_s * 1e3:.0f} ms", f"{save.durable_s * 1e3:.0f} ms"
+    table.add_row(label, f"{save.bytes / 1e6:.0f}", waited, durable, f"{save.bytes / 1e9 / save.durable_s:.2f}")

@@ -1,0 +1,86 @@
+"""From what a user asks for to what is measured, and from samples to a study."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from math import inf
+from pathlib import Path
+
+from flowstone._version import __version__
+from flowstone.config import GIB
+from flowstone.errors import StorageError
+from flowstone_study import machine
+from flowstone_study.campaign import suit_bytes
+from flowstone_study.planning import Plan, base_cell, full_scope, plan, quick_scope
+from flowstone_study.probe import probe
+from flowstone_study.records import MixName, Probe, Sample, Study
+
+FULL_BYTES = 1 * GIB
+ROUNDS = 3
+QUICK_LIMIT_S = 100.0  # of measuring; with the start and the last cell a quick study ends within two minutes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a user asks for.
+
+    bytes   of a cell, all processes together; None: 1 GiB, or in a quick study what suits the device
+    rounds  None: 3, in a quick study as many of them as its time allows
+    """
+
+    quick: bool
+    bytes: int | None
+    processes: int
+    mixes: tuple[MixName, ...]
+    rounds: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What is measured, and what is known before; `began_s` is on the monotonic clock."""
+
+    path: Path
+    settings: Settings
+    probe: Probe
+    plan: Plan
+    rounds: int
+    limit_s: float
+    started: str
+    began_s: float
+
+
+def prepare(path: Path, settings: Settings) -> Prepared:
+    """Probe `path`, a directory, and plan. Raises StorageError if it cannot be written."""
+    began_s, started = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
+    works = probe_at(path)
+    size = settings.bytes
+    if size is None:
+        size = suit_bytes(path, base_cell(works, FULL_BYTES)) if settings.quick else FULL_BYTES
+    scope = (quick_scope if settings.quick else full_scope)(size, settings.processes, settings.mixes)
+    return Prepared(
+        path=path, settings=settings, probe=works, plan=plan(base_cell(works, size), scope),
+        rounds=settings.rounds or ROUNDS, limit_s=QUICK_LIMIT_S if settings.quick else inf, started=started,
+        began_s=began_s,
+    )
+
+
+def probe_at(path: Path) -> Probe:
+    """What works at `path`, a directory. Raises StorageError if it cannot be written."""
+    try:
+        return probe(path)
+    except OSError as error:
+        raise StorageError(
+            f"cannot write at {path}: {error.strerror}", errno=error.errno or 0,
+            next="give a directory that exists and that you may write to",
+        ) from error
+
+
+def finish(prepared: Prepared, samples: Sequence[Sample]) -> Study:
+    return Study(
+        flowstone=__version__, path=str(prepared.path.absolute()), started=prepared.started,
+        seconds=time.monotonic() - prepared.began_s, machine=machine.describe(prepared.path), probe=prepared.probe,
+        quick=prepared.settings.quick, rounds=prepared.rounds, bytes=prepared.plan.base.bytes, samples=tuple(samples),
+    )

@@ -1,0 +1,49 @@
+"""Which ways of moving bytes work at a place: each is tried there, with real memory and a real file."""
+
+from __future__ import annotations
+
+import os
+import resource
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from flowstone import _native
+from flowstone.config import MIB
+from flowstone_study.machine import file_system, kernel
+from flowstone_study.memory import Run
+from flowstone_study.records import Probe
+
+REGISTERED_BYTES = 64 * MIB  # sixteen requests of 4 MiB: what a queue of that depth pins
+_REQUESTS = 16
+
+
+def probe(directory: Path) -> Probe:
+    """Writes a file of 64 MiB without a name into `directory`. Raises OSError if nothing can be written there."""
+    run = Run(REGISTERED_BYTES, huge_pages=False)
+    ring = _refusal(directory, run, register=False)
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return Probe(
+        file_system=file_system(directory), kernel=kernel(), io_uring_error=ring,
+        direct_alignment=_native.probe_direct(str(directory)), registered_bytes=REGISTERED_BYTES,
+        registered_error=ring or _refusal(directory, run, register=True),
+        memlock_bytes=None if soft == resource.RLIM_INFINITY else soft,
+    )
+
+
+def _refusal(directory: Path, run: Run, *, register: bool) -> str | None:
+    """Why a ring cannot write this memory, or None if it has."""
+    length = np.full(_REQUESTS, REGISTERED_BYTES // _REQUESTS, dtype=np.uint64)
+    offset = np.arange(_REQUESTS, dtype=np.uint64) * length
+    with tempfile.TemporaryFile(dir=directory) as scratch:
+        file = _native.File(fd=scratch.fileno(), path=str(directory), alignment=1)
+        try:
+            fault = _native.run_requests(
+                backend="io_uring", direction="write", queue_depth=_REQUESTS, files=[file],
+                file=np.zeros(_REQUESTS, dtype=np.uint32), offset=offset, address=offset + np.uint64(run.address),
+                length=length, register=register,
+            )
+        except OSError as error:
+            return error.strerror or str(error)
+    return None if fault is None else os.strerror(fault.errno)

@@ -1,0 +1,218 @@
+"""A save and a restore of synthetic tensors by the real store, timed: what a tuning is judged by."""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+from numpy.random import default_rng  # else numpy imports it at first use, and a Ctrl-C is lost in there
+from numpy.typing import NDArray
+
+from flowstone import _native
+from flowstone.config import BLOCK_BYTES, KIB, MIB, Direct, EngineOptions, Tuning
+from flowstone.errors import DamagedError
+from flowstone.plan.write import WritePlan, data_offsets, plan_writes
+from flowstone.stage.arena import open_read_arena, open_write_arena
+from flowstone.store.base import FilePlan, ReadReceipt, finish_reading
+from flowstone.store.local import LocalStore
+from flowstone.table.pieces import DTYPES, Box, Piece
+from flowstone_study.cache import cool
+
+# Tensors of a decoder with its optimizer's moments: most bytes in large ones, most tensors small.
+_TENSOR_BYTES = (96 * MIB, 24 * MIB, 24 * MIB, 8 * MIB, 2 * MIB, 384 * KIB, 16 * KIB, 16 * KIB, 8 * KIB)
+_PHASE_BYTES = 64  # behind a page, where large tensors mostly lie
+_TILE_BYTES = 4 * MIB  # of noise: more than what a compressing file system looks back on
+_TOUCH_POLL_S = 0.002
+
+
+class Tensors:
+    """Synthetic tensors in ordinary memory (no huge pages, as torch's heap has none), and their places in a segment.
+
+    Their bytes are noise. Owns the memory.
+    """
+
+    def __init__(self, total_bytes: int) -> None:
+        self.plan: WritePlan = plan_writes([
+            Piece(f"tensor{number}", DTYPES["uint8"], (size,), Box.whole((size,)))
+            for number, size in enumerate(_sizes(total_bytes))
+        ])
+        self._memory = [_noise(piece.bytes) for piece in self.plan.pieces]
+        self.address = np.array([memory.ctypes.data for memory in self._memory], np.uint64)
+        self.offset = data_offsets(self.plan, self.address % BLOCK_BYTES)
+
+    @property
+    def bytes(self) -> int:
+        return self.plan.bytes
+
+    @property
+    def file_bytes(self) -> int:
+        return self.plan.file_bytes
+
+    def write_rows(self) -> _native.WriteExtents:
+        order = np.lexsort((self.offset, self.plan.segment))
+        return _native.WriteExtents(
+            file=self.plan.segment[order], offset=self.offset[order], length=self.plan.length[order],
+            address=self.address[order], chunk=self.plan.chunk[order], layout=np.full(len(order), -1, np.int64),
+            layouts=[], chunks=self.plan.chunks,
+        )
+
+    def read_rows(self, digests: NDArray[np.uint64]) -> _native.ReadExtents:
+        """Back to where they came from, every chunk of each."""
+        chunks = -(-self.plan.length.astype(np.int64) // MIB)
+        return _native.ReadExtents(
+            file=self.plan.segment, offset=self.offset, length=self.plan.length, address=self.address,
+            chunk=self.plan.chunk, first=np.zeros(len(chunks), np.uint64), last=chunks.astype(np.uint64),
+            layout=np.full(len(chunks), -1, np.int64), layouts=[], digests=digests,
+        )
+
+
+def _sizes(total_bytes: int) -> Iterator[int]:
+    """As many tensors as fill `total_bytes`; those that fit no more are left out, and the last one takes the rest."""
+    left = total_bytes
+    while left > 0:
+        fitting = [size for size in _TENSOR_BYTES if size <= left]
+        for size in fitting or [left]:
+            if size <= left:
+                yield size
+                left -= size
+
+
+def _noise(size: int) -> NDArray[np.uint8]:
+    # numpy's own large arrays would ask for huge pages.
+    mapped = mmap.mmap(-1, _PHASE_BYTES + size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = np.frombuffer(mapped, np.uint8)[_PHASE_BYTES:]
+    tile = default_rng(size).integers(0, 256, min(size, _TILE_BYTES), np.uint8)
+    for at in range(0, size, _TILE_BYTES):
+        memory[at : at + _TILE_BYTES] = tile[: size - at]
+    return memory
+
+
+def concrete(tuning: Tuning) -> Tuning:
+    """With the engine that "auto" takes here."""
+    if tuning.backend != "auto":
+        return tuning
+    return replace(tuning, backend="io_uring" if _native.has_io_uring() else "posix")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Tensors in a file, for restores."""
+
+    tensors: Tensors
+    file: str
+    digests: NDArray[np.uint64]
+
+
+class Trials:
+    """Times saves and restores in a directory. Each is what a Checkpointer does with its segments, and nothing else.
+
+    A save: files created and reserved, an arena of half the bytes, the rest waiting for room in it or
+    written from where it lies (what a save beyond its budget does), digests, fsync, the directory's fsync; the arena is
+    touched before. A restore: the arena made, extents read cold, digests checked, bytes put in their place.
+
+    direct  what direct I/O does here: "on", or "off" where it is refused
+    cold    whether every restore so far found nothing of its file in the page cache, by the kernel's word
+    """
+
+    def __init__(self, directory: Path) -> None:
+        alignment = _native.probe_direct(str(directory))
+        self.direct: Direct = "on" if 0 < alignment <= BLOCK_BYTES else "off"
+        self.cold = True
+        self._directory = directory
+        self._stores: dict[EngineOptions, LocalStore] = {}
+        self._names = (f"trial-{number}" for number in count())
+
+    def save(self, tensors: Tensors, tuning: Tuning) -> float:
+        """Seconds until `tensors` are durable in a new file, which is then removed."""
+        store, name = self._store(tuning, tensors.bytes), next(self._names)
+        rows = tensors.write_rows()
+        with _touched_arena(store, tensors.bytes // 2) as arena:
+            started = time.perf_counter()
+            self._write(store, tensors, rows, name, arena)
+            seconds = time.perf_counter() - started
+        store.remove(name)
+        return seconds
+
+    def restore(self, stored: Stored, tuning: Tuning) -> float:
+        """Seconds until the tensors are back, every chunk checked."""
+        tensors, store = stored.tensors, self._store(tuning, stored.tensors.bytes)
+        rows = tensors.read_rows(stored.digests)
+        self.cold &= cool([self._directory / stored.file]) is True
+        started = time.perf_counter()
+        arena = open_read_arena(store)
+        try:
+            receipt = finish_reading(store.read_extents([stored.file], rows, arena, wanted_bytes=tensors.bytes))
+        finally:
+            arena.close()
+        seconds = time.perf_counter() - started
+        _check(receipt, self._directory / stored.file)
+        return seconds
+
+    def store(self, tensors: Tensors, tuning: Tuning) -> Stored:
+        """Lay `tensors` down for restores."""
+        store, name = self._store(tuning, tensors.bytes), next(self._names)
+        with _touched_arena(store, tensors.bytes // 2) as arena:
+            digests = self._write(store, tensors, tensors.write_rows(), name, arena)
+        return Stored(tensors, name, digests)
+
+    def remove(self, stored: Stored) -> None:
+        (self._directory / stored.file).unlink()
+
+    def close(self) -> None:
+        while self._stores:
+            self._stores.popitem()[1].close()
+
+    def _write(
+        self, store: LocalStore, tensors: Tensors, rows: _native.WriteExtents, name: str, arena: _native.Arena
+    ) -> NDArray[np.uint64]:
+        receipt = store.write([FilePlan(name, tensors.file_bytes)], rows, arena).receipt()
+        store.sync_directory()
+        if receipt.error is not None:
+            raise receipt.error
+        return receipt.digests
+
+    def _store(self, tuning: Tuning, total_bytes: int) -> LocalStore:
+        """One that does what `tuning` says for so many bytes, its engine started and the directory probed."""
+        start = tuning.direct_from_bytes
+        options = EngineOptions(
+            backend=concrete(tuning).backend, direct="off" if start is None or total_bytes < start else self.direct,
+            queue_depth=tuning.queue_depth, request_bytes=tuning.request_bytes, workers=tuning.workers,
+            write_in_place=tuning.in_place, read_in_place=tuning.in_place,
+        )
+        if options not in self._stores:
+            store = self._stores[options] = LocalStore(self._directory, options)
+            small, name = Tensors(BLOCK_BYTES), next(self._names)
+            with _touched_arena(store, 0) as arena:
+                self._write(store, small, small.write_rows(), name, arena)
+            store.remove(name)
+        return self._stores[options]
+
+
+@contextmanager
+def _touched_arena(store: LocalStore, size_bytes: int) -> Iterator[_native.Arena]:
+    """An arena as a Checkpointer has it from its second save on."""
+    request = store.settings("write").tuning.request_bytes
+    arena = open_write_arena(store, max(size_bytes, 2 * request))
+    try:
+        arena.grow(arena.budget_bytes)
+        while arena.touched_bytes < arena.budget_bytes:
+            time.sleep(_TOUCH_POLL_S)
+        yield arena
+    finally:
+        arena.close()
+
+
+def _check(receipt: ReadReceipt, path: Path) -> None:
+    if receipt.error is not None:
+        raise receipt.error
+    if receipt.bad.size:
+        raise DamagedError(
+            f"{path} returns bytes that differ from what was written", found=f"{receipt.bad.size} chunks that differ",
+            next="do not keep checkpoints on this device; check it, and this machine's memory",
+        )

@@ -16,7 +16,8 @@ from safetensors.numpy import save as safetensors_bytes
 
 from flowstone.format.digest import chunk_digests, digest
 from flowstone.state.records import Described, PerRank, Shard
-from flowstone.table.pieces import Box, Layout, Memory, Piece, Pieces, Places
+from flowstone.table.box import Box
+from flowstone.table.pieces import Layout, Memory, Piece, Pieces, Places
 
 
 def with_checksum(document: Mapping[str, object]) -> bytes:

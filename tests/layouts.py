@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from flowstone.state.shards import Split, boxes_of, flat_boxes
-from flowstone.table.pieces import DTYPES, Box, DType
+from flowstone.table.box import Box
+from flowstone.table.dtype import DTYPES, DType
 
 RANKS_MAX = 13
 _SIDES = (1, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 17, 24, 31)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from flowstone.table.pieces import DTYPES
+from flowstone.table.dtype import DTYPES
 
 TORCH_DTYPES = [getattr(torch, name) for name in DTYPES]
 NUMPY_DTYPES = [

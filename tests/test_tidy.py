@@ -19,7 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"errors"},  # what an option cannot be
     "errors": set(),
     "events": set(),
-    "table": {"errors"},
+    "table": {"config", "errors"},  # the length of a chunk
     "rules": {"errors"},
     "arguments": {"config", "errors", "rules"},
     "regions": {"arguments", "errors", "table"},

@@ -17,7 +17,9 @@ import torch
 from numpy.typing import NDArray
 
 from flowstone.plan.layout_groups import Names, RankLayout
-from flowstone.table.pieces import DTYPES, Alias, Box, DType, Layout, Pieces
+from flowstone.table.box import Box
+from flowstone.table.dtype import DTYPES, DType
+from flowstone.table.pieces import Alias, Layout, Pieces
 
 SLOTS = ("master", "exp_avg", "exp_avg_sq")
 RANKS_PER_NODE = 8

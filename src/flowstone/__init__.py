@@ -75,10 +75,10 @@ if TYPE_CHECKING:
         register_provider,
         rng,
     )
-    from flowstone.table.pieces import Box
+    from flowstone.table.box import Box
 
 _LATER = {
-    "Box": "flowstone.table.pieces",
+    "Box": "flowstone.table.box",
     "Checkpoint": "flowstone.checkpoint",
     "Checkpointer": "flowstone.checkpointer",
     "Explanation": "flowstone.pipeline.explain",

@@ -34,7 +34,8 @@ from flowstone.stage.arena import open_read_arena
 from flowstone.stage.scatter import raise_damage, scatter
 from flowstone.store.base import Store
 from flowstone.store.local import LocalStore
-from flowstone.table.pieces import DType, Memory, Piece, Pieces, Places
+from flowstone.table.dtype import DType
+from flowstone.table.pieces import Memory, Piece, Pieces, Places
 
 if TYPE_CHECKING:
     import torch

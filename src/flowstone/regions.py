@@ -8,7 +8,7 @@ from typing import SupportsIndex, TypeAlias
 
 from flowstone.arguments import shown
 from flowstone.errors import ArgumentError
-from flowstone.table.pieces import Box
+from flowstone.table.box import Box
 
 _Index: TypeAlias = slice | SupportsIndex | EllipsisType
 Region: TypeAlias = Box | _Index | tuple[_Index, ...] | None

@@ -21,7 +21,9 @@ from flowstone.plan.write import WritePlan, data_offsets, plan_writes
 from flowstone.stage.arena import open_read_arena, open_write_arena
 from flowstone.store.base import FilePlan, ReadReceipt, finish_reading
 from flowstone.store.local import LocalStore
-from flowstone.table.pieces import DTYPES, Box, Piece
+from flowstone.table.box import Box
+from flowstone.table.dtype import DTYPES
+from flowstone.table.pieces import Piece
 from flowstone_study.cache import cool
 
 # Tensors of a decoder with its optimizer's moments: most bytes in large ones, most tensors small.

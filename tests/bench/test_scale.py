@@ -23,7 +23,7 @@ from bench.scaling.records import Case, Outcome, Run, Spent, Task
 from bench.scaling.state import MODELS, PARALLELISMS, Job, Sizes, pieces_of, tensors
 from flowstone.plan.assign_writers import assign_writers
 from flowstone.plan.layout_groups import RankLayout
-from flowstone.table.pieces import Box
+from flowstone.table.box import Box
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = [("tiny-moe" if one.experts else "tiny", how, n) for how, one in PARALLELISMS.items() for n in (8, 24, 128)]

@@ -17,7 +17,7 @@ from strategies import raw_bytes
 
 import flowstone as fs
 from flowstone.plan import write
-from flowstone.table.pieces import DTYPES as KNOWN
+from flowstone.table.dtype import DTYPES as KNOWN
 
 NUMPY_LACKS = ("bfloat16", "float8")
 

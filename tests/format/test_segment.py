@@ -13,7 +13,9 @@ from flowstone.config import BLOCK_BYTES
 from flowstone.errors import DamagedError
 from flowstone.format.segment import PAD_PREFIX, encode_header, entry_name, entry_text, parse_header, reserved
 from flowstone.plan.write import data_offsets, plan_writes
-from flowstone.table.pieces import DTYPES, Box, Piece
+from flowstone.table.box import Box
+from flowstone.table.dtype import DTYPES
+from flowstone.table.pieces import Piece
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=12)
 PIECES = st.lists(

@@ -28,7 +28,8 @@ from flowstone.plan.assign_writers import Names, RankLayout, WriterAssignment, a
 from flowstone.plan.global_index import global_index
 from flowstone.plan.read import plan_reads
 from flowstone.plan.write import WritePlan, data_offsets, plan_writes
-from flowstone.table.pieces import Box, Layout, Piece, Pieces
+from flowstone.table.box import Box
+from flowstone.table.pieces import Layout, Piece, Pieces
 
 SHORT, ALL = 250, 2000
 CHUNK_BYTES, PACKED_BELOW_BYTES = 256, 700

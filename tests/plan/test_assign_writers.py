@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from flowstone.errors import CollisionError, CoverageError
 from flowstone.plan import assign_writers as sharing
 from flowstone.plan.assign_writers import Names, RankLayout, WriterAssignment, assign_writers, check_replicas
-from flowstone.table.pieces import DTYPES, Box
+from flowstone.table.box import Box
+from flowstone.table.dtype import DTYPES
 
 F32 = DTYPES["float32"]
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from flowstone.plan.assign_writers import assign_writers
 from flowstone.plan.balance import Replicas, balance
 from flowstone.plan.layout_groups import Names, RankLayout
-from flowstone.table.pieces import DTYPES
+from flowstone.table.dtype import DTYPES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

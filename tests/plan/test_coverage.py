@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from flowstone.errors import CoverageError
 from flowstone.plan.coverage import check_tiling, subtract, tiles, uncovered
-from flowstone.table.pieces import Box
+from flowstone.table.box import Box
 
 SIDE = 5
 

@@ -19,7 +19,9 @@ from flowstone.plan.assign_writers import assign_writers
 from flowstone.plan.coverage import tiles, uncovered
 from flowstone.plan.global_index import global_index
 from flowstone.plan.layout_groups import Names, RankLayout
-from flowstone.table.pieces import DTYPES, Alias, Box
+from flowstone.table.box import Box
+from flowstone.table.dtype import DTYPES
+from flowstone.table.pieces import Alias
 
 U8 = DTYPES["uint8"]
 

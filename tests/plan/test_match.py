@@ -12,7 +12,9 @@ from flowstone.format.index import Index
 from flowstone.plan.match import Match, match, renamed
 from flowstone.plan.write import data_offsets, index_of, plan_writes
 from flowstone.rules import Cast, Init, Rename, Rule, Skip
-from flowstone.table.pieces import DTYPES, Alias, Box, Piece
+from flowstone.table.box import Box
+from flowstone.table.dtype import DTYPES
+from flowstone.table.pieces import Alias, Piece
 
 
 def piece(name: str, shape: tuple[int, ...] = (2,), kind: str = "float32") -> Piece:

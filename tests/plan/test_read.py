@@ -15,7 +15,9 @@ from flowstone.errors import CoverageError
 from flowstone.format.index import Index
 from flowstone.plan.read import chunk_runs, plan_reads
 from flowstone.plan.write import data_offsets, index_of, plan_writes
-from flowstone.table.pieces import DTYPES, Box, Piece
+from flowstone.table.box import Box
+from flowstone.table.dtype import DTYPES
+from flowstone.table.pieces import Piece
 
 ITEM_BYTES = 16  # few elements to a chunk keep the brute-force reference small
 PER_CHUNK = CHUNK_BYTES // ITEM_BYTES

@@ -14,7 +14,9 @@ from flowstone.errors import CollisionError
 from flowstone.pipeline.messages import LookedAt
 from flowstone.plan.assign_writers import Names, RankLayout, assign_writers, check_replicas
 from flowstone.plan.replicas import Compared, ReplicaSets, differing
-from flowstone.table.pieces import DTYPES, Box, Layout, Piece, Pieces
+from flowstone.table.box import Box
+from flowstone.table.dtype import DTYPES
+from flowstone.table.pieces import Layout, Piece, Pieces
 
 NONE = np.zeros(0, np.int64)
 F32 = DTYPES["float32"]

@@ -19,7 +19,9 @@ from flowstone.format.segment import entry_name
 from flowstone.plan.assign_writers import Names, RankLayout, WriterAssignment, assign_writers
 from flowstone.plan.layout_groups import Tensors, layout_groups
 from flowstone.plan.split_replicas import ReplicaSplit, split_replicas
-from flowstone.table.pieces import DTYPES, Block, Box, Memory, Piece, Pieces, Places
+from flowstone.table.box import Box
+from flowstone.table.dtype import DTYPES
+from flowstone.table.pieces import Block, Memory, Piece, Pieces, Places
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

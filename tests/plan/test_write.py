@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from flowstone.config import BLOCK_BYTES, CHUNK_BYTES, PACKED_BELOW_BYTES
 from flowstone.errors import CollisionError, CoverageError
 from flowstone.plan.write import data_offsets, index_of, plan_writes
-from flowstone.table.pieces import DTYPES, Alias, Box, Piece
+from flowstone.table.box import Box
+from flowstone.table.dtype import DTYPES
+from flowstone.table.pieces import Alias, Piece
 
 
 def whole(name: str, shape: tuple[int, ...], kind: str = "float32") -> Piece:

@@ -16,7 +16,9 @@ from flowstone.pipeline.messages import Part, Proposal, Terms, pack, unpack
 from flowstone.pipeline.rank_zero import RankZero
 from flowstone.pipeline.save_coordinator import SaveCoordinator
 from flowstone.ranks import Agreement
-from flowstone.table.pieces import DTYPES, Box, Layout, Piece, Pieces
+from flowstone.table.box import Box
+from flowstone.table.dtype import DTYPES
+from flowstone.table.pieces import Layout, Piece, Pieces
 
 
 class _Held(dict[int, int]):

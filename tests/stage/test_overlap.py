@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 import flowstone as fs
 from flowstone.stage import overlap
-from flowstone.table.pieces import DTYPES, Memory, Piece, Pieces, Places
+from flowstone.table.dtype import DTYPES
+from flowstone.table.pieces import Memory, Piece, Pieces, Places
 
 BASE = np.zeros(4096, np.float32)
 

@@ -18,7 +18,8 @@ from strategies import raw_bytes, strided_bytes
 
 from flowstone.format import objects
 from flowstone.state import Described, Restoration, Stored, StoredTensor, describe, prepare
-from flowstone.table.pieces import DTYPES, Memory
+from flowstone.table.dtype import DTYPES
+from flowstone.table.pieces import Memory
 
 
 def on_device(memory: Memory) -> torch.Tensor:

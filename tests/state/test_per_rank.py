@@ -11,7 +11,7 @@ from strategies import assert_same
 from flowstone.errors import UnsupportedStateError
 from flowstone.state import PerRank, Shard, describe, prepare
 from flowstone.state.records import Stored
-from flowstone.table.pieces import Box
+from flowstone.table.box import Box
 
 
 def test_values_of_a_rank_come_back_to_it() -> None:

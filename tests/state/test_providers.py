@@ -20,7 +20,7 @@ import flowstone as fs
 from flowstone.errors import CollisionError, ProviderError, UnsupportedStateError
 from flowstone.format.objects import Provided, TensorRef
 from flowstone.state import describe, prepare
-from flowstone.table.pieces import Box
+from flowstone.table.box import Box
 
 
 class Thing:

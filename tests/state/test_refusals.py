@@ -16,7 +16,7 @@ from flowstone.errors import CollisionError, DamagedError, UnsupportedFormatErro
 from flowstone.format.objects import DEPTH_MAX, Named, TensorRef
 from flowstone.state import Stored, StoredTensor, describe, prepare
 from flowstone.state.tensors import dtype_of, empty, memory_of
-from flowstone.table.pieces import DTYPES
+from flowstone.table.dtype import DTYPES
 
 
 class Subclass(torch.Tensor):

@@ -14,7 +14,7 @@ from strategies import TORCH_DTYPES, assert_same, blank, raw_bytes, states, tens
 
 from flowstone.state import describe, prepare
 from flowstone.state.tensors import empty
-from flowstone.table.pieces import DTYPES
+from flowstone.table.dtype import DTYPES
 
 SLOW = settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]

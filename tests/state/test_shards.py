@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from flowstone.state.shards import Split, boxes_of, flat_boxes, runs_of
-from flowstone.table.pieces import Box
+from flowstone.table.box import Box
 
 LENGTHS = st.integers(0, 40)
 SPLITS = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4)), max_size=3)  # (parts, factor)

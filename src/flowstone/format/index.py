@@ -20,7 +20,8 @@ from flowstone.config import CHUNK_BYTES, NAME_BYTES_MAX, NDIM_MAX
 from flowstone.errors import DamagedError
 from flowstone.format.manifest import SegmentRow
 from flowstone.format.segment import LENGTH_BYTES, METADATA_KEY, parse_header
-from flowstone.table.pieces import DTYPES, Box, DType
+from flowstone.table.box import Box
+from flowstone.table.dtype import DTYPES, DType
 
 U64 = NDArray[np.uint64]
 Part: TypeAlias = bytes | memoryview

@@ -13,7 +13,8 @@ import msgspec
 
 from flowstone.config import BLOCK_BYTES, HEADER_BYTES_MAX
 from flowstone.errors import DamagedError
-from flowstone.table.pieces import Box, DType
+from flowstone.table.box import Box
+from flowstone.table.dtype import DType
 
 PAD_PREFIX = "__pad__."
 METADATA_KEY = "__metadata__"

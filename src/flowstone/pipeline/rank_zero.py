@@ -38,7 +38,8 @@ from flowstone.plan.layout_groups import Names, RankLayout
 from flowstone.plan.replicas import differing
 from flowstone.ranks import Decision
 from flowstone.store.base import Receipt, Store
-from flowstone.table.pieces import DTYPES, Alias
+from flowstone.table.dtype import DTYPES
+from flowstone.table.pieces import Alias
 
 
 class RankZero:

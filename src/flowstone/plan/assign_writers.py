@@ -23,7 +23,7 @@ from flowstone.plan.coverage import check_tiling, tiles
 from flowstone.plan.layout_groups import WHOLE, LayoutGroup, Names, RankLayout, Tensors, layout_groups, tensor_classes
 from flowstone.plan.replicas import ReplicaSets
 from flowstone.plan.split_replicas import Blocks, ReplicaSplit, split_replicas
-from flowstone.table.pieces import Box
+from flowstone.table.box import Box
 
 _MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)  # odd constants of golden ratio and XXH64
 _EVEN = 0.01  # of the least that the largest writer can have: so much more is even

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowstone.errors import CoverageError
-from flowstone.table.pieces import Box
+from flowstone.table.box import Box
 
 
 def subtract(box: Box, hole: Box) -> list[Box]:

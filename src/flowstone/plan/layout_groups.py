@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowstone.errors import CollisionError
-from flowstone.table.pieces import DType
+from flowstone.table.dtype import DType
 
 WHOLE = -1  # the kind of a piece that is the whole tensor
 

@@ -12,7 +12,8 @@ from flowstone.config import CHUNK_BYTES
 from flowstone.errors import CoverageError
 from flowstone.format.index import Index
 from flowstone.plan.coverage import tiles, uncovered
-from flowstone.table.pieces import Box, Piece, Pieces
+from flowstone.table.box import Box
+from flowstone.table.pieces import Piece, Pieces
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,7 +22,8 @@ from flowstone.format.index import Frame, Index, frame_of
 from flowstone.format.segment import Packed, entry_name, entry_text, pack_entries, reserve, reserved
 from flowstone.plan.coverage import check_tiling
 from flowstone.plan.global_index import by_tensor, chunks_in_order, first_chunks
-from flowstone.table.pieces import Alias, Box, Piece, Pieces
+from flowstone.table.box import Box
+from flowstone.table.pieces import Alias, Piece, Pieces
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ from flowstone.stage.arena import available_bytes
 from flowstone.stage.capture import host_twin, on_device
 from flowstone.stage.device import SideStream, side_stream
 from flowstone.state import tensors
-from flowstone.table.pieces import DType, Memory, Pieces, Places
+from flowstone.table.dtype import DType
+from flowstone.table.pieces import Memory, Pieces, Places
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,7 +18,8 @@ from flowstone.errors import DamagedError, FlowstoneError, RankError, StorageErr
 from flowstone.format.index import Index
 from flowstone.plan.read import ReadPlan
 from flowstone.store.base import Reading, ReadReceipt, Store, finish_reading
-from flowstone.table.pieces import Box, Memory, Pieces, Places
+from flowstone.table.box import Box
+from flowstone.table.pieces import Memory, Pieces, Places
 
 _AGAIN = "load again, or an older step, before saving"
 

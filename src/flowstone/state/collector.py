@@ -27,7 +27,9 @@ from flowstone.state.frozen import Frozen
 from flowstone.state.names import Place, valid_name
 from flowstone.state.records import Shard
 from flowstone.state.shards import is_dtensor, shards_of
-from flowstone.table.pieces import Alias, Box, DType, Layout, Memory, Pieces, Places
+from flowstone.table.box import Box
+from flowstone.table.dtype import DType
+from flowstone.table.pieces import Alias, Layout, Memory, Pieces, Places
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -33,7 +33,8 @@ from flowstone.state.scan import (
     refuse_failed_call,
     scan,
 )
-from flowstone.table.pieces import DTYPES, Layout, Places
+from flowstone.table.dtype import DTYPES
+from flowstone.table.pieces import Layout, Places
 
 BYTES_INLINE_MAX = 64 * 1024
 """Longer bytes lie in a tensor: objects are read whole, as text, whenever a checkpoint is opened."""

@@ -14,7 +14,7 @@ from typing import Generic, TypeAlias, TypeVar
 import numpy as np
 import torch
 
-from flowstone.table.pieces import Box
+from flowstone.table.box import Box
 
 T = TypeVar("T")
 

@@ -17,7 +17,8 @@ from flowstone.state.provider import AnyPart, ObjectPart, Part
 from flowstone.state.records import MISSING
 from flowstone.state.registry import Served
 from flowstone.state.split import type_name
-from flowstone.table.pieces import DTYPES, Box
+from flowstone.table.box import Box
+from flowstone.table.dtype import DTYPES
 
 _Result = TypeVar("_Result")
 

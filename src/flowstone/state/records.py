@@ -14,7 +14,8 @@ import torch
 
 from flowstone.errors import UnsupportedStateError
 from flowstone.state.counters import Counters
-from flowstone.table.pieces import Alias, DType, Layout, Pieces, Places
+from flowstone.table.dtype import DType
+from flowstone.table.pieces import Alias, Layout, Pieces, Places
 
 DifferenceKind: TypeAlias = Literal["missing", "unexpected", "shape", "dtype", "kind"]
 

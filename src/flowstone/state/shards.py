@@ -18,7 +18,7 @@ import torch
 
 from flowstone.errors import UnsupportedStateError
 from flowstone.state.records import Shard
-from flowstone.table.pieces import Box
+from flowstone.table.box import Box
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from flowstone.errors import UnsupportedStateError
 from flowstone.format.objects import unsupported
-from flowstone.table.pieces import DTYPES, DType, Memory
+from flowstone.table.dtype import DTYPES, DType
+from flowstone.table.pieces import Memory
 
 TORCH_DTYPES: Mapping[torch.dtype, DType] = {
     getattr(torch, name): dtype for name, dtype in DTYPES.items() if hasattr(torch, name)

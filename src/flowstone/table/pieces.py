@@ -1,4 +1,4 @@
-"""Boxes, dtypes and pieces: the vocabulary that every other layer speaks.
+"""Pieces: what of a state one rank holds, as columns that every other layer reads.
 
 A *tensor* is a global name with a dtype and a shape. A *box* is a region of it, in elements.
 A *piece* is the box of a tensor that one rank holds. Nothing here knows torch, files or ranks.
@@ -17,102 +17,8 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from flowstone.errors import ArgumentError
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """A region of a tensor: `offset` and `shape` in elements, one entry per dimension."""
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        try:
-            object.__setattr__(self, "offset", tuple(self.offset))
-            object.__setattr__(self, "shape", tuple(self.shape))
-            negative = any(n < 0 for n in (*self.offset, *self.shape))
-        except TypeError:
-            raise ArgumentError(
-                f"box offset {self.offset!r:.60} or shape {self.shape!r:.60} is not a sequence of whole numbers",
-                next="give both with one int for each dimension: fs.Box((0, 0), (128, 768))",
-            ) from None
-        if len(self.offset) != len(self.shape):
-            raise ArgumentError(
-                f"box offset {self.offset} and shape {self.shape} differ in length",
-                next="give one number for each dimension"
-            )
-        if negative:
-            raise ArgumentError(
-                f"box offset {self.offset} or shape {self.shape} is negative", next="count elements from 0"
-            )
-
-    @classmethod
-    def whole(cls, shape: Sequence[int]) -> Box:
-        """The box that covers all of a tensor of `shape`."""
-        return cls((0,) * len(shape), tuple(shape))
-
-    @property
-    def end(self) -> tuple[int, ...]:
-        return tuple(o + n for o, n in zip(self.offset, self.shape, strict=True))
-
-    @property
-    def elements(self) -> int:
-        """How many elements the box holds; 1 for a scalar, 0 when any side is 0."""
-        return math.prod(self.shape)
-
-    def inside(self, shape: Sequence[int]) -> bool:
-        """Whether the box fits into a tensor of `shape` (which has as many dimensions)."""
-        return len(shape) == len(self.shape) and all(e <= n for e, n in zip(self.end, shape, strict=True))
-
-    def intersect(self, other: Box) -> Box | None:
-        """The common region, or None where the boxes share no element."""
-        offset = tuple(map(max, self.offset, other.offset))
-        shape = tuple(min(a, b) - o for a, b, o in zip(self.end, other.end, offset, strict=True))
-        return Box(offset, shape) if all(n > 0 for n in shape) else None
-
-    def within(self, outer: Box) -> Box:
-        """The same region in the coordinates of `outer`, which contains it."""
-        return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
-
-    def __str__(self) -> str:
-        return "[" + ",".join(f"{o}:{e}" for o, e in zip(self.offset, self.end, strict=True)) + "]"
-
-
-@dataclass(frozen=True, slots=True)
-class DType:
-    """An element type by its field-wide name; `stored` is the safetensors type, or U8 bytes."""
-
-    name: str
-    item_bytes: int
-    stored: str
-
-    @property
-    def as_bytes(self) -> bool:
-        """Whether safetensors lacks the type, so that segments hold it as U8 with one more dimension."""
-        return self.stored == "U8" and self.name != "uint8"
-
-
-def _dtype_table() -> dict[str, DType]:
-    native = {
-        "F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2),
-        "I64": ("int64", 8), "I32": ("int32", 4), "I16": ("int16", 2), "I8": ("int8", 1),
-        "U64": ("uint64", 8), "U32": ("uint32", 4), "U16": ("uint16", 2), "U8": ("uint8", 1),
-        "BOOL": ("bool", 1), "C64": ("complex64", 8),
-        "F8_E4M3": ("float8_e4m3fn", 1), "F8_E4M3FNUZ": ("float8_e4m3fnuz", 1),
-        "F8_E5M2": ("float8_e5m2", 1), "F8_E5M2FNUZ": ("float8_e5m2fnuz", 1),
-    }
-    # Types that safetensors (or its torch reader, at 0.8) lacks travel as bytes; sub-byte
-    # integers are torch's own packed or one-per-byte forms, of which only the bytes are ours.
-    foreign = {"complex32": 4, "complex128": 16, "float8_e8m0fnu": 1, "float4_e2m1fn_x2": 1, "bits16": 2, "bits8": 1,
-               "bits1x8": 1, "bits2x4": 1, "bits4x2": 1}
-    foreign |= {f"{sign}{bits}": 1 for sign in ("int", "uint") for bits in range(1, 8)}
-    table = {name: DType(name, item_bytes, stored) for stored, (name, item_bytes) in native.items()}
-    return table | {name: DType(name, item_bytes, "U8") for name, item_bytes in foreign.items()}
-
-
-DTYPES: dict[str, DType] = _dtype_table()
-"""Every dtype that a piece can have, by name (torch's name for it; numpy's are a subset)."""
+from flowstone.table.box import Box
+from flowstone.table.dtype import DType
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,68 @@
+"""Boxes: regions of tensors, in elements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flowstone.errors import ArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A region of a tensor: `offset` and `shape` in elements, one entry per dimension."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "offset", tuple(self.offset))
+            object.__setattr__(self, "shape", tuple(self.shape))
+            negative = any(n < 0 for n in (*self.offset, *self.shape))
+        except TypeError:
+            raise ArgumentError(
+                f"box offset {self.offset!r:.60} or shape {self.shape!r:.60} is not a sequence of whole numbers",
+                next="give both with one int for each dimension: fs.Box((0, 0), (128, 768))",
+            ) from None
+        if len(self.offset) != len(self.shape):
+            raise ArgumentError(
+                f"box offset {self.offset} and shape {self.shape} differ in length",
+                next="give one number for each dimension"
+            )
+        if negative:
+            raise ArgumentError(
+                f"box offset {self.offset} or shape {self.shape} is negative", next="count elements from 0"
+            )
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """The box that covers all of a tensor of `shape`."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        return tuple(o + n for o, n in zip(self.offset, self.shape, strict=True))
+
+    @property
+    def elements(self) -> int:
+        """How many elements the box holds; 1 for a scalar, 0 when any side is 0."""
+        return math.prod(self.shape)
+
+    def inside(self, shape: Sequence[int]) -> bool:
+        """Whether the box fits into a tensor of `shape` (which has as many dimensions)."""
+        return len(shape) == len(self.shape) and all(e <= n for e, n in zip(self.end, shape, strict=True))
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common region, or None where the boxes share no element."""
+        offset = tuple(map(max, self.offset, other.offset))
+        shape = tuple(min(a, b) - o for a, b, o in zip(self.end, other.end, offset, strict=True))
+        return Box(offset, shape) if all(n > 0 for n in shape) else None
+
+    def within(self, outer: Box) -> Box:
+        """The same region in the coordinates of `outer`, which contains it."""
+        return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
+
+    def __str__(self) -> str:
+        return "[" + ",".join(f"{o}:{e}" for o, e in zip(self.offset, self.end, strict=True)) + "]"

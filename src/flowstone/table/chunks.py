@@ -1,0 +1,165 @@
+"""Chunks: how the bytes of pieces are cut, and where each chunk is stored.
+
+A *logical chunk* is CHUNK_BYTES of a piece's bytes in row-major order, the last one shorter: which bytes it is follows
+from the piece's length alone. The *stored chunk* is what a segment holds of it: bytes in an encoding, with a digest
+over them as they are stored. Without a codec both are the same, and the chunks of a piece lie one behind the other in
+its extent. That is computed, and takes no room: `StoredChunks` is there only where something differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowstone.config import CHUNK_BYTES
+from flowstone.errors import UnsupportedFormatError
+
+CODEC_RAW = 0
+"""The codec id of chunks that are stored as they are."""
+
+U64 = NDArray[np.uint64]
+Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredChunks:
+    """Where chunks are stored, and how, as columns with an entry for each chunk, in piece order.
+
+    segment         id of the segment
+    offset, length  in bytes, in that segment
+    codec           how the bytes are encoded
+    """
+
+    segment: NDArray[np.uint32]
+    offset: U64
+    length: NDArray[np.uint32]
+    codec: NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunks:
+    """The chunks of pieces, as columns: first those with an entry for each piece, then those for each chunk.
+
+    segment, offset  of the piece's extent, in which its chunks lie one behind the other, unless `stored` differs
+    length           of the piece, in bytes
+    digest           of the bytes of each chunk as they are stored
+    stored           where the chunks lie; None: each raw, at its place in its piece's extent
+    first            the number of each piece's first chunk, and of all chunks
+
+    Methods take runs of chunks: chunks [first, last) of each of `pieces`, numbered from 0 in each piece.
+    """
+
+    segment: NDArray[np.uint32]
+    offset: U64
+    length: U64
+    digest: U64
+    stored: StoredChunks | None = None
+    first: Rows = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "first", first_chunks(self.length))
+
+    @property
+    def counts(self) -> Rows:
+        """How many chunks each piece has."""
+        return np.diff(self.first)
+
+    def logical_bytes(self, pieces: Rows, first: Rows, last: Rows) -> Rows:
+        """Of each run: the bytes of the pieces that it is."""
+        length = self.length[pieces].astype(np.int64)
+        return np.minimum(last * CHUNK_BYTES, length) - np.minimum(first * CHUNK_BYTES, length)
+
+    def stored_bytes(self, pieces: Rows, first: Rows, last: Rows) -> Rows:
+        """Of each run: the bytes to read for it."""
+        if self.stored is None:
+            return self.logical_bytes(pieces, first, last)
+        ends = np.zeros(len(self.stored.length) + 1, np.int64)
+        np.cumsum(self.stored.length, out=ends[1:])
+        begin = self.first[pieces]
+        found: Rows = ends[begin + last] - ends[begin + first]
+        return found
+
+    def stored_at(self, pieces: Rows, chunks: Rows) -> tuple[NDArray[np.uint32], Rows]:
+        """Of chunk number `chunks` of each of `pieces`: the segment, and the offset there, in bytes."""
+        if self.stored is None:
+            return self.segment[pieces], self.offset[pieces].astype(np.int64) + chunks * CHUNK_BYTES
+        numbers = self.first[pieces] + chunks
+        return self.stored.segment[numbers], self.stored.offset[numbers].astype(np.int64)
+
+    def bytes_by_segment(self, pieces: Rows, first: Rows, last: Rows, segments: int) -> Rows:
+        """Of each of `segments`: the bytes to read from it for all runs."""
+        if self.stored is None:
+            segment, length = self.segment[pieces], self.logical_bytes(pieces, first, last)
+        else:
+            numbers = spread(self.first[pieces] + first, last - first)
+            segment, length = self.stored.segment[numbers], self.stored.length[numbers].astype(np.int64)
+        return np.bincount(segment.astype(np.int64), length, segments).astype(np.int64)
+
+    def stored_lengths(self) -> NDArray[np.uint32]:
+        """The bytes of each chunk as it is stored."""
+        return chunk_lengths(self.length, self.first) if self.stored is None else self.stored.length
+
+    def codecs(self) -> NDArray[np.uint8]:
+        """The codec id of each chunk."""
+        return np.full(int(self.first[-1]), CODEC_RAW, np.uint8) if self.stored is None else self.stored.codec
+
+    def locate(self, numbers: Rows) -> tuple[Rows, Rows]:
+        """Of chunks by their number among all: the piece, and the number in that piece."""
+        pieces = np.searchsorted(self.first, numbers, side="right") - 1
+        return pieces, numbers - self.first[pieces]
+
+    def same_bytes(self, one: range, other: range) -> bool:
+        """Whether two runs of pieces are known to have the same chunks."""
+        a, b = (slice(int(self.first[run.start]), int(self.first[run.stop])) for run in (one, other))
+        if len(one) != len(other) or not np.array_equal(self.digest[a], self.digest[b]):
+            return False
+        if self.stored is None:
+            return np.array_equal(self.length[one.start : one.stop], self.length[other.start : other.stop])
+        columns = self.stored.length, self.stored.codec
+        return all(np.array_equal(column[a], column[b]) for column in columns)
+
+    def check_codecs(
+        self, pieces: Rows, first: Rows, last: Rows, names: Sequence[str], known: Collection[int] = (CODEC_RAW,)
+    ) -> None:
+        """Raise UnsupportedFormatError for the first chunk that none of the `known` codecs decodes.
+
+        names  of the tensor of each run
+        """
+        if self.stored is None:
+            return
+        counts = last - first
+        codec = self.stored.codec[spread(self.first[pieces] + first, counts)]
+        strange = np.flatnonzero(~np.isin(codec, list(known)))
+        if len(strange):
+            run = int(np.searchsorted(np.cumsum(counts), strange[0], side="right"))
+            raise UnsupportedFormatError(
+                f"{names[run]!r} is stored with codec {int(codec[strange[0]])}, which this version cannot decode",
+                expected=f"codec {', '.join(map(str, sorted(known)))}", found=f"codec {int(codec[strange[0]])}",
+                next="read it with the version of Flowstone that wrote it, or a later one",
+            )
+
+
+def first_chunks(length: U64) -> Rows:
+    """The number of the first chunk of each piece of these lengths in bytes, and of all chunks."""
+    first = np.zeros(len(length) + 1, np.int64)
+    # Unsigned: the -(-a // b) idiom would wrap, and so could a + b - 1.
+    np.cumsum(length // CHUNK_BYTES + (length % CHUNK_BYTES != 0), out=first[1:])
+    return first
+
+
+def chunk_lengths(length: U64, first: Rows) -> NDArray[np.uint32]:
+    """The bytes of each logical chunk of pieces of these lengths. `first`: as `first_chunks` has it."""
+    if len(first) == int(first[-1]) + 1 and length.all():  # one each, as where thousands of ranks split every tensor
+        return length.astype(np.uint32)
+    found = np.full(int(first[-1]), CHUNK_BYTES, np.uint32)
+    some = length > 0
+    found[first[1:][some] - 1] = (length[some] - 1) % CHUNK_BYTES + 1
+    return found
+
+
+def spread(begin: Rows, counts: Rows) -> Rows:
+    """Consecutive numbers: `counts` of them from each `begin` on, one run behind the other."""
+    return np.repeat(begin - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))

@@ -1,0 +1,41 @@
+"""Element types, by their names, and what safetensors stores them as."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """An element type by its field-wide name; `stored` is the safetensors type, or U8 bytes."""
+
+    name: str
+    item_bytes: int
+    stored: str
+
+    @property
+    def as_bytes(self) -> bool:
+        """Whether safetensors lacks the type, so that segments hold it as U8 with one more dimension."""
+        return self.stored == "U8" and self.name != "uint8"
+
+
+def _dtype_table() -> dict[str, DType]:
+    native = {
+        "F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2),
+        "I64": ("int64", 8), "I32": ("int32", 4), "I16": ("int16", 2), "I8": ("int8", 1),
+        "U64": ("uint64", 8), "U32": ("uint32", 4), "U16": ("uint16", 2), "U8": ("uint8", 1),
+        "BOOL": ("bool", 1), "C64": ("complex64", 8),
+        "F8_E4M3": ("float8_e4m3fn", 1), "F8_E4M3FNUZ": ("float8_e4m3fnuz", 1),
+        "F8_E5M2": ("float8_e5m2", 1), "F8_E5M2FNUZ": ("float8_e5m2fnuz", 1),
+    }
+    # Types that safetensors (or its torch reader, at 0.8) lacks travel as bytes; sub-byte
+    # integers are torch's own packed or one-per-byte forms, of which only the bytes are ours.
+    foreign = {"complex32": 4, "complex128": 16, "float8_e8m0fnu": 1, "float4_e2m1fn_x2": 1, "bits16": 2, "bits8": 1,
+               "bits1x8": 1, "bits2x4": 1, "bits4x2": 1}
+    foreign |= {f"{sign}{bits}": 1 for sign in ("int", "uint") for bits in range(1, 8)}
+    table = {name: DType(name, item_bytes, stored) for stored, (name, item_bytes) in native.items()}
+    return table | {name: DType(name, item_bytes, "U8") for name, item_bytes in foreign.items()}
+
+
+DTYPES: dict[str, DType] = _dtype_table()
+"""Every dtype that a piece can have, by name (torch's name for it; numpy's are a subset)."""

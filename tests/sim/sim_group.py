@@ -14,9 +14,10 @@ from sim_turns import Freeze, RankDisk, RankStore, StillHeartbeat, Turns
 from sim_world import Job, Ledger
 
 import flowstone as fs
-from flowstone import Keep, rank_group
+from flowstone import Keep
 from flowstone.errors import FlowstoneError, RankError, SaveFailedError, StepExistsError
 from flowstone.events import Event
+from flowstone.pipeline import rank_group
 from flowstone.ranks import Job as RankJob
 from flowstone.ranks import agreement, failure_detector, kv_store, wire
 

@@ -16,9 +16,11 @@ from types import FunctionType
 import pytest
 from sim_cases import MODES, SCENARIOS, Simulation
 
-from flowstone import Checkpointer, save_coordinator, saving
+from flowstone import Checkpointer
 from flowstone.commit import catalog, publish, retention
 from flowstone.commit.writer import StoreWriter
+from flowstone.pipeline import save as saving
+from flowstone.pipeline import save_coordinator
 from flowstone.ranks import agreement, wire
 from flowstone.store.local import LocalStore
 from flowstone.store.local_io import LocalWriting

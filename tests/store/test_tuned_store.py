@@ -84,14 +84,14 @@ def test_reads_are_as_long_as_tuned_in_both_ways(
 ) -> None:
     save(store, state)
     told = []
-    scatter = fs.reader.scatter
+    scatter = fs.checkpoint.scatter
 
     def heard(*arguments: object) -> object:
         found = scatter(*arguments)  # type: ignore[arg-type]
         told.append(found.receipt)
         return found
 
-    monkeypatch.setattr(fs.reader, "scatter", heard)
+    monkeypatch.setattr(fs.checkpoint, "scatter", heard)
     for size, in_place in ((2 * MIB, False), (8 * MIB, False), (8 * MIB, True)):
         put_beside_marker(store, read=replace(READ_DEFAULTS, request_bytes=size, in_place=in_place))
         assert torch.equal(fs.open(store).read("a"), state["a"])  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 from flowstone.errors import LockedError
 
 T = TypeVar("T")
-_PACKAGE = str(Path(__file__).parent) + os.sep
+_PACKAGE = str(Path(__file__).parent.parent) + os.sep
 
 
 class Owner(Protocol):

@@ -17,7 +17,8 @@ from typer.testing import CliRunner, Result
 
 import flowstone as fs
 from flowstone.cli import app
-from flowstone.format.manifest import decode_manifest, encode_manifest, step_directory
+from flowstone.commit.entries import step_directory
+from flowstone.format.manifest import decode_manifest, encode_manifest
 
 Script = Callable[..., "subprocess.Popen[str]"]
 VERBS = ["ls", "show", "verify"]

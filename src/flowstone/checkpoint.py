@@ -14,6 +14,7 @@ import numpy as np
 from flowstone.arguments import step_number, store_path
 from flowstone.commit import catalog
 from flowstone.commit import read as contents
+from flowstone.commit.entries import step_directory
 from flowstone.commit.locations import check_store
 from flowstone.commit.manifests import inside, read_manifest
 from flowstone.commit.verify import Verified, verify
@@ -27,7 +28,7 @@ from flowstone.errors import (
     UnsupportedStateError,
 )
 from flowstone.format.index import Index
-from flowstone.format.manifest import MANIFEST_NAME, Manifest, step_directory
+from flowstone.format.manifest import MANIFEST_NAME, Manifest
 from flowstone.plan.read import plan_reads
 from flowstone.regions import Region, to_box
 from flowstone.stage.arena import open_read_arena

@@ -21,12 +21,12 @@ from flowstone import _native
 from flowstone import arguments as calls
 from flowstone.checkpoint import Checkpoint
 from flowstone.commit import catalog
+from flowstone.commit.entries import step_directory
 from flowstone.commit.locations import check_no_checkpoint, check_store, stores_below
 from flowstone.commit.writer import StoreWriter
 from flowstone.config import COPY_BYTES_PER_S, DEADLINE_S, FENCE_WAIT_S, EngineOptions, Keep
 from flowstone.errors import DamagedError, FlowstoneError, NoCheckpointError, is_damage
 from flowstone.events import Committed, FellBack, Loaded, OnEvent, SaveFailed, SaveStarted
-from flowstone.format.manifest import step_directory
 from flowstone.pipeline import load as loading
 from flowstone.pipeline import save as saving
 from flowstone.pipeline.futures import Save

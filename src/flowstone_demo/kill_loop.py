@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 
 import flowstone as fs
+from flowstone.commit.entries import Kind, parse
 from flowstone_demo.child_process import ChildProcess, DiedError
 from flowstone_demo.kill_schedule import PlannedKill, one_more, plan_kills
 from flowstone_demo.messages import Began, Message, Order, Stepped
 from flowstone_demo.run_log import RunLog
 
-SAVING = ".saving-"
 SAVE_S_UNKNOWN = 0.1  # a first guess; the saves before the first kill give the true time
 WATCH_S = 0.001  # a save of 300 MB takes a hundred times as long
 LISTEN_S = 0.25
@@ -198,4 +198,5 @@ def _begun(store: Path, left_before: set[str]) -> bool:
 def _saving(store: Path) -> list[str]:
     if not store.exists():
         return []
-    return sorted(path.name for path in store.iterdir() if path.name.startswith(SAVING))
+    entries = (parse(path.name) for path in store.iterdir())
+    return sorted(entry.name for entry in entries if entry is not None and entry.kind is Kind.SAVING)

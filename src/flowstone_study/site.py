@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from typing import Literal
 
 from flowstone._version import __version__
 from flowstone.commit import catalog, publish
+from flowstone.commit.entries import Kind, new_measuring_directory, new_temporary_file, parse
 from flowstone.commit.locations import check_store
 from flowstone.commit.manifests import inside
 from flowstone.config import Tuning
@@ -78,9 +78,10 @@ def open_site(directory: Path, where: Where | None) -> Iterator[Site]:
         _lock(store, holder)
     try:
         for name in store.names():
-            if name.startswith(catalog.TUNING) and not store.is_link(name):
+            entry = parse(name)
+            if entry is not None and entry.kind is Kind.MEASURING and not store.is_link(name):
                 _remove_dead(store, name, holder)
-        name = f"{catalog.TUNING}{secrets.token_hex(8)}"
+        name = new_measuring_directory()
         store.make_directory(name)
         scratch = LocalStore(store.root / name)
         try:
@@ -132,7 +133,7 @@ def _remove(store: LocalStore, directory: str) -> None:
 
 def _put(store: Store, name: str, file: TuningFile) -> None:
     """In the place of an older one. A crash in between leaves none, which costs no more than the tuning."""
-    draft = f".{TUNING_NAME}-{secrets.token_hex(8)}"
+    draft = new_temporary_file(TUNING_NAME)
     store.put(draft, encode_tuning(file))
     if store.exists(name):
         store.remove(name)

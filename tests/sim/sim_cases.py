@@ -16,9 +16,9 @@ from sim_turns import Freeze
 from sim_world import STORE, Job, Ledger, check, job
 
 from flowstone import FlowstoneError, Keep, StepExistsError
-from flowstone.commit import catalog
+from flowstone.commit.entries import DELETING, SAVING, step_directory
 from flowstone.events import RemovalFailed
-from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME, step_directory
+from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME
 
 POWER, KILL, ERROR, FREEZE = 0, 1, 2, 3
 MODES = {"power": POWER, "kill": KILL, "error": ERROR, "freeze": FREEZE}
@@ -83,10 +83,10 @@ def _leftovers(sandbox: Path, ledger: Ledger) -> None:
     """What dead writers may leave: a save all but renamed, an empty one, a deletion half done, files of theirs."""
     _saved(1, 2)(sandbox, ledger)
     store = sandbox / STORE
-    shutil.copytree(store / step_directory(2), store / f"{catalog.SAVING}00000003-dead")
-    (store / f"{catalog.SAVING}00000004-dead").mkdir()
-    shutil.copytree(store / step_directory(1), store / f"{catalog.DELETING}00000000-dead")
-    (store / f"{catalog.DELETING}00000000-dead" / MANIFEST_NAME).unlink()
+    shutil.copytree(store / step_directory(2), store / f"{SAVING}00000003-dead")
+    (store / f"{SAVING}00000004-dead").mkdir()
+    shutil.copytree(store / step_directory(1), store / f"{DELETING}00000000-dead")
+    (store / f"{DELETING}00000000-dead" / MANIFEST_NAME).unlink()
     (store / f".{MARKER_NAME}-dead").write_bytes(b"torn")
     (store / ".flowstone-probe-dead").write_bytes(b"")
 

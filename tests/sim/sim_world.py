@@ -19,10 +19,10 @@ from sim_turns import RankDisk
 from flowstone import Checkpointer, Keep, NoCheckpointError, RankError, Save, StepExistsError, _native
 from flowstone.checkpoint import Checkpoint
 from flowstone.commit import catalog, retention
+from flowstone.commit.entries import SUPERSEDED, step_directory
 from flowstone.config import EngineOptions
 from flowstone.errors import FlowstoneError, StorageError
 from flowstone.events import Committed, Event
-from flowstone.format.manifest import step_directory
 from flowstone.store.base import Receipt
 from flowstone.store.local import LocalStore
 from flowstone.store.local_io import LocalWriting
@@ -349,7 +349,7 @@ def check(sandbox: Path, ledger: Ledger, *, number: int = 0, go_on: bool = True)
         if not go_on:
             return
         after.save(1 + max([*ledger.may, *catalog.steps(after.store)], default=0))
-        left = [n for n in after.store.names() if n.startswith(".") and not n.startswith(catalog.SUPERSEDED)]
+        left = [n for n in after.store.names() if n.startswith(".") and not n.startswith(SUPERSEDED)]
         assert not left, f"the next writer has not swept {left}"
         found = _load(after, ledger)
         assert found in ledger.newest, f"after the next save loads {found}, not {ledger.newest}"

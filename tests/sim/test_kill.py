@@ -13,7 +13,7 @@ import pytest
 from sim_world import engine, same, state
 
 import flowstone as fs
-from flowstone.commit.catalog import DELETING, SAVING
+from flowstone.commit.entries import DELETING, SAVING
 
 KEEP = fs.Keep(last=2)
 LONGEST_S = 0.15  # several saves of this size

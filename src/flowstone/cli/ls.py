@@ -8,14 +8,14 @@ import typer
 
 from flowstone.arguments import store_path
 from flowstone.cli.output import AsJson, StorePath, errors_reported, print_json, print_rows, size_text
-from flowstone.commit.catalog import DELETING, SAVING, SUPERSEDED, TUNING
+from flowstone.commit.entries import Kind, parse
 from flowstone.commit.locations import check_store
 from flowstone.commit.manifests import listing, read_manifest
 from flowstone.errors import NotAStoreError
 from flowstone.format.manifest import MANIFEST_NAME, Manifest
 from flowstone.store.local import LocalStore
 
-_UNFINISHED = (SAVING, DELETING, SUPERSEDED, TUNING)
+_UNFINISHED = (Kind.SAVING, Kind.DELETING, Kind.SUPERSEDED, Kind.MEASURING)
 
 
 def ls(path: StorePath, as_json: AsJson = False) -> None:
@@ -54,7 +54,7 @@ def _listing(path: Path) -> tuple[list[dict[str, object]], list[str]]:
             rows.append({"step": one.step, "directory": one.directory, "error": str(one.error)})
         else:
             rows.append(row_of(one.manifest, f"{store.location}/{one.directory}"))
-    return rows, [name for name in store.names() if name.startswith(_UNFINISHED)]
+    return rows, [name for name in store.names() if (entry := parse(name)) is not None and entry.kind in _UNFINISHED]
 
 
 def row_of(manifest: Manifest, directory: str) -> dict[str, object]:

@@ -6,6 +6,7 @@ import errno
 import os
 
 from flowstone.commit import catalog
+from flowstone.commit.entries import is_leftover
 from flowstone.commit.manifests import read_marker
 from flowstone.errors import NotAStoreError, StorageError
 from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME
@@ -28,7 +29,7 @@ def check_store(store: Store) -> None:
         return
     check_no_checkpoint(store)
     try:
-        foreign = [name for name in store.names() if name not in _OURS and catalog.leftover(name) is None]
+        foreign = [name for name in store.names() if name not in _OURS and not is_leftover(name)]
         checkpoints = catalog.steps(store)
     except StorageError as error:
         if error.errno != errno.ENOTDIR:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from dataclasses import dataclass
 
+from flowstone.commit.entries import step_of
 from flowstone.config import MANIFEST_BYTES_MAX, MARKER_BYTES_MAX
 from flowstone.errors import DamagedError, FormatError, NoCheckpointError, StorageError
 from flowstone.format.manifest import (
@@ -14,7 +15,6 @@ from flowstone.format.manifest import (
     Marker,
     decode_manifest,
     decode_marker,
-    step_of_directory,
 )
 from flowstone.store.base import Store
 
@@ -50,7 +50,7 @@ def read_manifest(store: Store, directory: str) -> Manifest:
             next="run `flowstone ls` to see what is there",
         ) from None
     manifest = decode_manifest(text, path=shown)
-    named = step_of_directory(directory or store.location.rpartition("/")[2])
+    named = step_of(directory or store.location.rpartition("/")[2])
     if named is not None and named != manifest.step:
         raise DamagedError(
             f"{shown} is in the wrong directory", expected=f"step {named}", found=f"step {manifest.step}",
@@ -68,7 +68,7 @@ def listing(store: Store) -> list[Listed]:
     """Every step with a manifest in place, ascending. Looks at the names once, and opens one file for each step."""
     found = []
     for name in store.names():
-        step = step_of_directory(name)
+        step = step_of(name)
         if step is None:
             continue
         try:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from flowstone.commit.entries import new_temporary_file, saving_directory, step_directory
 from flowstone.commit.manifests import inside, read_marker
 from flowstone.errors import FlowstoneError, StorageError
 from flowstone.format.digest import chunk_digests
@@ -23,7 +24,6 @@ from flowstone.format.manifest import (
     SegmentRow,
     encode_manifest,
     encode_marker,
-    step_directory,
 )
 from flowstone.store.base import Receipt, Store
 
@@ -43,7 +43,7 @@ def open_store(store: Store) -> str:
     A directory of checkpoints without a marker is adopted: it gets one.
     """
     if not store.exists(MARKER_NAME):
-        temporary = f".{MARKER_NAME}-{secrets.token_hex(8)}"
+        temporary = new_temporary_file(MARKER_NAME)
         store.put(temporary, encode_marker(Marker(flowstone=1, store=secrets.token_hex(16), created=_now())))
         store.rename(temporary, MARKER_NAME)
         store.sync_directory()
@@ -56,7 +56,7 @@ def begin(store: Store, step: int, identity: str | None = None) -> Draft:
     identity  of the checkpoint to be, where several ranks make it: the first of them makes the directory
     """
     name = identity or secrets.token_hex(8)
-    draft = Draft(step, name, f".saving-{step:08d}-{name}")
+    draft = Draft(step, name, saving_directory(step, name))
     try:
         store.make_directory(draft.directory)
     except StorageError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import re
 
+from flowstone.commit.entries import Entry, left_directories
 from flowstone.commit.manifests import inside
 from flowstone.errors import StorageError
 from flowstone.format.manifest import INDEX_NAME, MANIFEST_NAME, OBJECTS_NAME
@@ -52,13 +53,14 @@ def remove_all(store: Store, directory: str) -> None:
     store.remove(directory)
 
 
-def set_apart(store: Store, directory: str, name: str) -> str:
-    """Give a directory with what is left in it a `name` that is neither a step's nor a leftover's; the name it has."""
+def set_apart(store: Store, entry: Entry) -> str:
+    """Give a directory with what is left in it a name that is neither a step's nor a leftover's; the name it has."""
+    name, other = left_directories(entry)
     try:
-        store.rename(directory, name)
+        store.rename(entry.name, name)
     except StorageError as error:
         if error.errno != errno.EEXIST:
             raise
-        name = f"{name}-{directory.rpartition('-')[2]}"
-        store.rename(directory, name)
+        store.rename(entry.name, other)
+        return other
     return name

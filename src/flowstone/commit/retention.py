@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from flowstone.commit import catalog
+from flowstone.commit.entries import new_deleting, step_directory
 from flowstone.commit.manifests import inside, read_manifest, read_marker
 from flowstone.config import Keep
 from flowstone.errors import FormatError, NoCheckpointError, StorageError
-from flowstone.format.manifest import MANIFEST_NAME, step_directory
+from flowstone.format.manifest import MANIFEST_NAME
 from flowstone.store.base import Store
 
 _LISTED_MAX = 5  # steps that one line of the log spells out, the newest
@@ -74,8 +74,8 @@ def prune(
         name = step_directory(verdict.step)
         try:
             store.check_lock()
-            target = f"{catalog.DELETING}{verdict.step:08d}-{secrets.token_hex(8)}"
-            store.rename(name, target)
+            target = new_deleting(verdict.step)
+            store.rename(name, target.name)
             store.sync_directory()
             left = catalog.finish_deletion(store, target)
         except StorageError as error:

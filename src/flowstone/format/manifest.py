@@ -30,7 +30,6 @@ KNOWN_FEATURES: frozenset[str] = frozenset()
 _IO_NUMBERS = (
     "alignment", "request_bytes", "queue_depth", "copied_bytes", "direct_bytes", "workers", "requests",
 )
-_STEP_DIRECTORY = re.compile(r"step-(\d{8,})", re.ASCII)
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}", re.ASCII)
 
 
@@ -108,18 +107,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 class _Version(msgspec.Struct):
     flowstone: int
     critical: tuple[str, ...] = ()
-
-
-def step_directory(step: int) -> str:
-    return f"step-{step:08d}"
-
-
-def step_of_directory(name: str) -> int | None:
-    """The step that a directory's name stands for; None when it is no checkpoint's name."""
-    match = _STEP_DIRECTORY.fullmatch(name)
-    if match is None or step_directory(int(match[1])) != name:
-        return None
-    return int(match[1])
 
 
 _Document = TypeVar("_Document", Marker, Manifest)

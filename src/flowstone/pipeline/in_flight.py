@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 from flowstone.commit import catalog
+from flowstone.commit.entries import step_directory
 from flowstone.commit.retention import foreign_or_own
 from flowstone.errors import SaveFailedError, StepExistsError
-from flowstone.format.manifest import step_directory
 from flowstone.pipeline.futures import Save
 from flowstone.store.base import Store
 

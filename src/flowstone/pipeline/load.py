@@ -17,12 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowstone.checkpoint import Checkpoint
+from flowstone.commit.entries import step_directory
 from flowstone.config import SHARED_READ_BYTES_MIN, EngineOptions
 from flowstone.errors import ArgumentError
 from flowstone.events import LoadProgress
 from flowstone.format.digest import digest
 from flowstone.format.index import Index
-from flowstone.format.manifest import encode_manifest, step_directory
+from flowstone.format.manifest import encode_manifest
 from flowstone.pipeline.rank_group import RankGroup
 from flowstone.plan.match import Match, allowed, match, refuse, rename, renamed, section_of
 from flowstone.plan.read import ReadPlan, plan_reads

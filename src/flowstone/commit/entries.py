@@ -1,0 +1,112 @@
+"""The names of a store's entries (docs/FORMAT.md): no other module makes them, or takes them apart."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass
+from enum import Enum
+
+from flowstone.format.manifest import MARKER_NAME
+from flowstone.store.lock import LOCK_NAME
+from flowstone.store.tuning import TUNING_NAME
+
+SAVING, DELETING, SUPERSEDED, MEASURING = ".saving-", ".deleting-", ".superseded-", ".flowstone-tuning-"
+_TEMPORARY = {
+    f".{MARKER_NAME}-": "a marker that was never put in place",
+    ".flowstone-probe-": "a probe for direct I/O that never finished",
+    f".{TUNING_NAME}-": "a tuning that was never put in place",
+    f".{LOCK_NAME}-": "a lock that was never put in place",
+}
+_STEP = re.compile(r"step-(\d{8,})", re.ASCII)
+_NUMBERED = re.compile(r"(\d{8,})-(.+)", re.ASCII | re.DOTALL)
+
+
+class Kind(Enum):
+    """What an entry is. All but a step's directory are passed over by readers."""
+
+    STEP = "a checkpoint, once its manifest is there"
+    SAVING = "a save that never finished"
+    DELETING = "a deletion that never finished"
+    SUPERSEDED = "a step that was set aside"
+    MEASURING = "a measurement that never finished"
+    TEMPORARY = "a file that was never put in place"
+
+
+_KINDS = {SAVING: Kind.SAVING, DELETING: Kind.DELETING, SUPERSEDED: Kind.SUPERSEDED, MEASURING: Kind.MEASURING}
+_SWEPT = (Kind.SAVING, Kind.DELETING, Kind.MEASURING, Kind.TEMPORARY)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An entry that Flowstone has named.
+
+    step      of a checkpoint, whole or not; None where the name gives none
+    id        what makes its name another one than that of its kind and step before it
+    leftover  why the next writer sweeps it, if no writer lives; None if it does not
+    """
+
+    name: str
+    kind: Kind
+    step: int | None = None
+    id: str = ""
+    leftover: str | None = None
+
+
+def parse(name: str) -> Entry | None:
+    """What an entry is by its name; None for what is not ours."""
+    found = _STEP.fullmatch(name)
+    if found is not None and step_directory(int(found[1])) == name:
+        return Entry(name, Kind.STEP, int(found[1]))
+    for prefix, kind in _KINDS.items():
+        if name.startswith(prefix):
+            found = _NUMBERED.fullmatch(name, len(prefix))
+            step, own = (None, name[len(prefix) :]) if found is None else (int(found[1]), found[2])
+            return Entry(name, kind, step, own, kind.value if kind in _SWEPT else None)
+    why = next((why for prefix, why in _TEMPORARY.items() if name.startswith(prefix)), None)
+    return None if why is None else Entry(name, Kind.TEMPORARY, leftover=why)
+
+
+def step_of(name: str) -> int | None:
+    """The step that a directory's name stands for; None when it is no checkpoint's name."""
+    entry = parse(name)
+    return entry.step if entry is not None and entry.kind is Kind.STEP else None
+
+
+def is_leftover(name: str) -> bool:
+    """Whether a dead writer left it, if no writer lives."""
+    entry = parse(name)
+    return entry is not None and entry.leftover is not None
+
+
+def step_directory(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def saving_directory(step: int, identity: str) -> str:
+    return f"{SAVING}{step:08d}-{identity}"
+
+
+def new_deleting(step: int) -> Entry:
+    """The directory of a step that is being removed."""
+    own = secrets.token_hex(8)
+    return Entry(f"{DELETING}{step:08d}-{own}", Kind.DELETING, step, own, Kind.DELETING.value)
+
+
+def new_superseded_directory(step: int) -> str:
+    return f"{SUPERSEDED}{step:08d}-{secrets.token_hex(8)}"
+
+
+def new_measuring_directory() -> str:
+    return f"{MEASURING}{secrets.token_hex(8)}"
+
+
+def new_temporary_file(name: str) -> str:
+    """A name for the marker, the tuning or the lock until it is put in place."""
+    return f".{name}-{secrets.token_hex(8)}"
+
+
+def left_directories(removed: Entry) -> tuple[str, str]:
+    """Names for what somebody else had put into a step that is removed: the first, and one for where that is taken."""
+    name = f"step-{'unknown' if removed.step is None else f'{removed.step:08d}'}.left"
+    return name, f"{name}-{removed.id}"

@@ -136,7 +136,8 @@ def _act_four(screen: Screen, order: RankOrder, work: Path) -> list[Claim]:
     form = order.form
     screen.act(
         f"Act four: saved on {form.ranks[0]} ranks, loaded on {form.ranks[1]}, then on {form.ranks[2]}",
-        f"FSDP2 over gloo; {form.steps} steps, a save every {form.save_every}; and undisturbed on each number of ranks",
+        f"FSDP2 over gloo; {form.steps} steps, a save every {form.save_every}; "
+        "and without kills on each number of ranks",
     )
     runs = []
     for run in across.rank_runs(order, work, screen.live):

@@ -23,7 +23,7 @@ def of_ranks(form: RankDemoSize, runs: Sequence[RankRun]) -> list[Claim]:
 def _same_training(form: RankDemoSize, runs: Sequence[RankRun]) -> Claim:
     curves = [run.calm[0] for run in runs]
     numbers = _listed([str(run.ranks) for run in runs])
-    text = f"undisturbed on {numbers} ranks it is the same training, but for the order of sums"
+    text = f"without kills, training on {numbers} ranks differs only by the order of sums"
     if any(set(curve) != set(range(1, form.steps + 1)) for curve in curves):
         return Claim(text, False, "some did not come to their end")
     widths, first = spread(curves), curves[0][1]
@@ -44,7 +44,7 @@ def _naming(form: RankDemoSize, runs: Sequence[RankRun]) -> Claim:
     named = [rank for rank, words in first.lost.items() if re.findall(r"\brank (\d+)", words) == [str(form.victim)]]
     said = "; ".join(sorted(set(first.lost.values())))
     return Claim(
-        f"rank {form.victim} of {first.ranks} was killed as it began to save, and all others ended naming it",
+        f"rank {form.victim} of {first.ranks} was killed as it began to save; the errors of all other ranks name it",
         first.killed == (form.victim,) and set(named) == survivors, f"{len(named)} of {len(survivors)}: {said}",
     )
 

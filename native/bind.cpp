@@ -37,6 +37,7 @@ struct PyArena : Held<Arena> {};
 struct PyFile : Held<const File> {};
 struct PyWriteExtents : Held<const WriteExtents> {};
 struct PyReadExtents : Held<const ReadExtents> {};
+struct PyEncoder : Held<const Encoder> {};
 struct PyGather { Layout layout; };
 struct PyScatter { Layout layout; };
 
@@ -131,7 +132,7 @@ PyWriteExtents make_write_extents(const Array& file, const Array& offset, const 
                             const Array& chunk, const Array& layout, const std::vector<const PyGather*>& layouts,
                             std::uint64_t chunks, const std::optional<Array>& lazy, const std::optional<Array>& device,
                             const std::vector<const PyDevice*>& devices, const std::vector<Array>& samples,
-                            const std::optional<Array>& seed) {
+                            const std::optional<Array>& seed, const std::optional<PyEncoder>& encoder) {
     const std::size_t count = row_count(file);
     const auto files = column<std::uint32_t>(file, "file", count);
     const auto offsets = column<std::uint64_t>(offset, "offset", count);
@@ -147,6 +148,7 @@ PyWriteExtents make_write_extents(const Array& file, const Array& offset, const 
     rows->samples = lines_of(samples);
     rows->layouts = layouts_of(layouts);
     rows->chunks = chunks;
+    if (encoder) rows->encoder = encoder->held;
     rows->rows.reserve(count);
     for (std::size_t i = 0; i < count; ++i)
         rows->rows.push_back(
@@ -253,6 +255,22 @@ std::uint64_t digest_buffer(nb::object source) {
     return digest;
 }
 
+/// Columns: offset, length, codec, whether it is the base's. None where all is as it was planned.
+std::optional<std::tuple<nb::object, nb::object, nb::object, nb::object>> stored_columns(const WriteJob& job) {
+    if (job.file_ends().empty()) return std::nullopt;
+    std::vector<std::uint64_t> offset;
+    std::vector<std::uint32_t> length;
+    std::vector<std::uint8_t> codec;
+    std::vector<bool> same;
+    for (const StoredChunk& chunk : job.stored()) {
+        offset.push_back(chunk.offset);
+        length.push_back(chunk.encoded.length);
+        codec.push_back(chunk.encoded.codec);
+        same.push_back(chunk.encoded.kind == Encoded::Kind::same);
+    }
+    return std::tuple(to_numpy(std::move(offset)), to_numpy(std::move(length)), to_numpy(std::move(codec)), to_numpy_bool(same));
+}
+
 /// What both kinds of job share.
 template <class Job> nb::class_<Job> bind_job(nb::module_& module, const char* name) {
     return nb::class_<Job>(module, name)
@@ -312,6 +330,8 @@ void bind_devices(nb::module_& module) {
 }
 
 void bind_rows(nb::module_& module) {
+    nb::class_<PyEncoder>(module, "Encoder");
+    module.def("identity_encoder", [] { return PyEncoder{{identity_encoder()}}; });
     nb::class_<PyGather>(module, "GatherLayout")
         .def("__init__", [](PyGather* self, std::uint64_t item_bytes, const Sizes& shape, const Strides& strides_bytes) {
             new (self) PyGather(make_gather(item_bytes, shape, strides_bytes));
@@ -326,12 +346,12 @@ void bind_rows(nb::module_& module) {
                             const Array& chunk, const Array& layout, const std::vector<const PyGather*>& layouts, std::uint64_t chunks,
                             const std::optional<Array>& lazy, const std::optional<Array>& device,
                             const std::vector<const PyDevice*>& devices, const std::vector<Array>& samples,
-                            const std::optional<Array>& seed) {
+                            const std::optional<Array>& seed, const std::optional<PyEncoder>& encoder) {
             new (self) PyWriteExtents(make_write_extents(file, offset, length, address, chunk, layout, layouts, chunks, lazy, device, devices,
-                                                   samples, seed));
+                                                   samples, seed, encoder));
         }, nb::kw_only(), "file"_a, "offset"_a, "length"_a, "address"_a, "chunk"_a, "layout"_a, "layouts"_a, "chunks"_a,
            "lazy"_a = nb::none(), "device"_a = nb::none(), "devices"_a = std::vector<const PyDevice*>(), "samples"_a = std::vector<Array>(),
-           "seed"_a = nb::none())
+           "seed"_a = nb::none(), "encoder"_a = nb::none())
         .def("sample_digests", [](const PyWriteExtents& rows) {
             std::vector<std::uint64_t> digests;
             {
@@ -392,7 +412,12 @@ void bind_jobs(nb::module_& module) {
         .def_prop_ro("digests", [](const PyWriteJob& job) {
             if (!job.held->wait(0)) throw std::invalid_argument("digests are complete after wait");
             return to_numpy(job.held->digests());
-        });
+        })
+        .def_prop_ro("stored", [](const PyWriteJob& job) {
+            if (!job.held->wait(0)) throw std::invalid_argument("what is stored is known after wait");
+            return stored_columns(*job.held);
+        })
+        .def_prop_ro("file_ends", [](const PyWriteJob& job) { return job.held->file_ends(); });
     bind_job<PyReadJob>(module, "ReadJob")
         .def_prop_ro("requested_bytes", [](const PyReadJob& job) { return job.held->requested_bytes(); })
         .def_prop_ro("bad_chunks", [](const PyReadJob& job) { return to_numpy(job.held->bad_chunks()); })

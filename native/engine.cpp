@@ -67,6 +67,7 @@ std::shared_ptr<WriteJob> Engine::write(std::shared_ptr<Arena> arena, const std:
         sizes.push_back(target.bytes);
     }
     check_extents(*rows, sizes);
+    if (!rows->keeps_places()) check_encodable(*rows);
     const std::lock_guard lock(mutex_);
     Machine machine = machine_locked(*arena);
     auto job = std::make_shared<WriteJob>(std::move(machine), std::move(arena), std::move(opened), std::move(rows), options);

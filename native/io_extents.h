@@ -9,6 +9,7 @@
 
 #include "bounds.h"
 #include "device.h"
+#include "encoder.h"
 #include "kernels.h"
 
 namespace flowstone {
@@ -53,6 +54,10 @@ struct WriteExtents {
     // Of each device's lazy rows, in order: lines_per_chunk of every chunk. On the host; there when the first copy
     // from that device is, and until all is captured.
     std::vector<std::span<const Line>> samples = {};
+    // What becomes of chunks before they are stored. Null: identity.
+    std::shared_ptr<const Encoder> encoder = nullptr;
+
+    bool keeps_places() const { return encoder == nullptr || encoder->is_identity(); }
 };
 
 /// Chunks [first, last) of the extent of `length` bytes at `offset` of file number `file`.

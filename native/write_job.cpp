@@ -41,7 +41,7 @@ struct WriteJob::Window final : Staged<WriteJob, Window> {
 class WriteJob::Order {
 public:
     Order(const WriteExtents& rows, std::uint64_t window_bytes, const WriteOptions& options)
-        : rows_(rows), options_(options), windows_(plan_windows(rows, window_bytes)), back_(windows_.size()) {
+        : rows_(rows), options_(options), windows_(planned(rows, window_bytes, options)), back_(windows_.size()) {
         const auto lazy = std::stable_partition(windows_.begin(), windows_.end(), [](const WriteWindow& w) { return !w.lazy; });
         early_ = static_cast<std::size_t>(lazy - windows_.begin());
     }
@@ -53,7 +53,7 @@ public:
 
     /// Whether some window can be written directly; take_direct gives it.
     bool find_direct() {
-        while (options_.in_place && !direct_ && front_ < back_) {
+        while (options_.in_place && rows_.keeps_places() && !direct_ && front_ < back_) {
             direct_ = plan_direct(rows_, windows_[back_ - 1], options_.gap_bytes);
             if (!direct_) aside_.push_back(--back_);
         }
@@ -81,6 +81,10 @@ public:
     }
 
 private:
+    static std::vector<WriteWindow> planned(const WriteExtents& rows, std::uint64_t window_bytes, const WriteOptions& options) {
+        return rows.keeps_places() ? plan_windows(rows, window_bytes) : plan_chunk_windows(rows, window_bytes, options.gap_bytes);
+    }
+
     bool front_is_early() const { return front_ < std::min(early_, back_); }
 
     const WriteExtents& rows_;
@@ -119,6 +123,7 @@ WriteJob::WriteJob(Machine machine, std::shared_ptr<Arena> arena, std::vector<st
       digests_(rows_->chunks, 0),
       detector_(*rows_, options_.watching),
       files_ready_(options_.files_ready) {
+    if (!rows_->keeps_places()) appender_.emplace(*rows_, files_.size());
     coordinator_ = std::jthread([this] {
         coordinate([this] {
             try {
@@ -255,7 +260,7 @@ void WriteJob::queue_copies(Window& window, LiveAccess& live) {
         if (const int error = device->to_host(out, row.address + begin, bytes))
             take_outcome(device_fault(*device, error, *files_[row.file], row.offset + begin, bytes));
     };
-    for (const WriteRun& run : split_runs(*rows_, window.planned, options_.gap_bytes))
+    for (const WriteRun& run : runs_of(window.planned))
         if (!stopping())
             fetch_run(*rows_, run, window.block.bytes() + (run.begin - window.planned.begin), window.rest, queue_copy, detector_, live);
 }
@@ -279,19 +284,30 @@ void WriteJob::capture_copied(const std::shared_ptr<Window>& window, LiveAccess&
         release(*window);
         return end(window);
     }
-    const std::vector<WriteRun> runs = split_runs(*rows_, window->planned, options_.gap_bytes);
+    const std::vector<WriteRun> runs = runs_of(window->planned);
     std::vector<std::unique_ptr<Op>> ops;
     ops.reserve(runs.size());
     for (const WriteRun& run : runs) {
         std::byte* const image = window->block.bytes() + (run.begin - window->planned.begin);
-        ops.push_back(make_op(window, run, {{image, run.end - run.begin}}));
+        if (!run.appended) ops.push_back(make_op(window, run.begin, {{image, run.end - run.begin}}));
         capture_run(*rows_, run, image, window->rest, digests_, detector_, live);
         copied_bytes_ += row_bytes(*rows_, run);
         settle_run(*rows_, run, detector_);
     }
     take_change();
     release(*window);
+    if (window->planned.appended) {
+        if (stopping()) return end(window);
+        const Appender::Range range = appender_->append(window->planned, window->block.bytes(), live.chunk_room(), digests_);
+        if (range.bytes == 0) return end(window);  // all of it is in the base
+        ops.push_back(make_op(window, range.offset, {{window->block.bytes(), range.bytes}}));
+    }
     submit(window, std::move(ops));
+}
+
+/// What is written of a window, each by one request; of one that is appended, all of it.
+std::vector<WriteRun> WriteJob::runs_of(const WriteWindow& window) const {
+    return window.appended ? std::vector{window} : split_runs(*rows_, window, options_.gap_bytes);
 }
 
 void WriteJob::capture_direct(const std::shared_ptr<Window>& window, LiveAccess& live) {
@@ -309,7 +325,7 @@ void WriteJob::capture_direct(const std::shared_ptr<Window>& window, LiveAccess&
             list.push_back({part.source == nullptr ? bounce : const_cast<std::byte*>(part.source), bytes});
             if (part.source == nullptr) bounce += bytes;
         }
-        ops.push_back(make_op(window, direct.run, std::move(list)));
+        ops.push_back(make_op(window, direct.run.begin, std::move(list)));
         copied_bytes_ += row_bytes(*rows_, direct.run);
     }
     take_change();
@@ -319,18 +335,19 @@ void WriteJob::capture_direct(const std::shared_ptr<Window>& window, LiveAccess&
     submit(window, std::move(ops));
 }
 
-std::unique_ptr<Op> WriteJob::make_op(const std::shared_ptr<Window>& window, const WriteRun& run, std::vector<iovec> parts) {
+std::unique_ptr<Op> WriteJob::make_op(const std::shared_ptr<Window>& window, std::uint64_t offset, std::vector<iovec> parts) {
+    const std::uint32_t file = window->direct ? window->direct->runs.front().run.file : window->planned.file;
     auto op = std::make_unique<Op>();
     op->direction = Direction::write;
-    op->file = files_[run.file].get();
-    op->offset = run.begin;
+    op->file = files_[file].get();
+    op->offset = offset;
     op->parts = std::move(parts);
     // What is written from where it lies holds up the caller's memory; what is copied does not.
     op->urgent = window->direct.has_value();
     op->memory_slot = window->memory_slot;
-    op->file_slot = registered().file(run.file);
+    op->file_slot = registered().file(file);
     op->stopping = &stopping_;
-    op->done = [this, window, bytes = run.end - run.begin](const Outcome& outcome) { end_op(window, bytes, outcome); };
+    op->done = [this, window, bytes = op->length()](const Outcome& outcome) { end_op(window, bytes, outcome); };
     return op;
 }
 

@@ -4,10 +4,12 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
 #include "aligned.h"
+#include "encode.h"
 #include "job.h"
 #include "mutation_detector.h"
 #include "write_plan.h"
@@ -40,6 +42,9 @@ struct WriteOptions {
 /// like everything else once it is there. A lazy source that has changed before it was captured is a
 /// fault ("capture", with the place in the file), never a silent mixture; so is one that is not there any more (EFAULT).
 ///
+/// A window is captured into a block, encoded, digested and submitted. With an encoder that is not identity, it holds whole
+/// chunks, and gets its place in the file once their lengths are known.
+///
 /// Capture does not need the files: as long as they are not ready, windows are captured as far as the arena has room, and
 /// their ops wait.
 class WriteJob final : public Job {
@@ -64,6 +69,10 @@ public:
 
     /// Complete once wait() has returned true without fault and the job was not cancelled.
     const std::vector<std::uint64_t>& digests() const { return digests_; }
+    /// How each chunk is stored; complete when the digests are.
+    std::vector<StoredChunk> stored() const { return appender_ ? appender_->stored() : planned_chunks(*rows_); }
+    /// Where each file ends, where an encoder decided it; empty: where it was planned.
+    std::vector<std::uint64_t> file_ends() const { return appender_ ? appender_->file_ends() : std::vector<std::uint64_t>(); }
     /// How lazy sources are watched.
     const MutationDetector& detector() const { return detector_; }
 
@@ -87,7 +96,8 @@ private:
     void post(const std::shared_ptr<Window>& window, Stage stage) noexcept;
     void capture_copied(const std::shared_ptr<Window>& window, LiveAccess& live);
     void capture_direct(const std::shared_ptr<Window>& window, LiveAccess& live);
-    std::unique_ptr<Op> make_op(const std::shared_ptr<Window>& window, const WriteRun& run, std::vector<iovec> parts);
+    std::vector<WriteRun> runs_of(const WriteWindow& window) const;
+    std::unique_ptr<Op> make_op(const std::shared_ptr<Window>& window, std::uint64_t offset, std::vector<iovec> parts);
     void submit(const std::shared_ptr<Window>& window, std::vector<std::unique_ptr<Op>> ops);
     void hand_over(const std::shared_ptr<Window>& window);
     void begin_held(const std::shared_ptr<Window>& window, LiveAccess&) { hand_over(window); }
@@ -107,6 +117,7 @@ private:
     const WriteOptions options_;
     std::vector<std::uint64_t> digests_;
     MutationDetector detector_;
+    std::optional<Appender> appender_;  // unless chunks keep their places
     std::atomic<bool> expedite_{false};
     std::atomic<std::uint32_t> copied_under_way_{0};  // of lazy windows
     std::atomic<std::uint32_t> direct_under_way_{0};

@@ -16,7 +16,8 @@ namespace flowstone {
 
 /// A 4096-aligned range of one file, at most request_bytes long. Rows [first_row, last_row) are
 /// those that touch it (among them perhaps empty ones).
-/// Invariant: the windows of a plan are disjoint, ascending, and begin and end with a touched block.
+/// Invariant: the windows of a plan are disjoint, ascending, and begin and end with a touched block. (Those that are
+/// appended begin and end with a chunk, and keep to no block.)
 struct WriteWindow {
     std::uint32_t file;
     std::uint64_t begin;
@@ -24,6 +25,7 @@ struct WriteWindow {
     std::size_t first_row;
     std::size_t last_row;
     bool lazy = false;  // all its rows are
+    bool appended = false;  // whole chunks, whose place in the file is known once they are encoded (encode.h)
 };
 
 /// The part of a window that one request writes: no gap of untouched blocks longer than gap_bytes.

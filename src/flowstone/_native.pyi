@@ -137,6 +137,12 @@ def line_begins(row_bytes: NDArray[np.uint64], seed: NDArray[np.uint64]) -> NDAr
     samples that begin and end with it.
     """
 
+class Encoder:
+    """What becomes of chunks between their capture and the file (native/encoder.h)."""
+
+def identity_encoder() -> Encoder:
+    """Chunks are stored as they are, where they are planned."""
+
 class WriteExtents:
     """Columns of equal length n; row i puts `length[i]` bytes at `offset[i]` of file `file[i]`.
 
@@ -153,6 +159,8 @@ class WriteExtents:
     seed[i]: by it the lines of a lazy row lie where they do (None: 0).
     samples: for each device, LINE_BYTES at each of the `line_begins` of its lazy rows, in the order of the rows;
     there before the device's first copy is made, and kept by the caller until all is captured.
+    encoder: None is the identity. With another one chunks lie where WriteJob.stored says, and a row of NO_DIGEST must
+    fill the first blocks of its file.
     """
 
     def __init__(
@@ -161,6 +169,7 @@ class WriteExtents:
         layouts: Sequence[GatherLayout], chunks: int, lazy: NDArray[np.bool_] | None = None,
         device: NDArray[np.int32] | None = None, devices: Sequence[Device] = (),
         samples: Sequence[NDArray[np.uint8]] = (), seed: NDArray[np.uint64] | None = None,
+        encoder: Encoder | None = None,
     ) -> None: ...
     def sample_digests(self) -> NDArray[np.uint64]:
         """For each row a digest of a few lines of it, as they are now (of a device's: as `samples` has them).
@@ -220,7 +229,16 @@ class WriteJob:
     @property
     def cancelled(self) -> bool: ...
     @property
-    def digests(self) -> NDArray[np.uint64]: ...  # after wait without fault
+    def digests(self) -> NDArray[np.uint64]: ...  # after wait without fault; of what is stored
+    @property
+    def stored(
+        self,
+    ) -> tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.uint8], NDArray[np.bool_]] | None:
+        """After wait without fault, for each chunk: its offset in its file, its length there, its codec, and whether
+        nothing is stored, as it is the base's. None: all chunks are stored as they are, where they were planned.
+        """
+    @property
+    def file_ends(self) -> list[int]: ...  # with `stored`: how long each file is; else empty
     @property
     def copied_bytes(self) -> int: ...  # source bytes that went through the arena
     @property

@@ -436,3 +436,14 @@ def _rows_beyond_the_limit():
 
 def test_memory_that_the_system_refuses_is_an_os_error():
     assert apart(_rows_beyond_the_limit) == errno.ENOMEM
+
+
+def test_identity_stores_every_chunk_as_it_was_planned(engine, arena, tmp_path):
+    source = np.arange(300_000, dtype=np.uint64)
+    fd, file = open_file(tmp_path / "file", 4 * MIB, direct=False)
+    job = engine.write(arena, [(file, 4 * MIB)], write_rows([4096], [source], encoder=native.identity_encoder()))
+    assert job.wait(60)
+    assert job.stored is None
+    assert job.file_ends == []
+    assert os.pread(fd, source.nbytes, 4096) == source.tobytes()
+    os.close(fd)

@@ -48,6 +48,7 @@ from flowstone.format.digest import digest
 from flowstone.format.segment import encode_header
 from flowstone.plan.write import SegmentPlan, WritePlan, data_offsets
 from flowstone.stage.device import SideStream, row_bytes, side_stream
+from flowstone.stage.encode import encoder_of
 from flowstone.store.base import UNPACED, FilePlan, Pace, Store, Writing
 from flowstone.table.pieces import Memory, Places
 
@@ -129,7 +130,7 @@ def start_capture(
         # Headers are ours and do not change, but somebody who waits for everything waits for them, too.
         lazy=column(np.full(count, plan.lazy.any()), plan.lazy, np.bool_),
         device=column(np.full(count, -1), device, np.int32), devices=[stream.native for stream in streams],
-        samples=samples, seed=column(np.zeros(count), seeds, np.uint64),
+        samples=samples, seed=column(np.zeros(count), seeds, np.uint64), encoder=encoder_of(),
     )
     for stream in streams:
         stream.wait_current()

@@ -33,13 +33,35 @@ class FilePlan:
     bytes: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoded:
+    """How chunks are stored by an encoder that is not identity, as columns with an entry for each chunk.
+
+    offset, length  in bytes, in its segment
+    codec           see format/codec.py
+    same            nothing is stored of it: the base's chunk has the same bytes
+    file_bytes      of each segment
+    """
+
+    offset: NDArray[np.uint64]
+    length: NDArray[np.uint32]
+    codec: NDArray[np.uint8]
+    same: NDArray[np.bool_]
+    file_bytes: Sequence[int]
+
+
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What a writer reports: digests of all chunks, or the error that ended it. Durable if no error."""
+    """What a writer reports: digests of all chunks, or the error that ended it. Durable if no error.
+
+    digests  of the chunks as they are stored
+    encoded  how they are stored; None: as they are, where the plan has put them
+    """
 
     error: FlowstoneError | None
     digests: NDArray[np.uint64]
     io: IoRecord
+    encoded: Encoded | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from flowstone import _native
 from flowstone.config import KIB, POLL_S, READ_FILES_MAX, Direct
 from flowstone.errors import CancelledError, DamagedError, FlowstoneError, StateChangedError, StorageError
 from flowstone.format.manifest import IoRecord
-from flowstone.store.base import FilePlan, Pace, ReadReceipt, Receipt, Watched
+from flowstone.store.base import Encoded, FilePlan, Pace, ReadReceipt, Receipt, Watched
 from flowstone.store.directories import parent
 from flowstone.store.engines import EngineChoice
 from flowstone.store.open_files import OpenFiles
@@ -142,8 +142,11 @@ class LocalWriting:
             direct_bytes=job.direct_bytes, requests=job.requests, origin=settings.origin, explicit=settings.explicit,
             exact_bytes=watched.exact_bytes, sampled_bytes=watched.sampled_bytes, sampled_because=watched.reason,
         )
-        digests = self._job.digests if error is None else np.zeros(0, np.uint64)
-        return Receipt(error, digests, io)
+        if error is not None:
+            return Receipt(error, np.zeros(0, np.uint64), io)
+        stored = job.stored
+        encoded = None if stored is None else Encoded(*stored, job.file_ends)
+        return Receipt(error, job.digests, io, encoded)
 
     @property
     def _alignment(self) -> int:

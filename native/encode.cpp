@@ -1,0 +1,138 @@
+#include "encode.h"
+
+#include <algorithm>
+#include <cassert>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "bounds.h"
+#include "digest.h"
+
+namespace flowstone {
+namespace {
+
+class Identity final : public Encoder {
+public:
+    bool is_identity() const override { return true; }
+    void encode(std::span<const CapturedChunk> chunks, std::span<Encoded> encoded, std::byte*) const override {
+        for (std::size_t i = 0; i < chunks.size(); ++i) encoded[i] = {Encoded::Kind::stored, codec_raw, chunks[i].length};
+    }
+};
+
+/// each(row, number of the chunk in the row, begin and end in the file)
+template <class Each> void for_chunks(const WriteExtent& row, Each each) {
+    for (std::uint64_t chunk = 0; chunk < chunk_count(row.length); ++chunk) {
+        const std::uint64_t begin = row.offset + chunk * chunk_bytes;
+        each(chunk, begin, std::min(begin + chunk_bytes, row.end()));
+    }
+}
+
+/// Those of a window, which holds whole ones.
+std::vector<CapturedChunk> captured_chunks(const WriteExtents& rows, const WriteWindow& window, std::byte* image,
+                                           std::span<const std::uint64_t> digests) {
+    std::vector<CapturedChunk> chunks;
+    for (std::size_t i = window.first_row; i < window.last_row; ++i) {
+        const WriteExtent& row = rows.rows[i];
+        std::uint64_t begin = std::max(row.offset, window.begin);
+        for (std::uint64_t chunk = (begin - row.offset) / chunk_bytes; begin < std::min(row.end(), window.end); ++chunk) {
+            const std::uint64_t end = std::min(row.offset + (chunk + 1) * chunk_bytes, row.end());
+            assert(begin == row.offset + chunk * chunk_bytes && end <= window.end);
+            const std::uint64_t number = row.chunk + chunk;
+            chunks.push_back({number, image + (begin - window.begin), static_cast<std::uint32_t>(end - begin), digests[number]});
+            begin = end;
+        }
+    }
+    return chunks;
+}
+
+}  // namespace
+
+std::shared_ptr<const Encoder> identity_encoder() { return std::make_shared<const Identity>(); }
+
+void check_encodable(const WriteExtents& rows) {
+    const WriteExtent* before = nullptr;
+    for (std::size_t i = 0; i < rows.rows.size(); ++i) {
+        const WriteExtent& row = rows.rows[i];
+        if (row.chunk != no_digest) {
+            before = &row;
+            continue;
+        }
+        const bool whole = row.offset % block_alignment_bytes == 0 && row.length % block_alignment_bytes == 0;
+        if (!whole || (before != nullptr && before->file == row.file))
+            throw std::invalid_argument("row " + std::to_string(i) + ": with an encoder, rows without digests fill the first blocks of their file");
+    }
+}
+
+std::vector<WriteWindow> plan_chunk_windows(const WriteExtents& rows, std::uint64_t window_bytes, std::uint64_t gap_bytes) {
+    const std::uint64_t limit = std::max(window_bytes, chunk_bytes);
+    std::vector<WriteWindow> windows;
+    for (std::size_t i = 0; i < rows.rows.size(); ++i) {
+        const WriteExtent& row = rows.rows[i];
+        if (row.chunk == no_digest) {
+            for (std::uint64_t at = row.offset; at < row.end(); at += limit)
+                windows.push_back({row.file, at, std::min(at + limit, row.end()), i, i + 1, row.lazy, false});
+            continue;
+        }
+        for_chunks(row, [&](std::uint64_t, std::uint64_t begin, std::uint64_t end) {
+            WriteWindow* const open = windows.empty() || !windows.back().appended ? nullptr : &windows.back();
+            if (open == nullptr || open->file != row.file || end - open->begin > limit || begin - open->end > gap_bytes) {
+                windows.push_back({row.file, begin, end, i, i + 1, row.lazy, true});
+                return;
+            }
+            open->end = end;
+            open->last_row = i + 1;
+            open->lazy = open->lazy && row.lazy;
+        });
+    }
+    return windows;
+}
+
+std::vector<StoredChunk> planned_chunks(const WriteExtents& rows) {
+    std::vector<StoredChunk> stored(rows.chunks);
+    for (const WriteExtent& row : rows.rows)
+        if (row.chunk != no_digest)
+            for_chunks(row, [&](std::uint64_t chunk, std::uint64_t begin, std::uint64_t end) {
+                stored[row.chunk + chunk] = {begin, {Encoded::Kind::stored, codec_raw, static_cast<std::uint32_t>(end - begin)}};
+            });
+    return stored;
+}
+
+Appender::Appender(const WriteExtents& rows, std::size_t files) : rows_(rows), stored_(rows.chunks), ends_(files, 0) {
+    for (const WriteExtent& row : rows.rows)
+        if (row.chunk == no_digest) ends_[row.file] = std::max(ends_[row.file], row.end());
+}
+
+Appender::Range Appender::append(const WriteWindow& window, std::byte* image, std::byte* room, std::span<std::uint64_t> digests) {
+    const std::vector<CapturedChunk> chunks = captured_chunks(rows_, window, image, digests);
+    std::vector<Encoded> encoded(chunks.size());
+    rows_.encoder->encode(chunks, encoded, room);
+    std::uint64_t bytes = 0;
+    for (std::size_t i = 0; i < chunks.size(); ++i) {
+        const CapturedChunk& chunk = chunks[i];
+        stored_[chunk.number] = {bytes, encoded[i]};
+        if (encoded[i].kind == Encoded::Kind::same) continue;
+        assert(encoded[i].codec == codec_raw ? encoded[i].length == chunk.length : encoded[i].length <= chunk.length);
+        if (encoded[i].codec != codec_raw) digests[chunk.number] = xxh3_64(chunk.bytes, encoded[i].length);
+        std::memmove(image + bytes, chunk.bytes, encoded[i].length);
+        bytes += encoded[i].length;
+    }
+    std::memset(image + bytes, 0, block_ceil(bytes) - bytes);
+    const Range range{take(window.file, block_ceil(bytes)), block_ceil(bytes)};
+    for (const CapturedChunk& chunk : chunks) stored_[chunk.number].offset += range.offset;
+    return range;
+}
+
+std::uint64_t Appender::take(std::uint32_t file, std::uint64_t bytes) {
+    const std::lock_guard lock(mutex_);
+    const std::uint64_t offset = ends_[file];
+    ends_[file] += bytes;
+    return offset;
+}
+
+std::vector<std::uint64_t> Appender::file_ends() const {
+    const std::lock_guard lock(mutex_);
+    return ends_;
+}
+
+}  // namespace flowstone

@@ -1,0 +1,322 @@
+// Encoders other than identity: what is stored, where, and that it reads back by the table of chunks.
+#include <algorithm>
+#include <cstring>
+#include <map>
+
+#include "bed.h"
+#include "delayed_device.h"
+
+namespace flowstone {
+namespace {
+
+using Bytes = std::vector<std::byte>;
+constexpr std::uint8_t run_length = 200;  // a codec of this test
+
+/// Pairs of a count and a byte; nothing where that is no shorter.
+std::uint32_t run_length_encode(const std::byte* bytes, std::uint32_t length, std::byte* out) {
+    std::uint32_t end = 0;
+    for (std::uint32_t i = 0; i < length;) {
+        std::uint32_t last = i + 1;
+        while (last < length && bytes[last] == bytes[i] && last - i < 255) ++last;
+        if (end + 2 >= length) return 0;
+        out[end++] = static_cast<std::byte>(last - i);
+        out[end++] = bytes[i];
+        i = last;
+    }
+    return end;
+}
+
+Bytes run_length_decode(const Bytes& bytes) {
+    Bytes out;
+    for (std::size_t i = 0; i < bytes.size(); i += 2) out.insert(out.end(), static_cast<std::size_t>(bytes[i]), bytes[i + 1]);
+    return out;
+}
+
+class RunLength final : public Encoder {
+public:
+    void encode(std::span<const CapturedChunk> chunks, std::span<Encoded> encoded, std::byte* room) const override {
+        for (std::size_t i = 0; i < chunks.size(); ++i) {
+            const std::uint32_t length = run_length_encode(chunks[i].bytes, chunks[i].length, room);
+            encoded[i] = {Encoded::Kind::stored, length != 0 ? run_length : codec_raw, length != 0 ? length : chunks[i].length};
+            std::memcpy(chunks[i].bytes, room, length);
+        }
+    }
+};
+
+/// Stores what differs from a base of the same chunks.
+class Delta final : public Encoder {
+public:
+    explicit Delta(std::vector<std::uint64_t> base) : base_(std::move(base)) {}
+    void encode(std::span<const CapturedChunk> chunks, std::span<Encoded> encoded, std::byte*) const override {
+        for (std::size_t i = 0; i < chunks.size(); ++i) {
+            const bool same = chunks[i].digest == base_[chunks[i].number];
+            encoded[i] = {same ? Encoded::Kind::same : Encoded::Kind::stored, codec_raw, same ? 0 : chunks[i].length};
+        }
+    }
+
+private:
+    const std::vector<std::uint64_t> base_;
+};
+
+class WithoutMemory final : public Encoder {
+public:
+    void encode(std::span<const CapturedChunk>, std::span<Encoded>, std::byte*) const override { throw std::bad_alloc(); }
+};
+
+/// Every third large row is long runs of few bytes, in memory and in what is expected.
+Sample compressible_sample(std::uint64_t seed) {
+    Sample sample = random_sample(seed, 24);
+    for (std::size_t i = 0; i < sample.stored.size(); i += 3) {
+        if (sample.rows.rows[i].layout != contiguous) continue;
+        for (std::size_t at = 0; at < sample.stored[i].size(); ++at) sample.memory[i].start()[at] = static_cast<std::byte>(at / 5000);
+        std::memcpy(sample.stored[i].data(), sample.memory[i].start(), sample.stored[i].size());
+    }
+    return sample;
+}
+
+/// One file, and what its chunks are stored as.
+struct Stored {
+    Bed* bed;
+    std::vector<StoredChunk> chunks;
+    std::vector<std::uint64_t> digests;
+};
+
+/// Chunks as a native read has them by the table: each a row of its own, checked by its digest. By number.
+std::map<std::uint64_t, Bytes> read_stored(const Stored& stored) {
+    std::map<std::uint64_t, Bytes> chunks;
+    ReadExtents rows{{}, {}, stored.digests};
+    for (std::uint64_t number = 0; number < stored.chunks.size(); ++number) {
+        const StoredChunk& chunk = stored.chunks[number];
+        if (chunk.encoded.kind == Encoded::Kind::same) continue;
+        Bytes& bytes = chunks[number];
+        bytes.resize(chunk.encoded.length);
+        rows.rows.push_back({chunk.offset, chunk.encoded.length, reinterpret_cast<std::uint64_t>(bytes.data()), number, 0, 1, contiguous, 0});
+    }
+    const auto load = stored.bed->run(rows);
+    REQUIRE_FALSE(load->fault());
+    REQUIRE(load->bad_chunks().empty());
+    for (auto& [number, bytes] : chunks)
+        if (stored.chunks[number].encoded.codec == run_length) bytes = run_length_decode(bytes);
+    return chunks;
+}
+
+/// What the chunks of a sample hold, by number.
+std::map<std::uint64_t, Bytes> logical(const Sample& sample) {
+    std::map<std::uint64_t, Bytes> chunks;
+    for (std::size_t i = 0; i < sample.stored.size(); ++i)
+        for (std::uint64_t at = 0, number = sample.rows.rows[i].chunk; at < sample.stored[i].size(); at += chunk_bytes, ++number) {
+            const auto begin = sample.stored[i].begin() + static_cast<std::ptrdiff_t>(at);
+            const std::uint64_t length = std::min(chunk_bytes, sample.stored[i].size() - at);
+            chunks[number] = Bytes(begin, begin + static_cast<std::ptrdiff_t>(length));
+        }
+    return chunks;
+}
+
+std::uint64_t count_same(const std::vector<StoredChunk>& chunks) {
+    return static_cast<std::uint64_t>(
+        std::count_if(chunks.begin(), chunks.end(), [](const StoredChunk& chunk) { return chunk.encoded.kind == Encoded::Kind::same; }));
+}
+
+void check_apart(std::vector<StoredChunk> chunks, std::uint64_t file_end) {
+    std::sort(chunks.begin(), chunks.end(), [](const StoredChunk& a, const StoredChunk& b) { return a.offset < b.offset; });
+    std::uint64_t end = 0;
+    for (const StoredChunk& chunk : chunks) {
+        if (chunk.encoded.kind == Encoded::Kind::same) continue;
+        REQUIRE(chunk.offset >= end);
+        end = chunk.offset + chunk.encoded.length;
+    }
+    REQUIRE(end <= file_end);
+}
+
+}  // namespace
+
+TEST_CASE("identity keeps every chunk where it is planned, as without an encoder") {
+    for (const Setup& setup : setups()) {
+        CAPTURE(setup.backend);
+        Sample sample = random_sample(3, 24);
+        Bed bed(setup, sample.file_bytes);
+        sample.rows.encoder = identity_encoder();
+        const auto job = bed.run(sample.rows);
+        REQUIRE_FALSE(job->fault());
+        CHECK(bed.scratch.contents() == sample.expected);
+        CHECK(job->file_ends().empty());
+        CHECK(read_stored({&bed, job->stored(), job->digests()}) == logical(sample));
+    }
+}
+
+TEST_CASE("what an encoder shortens is appended, and reads back by the table of chunks") {
+    for (const Setup& setup : setups())
+        for (std::uint64_t seed = 0; seed < 3; ++seed) {
+            CAPTURE(setup.backend);
+            CAPTURE(setup.direct);
+            CAPTURE(seed);
+            Sample sample = compressible_sample(seed);
+            Bed bed(setup, sample.file_bytes, nullptr, seed % 2 ? 2 : 20);
+            sample.rows.encoder = std::make_shared<RunLength>();
+            const auto job = bed.run(sample.rows);
+            REQUIRE_FALSE(job->fault());
+            const std::vector<StoredChunk> stored = job->stored();
+            REQUIRE(std::any_of(stored.begin(), stored.end(), [](const StoredChunk& chunk) { return chunk.encoded.codec == run_length; }));
+            REQUIRE(std::any_of(stored.begin(), stored.end(), [](const StoredChunk& chunk) { return chunk.encoded.codec == codec_raw; }));
+            const std::uint64_t file_end = job->file_ends().at(0);
+            CHECK(file_end % block_alignment_bytes == 0);
+            CHECK(file_end == job->done_bytes());
+            CHECK(file_end < sample.file_bytes);
+            check_apart(stored, file_end);
+            CHECK(read_stored({&bed, stored, job->digests()}) == logical(sample));
+        }
+}
+
+TEST_CASE("chunks that are the base's are not stored again") {
+    for (const Setup& setup : setups()) {
+        CAPTURE(setup.backend);
+        Sample sample = plain_sample(9 * mib + 5, 64);
+        Bed before(setup, sample.file_bytes);
+        const auto base = before.run(sample.rows);
+        REQUIRE_FALSE(base->fault());
+        for (const std::uint64_t at : {3 * mib + 17, 9 * mib + 4}) {
+            sample.memory[0].start()[at] ^= std::byte{1};
+            sample.stored[0][at] ^= std::byte{1};
+        }
+        sample.rows.encoder = std::make_shared<Delta>(base->digests());
+        Bed bed(setup, sample.file_bytes);
+        const auto job = bed.run(sample.rows);
+        REQUIRE_FALSE(job->fault());
+        CHECK(count_same(job->stored()) == 8);
+        // Two windows: one whole chunk, and one of five bytes in a block of its own.
+        CHECK(job->file_ends().at(0) == mib + block_alignment_bytes);
+        auto chunks = read_stored({&bed, job->stored(), job->digests()});
+        CHECK(chunks.size() == 2);
+        chunks.merge(read_stored({&before, base->stored(), base->digests()}));
+        CHECK(chunks == logical(sample));
+    }
+}
+
+TEST_CASE("a save of what is all the base's writes nothing") {
+    const Setup setup = setups().front();
+    Sample sample = random_sample(4, 24);
+    Bed bed(setup, sample.file_bytes);
+    const auto base = bed.run(sample.rows);
+    sample.rows.encoder = std::make_shared<Delta>(base->digests());
+    const auto job = bed.run(sample.rows);
+    REQUIRE_FALSE(job->fault());
+    CHECK(job->requests() == 0);
+    CHECK(count_same(job->stored()) == sample.rows.chunks);
+    CHECK(bed.scratch.contents() == sample.expected);
+}
+
+TEST_CASE("a header stays where it is planned, and encoded windows begin behind it") {
+    for (const Setup& setup : setups()) {
+        CAPTURE(setup.backend);
+        Sample sample = plain_sample(3 * mib);
+        const Memory header(2 * block_alignment_bytes, 0);
+        std::memset(header.start(), 0x20, 2 * block_alignment_bytes);
+        sample.rows.rows[0].offset = 4 * block_alignment_bytes;
+        sample.rows.rows.insert(sample.rows.rows.begin(), {0, 2 * block_alignment_bytes, header.address(), no_digest, contiguous, 0});
+        sample.rows.encoder = std::make_shared<RunLength>();
+        Bed bed(setup, sample.file_bytes + 4 * block_alignment_bytes);
+        const auto job = bed.run(sample.rows);
+        REQUIRE_FALSE(job->fault());
+        CHECK(std::memcmp(bed.scratch.contents().data(), header.start(), 2 * block_alignment_bytes) == 0);
+        CHECK(job->stored().at(0).offset >= 2 * block_alignment_bytes);
+        CHECK(job->file_ends().at(0) == 2 * block_alignment_bytes + 3 * mib);  // random bytes are stored raw
+        sample.rows.rows[0].length -= 1;
+        CHECK_THROWS_AS(bed.start(sample.rows), std::invalid_argument);
+    }
+}
+
+TEST_CASE("a stored chunk that was damaged is found by the digest of what is stored") {
+    const Setup setup = setups().front();
+    Sample sample = compressible_sample(1);
+    sample.rows.encoder = std::make_shared<RunLength>();
+    Bed bed(setup, sample.file_bytes);
+    const auto job = bed.run(sample.rows);
+    const std::vector<StoredChunk> stored = job->stored();
+    const auto number = static_cast<std::uint64_t>(
+        std::find_if(stored.begin(), stored.end(), [](const StoredChunk& chunk) { return chunk.encoded.codec == run_length; }) - stored.begin());
+    bed.scratch.put(stored[number].offset, std::byte{0});
+    Bytes target(stored[number].encoded.length);
+    const ReadExtents rows{{{stored[number].offset, target.size(), reinterpret_cast<std::uint64_t>(target.data()), number, 0, 1, contiguous, 0}},
+                           {}, job->digests()};
+    CHECK(bed.run(rows)->bad_chunks() == std::vector<std::uint64_t>{number});
+}
+
+TEST_CASE("an encoder that gets no memory fails its job by name") {
+    for (const Setup& setup : setups()) {
+        Sample sample = random_sample(2, 24);
+        sample.rows.encoder = std::make_shared<WithoutMemory>();
+        Bed bed(setup, sample.file_bytes);
+        const auto job = bed.run(sample.rows);
+        REQUIRE(job->fault());
+        CHECK(job->fault()->error == ENOMEM);
+    }
+}
+
+TEST_CASE("a lazy source that changed before it was captured is found with an encoder, too") {
+    for (const Setup& setup : setups()) {
+        Sample sample = plain_sample(12 * mib);
+        sample.rows.rows[0].lazy = true;
+        sample.rows.encoder = std::make_shared<RunLength>();
+        Bed bed(setup, sample.file_bytes);
+        WriteOptions options;
+        options.bytes_per_s = 1;  // the first window, and then none until somebody waits
+        auto job = bed.engine.write(bed.arena, {{bed.scratch.file(), bed.file_bytes}}, std::make_shared<WriteExtents>(sample.rows), options);
+        std::memset(sample.memory[0].start() + 10 * mib, 0, 2 * mib);
+        job->expedite();
+        REQUIRE(job->wait(forever_s));
+        REQUIRE(job->fault());
+        CHECK(job->fault()->operation == "capture");
+    }
+}
+
+TEST_CASE("what lies on a device is encoded once it has come") {
+    for (const Setup& setup : setups()) {
+        Sample sample = compressible_sample(2);
+        std::uint64_t bytes = 1;
+        for (const WriteExtent& row : sample.rows.rows) bytes += row.length;
+        const auto device = std::make_shared<DelayedDevice>(bytes, std::chrono::microseconds(50));
+        std::uint64_t at = 0;
+        for (WriteExtent& row : sample.rows.rows) {
+            if (row.layout != contiguous) continue;
+            std::memcpy(device->inside() + at, row.source(), row.length);
+            row.address = device->address() + at;
+            row.device = 0;
+            at += row.length;
+        }
+        sample.rows.devices = {device};
+        sample.rows.samples = {{}};
+        sample.rows.encoder = std::make_shared<RunLength>();
+        Bed bed(setup, sample.file_bytes);
+        const auto job = bed.run(sample.rows);
+        REQUIRE_FALSE(job->fault());
+        CHECK(job->file_ends().at(0) < sample.file_bytes);
+        CHECK(read_stored({&bed, job->stored(), job->digests()}) == logical(sample));
+    }
+}
+
+TEST_CASE("windows for an encoder hold every chunk once, and whole") {
+    for (std::uint64_t seed = 0; seed < 50; ++seed) {
+        const Sample sample = random_sample(seed, 40);
+        std::vector<int> seen(sample.rows.chunks, 0);
+        std::uint64_t end = 0;
+        for (const WriteWindow& window : plan_chunk_windows(sample.rows, 2 * mib, 8 * kib)) {
+            REQUIRE(window.appended);
+            REQUIRE(window.end - window.begin <= 2 * mib);
+            REQUIRE(window.begin >= end);
+            end = window.end;
+            for (std::size_t i = window.first_row; i < window.last_row; ++i) {
+                const WriteExtent& row = sample.rows.rows[i];
+                for (std::uint64_t chunk = 0; chunk < chunk_count(row.length); ++chunk) {
+                    const std::uint64_t low = row.offset + chunk * chunk_bytes, high = std::min(low + chunk_bytes, row.end());
+                    if (low >= window.end || high <= window.begin) continue;
+                    REQUIRE(low >= window.begin);
+                    REQUIRE(high <= window.end);
+                    ++seen[row.chunk + chunk];
+                }
+            }
+        }
+        REQUIRE(std::count(seen.begin(), seen.end(), 1) == static_cast<std::ptrdiff_t>(seen.size()));
+    }
+}
+
+}  // namespace flowstone

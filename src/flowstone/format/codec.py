@@ -1,0 +1,46 @@
+"""Codecs: how the bytes of chunks are stored. See docs/FORMAT.md, Codecs.
+
+How to add one is in docs/ARCHITECTURE.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from flowstone.errors import UnsupportedFormatError
+from flowstone.table.chunks import CODEC_RAW
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """A way to store a chunk.
+
+    id    in the index, `chunk.codec`: 0 is raw, 1 to 127 are Flowstone's, the others are never in a checkpoint
+    name  in messages, and in the critical feature that announces it
+    """
+
+    id: int
+    name: str
+
+    @property
+    def feature(self) -> str | None:
+        """What a manifest lists as critical where a chunk is stored so; None: every reader knows it."""
+        return None if self.id == CODEC_RAW else f"codec.{self.name}"
+
+
+RAW = Codec(CODEC_RAW, "raw")
+CODECS: Mapping[int, Codec] = MappingProxyType({codec.id: codec for codec in (RAW,)})
+"""By id, all that this version reads and writes."""
+
+
+def codec_of(number: int) -> Codec:
+    """The codec of that id. Raises UnsupportedFormatError."""
+    if number not in CODECS:
+        raise UnsupportedFormatError(
+            f"chunks are stored with codec {number}, which this version cannot decode",
+            expected=", ".join(f"codec {codec.id} ({codec.name})" for codec in CODECS.values()),
+            found=f"codec {number}", next="read it with the version of Flowstone that wrote it, or a later one",
+        )
+    return CODECS[number]

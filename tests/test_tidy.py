@@ -98,6 +98,75 @@ def test_layers_import_only_what_the_table_allows(path: Path) -> None:
         assert target in allowed, f"{path.name} imports {module}; {layer} may import {sorted(allowed)}"
 
 
+def _import_graph(base: Path) -> dict[str, set[str]]:
+    """Each module below `base` with those there that its text imports: at its top, inside of functions, for types.
+
+    A package is its own `__init__.py`: that importing `a.b` runs the one of `a` first is no import in the text.
+    """
+    modules = {
+        ".".join(path.relative_to(base).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in _sources(base)
+    }
+    native = {f"{PACKAGE.name}._native"}  # a module of its own, though it is no file
+    graph: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        graph[name] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                wanted = [(alias.name, alias.name) for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                wanted = [(f"{node.module}.{alias.name}", node.module or "") for alias in node.names]
+            else:
+                continue
+            for module, package in wanted:
+                target = module if module in modules or module in native else package
+                graph[name] |= {target} & modules.keys() - {name}
+    return graph
+
+
+def _cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other, the shortest ring first found; none where there is none."""
+    left = {name: set(targets) for name, targets in graph.items()}
+    while True:
+        ends = {name for name, targets in left.items() if not targets}
+        if not ends:
+            break
+        left = {name: targets - ends for name, targets in left.items() if name not in ends}
+    rings = []
+    for name in left:  # on a ring, or above one
+        paths = [[name]]
+        seen = {name}
+        while paths:
+            path = paths.pop(0)
+            if name in left[path[-1]]:
+                rings.append([*path, name])
+                break
+            paths += [[*path, target] for target in sorted(left[path[-1]] - seen)]
+            seen |= left[path[-1]]
+    return min(rings, key=len, default=[])
+
+
+def test_no_modules_import_each_other() -> None:
+    assert not _cycle(_import_graph(SRC)), " imports ".join(_cycle(_import_graph(SRC)))
+
+
+@pytest.mark.parametrize(
+    "importing",
+    ["from flowstone import a", "import flowstone.a", "def later():\n    from flowstone.a import one",
+     "if TYPE_CHECKING:\n    from flowstone.a import One"],
+)
+def test_rings_of_imports_are_found_wherever_they_stand(importing: str, tmp_path: Path) -> None:
+    package = tmp_path / "flowstone"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "a.py").write_text("from flowstone.b import two")
+    (package / "b.py").write_text("from flowstone import c")
+    (package / "c.py").write_text("from flowstone import _native")
+    assert _cycle(_import_graph(tmp_path)) == []
+    (package / "c.py").write_text(importing)
+    assert set(_cycle(_import_graph(tmp_path))) == {"flowstone.a", "flowstone.b", "flowstone.c"}
+
+
 @pytest.mark.parametrize("path", _sources(), ids=lambda p: str(p.relative_to(SRC)))
 def test_torch_stays_where_it_is_needed(path: Path) -> None:
     uses_torch = any(module.partition(".")[0] == "torch" for module in _imports(path))

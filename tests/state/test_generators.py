@@ -12,7 +12,8 @@ import torch
 from reference import Checkpoint, load, process_generators, save, stored
 
 from flowstone.errors import StateError, UnsupportedStateError
-from flowstone.state import PerRank, describe, generators, prepare, rng
+from flowstone.state import PerRank, describe, prepare, rng
+from flowstone.state.kinds import generator
 
 GENERATORS: dict[str, tuple[Callable[[int], object], Callable[[object], object]]] = {
     "torch": (lambda seed: torch.Generator().manual_seed(seed), lambda g: torch.rand(3, generator=g).tolist()),  # type: ignore[arg-type]
@@ -133,10 +134,10 @@ def test_every_rank_keeps_its_own() -> None:
 
 
 def test_gpu_generators_that_are_not_here_are_left_out_with_a_note() -> None:
-    with mock.patch.object(generators, "cuda_states", return_value=[torch.arange(16, dtype=torch.uint8)] * 2):
+    with mock.patch.object(generator, "cuda_states", return_value=[torch.arange(16, dtype=torch.uint8)] * 2):
         checkpoint = save({"rng": rng()})
     assert "rng@0.cuda.0" in checkpoint.tensors
-    with mock.patch.object(generators, "cuda_count", return_value=0):
+    with mock.patch.object(generator, "cuda_count", return_value=0):
         notes = load(checkpoint, {"rng": rng()}).notes
     assert notes == ("rng@0: 2 GPU(s) are not here, so their generators were skipped",)
 

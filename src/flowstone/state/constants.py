@@ -1,14 +1,17 @@
-"""Constants of torch and numpy that a checkpoint keeps by name."""
+"""Constants of torch and numpy that a checkpoint keeps by name, alone and in keys."""
 
 from __future__ import annotations
 
 import re
+from typing import cast
 
 import numpy as np
 import torch
 
 from flowstone.errors import DamagedError, UnsupportedFormatError
+from flowstone.format import objects
 from flowstone.format.objects import Named
+from flowstone.state.names import Place
 
 _TORCH = (torch.dtype, torch.layout, torch.memory_format)
 
@@ -55,3 +58,27 @@ def value_of(constant: Named, path: str) -> object:
         found=f"{kind} {text}",
         next="install the versions that saved it",
     )
+
+
+def stored_key(key: object, place: Place) -> object:
+    """A dict key or a set's member: a plain, hashable value."""
+    if type(key) is str or type(key) is int:
+        return key
+    if type(key) is tuple:
+        return tuple(stored_key(part, place) for part in key)
+    constant = named(key)
+    if constant is not None:
+        return constant
+    if type(key) is frozenset:
+        return frozenset(stored_key(part, place) for part in key)
+    objects.encode(key, f"{place.name} key {key!r:.40}")
+    return key
+
+
+def constant_free(value: object, path: str) -> object:
+    """A key, a leaf or a set, with this library's own constants in place of their names."""
+    if isinstance(value, Named):
+        return value_of(value, path)
+    if type(value) in (set, frozenset, tuple):
+        return type(value)(constant_free(part, path) for part in cast("set[object]", value))  # type: ignore[call-arg]
+    return value

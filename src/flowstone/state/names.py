@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from flowstone.errors import UnsupportedStateError
 from flowstone.format.bounds import brief
-from flowstone.format.objects import key_text, valid_text
+from flowstone.format.objects import key_text, unsupported, valid_text
 
 WRAPPERS = frozenset({
     "_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module", "_original_module",
@@ -58,6 +58,12 @@ def names_below(name: str, keys: Sequence[object]) -> list[str]:
 def section_place(section: str, rank: int | None = None) -> Place:
     """The place of a section; `rank` when it is kept per rank."""
     return Place(section if rank is None else f"{section}@{rank}", section, None, 0, rank)
+
+
+def check_shared(place: Place, value: object) -> None:
+    """Raise UnsupportedStateError for a part of a tensor in what each rank keeps for itself."""
+    if place.rank is not None:
+        raise unsupported(place.name, value, "is a shard, but fs.PerRank takes whole values", "remove PerRank")
 
 
 def strip_wrappers(key: str) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 import torch
@@ -14,13 +12,13 @@ import torch
 from flowstone.errors import DamagedError, ProviderError
 from flowstone.format.objects import Named, Provided, TensorRef
 from flowstone.state import constants, tensors
+from flowstone.state.constants import constant_free
+from flowstone.state.loading import Loading
 from flowstone.state.names import Place
+from flowstone.state.nodes import kind_of
+from flowstone.state.providers import PROVIDERS
 from flowstone.state.records import StoredTensor
-from flowstone.state.registry import REGISTRY
 from flowstone.state.split import SplitTensor
-
-if TYPE_CHECKING:
-    from flowstone.state.restore import Restorer
 
 Placement = Callable[[StoredTensor], "torch.device | str"]
 
@@ -31,8 +29,8 @@ class NewValues:
     First `want` every node, before any byte is read; then, with all bytes in place, `build` them.
     """
 
-    def __init__(self, restorer: Restorer, placement: Placement | None = None) -> None:
-        self._restorer = restorer
+    def __init__(self, loading: Loading, placement: Placement | None = None) -> None:
+        self._loading = loading
         self._placement = placement
         self._made: dict[str, torch.Tensor | np.ndarray] = {}
         self._names: dict[str, str] = {}
@@ -54,35 +52,35 @@ class NewValues:
             constant_free(node, place.name)  # for its errors: `build` comes too late for them
 
     def _want_provided(self, node: Provided, place: Place) -> None:
-        served = REGISTRY.of_kind(node.kind)
+        served = PROVIDERS.of_kind(node.kind)
         if served is None or not served.provider.creates:
             why = "is not registered" if served is None else "cannot create one"
             expected = f"an object there, or a provider that creates '{node.kind}'"
-            self._restorer.differ("kind", place.name, expected, f"{kind_of(node)}, whose provider {why}")
+            self._loading.differ("kind", place.name, expected, f"{kind_of(node)}, whose provider {why}")
             return
         split = isinstance(served.provider, SplitTensor)
         refusal = cast("SplitTensor", served.provider).refuses(node.objects.get("outer")) if split else None
         if refusal is not None:
             found = f"{kind_of(node)}, which cannot be created: {refusal}"
-            self._restorer.differ("kind", place.name, "a tensor there", found)
+            self._loading.differ("kind", place.name, "a tensor there", found)
             return
         for name, item in [*node.parts.items(), *node.objects.items()]:
             self.want(item, place.called(f"{place.name}.{name}", name))
 
     def _want_ref(self, ref: TensorRef, place: Place) -> None:
-        stored = self._restorer.stored
+        stored = self._loading.stored
         name = stored.rename(ref.name)
         if name in self._names:
             return
         if name not in stored.tensors:
-            self._restorer.differ("missing", name, f"a tensor, for '{place.name}'", "none of that name")
+            self._loading.differ("missing", name, f"a tensor, for '{place.name}'", "none of that name")
             return
         shares = stored.tied.get(name, name)
         self._names[name] = shares
         made = self._made.get(shares)
         if made is None:
             made = self._made[shares] = self._new(stored.tensors[name], ref, place)
-        self._restorer.want(place.called(name, place.key), made)
+        self._loading.want(place.called(name, place.key), made)
 
     def _new(self, stored: StoredTensor, ref: TensorRef, place: Place) -> torch.Tensor | np.ndarray:
         if ref.kind == "tensor":
@@ -130,7 +128,7 @@ class NewValues:
         return constant_free(node, path)
 
     def _built_provided(self, node: Provided, path: str) -> object:
-        served = REGISTRY.of_kind(node.kind)
+        served = PROVIDERS.of_kind(node.kind)
         assert served is not None, "wanted with a provider that was there"
         items = [*node.parts.items(), *node.objects.items()]
         found = {name: self.build(item, f"{path}.{name}") for name, item in items}
@@ -144,104 +142,9 @@ class NewValues:
             ) from error
 
     def _built_ref(self, ref: TensorRef) -> object:
-        made = self._made[self._names[self._restorer.stored.rename(ref.name)]]
+        made = self._made[self._names[self._loading.stored.rename(ref.name)]]
         if ref.kind == "bytes":
             return cast("np.ndarray", made).tobytes()
         if ref.kind == "bytearray":
             return bytearray(cast("np.ndarray", made).tobytes())
         return made
-
-
-def constant_free(value: object, path: str) -> object:
-    """A key, a leaf or a set, with this library's own constants in place of their names."""
-    if isinstance(value, Named):
-        return constants.value_of(value, path)
-    if type(value) in (set, frozenset, tuple):
-        return type(value)(constant_free(part, path) for part in cast("set[object]", value))  # type: ignore[call-arg]
-    return value
-
-
-class Fitting:
-    """Puts plain values into the containers that they replace: whoever holds those sees the change.
-
-    A container that stands in two places of the state takes one value; where the other place was
-    saved with a different one, it gets a container of its own.
-    """
-
-    def __init__(self) -> None:
-        self._taken: dict[int, tuple[object, object]] = {}
-
-    def fit(self, target: object, value: object) -> object:
-        """`value`, in `target` and the containers inside it as far as types agree."""
-        if type(target) is not type(value) or type(target) not in _FILL:
-            return value
-        if id(target) in self._taken:
-            return target if self._taken[id(target)][1] == value else value
-        # A copy: what goes into the target is fitted, and must not change what we compare with.
-        self._taken[id(target)] = (target, copy.copy(value))
-        _FILL[type(target)](self, target, value)
-        return target
-
-    def _dict(self, target: dict[object, object], value: dict[object, object]) -> None:
-        fitted = {key: self.fit(target.get(key), item) for key, item in value.items()}
-        target.clear()
-        target.update(fitted)
-
-    def _list(self, target: list[object], value: list[object]) -> None:
-        pairs = itertools.zip_longest(target[: len(value)], value)
-        target[:] = [self.fit(old, new) for old, new in pairs]
-
-    def _set(self, target: set[object], value: set[object]) -> None:
-        target.clear()
-        target.update(value)
-
-    def _counter(self, target: Counter[object], value: Counter[object]) -> None:
-        target.clear()
-        for key, count in value.items():
-            target[key] = count
-
-    def _bytearray(self, target: bytearray, value: bytearray) -> None:
-        target[:] = value
-
-
-_FILL: Mapping[type, Callable[..., None]] = {
-    dict: Fitting._dict,
-    OrderedDict: Fitting._dict,
-    list: Fitting._list,
-    set: Fitting._set,
-    Counter: Fitting._counter,
-    bytearray: Fitting._bytearray,
-}
-
-
-def refers_to_tensors(node: object) -> bool:
-    """Whether a stored object holds tensors or arrays (long bytes are plain values)."""
-    if isinstance(node, TensorRef):
-        return node.kind in ("tensor", "ndarray")
-    if isinstance(node, Provided):
-        return bool(node.parts)
-    if isinstance(node, dict):
-        return any(refers_to_tensors(item) for item in node.values())
-    return isinstance(node, (list, tuple, deque)) and any(refers_to_tensors(item) for item in node)
-
-
-def without_tensors(node: object) -> object:
-    """The plain part of a stored object, for comparing what two places were saved with."""
-    if isinstance(node, TensorRef):
-        return node.kind
-    if isinstance(node, Provided):
-        return [node.kind, sorted(node.parts), without_tensors(node.objects)]
-    if isinstance(node, dict):
-        return {key: without_tensors(item) for key, item in node.items()}
-    return [without_tensors(item) for item in node] if isinstance(node, (list, tuple, deque)) else node
-
-
-def kind_of(node: object) -> str:
-    """What a stored object is, in words for a difference."""
-    if isinstance(node, TensorRef):
-        return f"a {node.kind}"
-    if isinstance(node, Provided):
-        return f"'{node.kind}'"
-    if isinstance(node, Named):
-        return f"a {node.kind}"
-    return type(node).__name__

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 
 from flowstone.format.objects import TensorRef
-from flowstone.state.optimizers import NOT_OPTIONS, OptimizerView, StoredGroup, StoredOptimizer
+from flowstone.state.optimizer_view import NOT_OPTIONS, OptimizerView, StoredGroup, StoredOptimizer
 
 _REQUIRED: Mapping[str, frozenset[str]] = {
     "Adam": frozenset({"exp_avg", "exp_avg_sq"}), "Adamax": frozenset({"exp_avg", "exp_inf"}),

@@ -14,8 +14,8 @@ from flowstone.errors import ProviderError, StateError
 from flowstone.state import tensors
 from flowstone.state.names import Place, valid_name
 from flowstone.state.provider import AnyPart, ObjectPart, Part
+from flowstone.state.providers import Served
 from flowstone.state.records import MISSING
-from flowstone.state.registry import Served
 from flowstone.state.split import type_name
 from flowstone.table.box import Box
 from flowstone.table.dtype import DTYPES

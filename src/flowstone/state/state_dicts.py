@@ -11,17 +11,22 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 
 from flowstone.format.bounds import brief
 from flowstone.format.objects import TensorRef
+from flowstone.state.loading import Loading
 from flowstone.state.names import Place, strip_wrappers
-from flowstone.state.optimizers import NOT_OPTIONS, Member, OptimizerView, StoredGroup, StoredOptimizer
-
-if TYPE_CHECKING:
-    from flowstone.state.restore import Restorer
+from flowstone.state.optimizer_view import (
+    NOT_OPTIONS,
+    Member,
+    OptimizerView,
+    StoredGroup,
+    StoredOptimizer,
+    stored_optimizer,
+)
 
 _log = logging.getLogger("flowstone")
 _DEPTH_MAX = 3  # containers that are looked into: {"trainer": {"optimizers": [...]}}
@@ -104,7 +109,19 @@ def is_fresh(value: object, node: object) -> bool:
     return bool(theirs["state"]) and not mine["state"]
 
 
-def translate(restorer: Restorer, node: object, view: OptimizerView, place: Place) -> StoredOptimizer | None:
+def is_lost_on(loading: Loading, value: object, node: object, place: Place) -> bool:
+    """Whether what is stored of an optimizer has no place in the state_dict() that is to take it."""
+    itself = f"pass the optimizer itself as {place.path}, not its state_dict()"
+    if stored_optimizer(node) is not None:
+        loading.differ("kind", place.name, "the state_dict() of an optimizer", "an optimizer")
+        loading.remedies.append(itself)
+        return True
+    if is_optimizers(node) and is_fresh(value, node):
+        loading.remedies.append(f"{itself}: this one is new and has no tensors to load into")
+    return False
+
+
+def translate(loading: Loading, node: object, view: OptimizerView, place: Place) -> StoredOptimizer | None:
     """What a stored state_dict() says of the optimizer whose `view` it is loaded into.
 
     By names, where both have them; else by order, where all counts and shapes agree. What does not is entered as a
@@ -112,26 +129,26 @@ def translate(restorer: Restorer, node: object, view: OptimizerView, place: Plac
     """
     stored = cast("dict[str, list[dict[object, object]]]", node)
     groups, slots = stored["param_groups"], cast("dict[object, dict[object, object]]", stored["state"])
-    named = _by_name(restorer, groups, view, place)
+    named = _by_name(loading, groups, view, place)
     numbers = [cast("list[object]", group["params"]) for group in groups]
     mine = [list(group) for group in view.groups]
     if named is None:
         flat = any(member.span is not None for group in mine for member in group)
         if flat or list(map(len, numbers)) != list(map(len, mine)):
             counts = [", ".join(str(len(group)) for group in side) for side in (mine, numbers)]
-            restorer.differ("kind", place.name, f"an optimizer of groups of {counts[0]} parameters", f"of {counts[1]}")
+            loading.differ("kind", place.name, f"an optimizer of groups of {counts[0]} parameters", f"of {counts[1]}")
             return None
         pairs = [pair for of, group in zip(numbers, mine, strict=True) for pair in zip(of, group, strict=True)]
     else:
         pairs = named
     members = dict(pairs)
     if len(members) != len(pairs) or not all(isinstance(one, dict) for key, one in slots.items() if key in members):
-        restorer.differ("kind", place.name, "an optimizer", "a state_dict() that numbers its parameters twice")
+        loading.differ("kind", place.name, "an optimizer", "a state_dict() that numbers its parameters twice")
         return None
     for number, member in pairs:
-        _check_shapes(restorer, slots.get(number, {}), member, place)
+        _check_shapes(loading, slots.get(number, {}), member, place)
     how = "by order, as load_state_dict() does" if named is None else "by name"
-    restorer.notes.append(f"{place.name}: a state_dict() was saved; its parameters were matched {how}")
+    loading.notes.append(f"{place.name}: a state_dict() was saved; its parameters were matched {how}")
     return StoredOptimizer(
         [
             StoredGroup([members[number].home.path for number in of if number in members], _options(group))
@@ -148,7 +165,7 @@ def _options(group: Mapping[object, object]) -> dict[object, object]:
 
 
 def _by_name(
-    restorer: Restorer, groups: list[dict[object, object]], view: OptimizerView, place: Place
+    loading: Loading, groups: list[dict[object, object]], view: OptimizerView, place: Place
 ) -> list[tuple[object, Member]] | None:
     """Numbers of stored parameters with the members of their names; None where some have no name that tells."""
     pairs: list[tuple[object, Member]] = []
@@ -159,23 +176,23 @@ def _by_name(
         if not isinstance(names, list) or len(names) != len(numbers) or not all(type(name) is str for name in names):
             return None
         for number, name in zip(numbers, names, strict=True):
-            end = restorer.stored.rename(strip_wrappers(name))
+            end = loading.stored.rename(strip_wrappers(name))
             found = [path for path in by_path if path == end or path.endswith(f".{end}")]
             if not found:
-                restorer.differ("unexpected", f"{place.name}.state.{name}", "no such parameter", "state of it")
+                loading.differ("unexpected", f"{place.name}.state.{name}", "no such parameter", "state of it")
             if len(found) > 1:
                 return None
             pairs += [(number, by_path[path]) for path in found]
     return pairs
 
 
-def _check_shapes(restorer: Restorer, slots: Mapping[object, object], member: Member, place: Place) -> None:
+def _check_shapes(loading: Loading, slots: Mapping[object, object], member: Member, place: Place) -> None:
     """A slot has its parameter's shape, or is a single number: else nobody could tell that it is this parameter's."""
     held = member.home.held
     shape = tuple(member.parameter.shape if held is None else held.shape)
     for key, node in slots.items():
-        name = restorer.stored.rename(node.name) if isinstance(node, TensorRef) else ""
-        known = restorer.stored.tensors.get(name) if name else None
+        name = loading.stored.rename(node.name) if isinstance(node, TensorRef) else ""
+        known = loading.stored.tensors.get(name) if name else None
         if known is not None and known.shape != shape and set(known.shape) - {1}:
             wanted = f"{shape} or a single number, for '{member.home.path}'"
-            restorer.differ("shape", f"{place.name}.state.{member.home.path}.{key}", wanted, str(known.shape))
+            loading.differ("shape", f"{place.name}.state.{member.home.path}.{key}", wanted, str(known.shape))

@@ -1,123 +1,154 @@
-"""The provider adapter, for objects that a provider describes: its description is checked, its chunks enter the
-collector, its small objects are taken while bytes move already; at load all of it is compared before anything changes.
+"""Objects of a registered Provider: its description is checked, its chunks enter the sink, its small objects are taken
+while bytes move already; at load all of it is compared before anything changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 import torch
 
 from flowstone.errors import ProviderError
 from flowstone.format import objects
-from flowstone.format.objects import Provided, RefKind, TensorRef
-from flowstone.state.collector import Role
+from flowstone.format.objects import RefKind, TensorRef
+from flowstone.state.kind import Kind
+from flowstone.state.loading import Loading
 from flowstone.state.names import Place
-from flowstone.state.new_values import NewValues, kind_of
+from flowstone.state.new_values import NewValues
+from flowstone.state.nodes import kind_of
 from flowstone.state.provider import Part
 from flowstone.state.provider_session import ProviderSession
+from flowstone.state.providers import PROVIDERS, Served
 from flowstone.state.records import MISSING, Phase, Shard
-from flowstone.state.registry import Served
-
-if TYPE_CHECKING:
-    from flowstone.state.describe import Describer
-    from flowstone.state.restore import Restorer
+from flowstone.state.saving import Saving
+from flowstone.state.scan import Scan
+from flowstone.state.sink import Role
 
 
-def describe(describer: Describer, served: Served, value: object, place: Place, role: Role) -> Provided:
-    """Enter an object's parts; its small objects are filled in later, by what is put into `describer.late`.
+class Provided(Kind):
+    """An object that a provider describes. Of a tensor, an optimizer may own it, and it has a role as a whole."""
+
+    one_value = True
+    provided = True
+
+    def served(self, value: object) -> Served | None:
+        """The provider of a value; None for what is of another kind."""
+        return PROVIDERS.of_type(type(value))
+
+    def recognises(self, value: object) -> bool:
+        return self.served(value) is not None
+
+    def find(self, value: object, place: Place, scan: Scan) -> bool:
+        if isinstance(value, torch.Tensor):
+            scan.tensors.append((place, None, [value]))
+        return True
+
+    def describe(self, value: object, place: Place, saving: Saving, role: Role) -> objects.Provided:
+        served = self.served(value)
+        assert served is not None, "that is what the kind says"
+        return describe(served, value, place, saving, role)
+
+    def restore(self, value: object, node: object, place: Place, loading: Loading) -> None:
+        served = self.served(value)
+        assert served is not None, "that is what the kind says"
+        restore(served, value, node, place, loading)
+
+
+def describe(served: Served, value: object, place: Place, saving: Saving, role: Role) -> objects.Provided:
+    """Enter an object's parts; its small objects are filled in later, by what is put into `saving.late`.
 
     role  what the object is to whatever holds it
     """
     session = ProviderSession(served, value, place)
-    found = Provided(served.kind, {}, {})
+    found = objects.Provided(served.kind, {}, {})
     for part, chunk in session.memory():
         inner = session.place_of(part)
         within = None if part.box is None else Shard(chunk, part.shape, part.box.offset)
         own = Role.STEPPED if part.lazy else role
         if isinstance(chunk, torch.Tensor):
-            describer.collector.enter(inner, chunk, within=within, role=own)
+            saving.sink.enter(inner, chunk, within=within, role=own)
         else:
-            describer.collector.add_array(inner, chunk, within=within, role=own)
+            saving.sink.add_array(inner, chunk, within=within, role=own)
         found.parts[part.name] = TensorRef(inner.name, _ref_kind(chunk))
-    describer.collector.split.update(session.split)
+    saving.sink.split.update(session.split)
     if session.objects:
-        describer.late.append(partial(_describe_objects, describer, session, found))
+        saving.late.append(partial(_describe_objects, saving, session, found))
     else:
         session.end()
     return found
 
 
-def _describe_objects(describer: Describer, session: ProviderSession, found: Provided) -> None:
+def _describe_objects(saving: Saving, session: ProviderSession, found: objects.Provided) -> None:
     """Take an object's small objects. All tensors have been entered, and bytes move: no more can come."""
     for part, value in session.values():
-        found.objects[part.name] = session.checked(f"gives '{part.name}' a value that cannot be stored",
-                                                 describer.node, value, session.place_of(part))
+        found.objects[part.name] = session.checked(
+            f"gives '{part.name}' a value that cannot be stored", saving.walk, value, session.place_of(part)
+        )
     session.end()
 
 
-def restore(restorer: Restorer, served: Served, value: object, node: object, place: Place) -> None:
+def restore(served: Served, value: object, node: object, place: Place, loading: Loading) -> None:
     """Want an object's parts in its own memory, or anew; plan to hand it the rest."""
-    if not isinstance(node, Provided) or node.kind != served.kind:
-        stored = restorer.stored.tensors
+    if not isinstance(node, objects.Provided) or node.kind != served.kind:
+        stored = loading.stored.tensors
         found = kind_of(node) if node is not MISSING else "a tensor" if place.name in stored else "nothing of that name"
-        restorer.differ("missing" if node is MISSING else "kind", place.name, f"'{served.kind}'", found)
+        loading.differ("missing" if node is MISSING else "kind", place.name, f"'{served.kind}'", found)
         return
     session = ProviderSession(served, value, place)
-    new_values = NewValues(restorer)
+    new_values = NewValues(loading)
     anew: dict[str, TensorRef] = {}
     for part, chunk in session.memory(writable=True):
         inner, ref = session.place_of(part), node.parts.get(part.name, MISSING)
         if part.resizable:
-            if part.name not in anew and _fits(restorer, part, ref, inner):
+            if part.name not in anew and _fits(loading, part, ref, inner):
                 anew[part.name] = cast("TensorRef", ref)
                 new_values.want(ref, inner)
             continue
         within = None if part.box is None else Shard(chunk, part.shape, part.box.offset)
         if isinstance(chunk, torch.Tensor):
-            restorer.into_tensor(chunk, ref, inner, within=within)
+            loading.into_tensor(chunk, ref, inner, within=within)
         else:
-            restorer.into_array(chunk, ref, inner, within=within)
-    restorer.collector.split.update(session.split)
+            loading.into_array(chunk, ref, inner, within=within)
+    loading.sink.split.update(session.split)
     if isinstance(value, torch.Tensor):
-        restorer.written.append(value)  # a graph that saved it has to notice, too
-    _compare_objects(restorer, session, node)
+        loading.written.append(value)  # a graph that saved it has to notice, too
+    _compare_objects(loading, session, node)
     if place.rank is not None:
         for name in node.parts.keys() - {part.name for part in session.parts}:
-            restorer.differ("unexpected", f"{place.name}.{name}", "nothing of that name", "a tensor")
+            loading.differ("unexpected", f"{place.name}.{name}", "nothing of that name", "a tensor")
     for one in session.objects:
         if one.name in node.objects and not one.constant:
             new_values.want(node.objects[one.name], session.place_of(one))
-    restorer.later(Phase.STATEFUL, partial(_hand_over, session, new_values, anew, node))
+    loading.later(Phase.STATEFUL, partial(_hand_over, session, new_values, anew, node))
 
 
-def _fits(restorer: Restorer, part: Part, ref: object, inner: Place) -> bool:
+def _fits(loading: Loading, part: Part, ref: object, inner: Place) -> bool:
     """Whether a resizable part can take what is stored; if not, that is a difference."""
-    name = restorer.stored.rename(ref.name) if isinstance(ref, TensorRef) else inner.name
-    found = restorer.stored.tensors.get(name)
+    name = loading.stored.rename(ref.name) if isinstance(ref, TensorRef) else inner.name
+    found = loading.stored.tensors.get(name)
     if not isinstance(ref, TensorRef) or found is None:
-        restorer.differ("missing", inner.name, f"{part.dtype} of {len(part.shape)} dimensions", "nothing of that name")
+        loading.differ("missing", inner.name, f"{part.dtype} of {len(part.shape)} dimensions", "nothing of that name")
         return False
     if found.dtype.name != part.dtype:
-        restorer.differ("dtype", inner.name, part.dtype, found.dtype.name)
+        loading.differ("dtype", inner.name, part.dtype, found.dtype.name)
     elif len(found.shape) != len(part.shape):
-        restorer.differ("shape", inner.name, f"{len(part.shape)} dimensions", str(found.shape))
+        loading.differ("shape", inner.name, f"{len(part.shape)} dimensions", str(found.shape))
     else:
         return True
     return False
 
 
-def _compare_objects(restorer: Restorer, session: ProviderSession, node: Provided) -> None:
+def _compare_objects(loading: Loading, session: ProviderSession, node: objects.Provided) -> None:
     """Small objects that are not on both sides, and constants that are not equal, are differences."""
     names = {part.name for part in session.objects}
     for one in session.objects:
         if one.name not in node.objects:
-            restorer.differ("missing", session.place_of(one).name, "an object", "nothing of that name")
+            loading.differ("missing", session.place_of(one).name, "an object", "nothing of that name")
     for name in node.objects.keys() - names:
-        restorer.differ(
+        loading.differ(
             "unexpected", f"{session.place.name}.{name}", "nothing of that name", kind_of(node.objects[name])
         )
     if not any(part.constant for part in session.objects):
@@ -126,10 +157,10 @@ def _compare_objects(restorer: Restorer, session: ProviderSession, node: Provide
     for part, value in session.values():
         inner = session.place_of(part)
         if part.constant and part.name in node.objects:
-            own = session.checked(f"gives '{part.name}' a value that cannot be stored", restorer.plain, value, inner)
+            own = session.checked(f"gives '{part.name}' a value that cannot be stored", loading.plain, value, inner)
             mine, stored = (objects.encode(one, inner.name) for one in (own, node.objects[part.name]))
             if mine != stored:
-                restorer.differ("kind", inner.name, *_apart(mine, stored))
+                loading.differ("kind", inner.name, *_apart(mine, stored))
     session.end()
 
 
@@ -144,7 +175,9 @@ def _apart(mine: object, stored: object) -> tuple[str, str]:
     )
 
 
-def _hand_over(session: ProviderSession, new_values: NewValues, anew: Mapping[str, TensorRef], node: Provided) -> None:
+def _hand_over(
+    session: ProviderSession, new_values: NewValues, anew: Mapping[str, TensorRef], node: objects.Provided
+) -> None:
     """The provider's own part of a load, with every byte in place."""
     place = session.place
     found = {name: new_values.build(ref, f"{place.name}.{name}") for name, ref in anew.items()}

@@ -9,9 +9,50 @@ from typing import cast
 import numpy as np
 import torch
 
+from flowstone.errors import StateError
 from flowstone.format.objects import TensorRef, unsupported
-from flowstone.state.kinds import ProcessGenerators
-from flowstone.state.records import PerRank, Stored
+from flowstone.state.kind import Kind
+from flowstone.state.loading import Loading
+from flowstone.state.names import Place
+from flowstone.state.new_values import NewValues
+from flowstone.state.nodes import kind_of
+from flowstone.state.records import MISSING, PerRank, Phase, Stored
+from flowstone.state.saving import Saving
+from flowstone.state.sink import Role
+
+
+class ProcessGenerators:
+    """The generators that belong to the process: python's, numpy's, torch's on the CPU and on every GPU."""
+
+    __slots__ = ()
+
+
+class Generator(Kind):
+    """A generator, or all that belong to the process. Restored last: everything else may draw from it."""
+
+    bases = (
+        torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator,
+        ProcessGenerators,
+    )
+    one_value = True
+
+    def describe(self, value: object, place: Place, saving: Saving, role: Role) -> object:
+        return saving.walk(state_of(value, place.name), place)
+
+    def restore(self, value: object, node: object, place: Place, loading: Loading) -> None:
+        if node is MISSING:
+            loading.differ("missing", place.name, kind_of(value), "nothing of that name")
+            return
+        current = state_of(value, place.name)
+        if not fits(current, node, loading.stored):
+            loading.differ("kind", place.name, label(current, value), label(node, node))
+            return
+        new_values = NewValues(loading)
+        new_values.want(node, place)
+        missing = devices_missing(node)
+        if missing:
+            loading.notes.append(f"{place.name}: {missing} GPU(s) are not here, so their generators were skipped")
+        loading.later(Phase.GENERATORS, lambda: _load(value, new_values.build(node, place.name), place))
 
 
 def rng() -> PerRank:
@@ -139,3 +180,14 @@ def label(state: object, generator: object) -> str:
     """A generator's type as a difference tells it."""
     own = state.get("bit_generator") if isinstance(state, dict) else None
     return f"the state of {own}" if isinstance(own, str) else f"the state of {type(generator).__name__}"
+
+
+def _load(generator: object, state: object, place: Place) -> None:
+    try:
+        restore(generator, state)
+    except Exception as error:
+        raise StateError(
+            f"cannot restore '{place.name}'",
+            found=f"the generator refused the stored state: {type(error).__name__}: {error}",
+            next="run `flowstone verify`; everything but generators is already restored",
+        ) from error

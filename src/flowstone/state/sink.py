@@ -1,4 +1,4 @@
-"""The collector: every tensor that a walk over the state came by, with its name and its memory.
+"""The sink: every tensor that a walk over the state came by, with its name and its memory.
 
 Tensors are entered as they are, and looked into all at once when the walk is over: a state has
 tens of thousands of them, and what a column costs is mostly the first look at each.
@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import repeat
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -24,15 +24,12 @@ from flowstone.format.objects import unsupported
 from flowstone.state import tensors
 from flowstone.state.flat import Range
 from flowstone.state.frozen import Frozen
-from flowstone.state.names import Place, valid_name
+from flowstone.state.names import Place, check_shared, valid_name
 from flowstone.state.records import Shard
-from flowstone.state.shards import is_dtensor, shards_of
 from flowstone.table.box import Box
 from flowstone.table.dtype import DType
 from flowstone.table.pieces import Alias, Layout, Memory, Pieces, Places
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 class Role(enum.IntEnum):
     """What a tensor is in the state: by that it is known when it may change, and whose it is where ranks differ."""
@@ -47,8 +44,8 @@ class Role(enum.IntEnum):
 _NO_TENSOR = torch.empty(0)  # stands where memory was entered without a tensor
 
 
-class Collector:
-    """Collects entries in order. The same memory under a second name becomes an alias."""
+class Sink:
+    """Takes entries in order. The same memory under a second name becomes an alias."""
 
     def __init__(self, *, objects_only: bool = False, whole: bool = False) -> None:
         """One of `objects_only` takes no tensors: what is described then is written while bytes already move.
@@ -68,16 +65,13 @@ class Collector:
     def enter(
         self, place: Place, tensor: torch.Tensor, *, within: Shard | Range | None = None, role: Role = Role.OTHER
     ) -> None:
-        """Enter a tensor under the place's name; `within`: what of a larger one it is. DTensors tell it."""
+        """Enter a tensor under the place's name; `within`: what of a larger one it is."""
         if self.objects_only:
             raise unsupported(place.name, tensor, "is a tensor, or as large as one", "describe it as a Part")
-        if is_dtensor(tensor):
-            self._enter_shards(place, shards_of(cast("DTensor", tensor), place.name), tensor, role)
-            return
         if isinstance(within, Range):
             # Even one box: on another rank it may be several, and what is tied here has to be tied there.
             self.split.add(place.name)
-            self._enter_shards(place, within.cut(tensor), tensor, role)
+            self.enter_boxes(place, within.cut(tensor), tensor, role)
             return
         if within is not None:
             self._within[len(self.names)] = within
@@ -90,10 +84,9 @@ class Collector:
         """Enter the place's name as a further one of the tensor called `target`, in however many boxes that is."""
         self._tied.append((place, target))
 
-    def _enter_shards(self, place: Place, held: Sequence[Shard], tensor: torch.Tensor, role: Role) -> None:
+    def enter_boxes(self, place: Place, held: Sequence[Shard], tensor: torch.Tensor, role: Role) -> None:
         """Enter what this rank holds of a larger tensor: nothing, or a box, or several."""
-        if place.rank is not None:
-            raise unsupported(place.name, tensor, "is a shard, but fs.PerRank takes whole values", "remove PerRank")
+        check_shared(place, tensor)
         if self._whole and not held:
             raise _part(place.name, "no element of it")
         if len(held) > 1:

@@ -1,4 +1,4 @@
-"""Optimizers: slots under their parameters' names, groups by their members.
+"""Optimizer views: what an optimizer holds by parameter, and what a checkpoint has stored of one.
 
 An optimizer's object:
 
@@ -16,25 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 
 from flowstone.errors import CollisionError, UnsupportedStateError
-from flowstone.format.merge_points import Groups, MergePoint
-from flowstone.format.objects import TensorRef
-from flowstone.state.collector import Role
 from flowstone.state.flat import Range, Span
-from flowstone.state.inner import Core, base_of, core_of, is_optimizer, parts_of
+from flowstone.state.inner import Core, base_of, core_of, is_optimizer
 from flowstone.state.names import Place
-from flowstone.state.new_values import refers_to_tensors
-from flowstone.state.scan import Home, Parameters, provider_of_tensor, refuse_failed_call
+from flowstone.state.parameters import Home, Parameters
+from flowstone.state.scan import refuse_failed_call
 from flowstone.state.shards import is_dtensor
-from flowstone.state.tensors import DENSE_TYPES
 from flowstone.state.zero import local_optimizer
-
-if TYPE_CHECKING:
-    from flowstone.state.describe import Describer
 
 NOT_OPTIONS = frozenset({"params", "param_names"})
 """Keys of a group that belong to the order of its members, not to its settings."""
@@ -56,6 +49,22 @@ class StoredOptimizer:
     listed: dict[str, dict[object, object]]
     shared: object
     extra: object
+
+
+def stored_optimizer(node: object) -> StoredOptimizer | None:
+    """The entries of a stored object, or None when it is no optimizer's."""
+    match node:
+        case {"param_groups": list(groups), "state": dict(listed), "shared": dict(shared), "extra": dict(extra)}:
+            found = []
+            for group in groups:
+                match group:
+                    case {"params": list(params), "options": dict(options)} if all(type(p) is str for p in params):
+                        found.append(StoredGroup(params, options))
+                    case _:
+                        return None
+            if all(type(path) is str and isinstance(slots, dict) for path, slots in listed.items()):
+                return StoredOptimizer(found, listed, shared, extra)
+    return None
 
 
 class Member(NamedTuple):
@@ -227,105 +236,3 @@ def _home_by_name(group: Mapping[str, object], i: int, j: int, place: Place) -> 
         next="put the module that owns it into the state, or build the optimizer from named_parameters()"
         + (gathered if is_dtensor(parameter) else ""),
     )
-
-
-def describe(describer: Describer, optimizer: Core, place: Place) -> MergePoint:
-    """Enter an optimizer's tensors; returns its object, as shown at the top."""
-    view = view_of(optimizer, describer.parameters, place)
-    inside = place.child("state")
-    guarded = {id(one) for one in describer.scan.optimizers}
-    slots = _Slots(describer, inside, lazy=all(id(one) in guarded for one in parts_of(optimizer)))
-    state = MergePoint()
-    for member in view.members():
-        listed = slots.describe(member)
-        if listed:
-            state[member.home.path] = listed
-    slots.enter()
-    options_place = place.child("param_groups")
-    groups = Groups(
-        {
-            "params": [member.home.path for member in members],
-            "options": describer.node(dict(options), options_place.child(i)),
-        }
-        for i, (members, options) in enumerate(zip(view.groups, view.options, strict=True))
-    )
-    return MergePoint({
-        "param_groups": groups,
-        "state": state,
-        "shared": describer.node(dict(view.shared), inside),
-        "extra": describer.node(dict(view.extra), place),
-    })
-
-
-class _Slots:
-    """Enters the slots of one parameter after the other; those that their names tell, many at a time."""
-
-    def __init__(self, describer: Describer, inside: Place, *, lazy: bool) -> None:
-        """`lazy`: nobody changes them but who has waited before."""
-        self._describer, self._inside = describer, inside
-        self._role = Role.STEPPED if lazy else Role.OTHER
-        self._keys: list[object] = []
-        self._names: list[str] = []
-        self._values: list[torch.Tensor] = []
-
-    def describe(self, member: Member) -> dict[object, object]:
-        """Enter a parameter's slots; returns those that have to be listed."""
-        listed: dict[object, object] = {}
-        inside, (path, held) = self._inside, member.home
-        base = f"{inside.name}.{path}."
-        for slot, value in member.slots.items():
-            if type(value) not in DENSE_TYPES and implicit(slot) and is_dtensor(value):
-                self.enter()
-                self._describer.collector.enter(
-                    inside.called(f"{base}{slot}", (path, slot)), value, role=self._role  # type: ignore[arg-type]
-                )
-                continue
-            if not implicit(slot) or type(value) not in DENSE_TYPES:
-                if not member.here:
-                    continue  # whoever has the parameter lists it: a load leaves what is here as it was
-                self.enter()
-                plain = self._describer.key(slot, inside)
-                inner = inside.child(path).child(plain)
-                own = provider_of_tensor(value) is not None
-                describer = self._describer
-                node = describer.provided(value, inner, self._role) if own else describer.node(value, inner)
-                if type(held) is Range and refers_to_tensors(node):
-                    raise _no_match(inner.name)
-                listed[plain] = node
-                continue
-            name, key = base + cast("str", slot), (path, slot)
-            mine = cast("torch.Tensor", value if member.span is None else member.part_of(value))
-            if held is not None and mine.shape == member.parameter.shape:
-                self.enter()
-                self._describer.collector.enter(inside.called(name, key), mine, within=held, role=self._role)
-            elif not member.here:
-                continue
-            elif type(held) is Range and mine.numel() != 1:
-                raise _no_match(name)
-            else:
-                self._names.append(name)
-                self._keys.append(key)
-                self._values.append(value)  # type: ignore[arg-type]
-            if inside.rank is not None:
-                # Another rank may take this entry, and could not tell the slots from the names.
-                listed[slot] = TensorRef(name, "tensor")
-        return listed
-
-    def enter(self) -> None:
-        """Enter what has been collected: before anything else is, so that pieces stay in the state's order."""
-        roles = [self._role] * len(self._names)
-        self._describer.collector.enter_all(self._inside, self._keys, self._names, self._values, roles=roles)
-        self._keys, self._names, self._values = [], [], []
-
-
-def _no_match(name: str) -> UnsupportedStateError:
-    return UnsupportedStateError(
-        f"slot '{name}' does not match this rank's shard",
-        expected="a tensor as long as the shard, a single number, or values without tensors",
-        next="save it as an entry of its own, in fs.PerRank",
-    )
-
-
-def implicit(key: object) -> bool:
-    """Whether a tensor's name alone tells the slot."""
-    return type(key) is str and "." not in key

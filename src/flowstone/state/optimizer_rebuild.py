@@ -1,4 +1,4 @@
-"""Optimizers, restored: slots and groups follow the checkpoint, never a dummy step, never a cast."""
+"""Optimizers, rebuilt: slots and groups follow the checkpoint, never a dummy step, never a cast."""
 
 from __future__ import annotations
 
@@ -6,88 +6,34 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 
 from flowstone.errors import StateError
 from flowstone.format import objects
 from flowstone.format.objects import Provided, TensorRef
-from flowstone.state import state_dicts, tensors
+from flowstone.state import tensors
+from flowstone.state.constants import constant_free
 from flowstone.state.flat import Range
 from flowstone.state.inner import Core, parts_of
+from flowstone.state.loading import Loading
 from flowstone.state.names import Place
-from flowstone.state.new_values import NewValues, constant_free, kind_of, refers_to_tensors, without_tensors
-from flowstone.state.optimizer_kind import mismatch
-from flowstone.state.optimizers import NOT_OPTIONS, Member, OptimizerView, StoredGroup, StoredOptimizer, view_of
-from flowstone.state.records import MISSING, Phase, Shard, StoredTensor
-from flowstone.state.scan import provider_of_tensor
+from flowstone.state.new_values import NewValues
+from flowstone.state.nodes import kind_of, refers_to_tensors, without_tensors
+from flowstone.state.optimizer_view import NOT_OPTIONS, Member, OptimizerView, StoredGroup
+from flowstone.state.providers import served_tensor
+from flowstone.state.records import MISSING, Shard, StoredTensor
 from flowstone.state.shards import is_dtensor
-
-if TYPE_CHECKING:
-    from flowstone.state.restore import Restorer
 
 Built = Callable[[], object]
 
 
-def restore(restorer: Restorer, optimizer: Core, node: object, place: Place) -> None:
-    """Want an optimizer's tensors, existing ones in place; plan to put slots and settings into it."""
-    if node is MISSING:
-        restorer.differ("missing", place.name, "an optimizer", "nothing of that name")
-        return
-    stored = read(node)
-    if stored is None and not state_dicts.is_optimizers(node):
-        restorer.differ("kind", place.name, "an optimizer", kind_of(node))
-        return
-    view = view_of(optimizer, restorer.parameters, place)
-    if stored is None:
-        stored = state_dicts.translate(restorer, node, view, place)
-        if stored is None:
-            return
-    kinds = mismatch(optimizer, view, stored, _stored_slots(restorer, stored, place))
-    if kinds is not None:
-        restorer.differ("kind", place.name, *kinds)
-        restorer.remedies.append(
-            f"use the kind of optimizer that was saved, or leave {place.name!r} out of the state to start it afresh"
-        )
-        return
-    rebuild = _Rebuild(restorer, optimizer, view, place)
-    rebuild.match_groups(stored.groups)
-    if place.rank is None:
-        rebuild.want_named_slots(stored.listed)
-    rebuild.want_listed_slots(stored.listed)
-    rebuild.want_rest(stored.shared, stored.extra)
-    restorer.later(Phase.OPTIMIZERS, rebuild.apply)
-
-
-def _stored_slots(restorer: Restorer, stored: StoredOptimizer, place: Place) -> set[str]:
-    """The names of a stored optimizer's slots: those that are listed, and those that their tensors' names tell."""
-    prefix = f"{place.name}.state."
-    named = {name.rpartition(".")[2] for name in restorer.stored.tensors if name.startswith(prefix)}
-    return named.union(*[map(str, slots) for slots in stored.listed.values()])
-
-
-def read(node: object) -> StoredOptimizer | None:
-    """The entries of a stored object, or None when it is no optimizer's."""
-    match node:
-        case {"param_groups": list(groups), "state": dict(listed), "shared": dict(shared), "extra": dict(extra)}:
-            found = []
-            for group in groups:
-                match group:
-                    case {"params": list(params), "options": dict(options)} if all(type(p) is str for p in params):
-                        found.append(StoredGroup(params, options))
-                    case _:
-                        return None
-            if all(type(path) is str and isinstance(slots, dict) for path, slots in listed.items()):
-                return StoredOptimizer(found, listed, shared, extra)
-    return None
-
-
 @dataclass(slots=True)
-class _Rebuild:
+class Rebuild:
     """An optimizer's state in the making: what each slot and setting will be."""
 
-    restorer: Restorer
+    loading: Loading
     optimizer: Core
     view: OptimizerView
     place: Place
@@ -110,14 +56,14 @@ class _Rebuild:
     def _find(self, *paths: str) -> Member | None:
         """The member at the first of `paths` that is one; a tied parameter has several."""
         for path in paths:
-            member = self._by_path.get(self.restorer.parameters.first(path))
+            member = self._by_path.get(self.loading.parameters.first(path))
             if member is not None:
                 return member
         return None
 
     def match_groups(self, stored: list[StoredGroup]) -> None:
         """Pair groups that have the same members, in whatever order; then those of which only some are here."""
-        rename = self.restorer.stored.rename
+        rename = self.loading.stored.rename
         waiting: dict[frozenset[str], list[int]] = {}
         for i, members in enumerate(self.view.groups):
             waiting.setdefault(frozenset(member.home.path for member in members), []).append(i)
@@ -149,14 +95,14 @@ class _Rebuild:
             self._want_options(mine, group.options)
             for path in [path for member, path in zip(found, group.params, strict=True) if member is None]:
                 name = f"{self.place.name}.param_groups.{i}.{path}"
-                self.restorer.differ("unexpected", name, "no such parameter", "a member of the group")
+                self.loading.differ("unexpected", name, "no such parameter", "a member of the group")
         for i in waiting:
             paths = [member.home.path for member in self.view.groups[i]]
             self._differ(i, "missing", _listing(paths), "no group of these members")
 
     def _differ(self, i: int, kind: str, expected: str, found: str) -> None:
         name = f"{self.place.name}.param_groups.{i}"
-        self.restorer.differ("missing" if kind == "missing" else "unexpected", name, expected, found)
+        self.loading.differ("missing" if kind == "missing" else "unexpected", name, expected, found)
 
     def _want_options(self, i: int, options: Mapping[object, object]) -> None:
         """Settings follow the checkpoint, whole; a tensor that fits is kept and written into."""
@@ -164,7 +110,7 @@ class _Rebuild:
         on_device = bool(options.get("capturable")) or bool(options.get("fused"))
         for member in self.view.groups[i]:
             self._on_device[member.home.path] = on_device
-        new_values = NewValues(self.restorer, partial(self._option_device, i, on_device))
+        new_values = NewValues(self.loading, partial(self._option_device, i, on_device))
         chosen = self.options[i] = {}
         for key, node in options.items():
             if type(key) is not str or key in NOT_OPTIONS:
@@ -178,24 +124,24 @@ class _Rebuild:
                 chosen[key] = _building(new_values, node, place)
         kept = sorted(str(key) for key in self.view.options[i] if key not in chosen)
         if kept:
-            self.restorer.notes.append(f"{place.name}: {', '.join(kept)} not in the checkpoint, kept as they are")
+            self.loading.notes.append(f"{place.name}: {', '.join(kept)} not in the checkpoint, kept as they are")
 
     def _option_device(self, i: int, on_device: bool, _: StoredTensor) -> torch.device | str:
         members = self.view.groups[i]
         return members[0].parameter.device if members and on_device else "cpu"
 
     def _fits(self, tensor: torch.Tensor, ref: TensorRef) -> bool:
-        stored = self.restorer.stored
+        stored = self.loading.stored
         found = stored.tensors.get(stored.rename(ref.name))
         return found == StoredTensor(tensors.dtype_of(tensor), tuple(tensor.shape))
 
     def _into(self, tensor: torch.Tensor, ref: TensorRef, place: Place, within: Shard | Range | None) -> None:
-        name = self.restorer.stored.rename(ref.name)
-        self.restorer.into_tensor(tensor, ref, place.called(name, place.key), within=within)
+        name = self.loading.stored.rename(ref.name)
+        self.loading.into_tensor(tensor, ref, place.called(name, place.key), within=within)
 
     def want_named_slots(self, listed: Mapping[str, Mapping[object, object]]) -> None:
         """Slots that are told by their tensors' names alone."""
-        stored = self.restorer.stored
+        stored = self.loading.stored
         prefix = f"{self.place.name}.state."
         known = {stored.rename(name) for slots in listed.values() for name in _names_in(slots)}
         names: list[str] = []
@@ -218,26 +164,28 @@ class _Rebuild:
                 kept.add(slot)
             else:
                 self._want_slot(member, slot, name, stored.tensors[name])
-        self.restorer.into_tensors(self.place, keys, names, values)
+        self.loading.into_tensors(self.place, keys, names, values)
 
     def _want_slot(self, member: Member, slot: object, name: str, stored: StoredTensor) -> None:
         """A tensor slot: the optimizer's own where there is one, else a new one of the stored form."""
         place = self.place.called(name, (member.home.path, slot))
         parameter, held = member.parameter, member.home.held
         current = member.slots.get(slot)
-        served = provider_of_tensor(current)
+        served = served_tensor(current)
         if served is not None:
-            self.restorer.differ("kind", name, f"'{served.kind}'", "a tensor")
+            self.loading.differ("kind", name, f"'{served.kind}'", "a tensor")
             return
         if not isinstance(current, torch.Tensor):
             if type(held) is Range and not self._follows(member, slot, stored) and math.prod(stored.shape) != 1:
-                self.restorer.differ("shape", name, f"{held.shape}, or a single number", str(stored.shape))
+                self.loading.differ("shape", name, f"{held.shape}, or a single number", str(stored.shape))
                 return
             current = self._new(member, slot, stored)
-            self.restorer.new_bytes += (current.to_local() if is_dtensor(current) else current).nbytes  # type: ignore[attr-defined]
+            self.loading.new_bytes += (current.to_local() if is_dtensor(current) else current).nbytes  # type: ignore[attr-defined]
         mine = cast("torch.Tensor", member.part_of(current))
-        within = held if held is not None and mine.shape == parameter.shape else None
-        self.restorer.into_tensor(mine, MISSING, place, within=within)
+        if held is not None and mine.shape == parameter.shape:
+            self.loading.into_tensor(mine, MISSING, place, within=held)
+        else:
+            self.loading.walk(mine, place, MISSING)
         self.slots.setdefault(member.home.path, {})[slot] = _constant(current)
 
     def _new(self, member: Member, slot: object, stored: StoredTensor) -> torch.Tensor:
@@ -265,7 +213,7 @@ class _Rebuild:
         if held.shape:
             return stored.shape == held.shape
         for other in self._by_owner[id(member.owner)]:
-            theirs = self.restorer.stored.tensors.get(f"{self.place.name}.state.{other.home.path}.{slot}")
+            theirs = self.loading.stored.tensors.get(f"{self.place.name}.state.{other.home.path}.{slot}")
             if theirs is not None and other.home.held is not None and other.home.held.shape:
                 return theirs.shape == other.home.held.shape
         return slot != "step" and stored.shape == ()
@@ -279,16 +227,16 @@ class _Rebuild:
 
     def want_listed_slots(self, listed: Mapping[str, Mapping[object, object]]) -> None:
         """Slots that are numbers, None, nested containers; and tensors whose names do not tell."""
-        stored = self.restorer.stored
+        stored = self.loading.stored
         new_values: dict[str, NewValues] = {}
         for path, slots in listed.items():
             member = self._find(stored.rename(path), path)
             if member is None:
                 name = f"{self.place.name}.state.{path}"
-                self.restorer.differ("unexpected", name, "no such parameter", f"{len(slots)} slots")
+                self.loading.differ("unexpected", name, "no such parameter", f"{len(slots)} slots")
                 continue
             key = member.home.path
-            anew = new_values.setdefault(key, NewValues(self.restorer, partial(self._device, member, None)))
+            anew = new_values.setdefault(key, NewValues(self.loading, partial(self._device, member, None)))
             for named, node in slots.items():
                 slot = constant_free(named, self.place.name)
                 place = self.place.child("state").child(path).child(slot)
@@ -298,11 +246,11 @@ class _Rebuild:
                         self._want_slot(member, slot, name, stored.tensors[name])
                         continue
                 if type(member.home.held) is Range and refers_to_tensors(node):
-                    self.restorer.differ("kind", place.name, "no tensors, as only a part is here", kind_of(node))
+                    self.loading.differ("kind", place.name, "no tensors, as only a part is here", kind_of(node))
                     continue
                 current = member.slots.get(slot)
                 if isinstance(node, Provided) and current is not None:
-                    self.restorer.node(current, node, place)
+                    self.loading.walk(current, place, node)
                     self.slots.setdefault(key, {})[slot] = _constant(current)
                     continue
                 if self._agrees(member, slot, node, place):
@@ -316,12 +264,12 @@ class _Rebuild:
         first, known = self._agreed.setdefault((id(member.owner), slot), (place.name, node))
         mine, theirs = (objects.encode(without_tensors(one), place.name) for one in (node, known))
         if mine != theirs:
-            self.restorer.differ("kind", place.name, f"as in '{first}', of the same flat parameter", "another value")
+            self.loading.differ("kind", place.name, f"as in '{first}', of the same flat parameter", "another value")
         return first == place.name
 
     def want_rest(self, shared: object, extra: object) -> None:
         """State of no parameter, and what a subclass adds."""
-        new_values = NewValues(self.restorer)
+        new_values = NewValues(self.loading)
         inside = self.place.child("state")
         new_values.want(shared, inside)
         new_values.want(extra, self.place)

@@ -1,0 +1,61 @@
+"""Fitting: plain values go into the very containers that they replace."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+
+
+class Fitting:
+    """Puts plain values into the containers that they replace: whoever holds those sees the change.
+
+    A container that stands in two places of the state takes one value; where the other place was
+    saved with a different one, it gets a container of its own.
+    """
+
+    def __init__(self) -> None:
+        self._taken: dict[int, tuple[object, object]] = {}
+
+    def fit(self, target: object, value: object) -> object:
+        """`value`, in `target` and the containers inside it as far as types agree."""
+        if type(target) is not type(value) or type(target) not in _FILL:
+            return value
+        if id(target) in self._taken:
+            return target if self._taken[id(target)][1] == value else value
+        # A copy: what goes into the target is fitted, and must not change what we compare with.
+        self._taken[id(target)] = (target, copy.copy(value))
+        _FILL[type(target)](self, target, value)
+        return target
+
+    def _dict(self, target: dict[object, object], value: dict[object, object]) -> None:
+        fitted = {key: self.fit(target.get(key), item) for key, item in value.items()}
+        target.clear()
+        target.update(fitted)
+
+    def _list(self, target: list[object], value: list[object]) -> None:
+        pairs = itertools.zip_longest(target[: len(value)], value)
+        target[:] = [self.fit(old, new) for old, new in pairs]
+
+    def _set(self, target: set[object], value: set[object]) -> None:
+        target.clear()
+        target.update(value)
+
+    def _counter(self, target: Counter[object], value: Counter[object]) -> None:
+        target.clear()
+        for key, count in value.items():
+            target[key] = count
+
+    def _bytearray(self, target: bytearray, value: bytearray) -> None:
+        target[:] = value
+
+
+_FILL: Mapping[type, Callable[..., None]] = {
+    dict: Fitting._dict,
+    OrderedDict: Fitting._dict,
+    list: Fitting._list,
+    set: Fitting._set,
+    Counter: Fitting._counter,
+    bytearray: Fitting._bytearray,
+}

@@ -1,0 +1,217 @@
+"""Optimizers, and objects around some: slots under their parameters' names, groups by their members.
+
+`optimizer_view.py` shows the object that is stored, and reads both sides; `optimizer_rebuild.py` puts one together.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+
+from flowstone.errors import UnsupportedStateError
+from flowstone.format.merge_points import Groups, MergePoint
+from flowstone.format.objects import TensorRef
+from flowstone.state import state_dicts
+from flowstone.state.constants import stored_key
+from flowstone.state.flat import Range
+from flowstone.state.inner import Core, guards_of, is_optimizer, parts_of
+from flowstone.state.kinds.stateful import Stateful
+from flowstone.state.loading import Loading, Replacement
+from flowstone.state.names import Place
+from flowstone.state.nodes import kind_of, refers_to_tensors
+from flowstone.state.optimizer_kind import mismatch
+from flowstone.state.optimizer_rebuild import Rebuild
+from flowstone.state.optimizer_view import (
+    Member,
+    StoredOptimizer,
+    base_at,
+    core_at,
+    stored_optimizer,
+    view_of,
+)
+from flowstone.state.providers import served_tensor
+from flowstone.state.records import MISSING, Phase
+from flowstone.state.saving import Saving
+from flowstone.state.scan import Scan
+from flowstone.state.shards import is_dtensor
+from flowstone.state.sink import Role
+from flowstone.state.tensors import DENSE_TYPES
+
+
+class Optimizer(Stateful):
+    """One of torch's optimizers, or a wrapper or container of some that has a state_dict().
+
+    One whose state_dict() has a form of its own is saved like any other object.
+    """
+
+    bases = (torch.optim.Optimizer,)
+
+    def recognises(self, value: object) -> bool:
+        return isinstance(value, self.bases) or (super().recognises(value) and is_optimizer(value))
+
+    def find(self, value: object, place: Place, scan: Scan) -> bool:
+        guards = guards_of(value)
+        scan.guards |= {id(one): one for one in guards}
+        scan.unguarded += [] if guards else [place.name]
+        return True
+
+    def describe(self, value: object, place: Place, saving: Saving, role: Role) -> object:
+        core = core_at(value, place)
+        if core is None:
+            return super().describe(value, place, saving, role)
+        node, base = _describe(core, place, saving), base_at(value, core, place)
+        if base is not None:
+            node["base"] = _describe(base, place.child("base"), saving)
+        return node
+
+    def restore(self, value: object, node: object, place: Place, loading: Loading) -> Replacement | None:
+        core = core_at(value, place)
+        wraps = not isinstance(value, self.bases)
+        if core is None or (wraps and stored_optimizer(node) is None):
+            return super().restore(value, node, place, loading)
+        _restore(core, node, place, loading)
+        base = base_at(value, core, place)
+        if base is not None and node is not MISSING:
+            inner = node.get("base", MISSING) if isinstance(node, dict) else MISSING
+            _restore(base, inner, place.child("base"), loading)
+        return None
+
+    def takes_state(self, value: object) -> bool:
+        return not isinstance(value, self.bases)
+
+
+def _describe(optimizer: Core, place: Place, saving: Saving) -> MergePoint:
+    """Enter an optimizer's tensors; returns its object, as `optimizer_view` shows it."""
+    view = view_of(optimizer, saving.parameters, place)
+    inside = place.child("state")
+    guarded = {id(one) for one in saving.scan.optimizers}
+    slots = _Slots(saving, inside, lazy=all(id(one) in guarded for one in parts_of(optimizer)))
+    state = MergePoint()
+    for member in view.members():
+        listed = slots.describe(member)
+        if listed:
+            state[member.home.path] = listed
+    slots.enter()
+    options_place = place.child("param_groups")
+    groups = Groups(
+        {
+            "params": [member.home.path for member in members],
+            "options": saving.walk(dict(options), options_place.child(i)),
+        }
+        for i, (members, options) in enumerate(zip(view.groups, view.options, strict=True))
+    )
+    return MergePoint({
+        "param_groups": groups,
+        "state": state,
+        "shared": saving.walk(dict(view.shared), inside),
+        "extra": saving.walk(dict(view.extra), place),
+    })
+
+
+class _Slots:
+    """Enters the slots of one parameter after the other; those that their names tell, many at a time."""
+
+    def __init__(self, saving: Saving, inside: Place, *, lazy: bool) -> None:
+        """`lazy`: only steps that have waited before change them."""
+        self._saving, self._inside = saving, inside
+        self._role = Role.STEPPED if lazy else Role.OTHER
+        self._keys: list[object] = []
+        self._names: list[str] = []
+        self._values: list[torch.Tensor] = []
+
+    def describe(self, member: Member) -> dict[object, object]:
+        """Enter a parameter's slots; returns those that have to be listed."""
+        listed: dict[object, object] = {}
+        inside, (path, held) = self._inside, member.home
+        base = f"{inside.name}.{path}."
+        for slot, value in member.slots.items():
+            if type(value) not in DENSE_TYPES and implicit(slot) and is_dtensor(value):
+                self.enter()
+                self._saving.walk(value, inside.called(f"{base}{slot}", (path, slot)), self._role)
+                continue
+            if not implicit(slot) or type(value) not in DENSE_TYPES:
+                if not member.here:
+                    continue  # whoever has the parameter lists it: a load leaves what is here as it was
+                self.enter()
+                plain = stored_key(slot, inside)
+                inner = inside.child(path).child(plain)
+                role = Role.OTHER if served_tensor(value) is None else self._role
+                node = self._saving.walk(value, inner, role)
+                if type(held) is Range and refers_to_tensors(node):
+                    raise _no_match(inner.name)
+                listed[plain] = node
+                continue
+            name, key = base + cast("str", slot), (path, slot)
+            mine = cast("torch.Tensor", value if member.span is None else member.part_of(value))
+            if held is not None and mine.shape == member.parameter.shape:
+                self.enter()
+                self._saving.sink.enter(inside.called(name, key), mine, within=held, role=self._role)
+            elif not member.here:
+                continue
+            elif type(held) is Range and mine.numel() != 1:
+                raise _no_match(name)
+            else:
+                self._names.append(name)
+                self._keys.append(key)
+                self._values.append(value)  # type: ignore[arg-type]
+            if inside.rank is not None:
+                # Another rank may take this entry, and could not tell the slots from the names.
+                listed[slot] = TensorRef(name, "tensor")
+        return listed
+
+    def enter(self) -> None:
+        """Enter what has been collected: before anything else is, so that pieces stay in the state's order."""
+        roles = [self._role] * len(self._names)
+        self._saving.sink.enter_all(self._inside, self._keys, self._names, self._values, roles=roles)
+        self._keys, self._names, self._values = [], [], []
+
+
+def _no_match(name: str) -> UnsupportedStateError:
+    return UnsupportedStateError(
+        f"slot '{name}' does not match this rank's shard",
+        expected="a tensor as long as the shard, a single number, or values without tensors",
+        next="save it as an entry of its own, in fs.PerRank",
+    )
+
+
+def implicit(key: object) -> bool:
+    """Whether a tensor's name alone tells the slot."""
+    return type(key) is str and "." not in key
+
+
+def _restore(optimizer: Core, node: object, place: Place, loading: Loading) -> None:
+    """Want an optimizer's tensors, existing ones in place; plan to put slots and settings into it."""
+    if node is MISSING:
+        loading.differ("missing", place.name, "an optimizer", "nothing of that name")
+        return
+    stored = stored_optimizer(node)
+    if stored is None and not state_dicts.is_optimizers(node):
+        loading.differ("kind", place.name, "an optimizer", kind_of(node))
+        return
+    view = view_of(optimizer, loading.parameters, place)
+    if stored is None:
+        stored = state_dicts.translate(loading, node, view, place)
+        if stored is None:
+            return
+    kinds = mismatch(optimizer, view, stored, _stored_slots(loading, stored, place))
+    if kinds is not None:
+        loading.differ("kind", place.name, *kinds)
+        loading.remedies.append(
+            f"use the kind of optimizer that was saved, or leave {place.name!r} out of the state to start it afresh"
+        )
+        return
+    rebuild = Rebuild(loading, optimizer, view, place)
+    rebuild.match_groups(stored.groups)
+    if place.rank is None:
+        rebuild.want_named_slots(stored.listed)
+    rebuild.want_listed_slots(stored.listed)
+    rebuild.want_rest(stored.shared, stored.extra)
+    loading.later(Phase.OPTIMIZERS, rebuild.apply)
+
+
+def _stored_slots(loading: Loading, stored: StoredOptimizer, place: Place) -> set[str]:
+    """The names of a stored optimizer's slots: those that are listed, and those that their tensors' names tell."""
+    prefix = f"{place.name}.state."
+    named = {name.rpartition(".")[2] for name in loading.stored.tensors if name.startswith(prefix)}
+    return named.union(*[map(str, slots) for slots in stored.listed.values()])

@@ -1,0 +1,56 @@
+"""Any other object with state_dict() and load_state_dict(): what it returns is described as the tree that it is."""
+
+from __future__ import annotations
+
+from flowstone.errors import StateError
+from flowstone.state.kind import Kind
+from flowstone.state.loading import Loading, Replacement
+from flowstone.state.names import Place
+from flowstone.state.new_values import NewValues
+from flowstone.state.nodes import kind_of
+from flowstone.state.records import MISSING, Phase
+from flowstone.state.saving import Saving
+from flowstone.state.scan import refuse_failed_call
+from flowstone.state.sink import Role
+
+_VERBS = ("state_dict", "load_state_dict")
+
+
+class Stateful(Kind):
+    """Saved by its state_dict(), loaded by its load_state_dict(), which runs last."""
+
+    one_value = True
+
+    def recognises(self, value: object) -> bool:
+        return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in _VERBS)
+
+    def describe(self, value: object, place: Place, saving: Saving, role: Role) -> object:
+        try:
+            tree = value.state_dict()  # type: ignore[attr-defined]
+        except Exception as error:
+            raise refuse_failed_call(place, "state_dict", error) from error
+        return saving.walk(tree, place)
+
+    def restore(self, value: object, node: object, place: Place, loading: Loading) -> Replacement | None:
+        if node is MISSING:
+            loading.differ("missing", place.name, kind_of(value), "nothing of that name")
+            return None
+        new_values = NewValues(loading)
+        new_values.want(node, place)
+        loading.later(Phase.STATEFUL, lambda: load_state(value, new_values.build(node, place.name), place))
+        return None
+
+    def takes_state(self, value: object) -> bool:
+        return True
+
+
+def load_state(value: object, tree: object, place: Place) -> None:
+    """Hand an object its state."""
+    try:
+        value.load_state_dict(tree)  # type: ignore[attr-defined]
+    except Exception as error:
+        raise StateError(
+            f"cannot restore '{place.name}'",
+            found=f"load_state_dict() raised {type(error).__name__}: {error}",
+            next="fix that load_state_dict(); what comes before it in the state is already restored",
+        ) from error

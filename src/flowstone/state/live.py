@@ -1,0 +1,51 @@
+"""Live tensors: a module's own ones, told from those that its state_dict() made."""
+
+from __future__ import annotations
+
+import torch
+
+from flowstone.state import tensors
+
+
+class Live:
+    """Tells a module's own tensors from those that its state_dict() made."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._ids = {id(value) for value in _own_tensors(module)}
+        self._memory: dict[tuple[object, ...] | None, torch.Tensor] | None = None
+
+    def has(self, value: object) -> bool:
+        """Whether writing into `value` writes into the module."""
+        return self.own(value) is not None
+
+    def own(self, value: object) -> torch.Tensor | None:
+        """The module's tensor that is written into by writing into `value`."""
+        if not isinstance(value, torch.Tensor):
+            return None
+        if id(value) in self._ids:
+            return value
+        if tensors.uninitialized(value) or type(value) is not torch.Tensor:
+            return None
+        if self._memory is None:
+            # Only where state_dict() detaches: a whole module's worth of addresses is not free.
+            self._memory = {_identity(own): own for own in reversed(_own_tensors(self._module))}
+        identity = _identity(value)
+        return None if identity is None else self._memory.get(identity)
+
+
+def _own_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
+    own: list[torch.Tensor] = []
+    for inner in module.modules():
+        own.extend(value for value in inner._parameters.values() if value is not None)
+        own.extend(value for value in inner._buffers.values() if value is not None)
+    return own
+
+
+def _identity(tensor: torch.Tensor) -> tuple[object, ...] | None:
+    if tensor.is_meta or tensor.layout is not torch.strided or tensor.numel() == 0:
+        return None
+    try:
+        return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    except RuntimeError:  # uninitialized, or a subclass without memory: nobody's memory
+        return None

@@ -1,0 +1,162 @@
+"""One restoration being planned, as kinds see it: wanted memory, differences, and what is left to do after bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property, partial
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from flowstone.format import objects
+from flowstone.format.objects import TensorRef, unsupported
+from flowstone.state import tensors
+from flowstone.state.fitting import Fitting
+from flowstone.state.flat import Range
+from flowstone.state.names import Place
+from flowstone.state.nodes import kind_of, refers_to_tensors, without_tensors
+from flowstone.state.parameters import Parameters
+from flowstone.state.records import MISSING, Difference, DifferenceKind, Phase, Shard, Stored
+from flowstone.state.scan import Scan
+from flowstone.state.sink import Role, Sink
+from flowstone.table.pieces import Layout, Memory, Places
+
+Replacement = Callable[[], object]
+"""Makes, once all bytes are in place, the value that takes another's place in its container."""
+
+RestoreWalk: TypeAlias = Callable[[object, Place, object], "Replacement | None"]
+"""Plans to restore a value of whatever kind from the stored node at its place."""
+
+
+class Loading:
+    """One restoration being planned: takes wanted memory, differences and late actions.
+
+    scan    what the state contains
+    stored  what the checkpoint holds
+    walk    plans to restore what is below a value
+    plain   an object of the state as a checkpoint would have it; refuses tensors
+    sink    takes the memory that is wanted
+    """
+
+    walk: RestoreWalk
+    plain: Callable[[object, Place], object]
+
+    def __init__(self, scan: Scan, stored: Stored) -> None:
+        self.scan = scan
+        self.stored = stored
+        self.sink = Sink()
+        self.differences: list[Difference] = []
+        self.notes: list[str] = []
+        self.remedies: list[str] = []
+        self.actions: dict[Phase, list[Callable[[], None]]] = {phase: [] for phase in Phase}
+        self.written: list[torch.Tensor] = []
+        self.new_bytes = 0
+        self.fitting = Fitting()
+        self._places: dict[int, tuple[Place, object]] = {}
+
+    @cached_property
+    def parameters(self) -> Parameters:
+        return self.scan.parameters()
+
+    def differ(self, kind: DifferenceKind, name: str, expected: str, found: str) -> None:
+        """Note that state and checkpoint do not fit each other."""
+        self.differences.append(Difference(kind, name, expected, found))
+
+    def differ_extra(self, extra: Mapping[str, object], names: Collection[str], place: Place) -> None:
+        """Stored entries that a value does not have. Tensors among them are reported with all others."""
+        for name, item in extra.items():
+            if name not in names and not refers_to_tensors(item):
+                self.differ("unexpected", f"{place.name}.{name}", "nothing of that name", kind_of(item))
+
+    def later(self, phase: Phase, action: Callable[[], None]) -> None:
+        """Do `action` in `finish`."""
+        self.actions[phase].append(action)
+
+    def check_once(self, value: object, node: object, place: Place) -> None:
+        """An object in two places of the state can take one value only: both were saved with the same."""
+        first = self._places.setdefault(id(value), (place, node))
+        if first[0] is place or node is MISSING or first[1] is MISSING:
+            return
+        mine, theirs = (objects.encode(without_tensors(one), place.name) for one in (node, first[1]))
+        if mine != theirs:
+            self.differ("kind", place.name, f"as in '{first[0].name}', which is the same object", "another value")
+
+    def want(self, place: Place, made: torch.Tensor | np.ndarray) -> None:
+        """Want memory of our own making."""
+        self.new_bytes += made.nbytes
+        if isinstance(made, torch.Tensor):
+            self.sink.enter(place, made)
+        else:
+            self.sink.add_array(place, made)
+
+    def named(self, node: object, place: Place) -> Place:
+        """Where a wanted tensor is stored: by its own name; per rank, by the name of the rank that saved it."""
+        if place.rank is not None and isinstance(node, TensorRef):
+            return place.called(self.stored.rename(node.name), place.key)
+        return place
+
+    def into_tensor(
+        self, tensor: torch.Tensor, node: object, place: Place, *, within: Shard | Range | None = None
+    ) -> None:
+        """Want a tensor's elements in its own memory, which has to hold each of them by itself."""
+        self.written.append(tensor)
+        self.sink.enter(self.named(node, place), tensor, within=within)
+
+    def into_boxes(self, tensor: torch.Tensor, held: Sequence[Shard], node: object, place: Place) -> None:
+        """Want what this rank holds of a tensor that says itself which boxes that is."""
+        self.written.append(tensor)
+        self.sink.enter_boxes(self.named(node, place), held, tensor, Role.OTHER)
+
+    def into_copy(self, tensor: torch.Tensor, dtype: torch.dtype, node: object, place: Place) -> None:
+        """Want a tensor's elements in another dtype; they are cast when all are in place."""
+        aside = torch.empty_like(tensor, dtype=dtype, requires_grad=False)
+        self.into_tensor(aside, node, place)
+        self.later(Phase.VALUES, partial(_copy_into, tensor, aside))
+
+    def into_tensors(
+        self, place: Place, keys: Sequence[object], names: Sequence[str], values: Sequence[torch.Tensor]
+    ) -> None:
+        """Want the elements of tensors of one place, that no rank keeps for itself, each in its own memory."""
+        self.written += values
+        self.sink.enter_all(place, keys, names, values)
+
+    def close(self) -> tuple[Layout, Places]:
+        """What is wanted, once everything has been. Tensors that only note their sign get their values later."""
+        columns = self.sink.look(hold=False)
+        apart = {}
+        for position in columns.odd:
+            tensor = self.sink.tensors[position]
+            if tensors.deferred(tensor):
+                aside = tensors.empty(columns.dtypes[position], tensor.shape, device=tensor.device)
+                self.later(Phase.VALUES, partial(_copy_into, tensor, aside))
+                apart[position] = tensors.memory_of(aside)
+            else:
+                apart[position] = tensors.memory_of(tensor)
+                self._check_apart(apart[position], tensor, self.sink.names[position])
+        layout, places, _ = self.sink.close(columns, apart)
+        return layout, places
+
+    def into_array(self, array: np.ndarray, node: object, place: Place, *, within: Shard | None = None) -> None:
+        """Want an array's elements in its own memory."""
+        place = self.named(node, place)
+        dtype = tensors.check_array(array, place.name)
+        if not array.flags.writeable:
+            raise unsupported(place.name, array, "cannot be loaded into: it is read-only", "pass a copy() of it")
+        aside = tensors.ascending(array)
+        memory = tensors.array_memory(aside)
+        self._check_apart(memory, array, place.name)
+        self.sink.add(place, dtype, memory, within=within)
+        if aside is not array:
+            self.later(Phase.VALUES, partial(np.copyto, array, aside))
+
+    def _check_apart(self, memory: Memory, value: object, name: str) -> None:
+        if tensors.overlaps_itself(memory):
+            raise unsupported(
+                name, value, "cannot be loaded into: its elements share memory", "pass a contiguous copy of it"
+            )
+
+
+def _copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    with torch.no_grad():
+        target.copy_(source)

@@ -1,0 +1,40 @@
+"""Stored nodes: what an object of a checkpoint is, asked of what stands for it."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from flowstone.format.objects import Named, Provided, TensorRef
+
+
+def refers_to_tensors(node: object) -> bool:
+    """Whether a stored object holds tensors or arrays (long bytes are plain values)."""
+    if isinstance(node, TensorRef):
+        return node.kind in ("tensor", "ndarray")
+    if isinstance(node, Provided):
+        return bool(node.parts)
+    if isinstance(node, dict):
+        return any(refers_to_tensors(item) for item in node.values())
+    return isinstance(node, (list, tuple, deque)) and any(refers_to_tensors(item) for item in node)
+
+
+def without_tensors(node: object) -> object:
+    """The plain part of a stored object, for comparing what two places were saved with."""
+    if isinstance(node, TensorRef):
+        return node.kind
+    if isinstance(node, Provided):
+        return [node.kind, sorted(node.parts), without_tensors(node.objects)]
+    if isinstance(node, dict):
+        return {key: without_tensors(item) for key, item in node.items()}
+    return [without_tensors(item) for item in node] if isinstance(node, (list, tuple, deque)) else node
+
+
+def kind_of(node: object) -> str:
+    """What a stored object is, in words for a difference."""
+    if isinstance(node, TensorRef):
+        return f"a {node.kind}"
+    if isinstance(node, Provided):
+        return f"'{node.kind}'"
+    if isinstance(node, Named):
+        return f"a {node.kind}"
+    return type(node).__name__

@@ -1,0 +1,84 @@
+"""An index of parameters: everything that an optimizer could own, by identity and by path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from flowstone.state.flat import FlatHome, Range, Span
+from flowstone.state.fsdp import Wrapped
+from flowstone.state.records import Shard
+
+
+class Home(NamedTuple):
+    """Where a parameter lives in the state: its full path, and what of it is here, where its type does not tell."""
+
+    path: str
+    held: Shard | Range | None
+
+
+class Parameters:
+    """Parameters by identity and by path. Tied ones have several paths; the first names them."""
+
+    def __init__(self, shards: Mapping[str, Shard]) -> None:
+        self._paths: list[str] = []
+        self._owned: list[torch.Tensor] = []
+        self._held: dict[str, Shard | Range] = dict(shards)
+        self._flats: dict[int, FlatHome] = {}
+        self._ties: dict[str, str] = {}  # of those in flat parameters
+
+    def add(self, paths: Sequence[str], owned: Sequence[torch.Tensor]) -> None:
+        """Enter parameters, each under its path."""
+        self._paths += paths
+        self._owned += owned
+
+    def add_flat(self, parameter: torch.Tensor, local: torch.Tensor, spans: tuple[Span, ...]) -> None:
+        """Enter a flat parameter: `local` is what of it is here, and `spans` say by full paths what that is."""
+        self._flats[id(parameter)] = FlatHome(local, spans)
+
+    def add_wrapped(self, base: str, fsdp: Wrapped) -> None:
+        """Enter the parameters that FSDP1 has flattened, of the module at `base`: as its optimizer has them."""
+        for unit in fsdp.units:
+            spans = spans_below(base, unit.spans)
+            ties = {f"{base}.{name}": f"{base}.{target}" for name, target in unit.ties.items()}
+            if unit.originals is None:
+                self.add_flat(unit.flat, unit.local, spans)
+                self._ties |= ties
+                continue
+            by_path = dict(zip([span.name for span in spans], unit.originals, strict=True))
+            self.add(list(by_path), list(by_path.values()))
+            self.add(list(ties), [by_path[target] for target in ties.values()])
+            self._held |= {
+                span.name: span.range for span in spans if tuple(by_path[span.name].shape) != span.range.shape
+            }
+
+    def home(self, parameter: torch.Tensor) -> Home | None:
+        path = self._path_of.get(id(parameter))
+        return None if path is None else Home(path, self._held.get(path))
+
+    def flat(self, parameter: torch.Tensor) -> FlatHome | None:
+        """What lies in a flat parameter; None for any other."""
+        return self._flats.get(id(parameter))
+
+    def first(self, path: str) -> str:
+        """The path that names the parameter at `path`; `path` itself where there is none."""
+        path = self._ties.get(path, path)
+        found = self._by_path.get(path)
+        return path if found is None else self._path_of[id(found)]
+
+    @cached_property
+    def _path_of(self) -> dict[int, str]:
+        # The last of equal keys stays in a dict: backwards, that is the first.
+        return dict(zip(map(id, reversed(self._owned)), reversed(self._paths), strict=True))
+
+    @cached_property
+    def _by_path(self) -> dict[str, torch.Tensor]:
+        return dict(zip(reversed(self._paths), reversed(self._owned), strict=True))
+
+
+def spans_below(base: str, spans: Sequence[Span]) -> tuple[Span, ...]:
+    return tuple(replace(span, name=f"{base}.{span.name}") for span in spans)

@@ -1,0 +1,159 @@
+"""Providers in force: which of them describes the objects of which type."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Generic, TypeVar, cast
+
+import torch
+
+from flowstone.errors import ProviderError
+from flowstone.state.names import valid_name
+from flowstone.state.provider import AnyPart, Provider
+from flowstone.state.split import SplitTensor, splits, type_name
+from flowstone.state.tensors import DENSE_TYPES
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Served:
+    """A provider at work: for which type, and what checkpoints call its objects."""
+
+    own: type
+    provider: Provider[object]
+    kind: str
+    promises: Promises
+
+    @property
+    def title(self) -> str:
+        return type_name(type(self.provider))
+
+
+class Promises:
+    """What each object of a provider's has been described as, for as long as the object lives.
+
+    Tensors are left out: `torch.utils.swap_tensors` makes others of them under their identity, and
+    refuses those that somebody watches. So are objects that cannot be watched.
+    """
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, tuple[weakref.ref[object], dict[str, AnyPart]]] = {}
+
+    def before(self, value: object) -> Mapping[str, AnyPart]:
+        """The parts that `value` was described with, by name; none the first time."""
+        watched, parts = self._by_id.get(id(value), (None, {}))
+        return parts if watched is not None and watched() is value else {}
+
+    def note(self, value: object, parts: Mapping[str, AnyPart]) -> None:
+        if isinstance(value, torch.Tensor):
+            return
+        known, at = self._by_id, id(value)
+        try:
+            watched = weakref.ref(value, lambda _: known.pop(at, None))
+        except TypeError:
+            return
+        known[at] = watched, {**self.before(value), **parts}
+
+
+class Registration(Generic[T]):
+    """A provider in force for a type, until `remove()` is called, or to the end of a `with` block."""
+
+    def __init__(self, providers: Providers, served: Served) -> None:
+        self._providers, self._served = providers, served
+
+    @property
+    def kind(self) -> str:
+        """What checkpoints call the objects."""
+        return self._served.kind
+
+    def remove(self) -> None:
+        """End it. Checkpoints that were saved meanwhile need it again to be loaded. Harmless when called twice."""
+        self._providers.remove(self._served)
+
+    def __enter__(self) -> Registration[T]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+class Providers:
+    """Providers by type. There is one: types are the process's, and so is what is known of them."""
+
+    def __init__(self) -> None:
+        self._by_type: dict[type, Served] = {}
+        self._by_kind: dict[str, Served] = {}
+
+    def add(self, own: type, provider: object, built_in: Collection[type]) -> Served:
+        """Put a provider in force. Raises ProviderError for what cannot be one, or not for that type.
+
+        built_in  types that no provider may take over
+        """
+        if not isinstance(own, type):
+            raise ProviderError(f"{own!r} is not a type to register a provider for", next="give its class")
+        name = type_name(own)
+        if not isinstance(provider, Provider):
+            raise ProviderError(
+                f"{provider!r} cannot be the provider of {name}", expected="an instance of a subclass of Provider",
+                found=type_name(type(provider)), next="derive it: describe, chunks and restore are its methods",
+            )
+        if own in built_in:
+            raise ProviderError(
+                f"{name} has a built-in provider", provider=type_name(type(provider)), next="register a subclass of it"
+            )
+        kind = name if provider.kind is None else provider.kind
+        if type(kind) is not str or not kind or not valid_name(kind):
+            raise ProviderError(
+                f"the provider of {name} has an invalid kind, {kind!r}", provider=type_name(type(provider)),
+                expected="a non-empty str without NUL", next="leave it out, or correct it",
+            )
+        for known in (self._by_type.get(own), self._by_kind.get(kind)):
+            if known is not None:
+                raise ProviderError(
+                    f"cannot register a second provider for {name}", provider=type_name(type(provider)),
+                    found=f"{known.title} serves {type_name(known.own)} as '{known.kind}'",
+                    next="remove() the first registration, or give the provider another kind",
+                )
+        served = Served(own, provider, kind, Promises())
+        self._by_type[own] = self._by_kind[kind] = served
+        return served
+
+    def remove(self, served: Served) -> None:
+        if self._by_type.get(served.own) is served:
+            del self._by_type[served.own], self._by_kind[served.kind]
+
+    def of_type(self, own: type) -> Served | None:
+        """The registered provider of the most derived base of `own` that has one."""
+        if self._by_type:
+            for base in own.__mro__:
+                if base in self._by_type:
+                    return self._by_type[base]
+        return None
+
+    def of_kind(self, kind: str) -> Served | None:
+        """The registered provider of what a checkpoint calls `kind`."""
+        return self._by_kind.get(kind)
+
+
+PROVIDERS = Providers()
+
+
+def served_tensor(value: object) -> Served | None:
+    """Which provider describes a tensor that does not lie in memory as it is: a registered one, or its parts' own."""
+    own = type(value)
+    if own in DENSE_TYPES or not issubclass(own, torch.Tensor):
+        return None
+    return PROVIDERS.of_type(own) or split_by_itself(own)
+
+
+def split_by_itself(own: type) -> Served | None:
+    """The provider that a type of tensors made of tensors has without a registration."""
+    if not splits(own):
+        return None
+    return Served(own, cast("Provider[object]", SplitTensor(own)), type_name(own), Promises())

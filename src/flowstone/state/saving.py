@@ -1,0 +1,61 @@
+"""One description under way, as kinds see it: where tensors go, and what else of the state they have to know."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import cached_property
+from itertools import chain
+from typing import Protocol
+
+from flowstone.state import tensors
+from flowstone.state.counters import Counters
+from flowstone.state.frozen import Frozen
+from flowstone.state.inner import stepped_by
+from flowstone.state.names import Place
+from flowstone.state.parameters import Parameters
+from flowstone.state.scan import Scan
+from flowstone.state.sink import Role, Sink
+from flowstone.table.pieces import Layout, Places
+
+
+class DescribeWalk(Protocol):
+    """Describes a value of whatever kind: its tensors go into the sink, the object that stands for it comes back."""
+
+    def __call__(self, value: object, place: Place, role: Role = Role.OTHER, /) -> object: ...
+
+
+class Saving:
+    """One description under way.
+
+    scan  what the state contains
+    sink  takes tensors
+    walk  describes what is below a value
+    late  what fills in the small objects of providers, once bytes move: then the sink takes objects only
+    """
+
+    walk: DescribeWalk
+
+    def __init__(self, scan: Scan, sink: Sink) -> None:
+        self.scan, self.sink = scan, sink
+        self.late: deque[Callable[[], None]] = deque()
+
+    @cached_property
+    def parameters(self) -> Parameters:
+        return self.scan.parameters()
+
+    @cached_property
+    def stepped(self) -> frozenset[int]:
+        """Identities of parameters that optimizers of the state change, and nothing else, after they have waited."""
+        return frozenset(map(id, chain.from_iterable(map(stepped_by, self.scan.optimizers))))
+
+    def close(
+        self, known: Layout | None, frozen: Frozen | None = None, copied_bytes_max: int | None = None
+    ) -> tuple[Layout, Places, Counters]:
+        """What was entered, once everything has been."""
+        columns = self.sink.look(hold=True)
+        apart = {at: tensors.memory_of(tensors.resolved(self.sink.tensors[at])) for at in columns.odd}
+        self.sink.objects_only = True
+        layout, places, piece = self.sink.close(columns, apart, known, frozen, copied_bytes_max)
+        counters = Counters(self.sink.tensors, columns.owners, columns.address, piece)
+        return layout, places, counters

@@ -41,11 +41,11 @@ bench: setup
 	sh tools/system_packages.sh fio
 	$(BIN)/python bench/run.py
 
-# One to two hours; 5 GB, every rival and every goal; what docs/PERFORMANCE.md holds. Rivals' packages are installed
+# One to two hours; 5 GB, every rival and every goal; what docs/performance/rivals.md holds. Rivals' packages are installed
 # under runs/bench/environments. After an interruption: make bench-full BENCH=--resume
 bench-full: setup
 	sh tools/system_packages.sh fio
-	$(BIN)/python bench/run.py --set full --json runs/bench/full.json --update docs/PERFORMANCE.md \
+	$(BIN)/python bench/run.py --set full --json runs/bench/full.json --update docs/performance/rivals.md \
 	    --plots docs/figures $(BENCH)
 
 # A quarter of an hour: a job of four ranks, with parts of a state and with replicas.
@@ -53,18 +53,18 @@ bench-ranks: setup
 	sh tools/system_packages.sh fio
 	mkdir -p runs/bench
 	$(BIN)/python bench/run.py --only flowstone-ranks flowstone-replicas --bytes 5e9 --passes 1 \
-	    --json runs/bench/ranks.json --section ranks --update docs/PERFORMANCE.md $(BENCH)
+	    --json runs/bench/ranks.json --section ranks --update docs/performance/ranks.md $(BENCH)
 
 # An hour and a half: GPT-2 trained with saves and without. After an interruption: make bench-interference BENCH=--resume
 bench-interference: setup
 	mkdir -p runs/bench
-	$(BIN)/python bench/interference.py --json runs/bench/interference.json --update docs/PERFORMANCE.md \
+	$(BIN)/python bench/interference.py --json runs/bench/interference.json --update docs/performance/training.md \
 	    --plots docs/figures $(BENCH)
 
 # A quarter of an hour, 8 GB of memory: plans of large jobs, in one process.
 bench-scale: setup
 	mkdir -p runs/bench
-	$(BIN)/python bench/scale.py --json runs/bench/scale.json --update docs/PERFORMANCE.md --plots docs/figures
+	$(BIN)/python bench/scale.py --json runs/bench/scale.json --update docs/performance/scale.md --plots docs/figures
 
 soak: setup
 	$(BIN)/python -m pytest -m soak

@@ -2,8 +2,8 @@
 
     PYTHONPATH=src python bench/interference.py --quick    # whether it all works; a minute, numbers mean nothing
     PYTHONPATH=src python bench/interference.py --json runs/interference.json \\
-        --update docs/PERFORMANCE.md --plots docs/figures  # GPT-2 of 124 million parameters, every goal
-    PYTHONPATH=src python bench/interference.py --from runs/interference.json --update docs/PERFORMANCE.md
+        --update docs/performance/training.md --plots docs/figures  # GPT-2 of 124 million parameters, every goal
+    PYTHONPATH=src python bench/interference.py --from runs/interference.json --update docs/performance/training.md
 
 A real GPT-2 learns real text. In a process of its own each rival trains blocks with saves beside blocks
 without; then it saves once more, trains on, and its checkpoint is compared with what the state was.

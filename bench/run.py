@@ -2,8 +2,8 @@
 
     PYTHONPATH=src python bench/run.py                    # the short programme: 2.1 GB, no installs
     PYTHONPATH=src python bench/run.py --set full --json runs/bench.json \\
-        --update docs/PERFORMANCE.md --plots docs/figures  # 5 GB, every rival, every goal
-    PYTHONPATH=src python bench/run.py --from runs/bench.json --update docs/PERFORMANCE.md --plots docs/figures
+        --update docs/performance/rivals.md --plots docs/figures  # 5 GB, every rival, every goal
+    PYTHONPATH=src python bench/run.py --from runs/bench.json --update docs/performance/rivals.md --plots docs/figures
 
 A missed goal is a line of the output, not a failure; wrong bytes from Flowstone are one. `--json` is
 written after every round, so that an interrupted run is not lost.
@@ -69,7 +69,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     script.add_results(parser, NAME, each="round")
     add("--section", default=NAME, help="whose markers --update means, for rows that have a section of their own")
     add("--resume", action="store_true", help="go on with the rounds that --json holds, after an interruption")
-    add("--markdown", type=Path, help="the section of docs/PERFORMANCE.md")
+    add("--markdown", type=Path, help="the section of docs/performance/rivals.md")
     add("--passes", type=int, default=fio.PASSES, help="over fio's candidates, to choose among them")
     add("--settle-s", type=float, default=SETTLE_S, help="rest before every timer")
     options = parser.parse_args(arguments)

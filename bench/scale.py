@@ -1,8 +1,8 @@
 """Plans of large jobs: a Llama-3's training state on 64 to 8,192 simulated ranks, in several parallelisms.
 
     PYTHONPATH=src python bench/scale.py --quick    # whether it all works; seconds, toy models
-    PYTHONPATH=src python bench/scale.py --json runs/scale.json --update docs/PERFORMANCE.md --plots docs/figures
-    PYTHONPATH=src python bench/scale.py --from runs/scale.json --update docs/PERFORMANCE.md
+    PYTHONPATH=src python bench/scale.py --json runs/scale.json --update docs/performance/scale.md --plots docs/figures
+    PYTHONPATH=src python bench/scale.py --from runs/scale.json --update docs/performance/scale.md
 
 Each job is planned in a process of its own, on one core: the first plan of rank 0, one rank's write plan, the index
 and the manifest, and one rank's load plan in another layout; time, memory, balance, messages. A missed goal is a line

@@ -14,6 +14,7 @@ from typing import TypeVar
 import msgspec
 from rich.progress import Progress
 
+from bench import front_page
 from bench.progress import progress
 from bench.report import Report, draw, show, update
 
@@ -53,6 +54,7 @@ def publish(report: Report, options: argparse.Namespace) -> None:
     """Wherever the options say, and on standard output."""
     if options.update:
         update(options.update, report, options.plots)
+        front_page.renew(options.update)
     if options.plots:
         draw(report.charts, options.plots)
     show(report)

@@ -153,7 +153,7 @@ def test_wrong_bytes_and_failed_saves_of_ours_are_not_sound() -> None:
 
 
 def test_our_own_document_has_the_markers_and_the_programmes_are_consistent() -> None:
-    text = (ROOT / "docs" / "PERFORMANCE.md").read_text()
+    text = (ROOT / "docs" / "performance" / "training.md").read_text()
     assert text.index(BEGIN) < text.index(END)
     assert FULL.shape.parameters == 124_439_808  # GPT-2's own
     assert sum(leg.steps for leg in FULL.ours if leg.every == 5) * FULL.rounds == 200

@@ -156,10 +156,23 @@ PyWriteExtents make_write_extents(const Array& file, const Array& offset, const 
     return {{std::move(rows)}};
 }
 
+/// File, offset and length of each chunk.
+using StoredColumns = std::tuple<Array, Array, Array>;
+
+std::vector<ChunkPlace> chunk_places(const StoredColumns& columns, std::size_t count) {
+    const auto files = column<std::uint32_t>(std::get<0>(columns), "stored file", count);
+    const auto offsets = column<std::uint64_t>(std::get<1>(columns), "stored offset", count);
+    const auto lengths = column<std::uint32_t>(std::get<2>(columns), "stored length", count);
+    std::vector<ChunkPlace> chunks;
+    chunks.reserve(count);
+    for (std::size_t i = 0; i < count; ++i) chunks.push_back({offsets[i], lengths[i], files[i]});
+    return chunks;
+}
+
 PyReadExtents make_read_extents(const Array& file, const Array& offset, const Array& length, const Array& address,
                           const Array& chunk, const Array& first, const Array& last, const Array& layout,
                           const std::vector<const PyScatter*>& layouts, const Array& digests, const std::optional<Array>& device,
-                          const std::vector<const PyDevice*>& devices) {
+                          const std::vector<const PyDevice*>& devices, const std::optional<StoredColumns>& stored) {
     const std::size_t count = row_count(file);
     const auto files = column<std::uint32_t>(file, "file", count);
     const auto offsets = column<std::uint64_t>(offset, "offset", count);
@@ -175,6 +188,7 @@ PyReadExtents make_read_extents(const Array& file, const Array& offset, const Ar
     rows->devices = devices_of(devices);
     rows->layouts = layouts_of(layouts);
     rows->digests = column<std::uint64_t>(digests, "digests", digests.shape(0));
+    if (stored) rows->stored = chunk_places(*stored, rows->digests.size());
     rows->rows.reserve(count);
     for (std::size_t i = 0; i < count; ++i)
         rows->rows.push_back(
@@ -205,9 +219,14 @@ PyWriteJob start_write(const PyEngine& engine, const PyArena& arena,
 /// The numbers of the files that rows are in, ascending.
 std::vector<std::uint32_t> files_of(const ReadExtents& rows) {
     std::vector<bool> used;
+    const auto use = [&used](std::uint32_t file) {
+        if (file >= used.size()) used.resize(file + std::size_t{1});
+        used[file] = true;
+    };
     for (const ReadExtent& row : rows.rows) {
-        if (row.file >= used.size()) used.resize(row.file + std::size_t{1});
-        used[row.file] = true;
+        if (rows.stored.empty()) use(row.file);
+        for (std::uint64_t chunk = row.first; !rows.stored.empty() && chunk < row.last; ++chunk)
+            use(rows.place_of(row, chunk).file);
     }
     std::vector<std::uint32_t> numbers;
     for (std::size_t i = 0; i < used.size(); ++i)
@@ -368,11 +387,13 @@ void bind_rows(nb::module_& module) {
         .def("__init__", [](PyReadExtents* self, const Array& file, const Array& offset, const Array& length, const Array& address,
                             const Array& chunk, const Array& first, const Array& last, const Array& layout,
                             const std::vector<const PyScatter*>& layouts, const Array& digests,
-                            const std::optional<Array>& device, const std::vector<const PyDevice*>& devices) {
-            new (self) PyReadExtents(
-                make_read_extents(file, offset, length, address, chunk, first, last, layout, layouts, digests, device, devices));
+                            const std::optional<Array>& device, const std::vector<const PyDevice*>& devices,
+                            const std::optional<StoredColumns>& stored) {
+            new (self) PyReadExtents(make_read_extents(file, offset, length, address, chunk, first, last, layout, layouts, digests,
+                                                       device, devices, stored));
         }, nb::kw_only(), "file"_a, "offset"_a, "length"_a, "address"_a, "chunk"_a, "first"_a, "last"_a, "layout"_a,
-           "layouts"_a, "digests"_a, "device"_a = nb::none(), "devices"_a = std::vector<const PyDevice*>())
+           "layouts"_a, "digests"_a, "device"_a = nb::none(), "devices"_a = std::vector<const PyDevice*>(),
+           "stored"_a = nb::none())
         .def_prop_ro("files", [](const PyReadExtents& rows) { return files_of(*rows.held); });
 }
 

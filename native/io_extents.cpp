@@ -81,6 +81,8 @@ void check_extents(const WriteExtents& rows, std::span<const std::uint64_t> file
 
 void check_extents(const ReadExtents& rows, std::size_t file_count) {
     if (rows.rows.size() >= UINT32_MAX) throw std::invalid_argument("too many rows for one batch");
+    if (!rows.stored.empty() && rows.stored.size() != rows.digests.size())
+        throw std::invalid_argument("stored chunks are not as many as digests");
     for (std::size_t i = 0; i < rows.rows.size(); ++i) {
         const ReadExtent& row = rows.rows[i];
         require(row.file < file_count, i, "file is no index into files");
@@ -89,6 +91,14 @@ void check_extents(const ReadExtents& rows, std::size_t file_count) {
         check_device(row.device, row.layout, rows.devices.size(), i);
         require(row.first <= row.last && row.last <= chunk_count(row.length), i, "first..last are no chunks of the extent");
         if (row.first < row.last) require(is_inside(row.chunk, row.last, rows.digests.size()), i, "chunk is beyond digests");
+        if (rows.stored.empty()) continue;
+        for (std::uint64_t chunk = row.first; chunk < row.last; ++chunk) {
+            const ChunkPlace& where = rows.stored[row.chunk + chunk];
+            require(where.file < file_count, i, "a stored chunk's file is no index into files");
+            check_range(where.offset, where.length, i);
+            require(where.length == std::min(chunk_bytes, row.length - chunk * chunk_bytes), i,
+                    "a stored chunk is not as long as the chunk, and nothing decodes it");
+        }
     }
 }
 

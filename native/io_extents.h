@@ -1,6 +1,7 @@
 // I/O extents: what a caller asks for, each a byte range of a file and where it lies in memory.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <memory>
@@ -76,12 +77,26 @@ struct ReadExtent {
     std::byte* target() const { return reinterpret_cast<std::byte*>(address); }
 };
 
+/// Where a chunk is stored.
+struct ChunkPlace {
+    std::uint64_t offset;
+    std::uint32_t length;
+    std::uint32_t file;
+};
+
 /// Any order; extents may repeat.
 struct ReadExtents {
     std::vector<ReadExtent> rows;
     std::vector<Layout> layouts;  // scatter
     std::vector<std::uint64_t> digests;
     std::vector<std::shared_ptr<Device>> devices = {};
+    std::vector<ChunkPlace> stored = {};  // of each digest; none: every chunk at its logical place in its extent
+
+    ChunkPlace place_of(const ReadExtent& row, std::uint64_t chunk) const {
+        if (!stored.empty()) return stored[row.chunk + chunk];
+        const std::uint64_t skipped = chunk * chunk_bytes;
+        return {row.offset + skipped, static_cast<std::uint32_t>(std::min(chunk_bytes, row.length - skipped)), row.file};
+    }
 };
 
 /// Check what a plan rests on: the invariants above and all indices; throws std::invalid_argument

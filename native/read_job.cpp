@@ -45,10 +45,6 @@ std::vector<bool> ReadJob::touched() const {
     return touched;
 }
 
-std::uint64_t ReadJob::chunk_number(const WantedChunk& chunk) const {
-    return (chunk.begin - rows_->rows[chunk.row].offset) / chunk_bytes;
-}
-
 /// The coordinator: windows in file order, as many under way as keep queue and workers busy.
 void ReadJob::begin_all() {
     register_files();
@@ -229,7 +225,7 @@ void ReadJob::copy_edges(const Window& window) {
 }
 
 bool ReadJob::check(const WantedChunk& chunk, const std::byte* bytes) {
-    const std::uint64_t index = rows_->rows[chunk.row].chunk + chunk_number(chunk);
+    const std::uint64_t index = rows_->rows[chunk.row].chunk + chunk.number;
     if (xxh3_64(bytes, chunk.length) == rows_->digests[index]) return true;
     {
         const std::lock_guard lock(bad_mutex_);
@@ -246,13 +242,13 @@ void ReadJob::store(Window& window, const WantedChunk& chunk, const std::byte* b
     const ReadExtent& row = rows_->rows[chunk.row];
     if (row.address == verify_only) return;
     touched_[chunk.row] = true;
-    const std::uint64_t begin = chunk.begin - row.offset;
+    const std::uint64_t begin = chunk.logical_begin();
     if (row.device != on_host) {
         const std::shared_ptr<Device>& device = rows_->devices[static_cast<std::size_t>(row.device)];
         arena_->pin(window.block, device);
         window.used[static_cast<std::size_t>(row.device)] = true;
         if (const int error = device->from_host(row.address + begin, bytes, chunk.length))
-            take_outcome(device_fault(*device, error, *files_[row.file], chunk.begin, chunk.length));
+            take_outcome(device_fault(*device, error, *files_[chunk.file], chunk.begin, chunk.length));
     } else if (row.layout == contiguous)
         std::memcpy(row.target() + begin, bytes, chunk.length);
     else

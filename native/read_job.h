@@ -66,7 +66,6 @@ private:
     bool check(const WantedChunk& chunk, const std::byte* bytes);
     void store(Window& window, const WantedChunk& chunk, const std::byte* bytes);
     void end(const std::shared_ptr<Window>& window);
-    std::uint64_t chunk_number(const WantedChunk& chunk) const;
 
     const std::shared_ptr<const ReadExtents> rows_;
     const ReadOptions options_;

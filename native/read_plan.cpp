@@ -13,9 +13,9 @@ std::vector<WantedChunk> list_chunks(const ReadExtents& rows) {
     for (std::size_t i = 0; i < rows.rows.size(); ++i) {
         const ReadExtent& row = rows.rows[i];
         for (std::uint64_t chunk = row.first; chunk < row.last; ++chunk) {
-            const std::uint64_t skipped = chunk * chunk_bytes;
-            const auto length = static_cast<std::uint32_t>(std::min(chunk_bytes, row.length - skipped));
-            chunks.push_back({row.offset + skipped, length, static_cast<std::uint32_t>(i), row.file});
+            const ChunkPlace place = rows.place_of(row, chunk);
+            chunks.push_back({place.offset, place.length, static_cast<std::uint32_t>(i), place.file,
+                              static_cast<std::uint32_t>(chunk)});
         }
     }
     const auto before = [](const WantedChunk& a, const WantedChunk& b) {
@@ -33,7 +33,8 @@ bool is_in_phase(const ReadExtent& row) {
 class Planner {
 public:
     Planner(const ReadExtents& rows, std::uint64_t request_bytes, bool in_place)
-        : rows_(rows), in_place_(in_place), limit_(std::max(request_bytes, chunk_bytes + 2 * block_alignment_bytes)) {}
+        // Read in place, a run of chunks is one range of the file: so they lie as in the row.
+        : rows_(rows), in_place_(in_place && rows.stored.empty()), limit_(std::max(request_bytes, chunk_bytes + 2 * block_alignment_bytes)) {}
 
     ReadPlan plan() {
         plan_.chunks = list_chunks(rows_);

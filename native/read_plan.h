@@ -8,14 +8,17 @@
 
 namespace flowstone {
 
-/// One wanted chunk: file range [begin, begin + length) of row number `row`.
+/// One wanted chunk: chunk number `number` of row number `row`, which is stored in file range [begin, begin + length).
 struct WantedChunk {
     std::uint64_t begin;
     std::uint32_t length;
     std::uint32_t row;
     std::uint32_t file;
+    std::uint32_t number;
 
     std::uint64_t end() const { return begin + length; }
+    /// Which byte of the row its first one is.
+    std::uint64_t logical_begin() const { return number * chunk_bytes; }
 };
 
 /// One request: file range [begin, end), 4096-aligned, with the whole chunks [first, last) of the

@@ -196,7 +196,7 @@ def test_a_flipped_bit_behind_the_header_is_detected_or_was_not_asked_for(copy: 
     """Every byte of small pieces and around borders, a sample of the large one and of the padding."""
     path = copy / "rank-00000.safetensors"
     size, found = path.stat().st_size, fs.open(copy.parent, engine=PLAIN)
-    extents = [(int(o), int(o + n)) for o, n in zip(found.index.offset, found.index.length, strict=True)]
+    extents = [(int(o), int(o + n)) for o, n in zip(found.index.chunks.offset, found.index.chunks.length, strict=True)]
     begin, end = extents[0]
     header_bytes = found.manifest.segments[0].header_bytes
     chosen = {*range(header_bytes, begin, 97), *range(begin, end, 997), *range(end, size, 97), size - 1}
@@ -235,7 +235,8 @@ def test_a_file_cut_at_any_interesting_length_is_detected(copy: Path, name: str)
     found = fs.open(copy.parent, engine=PLAIN)
     cuts = {0, 1, 7, 8, 9, 4095, 4096, 4097, 31, len(data) - 4096, len(data) - 31, len(data) - 1}
     if name == "rank-00000.safetensors":
-        cuts |= {int(at) for at in found.index.offset} | {int(at) for at in found.index.offset + found.index.length}
+        chunks = found.index.chunks
+        cuts |= {int(at) for at in chunks.offset} | {int(at) for at in chunks.offset + chunks.length}
     else:
         cuts |= set(range(0, len(data), 7))
     with fs.Checkpointer(copy.parent, engine=PLAIN) as checkpointer:

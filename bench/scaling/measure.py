@@ -209,7 +209,7 @@ class Bench:
                 elsewhere=elsewhere,
             )
             plan = plan_reads(table, pieces.take(found.wanted), found.rows)
-        return len(plan.piece), plan.bytes, len(table.digest)
+        return len(plan.piece), plan.bytes, len(table.chunks.digest)
 
 
 _IO = IoRecord("io_uring", 4096, 8 << 20, 16, 0, 0)

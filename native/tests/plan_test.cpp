@@ -133,6 +133,37 @@ TEST_CASE("every wanted chunk lies whole in one read window, and little else is 
     }
 }
 
+TEST_CASE("chunks are asked for where they are stored, shorter and in another order, and nothing is read in place") {
+    ReadExtents rows{{read_row(0, 5 * mib, 0x10000000), read_row(8 * mib, 2 * mib, 0x20000000)}, {}, std::vector<std::uint64_t>(7)};
+    rows.rows[1].chunk = 5;
+    for (std::uint64_t i = 0; i < 7; ++i) rows.stored.push_back({(6 - i) * 300 * kib, static_cast<std::uint32_t>(200 * kib + i), 3});
+    const ReadPlan plan = plan_reads(rows, 8 * mib);
+    REQUIRE(plan.chunks.size() == 7);
+    for (std::uint64_t at = 0; at < 7; ++at) {
+        const WantedChunk& chunk = plan.chunks[at];
+        const std::uint64_t i = 6 - at;
+        CHECK(chunk.begin == at * 300 * kib);
+        CHECK(chunk.length == 200 * kib + i);
+        CHECK(chunk.file == 3);
+        CHECK(chunk.row == (i < 5 ? 0 : 1));
+        CHECK(chunk.logical_begin() == (i < 5 ? i : i - 5) * mib);
+    }
+    for (const ReadWindow& window : plan.windows) CHECK_FALSE(window.direct);
+    CHECK(plan_reads({rows.rows, {}, rows.digests}, 8 * mib).windows.at(0).direct);
+}
+
+TEST_CASE("a stored chunk that is not as long as the chunk is refused: nothing decodes it") {
+    ReadExtents rows{{read_row(0, mib + 5, 0x10000000)}, {}, {0, 0}};
+    rows.stored = {{0, static_cast<std::uint32_t>(mib), 0}, {2 * mib, 5, 0}};
+    CHECK_NOTHROW(check_extents(rows, 1));
+    rows.stored[1].length = 4;
+    CHECK_THROWS_WITH(check_extents(rows, 1), doctest::Contains("nothing decodes it"));
+    rows.stored[1] = {2 * mib, 5, 1};
+    CHECK_THROWS_WITH(check_extents(rows, 1), doctest::Contains("no index into files"));
+    rows.stored.pop_back();
+    CHECK_THROWS_WITH(check_extents(rows, 1), doctest::Contains("not as many as digests"));
+}
+
 TEST_CASE("reading large neighbours asks for at most 2 percent more") {
     ReadExtents rows;
     std::uint64_t wanted = 0;

@@ -187,6 +187,8 @@ class ReadExtents:
     address         where the extent's byte 0 belongs (layout -1: contiguous memory),
                     or the box's first element (layout >= 0), or VERIFY_ONLY
     device          index into `devices`, whose memory the address is in; such rows have layout -1
+    stored          file, offset and length of each chunk that `digests` has; None: every chunk lies at its logical
+                    place in its extent. Nothing decodes: a stored chunk is as long as the chunk
     Rows may be in any order; the engine sorts and merges them.
     """
 
@@ -195,6 +197,7 @@ class ReadExtents:
         address: NDArray[np.uint64], chunk: NDArray[np.uint64], first: NDArray[np.uint64],
         last: NDArray[np.uint64], layout: NDArray[np.int64], layouts: Sequence[ScatterLayout],
         digests: NDArray[np.uint64], device: NDArray[np.int32] | None = None, devices: Sequence[Device] = (),
+        stored: tuple[NDArray[np.uint32], NDArray[np.uint64], NDArray[np.uint32]] | None = None,
     ) -> None: ...
     @property
     def files(self) -> list[int]: ...  # the numbers of the files that rows are in, ascending

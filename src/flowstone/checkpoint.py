@@ -32,7 +32,7 @@ from flowstone.format.manifest import MANIFEST_NAME, Manifest
 from flowstone.plan.read import plan_reads
 from flowstone.regions import Region, to_box
 from flowstone.stage.arena import open_read_arena
-from flowstone.stage.scatter import raise_damage, scatter
+from flowstone.stage.scatter import Fill, raise_damage, scatter
 from flowstone.store.base import Store
 from flowstone.store.local import LocalStore
 from flowstone.table.dtype import DType
@@ -67,7 +67,7 @@ class TensorTable(Mapping[str, TensorEntry]):
             raise no_tensor(name, self._rows)
         index, row = self._index, self._rows[name]
         pieces = index.pieces_of(row)
-        length = int(index.length[pieces.start : pieces.stop].sum())
+        length = int(index.chunks.length[pieces.start : pieces.stop].sum())
         alias_of = None if index.names[row] == name else index.names[row]
         return TensorEntry(name, index.dtypes[row].name, index.shapes[row], length, len(pieces), alias_of)
 
@@ -152,9 +152,10 @@ class Checkpoint:
         wanted = Pieces.of([Piece(name, dtype, shape, box)])
         plan = plan_reads(self.index, wanted, [row])  # before there is memory for it: all of it has to be stored
         result, memory = _fresh(dtype, box.shape, framework)
+        fill = Fill(self.index, plan, wanted, Places.of([memory]))
         arena = open_read_arena(self._store)
         try:
-            found = scatter(self._store, self.segment_paths, self.index, plan, wanted, Places.of([memory]), arena)
+            found = scatter(self._store, self.segment_paths, fill, arena)
         finally:
             arena.close()
         raise_damage(found, self.index, wanted, self.segment_paths, f"cannot read {name!r} of {self.path}")

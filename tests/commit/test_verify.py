@@ -94,5 +94,5 @@ def test_the_index_covers_every_byte_of_data_exactly_once(checkpoint: Path) -> N
     with safe_open(checkpoint / "rank-00000.safetensors", "np") as file:
         pads = sum(file.get_tensor(name).size for name in file.keys() if name.startswith("__pad__."))  # noqa: SIM118
     row = fs.open(checkpoint.parent).manifest.segments[0]
-    assert int(index.length.sum()) + pads == row.bytes - row.header_bytes
-    assert np.array_equal(np.add.reduceat(index.stored, index.first_chunk[:-1]), index.length)
+    assert int(index.chunks.length.sum()) + pads == row.bytes - row.header_bytes
+    assert np.array_equal(np.add.reduceat(index.chunks.stored_lengths(), index.chunks.first[:-1]), index.chunks.length)

@@ -43,7 +43,8 @@ def small_chunks() -> Iterator[None]:
     with ExitStack() as patches:
         for name, module in list(sys.modules.items()):
             for limit, value in (("CHUNK_BYTES", CHUNK_BYTES), ("PACKED_BELOW_BYTES", PACKED_BELOW_BYTES)):
-                if name.startswith(("flowstone.plan.", "flowstone.format.")) and hasattr(module, limit):
+                layers = "flowstone.plan.", "flowstone.format.", "flowstone.table."
+                if name.startswith(layers) and hasattr(module, limit):
                     patches.enter_context(mock.patch.object(module, limit, value))
         yield
 
@@ -140,7 +141,7 @@ def load(case: Case, disk: Disk, rank: int) -> None:
     for row in range(len(plan.piece)):
         piece, target = int(plan.piece[row]), int(plan.target[row])
         box = index.box(piece)
-        length = int(index.length[piece])
+        length = int(index.chunks.length[piece])
         known = fetched.setdefault(
             (piece, target), (np.full(length, POISON, np.uint8), np.zeros(length, bool), plan.common.get(row, box))
         )
@@ -170,11 +171,12 @@ def load(case: Case, disk: Disk, rank: int) -> None:
 def chunk_of(disk: Disk, piece: int, chunk: int, begin: int, stop: int) -> np.ndarray:
     """A chunk of a stored piece, verified."""
     index = disk.index
-    at = int(index.offset[piece])
-    data = bytes(disk.segments[disk.rows[int(index.segment[piece])].name][at + begin : at + stop])
-    number = int(index.first_chunk[piece]) + chunk
-    assert int(index.stored[number]) == stop - begin
-    assert int(index.digest[number]) == _native.xxh3_64(data)
+    at = int(index.chunks.offset[piece])
+    data = bytes(disk.segments[disk.rows[int(index.chunks.segment[piece])].name][at + begin : at + stop])
+    number = int(index.chunks.first[piece]) + chunk
+    run = np.array([piece]), np.array([chunk]), np.array([chunk + 1])
+    assert index.chunks.stored_bytes(*run).tolist() == [stop - begin]
+    assert int(index.chunks.digest[number]) == _native.xxh3_64(data)
     return np.frombuffer(data, np.uint8)
 
 

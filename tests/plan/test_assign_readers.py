@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from flowstone.config import CHUNK_BYTES, MIB
+from flowstone.config import MIB
 from flowstone.plan.assign_readers import ReaderAssignment, assign_readers
+from flowstone.table.chunks import Chunks
 
 HALF = 16 * MIB
 
 
-def index_of(lengths: list[int]) -> SimpleNamespace:
-    """Pieces of these lengths, one behind the other in two segments. What `assign_readers` looks at."""
-    chunks = [-(-n // CHUNK_BYTES) for n in lengths]
-    stored = [min(CHUNK_BYTES, n - at * CHUNK_BYTES) for n, of in zip(lengths, chunks, strict=True) for at in range(of)]
+def chunks_of(lengths: list[int]) -> Chunks:
+    """Of pieces of these lengths, one behind the other in two segments."""
     half = len(lengths) // 2
     offsets = [np.cumsum([0, *part])[:-1] for part in (lengths[:half], lengths[half:])]
-    return SimpleNamespace(
-        first_chunk=np.cumsum([0, *chunks]), first_byte=np.cumsum([0, *stored]),
-        segment=np.array([0] * half + [1] * (len(lengths) - half), np.uint32),
-        offset=np.concatenate(offsets).astype(np.uint64),
+    segment = np.array([0] * half + [1] * (len(lengths) - half), np.uint32)
+    return replace(
+        Chunks.to_come(segment, np.array(lengths, np.uint64)), offset=np.concatenate(offsets).astype(np.uint64)
     )
 
 
@@ -45,12 +43,12 @@ def expanded(wanted: np.ndarray, found: ReaderAssignment) -> list[tuple[int, int
 def test_everybody_gets_what_it_wants_and_what_two_want_is_read_once(seed: int) -> None:
     chance = random.Random(seed)
     lengths = [chance.choice([100, 5000, 70_000, MIB, 3 * MIB + 17, 30 * MIB]) for _ in range(chance.randint(1, 12))]
-    index = index_of(lengths)
-    chunks = np.diff(index.first_chunk)
+    table = chunks_of(lengths)
+    chunks = table.counts
     pool = [(p, a, b) for p, n in enumerate(chunks.tolist()) for a, b in {(0, n), (n // 2, n)} if a < b]
     ranks = chance.randint(2, 5)
     wanted = [rows(*(chance.choice(pool) for _ in range(chance.randint(0, 9)))) for _ in range(ranks)]
-    found = [assign_readers(wanted, me, index, half_bytes=HALF) for me in range(ranks)]
+    found = [assign_readers(wanted, me, table, half_bytes=HALF) for me in range(ranks)]
     first = found[0]
     for me, one in enumerate(found):
         for name in ("piece", "first", "last", "batch", "reader", "position"):
@@ -62,13 +60,12 @@ def test_everybody_gets_what_it_wants_and_what_two_want_is_read_once(seed: int) 
     holders = {key: sum(key in map(tuple, one.tolist()) for one in wanted) for one in wanted for key in map(tuple, one)}
     shared = sorted((p, c) for (p, a, b), n in holders.items() if n > 1 for c in range(a, b))
     assert sorted((p, c) for p, a, b in runs for c in range(a, b)) == shared
-    check_seats(first, index, ranks)
+    check_seats(first, table, ranks)
 
 
-def check_seats(found: ReaderAssignment, index: SimpleNamespace, ranks: int) -> None:
+def check_seats(found: ReaderAssignment, table: Chunks, ranks: int) -> None:
     """No two runs of a batch share room in a ring; readers have much the same to do."""
-    chunk = index.first_chunk[found.piece]
-    length = index.first_byte[chunk + found.last] - index.first_byte[chunk + found.first]
+    length = table.stored_bytes(found.piece, found.first, found.last)
     assert (found.position + length <= HALF).all()
     assert found.bytes == length.sum()
     for batch in range(found.batches):
@@ -83,8 +80,8 @@ def check_seats(found: ReaderAssignment, index: SimpleNamespace, ranks: int) -> 
 
 
 def test_ranks_that_want_nothing_are_dealt_nothing() -> None:
-    index = index_of([MIB])
-    none = assign_readers([rows(), rows()], 0, index, half_bytes=HALF)
+    table = chunks_of([MIB])
+    none = assign_readers([rows(), rows()], 0, table, half_bytes=HALF)
     assert (none.batches, none.bytes, len(none.alone)) == (0, 0, 0)
-    alone = assign_readers([rows((0, 0, 1)), rows()], 0, index, half_bytes=HALF)
+    alone = assign_readers([rows((0, 0, 1)), rows()], 0, table, half_bytes=HALF)
     assert (alone.batches, alone.alone.tolist()) == (0, [0])

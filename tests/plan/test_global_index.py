@@ -55,15 +55,16 @@ def test_every_piece_is_listed_as_a_loop_would(held: list[RankLayout]) -> None:
             wanted.setdefault(pieces[position][0], []).append((rank, pieces[position][1]))
     assert set(index.names) == {name for one in held for name in one.names.names}
     for row, name in enumerate(index.names):
-        found = [(int(index.segment[piece]), index.box(piece)) for piece in index.pieces_of(row)]
+        found = [(int(index.chunks.segment[piece]), index.box(piece)) for piece in index.pieces_of(row)]
         assert found == wanted[name]
-        assert [int(index.length[p]) for p in index.pieces_of(row)] == [4 * box.elements for _, box in wanted[name]]
+        length = [int(index.chunks.length[piece]) for piece in index.pieces_of(row)]
+        assert length == [4 * box.elements for _, box in wanted[name]]
     # A digest is its number among the chunks of all ranks, one after the other; no piece has more than one.
     lengths = [boxes(one)[at][1].elements for one, of in zip(held, writes, strict=True) for at in of.tolist()]
     ranks = np.repeat(np.arange(len(held)), list(map(len, writes)))[np.flatnonzero(lengths)]
-    chunks = np.searchsorted(index.first_chunk, np.arange(len(index.digest)), side="right") - 1
-    assert index.segment[chunks].tolist() == ranks[index.digest.astype(int)].tolist()
-    assert sorted(index.digest.tolist()) == list(range(len(ranks)))
+    chunks = np.searchsorted(index.chunks.first, np.arange(len(index.chunks.digest)), side="right") - 1
+    assert index.chunks.segment[chunks].tolist() == ranks[index.chunks.digest.astype(int)].tolist()
+    assert sorted(index.chunks.digest.tolist()) == list(range(len(ranks)))
 
 
 def test_chunks_keep_their_digests_when_pieces_are_put_in_order() -> None:
@@ -82,8 +83,8 @@ def test_chunks_keep_their_digests_when_pieces_are_put_in_order() -> None:
     assert index.names == ("b", "a", "c")
     assert index.aliases == (("tied", 1),)
     # Chunks before: b's first box 0, a 1 and 2, c none, b's second box 3.
-    assert index.digest.tolist() == [0, 3, 1, 2]
-    assert index.stored.tolist() == [4, 3, CHUNK_BYTES, 5]
+    assert index.chunks.digest.tolist() == [0, 3, 1, 2]
+    assert index.chunks.stored_lengths().tolist() == [4, 3, CHUNK_BYTES, 5]
 
 
 @settings(deadline=None)

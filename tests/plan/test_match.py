@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from indexes import index_of
 
 from flowstone.errors import MismatchError
 from flowstone.format.index import Index
 from flowstone.plan.match import Match, match, renamed
-from flowstone.plan.write import data_offsets, index_of, plan_writes
+from flowstone.plan.write import data_offsets, plan_writes
 from flowstone.rules import Cast, Init, Rename, Rule, Skip
 from flowstone.table.box import Box
 from flowstone.table.dtype import DTYPES

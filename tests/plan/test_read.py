@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from indexes import index_of
 
 from flowstone.config import CHUNK_BYTES
 from flowstone.errors import CoverageError
 from flowstone.format.index import Index
 from flowstone.plan.read import chunk_runs, plan_reads
-from flowstone.plan.write import data_offsets, index_of, plan_writes
+from flowstone.plan.write import data_offsets, plan_writes
 from flowstone.table.box import Box
+from flowstone.table.chunks import Chunks
 from flowstone.table.dtype import DTYPES
 from flowstone.table.pieces import Piece
 
@@ -103,17 +105,13 @@ def test_copies_fill_the_wanted_box_as_slicing_would(case: tuple[tuple[int, ...]
         assert (plan.target[row], plan.first[row], plan.last[row]) == (0, 0, 1)
     assert np.array_equal(target, whole[tuple(map(slice, wanted.offset, wanted.end))])
     assert (times == 1).all()
-    assert plan.bytes == sum(int(index.length[piece]) for piece in plan.piece)
+    assert plan.bytes == sum(int(index.chunks.length[piece]) for piece in plan.piece)
 
 
 def test_a_region_that_nobody_stored_is_named() -> None:
     index = stored((4, 4), [Box((0, 0), (2, 4)), Box((2, 0), (2, 4))])
-    half = Index(**{
-        name: getattr(index, name)[:1] if name in ("tensor", "segment", "offset", "length", "digest", "stored", "codec")
-        else getattr(index, name)[:4] if name == "boxes" else getattr(index, name)
-        for name in ("names", "dtypes", "ndim", "sides", "aliases", "tensor", "boxes", "segment", "offset", "length",
-                     "digest", "stored", "codec")
-    })
+    first = Chunks(*(getattr(index.chunks, name)[:1] for name in ("segment", "offset", "length", "digest")))
+    half = replace(index, tensor=index.tensor[:1], boxes=index.boxes[:4], chunks=first)
     with pytest.raises(CoverageError) as caught:
         plan_reads(half, [Piece("w", DTYPES["float32"], (4, 4), Box((1, 1), (3, 2)))], [0])
     assert caught.value.message == "cannot load 'w': [2:4,1:3] is in no stored piece"

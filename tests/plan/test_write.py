@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from indexes import index_of
 
 from flowstone.config import BLOCK_BYTES, CHUNK_BYTES, PACKED_BELOW_BYTES
 from flowstone.errors import CollisionError, CoverageError
-from flowstone.plan.write import data_offsets, index_of, plan_writes
+from flowstone.plan.write import data_offsets, plan_writes
 from flowstone.table.box import Box
 from flowstone.table.dtype import DTYPES
 from flowstone.table.pieces import Alias, Piece
@@ -108,10 +109,10 @@ def test_the_index_groups_pieces_by_tensor_and_keeps_their_digests() -> None:
     offsets = data_offsets(plan, np.zeros(4, np.uint64))
     index = index_of(plan, offsets, np.arange(100, 106, dtype=np.uint64))
     assert (index.names, index.aliases) == (("x", "y", "none"), (("tied", 1),))
-    assert index.digest.tolist() == [100, 101, 103, 104, 105, 102]
-    assert index.stored.tolist() == [mib, 1, mib, mib, mib - 1, 8]
+    assert index.chunks.digest.tolist() == [100, 101, 103, 104, 105, 102]
+    assert index.chunks.stored_lengths().tolist() == [mib, 1, mib, mib, mib - 1, 8]
     assert index.tensor.tolist() == [0, 0, 1, 2]
-    assert index.first_chunk.tolist() == [0, 2, 5, 6, 6]
+    assert index.chunks.first.tolist() == [0, 2, 5, 6, 6]
     assert [index.box(p) for p in range(4)] == [pieces[i].box for i in (0, 3, 1, 2)]
 
 

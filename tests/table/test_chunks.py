@@ -78,13 +78,13 @@ def test_with_a_codec_the_stored_chunks_are_asked() -> None:
 def test_an_unknown_codec_is_refused_by_name() -> None:
     chunks = encoded(chunks_of(LENGTHS))
     run = rows(2, 4), rows(0, 0), rows(1, 2)
-    chunks.check_codecs(*run, ["b", "w"], known=(CODEC_RAW, 7))
+    chunks.check_codecs(*run, ["w", "b"], rows(1, 0), (CODEC_RAW, 7))
     assert chunks.stored is not None
     chunks.stored.codec[:-1] = CODEC_RAW
     with pytest.raises(UnsupportedFormatError, match="'w' is stored with codec 7") as caught:
-        chunks.check_codecs(*run, ["b", "w"])
+        chunks.check_codecs(*run, ["w", "b"], rows(1, 0), [CODEC_RAW])
     assert caught.value.facts["expected"] == "codec 0"
-    chunks.check_codecs(rows(2), rows(0), rows(1), ["b"])
+    chunks.check_codecs(rows(2), rows(0), rows(1), ["w", "b"], rows(1), [CODEC_RAW])
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ from flowstone.format.index import Index
 from flowstone.format.manifest import MANIFEST_NAME, Manifest, SegmentRow
 from flowstone.format.segment import PAD_PREFIX, entry_name, parse_header
 from flowstone.store.base import Store, finish_reading
+from flowstone.table.chunks import Chunks, spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +133,11 @@ def _check_entries(store: Store, directory: str, row: SegmentRow, index: Index, 
     except (FormatError, StorageError) as error:
         findings.append(_finding(row.name, error))
         return
-    expected = {}
-    pieces = np.flatnonzero(index.segment == row.id)
+    expected, chunks = {}, index.chunks
+    pieces = np.flatnonzero(chunks.segment == row.id)
     whole = (index.box_bytes == index.data_bytes[index.tensor])[pieces]
-    begins = index.offset[pieces].astype(np.int64) - start
-    columns = (pieces, index.tensor[pieces], whole, begins, begins + index.length[pieces].astype(np.int64))
+    begins = chunks.offset[pieces].astype(np.int64) - start
+    columns = (pieces, index.tensor[pieces], whole, begins, begins + chunks.length[pieces].astype(np.int64))
     for piece, tensor, is_whole, begin, end in zip(*(column.tolist() for column in columns), strict=True):
         name, dtype, shape = index.names[tensor], index.dtypes[tensor], index.shapes[tensor]
         if not is_whole or 0 in shape:
@@ -159,7 +160,7 @@ def _check_runs(
     findings: list[Finding],
     on_progress: Callable[[int, int], None] | None,
 ) -> None:
-    runs = [_runs(index, row) for row in segments]
+    runs = _runs(index.chunks, segments)
     counts = [len(run.offset) for run in runs]
     none = np.zeros(0, np.int64)  # for a checkpoint without a healthy segment
     offset, length, digests = (
@@ -187,35 +188,36 @@ def _check_runs(
         findings.append(_finding(directory, receipt.error))
 
 
-def _runs(index: Index, row: SegmentRow) -> _Runs:
-    """Every chunk, and every run of padding, of one segment behind its header; ascending."""
-    pieces = np.flatnonzero((index.segment == row.id) & (index.length > 0))
-    pieces = pieces[np.argsort(index.offset[pieces])]
-    begins = index.offset[pieces].astype(np.int64)
-    ends = begins + index.length[pieces].astype(np.int64)
-    counts = np.diff(index.first_chunk)[pieces]
-    piece, chunk = np.repeat(pieces, counts), _counted(counts)
-    number = index.first_chunk[piece] + chunk
-    gap_begins, gap_ends = np.append(row.header_bytes, ends), np.append(begins, row.bytes)
-    cuts = -(-(gap_ends - gap_begins) // CHUNK_BYTES)
-    gap_offset = np.repeat(gap_begins, cuts) + _counted(cuts) * CHUNK_BYTES
-    gap_length = np.minimum(CHUNK_BYTES, np.repeat(gap_ends, cuts) - gap_offset)
-    zeros = {length: zero_digest(length) for length in set(gap_length.tolist())}
-    gap_digest = np.array([zeros[length] for length in gap_length.tolist()], np.uint64)
-    into = index.first_byte[number] - index.first_byte[index.first_chunk[piece]]
-    offset = np.concatenate([index.offset[piece].astype(np.int64) + into, gap_offset])
-    order = np.argsort(offset)
-    nothing = np.zeros(len(gap_offset), np.int64)
+def _runs(chunks: Chunks, segments: Sequence[SegmentRow]) -> list[_Runs]:
+    """Of each segment: every chunk, and every run of padding, behind its header; ascending."""
+    piece, chunk = chunks.locate(np.arange(int(chunks.first[-1])))
+    segment, offset = chunks.stored_at(piece, chunk)
+    order = np.lexsort((offset, segment))
+    ids = np.array([row.id for row in segments], np.int64)
+    starts, stops = (np.searchsorted(segment[order], ids, side=side).tolist() for side in ("left", "right"))
+    length, found = chunks.stored_lengths(), []
+    for row, start, stop in zip(segments, starts, stops, strict=True):
+        here = order[start:stop]
+        stored = _Runs(offset[here], length[here].astype(np.int64), chunks.digest[here], piece[here], chunk[here])
+        found.append(_with_padding(stored, row))
+    return found
+
+
+def _with_padding(stored: _Runs, row: SegmentRow) -> _Runs:
+    """The same chunks of a segment, and what lies between them."""
+    begins, ends = np.append(row.header_bytes, stored.offset + stored.length), np.append(stored.offset, row.bytes)
+    cuts = -(-(ends - begins) // CHUNK_BYTES)
+    offset = np.repeat(begins, cuts) + spread(np.zeros(len(cuts), np.int64), cuts) * CHUNK_BYTES
+    length = np.minimum(CHUNK_BYTES, np.repeat(ends, cuts) - offset)
+    zeros = {length: zero_digest(length) for length in set(length.tolist())}
+    digests = np.array([zeros[length] for length in length.tolist()], np.uint64)
+    nothing = np.zeros(len(offset), np.int64)
+    order = np.argsort(np.concatenate([stored.offset, offset]))
     return _Runs(
-        offset[order], np.concatenate([index.stored[number].astype(np.int64), gap_length])[order],
-        np.concatenate([index.digest[number], gap_digest])[order],
-        np.concatenate([piece, nothing - 1])[order], np.concatenate([chunk, nothing])[order],
+        np.concatenate([stored.offset, offset])[order], np.concatenate([stored.length, length])[order],
+        np.concatenate([stored.digest, digests])[order], np.concatenate([stored.piece, nothing - 1])[order],
+        np.concatenate([stored.chunk, nothing])[order],
     )
-
-
-def _counted(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """0, 1, ... up to each of the counts, one behind the other."""
-    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def _bytes(store: Store, directory: str, manifest: Manifest) -> int:

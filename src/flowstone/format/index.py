@@ -16,11 +16,12 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from flowstone.config import CHUNK_BYTES, NAME_BYTES_MAX, NDIM_MAX
+from flowstone.config import NAME_BYTES_MAX, NDIM_MAX
 from flowstone.errors import DamagedError
 from flowstone.format.manifest import SegmentRow
 from flowstone.format.segment import LENGTH_BYTES, METADATA_KEY, parse_header
 from flowstone.table.box import Box
+from flowstone.table.chunks import CODEC_RAW, Chunks
 from flowstone.table.dtype import DTYPES, DType
 
 U64 = NDArray[np.uint64]
@@ -38,20 +39,17 @@ _COLUMNS = {
 
 _SAFETENSORS = {"<u8": "U64", "<u4": "U32", "<u2": "U16", "u1": "U8"}
 
-CODEC_RAW = 0
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """All that an index says before anything is written. Positions: T tensors, A aliases, P pieces, C chunks.
+    """All that an index says. Positions: T tensors, A aliases, P pieces.
 
     names, dtypes, ndim  per tensor
     sides                all shapes, one behind the other
     aliases                (name, tensor row)
     tensor                 per piece: its tensor's row, ascending
     boxes                  per piece: ndim offsets, then ndim lengths, one piece behind the other
-    segment, length        per piece: the segment that its extent lies in, and its bytes
-    stored                 per chunk, in piece order: its bytes
+    chunks                 where the bytes of the pieces lie, and their digests
     """
 
     names: tuple[str, ...]
@@ -61,26 +59,15 @@ class Rows:
     aliases: tuple[tuple[str, int], ...]
     tensor: NDArray[np.int64]
     boxes: U64
-    segment: NDArray[np.uint32]
-    length: U64
-    stored: NDArray[np.uint32]
+    chunks: Chunks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Index(Rows):
-    """All rows of one checkpoint.
+    """All rows of one checkpoint, and what follows from them."""
 
-    offset         per piece: where its extent begins in the segment, in bytes
-    digest, codec  per chunk, in piece order
-    """
-
-    offset: U64
-    digest: U64
-    codec: NDArray[np.uint8]
     first_piece: NDArray[np.int64] = field(init=False)  # per tensor, T + 1 entries
-    first_chunk: NDArray[np.int64] = field(init=False)  # per piece, P + 1 entries
     first_box: NDArray[np.int64] = field(init=False)  # per piece, P + 1 entries, into boxes
-    first_byte: NDArray[np.int64] = field(init=False)  # per chunk, C + 1 entries, all stored bytes in one row
     shapes: tuple[tuple[int, ...], ...] = field(init=False)  # per tensor
     first_side: NDArray[np.int64] = field(init=False)  # per tensor, T + 1 entries, into sides
     data_bytes: NDArray[np.int64] = field(init=False)  # per tensor, of the whole of it
@@ -97,8 +84,6 @@ class Index(Rows):
         ndim, item = self.ndim[self.tensor], item[self.tensor]
         set_(self, "first_box", _starts(2 * ndim))
         set_(self, "box_bytes", _products(self.boxes, self.first_box[:-1] + ndim, ndim) * item)
-        set_(self, "first_chunk", _starts(-(-self.box_bytes // CHUNK_BYTES)))
-        set_(self, "first_byte", _starts(self.stored))
         set_(self, "_rows", dict(zip(self.names, range(len(self.names)), strict=True)) | dict(self.aliases))
 
     def box(self, piece: int) -> Box:
@@ -115,14 +100,8 @@ class Index(Rows):
 
     def same_bytes(self, one: int, other: int) -> bool:
         """Whether two tensors are known to be the same bytes, in row-major order, whatever their shapes are."""
-
-        def content(tensor: int) -> object:
-            pieces = self.pieces_of(tensor)
-            chunks = slice(int(self.first_chunk[pieces.start]), int(self.first_chunk[pieces.stop]))
-            columns = (self.stored, self.codec, self.digest)
-            return len(pieces), *(column[chunks].tolist() for column in columns)
-
-        return one == other or (len(self.pieces_of(one)) == 1 and content(one) == content(other))
+        a, b = self.pieces_of(one), self.pieces_of(other)
+        return one == other or (len(a) == 1 and self.chunks.same_bytes(a, b))
 
 
 def _starts(counts: NDArray[Any]) -> NDArray[np.int64]:
@@ -170,7 +149,7 @@ def frame_of(index: Rows) -> Frame:
     kinds = sorted({dtype.name for dtype in index.dtypes})
     position = {name: at for at, name in enumerate(kinds)}
     names = [name.encode() for name in index.names]
-    aliases = [name.encode() for name, _ in index.aliases]
+    aliases, chunks = [name.encode() for name, _ in index.aliases], index.chunks
     columns: dict[str, object] = {
         "tensor.name": np.frombuffer(b"".join(names), np.uint8),
         "tensor.name_bytes": list(map(len, names)),
@@ -179,11 +158,10 @@ def frame_of(index: Rows) -> Frame:
         "alias.name": np.frombuffer(b"".join(aliases), np.uint8),
         "alias.name_bytes": list(map(len, aliases)),
         "alias.tensor": [row for _, row in index.aliases],
-        "piece.tensor": index.tensor, "piece.box": index.boxes, "piece.segment": index.segment,
-        "piece.bytes": index.length,
-        "chunk.bytes": index.stored, "chunk.codec": np.full(len(index.stored), CODEC_RAW, np.uint8),
+        "piece.tensor": index.tensor, "piece.box": index.boxes, "piece.segment": chunks.segment,
+        "piece.bytes": chunks.length, "chunk.bytes": chunks.stored_lengths(), "chunk.codec": chunks.codecs(),
     }
-    variable = {"piece.offset": len(index.tensor), "chunk.digest": len(index.stored)}
+    variable = {"piece.offset": len(index.tensor), "chunk.digest": len(chunks.digest)}
     header: dict[str, object] = {METADATA_KEY: {"flowstone": "1", "dtypes": " ".join(kinds)}}
     parts: list[list[Part]] = [[]]
     at = 0
@@ -202,7 +180,7 @@ def frame_of(index: Rows) -> Frame:
     text += b" " * (-len(text) % 8)
     parts[0][:0] = [len(text).to_bytes(LENGTH_BYTES, "little"), text]
     before, between, behind = map(tuple, parts)
-    totals = Totals(len(index.names), len(index.tensor), int(index.length.sum()))
+    totals = Totals(len(index.names), len(index.tensor), int(chunks.length.sum()))
     return Frame((before, between, behind), totals)
 
 
@@ -238,7 +216,7 @@ def decode_index(data: Part, *, segments: Sequence[SegmentRow], path: str) -> In
                 raise ValueError(f"the length of column {name!r} does not match its shape")
             columns[name] = np.frombuffer(data, kind, count, start + entry.begin)
         index = _assemble(columns, metadata["dtypes"].split())
-        _check(index, segments)
+        _check(index, columns, segments)
     except (ValueError, KeyError, IndexError, OverflowError) as error:
         raise DamagedError(f"{path} contradicts itself: {error!s:.300}", next="use an older step") from error
     return index
@@ -269,10 +247,11 @@ def _assemble(columns: dict[str, NDArray[np.generic]], kinds: list[str]) -> Inde
         dtypes=tuple(map([DTYPES[kind] for kind in kinds].__getitem__, columns["tensor.dtype"].tolist())),
         ndim=ndim, sides=_own(columns["tensor.shape"], np.uint64),
         aliases=tuple(zip(aliases, columns["alias.tensor"].tolist(), strict=True)),
-        tensor=tensor, boxes=_own(columns["piece.box"], np.uint64), segment=_own(columns["piece.segment"], np.uint32),
-        offset=_own(columns["piece.offset"], np.uint64), length=_own(columns["piece.bytes"], np.uint64),
-        digest=_own(columns["chunk.digest"], np.uint64), stored=_own(columns["chunk.bytes"], np.uint32),
-        codec=_own(columns["chunk.codec"], np.uint8),
+        tensor=tensor, boxes=_own(columns["piece.box"], np.uint64),
+        chunks=Chunks(
+            _own(columns["piece.segment"], np.uint32), _own(columns["piece.offset"], np.uint64),
+            _own(columns["piece.bytes"], np.uint64), _own(columns["chunk.digest"], np.uint64),
+        ),
     )
 
 
@@ -307,21 +286,27 @@ def _shapes(sides: NDArray[np.generic], ndim: NDArray[np.int64]) -> tuple[tuple[
     return tuple([next(streams[count]) for count in ndim.tolist()])
 
 
-def _check(index: Index, segments: Sequence[SegmentRow]) -> None:
+def _check(index: Index, columns: Mapping[str, NDArray[np.generic]], segments: Sequence[SegmentRow]) -> None:
     """Each fact that a plan relies on. Raises ValueError."""
-    pieces, chunks = len(index.tensor), len(index.digest)
-    if {len(index.segment), len(index.offset), len(index.length)} != {pieces}:
+    if {len(columns[f"piece.{name}"]) for name in ("segment", "offset", "bytes")} != {len(index.tensor)}:
         raise ValueError("the piece columns differ in length")
-    if {len(index.stored), len(index.codec)} != {chunks} or int(index.first_chunk[-1]) != chunks:
-        raise ValueError("the chunk columns do not match the pieces")
+    _check_boxes(index)
+    _check_chunks(index.chunks, columns["chunk.bytes"], columns["chunk.codec"])
     if len(index.rows()) != len(index.names) + len(index.aliases):
         raise ValueError("a name occurs twice")
     if any(row >= len(index.names) for _, row in index.aliases):
         raise ValueError("an alias names no tensor")
-    if (index.codec != CODEC_RAW).any():
-        raise ValueError(f"unknown codec {int(index.codec.max())}")
-    _check_boxes(index)
-    _check_extents(index, segments)
+    _check_extents(index.chunks, segments)
+
+
+def _check_chunks(chunks: Chunks, stored: NDArray[np.generic], codec: NDArray[np.generic]) -> None:
+    """What a reader of version 1 reads lies as it is, chunk behind chunk: so these columns say nothing new."""
+    if {len(stored), len(codec), int(chunks.first[-1])} != {len(chunks.digest)}:
+        raise ValueError("the chunk columns do not match the pieces")
+    if (codec != CODEC_RAW).any():
+        raise ValueError(f"unknown codec {int(codec.max())}")
+    if (stored != chunks.stored_lengths()).any():
+        raise ValueError("a chunk's stored length does not fit its extent")
 
 
 def _check_boxes(index: Index) -> None:
@@ -335,7 +320,7 @@ def _check_boxes(index: Index) -> None:
             raise ValueError("a box lies outside its tensor")
     if _is_immense(index.sides, index.first_side[:-1], index.ndim):
         raise ValueError("a tensor has too many elements")  # and products of lengths would wrap
-    if (index.box_bytes != index.length.astype(np.int64)).any():
+    if (index.box_bytes != index.chunks.length.astype(np.int64)).any():
         raise ValueError("the length of an extent does not match its box")
 
 
@@ -350,24 +335,19 @@ def _is_immense(sides: U64, starts: NDArray[np.int64], ndim: NDArray[np.int64]) 
     return bool((bits[~empty] >= 59).any())
 
 
-def _check_extents(index: Index, segments: Sequence[SegmentRow]) -> None:
-    if index.segment.max(initial=0) >= len(segments) and len(index.segment):
+def _check_extents(chunks: Chunks, segments: Sequence[SegmentRow]) -> None:
+    segment, offset, length = chunks.segment, chunks.offset, chunks.length
+    if segment.max(initial=0) >= len(segments) and len(segment):
         raise ValueError("a piece lies in a segment that the manifest does not list")
-    whole = np.full(len(index.stored), CHUNK_BYTES, np.int64)
-    some = index.length > 0
-    last = index.first_chunk[1:][some] - 1
-    whole[last] = (index.length[some].astype(np.int64) - 1) % CHUNK_BYTES + 1
-    if (whole != index.stored).any():
-        raise ValueError("a chunk's stored length does not fit its extent")
     if not len(segments):
         return
-    begin = np.array([row.header_bytes for row in segments], np.uint64)[index.segment]
-    end = np.array([row.bytes for row in segments], np.uint64)[index.segment]
-    if (index.offset < begin).any() or (index.offset > end).any() or (index.length > end - index.offset).any():
+    begin = np.array([row.header_bytes for row in segments], np.uint64)[segment]
+    end = np.array([row.bytes for row in segments], np.uint64)[segment]
+    if (offset < begin).any() or (offset > end).any() or (length > end - offset).any():
         raise ValueError("an extent lies outside its segment")
-    base = np.cumsum([0, *(row.bytes for row in segments[:-1])]).astype(np.uint64)
-    begin = (base[index.segment] + index.offset)[some]  # as if all segments were one file: none ends behind its own
+    base, some = np.cumsum([0, *(row.bytes for row in segments[:-1])]).astype(np.uint64), length > 0
+    begin = (base[segment] + offset)[some]  # as if all segments were one file: none ends behind its own
     order = np.argsort(begin)
-    begin, length = begin[order], index.length[some][order]
+    begin, length = begin[order], length[some][order]
     if (begin[:-1] + length[:-1] > begin[1:]).any():
         raise ValueError("two extents overlap")

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from flowstone.arguments import to_load
 from flowstone.checkpoint import Checkpoint
 from flowstone.config import READ_ARENA_BYTES
 from flowstone.errors import ArgumentError, MismatchError
-from flowstone.format.index import Index
 from flowstone.pipeline.load import Wanted, compare, want
 from flowstone.plan.match import Match, section_of
 from flowstone.plan.read import ReadPlan, plan_reads
@@ -132,11 +129,8 @@ def _compared(found: Wanted, ranks: int) -> tuple[Match | None, tuple[str, ...]]
 
 
 def _sources(checkpoint: Checkpoint, plan: ReadPlan) -> tuple[Source, ...]:
-    index: Index = checkpoint.index
-    first = index.first_chunk[plan.piece]
-    length = index.first_byte[first + plan.last] - index.first_byte[first + plan.first]
     segments = checkpoint.manifest.segments
-    read = np.bincount(index.segment[plan.piece].astype(np.int64), length, len(segments)).astype(np.int64)
+    read = checkpoint.index.chunks.bytes_by_segment(plan.piece, plan.first, plan.last, len(segments))
     return tuple(
         Source(row.name, int(n), row.bytes) for row, n in zip(segments, read.tolist(), strict=True) if n
     )

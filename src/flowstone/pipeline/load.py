@@ -33,7 +33,7 @@ from flowstone.stage.arena import open_read_arena
 from flowstone.stage.bounce import Destinations, choose_destinations
 from flowstone.stage.node_reads import LocalPeer, NodeReads, ReadRequest
 from flowstone.stage.overlap import overlaps
-from flowstone.stage.scatter import Scattered, raise_damage, scatter, scattered_targets
+from flowstone.stage.scatter import Fill, Scattered, raise_damage, scatter, scattered_targets
 from flowstone.state import Restoration, Stored, StoredTensor, found_in, prepare, warn_of_load, wrapped_sections
 from flowstone.state.names import strip_wrappers
 from flowstone.store.base import Store
@@ -280,8 +280,9 @@ def _node_reads(
     request: ReadRequest | None = None
     node_reads: NodeReads | None = None
     failure: Exception | None = None
-    if willing and plan.bytes >= SHARED_READ_BYTES_MIN:
-        path = loading.checkpoint.segment_paths[int(index.segment[plan.piece[0]])]
+    as_it_lies = index.chunks.stored is None  # a ring holds extents as they are
+    if willing and as_it_lies and plan.bytes >= SHARED_READ_BYTES_MIN:
+        path = loading.checkpoint.segment_paths[int(index.chunks.segment[plan.piece[0]])]
         try:
             if store.reads_past_cache(path, plan.bytes):  # else the kernel reads once for all, and this gains nothing
                 request = stack.enter_context(closing(ReadRequest(index, plan)))
@@ -332,12 +333,12 @@ def read(loading: Loading, store: Store, on_progress: Callable[[int], None]) -> 
     with loading.held as stack:
         arena = open_read_arena(store)
         stack.callback(arena.close)
-        places = loading.destinations.places
+        fill = Fill(index, plan, loading.wanted, loading.destinations.places, devices)
         loading.begun.set()  # whatever ends this from here on: nobody can say that nothing has changed
         if loading.node_reads is None:
-            found = scatter(store, paths, index, plan, loading.wanted, places, arena, on_progress, devices)
+            found = scatter(store, paths, fill, arena, on_progress)
         else:
-            found = loading.node_reads.run(store, paths, loading.wanted, places, arena, on_progress, devices)
+            found = loading.node_reads.run(store, paths, fill, arena, on_progress)
     bounced = loading.destinations.bounced
     return replace(found, written=tuple([p for p in found.written if p not in bounced])) if bounced else found
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowstone.config import CHUNK_BYTES
-from flowstone.format.index import Index
+from flowstone.table.chunks import Chunks
 
 _RUN_CHUNKS = 8  # that one rank reads for others as one
 _ALIGNED_BYTES = 64
@@ -30,7 +30,7 @@ class ReaderAssignment:
     wants     of the asking rank: its row, and the run, of each run that it takes
     alone     its rows that no other rank wants
     batches   how many there are
-    bytes     of all runs
+    bytes     of all runs, as they are stored: so they lie in a ring, too, where each rank verifies what it takes
     """
 
     piece: NDArray[np.int64]
@@ -45,8 +45,10 @@ class ReaderAssignment:
     bytes: int
 
 
-def assign_readers(wanted: Sequence[NDArray[np.int64]], me: int, index: Index, *, half_bytes: int) -> ReaderAssignment:
-    """Assign a reader to what several ranks want.
+def assign_readers(
+    wanted: Sequence[NDArray[np.int64]], me: int, chunks: Chunks, *, half_bytes: int
+) -> ReaderAssignment:
+    """Assign a reader to what several ranks want of `chunks`.
 
     wanted      of each rank its rows: piece, first and last chunk, an array of (rows, 3)
     half_bytes  of a half of a ring; a run of chunks fits in
@@ -58,16 +60,15 @@ def assign_readers(wanted: Sequence[NDArray[np.int64]], me: int, index: Index, *
     key = key.reshape(-1)
     holders = np.bincount(np.unique(key * len(wanted) + owner) // len(wanted), minlength=len(keys))
     shared = np.flatnonzero(holders > 1)
-    at = index.offset[keys[shared, 0]].astype(np.int64) + keys[shared, 1] * CHUNK_BYTES
-    shared = shared[np.lexsort((at, index.segment[keys[shared, 0]]))]
+    segment, offset = chunks.stored_at(keys[shared, 0], keys[shared, 1])
+    shared = shared[np.lexsort((offset, segment))]
     runs = -(-(keys[shared, 2] - keys[shared, 1]) // _RUN_CHUNKS)
     begin = np.cumsum(runs) - runs  # of each shared key, its first run
     of = np.repeat(np.arange(len(shared)), runs)
     piece = keys[shared, 0][of]
     first = keys[shared, 1][of] + (np.arange(len(of)) - begin[of]) * _RUN_CHUNKS
     last = np.minimum(first + _RUN_CHUNKS, keys[shared, 2][of])
-    chunk = index.first_chunk[piece]
-    length = index.first_byte[chunk + last] - index.first_byte[chunk + first]
+    length = chunks.stored_bytes(piece, first, last)
     batch, reader, position = _ring_positions(length.tolist(), len(wanted), half_bytes)
     number = np.full(len(keys), -1, np.int64)  # of a key among those shared
     number[shared] = np.arange(len(shared))

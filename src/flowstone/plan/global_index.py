@@ -12,9 +12,9 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from flowstone.config import CHUNK_BYTES
 from flowstone.format.index import Frame, Rows, frame_of
 from flowstone.plan.layout_groups import WHOLE, LayoutGroup, RankLayout, Tensors, layout_groups
+from flowstone.table.chunks import Chunks, spread
 from flowstone.table.pieces import Alias
 
 _BATCH_ROWS = 1 << 20
@@ -43,16 +43,16 @@ def global_index(
     ndim = np.concatenate([tensors.ndim, *(np.tile(group.ndim, len(group.boxes)) for group in found)])
     elements = np.where(np.arange(width) < ndim[:, None], boxes[:, width:], 1).prod(axis=1).astype(np.uint64)
     length = elements[box] * np.repeat(tensors.item_bytes.astype(np.uint64), counts)
-    stored, chunk_order = chunks_in_order(length, order)
+    chunks = Chunks.to_come(segment[order], length)
     row = {name: at for at, name in enumerate(tensors.names)}
     rows = Rows(
         names=tensors.names, dtypes=tensors.dtypes, ndim=tensors.ndim,
         sides=np.array([side for shape in tensors.shapes for side in shape], np.uint64),
         aliases=tuple((alias.name, row[alias.target]) for alias in aliases),
         tensor=np.repeat(np.arange(len(counts)), counts), boxes=_flat(boxes.astype(np.uint64), ndim, box),
-        segment=segment[order], length=length, stored=stored,
+        chunks=chunks,
     )
-    return frame_of(rows), order, chunk_order
+    return frame_of(rows), order, chunks_in_order(chunks, order)
 
 
 def by_tensor(tensor: NDArray[np.integer], tensors: int) -> NDArray[np.int64]:
@@ -60,34 +60,15 @@ def by_tensor(tensor: NDArray[np.integer], tensors: int) -> NDArray[np.int64]:
     return np.argsort(tensor.astype(np.uint16) if tensors <= _SHORT_MAX else tensor, kind="stable")
 
 
-def first_chunks(length: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The number of each piece's first chunk, and of all."""
-    chunk = np.zeros(len(length) + 1, np.uint64)
-    np.cumsum((length + CHUNK_BYTES - 1) // CHUNK_BYTES, out=chunk[1:])  # unsigned: the -(-a // b) idiom would wrap
-    return chunk
-
-
-def chunks_in_order(
-    length: NDArray[np.uint64], order: NDArray[np.int64]
-) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-    """The bytes of each chunk, and which chunk it was before its pieces were put in order.
-
-    length  of the pieces, in order
-    order   of the pieces
-    """
-    chunk = first_chunks(length)
-    if len(chunk) == int(chunk[-1]) + 1 and length.all():  # one each, as where thousands of ranks split every tensor
-        return length.astype(np.uint32), order
-    first = chunk.view(np.int64)
-    counts = first[1:] - first[:-1]
+def chunks_in_order(chunks: Chunks, order: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Which chunk each was before its pieces were put in order. `order`: of the pieces."""
+    if chunks.one_each:
+        return order
+    counts = chunks.counts
     before = np.empty(len(order), np.int64)
     before[order] = counts
     before = np.cumsum(before) - before
-    chunk_order = np.arange(int(chunk[-1])) + np.repeat(before[order] - first[:-1], counts)
-    stored = np.full(len(chunk_order), CHUNK_BYTES, np.uint32)
-    some = counts > 0
-    stored[first[1:][some] - 1] = (length[some] - 1) % CHUNK_BYTES + 1
-    return stored, chunk_order
+    return spread(before[order], counts)
 
 
 def _written(

@@ -25,7 +25,7 @@ class ReadPlan:
     first, last  the run, half-open, among the stored piece's chunks
     common       row -> the region that both pieces hold, in elements of the global tensor, where that
                  is not all of both
-    bytes        of the chunks, once for each row
+    bytes        of the chunks as they are stored, once for each row
     """
 
     piece: NDArray[np.int64]
@@ -47,11 +47,11 @@ def plan_reads(index: Index, wanted: Sequence[Piece], rows: Sequence[int]) -> Re
     begin = index.first_piece[tensor]
     alone = index.first_piece[tensor + 1] == begin + 1
     begin[~alone] = 0  # of a tensor without pieces, it could lie behind the last one
-    same = alone if len(index.tensor) == 0 else alone & (index.length[begin] == index.data_bytes[tensor])
+    same = alone if len(index.tensor) == 0 else alone & (index.chunks.length[begin] == index.data_bytes[tensor])
     same[list(wanted.parts)] = False
     target = np.flatnonzero(same)
     piece = begin[target]
-    last = index.first_chunk[piece + 1] - index.first_chunk[piece]
+    last = index.chunks.first[piece + 1] - index.chunks.first[piece]
     some = last > 0
     columns = [[piece[some], target[some], np.zeros(int(some.sum()), np.int64), last[some]]]
     common: dict[int, Box] = {}
@@ -65,8 +65,7 @@ def plan_reads(index: Index, wanted: Sequence[Piece], rows: Sequence[int]) -> Re
         common.update(zip(range(at, at + len(found.piece)), found.common, strict=True))
         at += len(found.piece)
     piece, target, first, last = map(np.concatenate, zip(*columns, strict=True))
-    total = index.first_byte[index.first_chunk[piece] + last] - index.first_byte[index.first_chunk[piece] + first]
-    return ReadPlan(piece, target, first, last, common, int(total.sum()))
+    return ReadPlan(piece, target, first, last, common, int(index.chunks.stored_bytes(piece, first, last).sum()))
 
 
 def part_of(
@@ -75,8 +74,7 @@ def part_of(
     """Of some rows of a plan, each as often as it is named, chunks [first, last) alone, which their runs hold."""
     piece = plan.piece[rows]
     common = {at: plan.common[row] for at, row in enumerate(rows.tolist()) if row in plan.common}
-    chunk = index.first_chunk[piece]
-    total = int((index.first_byte[chunk + last] - index.first_byte[chunk + first]).sum())
+    total = int(index.chunks.stored_bytes(piece, first, last).sum())
     return ReadPlan(piece, plan.target[rows], first, last, common, total)
 
 

@@ -11,18 +11,19 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flowstone.config import BLOCK_BYTES, HEADER_BYTES_MAX, PACKED_BELOW_BYTES
 from flowstone.errors import CollisionError
-from flowstone.format.index import Frame, Index, frame_of
+from flowstone.format.index import Frame, Rows, frame_of
 from flowstone.format.segment import Packed, entry_name, entry_text, pack_entries, reserve, reserved
 from flowstone.plan.coverage import check_tiling
-from flowstone.plan.global_index import by_tensor, chunks_in_order, first_chunks
+from flowstone.plan.global_index import by_tensor, chunks_in_order
 from flowstone.table.box import Box
+from flowstone.table.chunks import Chunks, first_chunks
 from flowstone.table.pieces import Alias, Piece, Pieces
 
 
@@ -53,8 +54,7 @@ class WritePlan:
     chunk     the number of the piece's first chunk, over the whole plan
     order     rows of all files in file order: number s is the header of segment s, and
               number len(segments) + p is piece p
-    table     the index, with offsets and digests of 0
-    frame     the same, encoded
+    frame     the index, encoded, without offsets and digests
     """
 
     pieces: Pieces
@@ -68,7 +68,6 @@ class WritePlan:
     chunk: NDArray[np.uint64]
     chunks: int
     order: NDArray[np.int64]
-    table: Index
     frame: Frame
     _piece_order: NDArray[np.int64]
     _chunk_order: NDArray[np.int64]
@@ -126,11 +125,12 @@ def plan_writes(
         name = f"rank-{rank:05d}" + (f".{number:04d}" if number else "") + ".safetensors"
         segments.append(SegmentPlan(name, header_bytes, _round_up(at), tuple(order.tolist()), len(large), packed))
     chunk = first_chunks(length)
-    table, piece_order, chunk_order = _tabulate(pieces, aliases, segment, length)
+    rows, piece_order = _tabulate(pieces, aliases, segment, length)
     return WritePlan(
         pieces=pieces, segments=tuple(segments), text=text, segment=segment, slot=slot, length=length,
-        slotted=slotted, lazy=late, chunk=chunk[:-1], chunks=int(chunk[-1]), order=_row_order(segments), table=table,
-        frame=frame_of(table), _piece_order=piece_order, _chunk_order=chunk_order,
+        slotted=slotted, lazy=late, chunk=chunk[:-1].astype(np.uint64), chunks=int(chunk[-1]),
+        order=_row_order(segments), frame=frame_of(rows), _piece_order=piece_order,
+        _chunk_order=chunks_in_order(rows.chunks, piece_order),
     )
 
 
@@ -143,13 +143,8 @@ def data_offsets(plan: WritePlan, phases: NDArray[np.uint64]) -> NDArray[np.uint
     return plan.slot + np.where(plan.slotted, phases, 0).astype(np.uint64)
 
 
-def index_of(plan: WritePlan, offsets: NDArray[np.uint64], digests: NDArray[np.uint64]) -> Index:
-    """The index of what was written: the plan's pieces at `offsets`, with `digests` in plan order."""
-    return replace(plan.table, offset=offsets[plan._piece_order], digest=digests[plan._chunk_order])
-
-
 def index_file(plan: WritePlan, offsets: NDArray[np.uint64], digests: NDArray[np.uint64]) -> bytes:
-    """The bytes of that index's file."""
+    """The file of the index of what was written: the plan's pieces at `offsets`, with `digests` in plan order."""
     return plan.frame.fill(offsets[plan._piece_order], digests[plan._chunk_order])
 
 
@@ -164,8 +159,8 @@ def _lengths(pieces: Pieces) -> NDArray[np.uint64]:
 
 def _tabulate(
     pieces: Pieces, aliases: Sequence[Alias], segment: NDArray[np.uint32], length: NDArray[np.uint64]
-) -> tuple[Index, NDArray[np.int64], NDArray[np.int64]]:
-    """The index without offsets and digests, and the order of pieces and of chunks in it: grouped by tensor."""
+) -> tuple[Rows, NDArray[np.int64]]:
+    """The index without offsets and digests, and the order of pieces in it: grouped by tensor."""
     rows: dict[str, int] = {}
     for name in pieces.names:
         rows.setdefault(name, len(rows))
@@ -176,17 +171,14 @@ def _tabulate(
     for at in order.tolist():
         box = pieces.parts.get(at)
         boxes += (*(0,) * len(pieces.shapes[at]), *pieces.shapes[at]) if box is None else (*box.offset, *box.shape)
-    stored, chunk_order = chunks_in_order(length[order], order)
     shapes = [pieces.shapes[at] for at in first]
-    index = Index(
+    index = Rows(
         names=tuple(rows), dtypes=tuple(pieces.dtypes[at] for at in first),
         ndim=np.array(list(map(len, shapes)), np.int64), sides=np.array([n for s in shapes for n in s], np.uint64),
         aliases=tuple((alias.name, rows[alias.target]) for alias in aliases),
-        tensor=tensor[order], boxes=np.array(boxes, np.uint64), segment=segment[order],
-        offset=np.zeros(len(order), np.uint64), length=length[order], digest=np.zeros(len(stored), np.uint64),
-        stored=stored, codec=np.zeros(len(stored), np.uint8),
+        tensor=tensor[order], boxes=np.array(boxes, np.uint64), chunks=Chunks.to_come(segment[order], length[order]),
     )
-    return index, order, chunk_order
+    return index, order
 
 
 def _row_order(segments: Sequence[SegmentPlan]) -> NDArray[np.int64]:

@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +19,19 @@ from flowstone.errors import FlowstoneError, RankError
 from flowstone.format.index import Index
 from flowstone.plan.assign_readers import ReaderAssignment, assign_readers
 from flowstone.plan.read import ReadPlan, part_of
-from flowstone.stage.scatter import Scattered, locate_chunks, nothing_read, read_rows, scatter, scatter_by
+from flowstone.stage.scatter import (
+    Fill,
+    Runs,
+    Scattered,
+    Targets,
+    locate_chunks,
+    nothing_read,
+    read_rows,
+    scatter,
+    scatter_by,
+)
 from flowstone.store.base import Reading, Store, finish_reading, stop_reading
 from flowstone.store.shared_ring import Announcement, Counter, PeerRing, RingReading, SharedRing
-from flowstone.table.pieces import Pieces, Places
 
 _POLL_S = 0.0005  # a batch takes a hundred times as long
 _LOOK_S = 1.0  # between two looks whether the others live
@@ -44,7 +52,7 @@ class ReadRequest:
         """Raises OSError where there can be no ring."""
         message = np.stack([plan.piece, plan.first, plan.last], axis=1).astype("<i8").tobytes()
         # An extent's offset is that of its first byte, even where only later chunks of it are in the ring.
-        room = max(BLOCK_BYTES + len(message), int(index.length.max(initial=0)))
+        room = max(BLOCK_BYTES + len(message), int(index.chunks.length.max(initial=0)))
         ring_at = -(-room // BLOCK_BYTES) * BLOCK_BYTES
         self.ring = SharedRing(message, ring_at=ring_at, ring_bytes=2 * RING_HALF_BYTES)
 
@@ -78,17 +86,19 @@ class NodeReads:
             stack.callback(self._engine.close)
             wanted = [np.frombuffer(one.message, "<i8").reshape(-1, 3).astype(np.int64) for one in self._open]
             self._filled_bytes = 0  # read from the store into rings, so far
-            self.assigned: ReaderAssignment = assign_readers(wanted, me, index, half_bytes=RING_HALF_BYTES)
+            self.assigned: ReaderAssignment = assign_readers(
+                wanted, me, index.chunks, half_bytes=RING_HALF_BYTES
+            )
             self._stack = stack.pop_all()
 
     def close(self) -> None:
         self._stack.close()
 
     def run(
-        self, store: Store, paths: Sequence[str], wanted: Pieces, places: Places, arena: _native.Arena,
-        on_progress: Callable[[int], None], devices: Mapping[str, _native.Device] = MappingProxyType({}),
+        self, store: Store, paths: Sequence[str], fill: Fill, arena: _native.Arena,
+        on_progress: Callable[[int], None],
     ) -> Scattered:
-        """All of the plan: what ranks read for each other, then what this rank alone wants. Blocks; see `scatter`.
+        """All of `fill`: what ranks read for each other, then what this rank alone wants. Blocks; see `scatter`.
 
         What fails here or on a peer is in the result, and ends it on all of them.
         """
@@ -110,7 +120,7 @@ class NodeReads:
                     filling = self._begin_filling(batch + 1, store, paths, arena)
                 self._await(Counter.FILLED, batch + 1)
                 part, runs = self._part(batch)
-                parts.append(self._take(part, runs, wanted, places, arena, devices, report))
+                parts.append(self._take(replace(fill, plan=part), runs, arena, report))
                 _check(parts[-1])
                 done += part.bytes
                 self._request.ring.tell(Counter.TAKEN, batch + 1)
@@ -127,7 +137,7 @@ class NodeReads:
                 stop_reading(filling)
         alone = self.assigned.alone
         rest = part_of(self._plan, self._index, alone, self._plan.first[alone], self._plan.last[alone])
-        parts.append(scatter(store, paths, self._index, rest, wanted, places, arena, report, devices))
+        parts.append(scatter(store, paths, replace(fill, plan=rest), arena, report))
         return self._joined(parts)
 
     def _begin_filling(self, batch: int, store: Store, paths: Sequence[str], arena: _native.Arena) -> Reading:
@@ -136,10 +146,8 @@ class NodeReads:
         runs = np.flatnonzero((assigned.batch == batch) & (assigned.reader == self._me))
         piece, first, last = assigned.piece[runs], assigned.first[runs], assigned.last[runs]
         at = self._request.ring.address + (batch % 2) * RING_HALF_BYTES + assigned.position[runs] - first * CHUNK_BYTES
-        rows = read_rows(index, piece, first, last, at.astype(np.uint64))
-        chunk = index.first_chunk[piece]
-        length = int((index.first_byte[chunk + last] - index.first_byte[chunk + first]).sum())
-        self._filled_bytes += length
+        rows = read_rows(index, Runs(piece, first, last), Targets.dense(at.astype(np.uint64)))
+        self._filled_bytes += int(index.chunks.stored_bytes(piece, first, last).sum())
         return store.read_extents(paths, rows, arena, wanted_bytes=self._plan.bytes)
 
     def _end_filling(self, batch: int, filling: Reading, parts: list[Scattered]) -> None:
@@ -158,11 +166,10 @@ class NodeReads:
         return part_of(self._plan, self._index, rows, self.assigned.first[runs], self.assigned.last[runs]), runs
 
     def _take(
-        self, part: ReadPlan, runs: NDArray[np.int64], wanted: Pieces, places: Places, arena: _native.Arena,
-        devices: Mapping[str, _native.Device], report: Callable[[int], None],
+        self, fill: Fill, runs: NDArray[np.int64], arena: _native.Arena, report: Callable[[int], None]
     ) -> Scattered:
         """Copy runs out of the rings that they are in."""
-        assigned = self.assigned
+        assigned, part = self.assigned, fill.plan
         half = (assigned.batch[runs] % 2) * RING_HALF_BYTES
         ring_at = np.array([one.announcement.ring_at for one in self._peers], np.int64)[assigned.reader[runs]]
         offset = ring_at + half + assigned.position[runs] - assigned.first[runs] * CHUNK_BYTES
@@ -172,9 +179,8 @@ class NodeReads:
             request_bytes = min(arena.block_bytes, READ_REQUEST_BYTES)
             return RingReading(self._engine.read(arena, files, rows, in_place=False, request_bytes=request_bytes))
 
-        found = scatter_by(
-            read, self._index, part, wanted, places, report, devices, file=assigned.reader[runs], offset=offset
-        )
+        copies = Runs(part.piece, part.first, part.last, assigned.reader[runs], offset)
+        found = scatter_by(read, fill, copies, report)
         return replace(found, bytes=0, shared_bytes=part.bytes)
 
     def _joined(self, parts: Sequence[Scattered]) -> Scattered:

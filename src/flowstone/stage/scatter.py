@@ -7,14 +7,14 @@ the target where its address has the phase of the file, and then it is verified 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flowstone import _native
 from flowstone.errors import DamagedError, FlowstoneError, RankError, StorageError, is_damage
+from flowstone.format.codec import CODECS
 from flowstone.format.index import Index
 from flowstone.plan.read import ReadPlan
 from flowstone.store.base import Reading, ReadReceipt, Store, finish_reading
@@ -46,51 +46,88 @@ class Scattered:
         return bool(self.bad) or self.receipt.error is not None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Fill:
+    """What is read, and the memory that it fills.
+
+    wanted, places  the pieces that the plan's targets are, and where they lie: parallel
+    devices         those that places are on, by name. What lies there is dense, and none of it is in
+                    `scattered_targets`
+    """
+
+    index: Index
+    plan: ReadPlan
+    wanted: Pieces
+    places: Places
+    devices: Mapping[str, _native.Device] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Runs:
+    """Runs of chunks [first, last) of stored pieces, as columns.
+
+    file, offset  where each piece's extent begins: of copies in rings of other ranks. None: where the chunk table says
+    """
+
+    piece: NDArray[np.int64]
+    first: NDArray[np.int64]
+    last: NDArray[np.int64]
+    file: NDArray[np.int64] | None = None
+    offset: NDArray[np.int64] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Targets:
+    """Where runs go, as columns.
+
+    address  of the extent's byte 0, or of the first element where there is a layout
+    layout   position among the layouts; -1: into one run of bytes
+    device   position among the devices; -1: on the host
+    """
+
+    address: NDArray[np.uint64]
+    layout: NDArray[np.int64]
+    layouts: Sequence[_native.ScatterLayout] = ()
+    device: NDArray[np.int32] | None = None
+    devices: Sequence[_native.Device] = ()
+
+    @classmethod
+    def dense(cls, address: NDArray[np.uint64]) -> Targets:
+        """On the host, each one run of bytes."""
+        return cls(address, np.full(len(address), -1, np.int64))
+
+
 def scatter(
-    store: Store,
-    paths: Sequence[str],
-    index: Index,
-    plan: ReadPlan,
-    wanted: Pieces,
-    places: Places,
-    arena: _native.Arena,
+    store: Store, paths: Sequence[str], fill: Fill, arena: _native.Arena,
     on_progress: Callable[[int], None] | None = None,
-    devices: Mapping[str, _native.Device] = MappingProxyType({}),
 ) -> Scattered:
-    """Read `plan` into `places` (parallel to `wanted`). Blocks.
+    """Read a plan into memory. Blocks.
 
     paths        in the store, of the segments, by id
-    devices      those that places are on, by name. What lies there is dense, and none of it is in `scattered_targets`
     on_progress  is told the bytes done, every POLL_S
     Never raises for bad bytes or a failing store: that is in the result. Ctrl-C cancels, and is raised once no byte
     moves any more.
     """
+    plan = fill.plan
+
     def read(rows: _native.ReadExtents) -> Reading:
         return store.read_extents(paths, rows, arena, wanted_bytes=plan.bytes)
 
-    return scatter_by(read, index, plan, wanted, places, on_progress, devices)
+    return scatter_by(read, fill, Runs(plan.piece, plan.first, plan.last), on_progress)
 
 
 def scatter_by(
-    read: Callable[[_native.ReadExtents], Reading], index: Index, plan: ReadPlan, wanted: Pieces, places: Places,
-    on_progress: Callable[[int], None] | None, devices: Mapping[str, _native.Device], *,
-    file: NDArray[np.int64] | None = None, offset: NDArray[np.int64] | None = None,
+    read: Callable[[_native.ReadExtents], Reading], fill: Fill, runs: Runs,
+    on_progress: Callable[[int], None] | None,
 ) -> Scattered:
-    """The same of what `read` reads.
-
-    file, offset  parallel to the plan's rows: where each extent begins, if not where the index says
-    """
-    address, layout, layouts = _targets(index, plan, wanted, places)
-    rows = read_rows(
-        index, plan.piece, plan.first, plan.last, address, file=file, offset=offset, layout=layout, layouts=layouts,
-        device=_devices(plan, places, list(devices)), devices=list(devices.values()),
-    )
+    """The same of what `read` reads. `runs`: those of the plan, in its order."""
+    index, plan = fill.index, fill.plan
     try:
-        reading = read(rows)
+        reading = read(read_rows(index, runs, _targets(fill)))
     except FlowstoneError as error:  # before the first byte
         return Scattered(nothing_read(error), (), ())
     receipt = finish_reading(reading, on_progress)
-    written = np.zeros(len(wanted), np.bool_)
+    written = np.zeros(len(fill.wanted), np.bool_)
     written[plan.target[receipt.touched]] = True
     return Scattered(receipt, tuple(np.flatnonzero(written).tolist()), locate_chunks(index, receipt), plan.bytes)
 
@@ -113,26 +150,29 @@ def scattered_targets(index: Index, plan: ReadPlan, places: Places) -> set[int]:
     return found
 
 
-def read_rows(
-    index: Index, piece: NDArray[np.int64], first: NDArray[np.int64], last: NDArray[np.int64],
-    address: NDArray[np.uint64], *, file: NDArray[np.int64] | None = None, offset: NDArray[np.int64] | None = None,
-    layout: NDArray[np.int64] | None = None, layouts: Sequence[_native.ScatterLayout] = (),
-    device: NDArray[np.int32] | None = None, devices: Sequence[_native.Device] = (),
-) -> _native.ReadExtents:
-    """Rows for chunks [first, last) of stored pieces; into one run of bytes each, where no layout says otherwise."""
+def read_rows(index: Index, runs: Runs, targets: Targets) -> _native.ReadExtents:
+    """What the engine reads for these runs.
+
+    raises  UnsupportedFormatError  a chunk has a codec that this version does not know
+    """
+    chunks, piece = index.chunks, runs.piece
+    chunks.check_codecs(piece, runs.first, runs.last, index.names, index.tensor[piece], CODECS)
+    assert chunks.stored is None or runs.offset is None, "a ring holds extents as they are"
+    stored = None if chunks.stored is None else (chunks.stored.segment, chunks.stored.offset, chunks.stored.length)
     return _native.ReadExtents(
-        file=index.segment[piece] if file is None else file.astype(np.uint32),
-        offset=index.offset[piece] if offset is None else offset.astype(np.uint64), length=index.length[piece],
-        address=address, chunk=index.first_chunk[piece].astype(np.uint64), first=first.astype(np.uint64),
-        last=last.astype(np.uint64), layout=np.full(len(piece), -1, np.int64) if layout is None else layout,
-        layouts=layouts, digests=index.digest, device=device, devices=devices,
+        file=chunks.segment[piece] if runs.file is None else runs.file.astype(np.uint32),
+        offset=chunks.offset[piece] if runs.offset is None else runs.offset.astype(np.uint64),
+        length=chunks.length[piece], address=targets.address, chunk=chunks.first[piece].astype(np.uint64),
+        first=runs.first.astype(np.uint64), last=runs.last.astype(np.uint64), layout=targets.layout,
+        layouts=targets.layouts, digests=chunks.digest, device=targets.device, devices=targets.devices,
+        stored=stored,
     )
 
 
 def locate_chunks(index: Index, receipt: ReadReceipt) -> tuple[tuple[int, int], ...]:
     """(piece row, chunk within the piece) of each bad chunk of a receipt."""
-    pieces = np.searchsorted(index.first_chunk, receipt.bad.astype(np.int64), side="right") - 1
-    return tuple((int(p), int(c) - int(index.first_chunk[p])) for p, c in zip(pieces, receipt.bad, strict=True))
+    pieces, chunks = index.chunks.locate(receipt.bad.astype(np.int64))
+    return tuple(zip(pieces.tolist(), chunks.tolist(), strict=True))
 
 
 def raise_damage(found: Scattered, index: Index, wanted: Pieces, paths: Sequence[str], what: str) -> None:
@@ -143,11 +183,12 @@ def raise_damage(found: Scattered, index: Index, wanted: Pieces, paths: Sequence
     changed = f"{len(written)} tensors" + (f": {', '.join(written[:5])}" + " ..." * (len(written) > 5)) * bool(written)
     if found.bad:
         lines = []
-        for piece, chunk in found.bad:
-            begin = int(index.offset[piece]) + (chunk << 20)
-            stop = begin + int(index.stored[int(index.first_chunk[piece]) + chunk])
-            name = index.names[int(index.tensor[piece])]
-            lines.append(f"{name!r}, chunk {chunk}, bytes {begin}..{stop} of {paths[int(index.segment[piece])]}")
+        rows, numbers = np.array(found.bad, np.int64).T
+        segments, begins = index.chunks.stored_at(rows, numbers)
+        stops = begins + index.chunks.stored_bytes(rows, numbers, numbers + 1)
+        columns = index.tensor[rows], numbers, begins, stops, segments
+        for tensor, chunk, begin, stop, segment in zip(*(column.tolist() for column in columns), strict=True):
+            lines.append(f"{index.names[tensor]!r}, chunk {chunk}, bytes {begin}..{stop} of {paths[segment]}")
         raise DamagedError(
             f"{what}: stored bytes are not what was written", written=written, damaged="\n".join(lines),
             changed=changed, next="load an older step, or use load(..., fallback=True)",
@@ -165,10 +206,9 @@ def raise_damage(found: Scattered, index: Index, wanted: Pieces, paths: Sequence
     raise DamagedError(f"{what}: reading failed part of the way", written=written, **facts, next=_AGAIN) from error
 
 
-def _targets(
-    index: Index, plan: ReadPlan, wanted: Pieces, places: Places
-) -> tuple[NDArray[np.uint64], NDArray[np.int64], list[_native.ScatterLayout]]:
-    """Each row's address and layout. Most go whole into one run of bytes; the others are looked at one by one."""
+def _targets(fill: Fill) -> Targets:
+    """Where each row of the plan goes. Most go whole into one run of bytes; the others are looked at one by one."""
+    index, plan, wanted, places = fill.index, fill.plan, fill.wanted, fill.places
     address, layout = places.address[plan.target], np.full(len(plan.target), -1, np.int64)
     layouts: list[_native.ScatterLayout] = []
     made: dict[tuple[int, int], tuple[int, int]] = {}
@@ -183,7 +223,8 @@ def _targets(
             made[piece, target] = (start, -1 if scattered is None else len(layouts))
             layouts += [] if scattered is None else [scattered]
         address[row], layout[row] = made[piece, target]
-    return address, layout, layouts
+    devices = fill.devices
+    return Targets(address, layout, layouts, _devices(plan, places, list(devices)), list(devices.values()))
 
 
 def _devices(plan: ReadPlan, places: Places, devices: Sequence[str]) -> NDArray[np.int32]:

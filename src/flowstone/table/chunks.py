@@ -62,6 +62,17 @@ class Chunks:
     def __post_init__(self) -> None:
         object.__setattr__(self, "first", first_chunks(self.length))
 
+    @classmethod
+    def to_come(cls, segment: NDArray[np.uint32], length: U64) -> Chunks:
+        """What is known of chunks before they are written: no offsets, no digests."""
+        first = first_chunks(length)
+        return cls(segment, np.zeros(len(length), np.uint64), length, np.zeros(int(first[-1]), np.uint64))
+
+    @property
+    def one_each(self) -> bool:
+        """Whether every piece has one chunk, as where thousands of ranks split every tensor."""
+        return len(self.first) == int(self.first[-1]) + 1 and bool(self.length.all())
+
     @property
     def counts(self) -> Rows:
         """How many chunks each piece has."""
@@ -100,7 +111,14 @@ class Chunks:
 
     def stored_lengths(self) -> NDArray[np.uint32]:
         """The bytes of each chunk as it is stored."""
-        return chunk_lengths(self.length, self.first) if self.stored is None else self.stored.length
+        if self.stored is not None:
+            return self.stored.length
+        if self.one_each:
+            return self.length.astype(np.uint32)
+        found = np.full(int(self.first[-1]), CHUNK_BYTES, np.uint32)
+        some = self.length > 0
+        found[self.first[1:][some] - 1] = (self.length[some] - 1) % CHUNK_BYTES + 1
+        return found
 
     def codecs(self) -> NDArray[np.uint8]:
         """The codec id of each chunk."""
@@ -122,11 +140,11 @@ class Chunks:
         return all(np.array_equal(column[a], column[b]) for column in columns)
 
     def check_codecs(
-        self, pieces: Rows, first: Rows, last: Rows, names: Sequence[str], known: Collection[int] = (CODEC_RAW,)
+        self, pieces: Rows, first: Rows, last: Rows, names: Sequence[str], tensor: Rows, known: Collection[int]
     ) -> None:
         """Raise UnsupportedFormatError for the first chunk that none of the `known` codecs decodes.
 
-        names  of the tensor of each run
+        names, tensor  of tensors, and which of these each of `pieces` is of
         """
         if self.stored is None:
             return
@@ -135,9 +153,10 @@ class Chunks:
         strange = np.flatnonzero(~np.isin(codec, list(known)))
         if len(strange):
             run = int(np.searchsorted(np.cumsum(counts), strange[0], side="right"))
+            number = int(codec[strange[0]])
             raise UnsupportedFormatError(
-                f"{names[run]!r} is stored with codec {int(codec[strange[0]])}, which this version cannot decode",
-                expected=f"codec {', '.join(map(str, sorted(known)))}", found=f"codec {int(codec[strange[0]])}",
+                f"{names[int(tensor[run])]!r} is stored with codec {number}, which this version cannot decode",
+                expected=f"codec {', '.join(map(str, sorted(known)))}", found=f"codec {number}",
                 next="read it with the version of Flowstone that wrote it, or a later one",
             )
 
@@ -145,19 +164,10 @@ class Chunks:
 def first_chunks(length: U64) -> Rows:
     """The number of the first chunk of each piece of these lengths in bytes, and of all chunks."""
     first = np.zeros(len(length) + 1, np.int64)
-    # Unsigned: the -(-a // b) idiom would wrap, and so could a + b - 1.
-    np.cumsum(length // CHUNK_BYTES + (length % CHUNK_BYTES != 0), out=first[1:])
+    counts = length // CHUNK_BYTES  # unsigned: the -(-a // b) idiom would wrap, and so could a + b - 1
+    counts += counts * CHUNK_BYTES != length
+    np.cumsum(counts, out=first[1:])
     return first
-
-
-def chunk_lengths(length: U64, first: Rows) -> NDArray[np.uint32]:
-    """The bytes of each logical chunk of pieces of these lengths. `first`: as `first_chunks` has it."""
-    if len(first) == int(first[-1]) + 1 and length.all():  # one each, as where thousands of ranks split every tensor
-        return length.astype(np.uint32)
-    found = np.full(int(first[-1]), CHUNK_BYTES, np.uint32)
-    some = length > 0
-    found[first[1:][some] - 1] = (length[some] - 1) % CHUNK_BYTES + 1
-    return found
 
 
 def spread(begin: Rows, counts: Rows) -> Rows:

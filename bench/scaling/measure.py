@@ -129,7 +129,7 @@ class Bench:
         """The last rank's plan, and what a save with a known one takes."""
         count = len(layout.pieces)
         nowhere = np.zeros(count, np.uint64)
-        uncounted = Counters((), (), nowhere, np.zeros(0, np.int64))
+        uncounted = Counters.none()
         described = Described(layout, Places(nowhere, {}, [None] * count), {}, {}, (), uncounted, deque())
         part = unpack(decision.each[SAMPLE], Part)
         assert part.positions is not None

@@ -8,24 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from operator import attrgetter
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from flowstone.state.tensors import versions_of
 from flowstone.table.pieces import Layout
-
-_version = attrgetter("_version")
-_UNKNOWN = -1  # what inference tensors count
-
-
-def versions(tensors: Sequence[torch.Tensor]) -> NDArray[np.int64]:
-    """The counter of each tensor."""
-    try:
-        return np.fromiter(map(_version, tensors), np.int64, len(tensors))
-    except RuntimeError:
-        return np.array([_UNKNOWN if one.is_inference() else one._version for one in tensors], np.int64)
 
 
 class Counters:
@@ -33,37 +22,34 @@ class Counters:
 
     tensors  every one that was come by; kept, so that it is the same ones that are asked again
     owners   the storage that each lay in, and `address` where
+    counted  what each had counted when it was described
     piece    position of the piece that each is, or is a further name of
     """
 
     def __init__(
         self, tensors: Sequence[torch.Tensor], owners: Sequence[object], address: NDArray[np.uint64],
-        piece: NDArray[np.int64],
+        counted: NDArray[np.int64], piece: NDArray[np.int64],
     ) -> None:
         self.tensors, self.owners, self.address, self.piece = tensors, owners, address, piece
+        self._counted = counted
         self._rows: NDArray[np.int64] | None = None
-        self._counted = np.zeros(0, np.int64)
 
     @classmethod
     def none(cls) -> Counters:
         """Of nothing that anybody may change."""
-        return cls((), (), np.zeros(0, np.uint64), np.zeros(0, np.int64))
+        return cls((), (), np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.int64))
 
     def begin(self, late: NDArray[np.bool_]) -> None:
-        """Count from now on, for those pieces that are captured late. A second call changes nothing."""
+        """Watch those pieces that are captured late. A second call changes nothing."""
         if self._rows is None:
             self._rows = np.flatnonzero(late[self.piece])
-            self._counted = self._now()
 
     def moved(self) -> NDArray[np.int64]:
         """Rows of tensors that have been changed in place meanwhile."""
         assert self._rows is not None, "what has not begun has not moved"
-        moved: NDArray[np.int64] = self._rows[self._now() != self._counted]
+        now = versions_of([self.tensors[row] for row in self._rows.tolist()])
+        moved: NDArray[np.int64] = self._rows[now != self._counted[self._rows]]
         return moved
-
-    def _now(self) -> NDArray[np.int64]:
-        assert self._rows is not None
-        return versions([self.tensors[row] for row in self._rows.tolist()])
 
 
 class CounterCheck:

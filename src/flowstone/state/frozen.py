@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flowstone.state.counters import versions
+from flowstone.state.tensors import versions_of
 from flowstone.table.pieces import Pieces, Places
 
 Sample = Callable[[Pieces, Places], NDArray[np.uint16]]
@@ -43,7 +43,7 @@ class Frozen:
 
         A counter that has not moved proves nothing, but a few lines of each tell of an update of every element.
         """
-        address, counted = places.address, versions(tensors)
+        address, counted = places.address, versions_of(tensors)
         if self._seen is None or self._names != pieces.names:
             self._samples, self._still = self._sample(pieces, places), np.ones(len(pieces), np.bool_)
             self._seen = address, counted

@@ -14,9 +14,12 @@ A slot that is a tensor, and whose key is text without a dot, is in no list: the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from functools import cached_property, partial
+from itertools import accumulate, chain, repeat
+from types import MappingProxyType
+from typing import NamedTuple, TypeAlias, cast
 
 import torch
 
@@ -67,6 +70,10 @@ def stored_optimizer(node: object) -> StoredOptimizer | None:
     return None
 
 
+_Slots: TypeAlias = "Mapping[object, object]"
+_NO_SLOTS: _Slots = MappingProxyType({})
+
+
 class Member(NamedTuple):
     """A parameter in a group, as one optimizer sees it: its own, or one that lies in a flat one of its own.
 
@@ -93,22 +100,34 @@ class Member(NamedTuple):
         return self.span.of(slot) if slot.shape == self.flat.shape else slot
 
 
-@dataclass(frozen=True, slots=True)
+_Groups: TypeAlias = "tuple[tuple[Member, ...], ...]"
+
+
+@dataclass(frozen=True, eq=False)
 class OptimizerView:
     """A view of an optimizer's state, by parameter.
 
-    groups       parallel to optimizer.param_groups
+    paths        of the members, parallel to optimizer.param_groups
     options      parallel: the settings of each group
     shared       state that belongs to no parameter
     extra        further entries of state_dict()
     state_owner  the optimizer that has the state: itself, except where the state is sharded among ranks
+    whole_slots  of each member, one group after the other, where all are whole parameters, and here. None where some
+                 are not: then only the members tell what a slot is
     """
 
-    groups: tuple[tuple[Member, ...], ...]
+    paths: tuple[Sequence[str], ...]
     options: tuple[Mapping[str, object], ...]
     shared: Mapping[object, object]
     extra: Mapping[object, object]
     state_owner: Core
+    whole_slots: Sequence[Mapping[object, object]] | None
+    _make_groups: Callable[[], _Groups]
+
+    @cached_property
+    def groups(self) -> _Groups:
+        """The members, parallel to optimizer.param_groups. A record of each: a description of whole ones needs none."""
+        return self._make_groups()
 
     def members(self) -> Iterator[Member]:
         for group in self.groups:
@@ -144,25 +163,62 @@ def view_of(optimizer: Core, parameters: Parameters, place: Place) -> OptimizerV
     packed_groups = cast("list[dict[str, object]]", packed["param_groups"])
     if local is not None:  # whose own settings follow those of the whole one at the next step
         packed_groups, numbers = optimizer.param_groups, _spread(optimizer, state_owner, numbers)
+    slots = [list(map(state.pop, of, repeat(_NO_SLOTS))) for of in numbers]
+    options = tuple({k: v for k, v in group.items() if k not in NOT_OPTIONS} for group in packed_groups)
+    extra = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
+    paths = None if local is not None else _whole_paths(optimizer, parameters)
+    if paths is not None:
+        whole_slots = list(chain.from_iterable(slots))
+        make = partial(_whole_members, optimizer, paths, slots)
+        return OptimizerView(paths, options, state, extra, state_owner, whole_slots, make)
+    here = [[number is not _ELSEWHERE for number in of] for of in numbers]
+    groups = _members(optimizer, parameters, slots, here, place)
+    _check_paths(groups, place)
+    paths = tuple([member.home.path for member in group] for group in groups)
+    return OptimizerView(paths, options, state, extra, state_owner, None, lambda: groups)
+
+
+def _whole_paths(optimizer: Core, parameters: Parameters) -> tuple[Sequence[str], ...] | None:
+    """The paths of all members, group by group, where each is a whole parameter, and no two have one name."""
+    groups = [group["params"] for group in optimizer.param_groups]
+    paths = parameters.whole(list(chain.from_iterable(groups)))
+    if paths is None or len(set(paths)) < len(paths):
+        return None
+    ends = list(accumulate(map(len, groups)))
+    return tuple(paths[end - len(group) : end] for end, group in zip(ends, groups, strict=True))
+
+
+def _whole_members(optimizer: Core, paths: Sequence[Sequence[str]], slots: Sequence[Sequence[_Slots]]) -> _Groups:
+    return tuple(
+        tuple(
+            Member(parameter, Home(path, None), own, parameter)
+            for parameter, path, own in zip(group["params"], names, of, strict=True)
+        )
+        for group, names, of in zip(optimizer.param_groups, paths, slots, strict=True)
+    )
+
+
+def _members(
+    optimizer: Core, parameters: Parameters, slots: Sequence[Sequence[_Slots]], here: Sequence[Sequence[bool]],
+    place: Place,
+) -> _Groups:
+    """The members of each group: its parameters, and in the place of a flat one what lies in it.
+
+    slots, here  of each parameter; whether this rank keeps them
+    """
     groups: list[tuple[Member, ...]] = []
     for i, group in enumerate(optimizer.param_groups):
         found: list[Member] = []
-        for j, parameter in enumerate(group["params"]):
-            number = numbers[i][j]
-            here, slots = number is not _ELSEWHERE, state.pop(number, {})
+        for j, (parameter, own, is_here) in enumerate(zip(group["params"], slots[i], here[i], strict=True)):
             flat = parameters.flat(parameter)
             if flat is not None:
-                found += [_flat_member(parameter, slots, flat.local, span, here=here) for span in flat.spans]
+                found += [_flat_member(parameter, own, flat.local, span, here=is_here) for span in flat.spans]
                 continue
             home = parameters.home(parameter) or _home_by_name(group, i, j, place)
-            if type(home.held) is Range and home.held.absent:
-                here = False
-            found.append(Member(parameter, home, slots, parameter, None, None, here))
+            absent = type(home.held) is Range and home.held.absent
+            found.append(Member(parameter, home, own, parameter, None, None, is_here and not absent))
         groups.append(tuple(found))
-    _check_paths(groups, place)
-    options = tuple({k: v for k, v in group.items() if k not in NOT_OPTIONS} for group in packed_groups)
-    extra = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
-    return OptimizerView(tuple(groups), options, state, extra, state_owner)
+    return tuple(groups)
 
 
 def _packed(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -59,6 +59,13 @@ class Parameters:
     def home(self, parameter: torch.Tensor) -> Home | None:
         path = self._path_of.get(id(parameter))
         return None if path is None else Home(path, self._held.get(path))
+
+    def whole(self, parameters: Sequence[torch.Tensor]) -> list[str] | None:
+        """The paths of parameters that are all whole tensors of the state; None where some are not. In few calls."""
+        if self._flats or self._held:
+            return None
+        paths = list(map(self._path_of.get, map(id, parameters)))
+        return None if None in paths else cast("list[str]", paths)
 
     def flat(self, parameter: torch.Tensor) -> FlatHome | None:
         """What lies in a flat parameter; None for any other."""

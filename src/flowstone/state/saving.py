@@ -57,5 +57,5 @@ class Saving:
         apart = {at: tensors.memory_of(tensors.resolved(self.sink.tensors[at])) for at in columns.odd}
         self.sink.objects_only = True
         layout, places, piece = self.sink.close(columns, apart, known, frozen, copied_bytes_max)
-        counters = Counters(self.sink.tensors, columns.owners, columns.address, piece)
+        counters = Counters(self.sink.tensors, columns.owners, columns.address, columns.versions, piece)
         return layout, places, counters

@@ -29,7 +29,8 @@ DENSE_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _ARRAY_TYPES = (np.ndarray, np.memmap)
 _COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
 _LOW = np.uint64(1 << 40)  # memory nearly always lies above, and no storage was ever this long
-_dtype, _is_cpu = attrgetter("dtype"), attrgetter("is_cpu")
+_dtype, _is_cpu, _version = attrgetter("dtype"), attrgetter("is_cpu"), attrgetter("_version")
+_UNKNOWN = -1  # the version of inference tensors, which count nothing
 _BLOCK = 256  # tensors whose own records stay in the processor's cache while they are looked at
 _CONVERT = "convert it to a dense tensor (to_dense(), dequantize(), full_tensor(), ...), or leave it out of the state"
 
@@ -96,6 +97,7 @@ class Columns:
 
     address  of element (0, ..., 0)
     owners   keep the memory alive
+    versions counts of in-place operations, see `versions_of`; only where memory is held
     odd      positions of those whose elements are not one run of host bytes in row-major order,
              or whose memory holds other values than they show; ascending
     """
@@ -104,6 +106,7 @@ class Columns:
     shapes: Sequence[tuple[int, ...]]
     address: NDArray[np.uint64]
     owners: Sequence[object]
+    versions: NDArray[np.int64]
     odd: Sequence[int]
 
 
@@ -121,6 +124,7 @@ def columns(tensors: Sequence[torch.Tensor], names: Sequence[str], *, hold: bool
     dtypes: list[torch.dtype] = []
     shapes: list[tuple[int, ...]] = []
     address = np.zeros(len(tensors), np.uint64)
+    versions = np.zeros(len(tensors), np.int64)
     owners: list[object] = []
     odd: list[int] = []
     try:
@@ -134,16 +138,26 @@ def columns(tensors: Sequence[torch.Tensor], names: Sequence[str], *, hold: bool
             shapes.extend(map(torch.Tensor.size, block))
             owners.extend(map(torch.Tensor.untyped_storage, block) if hold else block)
             address[start : start + len(block)] = found
+            if hold:  # here, where each tensor is at hand: 0.2 ms of 1,800, and 0.6 in a pass of its own
+                versions[start : start + len(block)] = versions_of(block)
             usual = all(map(torch.Tensor.is_contiguous, block)) and all(map(_is_cpu, block))
             if not usual or any(map(torch.Tensor.is_neg, block)) or not _COMPLEX.isdisjoint(own):
                 odd += [at for at, one in enumerate(block, start) if _is_odd(one)]
             for at in np.flatnonzero(found < _LOW).tolist():
                 check_tensor(block[at], names[start + at])
-        return Columns([TORCH_DTYPES[dtype] for dtype in dtypes], shapes, address, owners, odd)
+        return Columns([TORCH_DTYPES[dtype] for dtype in dtypes], shapes, address, owners, versions, odd)
     except (TypeError, KeyError, RuntimeError):
         for one, name in zip(tensors, names, strict=True):
             check_tensor(one, name)
         raise
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> NDArray[np.int64]:
+    """The version counter of each tensor: torch counts the in-place operations on it and on all views of it."""
+    try:
+        return np.fromiter(map(_version, tensors), np.int64, len(tensors))
+    except RuntimeError:
+        return np.array([_UNKNOWN if one.is_inference() else one._version for one in tensors], np.int64)
 
 
 def _is_odd(tensor: torch.Tensor) -> bool:

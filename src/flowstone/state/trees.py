@@ -6,7 +6,7 @@ is for trees in which every module leaves state_dict() as torch wrote it; others
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,6 @@ from flowstone.state.tensors import DENSE_TYPES
 _DEPTH_MAX = 500  # beyond, torch's own recursion has the word
 _METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
 _TABLES = ("_parameters", "_buffers", "_modules")
-_OVERRIDES = frozenset({"state_dict", "_save_to_state_dict"})  # also where a single module has one of its own
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,19 +46,22 @@ def tree_of(module: torch.nn.Module) -> Tree | None:
     values: list[torch.Tensor] = []
     parameters: list[bool] = []
     ordinary: dict[type, bool] = {}
+    may_be_restless: dict[type, bool] = {}
     restless: set[int] = set()
     waiting: list[tuple[torch.nn.Module, str, str, int]] = [(module, "", "", 0)]
     while waiting:
         one, prefix, bare, depth = waiting.pop()
         kind, fields = type(one), vars(one)
         if kind not in ordinary:
-            ordinary[kind] = _leaves_state_dict_alone(kind)
-        if issubclass(kind, _RESTLESS):
+            ordinary[kind], may_be_restless[kind] = _leaves_state_dict_alone(kind), issubclass(kind, _RESTLESS)
+        if may_be_restless[kind]:
             restless |= restless_in(one)
-        if not ordinary[kind] or depth > _DEPTH_MAX or not _OVERRIDES.isdisjoint(fields):
+        if not ordinary[kind] or depth > _DEPTH_MAX or "state_dict" in fields or "_save_to_state_dict" in fields:
+            return None  # also where a single module has one of its own
+        own, buffers, inner = fields.get("_parameters"), fields.get("_buffers"), fields.get("_modules")
+        if type(own) is not dict or type(buffers) is not dict or type(inner) is not dict:
             return None
-        own, buffers, inner = map(fields.get, _TABLES)
-        if type(own) is not dict or type(buffers) is not dict or type(inner) is not dict or _hooked(fields):
+        if fields.get("_state_dict_hooks", True) or fields.get("_state_dict_pre_hooks", True):
             return None
         for name, value in own.items():
             if value is not None:
@@ -69,7 +71,7 @@ def tree_of(module: torch.nn.Module) -> Tree | None:
                 names.append(bare + name)
                 values.append(value)
                 parameters.append(True)
-        for name, value in buffers.items():
+        for name, value in buffers.items() if buffers else ():
             if value is not None and name not in fields["_non_persistent_buffers_set"]:
                 if "." in name:
                     return None
@@ -77,7 +79,7 @@ def tree_of(module: torch.nn.Module) -> Tree | None:
                 names.append(bare + name)
                 values.append(value)
                 parameters.append(False)
-        for name, child in reversed(inner.items()):
+        for name, child in reversed(inner.items()) if inner else ():
             if child is not None:
                 if "." in name:
                     return None
@@ -104,8 +106,3 @@ def restless_in(module: torch.nn.Module) -> set[int]:
 def _leaves_state_dict_alone(kind: type) -> bool:
     methods = all(getattr(kind, name, None) is getattr(torch.nn.Module, name) for name in _METHODS)
     return methods and not any(hasattr(kind, name) for name in _TABLES)
-
-
-def _hooked(fields: Mapping[str, object]) -> bool:
-    """Whether a module's state_dict() calls hooks."""
-    return bool(fields.get("_state_dict_hooks", True) or fields.get("_state_dict_pre_hooks", True))

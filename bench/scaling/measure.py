@@ -52,7 +52,7 @@ from flowstone.pipeline.save import plan_save
 from flowstone.plan.assign_writers import WriterAssignment
 from flowstone.plan.global_index import global_index
 from flowstone.plan.layout_groups import RankLayout
-from flowstone.plan.match import match
+from flowstone.plan.match import Available, Requested, match
 from flowstone.plan.read import plan_reads
 from flowstone.plan.write import data_offsets
 from flowstone.ranks import Decision
@@ -204,10 +204,8 @@ class Bench:
             table = decode_index(index, segments=rows, path=INDEX_NAME)
         elsewhere = set(table.names)
         with self._phase("load plan"):
-            found = match(
-                pieces, (), sections=("model", "optimizer"), index=table, names=table.rows(), rules=(),
-                elsewhere=elsewhere,
-            )
+            requested = Requested(pieces, (), ("model", "optimizer"))
+            found = match(requested, Available(table, table.rows()), (), elsewhere=elsewhere)
             plan = plan_reads(table, pieces.take(found.wanted), found.rows)
         return len(plan.piece), plan.bytes, len(table.chunks.digest)
 

@@ -10,7 +10,7 @@ from indexes import index_of
 
 from flowstone.errors import MismatchError
 from flowstone.format.index import Index
-from flowstone.plan.match import Match, match, renamed
+from flowstone.plan.match import Available, Match, Requested, match, renamed
 from flowstone.plan.write import data_offsets, plan_writes
 from flowstone.rules import Cast, Init, Rename, Rule, Skip
 from flowstone.table.box import Box
@@ -36,7 +36,7 @@ def matched(
     sections: Sequence[str] = ("m",),
 ) -> Match:
     names = renamed(stored.rows(), rules)
-    return match(wanted, aliases, sections=sections, index=stored, names=names, rules=rules)
+    return match(Requested(wanted, aliases, sections), Available(stored, names), rules)
 
 
 def differences(*args: object, **more: object) -> list[str]:

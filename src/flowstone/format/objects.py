@@ -44,38 +44,43 @@ other departure from the tables is damage.
 
 from __future__ import annotations
 
-import base64
 import json
 import math
-import re
-import struct
-import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from operator import itemgetter
-from typing import Literal, TypeAlias, TypeVar, cast
+from typing import Literal, TypeAlias, cast
 
 import msgspec
 import numpy as np
 
 from flowstone.errors import DamagedError, UnsupportedFormatError, UnsupportedStateError
 from flowstone.format.bounds import KEYS, Path, brief, dotted, hashed
+from flowstone.format.leaves import (
+    INT_MAX,
+    Node,
+    checked,
+    float_node,
+    from_base64,
+    int_node,
+    pair,
+    read_float,
+    read_int,
+    read_scalar,
+    scalar_node,
+    text_node,
+    three,
+    to_base64,
+    valid_text,
+)
 from flowstone.format.merge_points import Groups, MergePoint
 
-Node: TypeAlias = "bool | int | float | str | list[Node] | dict[str, Node] | None"
-T = TypeVar("T")
 RefKind: TypeAlias = Literal["tensor", "ndarray", "bytes", "bytearray"]
 
 DEPTH_MAX = 100  # values inside values; a level costs up to 3 Python frames, of which there are 1000
-INT_MAX = 2**53  # beyond it, readers that keep numbers as doubles would round
-
-_SCALAR_NAMES = re.compile(
-    r"bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)"
-    r"|(datetime64|timedelta64)(\[([1-9][0-9]{0,8})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?"
-)
 _REF_TAGS: Mapping[str, RefKind] = {
     "$tensor": "tensor",
     "$ndarray": "ndarray",
@@ -131,17 +136,6 @@ def unsupported(path: str, value: object, why: str = "cannot be stored", remedy:
     return UnsupportedStateError(f"'{path}' {why}", found=f"{kind.__module__}.{kind.__qualname__}", next=remedy)
 
 
-def valid_text(text: str) -> bool:
-    """Whether `text` has no lone surrogates, so that it is UTF-8."""
-    if text.isascii():
-        return True
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def encode(value: object, path: str) -> Node:
     """The node of `value`, ready for any JSON writer that keeps the order of keys.
 
@@ -188,7 +182,10 @@ class _Encoder:
         if kind in _CONTAINERS:
             return self._container(value, path)
         if isinstance(value, np.generic):
-            return _scalar_node(value, path)
+            node = scalar_node(value)
+            if node is None:
+                raise unsupported(path, value)
+            return node
         raise unsupported(path, value)
 
     def _container(self, value: object, path: str) -> Node:
@@ -239,42 +236,14 @@ def key_text(key: object) -> str:
         return f"{key:x}" if type(key) is int else brief(key)
 
 
-def _int_node(value: int) -> Node:
-    return value if -INT_MAX <= value <= INT_MAX else {"$int": format(value, "x")}
-
-
-def _float_node(value: float) -> Node:
-    return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
-
-
-def _text_node(value: str) -> Node:
-    return value if valid_text(value) else {"$text": _base64(value.encode("utf-8", "surrogatepass"))}
-
-
-def _base64(value: bytes | bytearray) -> str:
-    return base64.b64encode(value).decode("ascii")
-
-
-def _scalar_node(value: np.generic, path: str) -> Node:
-    if type(value) is np.str_:
-        return {"$numpy": "str", "text": _text_node(str(value))}
-    if type(value) is np.bytes_:
-        return {"$numpy": "bytes", "data": _base64(bytes(value))}
-    name = value.dtype.name
-    if type(value) is not value.dtype.type or not _SCALAR_NAMES.fullmatch(name):
-        raise unsupported(path, value)
-    data = value.tobytes()
-    return {"$numpy": name, "hex": (data if sys.byteorder == "little" else data[::-1]).hex()}
-
-
 _LEAVES: Mapping[type, Callable[..., Node]] = {
-    int: _int_node,
-    float: _float_node,
-    str: _text_node,
-    complex: lambda value: {"$complex": [_float_node(value.real), _float_node(value.imag)]},
-    bytes: lambda value: {"$bytes": _base64(value)},
-    bytearray: lambda value: {"$bytearray": _base64(value)},
-    range: lambda value: {"$range": [_int_node(value.start), _int_node(value.stop), _int_node(value.step)]},
+    int: int_node,
+    float: float_node,
+    str: text_node,
+    complex: lambda value: {"$complex": [float_node(value.real), float_node(value.imag)]},
+    bytes: lambda value: {"$bytes": to_base64(value)},
+    bytearray: lambda value: {"$bytearray": to_base64(value)},
+    range: lambda value: {"$range": [int_node(value.start), int_node(value.stop), int_node(value.step)]},
     TensorRef: lambda value: {_TAG_OF_REF[value.kind]: value.name},
     Named: lambda value: {"$named": value.kind, "text": value.text},
 }
@@ -418,32 +387,32 @@ class _Decoder:
             case "$deque", ["maxlen"]:
                 return self._deque(part, node["maxlen"], path)
             case "$range", []:
-                return range(*(_checked(one, int) for one in _three(self.values(part, path))))
+                return range(*(checked(one, int) for one in three(self.values(part, path))))
             case "$slice", []:
-                return slice(*_three(self.values(part, path)))
+                return slice(*three(self.values(part, path)))
             case "$complex", []:
-                real, imag = (_checked(one, float) for one in self.values(part, path))
+                real, imag = (checked(one, float) for one in self.values(part, path))
                 return complex(real, imag)
             case "$named", ["text"]:
-                return Named(_checked(part, str), _checked(node["text"], str))
+                return Named(checked(part, str), checked(node["text"], str))
             case "$numpy", ["hex"]:
-                return _scalar(_checked(part, str), node["hex"])
+                return read_scalar(checked(part, str), node["hex"])
             case "$numpy", ["text"] if part == "str":
-                return np.str_(_checked(self.value(node["text"], path), str))
+                return np.str_(checked(self.value(node["text"], path), str))
             case "$numpy", ["data"] if part == "bytes":
-                return np.bytes_(_unbase64(node["data"]))
+                return np.bytes_(from_base64(node["data"]))
             case "$provided", ["objects", "parts"]:
                 return self._provided(part, node["parts"], node["objects"], path)
         raise ValueError(f"with the keys {brief(sorted(node))}")
 
     def values(self, node: object, path: Path) -> list[object]:
-        references = _references(_checked(node, list))
+        references = _references(checked(node, list))
         if references is not None:
             return cast("list[object]", references)
-        return [self.value(item, (path, i)) for i, item in enumerate(_checked(node, list))]
+        return [self.value(item, (path, i)) for i, item in enumerate(checked(node, list))]
 
     def pairs(self, node: object, path: Path) -> dict[object, object]:
-        pairs = [_pair(pair) for pair in _checked(node, list)]
+        pairs = [pair(one) for one in checked(node, list)]
         keys, nodes = [key for key, _ in pairs], [value for _, value in pairs]
         names = hashed(self.values(keys, (path, KEYS)))
         values: Iterable[object] | None = _references(nodes)
@@ -467,30 +436,19 @@ class _Decoder:
         return found
 
     def _provided(self, kind: object, parts: object, values: object, path: Path) -> Provided:
-        found, others = (_checked(self.value(one, path), dict) for one in (parts, values))
+        found, others = (checked(self.value(one, path), dict) for one in (parts, values))
         if set(map(type, (*found, *others))) - {str}:
             raise TypeError("names that are text")
         for part in found.values():
-            if _checked(part, TensorRef).kind not in ("tensor", "ndarray"):
+            if checked(part, TensorRef).kind not in ("tensor", "ndarray"):
                 raise ValueError("tensors or arrays expected")
-        return Provided(_checked(kind, str), found, others)
+        return Provided(checked(kind, str), found, others)
 
     def _deque(self, node: object, maxlen: object, path: Path) -> deque[object]:
         items = self.values(node, path)
-        if maxlen is not None and len(items) > _checked(maxlen, int):
+        if maxlen is not None and len(items) > checked(maxlen, int):
             raise ValueError("more items than maxlen")
         return deque(items, cast("int | None", maxlen))
-
-
-def _checked(node: object, kind: type[T]) -> T:
-    if type(node) is not kind:
-        raise TypeError(f"{kind.__name__} expected")
-    return node
-
-
-def _pair(node: object) -> tuple[object, object]:
-    key, value = _checked(node, list)
-    return key, value
 
 
 def _references(nodes: Collection[object]) -> list[TensorRef] | None:
@@ -507,54 +465,16 @@ def _references(nodes: Collection[object]) -> list[TensorRef] | None:
     return tensor_refs(cast("list[str]", names)) if set(map(type, names)) == {str} else None
 
 
-def _three(parts: list[object]) -> list[object]:
-    if len(parts) != 3:
-        raise ValueError("three parts expected")
-    return parts
-
-
-def _unbase64(node: object) -> bytes:
-    return base64.b64decode(_checked(node, str), validate=True)
-
-
-def _unhex(node: object, length_bytes: int) -> bytes:
-    text = _checked(node, str)
-    if not re.fullmatch("[0-9a-f]*", text) or len(text) != 2 * length_bytes:
-        raise ValueError(f"{2 * length_bytes} hexadecimal digits expected")
-    return bytes.fromhex(text)
-
-
-def _int(node: object) -> int:
-    text = _checked(node, str)
-    if not re.fullmatch("-?[1-9a-f][0-9a-f]*", text):
-        raise ValueError("hexadecimal digits expected")
-    return int(text, 16)
-
-
-def _float(node: object) -> float:
-    return cast("float", struct.unpack(">d", _unhex(node, 8))[0])
-
-
-def _scalar(name: str, data: object) -> np.generic:
-    if not _SCALAR_NAMES.fullmatch(name):
-        raise ValueError("unknown dtype")
-    dtype = np.dtype(name)
-    raw = _unhex(data, dtype.itemsize)
-    if name == "bool" and raw not in (b"\0", b"\1"):
-        raise ValueError("no bool")
-    return cast("np.generic", np.frombuffer(raw if sys.byteorder == "little" else raw[::-1], dtype)[0])
-
-
 def _ref(kind: RefKind, node: object) -> TensorRef:
-    return TensorRef(_checked(node, str), kind)
+    return TensorRef(checked(node, str), kind)
 
 
 _LEAF_TAGS: Mapping[str, Callable[[object], object]] = {
-    "$int": _int,
-    "$float": _float,
-    "$text": lambda node: _unbase64(node).decode("utf-8", "surrogatepass"),
-    "$bytes": _unbase64,
-    "$bytearray": lambda node: bytearray(_unbase64(node)),
+    "$int": read_int,
+    "$float": read_float,
+    "$text": lambda node: from_base64(node).decode("utf-8", "surrogatepass"),
+    "$bytes": from_base64,
+    "$bytearray": lambda node: bytearray(from_base64(node)),
     **{tag: partial(_ref, kind) for tag, kind in _REF_TAGS.items()},
 }
 _NODE_TAGS = frozenset({

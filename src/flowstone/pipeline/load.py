@@ -25,7 +25,7 @@ from flowstone.format.digest import digest
 from flowstone.format.index import Index
 from flowstone.format.manifest import encode_manifest
 from flowstone.pipeline.rank_group import RankGroup
-from flowstone.plan.match import Match, allowed, match, refuse, rename, renamed, section_of
+from flowstone.plan.match import Available, Match, Requested, allowed, match, refuse, rename, renamed, section_of
 from flowstone.plan.read import ReadPlan, plan_reads
 from flowstone.rules import Rename, Rule, Skip
 from flowstone.runtime.progress import terminal_progress
@@ -184,9 +184,9 @@ def compare(found: Wanted, elsewhere: Container[str], unwanted: Container[str] |
         if d.kind != "unexpected" or d.name not in silent
     ]
     matched = match(
-        restoration.pieces, restoration.aliases, sections=restoration.sections, index=found.checkpoint.index,
-        names=found.names, rules=rules, differences=others, elsewhere=elsewhere,
-        others=found.checkpoint.contents.replicated, remedy=_remedy(found),
+        Requested(restoration.pieces, restoration.aliases, restoration.sections),
+        Available(found.checkpoint.index, found.names, found.checkpoint.contents.replicated), rules,
+        differences=others, elsewhere=elsewhere, remedy=_remedy(found),
     )
     _check_apart(found, matched)
     return replace(matched, skipped=(*matched.skipped, *skipped))

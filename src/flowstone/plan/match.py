@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from flowstone.errors import MismatchError
@@ -28,6 +28,35 @@ class Match:
     cast: tuple[str, ...]
     initialised: tuple[str, ...]
     skipped: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Requested:
+    """What a state asks of a checkpoint.
+
+    aliases   further names of some of the pieces
+    sections  the top-level entries that are asked for; others are not looked at
+    """
+
+    pieces: Sequence[Piece]
+    aliases: Sequence[Alias]
+    sections: Sequence[str]
+
+    def names(self) -> Sequence[str]:
+        return Pieces.of(self.pieces).names
+
+
+@dataclass(frozen=True, slots=True)
+class Available:
+    """What a checkpoint holds.
+
+    names     of the stored tensors, as Rename rules call them, to index rows
+    sections  the top-level entries that all ranks have alike
+    """
+
+    index: Index
+    names: Mapping[str, int]
+    sections: Collection[str] = ()
 
 
 def section_of(name: str, sections: Container[str]) -> str:
@@ -63,66 +92,77 @@ def rename(name: str, rules: Sequence[Rule]) -> str:
 
 
 def match(
-    pieces: Sequence[Piece],
-    aliases: Sequence[Alias],
-    *,
-    sections: Sequence[str],
-    index: Index,
-    names: Mapping[str, int],
-    rules: Sequence[Rule],
-    differences: Sequence[str] = (),
-    elsewhere: Container[str] = (),
-    others: Collection[str] = (),
-    remedy: str = "",
+    requested: Requested, available: Available, rules: Sequence[Rule], *, differences: Sequence[str] = (),
+    elsewhere: Container[str] = (), remedy: str = "",
 ) -> Match:
-    """Find each wanted piece among the stored `names`, and account for every stored one.
+    """Find each requested piece among what is stored, and account for every stored tensor.
 
-    sections     the top-level entries that are asked for; others are not looked at
     differences  already found in what is not a tensor; raised together with ours
-    elsewhere    names that other ranks want
-    others       top-level entries of the checkpoint, asked for or not
+    elsewhere    names that other ranks request
     remedy       what to do about differences, where their cause is known
     raises       MismatchError that lists every difference
     """
-    faults = list(differences)
-    pieces = Pieces.of(pieces)
+    index, names = available.index, available.names
+    pieces, aliases = Pieces.of(requested.pieces), requested.aliases
     alike = tuple(names) == pieces.names  # as for most: the state that was saved, and nothing else
-    found: list[int | None] = [*names.values()] if alike else [*map(names.get, pieces.names)]
-    cast, initialised = [], []
-    for position in _suspects(pieces, found, index):
-        piece, row = pieces[position], found[position]
-        if row is None:
-            if allowed(rules, Init, piece.name):
-                initialised.append(piece.name)
-            else:
-                faults.append(f"missing     {piece.name}: {_described(piece)}, is not in the checkpoint")
-            continue
-        if index.shapes[row] != piece.shape:
-            faults.append(f"shape       {piece.name}: wanted {piece.shape}, stored {index.shapes[row]}")
-        if index.dtypes[row] != piece.dtype:
-            if allowed(rules, Cast, piece.name):
-                cast.append(piece.name)
-            else:
-                stored = index.dtypes[row].name
-                faults.append(f"dtype       {piece.name}: wanted {piece.dtype.name}, stored {stored}")
-    faults += _untied(aliases, names, index, rules)
-    initialised += [alias.name for alias in aliases if alias.name not in names and allowed(rules, Init, alias.name)]
-    used = set(pieces.names).union(alias.name for alias in aliases) if not alike else names
-    known = {*sections, *others}
-    unexpected = [n for n in names if n not in used and not _is_of_a_rank(n) and section_of(n, known) in sections]
-    unexpected = [n for n in unexpected if n not in elsewhere]
-    skipped = {name for name in unexpected if allowed(rules, Skip, name)}
-    left = [name for name in unexpected if name not in skipped]
-    faults += [f"unexpected  {name}: in the checkpoint, not in your state" for name in left]
+    rows: list[int | None] = [*names.values()] if alike else [*map(names.get, pieces.names)]
+    compared = _compare(pieces, rows, index, rules)
+    unexpected = () if alike else _unexpected(requested, available, elsewhere)
+    skipped = tuple(name for name in unexpected if allowed(rules, Skip, name))
+    left = set(unexpected).difference(skipped)
+    faults = [*differences, *compared.faults, *_untied(aliases, names, index, rules)]
+    faults += [f"unexpected  {name}: in the checkpoint, not in your state" for name in unexpected if name in left]
     if faults and remedy:
         refuse(faults, next=remedy)
     if faults:
         refuse(faults)
-    rows = [row for row in found if row is not None]
+    tied = [alias.name for alias in aliases if alias.name not in names and allowed(rules, Init, alias.name)]
     return Match(
-        wanted=tuple([position for position, row in enumerate(found) if row is not None]), rows=tuple(rows),
-        cast=tuple(cast), initialised=tuple(initialised), skipped=tuple(n for n in unexpected if n in skipped),
+        wanted=tuple([position for position, row in enumerate(rows) if row is not None]),
+        rows=tuple([row for row in rows if row is not None]), cast=tuple(compared.cast),
+        initialised=(*compared.initialised, *tied), skipped=skipped,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """What is not stored as it is requested: differences, and names that rules allow."""
+
+    faults: list[str] = field(default_factory=list)
+    cast: list[str] = field(default_factory=list)
+    initialised: list[str] = field(default_factory=list)
+
+
+def _compare(pieces: Pieces, rows: Sequence[int | None], index: Index, rules: Sequence[Rule]) -> _Compared:
+    """Compare pieces with the tensors at `rows` of the index; None: there is none."""
+    found = _Compared()
+    for position in _suspects(pieces, rows, index):
+        piece, row = pieces[position], rows[position]
+        if row is None:
+            if allowed(rules, Init, piece.name):
+                found.initialised.append(piece.name)
+            else:
+                found.faults.append(f"missing     {piece.name}: {_described(piece)}, is not in the checkpoint")
+            continue
+        if index.shapes[row] != piece.shape:
+            found.faults.append(f"shape       {piece.name}: wanted {piece.shape}, stored {index.shapes[row]}")
+        if index.dtypes[row] != piece.dtype:
+            if allowed(rules, Cast, piece.name):
+                found.cast.append(piece.name)
+            else:
+                stored = index.dtypes[row].name
+                found.faults.append(f"dtype       {piece.name}: wanted {piece.dtype.name}, stored {stored}")
+    return found
+
+
+def _unexpected(requested: Requested, available: Available, elsewhere: Container[str]) -> tuple[str, ...]:
+    """Stored tensors in the sections that are asked for, which no rank requests."""
+    used = set(requested.names()).union(alias.name for alias in requested.aliases)
+    known = {*requested.sections, *available.sections}
+    return tuple([
+        name for name in available.names if name not in used and not _is_of_a_rank(name)
+        and section_of(name, known) in requested.sections and name not in elsewhere
+    ])
 
 
 def _suspects(pieces: Pieces, rows: Sequence[int | None], index: Index) -> list[int]:

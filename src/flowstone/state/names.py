@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from flowstone.errors import UnsupportedStateError
 from flowstone.format.bounds import brief
-from flowstone.format.objects import key_text, unsupported, valid_text
+from flowstone.format.leaves import valid_text
+from flowstone.format.objects import key_text, unsupported
 
 WRAPPERS = frozenset({
     "_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module", "_original_module",

@@ -21,7 +21,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "events": set(),
     "table": {"config", "errors"},  # the length of a chunk
     "rules": {"errors"},
-    "arguments": {"config", "errors", "rules"},
+    "arguments": {"config", "errors", "rules", "store"},  # what an object lacks of a store
     "regions": {"arguments", "errors", "table"},
     "runtime": {"errors", "events"},
     "format": {"config", "errors", "table", "_native"},

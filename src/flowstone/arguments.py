@@ -13,6 +13,7 @@ from typing import Literal, cast
 from flowstone.config import STEP_MAX, EngineOptions, Keep, whole_number
 from flowstone.errors import ArgumentError, ClosedError, StorageError
 from flowstone.rules import Cast, Init, Rename, Rule, Skip
+from flowstone.store.base import Store, lacks
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//|/(?=[^/]))")
 _SCHEMES = frozenset({
@@ -20,8 +21,6 @@ _SCHEMES = frozenset({
     "oss", "r2", "s3", "s3a", "sftp", "ssh", "webdav", "wasb", "wasbs",
 })
 """Of URLs that `Path` has made a single slash of. With two slashes every scheme is one."""
-
-_STORE_METHODS = ("lock", "read_extents", "rename", "write")
 
 
 def check_open(location: str, *, closed: bool, pid: int) -> None:
@@ -176,10 +175,27 @@ def _remedy_of(path: object) -> str:
     return "give the directory for the checkpoints"
 
 
-def to_store(path: object) -> Path | None:
-    """The directory of a store; None for an object that is a store itself. Raises as `store_path`."""
-    is_store = not isinstance(path, str) and all(hasattr(path, name) for name in _STORE_METHODS)
-    return None if is_store else store_path(path)
+def to_store(path: object) -> Path | Store:
+    """The directory of a store, or the object that is a store itself.
+
+    raises  ArgumentError for an object that has a part of a store, or cannot commit; else as `store_path`
+    """
+    missing = lacks(path)
+    if not missing:
+        store = cast("Store", path)
+        if not (store.capabilities.atomic_rename or store.capabilities.conditional_put):
+            raise ArgumentError(
+                f"{shown(path)} cannot commit a checkpoint", found=str(store.capabilities),
+                expected="atomic_rename, or conditional_put", next="see docs/ORDERING.md for what a store has to do",
+            )
+        return store
+    if not hasattr(path, "capabilities"):
+        return store_path(path)
+    words = "; ".join(f"of {protocol}: {', '.join(names)}" for protocol, names in missing.items())
+    raise ArgumentError(
+        f"{shown(path)} is not a whole store", missing=words,
+        next="give it these, or subclass flowstone.store.wrap.Wrapper around a store",
+    )
 
 
 def to_options(

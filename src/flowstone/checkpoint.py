@@ -7,11 +7,12 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
 import numpy as np
 
-from flowstone.arguments import step_number, store_path
+from flowstone.arguments import step_number, to_store
 from flowstone.commit import catalog
 from flowstone.commit import read as contents
 from flowstone.commit.entries import step_directory
@@ -199,9 +200,11 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    path: str | os.PathLike[str], step: int | None = None, *, engine: EngineOptions | None = None
+    path: str | os.PathLike[str] | Store, step: int | None = None, *, engine: EngineOptions | None = None
 ) -> Checkpoint:
     """The newest checkpoint of the store at `path`, or that of `step`; or the checkpoint that `path` itself is.
+
+    path    a directory, or a Store, which stays open
 
     raises  NotAStoreError      nothing of ours is at `path`
             NoCheckpointError   a store without any checkpoint, or without that step
@@ -212,12 +215,13 @@ def open_checkpoint(
         raise ArgumentError(f"engine {engine!r:.60} is not an EngineOptions", next="write engine=fs.EngineOptions(...)")
     wanted = None if step is None else step_number(step, verb="open")
     options = engine or EngineOptions()
-    store = LocalStore(store_path(path), options)
+    place = to_store(path)
+    store: Store = LocalStore(place, options) if isinstance(place, Path) else place
     if store.exists(MANIFEST_NAME):
         found = Checkpoint(store, "", options)
         if wanted not in (None, found.step):
             raise NoCheckpointError(
-                f"{path} is the checkpoint of step {found.step}, not a store", wanted=f"step {wanted}",
+                f"{store.location} is the checkpoint of step {found.step}, not a store", wanted=f"step {wanted}",
                 next="open the directory above it, or leave out the step",
             )
         return found

@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from types import TracebackType
-from typing import Literal, TypeAlias, cast
+from typing import Literal, TypeAlias
 
 from flowstone import _native
 from flowstone import arguments as calls
@@ -93,13 +94,13 @@ class Checkpointer:
         alone: bool = False,
         on_event: OnEvent | None = None,
     ) -> None:
-        root = calls.to_store(path)
+        place = calls.to_store(path)
         keep, budget_bytes, max_unsaved_steps, saves_in_flight, deadline_s = calls.to_options(
             keep=keep, budget_bytes=budget_bytes, on_error=on_error, max_unsaved_steps=max_unsaved_steps,
             engine=engine, saves_in_flight=saves_in_flight, deadline_s=deadline_s, alone=alone, on_event=on_event,
         )
         self._options = engine or EngineOptions()
-        self._store = cast("Store", path) if root is None else LocalStore(root, self._options)
+        self._store: Store = LocalStore(place, self._options) if isinstance(place, Path) else place
         self._budget_bytes = budget_bytes
         self._saves_in_flight = saves_in_flight
         self._turn = Turn()

@@ -17,7 +17,7 @@ import pytest
 from sim_cases import MODES, SCENARIOS, Simulation
 
 from flowstone import Checkpointer
-from flowstone.commit import catalog, publish, retention
+from flowstone.commit import catalog, publish, removal, retention
 from flowstone.commit.writer import StoreWriter
 from flowstone.pipeline import save as saving
 from flowstone.pipeline import save_coordinator
@@ -49,10 +49,10 @@ MUTANTS = {
         LocalStore, "put", (("self.system.sync(fd)", "pass"),), "first_save", start="step-"
     ),
     "draft_is_not_synced": Mutant(
-        publish, "publish", (("store.sync_directory(draft.directory)", "pass"),), "second_save", start="step-"
+        publish, "publish", (("sync(store, draft.directory)", "pass"),), "second_save", start="step-"
     ),
     "store_is_not_synced_after_the_rename": Mutant(
-        publish, "publish", (("    store.sync_directory()\n", ""),), "second_save", start="step-"
+        publish, "publish", (("    sync(store)\n", ""),), "second_save", start="step-"
     ),
     "rename_comes_before_the_manifest": Mutant(
         publish, "publish",
@@ -60,7 +60,7 @@ MUTANTS = {
             (_RENAME, ""),
             ("    store.put(inside(draft.directory, MANIFEST_NAME)",
              _RENAME + "    store.put(inside(step_directory(draft.step), MANIFEST_NAME)"),
-            ("store.sync_directory(draft.directory)", "store.sync_directory(step_directory(draft.step))"),
+            ("sync(store, draft.directory)", "sync(store, step_directory(draft.step))"),
         ),
         "second_save", start="step-",
     ),
@@ -72,10 +72,10 @@ MUTANTS = {
         "retention",
     ),
     "deletion_is_not_synced_before_files_go": Mutant(
-        retention, "prune", (("store.sync_directory()", "pass"),), "retention", start=".deleting-00000002"
+        removal, "retire", (("sync(store)", "pass"),), "retention", start=".deleting-00000002"
     ),
     "sweep_does_not_sync_before_files_go": Mutant(
-        catalog, "sweep", (("store.sync_directory()", "pass"),), "retention", "kill", start=".deleting-00000002"
+        catalog, "sweep", (("sync(store)", "pass"),), "retention", "kill", start=".deleting-00000002"
     ),
     "way_to_the_store_is_not_synced": Mutant(
         LocalStore, "make_directory", (("self._sync_way_to_root()", "pass"),), "first_save", start="step-"
@@ -83,7 +83,7 @@ MUTANTS = {
     "store_left_by_a_dead_process_is_trusted": Mutant(
         StoreWriter, "begin", (("if not store.exists(MARKER_NAME)", "if not store.exists()"),), "first_save", "kill",
     ),
-    "rewind_is_not_synced": Mutant(catalog, "rewind", (("store.sync_directory()", "pass"),), "rewind_alone"),
+    "rewind_is_not_synced": Mutant(catalog, "rewind", (("sync(store)", "pass"),), "rewind_alone"),
     "leftovers_are_not_swept": Mutant(
         StoreWriter, "begin", (("catalog.sweep(store, self._on_removed, self._stays)", "pass"),), "sweep"
     ),
@@ -99,10 +99,10 @@ MUTANTS = {
         start="step-",
     ),
     "draft_of_ranks_is_not_synced": Mutant(
-        publish, "publish", (("store.sync_directory(draft.directory)", "pass"),), "team_second_save", start="step-"
+        publish, "publish", (("sync(store, draft.directory)", "pass"),), "team_second_save", start="step-"
     ),
     "ranks_are_told_before_the_rename_is_durable": Mutant(
-        publish, "publish", (("    store.sync_directory()\n", ""),), "team_second_save", start="step-"
+        publish, "publish", (("    sync(store)\n", ""),), "team_second_save", start="step-"
     ),
     "failed_segment_of_a_rank_is_published": Mutant(
         LocalWriting, "receipt", (("self._error() or self._sync_error()", "self._sync_error()"),), "team_second_save",

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from flowstone import _native
 from flowstone.config import CHUNK_BYTES, KIB, MIB, READ_REQUEST_BYTES
 from flowstone.errors import CancelledError, DamagedError, LockedError, StorageError
-from flowstone.store.base import FilePlan, ReadReceipt, Receipt, Store, finish_reading
+from flowstone.store.base import FilePlan, ReadReceipt, Receipt, Store, finish_reading, lacks
 
 SEGMENT = "draft/rank-00000.safetensors"
 ALIGNMENT = 4 * KIB
@@ -154,9 +154,28 @@ class StoreContract:
         assert not store.is_link("file")
         assert not store.is_link("missing")
 
-    def test_rename_moves_a_directory_with_its_files(self, store: Store) -> None:
+    def test_it_has_all_of_a_store_and_can_commit(self, store: Store) -> None:
+        assert lacks(store) == {}
+        assert store.capabilities.atomic_rename or store.capabilities.conditional_put
+
+    def test_rename_moves_a_file_to_a_name_that_is_free(self, store: Store) -> None:
+        store.put("file", b"content")
+        store.rename("file", "other")
+        assert store.names() == ("other",)
+        assert store.read("other") == b"content"
+        with pytest.raises(StorageError, match="file") as caught:
+            store.rename("file", "new")
+        assert caught.value.errno == errno.ENOENT
+
+    def test_rename_moves_a_directory_with_its_files_where_it_is_atomic(self, store: Store) -> None:
         store.make_directory(".saving-1")
         store.put(".saving-1/file", b"content")
+        if not store.capabilities.atomic_rename:
+            with pytest.raises(StorageError) as caught:
+                store.rename(".saving-1", "step-1")
+            assert caught.value.errno == errno.EOPNOTSUPP
+            assert store.names() == (".saving-1",)
+            return
         store.rename(".saving-1", "step-1")
         store.sync_directory()
         assert store.names() == ("step-1",)

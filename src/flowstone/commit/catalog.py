@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from flowstone.commit import removal
+from flowstone.commit.durable import sync
 from flowstone.commit.entries import (
     Entry,
     Kind,
@@ -16,16 +17,16 @@ from flowstone.commit.entries import (
 from flowstone.commit.manifests import inside, read_manifest
 from flowstone.errors import NoCheckpointError, StorageError
 from flowstone.format.manifest import MANIFEST_NAME, Manifest
-from flowstone.store.base import Store
+from flowstone.store.base import Names, Store
 
 
-def steps(store: Store) -> tuple[int, ...]:
+def steps(store: Names) -> tuple[int, ...]:
     """Steps with a manifest in place, ascending. Says nothing yet about their content."""
     found = ((step_of(name), name) for name in store.names())
     return tuple(sorted(step for step, name in found if step is not None and store.exists(inside(name, MANIFEST_NAME))))
 
 
-def newest(store: Store) -> Manifest | None:
+def newest(store: Names) -> Manifest | None:
     """The commit record of the newest step, checked; None in a store without any.
 
     A damaged one raises: going back silently would lose steps without a word.
@@ -34,7 +35,7 @@ def newest(store: Store) -> Manifest | None:
     return read_manifest(store, step_directory(existing[-1])) if existing else None
 
 
-def find(store: Store, step: int | None) -> int:
+def find(store: Names, step: int | None) -> int:
     """`step` itself, or the newest one for None. Raises NoCheckpointError with what there is."""
     existing = steps(store)
     if not existing or (step is not None and step not in existing):
@@ -56,13 +57,13 @@ def sweep(
 
     on_left  is told each entry that stays, as it is not ours, and why
     """
-    leftovers = [entry for name in store.names() if (entry := parse(name)) is not None and entry.leftover is not None]
+    leftovers = [entry for entry in map(parse, store.names()) if entry is not None and _leftover(store, entry)]
     if leftovers:
         # The rename that made it a leftover may not be durable: without this sync a power loss
         # could give a half-removed directory its step's name back.
-        store.sync_directory()
+        sync(store)
     for entry in leftovers:
-        name, reason = entry.name, entry.leftover or ""
+        name, reason = entry.name, _leftover(store, entry)
         try:
             left = "" if not store.is_link(name) else "is a link, which Flowstone did not make"
             if not left:
@@ -74,6 +75,13 @@ def sweep(
             on_removed(name, reason, None)
         elif on_left is not None:
             on_left(name, left)
+
+
+def _leftover(store: Store, entry: Entry) -> str:
+    """Why an entry is what a dead writer left; "" if it is not."""
+    if entry.kind is Kind.STEP and not store.capabilities.atomic_rename:
+        return "" if store.exists(inside(entry.name, MANIFEST_NAME)) else Kind.SAVING.value
+    return entry.leftover or ""
 
 
 def _remove(store: Store, entry: Entry) -> str:
@@ -111,6 +119,6 @@ def rewind(store: Store, step: int) -> tuple[int, ...]:
     store.check_lock()
     moved = tuple(s for s in reversed(steps(store)) if s > step)
     for newer in moved:
-        store.rename(step_directory(newer), new_superseded_directory(newer))
-    store.sync_directory()  # also when nothing moved: an earlier rewind may have died before its sync
+        removal.move(store, step_directory(newer), new_superseded_directory(newer))
+    sync(store)  # also when nothing moved: an earlier rewind may have died before its sync
     return moved

@@ -10,7 +10,7 @@ from flowstone.commit.entries import is_leftover
 from flowstone.commit.manifests import read_marker
 from flowstone.errors import NotAStoreError, StorageError
 from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME
-from flowstone.store.base import Store
+from flowstone.store.base import Names
 from flowstone.store.lock import LOCK_NAME
 from flowstone.store.tuning import TUNING_NAME
 
@@ -18,7 +18,7 @@ _LOOKED_AT_MAX = 200  # entries of a directory that is no store
 _OURS = (LOCK_NAME, TUNING_NAME)  # that say nothing yet of a store
 
 
-def check_store(store: Store) -> None:
+def check_store(store: Names) -> None:
     """Raise NotAStoreError where something is, but nothing of ours.
 
     What passes: a store; checkpoints without a marker; an absent or empty directory; one in which
@@ -43,7 +43,7 @@ def check_store(store: Store) -> None:
         )
 
 
-def check_no_checkpoint(store: Store) -> None:
+def check_no_checkpoint(store: Names) -> None:
     """Raise NotAStoreError where a Checkpointer was given a checkpoint: it would make a store inside of it."""
     if store.exists(MANIFEST_NAME) and not store.exists(MARKER_NAME):
         raise NotAStoreError(
@@ -52,7 +52,7 @@ def check_no_checkpoint(store: Store) -> None:
         )
 
 
-def stores_below(store: Store) -> str:
+def stores_below(store: Names) -> str:
     """The first few directories in a store's place that are stores themselves, for a message; "" if none is."""
     names = [name for name in store.names()[:_LOOKED_AT_MAX] if store.exists(f"{name}/{MARKER_NAME}")]
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

@@ -16,7 +16,7 @@ from flowstone.format.manifest import (
     decode_manifest,
     decode_marker,
 )
-from flowstone.store.base import Store
+from flowstone.store.base import Names
 
 _NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR)
 
@@ -36,7 +36,7 @@ def inside(directory: str, name: str) -> str:
     return f"{directory}/{name}" if directory else name
 
 
-def read_manifest(store: Store, directory: str) -> Manifest:
+def read_manifest(store: Names, directory: str) -> Manifest:
     """The commit record, checked. Raises NoCheckpointError, DamagedError or UnsupportedFormatError."""
     path = inside(directory, MANIFEST_NAME)
     shown = f"{store.location}/{path}"
@@ -59,12 +59,12 @@ def read_manifest(store: Store, directory: str) -> Manifest:
     return manifest
 
 
-def read_marker(store: Store) -> Marker:
+def read_marker(store: Names) -> Marker:
     data = store.read(MARKER_NAME, bytes_max=MARKER_BYTES_MAX)
     return decode_marker(data, path=f"{store.location}/{MARKER_NAME}")
 
 
-def listing(store: Store) -> list[Listed]:
+def listing(store: Names) -> list[Listed]:
     """Every step with a manifest in place, ascending. Looks at the names once, and opens one file for each step."""
     found = []
     for name in store.names():

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from flowstone.commit.durable import sync
 from flowstone.commit.entries import new_temporary_file, saving_directory, step_directory
 from flowstone.commit.manifests import inside, read_marker
 from flowstone.errors import FlowstoneError, StorageError
@@ -30,11 +31,15 @@ from flowstone.store.base import Receipt, Store
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A checkpoint in progress, in a directory that no reader looks at."""
+    """A checkpoint in progress, in a directory that no reader looks at: its own, or its step's, without a manifest.
+
+    is_in_place  the directory is the step's: the manifest alone is missing
+    """
 
     step: int
     id: str
     directory: str
+    is_in_place: bool = False
 
 
 def open_store(store: Store) -> str:
@@ -43,10 +48,14 @@ def open_store(store: Store) -> str:
     A directory of checkpoints without a marker is adopted: it gets one.
     """
     if not store.exists(MARKER_NAME):
-        temporary = new_temporary_file(MARKER_NAME)
-        store.put(temporary, encode_marker(Marker(flowstone=1, store=secrets.token_hex(16), created=_now())))
-        store.rename(temporary, MARKER_NAME)
-        store.sync_directory()
+        marker = encode_marker(Marker(flowstone=1, store=secrets.token_hex(16), created=_now()))
+        if store.capabilities.conditional_put:
+            store.put(MARKER_NAME, marker)
+        else:
+            temporary = new_temporary_file(MARKER_NAME)
+            store.put(temporary, marker)
+            store.rename(temporary, MARKER_NAME)
+        sync(store)
     return read_marker(store).store
 
 
@@ -56,18 +65,28 @@ def begin(store: Store, step: int, identity: str | None = None) -> Draft:
     identity  of the checkpoint to be, where several ranks make it: the first of them makes the directory
     """
     name = identity or secrets.token_hex(8)
-    draft = Draft(step, name, saving_directory(step, name))
+    if store.capabilities.atomic_rename:
+        draft = Draft(step, name, saving_directory(step, name))
+    else:
+        draft = Draft(step, name, step_directory(step), is_in_place=True)
     try:
         store.make_directory(draft.directory)
     except StorageError as error:
-        if identity is None or error.errno != errno.EEXIST:
+        if identity is None or error.errno != errno.EEXIST or _is_committed(store, draft):
             raise
     return draft
+
+
+def _is_committed(store: Store, draft: Draft) -> bool:
+    """Whether it is a checkpoint, though its save may not know."""
+    return draft.is_in_place and store.exists(inside(draft.directory, MANIFEST_NAME))
 
 
 def discard(store: Store, draft: Draft) -> None:
     """Remove a draft that will not be published, if that can be done now; else the next writer sweeps it."""
     try:
+        if _is_committed(store, draft):
+            return
         for name in store.names(draft.directory):
             store.remove(inside(draft.directory, name))
         store.remove(draft.directory)
@@ -77,6 +96,11 @@ def discard(store: Store, draft: Draft) -> None:
 
 def remove_own(store: Store, draft: Draft, names: Sequence[str]) -> None:
     """Remove files of a draft that no rank publishes; whoever removes the last one removes the directory, too."""
+    try:
+        if _is_committed(store, draft):
+            return
+    except FlowstoneError:
+        return  # safe, as below
     for path in (*(inside(draft.directory, name) for name in names), draft.directory):
         try:
             store.remove(path)
@@ -99,6 +123,8 @@ def publish(
 ) -> Manifest:
     """Commit: index and objects, manifest, their directory, the rename, the store. Durable on return.
 
+    Where a store renames no directory at once, the put of the manifest, last of all, is the commit.
+
     The segments are durable already, which is what `receipt` says: it must carry no error.
     raises  LockedError where the store's lock was lost, by then
     """
@@ -112,15 +138,27 @@ def publish(
         objects=FileRow(OBJECTS_NAME, len(objects), chunk_digests(objects)),
         tensors=totals.tensors, pieces=totals.pieces, data_bytes=totals.data_bytes, io=receipt.io,
     )
+    if draft.is_in_place:
+        _put_last(store, draft, encode_manifest(manifest))
+        return manifest
     store.put(inside(draft.directory, MANIFEST_NAME), encode_manifest(manifest))
     # The entries too: a file whose name is not durable can vanish with a power loss.
-    store.sync_directory(draft.directory)
+    sync(store, draft.directory)
     # What follows only the one writer may do: this job may have stood still for longer than it keeps its lock.
     store.check_lock()
     store.rename(draft.directory, step_directory(draft.step))
     # And the new name: a rename that is not synced can vanish likewise.
-    store.sync_directory()
+    sync(store)
     return manifest
+
+
+def _put_last(store: Store, draft: Draft, manifest: bytes) -> None:
+    """Commit a draft that is in its place already. See `publish`."""
+    sync(store, draft.directory)
+    sync(store)
+    store.check_lock()
+    store.put(inside(draft.directory, MANIFEST_NAME), manifest)
+    sync(store, draft.directory)
 
 
 def _now() -> str:

@@ -22,7 +22,7 @@ from flowstone.format.manifest import (
     FileRow,
     Manifest,
 )
-from flowstone.store.base import Store
+from flowstone.store.base import Names
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Objects:
     per_rank: dict[str, list[object]]
 
 
-def read_index(store: Store, directory: str, manifest: Manifest) -> Index:
+def read_index(store: Names, directory: str, manifest: Manifest) -> Index:
     """The table of pieces, every byte of it verified and every row checked."""
     path = f"{store.location}/{inside(directory, INDEX_NAME)}"
     with _memory_enough(path):
@@ -44,7 +44,7 @@ def read_index(store: Store, directory: str, manifest: Manifest) -> Index:
         return decode_index(memoryview(data).toreadonly(), segments=manifest.segments, path=path)
 
 
-def read_objects(store: Store, directory: str, manifest: Manifest) -> Objects:
+def read_objects(store: Names, directory: str, manifest: Manifest) -> Objects:
     """Everything that is not a tensor, verified and decoded."""
     path = f"{store.location}/{inside(directory, OBJECTS_NAME)}"
     with _memory_enough(path):
@@ -92,7 +92,7 @@ def join_objects(replicated: Mapping[str, bytes], per_rank: Mapping[str, Sequenc
     return text
 
 
-def check_segments(store: Store, directory: str, manifest: Manifest) -> None:
+def check_segments(store: Names, directory: str, manifest: Manifest) -> None:
     """Each segment's size and header digest. Raises DamagedError or StorageError."""
     for row in manifest.segments:
         path = inside(directory, row.name)
@@ -118,7 +118,7 @@ def _memory_enough(path: str) -> Iterator[None]:
 
 
 def _vouched(
-    store: Store, directory: str, row: FileRow, expected_name: str,
+    store: Names, directory: str, row: FileRow, expected_name: str,
     check_first: Callable[[bytes], None] | None = None,
 ) -> bytearray:
     """A file's bytes, as its digests promise. Read in parts: what is not as it was written is found in the first one,
@@ -142,7 +142,7 @@ def _vouched(
     return data
 
 
-def _check_size(store: Store, path: str, expected_bytes: int) -> None:
+def _check_size(store: Names, path: str, expected_bytes: int) -> None:
     if not store.exists(path):
         raise DamagedError(
             f"{store.location}/{path} is missing", next="restore the file from a copy, or load an older step"
@@ -150,7 +150,7 @@ def _check_size(store: Store, path: str, expected_bytes: int) -> None:
     _check_length(store, path, store.size(path), expected_bytes)
 
 
-def _check_length(store: Store, path: str, found: int, expected_bytes: int) -> None:
+def _check_length(store: Names, path: str, found: int, expected_bytes: int) -> None:
     if found != expected_bytes:
         raise DamagedError(
             f"{store.location}/{path} is too {'short' if found < expected_bytes else 'long'}",

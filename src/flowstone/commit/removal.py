@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Iterable
 
-from flowstone.commit.entries import Entry, left_directories
+from flowstone.commit.durable import sync
+from flowstone.commit.entries import Entry, Kind, left_directories, new_deleting, step_directory
 from flowstone.commit.manifests import inside
 from flowstone.errors import StorageError
 from flowstone.format.manifest import INDEX_NAME, MANIFEST_NAME, OBJECTS_NAME
@@ -21,6 +23,35 @@ def is_ours(name: str) -> bool:
     return name in (MANIFEST_NAME, INDEX_NAME, OBJECTS_NAME) or _SEGMENT.fullmatch(name) is not None
 
 
+def retire(store: Store, step: int) -> Entry:
+    """Make a step no checkpoint any more, durably; the directory that is to be emptied then."""
+    name = step_directory(step)
+    if store.capabilities.atomic_rename:
+        deleting = new_deleting(step)
+        store.rename(name, deleting.name)
+        sync(store)
+        return deleting
+    store.remove(inside(name, MANIFEST_NAME))
+    sync(store, name)
+    return Entry(name, Kind.STEP, step, new_deleting(step).id)
+
+
+def move(store: Store, source: str, target: str) -> None:
+    """Give a checkpoint's directory a name that is free; at once where that can be, else file by file, manifest first.
+    """
+    if store.capabilities.atomic_rename:
+        store.rename(source, target)
+        return
+    store.make_directory(target)
+    for name in _manifest_first(store.names(source)):
+        store.rename(inside(source, name), inside(target, name))
+    store.remove(source)
+
+
+def _manifest_first(names: Iterable[str]) -> list[str]:
+    return sorted(names, key=lambda name: name != MANIFEST_NAME)
+
+
 def empty(store: Store, directory: str) -> tuple[str, ...]:
     """Remove what is ours of a directory, the manifest first, and then the directory itself if nothing else is in it.
 
@@ -31,7 +62,7 @@ def empty(store: Store, directory: str) -> tuple[str, ...]:
     """
     names = store.names(directory)
     failure: StorageError | None = None
-    for name in sorted(filter(is_ours, names), key=lambda name: name != MANIFEST_NAME):
+    for name in _manifest_first(filter(is_ours, names)):
         try:
             store.remove(inside(directory, name))
         except StorageError as error:
@@ -57,10 +88,10 @@ def set_apart(store: Store, entry: Entry) -> str:
     """Give a directory with what is left in it a name that is neither a step's nor a leftover's; the name it has."""
     name, other = left_directories(entry)
     try:
-        store.rename(entry.name, name)
+        move(store, entry.name, name)
     except StorageError as error:
         if error.errno != errno.EEXIST:
             raise
-        store.rename(entry.name, other)
+        move(store, entry.name, other)
         return other
     return name

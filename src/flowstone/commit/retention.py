@@ -6,13 +6,13 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from flowstone.commit import catalog
-from flowstone.commit.entries import new_deleting, step_directory
+from flowstone.commit import catalog, removal
+from flowstone.commit.entries import step_directory
 from flowstone.commit.manifests import inside, read_manifest, read_marker
 from flowstone.config import Keep
 from flowstone.errors import FormatError, NoCheckpointError, StorageError
 from flowstone.format.manifest import MANIFEST_NAME
-from flowstone.store.base import Store
+from flowstone.store.base import Names, Store
 
 _LISTED_MAX = 5  # steps that one line of the log spells out, the newest
 
@@ -74,10 +74,8 @@ def prune(
         name = step_directory(verdict.step)
         try:
             store.check_lock()
-            target = new_deleting(verdict.step)
-            store.rename(name, target.name)
-            store.sync_directory()
-            left = catalog.finish_deletion(store, target)
+            retired = removal.retire(store, verdict.step)
+            left = catalog.finish_deletion(store, retired)
         except StorageError as error:
             on_removed(name, verdict.reason, error)
         else:
@@ -86,7 +84,7 @@ def prune(
                 on_left(name, left)
 
 
-def whose(store: Store, step: int, store_id: str) -> str | None:
+def whose(store: Names, step: int, store_id: str) -> str | None:
     """Why a step is not the own one of the store of that identity; None if it is.
 
     raises  StorageError where that cannot be told
@@ -103,7 +101,7 @@ def whose(store: Store, step: int, store_id: str) -> str | None:
     return None if manifest.store == store_id else "was saved into another store"
 
 
-def foreign_or_own(store: Store, step: int) -> str:
+def foreign_or_own(store: Names, step: int) -> str:
     """A step as a message calls it, with whose it is, if not the store's own."""
     why: str | None = None
     try:

@@ -170,7 +170,7 @@ class SaveCoordinator:
             mine = made
         else:
             folds = made.folds(step, assignment.compared)
-            mine = written_by(made, assignment.plan, draft.directory, folds, replicated=self.rank == 0)
+            mine = written_by(made, assignment.plan, draft.id, folds, replicated=self.rank == 0)
         mine_packed = mine if isinstance(mine, Exception) else msgspec.msgpack.encode(mine)
         written: list[Written] = []
 

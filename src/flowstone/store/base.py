@@ -1,4 +1,8 @@
-"""What a store can do. Every store obeys this protocol and its suite, tests/store/contract.py.
+"""What a store can do: four protocols, and the capabilities that say what they hold.
+
+`Names`, `BulkBytes`, `Commit` and `Lock`; a `Store` is all of them. What needs less asks for less: a listing takes
+`Names`. Nothing asks what kind of store it has; what differs between stores is in `Capabilities`. Every store obeys one
+suite, tests/store/contract.py; docs/ARCHITECTURE.md says how to add one.
 
 Paths are names relative to the store's root, with "/" between them. What fails raises
 StorageError with operation, errno and path, FullError when space is the reason.
@@ -9,7 +13,7 @@ to a directory, never one to a file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -190,8 +194,35 @@ def stop_reading(reading: Reading) -> None:
             continue
 
 
-class Store(Protocol):
-    """One run's checkpoints."""
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What holds in a store. A checkpoint can be committed where `atomic_rename` or `conditional_put` does.
+
+    atomic_rename      `rename` moves a directory with all that is in it, at once: before a crash or after it
+    conditional_put    of `put`, a reader sees all or nothing; of two for one name, one is refused
+    directory_sync     names are durable once `sync_directory` has returned
+    durable_on_return  names and small files are durable when the call that makes, moves or removes them returns
+    range_reads        `read` of a part costs as much as the part, not as the file
+    appends            a file that is there can be made longer
+    direct             bulk bytes can go past a page cache
+    """
+
+    atomic_rename: bool
+    conditional_put: bool
+    directory_sync: bool
+    durable_on_return: bool
+    range_reads: bool
+    appends: bool
+    direct: bool
+
+    @property
+    def needs_sync(self) -> bool:
+        """Whether names become durable by `sync_directory`, and not before."""
+        return self.directory_sync and not self.durable_on_return
+
+
+class Names(Protocol):
+    """What is there, and the bytes of small files."""
 
     @property
     def location(self) -> str:
@@ -224,27 +255,14 @@ class Store(Protocol):
         The root is created with its parents where they are missing, and its way is durable on return.
         """
 
-    def sync_directory(self, path: str = "") -> None:
-        """Make the directory's entries durable."""
-
-    def put(self, path: str, data: bytes) -> None:
-        """Write a small file that is not there, and sync it. Its name is durable once the directory is synced."""
-
-    def rename(self, source: str, target: str) -> None:
-        """Rename atomically; `target` does not exist."""
-
     def remove(self, path: str) -> None:
         """Remove a file, or a directory that is empty."""
 
+
+class BulkBytes(Protocol):
+    """Segments: extents between memory and files, in batches, by the native engine or by what stands for it."""
+
     def free_bytes(self) -> int: ...
-
-    def lock(self, holder: str) -> None:
-        """Become the one writer, until `unlock` or the death of the process; LockedError names who is."""
-
-    def check_lock(self) -> None:
-        """Raise LockedError unless this is the one writer still: before what only that may do."""
-
-    def unlock(self) -> None: ...
 
     def settings(self, direction: Direction) -> Settings:
         """How bytes move here. An arena for this store has blocks of one request of that direction."""
@@ -257,7 +275,7 @@ class Store(Protocol):
 
         reserved  False: they get their size by `Writing.reserve`, and nothing is written before that
 
-        Requests are no longer than a block of the arena.
+        Requests are no longer than a block of the arena. A segment whose name is taken is refused.
         """
 
     def read_extents(
@@ -274,4 +292,53 @@ class Store(Protocol):
     def reads_past_cache(self, path: str, wanted_bytes: int) -> bool:
         """Whether a read of so many bytes, this file's among them, goes past the page cache: each asks the device."""
 
+
+class Commit(Protocol):
+    """What makes a checkpoint appear, at once and durably (docs/ORDERING.md)."""
+
+    def put(self, path: str, data: bytes) -> None:
+        """Write a small file that is not there, and sync it. Its name is durable once the directory is synced."""
+
+    def rename(self, source: str, target: str) -> None:
+        """Move a file to a name that is free; a directory with all that is in it, where `atomic_rename` holds.
+
+        At once where that holds; elsewhere a crash may leave the file under both names.
+        """
+
+    def sync_directory(self, path: str = "") -> None:
+        """Make the directory's entries durable. Called where `Capabilities.needs_sync` alone."""
+
+
+class Lock(Protocol):
+    """One writer: a lock, or a lease."""
+
+    def lock(self, holder: str) -> None:
+        """Become the one writer, until `unlock` or the death of the process; LockedError names who is."""
+
+    def check_lock(self) -> None:
+        """Raise LockedError unless this is the one writer still: before what only that may do."""
+
+    def unlock(self) -> None: ...
+
+
+class Store(Names, BulkBytes, Commit, Lock, Protocol):
+    """One run's checkpoints."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
     def close(self) -> None: ...
+
+
+PROTOCOLS: tuple[type, ...] = (Names, BulkBytes, Commit, Lock, Store)
+
+
+def lacks(candidate: object) -> Mapping[str, tuple[str, ...]]:
+    """What an object has not of a store, by protocol; empty for a store."""
+    found = {one.__name__: tuple(name for name in members(one) if not hasattr(candidate, name)) for one in PROTOCOLS}
+    return {protocol: missing for protocol, missing in found.items() if missing}
+
+
+def members(protocol: type) -> tuple[str, ...]:
+    """The names of what a protocol asks for by itself."""
+    return tuple(name for name in vars(protocol) if not name.startswith("_"))

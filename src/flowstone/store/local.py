@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from flowstone.config import Direction, EngineOptions
 from flowstone.errors import DamagedError
-from flowstone.store.base import UNPACED, FilePlan, Pace
+from flowstone.store.base import UNPACED, Capabilities, FilePlan, Pace
 from flowstone.store.descriptors import Descriptors
 from flowstone.store.directories import directory, is_link, is_there, parent
 from flowstone.store.engines import EngineChoice, open_file
@@ -27,6 +27,11 @@ from flowstone.store.system import System
 if TYPE_CHECKING:
     from flowstone import _native
     from flowstone.store.local_io import LocalReading, LocalWriting
+
+_CAPABILITIES = Capabilities(
+    atomic_rename=True, conditional_put=False, directory_sync=True, durable_on_return=False, range_reads=True,
+    appends=True, direct=True,
+)
 
 
 class LocalStore:
@@ -43,6 +48,10 @@ class LocalStore:
         self._engines = EngineChoice(self.root, options or EngineOptions())
         self._lock = WriterLock(self.root, self.system)
         forget_in_children(self)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return _CAPABILITIES
 
     @property
     def location(self) -> str:

@@ -13,20 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowstone import _native
-from flowstone.config import KIB, POLL_S, READ_FILES_MAX, Direct
-from flowstone.errors import CancelledError, DamagedError, FlowstoneError, StateChangedError, StorageError
-from flowstone.format.manifest import IoRecord
-from flowstone.store.base import Encoded, FilePlan, Pace, ReadReceipt, Receipt, Watched
+from flowstone.config import POLL_S, READ_FILES_MAX, Direct
+from flowstone.errors import FlowstoneError, StorageError
+from flowstone.store.base import FilePlan, Pace, ReadReceipt, Receipt
 from flowstone.store.directories import parent
 from flowstone.store.engines import EngineChoice
+from flowstone.store.jobs import GAP_BYTES, WriteWaits, reach, read_error, write_error
 from flowstone.store.open_files import OpenFiles
 from flowstone.store.os_errors import MORE_THREADS, explain, translated
 from flowstone.store.system import System
 
-_GAP_BYTES = 64 * KIB  # of padding that is cheaper to write than to split a request at
 
-
-class LocalWriting:
+class LocalWriting(WriteWaits):
     """Segments of one save; owns their descriptors. Starts at once, raises what the system refuses before that."""
 
     def __init__(
@@ -34,6 +32,7 @@ class LocalWriting:
         arena: _native.Arena, pace: Pace, *, reserved: bool = True,
     ) -> None:
         self._root, self._system, self._engines, self._files = root, system, engines, files
+        self._watch = engines.options.watch
         self._bytes = sum(file.bytes for file in files)
         self._direct = engines.settings("write").direct_at(self._bytes)
         self._opened = OpenFiles()
@@ -50,9 +49,9 @@ class LocalWriting:
             # These files are this job's alone, so that gaps between slots may be written as zeros.
             with translated(root, "begin to write into", "", remedy=MORE_THREADS):
                 self._job = self._running.engine.write(
-                    arena, natives, rows, gap_bytes=_GAP_BYTES, in_place=self._running.settings.tuning.in_place,
+                    arena, natives, rows, gap_bytes=GAP_BYTES, in_place=self._running.settings.tuning.in_place,
                     blocks=pace.blocks, bytes_per_s=pace.bytes_per_s or 0,
-                    cap_bytes_per_s=pace.cap or 0, watch=engines.options.watch, files_ready=reserved,
+                    cap_bytes_per_s=pace.cap or 0, watch=self._watch, files_ready=reserved,
                 )
         except BaseException:
             self._opened.close()
@@ -97,56 +96,21 @@ class LocalWriting:
         else:
             self._job.files_ready()
 
-    @property
-    def done_bytes(self) -> int:
-        return self._job.done_bytes
-
-    @property
-    def watched(self) -> Watched:
-        job = self._job
-        row, reason = job.sampled_first or (None, None)
-        return Watched(job.exact_bytes, job.sampled_bytes, self._engines.options.watch == "exact", row, reason)
-
-    def cancel(self) -> None:
-        self._job.cancel()
-
-    def expedite(self) -> None:
-        self._job.expedite()
-
-    def wait_early(self) -> None:
-        while not self._job.wait_early(POLL_S):
-            pass
-
-    def wait_queued(self) -> None:
-        while not self._job.wait_queued(POLL_S):
-            pass
-
-    def wait_captured(self) -> None:
-        while not self._job.wait_captured(POLL_S):
-            pass  # returns to Python in between, so that Ctrl-C is heard
-
     def receipt(self) -> Receipt:
         with self._reserving:
             self._reserve_once()  # if nobody has come to it yet
-        while not self._job.wait(POLL_S):
-            pass
+        self._wait()
         alignment = self._alignment
         try:
             error = self._error() or self._sync_error()
         finally:
             self._opened.close()
-        job, running, settings, watched = self._job, self._running, self._running.settings, self.watched
-        io = IoRecord(
-            backend=running.engine.backend, alignment=alignment, request_bytes=running.request_bytes,
-            queue_depth=running.queue_depth, workers=settings.tuning.workers, copied_bytes=job.copied_bytes,
-            direct_bytes=job.direct_bytes, requests=job.requests, origin=settings.origin, explicit=settings.explicit,
-            exact_bytes=watched.exact_bytes, sampled_bytes=watched.sampled_bytes, sampled_because=watched.reason,
+        running = self._running
+        io = self._io(
+            running.engine.backend, running.settings, alignment=alignment, request_bytes=running.request_bytes,
+            depth=running.queue_depth,
         )
-        if error is not None:
-            return Receipt(error, np.zeros(0, np.uint64), io)
-        stored = job.stored
-        encoded = None if stored is None else Encoded(*stored, job.file_ends)
-        return Receipt(error, job.digests, io, encoded)
+        return self._receipt(error, io)
 
     @property
     def _alignment(self) -> int:
@@ -155,31 +119,17 @@ class LocalWriting:
 
     def _error(self) -> FlowstoneError | None:
         fault = self._job.fault
-        if fault is not None and fault.operation == "capture":
-            return self._capture_error(fault)
-        if fault is not None:
+        if fault is not None and fault.operation != "capture":
             instead = self._engines.give_up(self._running, fault, direct=self._alignment > 1)
             return explain(
-                self._root, fault.operation, fault.errno, fault.path, reach=_reach(fault), needed_bytes=self._bytes,
+                self._root, fault.operation, fault.errno, fault.path, reach=reach(fault), needed_bytes=self._bytes,
                 remedy=None if instead is None else f"save again: {instead}",
             )
-        if isinstance(self._refusal, FlowstoneError):
+        if fault is None and self._refusal is not None:
+            if not isinstance(self._refusal, FlowstoneError):
+                raise self._refusal
             return self._refusal
-        if self._refusal is not None:
-            raise self._refusal
-        if self._job.cancelled:
-            return CancelledError("the save was cancelled", next="save again")
-        return None
-
-    def _capture_error(self, fault: _native.Fault) -> FlowstoneError:
-        """The state, not the store, has failed that save; or the system, which did not copy it."""
-        if fault.errno not in (0, errno.EFAULT):
-            return explain(self._root, "copy the state for", fault.errno, fault.path, reach=_reach(fault))
-        gone = fault.errno == errno.EFAULT
-        what = "the state's memory went away" if gone else "the state changed"
-        return StateChangedError(
-            f"{what} before it was captured", path=fault.path, offset=fault.offset, length=fault.length, gone=gone
-        )
+        return write_error(self._root, self._job)
 
     def _sync_error(self) -> FlowstoneError | None:
         for opened in self._opened:
@@ -300,16 +250,7 @@ class LocalReading:
         fault = self._job.fault
         if self._refusal is not None:
             return self._refusal
-        if fault is not None and fault.operation == "end of file":
-            return DamagedError(
-                f"{fault.path} became shorter while it was read", range=_reach(fault),
-                next="restore the file from a copy, or load an older step",
-            )
-        if fault is not None:
-            return explain(self._root, fault.operation, fault.errno, fault.path, reach=_reach(fault))
-        if self._cancelled or self._job.cancelled:
-            return CancelledError("the load was cancelled", next="load again before saving")
-        return None
+        return read_error(self._root, fault, cancelled=self._cancelled or self._job.cancelled)
 
 
 class _Sums:
@@ -347,6 +288,3 @@ def _files_max() -> int:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return READ_FILES_MAX if limit == resource.RLIM_INFINITY else max(1, min(READ_FILES_MAX, limit // 4))
 
-
-def _reach(fault: _native.Fault) -> str:
-    return f"bytes {fault.offset}..{fault.offset + fault.length}"

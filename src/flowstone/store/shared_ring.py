@@ -19,12 +19,11 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from flowstone import _native
-from flowstone.config import BLOCK_BYTES, POLL_S
-from flowstone.errors import StorageError
-from flowstone.store.base import ReadReceipt
+from flowstone.config import BLOCK_BYTES
+from flowstone.errors import FlowstoneError, StorageError
+from flowstone.store.jobs import JobReading
 
 _MESSAGE_AT = BLOCK_BYTES
 
@@ -137,31 +136,15 @@ class PeerRing:
         os.close(self._fd)
 
 
-class RingReading:
+class RingReading(JobReading):
     """Extents on their way out of rings; a store's Reading."""
 
     def __init__(self, job: _native.ReadJob) -> None:
-        self._job = job
+        super().__init__(Path(), job)
 
-    @property
-    def done_bytes(self) -> int:
-        return self._job.done_bytes
-
-    def wait(self, timeout_s: float) -> bool:
-        return self._job.wait(timeout_s)
-
-    def cancel(self) -> None:
-        self._job.cancel()
-
-    def receipt(self) -> ReadReceipt:
-        while not self._job.wait(POLL_S):
-            pass
-        job, fault = self._job, self._job.fault
-        error = None if fault is None else StorageError(
+    def _error(self) -> FlowstoneError | None:
+        fault = self._job.fault
+        return None if fault is None else StorageError(
             f"cannot copy what another rank read: {fault.operation}", path=fault.path, errno=fault.errno,
             next="load again, with EngineOptions(share_reads=False)",
-        )
-        touched: NDArray[np.bool_] = job.touched
-        return ReadReceipt(
-            error, job.bad_chunks, touched, job.requested_bytes, job.copied_bytes, job.direct_bytes, job.requests
         )

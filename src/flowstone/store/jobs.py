@@ -1,0 +1,163 @@
+"""The engine's jobs as a store's Writing and Reading: what is alike wherever the bytes come to lie."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import numpy as np
+
+from flowstone import _native
+from flowstone.config import KIB, POLL_S, Watch
+from flowstone.errors import CancelledError, DamagedError, FlowstoneError, StateChangedError
+from flowstone.format.manifest import IoRecord
+from flowstone.store.base import Encoded, ReadReceipt, Receipt, Watched
+from flowstone.store.os_errors import explain
+from flowstone.store.settings import Settings
+
+GAP_BYTES = 64 * KIB  # of padding that is cheaper to write than to split a request at
+
+
+class WriteWaits:
+    """What is asked of a Writing while its `_job` moves bytes."""
+
+    _job: _native.WriteJob
+    _watch: Watch
+
+    @property
+    def done_bytes(self) -> int:
+        return self._job.done_bytes
+
+    @property
+    def watched(self) -> Watched:
+        job = self._job
+        row, reason = job.sampled_first or (None, None)
+        return Watched(job.exact_bytes, job.sampled_bytes, self._watch == "exact", row, reason)
+
+    def cancel(self) -> None:
+        self._job.cancel()
+
+    def expedite(self) -> None:
+        self._job.expedite()
+
+    def wait_early(self) -> None:
+        while not self._job.wait_early(POLL_S):
+            pass
+
+    def wait_queued(self) -> None:
+        while not self._job.wait_queued(POLL_S):
+            pass
+
+    def wait_captured(self) -> None:
+        while not self._job.wait_captured(POLL_S):
+            pass  # returns to Python in between, so that Ctrl-C is heard
+
+    def _wait(self) -> None:
+        while not self._job.wait(POLL_S):
+            pass
+
+    def _io(self, backend: str, settings: Settings, *, alignment: int, request_bytes: int, depth: int) -> IoRecord:
+        """How the segments were written, for the manifest; once the job has ended."""
+        job, watched = self._job, self.watched
+        return IoRecord(
+            backend=backend, alignment=alignment, request_bytes=request_bytes, queue_depth=depth,
+            workers=settings.tuning.workers, copied_bytes=job.copied_bytes, direct_bytes=job.direct_bytes,
+            requests=job.requests, origin=settings.origin, explicit=settings.explicit,
+            exact_bytes=watched.exact_bytes, sampled_bytes=watched.sampled_bytes, sampled_because=watched.reason,
+        )
+
+    def _receipt(self, error: FlowstoneError | None, io: IoRecord) -> Receipt:
+        if error is not None:
+            return Receipt(error, np.zeros(0, np.uint64), io)
+        stored = self._job.stored
+        encoded = None if stored is None else Encoded(*stored, self._job.file_ends)
+        return Receipt(None, self._job.digests, io, encoded)
+
+
+class JobWriting(WriteWaits):
+    """A Writing of one job, into files of a store at `root` that have their size and need no sync.
+
+    files  what it keeps open until it is dropped
+    """
+
+    def __init__(
+        self, root: Path, job: _native.WriteJob, settings: Settings, watch: Watch, files: object = None
+    ) -> None:
+        self._root, self._job, self._settings, self._watch, self._files = root, job, settings, watch, files
+
+    def reserve(self) -> None:
+        """They have it."""
+
+    def receipt(self) -> Receipt:
+        self._wait()
+        tuning = self._settings.tuning
+        return self._receipt(write_error(self._root, self._job), self._io(
+            "posix", self._settings, alignment=1, request_bytes=tuning.request_bytes, depth=tuning.queue_depth
+        ))
+
+
+class JobReading:
+    """A Reading of one job, of a store at `root`; `files` are what it keeps open until it is dropped."""
+
+    def __init__(self, root: Path, job: _native.ReadJob, files: object = None) -> None:
+        self._root, self._job, self._files = root, job, files
+
+    @property
+    def done_bytes(self) -> int:
+        return self._job.done_bytes
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._job.wait(timeout_s)
+
+    def cancel(self) -> None:
+        self._job.cancel()
+
+    def receipt(self) -> ReadReceipt:
+        while not self._job.wait(POLL_S):
+            pass
+        job = self._job
+        return ReadReceipt(
+            self._error(), job.bad_chunks, job.touched, job.requested_bytes, job.copied_bytes, job.direct_bytes,
+            job.requests,
+        )
+
+    def _error(self) -> FlowstoneError | None:
+        return read_error(self._root, self._job.fault, cancelled=self._job.cancelled)
+
+
+def capture_error(root: Path, fault: _native.Fault) -> FlowstoneError:
+    """The state, not the store, has failed that save; or the system, which did not copy it."""
+    if fault.errno not in (0, errno.EFAULT):
+        return explain(root, "copy the state for", fault.errno, fault.path, reach=reach(fault))
+    gone = fault.errno == errno.EFAULT
+    what = "the state's memory went away" if gone else "the state changed"
+    return StateChangedError(
+        f"{what} before it was captured", path=fault.path, offset=fault.offset, length=fault.length, gone=gone
+    )
+
+
+def write_error(root: Path, job: _native.WriteJob) -> FlowstoneError | None:
+    """Why a write has ended early, if it has."""
+    fault = job.fault
+    if fault is not None and fault.operation == "capture":
+        return capture_error(root, fault)
+    if fault is not None:
+        return explain(root, fault.operation, fault.errno, fault.path, reach=reach(fault))
+    return CancelledError("the save was cancelled", next="save again") if job.cancelled else None
+
+
+def read_error(root: Path, fault: _native.Fault | None, *, cancelled: bool) -> FlowstoneError | None:
+    """Why a reading has ended early, if it has."""
+    if fault is not None and fault.operation == "end of file":
+        return DamagedError(
+            f"{fault.path} became shorter while it was read", range=reach(fault),
+            next="restore the file from a copy, or load an older step",
+        )
+    if fault is not None:
+        return explain(root, fault.operation, fault.errno, fault.path, reach=reach(fault))
+    return CancelledError("the load was cancelled", next="load again before saving") if cancelled else None
+
+
+def reach(fault: _native.Fault) -> str:
+    """The range of a fault, in words."""
+    return f"bytes {fault.offset}..{fault.offset + fault.length}"

@@ -1,0 +1,283 @@
+"""Wrappers: stores around a store, which trace its calls, fail them, or make them again."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from flowstone import _native
+from flowstone.config import Direction
+from flowstone.errors import FlowstoneError, StorageError
+from flowstone.store.base import (
+    UNPACED,
+    Capabilities,
+    FilePlan,
+    Pace,
+    Reading,
+    ReadReceipt,
+    Receipt,
+    Store,
+    Watched,
+    Writing,
+)
+from flowstone.store.settings import Settings
+
+T = TypeVar("T")
+_log = logging.getLogger("flowstone")
+
+
+class Wrapper:
+    """A store that does what `inner` does. A subclass overrides single verbs; or `_call`, which is around each.
+
+    A write and a read of extents are two calls: "write" and "read_extents" start them, "written" and "read_through" are
+    their receipts, an error among them.
+    """
+
+    def __init__(self, inner: Store) -> None:
+        self.inner = inner
+
+    def _call(self, verb: str, path: str, act: Callable[[], T]) -> T:
+        """What the call of `verb` on `path` gives: `act` makes it."""
+        return act()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.inner.capabilities
+
+    @property
+    def location(self) -> str:
+        return self.inner.location
+
+    def exists(self, path: str = "") -> bool:
+        return self._call("exists", path, lambda: self.inner.exists(path))
+
+    def is_link(self, path: str) -> bool:
+        return self._call("is_link", path, lambda: self.inner.is_link(path))
+
+    def names(self, path: str = "") -> tuple[str, ...]:
+        return self._call("names", path, lambda: self.inner.names(path))
+
+    def size(self, path: str) -> int:
+        return self._call("size", path, lambda: self.inner.size(path))
+
+    def stamp(self, path: str) -> str | None:
+        return self._call("stamp", path, lambda: self.inner.stamp(path))
+
+    def read(
+        self, path: str, *, offset: int = 0, length: int | None = None, bytes_max: int | None = None
+    ) -> bytes:
+        return self._call(
+            "read", path, lambda: self.inner.read(path, offset=offset, length=length, bytes_max=bytes_max)
+        )
+
+    def make_directory(self, path: str = "") -> None:
+        self._call("make_directory", path, lambda: self.inner.make_directory(path))
+
+    def remove(self, path: str) -> None:
+        self._call("remove", path, lambda: self.inner.remove(path))
+
+    def put(self, path: str, data: bytes) -> None:
+        self._call("put", path, lambda: self.inner.put(path, data))
+
+    def rename(self, source: str, target: str) -> None:
+        self._call("rename", target, lambda: self.inner.rename(source, target))
+
+    def sync_directory(self, path: str = "") -> None:
+        self._call("sync_directory", path, lambda: self.inner.sync_directory(path))
+
+    def lock(self, holder: str) -> None:
+        self._call("lock", "", lambda: self.inner.lock(holder))
+
+    def check_lock(self) -> None:
+        self._call("check_lock", "", self.inner.check_lock)
+
+    def unlock(self) -> None:
+        self._call("unlock", "", self.inner.unlock)
+
+    def free_bytes(self) -> int:
+        return self._call("free_bytes", "", self.inner.free_bytes)
+
+    def settings(self, direction: Direction) -> Settings:
+        return self.inner.settings(direction)
+
+    def write(
+        self, files: Sequence[FilePlan], rows: _native.WriteExtents, arena: _native.Arena, pace: Pace = UNPACED, *,
+        reserved: bool = True,
+    ) -> Writing:
+        path = files[0].path if files else ""
+        writing = self._call("write", path, lambda: self.inner.write(files, rows, arena, pace, reserved=reserved))
+        return _WrappedWriting(writing, lambda act: self._call("written", path, act))
+
+    def read_extents(
+        self, paths: Sequence[str], rows: _native.ReadExtents, arena: _native.Arena, *, wanted_bytes: int,
+        stop_at_bad: bool = True, past_cache: bool = False,
+    ) -> Reading:
+        path = paths[0] if paths else ""
+        reading = self._call("read_extents", path, lambda: self.inner.read_extents(
+            paths, rows, arena, wanted_bytes=wanted_bytes, stop_at_bad=stop_at_bad, past_cache=past_cache
+        ))
+        return _WrappedReading(reading, lambda act: self._call("read_through", path, act))
+
+    def reads_past_cache(self, path: str, wanted_bytes: int) -> bool:
+        return self._call("reads_past_cache", path, lambda: self.inner.reads_past_cache(path, wanted_bytes))
+
+    def close(self) -> None:
+        self._call("close", "", self.inner.close)
+
+
+class _WrappedWriting:
+    def __init__(self, inner: Writing, around: Callable[[Callable[[], Receipt]], Receipt]) -> None:
+        self._inner, self._around = inner, around
+        self.reserve, self.cancel, self.expedite = inner.reserve, inner.cancel, inner.expedite
+        self.wait_early, self.wait_queued = inner.wait_early, inner.wait_queued
+        self.wait_captured = inner.wait_captured
+
+    @property
+    def watched(self) -> Watched:
+        return self._inner.watched
+
+    @property
+    def done_bytes(self) -> int:
+        return self._inner.done_bytes
+
+    def receipt(self) -> Receipt:
+        return self._around(self._inner.receipt)
+
+
+class _WrappedReading:
+    def __init__(self, inner: Reading, around: Callable[[Callable[[], ReadReceipt]], ReadReceipt]) -> None:
+        self._inner, self._around = inner, around
+        self.wait, self.cancel = inner.wait, inner.cancel
+
+    @property
+    def done_bytes(self) -> int:
+        return self._inner.done_bytes
+
+    def receipt(self) -> ReadReceipt:
+        return self._around(self._inner.receipt)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call that has ended.
+
+    verb   the method; see Wrapper for those of bulk bytes
+    bytes  that it has moved, where it tells
+    error  what it raised, or has in its receipt
+    """
+
+    verb: str
+    path: str
+    seconds: float
+    bytes: int
+    error: BaseException | None
+
+
+class Traced(Wrapper):
+    """Tells `on_call` each call once it has ended, on the thread that made it."""
+
+    def __init__(
+        self, inner: Store, on_call: Callable[[Call], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(inner)
+        self._on_call, self._clock = on_call, clock
+
+    def _call(self, verb: str, path: str, act: Callable[[], T]) -> T:
+        return self._timed(verb, path, act)
+
+    def put(self, path: str, data: bytes) -> None:
+        self._timed("put", path, lambda: self.inner.put(path, data), len(data))
+
+    def _timed(self, verb: str, path: str, act: Callable[[], T], given_bytes: int = 0) -> T:
+        began = self._clock()
+        try:
+            found = act()
+        except BaseException as error:
+            self._on_call(Call(verb, path, self._clock() - began, 0, error))
+            raise
+        seconds = self._clock() - began
+        failure = found.error if isinstance(found, Receipt | ReadReceipt) else None
+        self._on_call(Call(verb, path, seconds, given_bytes + _moved_bytes(found), failure))
+        return found
+
+
+def _moved_bytes(found: object) -> int:
+    if isinstance(found, bytes):
+        return len(found)
+    if isinstance(found, Receipt):
+        return found.io.copied_bytes + found.io.direct_bytes
+    return found.requested_bytes if isinstance(found, ReadReceipt) else 0
+
+
+class Faulty(Wrapper):
+    """Fails calls. `before` and `after` are told each verb and path, and give an error or None.
+
+    before  the call is not made, and raises it
+    after   the call is made, and its answer is lost
+    A receipt carries what either gives; by then no byte moves any more.
+    """
+
+    def __init__(
+        self, inner: Store, before: Callable[[str, str], FlowstoneError | None] = lambda verb, path: None,
+        after: Callable[[str, str], FlowstoneError | None] = lambda verb, path: None,
+    ) -> None:
+        super().__init__(inner)
+        self._before, self._after = before, after
+
+    def _call(self, verb: str, path: str, act: Callable[[], T]) -> T:
+        error = self._before(verb, path)
+        if error is not None and verb not in ("written", "read_through"):
+            raise error
+        found = act()
+        error = error or self._after(verb, path)
+        if error is not None and isinstance(found, Receipt | ReadReceipt):
+            return replace(found, error=found.error or error)
+        if error is not None:
+            raise error
+        return found
+
+
+_IDEMPOTENT = frozenset({
+    "exists", "is_link", "names", "size", "stamp", "read", "sync_directory", "check_lock", "free_bytes", "read_extents",
+    "reads_past_cache",
+})
+_TRANSIENT = frozenset({
+    errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED,
+    errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETRESET, errno.ESTALE,
+})
+
+
+class Retrying(Wrapper):
+    """Makes a call again that has failed for a reason that may pass, if it is one that may be made twice.
+
+    What creates, moves or removes is made once: the first attempt may have done it, though its answer was lost.
+
+    attempts       of one call, in all
+    first_delay_s  before the second; each later one is twice as long, up to `delay_s_max`
+    """
+
+    def __init__(
+        self, inner: Store, *, attempts: int = 5, first_delay_s: float = 0.1, delay_s_max: float = 5.0,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        super().__init__(inner)
+        self._delays = [min(delay_s_max, first_delay_s * 2**number) for number in range(attempts - 1)]
+        self._sleep = sleep
+
+    def _call(self, verb: str, path: str, act: Callable[[], T]) -> T:
+        for delay in self._delays if verb in _IDEMPOTENT else ():
+            try:
+                return act()
+            except StorageError as error:
+                if error.errno not in _TRANSIENT:
+                    raise
+                _log.warning("%s: %s; trying again in %g s", self.location, error.message, delay)
+                self._sleep(delay)
+        return act()
+
+
+__all__ = ["Call", "Faulty", "Retrying", "Traced", "Wrapper"]

@@ -29,14 +29,14 @@ import flowstone as fs
 State = dict[str, object]
 
 SAVE = {
-    "describe": "flowstone.checkpointer.describe", "plan": "flowstone.pipeline.save.plan_writes",
-    "begin": "flowstone.commit.publish.begin", "stage": "flowstone.pipeline.save.start_capture",
+    "describe": "flowstone.pipeline.save.describe", "plan": "flowstone.pipeline.plan_cache.plan_writes",
+    "begin": "flowstone.commit.publish.begin", "stage": "flowstone.pipeline.capturing.start_capture",
     "objects (while writing)": "flowstone.pipeline.save.encode_sections",
-    "index": "flowstone.pipeline.save.index_file", "publish": "flowstone.commit.publish.publish",
+    "index": "flowstone.format.index.Frame.fill", "publish": "flowstone.commit.publish.publish",
 }
 LOAD = {
-    "open": "flowstone.checkpoint.Checkpoint.check", "prepare": "flowstone.pipeline.load.prepare",
-    "match": "flowstone.pipeline.load.match", "plan": "flowstone.pipeline.load.plan_reads",
+    "open": "flowstone.checkpoint.Checkpoint.check", "prepare": "flowstone.pipeline.compare.prepare",
+    "match": "flowstone.pipeline.compare.match", "plan": "flowstone.pipeline.load.plan_reads",
     "land": "flowstone.pipeline.load.choose_destinations",
     "scatter (with reading)": "flowstone.pipeline.load.scatter", "finish": "flowstone.pipeline.load.finish",
     "report": "flowstone.pipeline.load.report",

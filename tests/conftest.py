@@ -43,7 +43,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with one checkpoint of the specimen; not to be changed."""
     store = tmp_path_factory.mktemp("pristine") / "run"
     split = lambda state, **how: split_rows(describe(state, **how), "table", 2)  # noqa: E731
-    with mock.patch("flowstone.checkpointer.describe", split), fs.Checkpointer(store) as checkpointer:
+    with mock.patch("flowstone.pipeline.save.describe", split), fs.Checkpointer(store) as checkpointer:
         checkpointer.save(specimen.STEP, specimen.state())
     return store
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import flowstone as fs
-from flowstone.pipeline.save import Captures
+from flowstone.pipeline.pacing import Captures
 from flowstone.store.base import Pace
 
 MIB = 1 << 20

@@ -494,7 +494,7 @@ def test_per_rank_values_are_kept_apart_and_put_back(store: Path) -> None:
 
 def save_split(store: Path, state: dict[str, object], name: str, row: int) -> None:
     split = lambda state, **how: split_rows(describe(state, **how), name, row)  # noqa: E731
-    with mock.patch("flowstone.checkpointer.describe", split), fs.Checkpointer(store) as checkpointer:
+    with mock.patch("flowstone.pipeline.save.describe", split), fs.Checkpointer(store) as checkpointer:
         checkpointer.save(1, state)
 
 

@@ -205,7 +205,7 @@ def test_a_part_of_a_state_is_loaded_onto_the_device(store: Path, far: Far) -> N
 def test_blocks_of_rows_go_straight_onto_the_device_and_columns_by_way_of_the_host(store: Path, far: Far) -> None:
     whole = torch.randn(2000, 600)
     split = lambda state, **how: split_rows(describe(state, **how), "x", 3)  # noqa: E731
-    with mock.patch("flowstone.checkpointer.describe", split), opened(store) as checkpointer:
+    with mock.patch("flowstone.pipeline.save.describe", split), opened(store) as checkpointer:
         checkpointer.save(1, {"x": whole}).committed.result()
     rows, columns = far.tensor(torch.zeros(2000, 600)), far.tensor(torch.zeros(2000, 100))
     for state, aside in ({"x": rows}, 0), ({"x": fs.Shard(columns, (2000, 600), (0, 200))}, 1):

@@ -40,8 +40,8 @@ def test_a_checkpointer_that_nobody_holds_gives_back_lock_threads_and_memory(sto
     committed = save.committed.result()
     checkpointer.wait()
     assert our_threads() > before
-    checkpointer._drain_writer()  # whose last work holds it
-    arena, gone = checkpointer._arena, weakref.ref(checkpointer)
+    checkpointer._saves.sole_writer.drain()  # whose last work holds it
+    arena, gone = checkpointer._saves.captures._arena, weakref.ref(checkpointer)
     assert arena is not None
     del checkpointer
     assert gone() is None, "without waiting for a collector: there is no cycle"

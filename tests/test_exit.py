@@ -140,7 +140,7 @@ def test_an_uncaught_exception_still_saves_what_was_captured(store: Path, script
 _OVERLAP = """
 import atexit, sys, torch, flowstone as fs
 from flowstone.store.base import Pace
-from flowstone.pipeline.save import Captures
+from flowstone.pipeline.pacing import Captures
 Captures.pace = lambda *_: Pace(1, 1)
 model = torch.nn.Linear(1024, 1024)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -22,7 +22,7 @@ import flowstone as fs
 from flowstone import _native
 from flowstone.config import Watch
 from flowstone.events import Captured, Event, Fenced, Written
-from flowstone.pipeline.save import Captures
+from flowstone.pipeline.pacing import Captures
 from flowstone.stage import capture
 from flowstone.store.base import Pace
 
@@ -392,7 +392,7 @@ def test_a_child_process_steps_without_waiting(tmp_path: Path, way: str) -> None
         child = os.fork()
         if child == 0:
             with torch.no_grad():
-                checkpointer._before_step()  # what the hook calls; torch's own threads do not survive a fork
+                checkpointer._saves.fencing._before_step()  # by a hook: torch's own threads do not survive a fork
             os._exit(0)
         watchdog = threading.Timer(60, os.kill, (child, 9))
         watchdog.start()

@@ -19,7 +19,7 @@ from apart import apart
 from torch import nn
 
 import flowstone as fs
-from flowstone.pipeline.save import Captures
+from flowstone.pipeline.pacing import Captures
 from flowstone.store.base import Pace
 
 MIB = 1 << 20

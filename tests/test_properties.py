@@ -47,7 +47,8 @@ def test_any_state_survives_in_several_segments(
     store = tmp_path_factory.mktemp("run")
     state["_many"] = [torch.full((1,), float(i)) for i in range(200)]
     small = partial(plan_writes, header_bytes_max=header_bytes_max)
-    with mock.patch("flowstone.pipeline.save.plan_writes", small), fs.Checkpointer(store, engine=PLAIN) as checkpointer:
+    planned = mock.patch("flowstone.pipeline.plan_cache.plan_writes", small)
+    with planned, fs.Checkpointer(store, engine=PLAIN) as checkpointer:
         checkpointer.save(1, state)
     target = blank(state)
     with fs.Checkpointer(store, engine=PLAIN) as checkpointer:
@@ -93,7 +94,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
     store = tmp_path_factory.mktemp("wide") / "run"
     table = torch.arange(7 * 211 * 1021, dtype=torch.int32).reshape(7, 211, 1021)
     split = lambda state, **how: split_rows(describe(state, **how), "w", 3)  # noqa: E731
-    with mock.patch("flowstone.checkpointer.describe", split), fs.Checkpointer(store) as checkpointer:
+    with mock.patch("flowstone.pipeline.save.describe", split), fs.Checkpointer(store) as checkpointer:
         checkpointer.save(1, {"w": table})
     return store, table.numpy()
 

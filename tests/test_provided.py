@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import flowstone as fs
 from flowstone.cli import app
 from flowstone.events import Event, SaveStarted
-from flowstone.pipeline.save import Captures
+from flowstone.pipeline.pacing import Captures
 from flowstone.store.base import Pace
 
 

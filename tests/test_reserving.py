@@ -15,7 +15,7 @@ from forge import content
 
 import flowstone as fs
 from flowstone.config import MIB, EngineOptions
-from flowstone.pipeline.save import Captures
+from flowstone.pipeline.pacing import Captures
 from flowstone.store.base import Pace
 from flowstone.store.local import LocalStore
 from flowstone.store.local_io import LocalWriting
@@ -167,7 +167,7 @@ def test_a_reservation_does_not_wait_for_the_capture_of_the_save_before(tmp_path
 
 def test_a_save_is_finished_whatever_keeps_the_thread_that_reserves(run: Run) -> None:
     busy = threading.Event()
-    run.checkpointer._reserver.submit(busy.wait)
+    run.checkpointer._saves._threads.reserver.submit(busy.wait)
     try:
         run.save(2).committed.result()
     finally:
@@ -182,7 +182,7 @@ def test_an_interrupted_save_leaves_nothing_while_its_segment_is_reserved(run: R
     run.disk.is_asked.clear()
     run.disk.may_reserve.clear()
     if not has_begun:
-        run.checkpointer._reserver.submit(busy.wait)
+        run.checkpointer._saves._threads.reserver.submit(busy.wait)
 
     def interrupt(_: LocalWriting) -> None:
         assert not has_begun or run.disk.is_asked.wait(PATIENCE_S)
@@ -208,7 +208,8 @@ def test_a_segment_that_refuses_direct_io_once_it_is_reserved_goes_through_the_p
 
 
 def test_a_segment_is_reserved_by_the_caller_where_the_system_has_no_thread_for_it(run: Run) -> None:
-    with mock.patch.object(run.checkpointer._reserver, "submit", side_effect=RuntimeError("can't start new thread")):
+    reserver = run.checkpointer._saves._threads.reserver
+    with mock.patch.object(reserver, "submit", side_effect=RuntimeError("can't start new thread")):
         assert run.save(2).committed.result().step == 2
     assert is_waited_for(run.disk.threads[1])
 

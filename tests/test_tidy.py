@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pipeline": _BASE
     | {"arguments", "runtime", "format", "plan", "store", "stage", "commit", "state", "ranks", "checkpoint", "_native"},
     "checkpointer": _BASE
-    | {"arguments", "runtime", "format", "store", "stage", "commit", "state", "checkpoint", "pipeline", "_native"},
+    | {"arguments", "runtime", "store", "commit", "state", "ranks", "checkpoint", "pipeline"},
     "cli": _BASE
     | {"arguments", "runtime", "format", "store", "commit", "checkpoint", "flowstone_demo", "flowstone_study"},
     "__init__": _BASE | {"checkpoint", "checkpointer", "pipeline", "state"},

@@ -124,7 +124,7 @@ def test_a_call_from_a_futures_callback_is_refused_at_once(store: Path) -> None:
 
     def save() -> int:
         checkpointer.save(1, {"x": torch.ones(3)}).committed.result()
-        checkpointer._writer.submit(begin.wait, PATIENCE_S)
+        checkpointer._saves._threads.writer.submit(begin.wait, PATIENCE_S)
         save = checkpointer.save(2, {"x": torch.ones(3)})
         save.committed.add_done_callback(call_back)
         begin.set()

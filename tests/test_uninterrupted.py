@@ -17,7 +17,7 @@ import torch
 from interrupts import Struck, struck
 
 import flowstone as fs
-from flowstone.pipeline.save import Captures
+from flowstone.pipeline.pacing import Captures
 from flowstone.runtime.uninterrupted import Acts, Latch
 from flowstone.state import gc_paused
 from flowstone.store.base import Pace
@@ -213,7 +213,7 @@ def test_a_first_save_that_is_interrupted_while_it_locks_the_store_keeps_nobody_
     for step, line in enumerate(range(1, 40, 2), 1):
         with fs.Checkpointer(tmp_path, budget_bytes=32 * MIB, on_error="continue") as checkpointer:
             try:
-                struck(checkpointer._check_writer, line)
+                struck(checkpointer._saves.sole_writer.check, line)
             except Struck:
                 struck_at += 1
             checkpointer.save(step, state).committed.result(60)
@@ -229,7 +229,8 @@ def test_a_verb_on_the_thread_of_an_act_is_refused_at_once(tmp_path: Path) -> No
 # Saves
 
 CONDUCTOR = (
-    "checkpointer.py", "handover.py", "pipeline/save.py", "uninterrupted.py", "turns.py", "in_flight.py", "futures.py"
+    "checkpointer.py", "handover.py", "save.py", "uninterrupted.py", "turns.py", "in_flight.py", "futures.py",
+    "save_run.py", "sole_writer.py", "absence.py", "fencing.py",
 )
 
 

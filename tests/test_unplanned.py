@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
-import time
 from unittest import mock
 
 import numpy as np
@@ -16,10 +15,9 @@ from apart import apart
 from flowstone.config import MIB
 from flowstone.errors import StateChangedError
 from flowstone.pipeline import unplanned
-from flowstone.pipeline.futures import Save
-from flowstone.pipeline.save import look
-from flowstone.pipeline.save import unplanned as made_of
+from flowstone.pipeline.replica_samples import look
 from flowstone.pipeline.unplanned import Unplanned
+from flowstone.pipeline.unplanned import unplanned as made_of
 from flowstone.stage.bounce import host_array
 from flowstone.stage.early_snapshot import snapshot_one
 from flowstone.state import Described, describe
@@ -37,7 +35,7 @@ def weights() -> dict[str, torch.Tensor]:
 def begun(state: dict[str, torch.Tensor]) -> Unplanned:
     described = describe(state)
     looked = look(1, described, None)
-    return made_of(Save(1), described, looked.samples, time.monotonic(), fence="manual")
+    return made_of(1, described, looked.samples, fence="manual")
 
 
 def values(described: Described) -> dict[str, np.ndarray]:
@@ -140,7 +138,7 @@ def _copied_at_once(strided: bool) -> tuple[tuple[str, ...], bool]:
     libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
     libc.munmap(address, length)  # by another thread, while `save` runs
     try:
-        made_of(Save(1), described, looked.samples, time.monotonic(), fence="auto")
+        made_of(1, described, looked.samples, fence="auto")
     except StateChangedError as error:
         return error.names, error.gone
     return (), False

@@ -24,7 +24,7 @@ import flowstone as fs
 from flowstone import _native, cli
 from flowstone.config import Watch
 from flowstone.events import Captured, Event
-from flowstone.pipeline.save import Captures
+from flowstone.pipeline.pacing import Captures
 from flowstone.store.base import Pace
 
 MIB, PAGE, HUGE = 1 << 20, 4096, 2 << 20
@@ -260,7 +260,7 @@ def test_of_two_saves_in_flight_each_is_watched_from_its_own_beginning(tmp_path:
             expected = parameters(state)[1].clone()
             assert not first.captured.done()
             if after:
-                writing = checkpointer._captures._runs[0].writing  # whoever waits for `first` expedites both
+                writing = checkpointer._saves.captures._runs[0].writing  # whoever waits for `first` expedites both
                 writing.expedite()
                 writing.wait_captured()
                 by_data(parameters(state)[1], MIB + 5)

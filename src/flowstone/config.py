@@ -66,6 +66,7 @@ DEADLINE_MARGIN_S = 2.0  # for each level of the tree: who is further from the c
 HEARTBEAT_S = 2.0  # between two signs of life of a rank
 SILENCE_S = 60.0  # without any, a rank is taken for dead: it was killed, or is frozen
 PLANS_REMEMBERED = 16  # by which a rank may have begun saves, and still writes what it has to
+INDEX_ROWS_KEPT_MAX = 1 << 20  # of the index that rank 0 keeps for the next save by the same plan: some 50 bytes each
 FAR_COMPARED_MAX = 256  # replicas on a device, of those that are compared in one save; each costs a few calls
 CATCH_UP_CALLS = 16  # that ranks may be behind others, having failed where those did not
 DRAFT_TRIES = 16  # of a rank to write into the draft of all, which others that give up may remove

@@ -51,7 +51,7 @@ def test_plain_reader_puts_boxes_together(store: Path) -> None:
 
     table = torch.arange(600_000, dtype=torch.float32).reshape(600, 1000)
     split = lambda state, **how: split_rows(describe(state, **how), "table", 70)  # noqa: E731
-    with mock.patch("flowstone.checkpointer.describe", split), fs.Checkpointer(store) as checkpointer:
+    with mock.patch("flowstone.pipeline.save.describe", split), fs.Checkpointer(store) as checkpointer:
         checkpointer.save(1, {"table": table})
     tensors, _, _ = plain_reader.read(store / "step-00000001")
     assert np.array_equal(tensors["table"], table.numpy())

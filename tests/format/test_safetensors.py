@@ -90,7 +90,7 @@ def test_slices_of_a_sharded_tensor_are_named_by_their_box(store: Path) -> None:
     from flowstone.state import describe
 
     split = lambda state, **how: split_rows(describe(state, **how), "table", 2)  # noqa: E731
-    with mock.patch("flowstone.checkpointer.describe", split), fs.Checkpointer(store) as checkpointer:
+    with mock.patch("flowstone.pipeline.save.describe", split), fs.Checkpointer(store) as checkpointer:
         checkpointer.save(1, {"table": torch.arange(12.0).reshape(4, 3)})
     found = safetensors.numpy.load_file(store / "step-00000001/rank-00000.safetensors")
     assert found["table[0:2,0:3]"].tolist() == [[0, 1, 2], [3, 4, 5]]
@@ -98,7 +98,7 @@ def test_slices_of_a_sharded_tensor_are_named_by_their_box(store: Path) -> None:
 
 
 def test_a_rolled_over_segment_opens_and_reads_back(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flowstone.pipeline.save.plan_writes", partial(write.plan_writes, header_bytes_max=4096))
+    monkeypatch.setattr("flowstone.pipeline.plan_cache.plan_writes", partial(write.plan_writes, header_bytes_max=4096))
     state = {f"tensor {i}": torch.full((i + 1,), float(i)) for i in range(60)}
     with fs.Checkpointer(store) as checkpointer:
         checkpointer.save(1, state).committed.result()

@@ -98,7 +98,7 @@ def main(version: str) -> None:
     store = GOLDEN / version
     # One tensor lies in two boxes, as two ranks would have saved it.
     split = lambda state, **how: split_rows(describe(state, **how), "table", 2)  # noqa: E731
-    with mock.patch("flowstone.checkpointer.describe", split), fs.Checkpointer(store) as checkpointer:
+    with mock.patch("flowstone.pipeline.save.describe", split), fs.Checkpointer(store) as checkpointer:
         checkpointer.save(STEP, filled())
     (store / "flowstone.lock").unlink()
 

@@ -27,7 +27,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import flowstone as fs
 from flowstone.events import Event
-from flowstone.pipeline.save import Captures
+from flowstone.pipeline.pacing import Captures
 from hostile.draw import Drawn
 from hostile.moves import MOVES, Effect
 from hostile.oracle import Contents, contents_of, contents_on_disk, differences

@@ -23,7 +23,7 @@ from layouts import Case, inside
 from flowstone import _native
 from flowstone.format.index import Index, decode_index
 from flowstone.format.manifest import SegmentRow
-from flowstone.pipeline.messages import assignment_of, parts_of
+from flowstone.pipeline.messages import Terms, assignment_of, parts_of
 from flowstone.plan.assign_writers import Names, RankLayout, WriterAssignment, assign_writers
 from flowstone.plan.global_index import global_index
 from flowstone.plan.read import plan_reads
@@ -101,7 +101,7 @@ def save(case: Case, values: dict[str, np.ndarray], chance: random.Random) -> Di
     offsets, digests, numbers = [], [], []
     for rank, (pieces, part) in enumerate(zip(ranks, parts_of(shared), strict=True)):
         assert part.positions is not None
-        writes = assignment_of("plan", Layout(pieces, (), ()), part.positions, part.blocks)
+        writes = assignment_of(Terms("plan", "job", 0, None), Layout(pieces, (), ()), part)
         mine = pieces.take(writes.positions.tolist(), writes.blocks)
         room = chance.choice((1 << 20, 1 << 20, 8192))
         plan = plan_writes(mine, rank=rank, alone=False, header_bytes_max=room)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from flowstone.config import EngineOptions
 from flowstone.errors import RankError, StateChangedError
 from flowstone.events import BuffersFromOneRank, Captured, Event, SaveStarted
-from flowstone.pipeline.save import Captures
+from flowstone.pipeline.pacing import Captures
 
 
 def training(how: str = "ddp") -> dict[str, object]:

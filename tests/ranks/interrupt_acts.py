@@ -13,11 +13,10 @@ import torch.distributed as dist
 from acts import fill, opened, state_of
 
 import flowstone as fs
-from flowstone import checkpointer
+from flowstone.pipeline import capturing
 from flowstone.pipeline import load as loading
 from flowstone.pipeline import save as saving
-from flowstone.pipeline.rank_group import RankGroup
-from flowstone.ranks import Mailbox
+from flowstone.ranks import Mailbox, RankGroup
 
 # Where it comes: before which call, of how many.
 POINTS: dict[str, tuple[object, str, int]] = {
@@ -26,8 +25,8 @@ POINTS: dict[str, tuple[object, str, int]] = {
     "reading": (loading, "read", 1),
     "confirming": (RankGroup, "confirm", 1),
     "waiting": (Mailbox, "await_posted", 1),
-    "describing": (checkpointer, "describe", 1),
-    "starting": (saving, "start_capture", 1),
+    "describing": (saving, "describe", 1),
+    "starting": (capturing, "start_capture", 1),
     "newest": (RankGroup, "decide", 1),
 }
 

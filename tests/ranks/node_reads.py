@@ -27,7 +27,7 @@ SIZES = [12 * MIB // 4 + 5, 700, 30 * MIB // 4, 3, 20 * MIB // 4 + 1, 0]
 def small_windows() -> Iterator[None]:
     """So that a few megabytes take several batches, wherever the store is."""
     with (
-        mock.patch("flowstone.pipeline.load.SHARED_READ_BYTES_MIN", 1),
+        mock.patch("flowstone.pipeline.sharing.SHARED_READ_BYTES_MIN", 1),
         mock.patch.object(node_reads, "RING_HALF_BYTES", 8 * MIB),
         mock.patch.object(LocalStore, "reads_past_cache", return_value=True),
     ):

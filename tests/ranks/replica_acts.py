@@ -50,7 +50,7 @@ def train(rank: int, path: str) -> list[tuple[int, int]]:
             save = saver.save(number, dict(reversed(state.items())) if turned else state)
             step(state)
             save.committed.result(60)
-            assignment = saver._group.coordinator.assignment(saver._cached_plan.layout)  # type: ignore[union-attr]
+            assignment = saver._saves._coordinator.assignment(saver._saves._plan.layout)  # type: ignore[union-attr]
             pieces = assignment.layout.pieces.take(assignment.positions.tolist(), assignment.blocks)  # type: ignore[union-attr]
             written.append((len(pieces), sum(piece.bytes for piece in pieces)))
     return written

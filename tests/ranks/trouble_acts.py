@@ -21,9 +21,8 @@ from acts import opened, outcome
 import flowstone as fs
 from flowstone.commit import publish
 from flowstone.errors import StorageError
+from flowstone.pipeline import capturing, save_coordinator
 from flowstone.pipeline import load as loading
-from flowstone.pipeline import save as saving
-from flowstone.pipeline import save_coordinator
 from flowstone.pipeline.rank_zero import RankZero
 from flowstone.pipeline.save_coordinator import SaveCoordinator
 from flowstone.ranks import agreement, failure_detector, kv_store, wire
@@ -40,7 +39,7 @@ POINTS: dict[str, tuple[object, str, str | None]] = {
     "first": (SaveCoordinator, "assign", ""),  # of the very first save
     "save": (fs.Checkpointer, "save", ""),
     "plan": (SaveCoordinator, "assign", ""),
-    "capture": (saving, "start_capture", ""),
+    "capture": (capturing, "start_capture", ""),
     "write": (LocalWriting, "receipt", ""),
     "sync": (System, "sync", ""),
     "commit": (SaveCoordinator, "commit", ""),

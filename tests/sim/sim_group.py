@@ -17,9 +17,9 @@ import flowstone as fs
 from flowstone import Keep
 from flowstone.errors import FlowstoneError, RankError, SaveFailedError, StepExistsError
 from flowstone.events import Event
-from flowstone.pipeline import rank_group
 from flowstone.ranks import Job as RankJob
 from flowstone.ranks import agreement, failure_detector, kv_store, wire
+from flowstone.ranks import group as rank_group
 
 DEADLINE_S = 12.0  # of the simulation's own time
 

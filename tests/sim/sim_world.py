@@ -205,7 +205,7 @@ class Job:
         saves: list[Save] = []
         errors: list[FlowstoneError] = []
         if change == 0:
-            self.checkpointer._writer.submit(handover.pause)
+            self.checkpointer._saves._threads.writer.submit(handover.pause)
         self.system.before_change = handover.before_change
         try:
             for step in (first, second):
@@ -213,7 +213,7 @@ class Job:
                     saves.append(self._begin(step))
                 except FlowstoneError as error:
                     errors.append(error)
-                idle = self.checkpointer._writer.submit(int)
+                idle = self.checkpointer._saves._threads.writer.submit(int)
                 while not (handover.to_caller.is_set() or idle.done()):
                     self._check_power()
                     wait_futures([idle], timeout=0.01)
@@ -291,7 +291,7 @@ class Job:
 
     def drain(self) -> None:
         """Until the writer's thread has nothing left to do, or has lost its power."""
-        self.checkpointer._writer.submit(int).result()
+        self.checkpointer._saves._threads.writer.submit(int).result()
 
     def _until_ended(self, save: Save) -> None:
         while not save.committed.done():
@@ -316,7 +316,7 @@ class Job:
 
     def abandon(self) -> None:
         """Whoever has lost its power waits for nothing any more."""
-        for save in self.checkpointer._in_flight:
+        for save in self.checkpointer._saves.in_flight:
             for future in (save.captured, save.committed):
                 if not future.done():
                     future.set_exception(PowerLoss())

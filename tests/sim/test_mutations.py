@@ -16,11 +16,10 @@ from types import FunctionType
 import pytest
 from sim_cases import MODES, SCENARIOS, Simulation
 
-from flowstone import Checkpointer
 from flowstone.commit import catalog, publish, removal, retention
 from flowstone.commit.writer import StoreWriter
-from flowstone.pipeline import save as saving
-from flowstone.pipeline import save_coordinator
+from flowstone.pipeline import capturing, committing, save_coordinator
+from flowstone.pipeline.save import Saves
 from flowstone.ranks import agreement, wire
 from flowstone.store.local import LocalStore
 from flowstone.store.local_io import LocalWriting
@@ -65,10 +64,9 @@ MUTANTS = {
         "second_save", start="step-",
     ),
     "retention_comes_before_the_commit": Mutant(
-        Checkpointer, "_finish",
+        Saves, "_finish",
         # Behind the segments, which nobody would wait for any more if the power failed here.
-        (("coordinator, emit = self._group.coordinator, self._emit",
-          "run.writing._job.wait(60.0); self._prune_all(); coordinator, emit = None, self._emit"),),
+        (("assignment = agree(", "run.writing._job.wait(60.0); self._prune_all(); assignment = agree("),),
         "retention",
     ),
     "deletion_is_not_synced_before_files_go": Mutant(
@@ -122,8 +120,8 @@ MUTANTS = {
         ), "team_second_save", "freeze", start="index"
     ),
     "draft_that_others_removed_is_not_made_again": Mutant(
-        saving, "_capture_into", (("if error.errno != errno.ENOENT or tries <= 0:", "if True:"),), "team_second_save",
-        "error", start="rank-",
+        capturing, "_capture_into", (("if error.errno != errno.ENOENT or tries <= 0:", "if True:"),),
+        "team_second_save", "error", start="rank-",
     ),
     "a_try_writes_into_the_draft_of_another": Mutant(
         save_coordinator.SaveCoordinator, "begin_try", (("self._tries.get(step, 1) + 1", "1"),), "team_two_tries",
@@ -136,7 +134,7 @@ MUTANTS = {
         "team_overlapping", start="step-00000003",
     ),
     "what_may_be_committed_is_removed": Mutant(
-        saving, "commit", (("if not (isinstance(error, RankError) and error.undecided):", "if True:"),),
+        committing, "commit", (("if not (isinstance(error, RankError) and error.undecided):", "if True:"),),
         "team_second_save", "freeze", start="index",
     ),
 }
@@ -154,7 +152,7 @@ def _mutated(mutant: Mutant) -> FunctionType:
     return scope[mutant.name]
 
 
-def _prune_all(self: Checkpointer) -> None:
+def _prune_all(self: Saves) -> None:
     verdicts = [retention.Verdict(step, False, "a mutant") for step in catalog.steps(self._store)]
     if self._store_writer._keep is not None:
         retention.prune(self._store, verdicts, self._emit.removed)
@@ -163,7 +161,7 @@ def _prune_all(self: Checkpointer) -> None:
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch, scratch: Path) -> None:
     mutant = MUTANTS[name]
-    monkeypatch.setattr(Checkpointer, "_prune_all", _prune_all, raising=False)
+    monkeypatch.setattr(Saves, "_prune_all", _prune_all, raising=False)
     monkeypatch.setattr(mutant.owner, mutant.name, _mutated(mutant))
     scenario = next(at for at, scenario in enumerate(SCENARIOS) if scenario.name == mutant.scenario)
     simulation = Simulation(scenario, scratch)

@@ -29,7 +29,7 @@ def _state(value: float) -> dict[str, object]:
 
 def _saved(path: Path) -> Path:
     with (
-        mock.patch("flowstone.pipeline.save.plan_writes", partial(write.plan_writes, header_bytes_max=4096)),
+        mock.patch("flowstone.pipeline.plan_cache.plan_writes", partial(write.plan_writes, header_bytes_max=4096)),
         fs.Checkpointer(path) as checkpointer,
     ):
         checkpointer.save(1, _state(1.0)).committed.result()

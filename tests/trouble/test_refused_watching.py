@@ -16,7 +16,7 @@ from torch import nn
 import flowstone as fs
 from flowstone.config import MIB, Watch
 from flowstone.events import Captured, Event
-from flowstone.pipeline.save import Captures
+from flowstone.pipeline.pacing import Captures
 from flowstone.store.base import Pace
 
 pytestmark = pytest.mark.skipif(not sandbox.HAS_SECCOMP, reason="no seccomp filters here")

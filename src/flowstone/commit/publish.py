@@ -59,20 +59,19 @@ def open_store(store: Store) -> str:
     return read_marker(store).store
 
 
-def begin(store: Store, step: int, identity: str | None = None) -> Draft:
-    """Make the directory that the save's files are written into.
+def begin(store: Store, step: int, identity: str) -> Draft:
+    """Make the directory that the save's files are written into: the first rank that comes does, of N at least 1.
 
-    identity  of the checkpoint to be, where several ranks make it: the first of them makes the directory
+    identity  of the checkpoint to be; another one for each try, so that what is there was made by this very one
     """
-    name = identity or secrets.token_hex(8)
     if store.capabilities.atomic_rename:
-        draft = Draft(step, name, saving_directory(step, name))
+        draft = Draft(step, identity, saving_directory(step, identity))
     else:
-        draft = Draft(step, name, step_directory(step), is_in_place=True)
+        draft = Draft(step, identity, step_directory(step), is_in_place=True)
     try:
         store.make_directory(draft.directory)
     except StorageError as error:
-        if identity is None or error.errno != errno.EEXIST or _is_committed(store, draft):
+        if error.errno != errno.EEXIST or _is_committed(store, draft):
             raise
     return draft
 
@@ -82,20 +81,11 @@ def _is_committed(store: Store, draft: Draft) -> bool:
     return draft.is_in_place and store.exists(inside(draft.directory, MANIFEST_NAME))
 
 
-def discard(store: Store, draft: Draft) -> None:
-    """Remove a draft that will not be published, if that can be done now; else the next writer sweeps it."""
-    try:
-        if _is_committed(store, draft):
-            return
-        for name in store.names(draft.directory):
-            store.remove(inside(draft.directory, name))
-        store.remove(draft.directory)
-    except FlowstoneError:
-        return  # safe: a draft is never read, and is swept
-
-
 def remove_own(store: Store, draft: Draft, names: Sequence[str]) -> None:
-    """Remove files of a draft that no rank publishes; whoever removes the last one removes the directory, too."""
+    """Remove files of a draft that no rank publishes, and the directory, which goes with the last of them.
+
+    Each rank removes what it has written: by name, as others may not know yet, and still write.
+    """
     try:
         if _is_committed(store, draft):
             return

@@ -9,7 +9,7 @@ from flowstone.arguments import to_load
 from flowstone.checkpoint import Checkpoint
 from flowstone.config import READ_ARENA_BYTES
 from flowstone.errors import ArgumentError, MismatchError
-from flowstone.pipeline.load import Wanted, compare, want
+from flowstone.pipeline.compare import Wanted, compare, want
 from flowstone.plan.match import Match, section_of
 from flowstone.plan.read import ReadPlan, plan_reads
 from flowstone.ranks import rank_and_size

@@ -1,10 +1,9 @@
 """From the caller of `save` to the threads that finish it: in whose hands a capture is that has been started.
 
-A signal's handler may raise at any instant of `save`. So a capture is started where none interrupts
-(`uninterrupted.py`), and is known to the threads that finish saves before the caller goes on. They wait for his part:
-what is no tensor is encoded on his thread, and he waits until what is not lazy is captured. He hands it on, or it is
-given up, likewise uninterrupted. If not even that could begin, the thread that finishes saves finds that the call has
-ended, and does it.
+The states are drawn in save_run.py. A signal's handler may raise at any instant of `save`. So a capture is started
+where none interrupts (`uninterrupted.py`), and is known to the threads that finish saves before the caller goes on.
+They wait for the caller's part. The caller hands it on, or it is given up, likewise uninterrupted. If not even that
+could begin, the thread that finishes saves finds that the call has ended, and does it.
 """
 
 from __future__ import annotations
@@ -15,12 +14,10 @@ from functools import partial
 
 from flowstone.errors import CancelledError, ClosedError
 from flowstone.events import Event
-from flowstone.pipeline import save as saving
 from flowstone.pipeline.in_flight import InFlight
-from flowstone.pipeline.save import Captures, SaveRun
+from flowstone.pipeline.pacing import Captures
+from flowstone.pipeline.save_run import SaveRun
 from flowstone.runtime.turns import Turn
-from flowstone.stage.device import as_on_this_thread
-from flowstone.state import Described
 from flowstone.store.base import Store
 
 _LOOK_S = 1.0  # between two looks at whether the caller is still there
@@ -40,44 +37,41 @@ class Handover:
         self._emit, self._watcher = emit, watcher
 
     def start(
-        self, described: Described, begin: Callable[[], SaveRun], finish: Callable[[SaveRun], object]
+        self, run: SaveRun, *, begin: Callable[[], None], encode: Callable[[], None], finish: Callable[[], None]
     ) -> None:
         """Start a save, which is handed on when this returns; what ends it early leaves nothing of it.
 
-        begin   starts the capture of what is `described`; where nothing interrupts it
-        finish  gives it to the thread that finishes saves, and there to `is_handed_on`; likewise
+        begin   starts its capture; where nothing interrupts it
+        encode  is the caller's part
+        finish  gives it to the thread that finishes saves, and there to `is_handed_on`; where nothing interrupts it
         """
-        begun: list[SaveRun] = []
-        streams = as_on_this_thread(memory.device for memory in described.places.apart.values())
 
         def act() -> None:
-            with streams():
-                run = begin()
+            begin()
             run.call = self._turn.calls
-            begun.append(run)
             self._enlist(run, finish)
 
         try:
             self._turn.uninterrupted(act)
-            saving.encode(begun[0], described)
-            if begun[0].outlasts_save:
-                self._captures.leave_alone(begun[0])
+            encode()
+            if run.outlasts_save:
+                self._captures.leave_alone(run)
             else:
-                self._turn.uninterrupted(partial(self._tell_captured, begun[0]))
-            begun[0].handed_on.open()
+                self._turn.uninterrupted(partial(self._tell_captured, run))
+            run.handed_on.open()
         except BaseException:
-            if begun:
-                self._turn.uninterrupted(partial(self._give_up, begun[0]))
+            if run.capture is not None:
+                self._turn.uninterrupted(partial(self._give_up, run))
             raise
 
-    def _enlist(self, run: SaveRun, finish: Callable[[SaveRun], object]) -> None:
+    def _enlist(self, run: SaveRun, finish: Callable[[], None]) -> None:
         # All that are under way: the writer's thread takes them in order, so that one waits for those before it.
         run.save.captured.expedite = run.save.committed.expedite = self._captures.expedite
         try:
             if run.outlasts_save:
                 self._captures.add(run)
                 self._watcher.submit(self.watch, run)
-            finish(run)
+            finish()
         except RuntimeError as error:
             raise ClosedError(
                 f"cannot save step {run.save.step}: Python is shutting down", reason=str(error),
@@ -93,7 +87,7 @@ class Handover:
         return not run.given_up
 
     def watch(self, run: SaveRun) -> None:
-        """On the watcher's thread: tell when the last lazy byte is captured."""
+        """Tell when the last lazy byte is captured. On the watcher's thread, or on that which began it."""
         try:
             run.writing.wait_captured()
         finally:
@@ -108,12 +102,12 @@ class Handover:
             run.save.captured.tell()
 
     def _give_up(self, run: SaveRun) -> None:
-        """Unless it was handed on: end it, leave neither a draft nor a descriptor, and let nobody wait for it."""
+        """Unless it was handed on: end it, leave neither a draft nor a descriptor, and let nothing wait for it."""
         if run.handed_on.is_open:
             return
         run.given_up = True
         try:
-            saving.give_up(run, self._store)
+            run.begun.abandon(self._store)
         finally:
             run.let_sources_go()
             run.save.captured.tell()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import lzma
 import math
+import secrets
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from flowstone.plan.layout_groups import Names, RankLayout
 from flowstone.plan.replicas import Compared
 from flowstone.plan.split_replicas import Blocks
 from flowstone.store.base import Receipt
-from flowstone.table.pieces import Block, Layout
+from flowstone.table.pieces import Block, Layout, Pieces, Places
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _Number = TypeVar("_Number", bound=np.generic)
@@ -84,17 +85,40 @@ class Terms(msgspec.Struct, frozen=True):
     share: float | None
 
 
-class Written(msgspec.Struct, frozen=True):
-    """What a rank has written. `folds`: uint64, of each set of replicas that it is in; none where it cannot tell."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Written:
+    """What a rank has written, as rank 0 learns it.
+
+    segment     of each piece that it writes, in the order of its assignment: position among `segments`
+    digests     of the chunks
+    sections    digest of each replicated section
+    replicated  their texts, of rank 0 alone: equal ones need not travel
+    folds       of each set of replicas that it is in; None where it cannot tell
+    """
+
+    plan: str
+    draft: str
+    segments: Sequence[SegmentRow]
+    segment: NDArray[np.uint32]
+    offsets: NDArray[np.uint64]
+    digests: NDArray[np.uint64]
+    sections: Mapping[str, str]
+    replicated: Mapping[str, bytes]
+    per_rank: Mapping[str, bytes]
+    io: IoRecord
+    folds: NDArray[np.uint64] | None
+
+
+class PackedWritten(msgspec.Struct, frozen=True):
+    """The same in few bytes, but for what does not travel."""
 
     plan: str
     draft: str
     segments: list[SegmentRow]
-    segment: bytes  # uint32, of each piece that it writes
-    offsets: bytes  # uint64
-    digests: bytes  # uint64, of the chunks
-    sections: dict[str, str]  # digest of each
-    objects: bytes  # replicated sections, of rank 0 alone
+    segment: bytes
+    offsets: bytes
+    digests: bytes
+    sections: dict[str, str]
     per_rank: dict[str, bytes]
     io: IoRecord
     folds: bytes | None
@@ -119,22 +143,43 @@ class Outcome(msgspec.Struct, frozen=True):
     replicas: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Assignment:
     """What this rank writes, by the plan of that name.
 
     positions  among the pieces of its layout, not descending
+    compared   what it compares with other ranks
     blocks     of those of which it writes some rows alone
     buffers    of the whole job: how many several ranks hold, and the lowest of them writes
-    compared   what it compares with other ranks
+    is_everything  no other rank writes any of it: nothing is to be agreed on
     """
 
     plan: str
     layout: Layout
     positions: NDArray[np.int64]
+    compared: Compared
     blocks: tuple[Block, ...] = ()
     buffers: int = 0
-    compared: Compared | None = None
+    is_everything: bool = False
+
+    @classmethod
+    def everything(cls, layout: Layout) -> Assignment:
+        """What a group of one writes of its layout."""
+        none = np.full(len(layout.pieces), -1, np.int64)  # no piece is held by another rank, too
+        return cls(
+            secrets.token_hex(8), layout, np.arange(len(layout.pieces)), Compared.of(layout, none, None),
+            is_everything=True,
+        )
+
+    def pieces(self) -> Pieces:
+        """What this rank writes."""
+        return self.layout.pieces if self.is_everything else self.layout.pieces.take(
+            self.positions.tolist(), self.blocks
+        )
+
+    def places(self, of_layout: Places) -> Places:
+        """Where that lies. `of_layout`: where all that this rank holds does."""
+        return of_layout if self.is_everything else of_layout.take(self.positions.tolist(), self.blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +199,10 @@ class Contribution:
     replicated: Mapping[str, bytes]
     per_rank: Mapping[str, bytes]
     objects: Mapping[str, object]
-    looked_at: LookedAt | None = None
+    looked_at: LookedAt
 
-    def folds(self, step: int, compared: Compared | None) -> NDArray[np.uint64] | None:
+    def folds(self, step: int, compared: Compared) -> NDArray[np.uint64] | None:
         """One number for each set of replicas that this rank is in; None where it has not looked at some of them."""
-        if compared is None or self.looked_at is None:
-            return None
         at = compared.looked_at(step)
         digests = self.looked_at.of(compared.rows[at])
         return None if digests is None else compared.folded(at, digests)
@@ -167,8 +210,6 @@ class Contribution:
     def digests(self, step: int, assignment: Assignment) -> bytes:
         """For each piece of the layout what it came to, if it is compared; nothing where that is not known."""
         compared = assignment.compared
-        if compared is None or self.looked_at is None:
-            return b""
         at = compared.looked_at(step)
         digests = self.looked_at.of(compared.rows[at])
         if digests is None:
@@ -195,13 +236,17 @@ class LookedAt:
         return self.digests[order[np.searchsorted(self.rows, rows, sorter=order)]]
 
 
-def pack(layout: Layout) -> PackedLayout:
+def rank_layout_of(layout: Layout) -> RankLayout:
+    """The columns of a layout, each distinct box once."""
     pieces = layout.pieces
     parts = sorted(pieces.parts)
     boxes = [n for at in parts for n in (*pieces.parts[at].offset, *pieces.parts[at].shape)]
     names = Names(pieces.names, pieces.dtypes, tuple(map(tuple, pieces.shapes)), layout.buffers)
-    rank_layout = RankLayout(names, np.array(parts, np.int64), np.array(boxes, np.int64)).compact()
-    return packed(rank_layout, [(alias.name, alias.target) for alias in layout.aliases])
+    return RankLayout(names, np.array(parts, np.int64), np.array(boxes, np.int64)).compact()
+
+
+def pack(layout: Layout) -> PackedLayout:
+    return packed(rank_layout_of(layout), [(alias.name, alias.target) for alias in layout.aliases])
 
 
 def packed(rank_layout: RankLayout, aliases: list[tuple[str, str]]) -> PackedLayout:
@@ -238,14 +283,17 @@ def _part_of(writes: NDArray[np.int64], blocks: Blocks | None, sets: bytes) -> P
     return Part(by_steps(blocks.source[writes]), compressed(columns) if len(at) else b"", sets)
 
 
-def assignment_of(plan: str, layout: Layout, positions: bytes, blocks: bytes) -> Assignment:
+def assignment_of(terms: Terms, layout: Layout, part: Part) -> Assignment:
     """What a rank has been told to write of its layout."""
-    writes, split = from_steps(positions), []
-    for at, dim, start, length in numbers(blocks, np.int64).reshape(4, -1).T.tolist() if blocks else ():
+    assert part.positions is not None, "only what is new is told"
+    writes, split = from_steps(part.positions), []
+    blocks = numbers(part.blocks, np.int64).reshape(4, -1).T.tolist() if part.blocks else ()
+    for at, dim, start, length in blocks:
         piece = layout.pieces[int(writes[at])]
         row_bytes = math.prod(piece.box.shape[dim + 1 :]) * piece.dtype.item_bytes
         split.append(Block(at, dim, start, length, start * row_bytes))
-    return Assignment(plan, layout, writes, tuple(split))
+    compared = Compared.of(layout, from_steps(part.sets), terms.share)
+    return Assignment(terms.plan, layout, writes, compared, tuple(split), terms.buffers)
 
 
 def compressed(numbers: NDArray[np.int64]) -> bytes:
@@ -261,18 +309,33 @@ def from_steps(packed: bytes) -> NDArray[np.int64]:
     return np.cumsum(numbers(packed, np.int64))
 
 
-def written_by(
-    made: Contribution, plan: str, draft: str, folds: NDArray[np.uint64] | None = None, *, replicated: bool
-) -> Written:
+def written_by(made: Contribution, plan: str, draft: str, folds: NDArray[np.uint64] | None = None) -> Written:
     return Written(
-        plan=plan, draft=draft, segments=list(made.segments),
-        segment=zlib.compress(made.segment.astype("<u4").tobytes(), 1),
-        offsets=zlib.compress(made.offsets.astype("<u8").tobytes(), 1),
-        digests=zlib.compress(made.receipt.digests.astype("<u8").tobytes(), 0),
-        sections={name: digest(text) for name, text in made.replicated.items()},
-        objects=zlib.compress(msgspec.msgpack.encode(dict(made.replicated)), 1) if replicated else b"",
-        per_rank=dict(made.per_rank), io=made.receipt.io,
-        folds=None if folds is None else folds.astype("<u8").tobytes(),
+        plan=plan, draft=draft, segments=made.segments, segment=made.segment, offsets=made.offsets,
+        digests=made.receipt.digests, sections={name: digest(text) for name, text in made.replicated.items()},
+        replicated=made.replicated, per_rank=made.per_rank, io=made.receipt.io, folds=folds,
+    )
+
+
+def pack_written(one: Written) -> bytes:
+    """As it travels to rank 0."""
+    return msgspec.msgpack.encode(PackedWritten(
+        plan=one.plan, draft=one.draft, segments=list(one.segments),
+        segment=zlib.compress(one.segment.astype("<u4").tobytes(), 1),
+        offsets=zlib.compress(one.offsets.astype("<u8").tobytes(), 1),
+        digests=zlib.compress(one.digests.astype("<u8").tobytes(), 0),
+        sections=dict(one.sections), per_rank=dict(one.per_rank), io=one.io,
+        folds=None if one.folds is None else one.folds.astype("<u8").tobytes(),
+    ))
+
+
+def unpack_written(message: bytes) -> Written:
+    one = unpack(message, PackedWritten)
+    return Written(
+        plan=one.plan, draft=one.draft, segments=one.segments, segment=numbers(one.segment, np.uint32),
+        offsets=numbers(one.offsets, np.uint64), digests=numbers(one.digests, np.uint64), sections=one.sections,
+        replicated={}, per_rank=one.per_rank, io=one.io,
+        folds=None if one.folds is None else np.frombuffer(one.folds, "<u8").astype(np.uint64),
     )
 
 

@@ -1,4 +1,4 @@
-"""Rank 0's part of a save: it learns what all hold and have written, assigns who writes what, and publishes."""
+"""Rank 0's part of a save by N ranks: it learns what all hold and have written, assigns who writes what, publishes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import secrets
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence, Set
-from typing import NoReturn, cast
+from dataclasses import dataclass
+from typing import NoReturn, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -16,12 +17,14 @@ from numpy.typing import NDArray
 from flowstone._version import __version__
 from flowstone.commit import publish
 from flowstone.commit.read import join_objects
-from flowstone.config import FAR_COMPARED_MAX, PLANS_REMEMBERED
+from flowstone.config import FAR_COMPARED_MAX, INDEX_ROWS_KEPT_MAX, PLANS_REMEMBERED
 from flowstone.errors import CollisionError, RankError, StorageError, UnsupportedStateError
-from flowstone.format.manifest import Manifest, SegmentRow
+from flowstone.format.index import Frame
+from flowstone.format.manifest import IoRecord, Manifest, SegmentRow
 from flowstone.format.merge_points import MergeMap, merge
 from flowstone.pipeline.messages import (
     Apart,
+    Assignment,
     PackedLayout,
     Part,
     Proposal,
@@ -31,22 +34,34 @@ from flowstone.pipeline.messages import (
     from_steps,
     numbers,
     parts_of,
+    rank_layout_of,
 )
 from flowstone.plan.assign_writers import WriterAssignment, assign_writers, check_replicas
 from flowstone.plan.global_index import global_index
 from flowstone.plan.layout_groups import Names, RankLayout
-from flowstone.plan.replicas import differing
+from flowstone.plan.replicas import ReplicaSets, differing
 from flowstone.ranks import Decision
 from flowstone.store.base import Receipt, Store
 from flowstone.table.dtype import DTYPES
 from flowstone.table.pieces import Alias
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _GlobalIndex:
+    """The index of a plan by which ranks have written into these segments; of each piece that one is in `segment`."""
+
+    plan: str
+    segment: NDArray[np.uint32]
+    frame: Frame
+    piece_order: NDArray[np.int64]
+    chunk_order: NDArray[np.int64]
+
+
 class RankZero:
     """What rank 0 knows of all."""
 
     def __init__(self, size: int) -> None:
-        self.job = secrets.token_hex(4)
+        self.job = secrets.token_hex(8)
         self._plan = ""
         self._layouts: list[RankLayout | None] = [None] * size
         self._aliases: list[Sequence[tuple[str, str]]] = [()] * size
@@ -56,6 +71,7 @@ class RankZero:
         self._same: list[deque[str]] = [deque(maxlen=PLANS_REMEMBERED) for _ in range(size)]
         self._names: dict[bytes, Names] = {}
         self._columns: dict[bytes, NDArray[np.int64]] = {}  # that several ranks have alike
+        self._index: _GlobalIndex | None = None  # of the last save
 
     def assign(self, said: Sequence[Proposal]) -> Decision:
         _all_equal({rank: one.step for rank, one in enumerate(said)}, "save step {}")
@@ -105,8 +121,7 @@ class RankZero:
     def replicas_differ(self, said: Sequence[Written]) -> bool:
         """Whether ranks have seen something else in what they hold alike."""
         assert self._assignment is not None, "what is committed was assigned"
-        folds = [None if one.folds is None else np.frombuffer(one.folds, "<u8") for one in said]
-        return differing(self._assignment.replicas.sets, folds)
+        return differing(self._assignment.replicas.sets, [one.folds for one in said])
 
     def raise_differing_replicas(self, said: Sequence[bytes]) -> NoReturn:
         """Raise CollisionError with what is not the same, and where. `said`: of each rank, digests of its pieces."""
@@ -114,43 +129,57 @@ class RankZero:
         check_replicas(layouts, [np.frombuffer(zlib.decompress(one), "<u2") if one else None for one in said])
         raise AssertionError("digests are equal, and numbers that are made of them differ")
 
+    def take_everything(self, assignment: Assignment) -> None:
+        """In a group of one: what is written is all that there is."""
+        if assignment.plan == self._plan:
+            return
+        layout = rank_layout_of(assignment.layout)
+        alone = np.full(len(assignment.positions), -1, np.int32)
+        self._assignment = WriterAssignment(
+            [layout], (assignment.positions,), np.zeros(1, np.int64),
+            replicas=ReplicaSets([alone], [np.zeros(0, np.int32)]),
+        )
+        self._layouts, self._plan = [layout], assignment.plan
+        self._aliases[0] = [(alias.name, alias.target) for alias in assignment.layout.aliases]
+
     def commit(
         self, said: Sequence[Written], apart: Sequence[Apart], store: Store, draft: publish.Draft, store_id: str
     ) -> Manifest:
-        """Publish. `apart`: of each rank, what it has of sections that are not the same on all."""
+        """Publish what N ranks have written. `apart`: of each, what it has of sections that are not the same on all."""
         _all_equal({rank: one.plan for rank, one in enumerate(said)}, "write by plan {}")
         _all_equal({rank: one.draft for rank, one in enumerate(said)}, "write into {}")
         segments: list[SegmentRow] = []
         columns = []
         for rank, one in enumerate(said):
-            _check_visible(store, draft.directory, rank, one.segments)
-            columns.append(numbers(one.segment, np.uint32) + np.uint32(len(segments)))
+            if rank > 0:  # its own it has written itself
+                _check_visible(store, draft.directory, rank, one.segments)
+            columns.append(one.segment + np.uint32(len(segments)))
             segments += [msgspec.structs.replace(row, id=len(segments) + at) for at, row in enumerate(one.segments)]
-        assert self._assignment is not None, "what is committed was assigned"
-        frame, piece_order, chunk_order = global_index(
-            self._assignment.layouts, self._assignment.writes, self._all_aliases(), np.concatenate(columns)
-        )
-        offsets = np.concatenate([numbers(one.offsets, np.uint64) for one in said])
-        digests = np.concatenate([numbers(one.digests, np.uint64) for one in said])
+        index = self._index_of(_joined(columns))
+        offsets, digests = _joined([one.offsets for one in said]), _joined([one.digests for one in said])
         per_rank: dict[str, list[bytes]] = {}
         for one in said:
             for section, text in one.per_rank.items():
                 per_rank.setdefault(section, []).append(text)
-        io = msgspec.structs.replace(
-            said[0].io, copied_bytes=sum(one.io.copied_bytes for one in said),
-            direct_bytes=sum(one.io.direct_bytes for one in said), requests=sum(one.io.requests or 0 for one in said),
-            exact_bytes=sum(one.io.exact_bytes or 0 for one in said),
-            sampled_bytes=sum(one.io.sampled_bytes or 0 for one in said),
-            sampled_because=next((one.io.sampled_because for one in said if one.io.sampled_because), None),
-        )
-        replicated = msgspec.msgpack.decode(zlib.decompress(said[0].objects), type=dict[str, bytes])
-        replicated |= _merged_sections(apart)
+        replicated = {**said[0].replicated, **_merged_sections(apart)}
         return publish.publish(
             store, draft, store_id=store_id, segments=segments,
-            index=frame.fill(offsets[piece_order], digests[chunk_order]), totals=frame.totals,
+            index=index.frame.fill(offsets[index.piece_order], digests[index.chunk_order]), totals=index.frame.totals,
             objects=join_objects(replicated, per_rank),
-            receipt=Receipt(None, digests, io), writer=f"flowstone {__version__}", ranks=len(said),
+            receipt=Receipt(None, digests, _io_of(said)), writer=f"flowstone {__version__}", ranks=len(said),
         )
+
+    def _index_of(self, segment: NDArray[np.uint32]) -> _GlobalIndex:
+        """The index of what the plan has written into these segments; kept for the next save by the same plan."""
+        kept = self._index
+        if kept is not None and kept.plan == self._plan and np.array_equal(kept.segment, segment):
+            return kept
+        assert self._assignment is not None, "what is committed was assigned"
+        found = _GlobalIndex(self._plan, segment, *global_index(
+            self._assignment.layouts, self._assignment.writes, self._all_aliases(), segment
+        ))
+        self._index = found if len(segment) <= INDEX_ROWS_KEPT_MAX else None
+        return found
 
     def _unpacked(self, layout: PackedLayout) -> RankLayout:
         names = self._names.get(layout.tensors)
@@ -215,6 +244,31 @@ def check_one_try(said: Sequence[Written]) -> None:
                 f"rank {rank} is at attempt {count} of this step, rank 0 at attempt {tries[0]}", rank=rank,
                 phase="commit", tries=max(tries), next="save again: all ranks then continue with the same attempt",
             )
+
+
+_Number = TypeVar("_Number", bound=np.generic)
+
+
+def _joined(columns: Sequence[NDArray[_Number]]) -> NDArray[_Number]:
+    """The columns of all ranks, one behind the other: that of a group of one as it is."""
+    return columns[0] if len(columns) == 1 else np.concatenate(columns)
+
+
+def _io_of(said: Sequence[Written]) -> IoRecord:
+    """How all ranks have written, as far as they say."""
+    records = [one.io for one in said]
+
+    def total(counts: Sequence[int | None]) -> int | None:
+        told = [count for count in counts if count is not None]
+        return sum(told) if told else None
+
+    return msgspec.structs.replace(
+        records[0], copied_bytes=sum(one.copied_bytes for one in records),
+        direct_bytes=sum(one.direct_bytes for one in records), requests=total([one.requests for one in records]),
+        exact_bytes=total([one.exact_bytes for one in records]),
+        sampled_bytes=total([one.sampled_bytes for one in records]),
+        sampled_because=next((one.sampled_because for one in records if one.sampled_because), None),
+    )
 
 
 def _check_visible(store: Store, directory: str, rank: int, segments: Sequence[SegmentRow]) -> None:

@@ -1,10 +1,11 @@
-"""The save coordinator: how the ranks of a job save into one store as one.
+"""The save coordinator: how the N ranks of a job save into one store as one, N at least 1.
 
     assign   each rank reports what it holds; rank 0 assigns who writes what     (each save, in the background)
     commit   each rank reports what it has written, or what failed; rank 0 publishes
 
 A rank whose layout is what it was keeps its part of the plan, and begins to write when `save` is called. One that is
-new waits for the others, in the background, and for what rank 0 makes of it. Each plan is proved to be whole.
+new waits for the others, in the background, and for what rank 0 makes of it. Each plan is proved to be whole. A group
+of one writes everything, which it knows at once; it commits by the same messages, which nobody has to encode.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 
@@ -40,12 +42,14 @@ from flowstone.pipeline.messages import (
     assignment_of,
     from_steps,
     pack,
+    pack_written,
     unpack,
+    unpack_written,
     written_by,
 )
 from flowstone.pipeline.rank_zero import RankZero, check_one_try, differing_sections
 from flowstone.plan.replicas import Compared
-from flowstone.ranks import Agreed, Agreement, Decision
+from flowstone.ranks import Agreed, Agreement, Decision, Encoding
 from flowstone.store.base import Store
 from flowstone.table.pieces import Layout
 
@@ -64,17 +68,25 @@ class SaveCoordinator:
         self.rank, self.size = agreement.rank, agreement.size
         self._agreement, self._host = agreement, host
         self._mine: Assignment | None = None  # replaced by the writer's thread, never changed
-        self._job = ""  # the name of this run of the job, once all know it; the same for ever
+        self._rank_zero = RankZero(agreement.size) if agreement.rank == 0 else None
+        # The name of this run of the job, once all know it; the same for ever.
+        self._job = "" if self._rank_zero is None else self._rank_zero.job
         self._counting = threading.Lock()  # around the next two
         self._highest = -1  # step that was tried
         self._tries: dict[int, int] = {}  # of steps that were tried more than once
-        self._rank_zero = RankZero(agreement.size) if agreement.rank == 0 else None
+
+    @property
+    def knows_every_layout(self) -> bool:
+        """Whether each save may begin at once: in a group of one nobody else has to hear of what it holds."""
+        return self.size == 1
 
     def assignment(self, layout: Layout) -> Assignment | None:
-        """What this rank writes of `layout`, where that has been planned: it may begin."""
+        """What this rank writes of `layout`, where that is known: it may begin."""
         mine = self._mine
         if mine is None or mine.layout.pieces is not layout.pieces or mine.layout.aliases is not layout.aliases:
-            return None
+            if not self.knows_every_layout:
+                return None
+            mine = self._mine = Assignment.everything(layout)
         return mine if mine.layout is layout else replace(mine, layout=layout)  # when it is captured has changed alone
 
     def begin_try(self, step: int) -> str:
@@ -104,37 +116,40 @@ class SaveCoordinator:
         is_far  some of the layout lies on a device
         raises  RankError; CollisionError, CoverageError on rank 0
         """
+        rank_zero = self._rank_zero
+        if begun is not None and begun.is_everything and rank_zero is not None:
+            rank_zero.take_everything(begun)
+            return begun
         proposal = Proposal(step, self._host, begun.plan, None) if begun else Proposal(
             step, self._host, None, pack(layout), is_far
         )
-        rank_zero = self._rank_zero
         try:
-            agreed = self._agree_on_plan(
-                step, msgspec.msgpack.encode(proposal),
-                lambda said: rank_zero.assign([unpack(one, Proposal) for one in said]) if rank_zero else Decision(),
-            )
+            agreed = self._agree_on_plan(step, proposal, rank_zero.assign if rank_zero else _nothing)
         except Exception:
             self._mine = None  # the next one is made anew
             raise
         terms, part = unpack(agreed.common, Terms), unpack(agreed.own, Part)
         self._job = terms.job
-        mine = begun
         if part.positions is not None:
-            mine = assignment_of(terms.plan, layout, part.positions, part.blocks)
-        assert mine is not None, "only what was known can stay as it was"
-        if part.sets:
-            compared = Compared.of(layout, from_steps(part.sets), terms.share)
-            mine = replace(mine, plan=terms.plan, buffers=terms.buffers, compared=compared)
+            mine = assignment_of(terms, layout, part)
+        else:
+            assert begun is not None, "only what was known can stay as it was"
+            mine = begun
+            if part.sets:
+                compared = Compared.of(layout, from_steps(part.sets), terms.share)
+                mine = replace(begun, plan=terms.plan, buffers=terms.buffers, compared=compared)
         self._mine = mine
         return mine
 
     def _agree_on_plan(
-        self, step: int, mine: bytes | Exception, decide: Callable[[Sequence[bytes]], Decision]
+        self, step: int, mine: Proposal | Exception, decide: Callable[[Sequence[Proposal]], Decision]
     ) -> Agreed:
         """Where some ranks are behind, those lose their own call alone; the others wait for them to catch up."""
         for _ in range(CATCH_UP_CALLS):
             try:
-                return self._agreement.agree(f"the plan of step {step}", mine, decide, position=step)
+                return self._agreement.agree(
+                    f"the plan of step {step}", mine, decide, position=step, encoding=_PROPOSALS
+                )
             except RankError as error:
                 if error.ahead != step:
                     raise
@@ -144,7 +159,7 @@ class SaveCoordinator:
         """Tell the others that this rank does not save `step`, because of `error`."""
         self._mine = None
         try:
-            self._agree_on_plan(step, error, lambda _: Decision())
+            self._agree_on_plan(step, error, _nothing)
         except Exception as told:
             _log.debug("step %d is not saved: %s", step, told)  # as we have said, or another rank
 
@@ -165,13 +180,9 @@ class SaveCoordinator:
 
         raises  RankError: the first failure of any of them
         """
-        mine: Written | Exception
-        if isinstance(made, Exception):
-            mine = made
-        else:
-            folds = made.folds(step, assignment.compared)
-            mine = written_by(made, assignment.plan, draft.id, folds, replicated=self.rank == 0)
-        mine_packed = mine if isinstance(mine, Exception) else msgspec.msgpack.encode(mine)
+        mine: Written | Exception = made if isinstance(made, Exception) else written_by(
+            made, assignment.plan, draft.id, made.folds(step, assignment.compared)
+        )
         written: list[Written] = []
 
         def publish_it(apart: Sequence[Apart] = ()) -> Decision:
@@ -179,8 +190,8 @@ class SaveCoordinator:
             manifest = self._rank_zero.commit(written, apart, store, draft, store_id)
             return Decision(msgspec.msgpack.encode(Outcome(encode_manifest(manifest), [])))
 
-        def look(said: Sequence[bytes]) -> Decision:
-            written.extend(unpack(one, Written) for one in said)
+        def look(said: Sequence[Written]) -> Decision:
+            written.extend(said)
             check_one_try(written)
             assert self._rank_zero is not None
             if self._rank_zero.replicas_differ(written):
@@ -193,7 +204,9 @@ class SaveCoordinator:
             self._rank_zero.raise_differing_replicas(said)
 
         try:
-            agreed = self._agreement.agree(f"the commit of step {step}", mine_packed, look, position=_before(step))
+            agreed = self._agreement.agree(
+                f"the commit of step {step}", mine, look, position=_before(step), encoding=_WRITTEN
+            )
             outcome = unpack(agreed.common, Outcome)
             assert not isinstance(made, Exception), "who has failed agrees on nothing"
             if outcome.replicas:
@@ -203,8 +216,8 @@ class SaveCoordinator:
                 )
             if outcome.apart:
                 agreed = self._agreement.agree(
-                    f"the objects of step {step}", msgspec.msgpack.encode(apart_of(made, outcome.apart)),
-                    lambda said: publish_it([unpack(one, Apart) for one in said]), position=_before(step),
+                    f"the objects of step {step}", apart_of(made, outcome.apart), publish_it, position=_before(step),
+                    encoding=_APART,
                 )
                 outcome = unpack(agreed.common, Outcome)
         except Exception as error:
@@ -221,3 +234,12 @@ def _before(step: int) -> int:
     """The position of a commit: a rank that plans the step once more has given it up, and waits for those still in it.
     """
     return step - 1
+
+
+def _nothing(_: object) -> Decision:
+    return Decision()
+
+
+_PROPOSALS: Encoding[Proposal] = Encoding(msgspec.msgpack.encode, partial(unpack, kind=Proposal))
+_APART: Encoding[Apart] = Encoding(msgspec.msgpack.encode, partial(unpack, kind=Apart))
+_WRITTEN: Encoding[Written] = Encoding(pack_written, unpack_written)

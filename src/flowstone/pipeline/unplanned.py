@@ -15,10 +15,11 @@ from threading import Lock
 import numpy as np
 from numpy.typing import NDArray
 
+from flowstone.config import PACKED_BELOW_BYTES
 from flowstone.errors import StateChangedError
 from flowstone.pipeline.changed import state_changed
-from flowstone.pipeline.futures import Save
-from flowstone.stage.early_snapshot import snapshot_one
+from flowstone.pipeline.plan_cache import FenceMode, lazy_pieces, waiter_of
+from flowstone.stage.early_snapshot import snapshot, snapshot_one
 from flowstone.stage.moved import moved
 from flowstone.stage.samples import Samples, take_samples
 from flowstone.state import CounterCheck, Counters, Described
@@ -28,22 +29,21 @@ _log = logging.getLogger("flowstone")
 
 
 class Unplanned:
-    """Such a save, for two threads: the fence's, which may `snapshot` it, and the writer's, which will `take` it.
+    """The state of such a save, for two threads: the fence's, which may `snapshot` it, and the writer's, which will
+    `take` it.
 
-    blocked_s   what the caller of `save` waited
     snapshot_bytes  of copies that a step made, until `let_go`
     """
 
     def __init__(
-        self, save: Save, described: Described, late: NDArray[np.bool_], seen: Samples, guarded: Sequence[bool],
-        blocked_s: float,
+        self, step: int, described: Described, late: NDArray[np.bool_], seen: Samples, guarded: Sequence[bool]
     ) -> None:
         """`described` has copies of what is not `late`.
 
         seen     samples of every piece, as it was when `save` was called
         guarded  which pieces nobody may change before they are captured
         """
-        self.save, self.blocked_s = save, blocked_s
+        self._step = step
         self._described: Described | None = described
         self._address, self._apart = described.places.address.copy(), dict(described.places.apart)
         self._owners = list(described.places.owners)
@@ -134,7 +134,7 @@ class Unplanned:
             self._is_told = True
             _log.warning(
                 "step %d: the next step waits until other ranks have reached this save: copies of %d bytes do "
-                "not fit into the rest of the budget, %d bytes; raise budget_bytes", self.save.step, needed_bytes,
+                "not fit into the rest of the budget, %d bytes; raise budget_bytes", self._step, needed_bytes,
                 max(0, room_bytes),
             )
 
@@ -156,7 +156,7 @@ class Unplanned:
         described = replace(described, places=Places(self._address, self._apart, self._owners))
         late, names = np.flatnonzero(self._late), described.pieces.names
         try:
-            now = take_samples(described.places, late, self._lengths[late], seed=self.save.step).digests()
+            now = take_samples(described.places, late, self._lengths[late], seed=self._step).digests()
         except OSError as error:
             away = moved(described.places, late)
             gone = tuple(names[at] for at in (away if len(away) else late).tolist())
@@ -170,3 +170,17 @@ class Unplanned:
         """It has been captured, or has failed: the copies are not needed any more."""
         with self._lock:
             self._described, self._owners, self.snapshot_bytes = None, [], 0
+
+
+def unplanned(step: int, described: Described, seen: Samples, *, fence: FenceMode) -> Unplanned:
+    """The state of a save that waits for its plan, with copies of all that has to be captured before `save` returns."""
+    lazy = lazy_pieces(described.layout, waiter_of(described, fence))
+    pieces = described.pieces
+    late = np.array([one.bytes >= PACKED_BELOW_BYTES for one in pieces], np.bool_) & np.array(lazy or False, np.bool_)
+    described.counters.begin(late)
+    early = np.flatnonzero(~late).tolist()
+    _ = described.objects, described.per_rank
+    places, gone = snapshot(pieces, described.places, early)
+    if gone:
+        raise state_changed(tuple(pieces.names[at] for at in gone), path="", gone=True)
+    return Unplanned(step, replace(described, places=places), late, seen, lazy or (False,) * len(pieces))

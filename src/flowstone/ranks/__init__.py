@@ -1,7 +1,8 @@
 """The ranks of a job: who they are, and how they agree without ever waiting for ever."""
 
-from flowstone.ranks.agreement import Agreed, Agreement
+from flowstone.ranks.agreement import Agreed, Agreement, Encoding
 from flowstone.ranks.failure import name_of
+from flowstone.ranks.group import RankGroup, error_for_others
 from flowstone.ranks.heartbeat import Activity, Heartbeat
 from flowstone.ranks.job import Job, rank_and_size, this_job
 from flowstone.ranks.kv_store import KeyValueStore, Mailbox
@@ -12,10 +13,13 @@ __all__ = [
     "Agreed",
     "Agreement",
     "Decision",
+    "Encoding",
     "Heartbeat",
     "Job",
     "KeyValueStore",
     "Mailbox",
+    "RankGroup",
+    "error_for_others",
     "name_of",
     "rank_and_size",
     "this_job",

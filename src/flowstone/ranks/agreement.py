@@ -16,6 +16,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, overload
 
 from flowstone.config import DEADLINE_S, LEAVE_S, POLL_S, REJOIN_S, REMINDER_S, SILENCE_S, TREE_FAN
 from flowstone.errors import FlowstoneError, RankError
@@ -23,6 +24,16 @@ from flowstone.ranks.failure_detector import FailureDetector
 from flowstone.ranks.heartbeat import Heartbeat
 from flowstone.ranks.kv_store import KeyValueStore, Mailbox
 from flowstone.ranks.wire import Decision, Exchange, Side, TooLateError, Verdict
+
+_Said = TypeVar("_Said")
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding(Generic[_Said]):
+    """How what a rank says travels to rank 0. What rank 0 itself says does not travel: it is not encoded."""
+
+    encode: Callable[[_Said], bytes]
+    decode: Callable[[bytes], _Said]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +90,26 @@ class Agreement:
         finally:
             self._side.pressed = False
 
+    @overload
     def agree(
         self, phase: str, mine: bytes | Exception, decide: Callable[[Sequence[bytes]], Decision], *,
         position: int | None = None,
+    ) -> Agreed: ...
+    @overload
+    def agree(
+        self, phase: str, mine: _Said | Exception, decide: Callable[[Sequence[_Said]], Decision], *,
+        position: int | None = None, encoding: Encoding[_Said],
+    ) -> Agreed: ...
+    def agree(
+        self, phase: str, mine: _Said | Exception, decide: Callable[[Sequence[_Said]], Decision], *,
+        position: int | None = None, encoding: Encoding[_Said] | None = None,
     ) -> Agreed:
         """Send `mine`, a message or what has failed here, and learn what rank 0 decides from the messages of all.
 
         phase       what is being agreed on, for errors; the same on every rank
         decide      on rank 0 only; from what each rank has said, in their order
         position    where this stands in the order of such agreements, for ranks that are out of sync
+        encoding    of messages that are not bytes; rank 0's own is handed to `decide` as it is
         raises      RankError, the same on every rank: the first failure, of a rank or of `decide`; a rank that is
                     silent or late. Where it happened, the very error that it was
         """
@@ -99,7 +121,8 @@ class Agreement:
         try:
             if self._heartbeat is not None:
                 self._heartbeat.waits = self._group is None
-            one, verdict = self._exchange(self._side, phase, mine, decide, position)
+            words, decide_from = self._encoded(mine, decide, encoding or _AS_IT_IS)
+            one, verdict = self._exchange(self._side, phase, words, decide_from, position)
             own_part = one.own() if verdict.has_each else b""
         except FlowstoneError:
             raise
@@ -114,11 +137,24 @@ class Agreement:
             self.leave_call(error)
             raise
         if verdict.failure is not None:
-            own = mine if isinstance(mine, Exception) else one.refusal
+            own = words if isinstance(words, Exception) else one.refusal
             if own is not None and verdict.failure.rank == self.rank and not verdict.failure.is_silence:
                 raise own
             raise verdict.failure.error() from own
         return Agreed(verdict.common, own_part)
+
+    def _encoded(
+        self, mine: _Said | Exception, decide: Callable[[Sequence[_Said]], Decision], encoding: Encoding[_Said]
+    ) -> tuple[bytes | Exception, Callable[[Sequence[bytes]], Decision]]:
+        """What this rank posts; and on rank 0, who posts nothing of its own, what it decides from what others post."""
+        if isinstance(mine, Exception):
+            return mine, lambda _: Decision()  # nothing is decided where a rank has failed
+        if self.rank == 0:
+            return b"", lambda posted: decide([mine, *map(encoding.decode, posted[1:])])
+        try:
+            return encoding.encode(mine), lambda _: Decision()
+        except Exception as error:  # the others must not wait for what cannot be told
+            return error, lambda _: Decision()
 
     def _exchange(
         self, side: Side, phase: str, mine: bytes | Exception, decide: Callable[[Sequence[bytes]], Decision],
@@ -239,3 +275,10 @@ class Agreement:
         for one in self._decided:
             one.clear()
         self._decided.clear()
+
+
+def _as_it_is(message: bytes) -> bytes:
+    return message
+
+
+_AS_IT_IS: Encoding[Any] = Encoding(_as_it_is, _as_it_is)

@@ -1,4 +1,4 @@
-"""The conductor's threads are started all at once, and whole."""
+"""The threads of a Checkpointer: those that a save depends on are started all at once, and whole."""
 
 from __future__ import annotations
 
@@ -7,6 +7,32 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from flowstone.errors import StorageError
+
+
+class Threads:
+    """Three, of one Checkpointer; docs/ARCHITECTURE.md, Threads, says what each may touch.
+
+    writer    finishes saves, one after the other
+    watcher   waits for captures that outlast `save`
+    reserver  gives segments their size
+    """
+
+    def __init__(self, initializer: Callable[[], None]) -> None:
+        """Starts none of them. `initializer` is called on each."""
+        self.writer = ThreadPoolExecutor(1, thread_name_prefix="flowstone-commit", initializer=initializer)
+        self.watcher = ThreadPoolExecutor(1, thread_name_prefix="flowstone-capture", initializer=initializer)
+        self.reserver = ThreadPoolExecutor(1, thread_name_prefix="flowstone-reserve", initializer=initializer)
+        self.are_started = False
+
+    def start(self) -> None:
+        """Start what a save under way could not be finished without. The reserver's starts with its first act."""
+        start(self.writer, self.watcher)
+        self.are_started = True
+
+    def end(self, *, wait: bool = True) -> None:
+        """`wait` for what they still have to do."""
+        for executor in (self.watcher, self.writer, self.reserver):
+            executor.shutdown(wait=wait)
 
 
 def start(*executors: ThreadPoolExecutor) -> None:

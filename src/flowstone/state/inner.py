@@ -45,7 +45,7 @@ def _inside(value: object, depth: int = _DEPTH_MAX) -> tuple[tuple[object, ...],
             members = tuple(found.values() if isinstance(found, dict) else found or ())
         else:
             members = () if found is value else (found,)
-        if members and all(is_optimizer(one, depth - 1) for one in members):
+        if members and all(map(is_optimizer, members, itertools.repeat(depth - 1))):
             return members, contains
     others = [one for one in fields.values() if isinstance(one, torch.optim.Optimizer) and one is not value]
     return tuple({id(one): one for one in others}.values()), len(others) > 1

@@ -26,7 +26,7 @@ from interrupts import Struck
 
 import flowstone as fs
 from flowstone.events import Event
-from flowstone.pipeline.save import Captures
+from flowstone.pipeline.pacing import Captures
 from flowstone.ranks import agreement, wire
 from hostile.ranks.draw import DEADLINE_S, Life, Setup
 from hostile.ranks.moves import MOVES, Ending

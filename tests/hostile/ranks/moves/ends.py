@@ -6,7 +6,7 @@ from random import Random
 from typing import TYPE_CHECKING
 from unittest import mock
 
-from flowstone.pipeline import save as saving
+from flowstone.pipeline import capturing
 from flowstone.pipeline.save_coordinator import SaveCoordinator
 from flowstone.store.local import LocalStore
 from flowstone.store.local_io import LocalWriting
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 TABLE = Table()
 POINTS: tuple[tuple[object, str, str | None], ...] = (
-    (SaveCoordinator, "assign", None), (saving, "start_capture", None), (LocalWriting, "receipt", None),
+    (SaveCoordinator, "assign", None), (capturing, "start_capture", None), (LocalWriting, "receipt", None),
     (System, "sync", None),
     (SaveCoordinator, "commit", None), (LocalStore, "put", "index"), (LocalStore, "put", "manifest"),
     (LocalStore, "rename", None), (LocalStore, "sync_directory", None),

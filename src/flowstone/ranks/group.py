@@ -1,11 +1,12 @@
-"""The rank group: what the ranks of a job decide together. A job of one rank decides by itself, at once."""
+"""The rank group: what the N ranks of a job decide together, N at least 1. A group of one decides at once."""
 
 from __future__ import annotations
 
 import logging
-import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import compress
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -13,9 +14,11 @@ from numpy.typing import NDArray
 
 from flowstone.config import HEARTBEAT_S, SILENCE_S
 from flowstone.errors import CancelledError, NoCheckpointError, NotAStoreError, RankError
-from flowstone.pipeline.save_coordinator import SaveCoordinator
-from flowstone.ranks import Activity, Agreement, Decision, Heartbeat, Job, name_of, this_job
-from flowstone.runtime.turns import Turn
+from flowstone.ranks.agreement import Agreement
+from flowstone.ranks.failure import name_of
+from flowstone.ranks.heartbeat import Activity, Heartbeat
+from flowstone.ranks.job import Job, this_job
+from flowstone.ranks.wire import Decision
 
 _log = logging.getLogger(__name__)
 _ABSENT = {one.__name__: one for one in (NoCheckpointError, NotAStoreError)}
@@ -28,46 +31,58 @@ def error_for_others(verb: str, error: BaseException) -> Exception:
     return CancelledError(f"{verb}() was interrupted: {name_of(error)}", next=f"call {verb}() again on every rank")
 
 
+class Calls(Protocol):
+    """Which call of a verb this rank is in.
+
+    calls  how many were begun; `last` is the last of them, `verb` the one that goes on
+    """
+
+    calls: int
+    last: str
+    verb: str | None
+
+
 class RankGroup:
     """This rank's side of the group. Every rank calls the same, in the same order; one thread at a time.
 
-    coordinator  for saves; None in a job of one rank
+    agreement  by which the ranks agree: of a group of one, with itself
     """
 
-    def __init__(self, deadline_s: float, label: str, turn: Turn, *, alone: bool = False) -> None:
+    def __init__(self, deadline_s: float, label: str, calls: Calls, *, alone: bool = False) -> None:
         """Tells the other ranks of itself from now on, until `leave`.
 
         label  what is saved into
-        turn   says which call this rank is in
-        alone  this process decides by itself, whatever job it is in
+        alone  this process is a group of one, whatever job it is in
         """
         job = Job() if alone else this_job()
         self.deadline_s, self.alone = deadline_s, alone
-        self._turn, self._highest = turn, -1
+        self._calls, self._highest = calls, -1
         self.rank, self.size = job.rank, job.size
         silence_s = min(SILENCE_S, deadline_s / 2)
         heartbeat_s = min(HEARTBEAT_S, silence_s / 10)
         self._heartbeat = None if job.kv_store is None else Heartbeat(
             job.kv_store, job.rank, label, self._activity, every_s=heartbeat_s
         )
-        self._agreement = Agreement(
+        self.agreement = Agreement(
             job.kv_store, job.rank, job.size, deadline_s=deadline_s, silence_s=silence_s, label=label,
             heartbeat=self._heartbeat
         )
-        self.coordinator = None if job.size == 1 else SaveCoordinator(self._agreement, socket.gethostname())
-        turn.on_interrupt = self._agreement.leave_call
 
     def comes_to(self, step: int) -> None:
         """This rank has been told to save `step`: who waits for it hears so."""
         self._highest = max(step, self._highest)
 
     def _activity(self) -> Activity:
-        turn = self._turn
-        return Activity(turn.calls, turn.last, turn.verb is not None, self._highest)
+        calls = self._calls
+        return Activity(calls.calls, calls.last, calls.verb is not None, self._highest)
+
+    def certain(self, mine: bool) -> bool:
+        """Whether what is so on this rank is so on every rank: of others, nothing is certain before they are asked."""
+        return mine and self.size == 1
 
     def pressing(self) -> AbstractContextManager[None]:
         """Meanwhile somebody waits for the others who would rather not: see `Agreement.pressing`."""
-        return self._agreement.pressing()
+        return self.agreement.pressing()
 
     def decide(self, phase: str, look: Callable[[], Sequence[int]]) -> list[int]:
         """What rank 0 finds: one rank decides what exists.
@@ -76,7 +91,7 @@ class RankGroup:
                 begin afresh
         """
         try:
-            agreed = self._agreement.agree(phase, b"", lambda _: Decision(msgspec.json.encode(list(look()))))
+            agreed = self.agreement.agree(phase, b"", lambda _: Decision(msgspec.json.encode(list(look()))))
         except RankError as error:
             absent = _ABSENT.get(error.kind)
             if absent is None:
@@ -87,7 +102,7 @@ class RankGroup:
 
     def confirm(self, phase: str, error: Exception | None = None) -> None:
         """Go on only if all do. Raises `error`, or RankError for that of another rank."""
-        self._agreement.agree(phase, b"" if error is None else error, lambda _: Decision())
+        self.agreement.agree(phase, b"" if error is None else error, lambda _: Decision())
 
     def same(self, phase: str, mine: str) -> None:
         """Go on only if all ranks say the same. Raises RankError."""
@@ -101,19 +116,27 @@ class RankGroup:
                     )
             return Decision()
 
-        self._agreement.agree(phase, mine.encode(), compare)
+        self.agreement.agree(phase, mine.encode(), compare)
 
-    def anybody(self, phase: str, mine: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Where it is true on some rank. Columns are equally long on all ranks."""
+    def anybody(self, phase: str, names: Collection[str], mine: Callable[[], NDArray[np.bool_]]) -> set[str]:
+        """Those of the `names` that some rank wants, where there are others; a group of one is not asked for its own.
+
+        names  the same on all ranks, in the same order; `mine`: which of them this rank wants
+        """
+        if self.size == 1:
+            return set()
 
         def join(said: Sequence[bytes]) -> Decision:
             return Decision(np.bitwise_or.reduce([np.frombuffer(one, np.uint8) for one in said]).tobytes())
 
-        agreed = self._agreement.agree(phase, np.packbits(mine).tobytes(), join)
-        return np.unpackbits(np.frombuffer(agreed.common, np.uint8), count=len(mine)).astype(np.bool_)
+        agreed = self.agreement.agree(phase, np.packbits(mine()).tobytes(), join)
+        wanted = np.unpackbits(np.frombuffer(agreed.common, np.uint8), count=len(names))
+        return set(compress(names, wanted.tolist()))
 
     def nobody(self, phase: str, mine: Mapping[str, Sequence[str]]) -> set[str]:
         """The names that none of the ranks wants which ask for their section; `mine`: by section, all asked for."""
+        if self.size == 1:
+            return {name for names in mine.values() for name in names}
 
         def join(said: Sequence[bytes]) -> Decision:
             left: dict[str, set[str]] = {}
@@ -122,7 +145,7 @@ class RankGroup:
                     left[section] = left[section].intersection(names) if section in left else set(names)
             return Decision(msgspec.json.encode(sorted(name for names in left.values() for name in names)))
 
-        agreed = self._agreement.agree(phase, msgspec.json.encode(mine), join)
+        agreed = self.agreement.agree(phase, msgspec.json.encode(mine), join)
         return set(msgspec.json.decode(agreed.common, type=list[str]))
 
     def near(self, phase: str, node: str, mine: bytes | Exception) -> list[tuple[int, bytes]]:
@@ -142,7 +165,7 @@ class RankGroup:
             return Decision(b"", [packed[name] for name in names])
 
         words = mine if isinstance(mine, Exception) else msgspec.msgpack.encode((node, mine))
-        agreed = self._agreement.agree(phase, words, group)
+        agreed = self.agreement.agree(phase, words, group)
         return msgspec.msgpack.decode(agreed.own, type=list[tuple[int, bytes]])
 
     def abandon(self) -> None:
@@ -155,6 +178,6 @@ class RankGroup:
         if self._heartbeat is not None:
             self._heartbeat.close()  # first: who still waits for this rank is told that it does not come
         try:
-            self._agreement.leave()
+            self.agreement.leave()
         except RuntimeError as error:  # torch's: whoever keeps what we talk over has gone before
             _log.debug("left without a word: %s", error)

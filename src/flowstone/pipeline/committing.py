@@ -1,0 +1,51 @@
+"""The stages of a save on the writer's thread: agree, receipts, commit. Pipeline/save.py shows their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from flowstone.errors import RankError
+from flowstone.events import BuffersFromOneRank, Event
+from flowstone.format.manifest import Manifest
+from flowstone.pipeline.messages import Assignment, Contribution
+from flowstone.pipeline.save_coordinator import SaveCoordinator
+from flowstone.pipeline.save_run import SaveRun
+from flowstone.store.base import Store
+
+
+def agree(run: SaveRun, coordinator: SaveCoordinator, store: Store) -> Assignment:
+    """All ranks save this step, by one plan: each element is written once."""
+    begun = run.begun.assignment
+    if run.is_agreed:
+        return begun
+    try:
+        return coordinator.assign(run.save.step, begun.layout, begun=begun)
+    except Exception:
+        run.begun.abandon(store)  # also where it is undecided: nothing is committed that was not agreed on
+        raise
+
+
+def write(run: SaveRun, assignment: Assignment, emit: Callable[[Event], None]) -> Contribution | Exception:
+    """What this rank has to commit once its segments are durable; or what went wrong, which the others learn."""
+    try:
+        receipt = run.receipt()
+        emit(run.written(receipt))
+        written = run.contribution(receipt)
+        if assignment.buffers:
+            emit(BuffersFromOneRank(run.save.step, assignment.buffers))
+        return written
+    except Exception as error:
+        return error
+
+
+def commit(
+    run: SaveRun, assignment: Assignment, written: Contribution | Exception, coordinator: SaveCoordinator,
+    store: Store, store_id: str,
+) -> Manifest:
+    """Publish what all ranks have written: the checkpoint is durable when this returns."""
+    try:
+        return coordinator.commit(run.save.step, written, assignment, store, run.begun.draft, store_id)
+    except Exception as error:
+        if not (isinstance(error, RankError) and error.undecided):
+            run.begun.remove(store)
+        raise

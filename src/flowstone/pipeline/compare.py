@@ -1,0 +1,163 @@
+"""What a state wants of a checkpoint, and how the two differ: known before a byte of the state changes."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowstone.checkpoint import Checkpoint
+from flowstone.errors import ArgumentError
+from flowstone.format.index import Index
+from flowstone.plan.match import Available, Match, Requested, allowed, match, refuse, rename, renamed, section_of
+from flowstone.rules import Rename, Rule, Skip
+from flowstone.stage.overlap import overlaps
+from flowstone.state import Restoration, Stored, StoredTensor, found_in, prepare, warn_of_load, wrapped_sections
+from flowstone.state.names import strip_wrappers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wanted:
+    """What a state wants of a checkpoint. `names`: of the stored tensors, as Rename rules call them, to index rows."""
+
+    checkpoint: Checkpoint
+    rules: Sequence[Rule]
+    names: Mapping[str, int]
+    restoration: Restoration
+
+    def names_used(self) -> NDArray[np.bool_]:
+        """Which of the stored names this rank wants."""
+        aliases = [alias.name for alias in self.restoration.aliases]
+        used = {*self.restoration.pieces.names, *aliases}
+        return np.array([name in used for name in self.names], np.bool_)
+
+    def unwanted(self) -> dict[str, list[str]]:
+        """By section, all that are asked for: the names of stored objects, no tensors, that this rank does not want."""
+        found: dict[str, list[str]] = {section: [] for section in self.restoration.sections}
+        for difference in self.restoration.differences:
+            if difference.kind == "unexpected":
+                section = section_of(difference.name, self.restoration.sections)
+                found.setdefault(section, []).append(difference.name)
+        return found
+
+
+def want(
+    checkpoint: Checkpoint, state: Mapping[str, object], *, rules: Sequence[Rule], rank: int = 0, ranks: int = 1
+) -> Wanted:
+    """Find the memory that the checkpoint's bytes may go to. Changes nothing.
+
+    raises  DamagedError, StateError, MismatchError (two names become one)
+    """
+    checkpoint.check()
+    sections = [*checkpoint.objects, *checkpoint.contents.per_rank]
+    if isinstance(state, Mapping) and not state and sections:
+        raise ArgumentError(
+            "load: the state is empty, so nothing would be loaded", checkpoint=", ".join(sections[:10]),
+            next="pass the objects to load into, under these names: {'model': model, ...}",
+        )
+    if isinstance(state, Mapping):
+        if idiom := found_in(state, modules=False):
+            warn_of_load(idiom)
+        rules = (*rules, *map(_Unwrap, wrapped_sections(state, checkpoint.objects)))
+    names = renamed(checkpoint.index.rows(), rules)
+    stored = _stored(checkpoint, names, rules, rank)
+    return Wanted(checkpoint, rules, names, prepare(state, stored, rank=rank, ranks=ranks))
+
+
+def compare(found: Wanted, elsewhere: Container[str], unwanted: Container[str] | None) -> Match:
+    """Find what is wanted among what is stored.
+
+    elsewhere  stored tensors that other ranks want
+    unwanted   the stored objects that no rank wants; None: this rank has the word
+    raises     MismatchError for every difference that no rule allows
+    """
+    rules, restoration = found.rules, found.restoration
+    left = [d for d in restoration.differences if d.kind == "unexpected"]
+    skipped = tuple(d.name for d in left if allowed(rules, Skip, d.name))
+    silent = {*skipped, *(d.name for d in left if unwanted is not None and d.name not in unwanted)}
+    others = [
+        f"{d.kind:<11} {d.name}: wanted {d.expected}, stored {d.found}" for d in restoration.differences
+        if d.kind != "unexpected" or d.name not in silent
+    ]
+    matched = match(
+        Requested(restoration.pieces, restoration.aliases, restoration.sections),
+        Available(found.checkpoint.index, found.names, found.checkpoint.contents.replicated), rules,
+        differences=others, elsewhere=elsewhere, remedy=_remedy(found),
+    )
+    _check_apart(found, matched)
+    return replace(matched, skipped=(*matched.skipped, *skipped))
+
+
+class _Unwrap(Rename):
+    """Names below a section without what wrappers of modules have put into them; see `wrapped_sections`."""
+
+    def __init__(self, section: str) -> None:
+        super().__init__(section, section)
+
+    def apply(self, name: str) -> str:
+        head = f"{self.source}."
+        return head + strip_wrappers(name.removeprefix(head)) if name.startswith(head) else name
+
+
+def _remedy(found: Wanted) -> str:
+    """What to do about differences whose cause is known; "" where it is not."""
+    remedies, checkpoint = found.restoration.remedies, found.checkpoint
+    if remedies:
+        return "; ".join(dict.fromkeys(remedies))
+    sections = [*checkpoint.objects, *checkpoint.contents.per_rank]
+    known = {rename(section, found.rules) for section in sections}
+    absent = [section for section in found.restoration.sections if section not in known]
+    if not absent or not sections:
+        return ""
+    return (
+        f"the checkpoint has no {', '.join(map(repr, absent[:5]))}; it has {', '.join(map(repr, sections[:10]))}: use "
+        "these names in your state, or map them with fs.Rename(stored, wanted)"
+    )
+
+
+def _check_apart(found: Wanted, matched: Match) -> None:
+    """Raise MismatchError where one tensor's bytes would be loaded over another's."""
+    restoration = found.restoration
+    wanted, places = restoration.pieces.take(matched.wanted), restoration.places.take(matched.wanted)
+    pairs = overlaps(wanted, places, found.checkpoint.index, matched.rows)
+    if pairs:
+        refuse(
+            [f"overlap     {wanted.names[at]}: shares memory with {wanted.names[other]}" for at, other in pairs],
+            what="tensors of the state share memory",
+            next="give each its own memory (clone()), or leave one out of the state and add fs.Skip for it",
+        )
+
+
+class _Tensors(Mapping[str, StoredTensor]):
+    """The stored tensors by their names in the state; a record is made where one is asked for."""
+
+    def __init__(self, index: Index, rows: Mapping[str, int]) -> None:
+        self._index, self._rows = index, rows
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        row = self._rows[name]
+        return StoredTensor(self._index.dtypes[row], self._index.shapes[row])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+def _stored(checkpoint: Checkpoint, names: Mapping[str, int], rules: Sequence[Rule], rank: int) -> Stored:
+    """What the state layer needs to know of a checkpoint before a byte is read."""
+    index, content = checkpoint.index, checkpoint.contents
+    tied = {rename(alias, rules): rename(index.names[row], rules) for alias, row in index.aliases}
+    return Stored(
+        tensors=_Tensors(index, names), objects=content.replicated,
+        per_rank={section: values[rank % len(values)] for section, values in content.per_rank.items() if values},
+        by_rank=content.per_rank,
+        rename=partial(rename, rules=rules), tied=tied,
+    )

@@ -1,0 +1,45 @@
+"""Steps wait for captures: hooks in front of what optimizers do, and the lock that a description of the state holds."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+from flowstone.events import Event
+from flowstone.pipeline.pacing import Captures
+from flowstone.runtime.turns import Turn
+from flowstone.stage.fence import Fence
+
+
+class Fencing:
+    """Of one Checkpointer.
+
+    state_lock  held while the state is described: a step of another thread waits
+    hooks       in front of the optimizers' steps
+    """
+
+    def __init__(self, captures: Captures, turn: Turn, emit: Callable[[Event], None]) -> None:
+        self._captures, self._turn, self._emit = captures, turn, emit
+        self.state_lock = threading.RLock()
+        self.hooks, self._is_over, self._pid = Fence(self._before_step), False, os.getpid()
+
+    def pass_fence(self) -> None:
+        """Wait until the state may change: every save so far is captured. Any thread but those that saves need."""
+        self._turn.check_thread("fence")
+        with self.state_lock:
+            fenced = self._captures.fence()
+        if fenced is not None:
+            self._emit(fenced)
+            self._captures.grow_for(fenced)
+
+    def _before_step(self) -> None:
+        """An optimizer is about to step."""
+        if not self._is_over and os.getpid() == self._pid:
+            self.pass_fence()
+
+    def end(self, *, lift: bool) -> None:
+        """Steps wait for nothing any more. `lift` the hooks; else they find out by themselves."""
+        self._is_over = True
+        if lift:
+            self.hooks.lift()

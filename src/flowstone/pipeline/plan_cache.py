@@ -1,0 +1,73 @@
+"""The plan of the last save, which the next one goes by where nothing differs that it depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowstone.pipeline.messages import Assignment
+from flowstone.plan.write import WritePlan, plan_writes
+from flowstone.stage.capture import Headers
+from flowstone.state import Described
+from flowstone.table.pieces import Layout, Places
+
+FenceMode: TypeAlias = Literal["auto", "manual"]
+Waiter: TypeAlias = Literal["nobody", "optimizers", "caller"]
+"""What will wait for the capture before it changes what is captured lazily."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CachedPlan:
+    """A layout with the plan that was made for what this rank writes of it; kept for the next save.
+
+    headers  of its last save
+    """
+
+    layout: Layout
+    waiter: Waiter
+    plan: WritePlan
+    assignment: Assignment
+    headers: Headers = field(default_factory=Headers)
+
+    def late(self) -> NDArray[np.bool_]:
+        """Of each piece of the layout: whether any of it is captured after `save` has returned."""
+        late = np.zeros(len(self.layout.pieces), np.bool_)
+        late[self.assignment.positions[self.plan.lazy]] = True
+        return late
+
+    def places(self, described: Described) -> Places:
+        """Where what is written lies."""
+        return self.assignment.places(described.places)
+
+
+def plan_save(
+    described: Described, known: CachedPlan | None, assignment: Assignment, *, fence: FenceMode, rank: int
+) -> CachedPlan:
+    """The plan for what is `described`: the `known` one itself when nothing differs that it depends on."""
+    waiter, layout = waiter_of(described, fence), described.layout
+    if known is not None and known.layout is layout and known.waiter == waiter:
+        if known.assignment is assignment:
+            return known
+        if known.assignment.positions is assignment.positions:
+            return replace(known, assignment=assignment)  # a new plan, in which this rank writes what it wrote
+    lazy = lazy_pieces(layout, waiter)
+    late = [lazy[at] for at in assignment.positions.tolist()] if lazy else ()
+    plan = plan_writes(assignment.pieces(), lazy=late, rank=rank, alone=assignment.is_everything)
+    return CachedPlan(layout, waiter, plan, assignment)
+
+
+def waiter_of(described: Described, fence: FenceMode) -> Waiter:
+    optimizers: Waiter = "optimizers" if described.optimizers else "nobody"
+    return "caller" if fence == "manual" else optimizers
+
+
+def lazy_pieces(layout: Layout, waiter: Waiter) -> Sequence[bool]:
+    """Which pieces may be captured late; empty: none."""
+    every: dict[Waiter, Sequence[bool]] = {
+        "nobody": (), "optimizers": layout.lazy, "caller": (True,) * len(layout.pieces)
+    }
+    return every[waiter]

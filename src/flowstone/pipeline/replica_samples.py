@@ -1,0 +1,42 @@
+"""Samples that a save takes of what other ranks hold, too, before the state can change; the ranks compare them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowstone.pipeline.messages import Assignment, LookedAt
+from flowstone.stage.samples import Samples, take_samples
+from flowstone.state import Described
+from flowstone.table.pieces import Pieces, Places
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Looked:
+    """A few bytes of what other ranks hold, too, as they were when `save` was called. `rows`: of the layout, or all."""
+
+    rows: NDArray[np.int64] | None
+    samples: Samples
+
+    def at(self) -> LookedAt:
+        """Blocks until devices have gathered theirs."""
+        return LookedAt(self.rows, self.samples.digests())
+
+
+def look(step: int, described: Described, assignment: Assignment | None) -> Looked:
+    """Look at a few bytes of what other ranks hold, too; without a plan, of everything. Before the state can change."""
+    if assignment is None:
+        lengths = np.array([piece.bytes for piece in described.pieces], np.uint64)
+        return Looked(None, take_samples(described.places, np.arange(len(lengths)), lengths, seed=step))
+    compared = assignment.compared
+    at = compared.looked_at(step)
+    rows = compared.rows[at]
+    return Looked(rows, take_samples(described.places, rows, compared.length[at], seed=step))
+
+
+def first_samples(pieces: Pieces, places: Places) -> NDArray[np.uint16]:
+    """Digests of the same few lines of each piece, whenever that is asked."""
+    lengths = np.array([piece.bytes for piece in pieces], np.uint64)
+    return take_samples(places, np.arange(len(lengths)), lengths, seed=0).digests()

@@ -1,0 +1,191 @@
+"""A save under way: its one life, from the call of `save` until it is committed, has failed, or was given up.
+
+    called ──────────────────────► capturing ──► handed on ──► committed, or failed
+       │                               ▲ └─────► given up
+       └──► waiting for its plan ──────┘ (in the background)
+                     └──► failed
+
+called     described; nothing has been read yet. What ends the call here leaves nothing
+waiting    the ranks have not agreed on who writes what: `unplanned` has the state, or copies of it
+capturing  `capture`: the engine reads the sources. The threads that finish saves know of it, and wait for the caller's
+           part: it encodes what is no tensor, and waits until what is not lazy is captured (handover.py)
+handed on  `handed_on` is open, and the caller is not needed any more: it has done its part, or the save began in the
+           background. `save.captured` follows once no source is read any more
+given up   it was interrupted before that: `handed_on` is open, too, and `given_up` says why. The caller does this, or,
+           where it was interrupted even in that, the thread of commits, which finds that the call has ended
+ended      `save.committed` is done
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowstone.errors import StateChangedError, StorageError
+from flowstone.events import Captured, Written
+from flowstone.pipeline.capturing import Capture
+from flowstone.pipeline.changed import state_changed
+from flowstone.pipeline.futures import Save
+from flowstone.pipeline.messages import Contribution
+from flowstone.pipeline.replica_samples import Looked
+from flowstone.pipeline.unplanned import Unplanned
+from flowstone.runtime.uninterrupted import Latch
+from flowstone.stage.moved import moved
+from flowstone.store.base import Receipt, Writing
+
+
+@dataclass(frozen=True, slots=True)
+class Sections:
+    """The text of all that is no tensor, by section. `objects`: what `replicated` is the text of."""
+
+    replicated: Mapping[str, bytes]
+    per_rank: Mapping[str, bytes]
+    objects: Mapping[str, object]
+
+
+class SaveRun:
+    """See above. Its caller's thread, the thread of captures and that of commits have it in turn.
+
+    this_try   names the draft: see SaveCoordinator.begin_try
+    started    in seconds of the monotonic clock
+    blocked_s  what the caller of `save` waited, once it has
+    call       in which call of a verb it was started, by Turn's count
+    is_agreed  the ranks have agreed on its plan
+    looked     what other ranks hold, too, as it was when `save` was called
+    sections   once they are encoded
+    """
+
+    def __init__(self, save: Save, this_try: str, started: float) -> None:
+        self.save, self.this_try, self.started = save, this_try, started
+        self.blocked_s = 0.0
+        self.call = 0
+        self.is_agreed = False
+        self.looked: Looked | None = None
+        self.unplanned: Unplanned | None = None
+        self.capture: Capture | None = None
+        self.sections: Sections | None = None
+        self.handed_on, self.given_up = Latch(), False
+        self._moved: NDArray[np.int64] | None = None  # once captured: pieces whose memory went away before they were
+
+    # Waiting for its plan
+
+    @property
+    def awaits_plan(self) -> bool:
+        """Whether nothing has begun it yet, and it may still begin."""
+        return self.unplanned is not None and self.unplanned.is_pending
+
+    @property
+    def holds_copies(self) -> bool:
+        return self.unplanned is not None and not self.unplanned.is_over
+
+    @property
+    def copied_bytes(self) -> int:
+        """Of copies that a step has made of what had no plan."""
+        return 0 if self.unplanned is None else self.unplanned.snapshot_bytes
+
+    def copy(self, room_bytes: int) -> bool:
+        """Copy what is left of a state that has no plan, if there is room; whether the state may change now."""
+        return self.unplanned is not None and self.unplanned.snapshot(room_bytes)
+
+    # Capturing
+
+    @property
+    def begun(self) -> Capture:
+        assert self.capture is not None, "its capture has begun"
+        return self.capture
+
+    @property
+    def writing(self) -> Writing:
+        return self.begun.staged.writing
+
+    @property
+    def outlasts_save(self) -> bool:
+        """Whether sources are still read when `save` returns."""
+        return self.begun.plan.lazy_bytes > 0 or bool(self.begun.staged.streams)
+
+    def expedite(self) -> None:
+        """Something waits for what is not captured yet. Any thread."""
+        if self.capture is not None:
+            self.writing.expedite()
+
+    def release_sources(self) -> None:
+        """Wait until the caller may change the state, on the host or by its current stream of a device."""
+        if self.unplanned is not None or not self.begun.staged.streams:
+            self.save.captured.result()  # which expedites, and copies what has no plan
+            return
+        self.writing.expedite()
+        self.writing.wait_queued()
+        self.begun.check.changed()  # the step that follows is no change
+        for stream in self.begun.staged.streams:
+            stream.block_current()
+
+    def captured(self) -> Captured:
+        """Everything has been captured: the sources are looked at a last time, and let go of."""
+        plan, staged = self.begun.plan, self.begun.staged
+        self.begun.check.changed()
+        lazy = np.flatnonzero(plan.lazy & (plan.length > 0))
+        if staged.places is not None and self.outlasts_save:
+            self._moved = moved(staged.places, lazy)
+        self.let_sources_go()
+        seconds, watched = time.monotonic() - self.started, self.writing.watched
+        early_bytes = plan.bytes - plan.lazy_bytes
+        return Captured(
+            self.save.step, self.blocked_s, seconds, early_bytes, watched.exact_bytes, watched.sampled_bytes
+        )
+
+    def let_sources_go(self) -> None:
+        """Nothing reads them any more."""
+        self.capture = replace(self.begun, staged=replace(self.begun.staged, places=None, sources=()))
+
+    # Handed on
+
+    def receipt(self) -> Receipt:
+        """Blocks until the segments are durable. Raises what went wrong; StateChangedError with the tensors' names."""
+        receipt = self.writing.receipt()
+        self.save.captured.await_end()  # told before anything that follows from it
+        if self._moved is not None and len(self._moved) and not isinstance(receipt.error, StorageError):
+            raise self._gone(self._moved)
+        counted = self.begun.check.changed()
+        if isinstance(receipt.error, StateChangedError):
+            raise self._with_names(receipt.error, counted)
+        if receipt.error is not None:
+            raise receipt.error
+        if counted:
+            raise state_changed(counted, path=self.begun.draft.directory)
+        return receipt
+
+    def written(self, receipt: Receipt) -> Written:
+        """All segments are durable."""
+        io, taken_s = receipt.io, time.monotonic() - self.started
+        return Written(self.save.step, io.copied_bytes, io.direct_bytes, taken_s)
+
+    def contribution(self, receipt: Receipt) -> Contribution:
+        """What this rank has to commit, of a save whose segments are durable."""
+        capture, sections, looked = self.begun, self.sections, self.looked
+        assert sections is not None, "only what is encoded is handed on"
+        assert looked is not None, "what is captured was looked at before"
+        return Contribution(
+            capture.segments, capture.plan.segment, capture.staged.offsets, receipt, sections.replicated,
+            sections.per_rank, sections.objects, looked.at(),
+        )
+
+    def _with_names(self, error: StateChangedError, counted: tuple[str, ...]) -> StateChangedError:
+        """The error with the tensors whose bytes had changed, or were gone; and of those that `counted` a change."""
+        plan, offsets = self.begun.plan, self.begun.staged.offsets
+        hit = (offsets < error.offset + error.length) & (offsets + plan.length > error.offset)
+        inside = [number for number, segment in enumerate(plan.segments) if error.path.endswith(f"/{segment.name}")]
+        names = [plan.pieces.names[at] for at in np.flatnonzero(hit & np.isin(plan.segment, inside)).tolist()]
+        told = tuple(dict.fromkeys([*names, *(() if error.gone else counted)]))
+        return state_changed(told, path=error.path, offset=error.offset, length=error.length, gone=error.gone)
+
+    def _gone(self, pieces: NDArray[np.int64]) -> StateChangedError:
+        """The memory of these pieces went away before all was captured."""
+        plan, first = self.begun.plan, int(pieces[0])
+        names = tuple(plan.pieces.names[at] for at in pieces.tolist())
+        path = f"{self.begun.draft.directory}/{plan.segments[int(plan.segment[first])].name}"
+        offset, length = int(self.begun.staged.offsets[first]), int(plan.length[first])
+        return state_changed(names, path=path, offset=offset, length=length, gone=True)

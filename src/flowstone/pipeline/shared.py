@@ -1,0 +1,43 @@
+"""What the loads and the saves of one Checkpointer share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from flowstone.config import EngineOptions
+from flowstone.pipeline.load_outcome import LoadOutcome
+from flowstone.ranks import RankGroup
+from flowstone.runtime.telling import Teller
+from flowstone.runtime.turns import Turn
+from flowstone.state import Frozen
+from flowstone.store.base import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """See above.
+
+    turn     one verb at a time
+    emit     tells events
+    frozen   samples of parameters that no optimizer owns: saves compare them, loads make them void
+    outcome  what the last load left for the next save to know
+    """
+
+    store: Store
+    options: EngineOptions
+    group: RankGroup
+    turn: Turn
+    emit: Teller
+    frozen: Frozen
+    outcome: LoadOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """Of a Checkpointer, what saves alone go by."""
+
+    budget_bytes: int | None
+    saves_in_flight: int
+    on_error: Literal["raise", "continue"]
+    max_unsaved_steps: int | None

@@ -1,0 +1,81 @@
+"""A Checkpointer as the store's one writer: what its first save does before anything is written, and what a later one
+does where the lock was lost, or a load fell back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+
+from flowstone.commit import catalog
+from flowstone.commit.locations import check_no_checkpoint
+from flowstone.commit.writer import StoreWriter
+from flowstone.pipeline.in_flight import InFlight
+from flowstone.pipeline.shared import Shared
+from flowstone.runtime.threads import Threads
+from flowstone.runtime.uninterrupted import Latch
+from flowstone.runtime.writer_lock import Owner, as_writer
+
+
+class SoleWriter:
+    """Of a group of N ranks rank 0 has the lock, and sets steps aside; each starts its own threads."""
+
+    def __init__(
+        self, shared: Shared, store_writer: StoreWriter, threads: Threads, in_flight: InFlight,
+        owner: Callable[[], Owner | None], on_start: Callable[[], None],
+    ) -> None:
+        """`owner`: the Checkpointer, by whose name the store is locked. `on_start`: called once the threads are there.
+        """
+        self._store, self._turn, self._outcome = shared.store, shared.turn, shared.outcome
+        self._is_first = shared.group.rank == 0
+        self._store_writer, self._threads, self._in_flight = store_writer, threads, in_flight
+        self._owner, self._on_start = owner, on_start
+
+    def check(self) -> None:
+        """Before anything is written: be the writer, and set aside what a fallback left for that."""
+        lost = self._is_first and self._store_writer.has_lost_the_lock()
+        unlocked = self._is_first and self._store_writer.store_id is None
+        if lost or unlocked or not self._threads.are_started or self._outcome.superseded_above is not None:
+            self._turn.uninterrupted(partial(self._become, lost))
+
+    def _become(self, lost: bool) -> None:
+        """At the first save: lock, sweep, learn the newest step; again, where the lock was `lost`."""
+        if not self._threads.are_started:
+            self._threads.start()
+            self._on_start()
+        if self._is_first:
+            if lost:
+                self._in_flight.await_all()
+                self.drain()
+                self._store_writer.give_up()
+            if self._store_writer.store_id is None:
+                check_no_checkpoint(self._store)
+                owner = self._owner()
+                assert owner is not None, "what saves holds it"
+                self._in_flight.newest = as_writer(owner, self._store.location, self._store_writer.begin)
+        if self._outcome.superseded_above is not None:
+            self.drain()
+            if self._is_first:
+                self._store_writer.rewind(self._outcome.superseded_above)
+            self._in_flight.newest, self._outcome.superseded_above = self._outcome.superseded_above, None
+
+    def rewind(self, step: int) -> Sequence[int]:
+        """Set every step above `step` aside, on rank 0; those that were."""
+        catalog.find(self._store, step)
+        self.check()
+        self.drain()
+        aside = self._store_writer.rewind(step)
+        self._in_flight.newest = step
+        return aside
+
+    def drain(self) -> None:
+        """Wait for retention too, which runs behind a commit."""
+        done = Latch()
+        self._turn.uninterrupted(lambda: self._threads.writer.submit(done.open))
+        done.wait()
+
+    def drain_at_end(self) -> None:
+        """The same, where there may be nothing to wait for, or no thread any more."""
+        if self._threads.are_started:
+            with suppress(RuntimeError):  # at the end of Python, which has waited for it
+                self.drain()

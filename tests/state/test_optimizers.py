@@ -529,3 +529,54 @@ def test_an_optimizer_of_every_ranks_own_survives() -> None:
     for one, other in zip(target["opt"].value.state.values(), states[1]["opt"].value.state.values(), strict=True):  # type: ignore[attr-defined]
         assert_same(dict(sorted(one.items())), dict(sorted(other.items())))
     assert_same(dict(target["model"].value.state_dict()), dict(states[1]["model"].value.state_dict()))  # type: ignore[attr-defined]
+
+
+def adamw_state(seed: int) -> dict[str, object]:
+    torch.manual_seed(seed)
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    train(model, optimizer, 2, start=seed)
+    return {"model": model, "optimizer": optimizer}
+
+
+def slots_of(state: dict[str, object]) -> list[torch.Tensor]:
+    optimizer = state["optimizer"]
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    return [slot for of in optimizer.state.values() for slot in of.values()]
+
+
+def test_a_job_that_goes_on_keeps_its_slots_and_its_dictionaries() -> None:
+    source, target = adamw_state(1), adamw_state(2)
+    optimizer = target["optimizer"]
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    dictionaries, before = list(optimizer.state.values()), slots_of(target)
+    load(save(source), target)
+    assert all(one is other for one, other in zip(optimizer.state.values(), dictionaries, strict=True))
+    assert all(one is other for one, other in zip(slots_of(target), before, strict=True))
+    assert_same(slots_of(target), slots_of(source))
+
+
+def test_slots_that_state_dict_only_copies_are_put_into_the_optimizer() -> None:
+    """Bytes go into what state_dict() shows; where that is not what the optimizer has, it gets these."""
+    source, target = adamw_state(1), adamw_state(2)
+    optimizer = target["optimizer"]
+    assert isinstance(optimizer, torch.optim.Optimizer)
+
+    def copied(_: torch.optim.Optimizer, tree: dict[str, dict[int, dict[str, torch.Tensor]]]) -> None:
+        for number, slots in tree["state"].items():
+            tree["state"][number] = {key: slot.clone() for key, slot in slots.items()}
+
+    optimizer.register_state_dict_post_hook(copied)
+    load(save(source), target)
+    assert_same(slots_of(target), slots_of(source))
+
+
+def test_one_slot_more_or_less_in_the_checkpoint_is_followed() -> None:
+    for changed in ("source", "target"):
+        states = {"source": adamw_state(1), "target": adamw_state(2)}
+        optimizer = states[changed]["optimizer"]
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        first = next(iter(optimizer.state.values()))
+        first["extra"] = torch.full((3,), 7.0)
+        load(save(states["source"]), states["target"])
+        assert_same(slots_of(states["target"]), slots_of(states["source"]))

@@ -7,6 +7,7 @@ is not held against either: only numbers count, as every release adds flags; and
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
 
 import torch
 
@@ -39,7 +40,7 @@ def mismatch(
     stored_keys = {key for group in stored.groups for key in group.options}
     lacking = mine - stored_keys
     foreign = theirs - known
-    live = {str(slot) for member in view.members() for slot in member.slots}
+    live = set(map(str, set(chain.from_iterable(view.slots()))))
     by_slots = bool(live and kept and not live & kept - _EVERYBODYS)
     needed = _required(type(optimizer))
     if needed and any(options.get("amsgrad") for options in view.options) and "amsgrad" not in stored_keys:

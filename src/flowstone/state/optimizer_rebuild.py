@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
+from itertools import chain
+from operator import is_
 from typing import cast
 
 import torch
@@ -25,11 +27,12 @@ from flowstone.state.optimizer_view import NOT_OPTIONS, Member, OptimizerView, S
 from flowstone.state.providers import served_tensor
 from flowstone.state.records import MISSING, Shard, StoredTensor
 from flowstone.state.shards import is_dtensor
+from flowstone.state.slot_columns import SlotColumns
 
 Built = Callable[[], object]
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class Rebuild:
     """An optimizer's state in the making: what each slot and setting will be."""
 
@@ -42,16 +45,21 @@ class Rebuild:
     options: dict[int, dict[str, Built]] = field(default_factory=dict)  # by index of the optimizer's group
     shared: Built = dict
     extra: Built = dict
-    _by_owner: dict[int, list[Member]] = field(default_factory=dict)
-    _by_path: dict[str, Member] = field(default_factory=dict)
+    _keeps_all: bool = False  # every slot stays the tensor that it is
     _on_device: dict[str, bool] = field(default_factory=dict)  # by path: do scalar slots live with the parameter
     _flat: dict[tuple[int, object], torch.Tensor] = field(default_factory=dict)  # by owner and slot: new ones
     _agreed: dict[tuple[int, object], tuple[str, object]] = field(default_factory=dict)  # the same: listed ones
 
-    def __post_init__(self) -> None:
-        self._by_path = {member.home.path: member for member in self.view.members()}
+    @cached_property
+    def _by_path(self) -> dict[str, Member]:
+        return {member.home.path: member for member in self.view.members()}
+
+    @cached_property
+    def _by_owner(self) -> dict[int, list[Member]]:
+        by_owner: dict[int, list[Member]] = {}
         for member in self.view.members():
-            self._by_owner.setdefault(id(member.owner), []).append(member)
+            by_owner.setdefault(id(member.owner), []).append(member)
+        return by_owner
 
     def _find(self, *paths: str) -> Member | None:
         """The member at the first of `paths` that is one; a tied parameter has several."""
@@ -64,9 +72,13 @@ class Rebuild:
     def match_groups(self, stored: list[StoredGroup]) -> None:
         """Pair groups that have the same members, in whatever order; then those of which only some are here."""
         rename = self.loading.stored.rename
+        if [list(map(rename, group.params)) for group in stored] == list(map(list, self.view.paths)):
+            for i, group in enumerate(stored):  # as it nearly always is
+                self._want_options(i, group.options)
+            return
         waiting: dict[frozenset[str], list[int]] = {}
-        for i, members in enumerate(self.view.groups):
-            waiting.setdefault(frozenset(member.home.path for member in members), []).append(i)
+        for i, paths in enumerate(self.view.paths):
+            waiting.setdefault(frozenset(paths), []).append(i)
         parts: list[tuple[int, StoredGroup, list[Member | None]]] = []
         for i, group in enumerate(stored):
             found = [self._find(rename(path), path) for path in group.params]
@@ -86,7 +98,7 @@ class Rebuild:
         """
         for i, group, found in stored:
             here = {member.home.path for member in found if member is not None}
-            alike = [j for j in waiting if {member.home.path for member in self.view.groups[j]} == here]
+            alike = [j for j in waiting if set(self.view.paths[j]) == here]
             if not alike:
                 self._differ(i, "unexpected", "no group of these members", _listing(group.params))
                 continue
@@ -97,8 +109,7 @@ class Rebuild:
                 name = f"{self.place.name}.param_groups.{i}.{path}"
                 self.loading.differ("unexpected", name, "no such parameter", "a member of the group")
         for i in waiting:
-            paths = [member.home.path for member in self.view.groups[i]]
-            self._differ(i, "missing", _listing(paths), "no group of these members")
+            self._differ(i, "missing", _listing(self.view.paths[i]), "no group of these members")
 
     def _differ(self, i: int, kind: str, expected: str, found: str) -> None:
         name = f"{self.place.name}.param_groups.{i}"
@@ -108,8 +119,7 @@ class Rebuild:
         """Settings follow the checkpoint, whole; a tensor that fits is kept and written into."""
         place = self.place.child("param_groups").child(i)
         on_device = bool(options.get("capturable")) or bool(options.get("fused"))
-        for member in self.view.groups[i]:
-            self._on_device[member.home.path] = on_device
+        self._on_device.update(dict.fromkeys(self.view.paths[i], on_device))
         new_values = NewValues(self.loading, partial(self._option_device, i, on_device))
         chosen = self.options[i] = {}
         for key, node in options.items():
@@ -139,7 +149,22 @@ class Rebuild:
         name = self.loading.stored.rename(ref.name)
         self.loading.into_tensor(tensor, ref, place.called(name, place.key), within=within)
 
-    def want_named_slots(self, listed: Mapping[str, Mapping[object, object]]) -> None:
+    def want_same_slots(self, slots: SlotColumns) -> None:
+        """Want all slots in place: those that are stored are just those that are here."""
+        names, keys, values = slots
+        self.loading.into_tensors(self.place, keys, names, values)
+        self._keeps_all = True
+
+    def want_slots(self, listed: Mapping[str, Mapping[object, object]], named: Iterable[str]) -> None:
+        """Want all that is stored of parameters, in place where the optimizer has it, else anew.
+
+        named  the names of stored slots, which tell what they are, unless they are among the `listed` ones
+        """
+        if self.place.rank is None:
+            self._want_named_slots(listed, named)
+        self._want_listed_slots(listed)
+
+    def _want_named_slots(self, listed: Mapping[str, Mapping[object, object]], named: Iterable[str]) -> None:
         """Slots that are told by their tensors' names alone."""
         stored = self.loading.stored
         prefix = f"{self.place.name}.state."
@@ -148,7 +173,7 @@ class Rebuild:
         keys: list[tuple[str, str]] = []
         values: list[torch.Tensor] = []
         before, member = "", None
-        for name in [name for name in stored.tensors if name.startswith(prefix) and name not in known]:
+        for name in [name for name in named if name not in known]:
             head, _, slot = name.rpartition(".")
             if head != before:  # a parameter's slots follow each other
                 path, before = head[len(prefix) :], head
@@ -225,7 +250,7 @@ class Rebuild:
             return "cpu"
         return member.parameter.device
 
-    def want_listed_slots(self, listed: Mapping[str, Mapping[object, object]]) -> None:
+    def _want_listed_slots(self, listed: Mapping[str, Mapping[object, object]]) -> None:
         """Slots that are numbers, None, nested containers; and tensors whose names do not tell."""
         stored = self.loading.stored
         new_values: dict[str, NewValues] = {}
@@ -283,7 +308,7 @@ class Rebuild:
             return
         state_owner = self.view.state_owner
         state = cast("dict[object, dict[object, object]]", state_owner.state)
-        for members in self._by_owner.values():
+        for members in () if self._is_as_it_was(state) else self._by_owner.values():
             owner, built = members[0].owner, self._built(members)
             if not any(member.here for member in members):
                 continue
@@ -299,6 +324,13 @@ class Rebuild:
         state.update(cast("dict[object, dict[object, object]]", self.shared()))
         self._apply_options(state_owner)
 
+    def _is_as_it_was(self, state: Mapping[object, object]) -> bool:
+        """Whether the optimizer has all slots already: its state_dict() shows the very dictionaries of its state."""
+        if not self._keeps_all or self.view.whole_slots is None:
+            return False
+        owners = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
+        return all(map(is_, map(state.get, owners), self.view.whole_slots))
+
     def _apply_options(self, *optimizers: Core) -> None:
         """Give the groups their settings: those of the optimizer, and of one that does its work."""
         for i, options in self.options.items():
@@ -310,6 +342,8 @@ class Rebuild:
         """What the slots of an optimizer's own parameter will be: `members` are what it is, or what lies in it."""
         built: dict[object, object] = {}
         for member in members:
+            if self._keeps_all:
+                built.update(member.slots)
             kept = self.kept.get(member.home.path)
             if kept:
                 built.update((slot, value) for slot, value in member.slots.items() if slot in kept)
@@ -402,7 +436,7 @@ def _building(new_values: NewValues, node: object, place: Place) -> Built:
     return lambda: new_values.build(node, place.name)
 
 
-def _listing(paths: list[str]) -> str:
+def _listing(paths: Sequence[str]) -> str:
     """A group's members, the first few by name."""
     shown = ", ".join(sorted(paths)[:3])
     return f"a group of {len(paths)}: {shown}{', ...' if len(paths) > 3 else ''}"

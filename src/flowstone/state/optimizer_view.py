@@ -14,7 +14,7 @@ A slot that is a tensor, and whose key is text without a dot, is in no list: the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate, chain, repeat
@@ -30,6 +30,7 @@ from flowstone.state.names import Place
 from flowstone.state.parameters import Home, Parameters
 from flowstone.state.scan import refuse_failed_call
 from flowstone.state.shards import is_dtensor
+from flowstone.state.slot_columns import SlotColumns, slot_columns
 from flowstone.state.zero import local_optimizer
 
 NOT_OPTIONS = frozenset({"params", "param_names"})
@@ -128,6 +129,16 @@ class OptimizerView:
     def groups(self) -> _Groups:
         """The members, parallel to optimizer.param_groups. A record of each: a description of whole ones needs none."""
         return self._make_groups()
+
+    def columns(self, name: str) -> SlotColumns | None:
+        """All slots, below `name`, where each can be told by that: those of whole parameters, under plain keys."""
+        if self.whole_slots is None:
+            return None
+        return slot_columns(name, chain.from_iterable(self.paths), self.whole_slots)
+
+    def slots(self) -> Iterable[Mapping[object, object]]:
+        """Those of each member."""
+        return (member.slots for member in self.members()) if self.whole_slots is None else self.whole_slots
 
     def members(self) -> Iterator[Member]:
         for group in self.groups:

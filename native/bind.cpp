@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "bind_columns.h"
 #include "bind_held.h"
 #include "bounds.h"
 #include "engine.h"
@@ -30,7 +31,6 @@ using namespace nb::literals;
 namespace flowstone {
 namespace {
 
-using Array = nb::ndarray<nb::ro, nb::device::cpu>;
 using Unlocked = nb::gil_scoped_release;
 
 struct PyArena : Held<Arena> {};
@@ -55,38 +55,6 @@ template <class T> struct Waiting : Held<T> {
 struct PyWriteJob : Waiting<WriteJob> {};
 struct PyReadJob : Waiting<ReadJob> {};
 struct PyEngine : Waiting<Engine> {};
-
-template <class Item> std::vector<Item> column(const Array& array, const char* name, std::size_t rows) {
-    const std::string label(name);
-    if (array.ndim() != 1 || array.dtype() != nb::dtype<Item>())
-        throw std::invalid_argument(label + ": wrong dtype or number of dimensions");
-    if (array.shape(0) != rows) throw std::invalid_argument(label + ": the columns differ in length");
-    std::vector<Item> items(rows);
-    const auto* first = static_cast<const Item*>(array.data());
-    for (std::size_t i = 0; i < rows; ++i) items[i] = first[static_cast<std::int64_t>(i) * array.stride(0)];
-    return items;
-}
-
-std::size_t row_count(const Array& array) {
-    if (array.ndim() != 1) throw std::invalid_argument("file: wrong dtype or number of dimensions");
-    return array.shape(0);
-}
-
-template <class Item> nb::object to_numpy(std::vector<Item> items) {
-    auto owned = std::make_unique<std::vector<Item>>(std::move(items));
-    Item* const data = owned->data();
-    const std::size_t count = owned->size();
-    const nb::capsule owner(owned.release(), [](void* vector) noexcept { delete static_cast<std::vector<Item>*>(vector); });
-    return nb::ndarray<nb::numpy, Item, nb::ndim<1>>(data, {count}, owner).cast();
-}
-
-nb::object to_numpy_bool(const std::vector<bool>& flags) {
-    auto owned = std::make_unique<bool[]>(flags.size() + 1);  // + 1: numpy wants an address even for none
-    std::copy(flags.begin(), flags.end(), owned.get());
-    bool* const data = owned.release();
-    const nb::capsule owner(data, [](void* bytes) noexcept { delete[] static_cast<bool*>(bytes); });
-    return nb::ndarray<nb::numpy, bool, nb::ndim<1>>(data, {flags.size()}, owner).cast();
-}
 
 template <class Kind> std::vector<Layout> layouts_of(const std::vector<const Kind*>& kinds) {
     std::vector<Layout> layouts;
@@ -274,22 +242,6 @@ std::uint64_t digest_buffer(nb::object source) {
     return digest;
 }
 
-/// Columns: offset, length, codec, whether it is the base's. None where all is as it was planned.
-std::optional<std::tuple<nb::object, nb::object, nb::object, nb::object>> stored_columns(const WriteJob& job) {
-    if (job.file_ends().empty()) return std::nullopt;
-    std::vector<std::uint64_t> offset;
-    std::vector<std::uint32_t> length;
-    std::vector<std::uint8_t> codec;
-    std::vector<bool> same;
-    for (const StoredChunk& chunk : job.stored()) {
-        offset.push_back(chunk.offset);
-        length.push_back(chunk.encoded.length);
-        codec.push_back(chunk.encoded.codec);
-        same.push_back(chunk.encoded.kind == Encoded::Kind::same);
-    }
-    return std::tuple(to_numpy(std::move(offset)), to_numpy(std::move(length)), to_numpy(std::move(codec)), to_numpy_bool(same));
-}
-
 /// What both kinds of job share.
 template <class Job> nb::class_<Job> bind_job(nb::module_& module, const char* name) {
     return nb::class_<Job>(module, name)
@@ -300,7 +252,11 @@ template <class Job> nb::class_<Job> bind_job(nb::module_& module, const char* n
         .def_prop_ro("cancelled", [](const Job& job) { return job.held->cancelled(); })
         .def_prop_ro("copied_bytes", [](const Job& job) { return job.held->copied_bytes(); })
         .def_prop_ro("direct_bytes", [](const Job& job) { return job.held->direct_bytes(); })
-        .def_prop_ro("requests", [](const Job& job) { return job.held->requests(); });
+        .def_prop_ro("requests", [](const Job& job) { return job.held->requests(); })
+        .def_prop_ro("spans", [](const Job& job) {
+            if (!job.held->wait(0)) throw std::invalid_argument("spans are complete after wait");
+            return span_columns(job.held->spans());
+        });
 }
 
 void bind_memory(nb::module_& module) {
@@ -436,7 +392,8 @@ void bind_jobs(nb::module_& module) {
         })
         .def_prop_ro("stored", [](const PyWriteJob& job) {
             if (!job.held->wait(0)) throw std::invalid_argument("what is stored is known after wait");
-            return stored_columns(*job.held);
+            using Columns = std::optional<decltype(stored_columns({}))>;
+            return job.held->file_ends().empty() ? Columns() : Columns(stored_columns(job.held->stored()));
         })
         .def_prop_ro("file_ends", [](const PyWriteJob& job) { return job.held->file_ends(); });
     bind_job<PyReadJob>(module, "ReadJob")
@@ -481,6 +438,7 @@ NB_MODULE(_native, module) {
     module.attr("BLOCK_ALIGNMENT_BYTES") = block_alignment_bytes;
     module.attr("CHUNK_BYTES") = chunk_bytes;
     module.attr("NO_DIGEST") = no_digest;
+    module.attr("PHASES") = std::vector<std::string>{"capture", "encode", "write", "read", "deliver"};
     module.attr("VERIFY_ONLY") = verify_only;
     module.def("has_io_uring", &has_io_uring, nb::call_guard<Unlocked>());
     module.def("probe_direct", &probe_direct, "directory"_a, nb::call_guard<Unlocked>());

@@ -15,6 +15,7 @@
 #include "backend.h"
 #include "fault.h"
 #include "registered.h"
+#include "spans.h"
 #include "workers.h"
 
 namespace flowstone {
@@ -76,6 +77,8 @@ public:
     std::uint64_t copied_bytes() const { return copied_bytes_.load(); }
     std::uint64_t direct_bytes() const { return direct_bytes_.load(); }
     std::uint64_t requests() const { return requests_.load(); }
+    /// What took how long; complete once it has finished.
+    std::vector<PhaseSpan> spans() const { return spans_.all(); }
     std::optional<Fault> fault() const;
     bool cancelled() const { return cancelled_.load(); }
 
@@ -140,6 +143,7 @@ protected:
     std::atomic<std::uint64_t> copied_bytes_{0};
     std::atomic<std::uint64_t> direct_bytes_{0};
     std::atomic<std::uint64_t> requests_{0};
+    Spans spans_;
 
 private:
     bool wait_until(double timeout_s, const bool& state);

@@ -17,6 +17,7 @@ struct ReadJob::Window final : Staged<ReadJob, Window> {
     Block block;
     AlignedBytes head;
     AlignedBytes tail;
+    std::int64_t begun_ns = 0;
     std::vector<bool> used;                // devices that copy out of the block
     std::vector<Device::Done> copied;      // what each device that is used will call; made before it is
     std::atomic<std::size_t> storing{0};  // devices
@@ -54,6 +55,7 @@ void ReadJob::begin_all() {
     const auto copied = static_cast<std::uint64_t>(
         std::count_if(plan_.windows.begin(), plan_.windows.end(),
                       [this](const ReadWindow& window) { return !window.direct && !is_mapped(window); }));
+    spans_.expect(2 * plan_.windows.size());  // read, deliver
     if (copied != 0) arena_->grow(std::min<std::uint64_t>(copied, windows_max) * arena_->block_bytes());
     for (const ReadWindow& window : plan_.windows) {
         wait_for_room(windows_max);
@@ -94,6 +96,7 @@ void ReadJob::begin_mapped(const ReadWindow& planned) {
 void ReadJob::begin(const ReadWindow& planned, Block block) {
     const auto window = std::make_shared<Window>();
     window->planned = &planned;
+    window->begun_ns = now_ns();
     window->block = std::move(block);
     auto op = std::make_unique<Op>();
     op->direction = Direction::read;
@@ -142,6 +145,7 @@ void ReadJob::aim_direct(Window& window, std::vector<iovec>& parts) {
 
 void ReadJob::end_op(const std::shared_ptr<Window>& window, const Outcome& outcome) {
     take_outcome(outcome);
+    spans_.add(Phase::read, window->begun_ns, window->planned->end - window->planned->begin);
     if (outcome.fault || outcome.dropped) {
         window->block.release();
         end_window();
@@ -153,6 +157,8 @@ void ReadJob::end_op(const std::shared_ptr<Window>& window, const Outcome& outco
 /// Every chunk of an arrived window: checked where it lies, then (from the arena) stored.
 void ReadJob::deliver(const std::shared_ptr<Window>& window, LiveAccess&) {
     const ReadWindow& planned = *window->planned;
+    const std::int64_t begin_ns = now_ns();
+    std::uint64_t delivered = 0;
     if (!rows_->devices.empty()) expect_stored(window);
     const bool in_place = planned.direct && !window->mapped;
     if (in_place) copy_edges(*window);
@@ -164,7 +170,9 @@ void ReadJob::deliver(const std::shared_ptr<Window>& window, LiveAccess&) {
         if (!in_place && !damaged_.load()) store(*window, chunk, bytes);
         (in_place ? direct_bytes_ : copied_bytes_) += chunk.length;
         done_bytes_ += chunk.length;
+        delivered += chunk.length;
     }
+    spans_.add(Phase::deliver, begin_ns, delivered);
     end(window);
 }
 

@@ -15,6 +15,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+constexpr std::size_t spans_per_window = 3;  // capture, encode, write
+
 }  // namespace
 
 /// Either copied (it holds an arena block) or direct (it holds a plan and its bounce buffer).
@@ -31,6 +33,8 @@ struct WriteJob::Window final : Staged<WriteJob, Window> {
     std::atomic<std::size_t> fetching{0};  // devices
     std::vector<std::unique_ptr<Op>> ops;  // until they are submitted
     std::atomic<std::size_t> ops_left{0};
+    std::int64_t handed_over_ns = 0;
+    std::uint64_t bytes = 0;  // of all ops
     std::atomic<bool> gone{false};  // direct: the system has not found all of its sources
     bool queued = false;            // one stage at a time
     bool released = false;
@@ -48,6 +52,7 @@ public:
 
     bool empty() const { return front_ == back_ && aside_.empty(); }
     std::size_t early() const { return early_; }
+    std::size_t size() const { return windows_.size(); }
     /// Whether the window that the next block is for must be captured before the caller goes on.
     bool next_is_early() const { return front_is_early() || (!aside_.empty() && aside_.back() < early_); }
 
@@ -163,6 +168,7 @@ void WriteJob::begin_all() {
     Pace pace(options_.bytes_per_s);
     Pace cap(options_.cap_bytes_per_s);
     expect_early(order.early());
+    spans_.expect(spans_per_window * order.size());
     // How far the arena grows is the caller's policy; with nothing at all nothing would ever move.
     if (!order.empty() && arena_->touched_bytes() == 0) arena_->grow(2 * arena_->block_bytes());
     while (!order.empty() && !stopping()) {
@@ -284,6 +290,8 @@ void WriteJob::capture_copied(const std::shared_ptr<Window>& window, LiveAccess&
         release(*window);
         return end(window);
     }
+    const std::int64_t begin_ns = now_ns();
+    std::uint64_t bytes = 0;
     const std::vector<WriteRun> runs = runs_of(window->planned);
     std::vector<std::unique_ptr<Op>> ops;
     ops.reserve(runs.size());
@@ -291,14 +299,18 @@ void WriteJob::capture_copied(const std::shared_ptr<Window>& window, LiveAccess&
         std::byte* const image = window->block.bytes() + (run.begin - window->planned.begin);
         if (!run.appended) ops.push_back(make_op(window, run.begin, {{image, run.end - run.begin}}));
         capture_run(*rows_, run, image, window->rest, digests_, detector_, live);
-        copied_bytes_ += row_bytes(*rows_, run);
+        bytes += row_bytes(*rows_, run);
         settle_run(*rows_, run, detector_);
     }
+    copied_bytes_ += bytes;
+    spans_.add(Phase::capture, begin_ns, bytes);
     take_change();
     release(*window);
     if (window->planned.appended) {
         if (stopping()) return end(window);
+        const std::int64_t encode_ns = now_ns();
         const Appender::Range range = appender_->append(window->planned, window->block.bytes(), live.chunk_room(), digests_);
+        spans_.add(Phase::encode, encode_ns, bytes);
         if (range.bytes == 0) return end(window);  // all of it is in the base
         ops.push_back(make_op(window, range.offset, {{window->block.bytes(), range.bytes}}));
     }
@@ -312,6 +324,8 @@ std::vector<WriteRun> WriteJob::runs_of(const WriteWindow& window) const {
 
 void WriteJob::capture_direct(const std::shared_ptr<Window>& window, LiveAccess& live) {
     if (stopping()) return end(window);
+    const std::int64_t begin_ns = now_ns();
+    std::uint64_t bytes = 0;
     std::byte* bounce = window->bounce.get();
     std::vector<std::unique_ptr<Op>> ops;
     ops.reserve(window->direct->runs.size());
@@ -320,14 +334,16 @@ void WriteJob::capture_direct(const std::shared_ptr<Window>& window, LiveAccess&
         std::vector<iovec> list;
         list.reserve(direct.parts.size());
         for (const DirectPart& part : direct.parts) {
-            const std::uint64_t bytes = part.end - part.begin;
+            const std::uint64_t length = part.end - part.begin;
             if (part.source == nullptr) image_range(*rows_, direct.run, part.begin, part.end, bounce, detector_, live);
-            list.push_back({part.source == nullptr ? bounce : const_cast<std::byte*>(part.source), bytes});
-            if (part.source == nullptr) bounce += bytes;
+            list.push_back({part.source == nullptr ? bounce : const_cast<std::byte*>(part.source), length});
+            if (part.source == nullptr) bounce += length;
         }
         ops.push_back(make_op(window, direct.run.begin, std::move(list)));
-        copied_bytes_ += row_bytes(*rows_, direct.run);
+        bytes += row_bytes(*rows_, direct.run);
     }
+    copied_bytes_ += bytes;
+    spans_.add(Phase::capture, begin_ns, bytes);
     take_change();
     if (stopping()) return end(window);
     copied_bytes_ -= window->direct->direct_bytes;
@@ -386,6 +402,8 @@ void WriteJob::await_files() {
 void WriteJob::hand_over(const std::shared_ptr<Window>& window) {
     std::vector<std::unique_ptr<Op>> ops = std::move(window->ops);
     window->ops_left = ops.size();
+    window->handed_over_ns = now_ns();
+    for (const std::unique_ptr<Op>& op : ops) window->bytes += op->length();
     const bool unwanted = stopping();
     if (!unwanted) requests_ += ops.size();
     for (std::unique_ptr<Op>& op : ops) {
@@ -410,6 +428,7 @@ void WriteJob::end_op(const std::shared_ptr<Window>& window, std::uint64_t bytes
         take_outcome(outcome);
     if (!outcome.fault && !outcome.dropped) done_bytes_ += bytes;
     if (--window->ops_left != 0) return;
+    spans_.add(Phase::write, window->handed_over_ns, window->bytes);
     if (window->direct && (window->lazy || window->gone) && !stopping()) {
         post(window, &WriteJob::confirm);
         return;

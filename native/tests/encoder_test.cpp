@@ -189,6 +189,21 @@ TEST_CASE("chunks that are the base's are not stored again") {
         CHECK(chunks.size() == 2);
         chunks.merge(read_stored({&before, base->stored(), base->digests()}));
         CHECK(chunks == logical(sample));
+
+        // One read of both files, by a table that says of each chunk which of them has it.
+        Memory target(sample.stored[0].size(), 64);
+        ReadExtents rows{{}, {}, job->digests()};
+        rows.rows.push_back({64, sample.stored[0].size(), target.address(), 0, 0, sample.rows.chunks, contiguous, 0});
+        for (std::uint64_t number = 0; number < sample.rows.chunks; ++number) {
+            const bool same = job->stored()[number].encoded.kind == Encoded::Kind::same;
+            const StoredChunk chunk = same ? base->stored()[number] : job->stored()[number];
+            rows.stored.push_back({chunk.offset, chunk.encoded.length, same ? 0U : 1U});
+        }
+        const auto load = bed.engine.read(bed.arena, {before.scratch.file(), bed.scratch.file()}, std::make_shared<ReadExtents>(rows), {});
+        REQUIRE(load->wait(forever_s));
+        REQUIRE_FALSE(load->fault());
+        CHECK(load->bad_chunks().empty());
+        CHECK(std::memcmp(target.start(), sample.stored[0].data(), sample.stored[0].size()) == 0);
     }
 }
 

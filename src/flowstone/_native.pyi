@@ -7,7 +7,7 @@ arguments (our mistake) raise ValueError.
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 BLOCK_ALIGNMENT_BYTES: int  # 4096: windows, slots and arena blocks are multiples of it
 CHUNK_BYTES: int  # 1 MiB: the longest run that one digest covers
 NO_DIGEST: int  # 2**64 - 1 in WriteExtents.chunk: this row is written without digests
+PHASES: list[str]  # of jobs, as their spans number them: capture, encode, write, read, deliver
 VERIFY_ONLY: int  # 0 in ReadExtents.address: read and check, keep nothing
 
 def has_io_uring() -> bool:
@@ -202,6 +203,11 @@ class ReadExtents:
     @property
     def files(self) -> list[int]: ...  # the numbers of the files that rows are in, ascending
 
+SpanColumns: TypeAlias = tuple[
+    NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64], NDArray[np.uint64], NDArray[np.uint32]
+]
+"""What a job's threads did, by window: position in PHASES, begin and end (ns of the monotonic clock), bytes, thread."""
+
 class WriteJob:
     """Bytes on their way to files. Keep every source alive and unchanged until captured.
 
@@ -249,6 +255,8 @@ class WriteJob:
     @property
     def requests(self) -> int: ...
     @property
+    def spans(self) -> SpanColumns: ...  # after wait
+    @property
     def exact_bytes(self) -> int: ...  # of lazy rows of which every write is noticed until they are captured
     @property
     def sampled_bytes(self) -> int: ...  # of the others
@@ -278,6 +286,8 @@ class ReadJob:
     def requested_bytes(self) -> int: ...  # asked of the files, alignment included
     @property
     def requests(self) -> int: ...
+    @property
+    def spans(self) -> SpanColumns: ...  # after wait
 
 class Engine:
     """One queue to the device and a few worker threads for copies and digests.

@@ -86,6 +86,7 @@ class NodeReads:
             stack.callback(self._engine.close)
             wanted = [np.frombuffer(one.message, "<i8").reshape(-1, 3).astype(np.int64) for one in self._open]
             self._filled_bytes = 0  # read from the store into rings, so far
+            self._filled_spans: list[_native.SpanColumns] = []  # of that
             self.assigned: ReaderAssignment = assign_readers(
                 wanted, me, index.chunks, half_bytes=RING_HALF_BYTES
             )
@@ -152,6 +153,7 @@ class NodeReads:
 
     def _end_filling(self, batch: int, filling: Reading, parts: list[Scattered]) -> None:
         receipt = finish_reading(filling)
+        self._filled_spans += receipt.spans
         found = Scattered(receipt, (), locate_chunks(self._index, receipt))
         if found.failed:
             parts.append(found)
@@ -187,8 +189,9 @@ class NodeReads:
         """What several reads have done, as if it were one."""
         error = next((part.receipt.error for part in parts if part.receipt.error is not None), None)
         written = sorted({position for part in parts for position in part.written})
+        spans = [*self._filled_spans, *(columns for part in parts for columns in part.receipt.spans)]
         return Scattered(
-            nothing_read(error), tuple(written), tuple(bad for part in parts for bad in part.bad),
+            replace(nothing_read(error), spans=spans), tuple(written), tuple(bad for part in parts for bad in part.bad),
             self._filled_bytes + sum(part.bytes for part in parts), sum(part.shared_bytes for part in parts),
         )
 

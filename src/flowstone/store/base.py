@@ -60,12 +60,16 @@ class Receipt:
 
     digests  of the chunks as they are stored
     encoded  how they are stored; None: as they are, where the plan has put them
+    spans    what the engine's threads have done
+    synced   when making it durable began and ended, in seconds of the monotonic clock; None: it needed nothing
     """
 
     error: FlowstoneError | None
     digests: NDArray[np.uint64]
     io: IoRecord
     encoded: Encoded | None = None
+    spans: Sequence[_native.SpanColumns] = ()
+    synced: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,7 @@ class ReadReceipt:
     error    why it ended early, if it did; DamagedError when a file ends before its extents do
     bad      positions, in the rows' digests, of chunks that differ from what was written
     touched  per row: whether some byte of its target has been changed
+    spans    what the engine's threads have done
     """
 
     error: FlowstoneError | None
@@ -84,6 +89,7 @@ class ReadReceipt:
     copied_bytes: int
     direct_bytes: int
     requests: int
+    spans: Sequence[_native.SpanColumns] = ()
 
 
 @dataclass(frozen=True, slots=True)

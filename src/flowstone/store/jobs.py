@@ -66,12 +66,15 @@ class WriteWaits:
             exact_bytes=watched.exact_bytes, sampled_bytes=watched.sampled_bytes, sampled_because=watched.reason,
         )
 
-    def _receipt(self, error: FlowstoneError | None, io: IoRecord) -> Receipt:
+    def _receipt(
+        self, error: FlowstoneError | None, io: IoRecord, synced: tuple[float, float] | None = None
+    ) -> Receipt:
+        spans = [self._job.spans]
         if error is not None:
-            return Receipt(error, np.zeros(0, np.uint64), io)
+            return Receipt(error, np.zeros(0, np.uint64), io, spans=spans)
         stored = self._job.stored
         encoded = None if stored is None else Encoded(*stored, self._job.file_ends)
-        return Receipt(None, self._job.digests, io, encoded)
+        return Receipt(None, self._job.digests, io, encoded, spans, synced)
 
 
 class JobWriting(WriteWaits):
@@ -118,7 +121,7 @@ class JobReading:
         job = self._job
         return ReadReceipt(
             self._error(), job.bad_chunks, job.touched, job.requested_bytes, job.copied_bytes, job.direct_bytes,
-            job.requests,
+            job.requests, [job.spans],
         )
 
     def _error(self) -> FlowstoneError | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
@@ -101,16 +102,18 @@ class LocalWriting(WriteWaits):
             self._reserve_once()  # if nobody has come to it yet
         self._wait()
         alignment = self._alignment
+        begin = time.monotonic()
         try:
             error = self._error() or self._sync_error()
         finally:
             self._opened.close()
+        synced = begin, time.monotonic()
         running = self._running
         io = self._io(
             running.engine.backend, running.settings, alignment=alignment, request_bytes=running.request_bytes,
             depth=running.queue_depth,
         )
-        return self._receipt(error, io)
+        return self._receipt(error, io, synced)
 
     @property
     def _alignment(self) -> int:
@@ -261,10 +264,12 @@ class _Sums:
         self._bad: list[NDArray[np.uint64]] = []
         self._touched: NDArray[np.bool_] | None = None
         self._requested = self._copied = self._direct = self._requests = 0
+        self._spans: list[_native.SpanColumns] = []
 
     def give_up(self, job: _native.ReadJob) -> None:
         """What it has read is read again."""
         self._touched = job.touched if self._touched is None else self._touched | job.touched
+        self._spans.append(job.spans)
 
     def add(self, job: _native.ReadJob) -> None:
         self.give_up(job)
@@ -279,7 +284,7 @@ class _Sums:
         assert self._touched is not None, "some job has ended"
         bad = self._bad[0] if len(self._bad) == 1 else np.unique(np.concatenate([np.zeros(0, np.uint64), *self._bad]))
         return ReadReceipt(
-            error, bad, self._touched, self._requested, self._copied, self._direct, self._requests
+            error, bad, self._touched, self._requested, self._copied, self._direct, self._requests, self._spans
         )
 
 

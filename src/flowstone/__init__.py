@@ -76,6 +76,7 @@ if TYPE_CHECKING:
         rng,
     )
     from flowstone.table.box import Box
+    from flowstone.trace import Span, Trace
 
 _LATER = {
     "Box": "flowstone.table.box",
@@ -92,6 +93,8 @@ _LATER = {
     "Registration": "flowstone.state",
     "Shard": "flowstone.state",
     "Source": "flowstone.pipeline.explain",
+    "Span": "flowstone.trace",
+    "Trace": "flowstone.trace",
     "SplitTensor": "flowstone.state",
     "explain": "flowstone.pipeline.explain",
     "open": "flowstone.checkpoint",
@@ -169,11 +172,13 @@ __all__ = [
     "Shard",
     "Skip",
     "Source",
+    "Span",
     "SplitTensor",
     "StateChangedError",
     "StateError",
     "StepExistsError",
     "StorageError",
+    "Trace",
     "UnsupportedFormatError",
     "UnsupportedStateError",
     "Written",

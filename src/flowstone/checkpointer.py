@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,6 +30,7 @@ from flowstone.runtime.writer_lock import caller
 from flowstone.state import Frozen
 from flowstone.store.base import Store
 from flowstone.store.local import LocalStore
+from flowstone.trace import Spans
 
 _log = logging.getLogger("flowstone")
 
@@ -153,10 +153,10 @@ class Checkpointer:
                 SaveFailedError        an earlier save failed, and nobody has been told yet
                 DamagedError           the last load left the state half changed
         """
-        started = time.monotonic()
+        spans = Spans("save", step, self._group.rank)
         self._check_open()
-        step, state, fence = calls.to_save(step, state, fence)
-        return self._saves.save(step, state, fence, started)
+        spans.step, state, fence = calls.to_save(step, state, fence)
+        return self._saves.save(spans.step, state, fence, spans)
 
     def fence(self) -> None:
         """Wait until the state may change: every save so far is captured. Told as the event Fenced."""

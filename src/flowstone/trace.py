@@ -1,10 +1,12 @@
 """Spans: when a save or load did what, with how many bytes, on which rank and thread. Events are made from them.
 
-The caller of `save` waits for *waited* (earlier saves), *described*, *planned*, *begun* (the draft is made and the
-capture is started) and *encoded* (what is no tensor; until the state that is not lazy is captured), one behind the
-other: together they are *blocked*. Beside or after it come *captured* (until no source is read any more), *written*
-(until every byte is with the store), *synced* (until it is durable), *agreed* (between ranks), *published*; *save*
-spans all of them. *fenced* is what a step has waited for captures.
+The caller of `save` waits while what is before it is over (*waited*), the state is *described* and *planned*, the
+draft is made and its capture is *begun*, what is no tensor is *encoded*, and what is not lazy is captured (*early*),
+one behind the other: together they are *blocked*. Beside or after them come *captured* (until no source is read any
+more), *written* (until every byte is with the store), *synced* (until it is durable), *agreed* (the ranks have one
+plan), *published* (all have written, and there is a checkpoint); *save* spans all of them. *fenced* is what a step has
+waited for captures. Where the ranks have no plan yet, the caller waits until what it needs is *copied*, and the rest is
+done in the background.
 
 A load is *wanted* (what the state wants is found), *planned* (compared with the checkpoint, by all ranks), *read*
 (read, verified, scattered), *finished* (objects are restored), *agreed* (between ranks); *load* spans all of them.
@@ -72,14 +74,18 @@ class Spans:
         self.begin = self._last = time.monotonic()
         self._trace = _open_trace.get()
 
-    def lap(self, phase: str) -> Span:
-        """What the caller has waited for since the last lap; the next begins where this one ends."""
+    def lap(self, phase: str, bytes_: int = 0) -> Span:
+        """What was done since the last lap; the next begins where this one ends."""
         begin, self._last = self._last, time.monotonic()
-        return self.between(phase, begin, self._last)
+        return self.between(phase, begin, self._last, bytes_)
 
     def whole(self, phase: str, bytes_: int = 0, *, track: str = "") -> Span:
         """From the begin of the call until now."""
         return self.between(phase, self.begin, time.monotonic(), bytes_, track=track)
+
+    def lapped(self, phase: str) -> Span:
+        """All laps so far."""
+        return self.between(phase, self.begin, self._last)
 
     @contextmanager
     def phase(self, phase: str, bytes_: int = 0) -> Iterator[None]:

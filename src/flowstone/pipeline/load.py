@@ -9,7 +9,6 @@ move and verify bytes while `read` waits for them.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -37,6 +36,7 @@ from flowstone.stage.scatter import Fill, Scattered, raise_damage, scatter, scat
 from flowstone.state import Restoration
 from flowstone.store.base import Store
 from flowstone.table.pieces import Pieces
+from flowstone.trace import Spans
 
 _log = logging.getLogger("flowstone")
 
@@ -139,9 +139,11 @@ class Loads:
         self, step: int, state: Mapping[str, object], rules: Sequence[Rule], *, verify_first: bool
     ) -> LoadReport:
         """THE ORDER: want, agree, plan, agree, read, finish, agree. Raises what `Checkpointer.load` does."""
-        started = time.monotonic()
+        spans = Spans("load", step, self._group.rank)
         wanted = self._want(step, state, rules)
+        spans.lap("wanted")
         ready = self._share_reads(self._plan(wanted, verify_first=verify_first))
+        spans.lap("planned")
         # Before the first byte can change: whatever ends this load, only one that succeeds takes it back. Unless it is
         # certain that none has changed, on this rank and on all others.
         unfinished_before = self._outcome.unfinished
@@ -150,16 +152,20 @@ class Loads:
         begun, failure = Event(), None
         try:
             found = read(ready, self._store, begun, teller(step, ready.plan.bytes, self._emit))
+            spans.lap("read", ready.plan.bytes)
+            spans.engine(found.receipt.spans)
             if found.failed and not found.written and self._group.certain(True):
                 self._outcome.unfinished = unfinished_before
             finish(ready, found)
+            spans.lap("finished")
         except Exception as error:
             if self._group.certain(not begun.is_set()):
                 self._outcome.unfinished = unfinished_before
             failure = error
         self._group.confirm(f"the load of step {step}", failure)
+        spans.lap("agreed")
         self._outcome.unfinished = None
-        done = report(ready, found, time.monotonic() - started)
+        done = report(ready, found, spans.whole("load", ready.plan.bytes, track="loads").seconds)
         self._emit(Loaded(step, done.bytes, done.seconds))
         return done
 

@@ -101,7 +101,11 @@ class Captures:
         for run in waiting:
             run.release_sources()
         self._runs = self._left()
-        return Fenced(max(run.save.step for run in waiting), time.monotonic() - started) if waiting else None
+        if not waiting:
+            return None
+        newest = max(waiting, key=lambda run: run.save.step)
+        fenced = newest.spans.between("fenced", started, time.monotonic())
+        return Fenced(newest.save.step, fenced.seconds)
 
     def grow_for(self, fenced: Fenced) -> None:
         """Steps are shorter than writes: where one had to wait, next time there is more memory to copy into."""

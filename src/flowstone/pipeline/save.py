@@ -16,7 +16,6 @@ What becomes of one save is drawn in save_run.py; every thread is in docs/ARCHIT
 from __future__ import annotations
 
 import socket
-import time
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -49,6 +48,7 @@ from flowstone.runtime.threads import Threads, hand_over
 from flowstone.runtime.writer_lock import Owner
 from flowstone.stage.device import as_on_this_thread
 from flowstone.state import Described, describe, found_in, warn_of_save
+from flowstone.trace import Span, Spans
 
 
 class Saves:
@@ -86,14 +86,14 @@ class Saves:
 
     # On the caller's thread
 
-    def save(self, step: int, state: Mapping[str, object], fence: FenceMode, started: float) -> Save:
+    def save(self, step: int, state: Mapping[str, object], fence: FenceMode, spans: Spans) -> Save:
         """Save `state` as `step`; returns once what is not lazy is captured. See Checkpointer.save."""
         save = Save(step)
         save.captured.check = save.committed.check = partial(self._turn.check_thread, "result")
         try:
-            run = SaveRun(save, self._coordinator.begin_try(step), started)  # before anything can fail
+            run = SaveRun(save, self._coordinator.begin_try(step), spans)  # before anything can fail
             self._await_turn(step)
-            waited = time.monotonic()
+            waited = spans.lap("waited")
             self.sole_writer.check()
             self.in_flight.check_new(step, looks=self._group.rank == 0)
             with self.fencing.state_lock:
@@ -110,19 +110,20 @@ class Saves:
         with self._group.pressing():  # the caller trains: no save is worth that it stands for those who never call
             self.in_flight.settle(leave=self._saves_in_flight - 1)
 
-    def _begin(self, run: SaveRun, state: Mapping[str, object], fence: FenceMode, waited: float) -> None:
-        """THE ORDER, first half: describe, agree, plan, capture. `waited`: when what had to be waited for was over."""
-        step = run.save.step
+    def _begin(self, run: SaveRun, state: Mapping[str, object], fence: FenceMode, waited: Span) -> None:
+        """THE ORDER, first half: describe, agree, plan, capture. `waited`: for what had to be over before."""
+        step, spans = run.save.step, run.spans
         queued = self.captures.wait_for_plan()  # what this rank writes may change until those before it have a plan
         known = None if self._plan is None or queued else self._plan
         described = self._describe(state, known)
-        described_at = time.monotonic()
+        describing = spans.lap("described")
         assignment = None if queued else self._coordinator.assignment(described.layout)
         run.looked = look(step, described, assignment)
 
         def tell(cached: CachedPlan) -> None:
-            plan, spent = cached.plan, (described_at - waited, time.monotonic() - described_at, waited - run.started)
-            self._emit(SaveStarted(step, len(plan.pieces), plan.bytes, cached is known, *spent))
+            plan, spent = cached.plan, (describing, spans.lap("planned"), waited)
+            seconds = [span.seconds for span in spent]
+            self._emit(SaveStarted(step, len(plan.pieces), plan.bytes, cached is known, *seconds))
 
         if assignment is None:  # nobody waits here for other ranks
             self._capture_once_planned(run, described, fence, tell)
@@ -153,7 +154,7 @@ class Saves:
 
         def encode_beside() -> None:
             encode(run, described)
-            run.blocked_s = time.monotonic() - run.started
+            run.blocked_s = run.spans.lapped("blocked").seconds
 
         finish = partial(self._submit, self._finish, run)
         self._handover.start(run, begin=begin, encode=encode_beside, finish=finish)
@@ -173,7 +174,7 @@ class Saves:
         except BaseException:
             capture.abandon(self._store)
             raise
-        run.capture = capture
+        run.capture, run.capturing = capture, run.spans.lap("begun")
 
     def _capture_once_planned(
         self, run: SaveRun, described: Described, fence: FenceMode, tell: Callable[[CachedPlan], None]
@@ -185,8 +186,9 @@ class Saves:
         self._turn.uninterrupted(partial(self.fencing.hooks.guard, described.optimizers))
         streams = as_on_this_thread(memory.device for memory in described.places.apart.values())
         assert run.looked is not None, "what has no plan is looked at whole"
-        waiting = unplanned(run.save.step, described, run.looked.samples, fence=fence)
-        run.blocked_s = time.monotonic() - run.started
+        with run.spans.phase("copied"):
+            waiting = unplanned(run.save.step, described, run.looked.samples, fence=fence)
+        run.blocked_s = run.spans.whole("blocked").seconds
         run.save.captured.expedite, run.save.committed.expedite = self.captures.snapshot, self.captures.expedite
 
         def begin_later(cached: CachedPlan) -> None:
@@ -223,15 +225,17 @@ class Saves:
         save, plan = run.save, run.begun.plan
         self._absence.has_come_to(save)
         try:
-            assignment = agree(run, self._coordinator, self._store)
+            with run.spans.phase("agreed"):
+                assignment = agree(run, self._coordinator, self._store)
             written = write(run, assignment, self._emit)
             store_id = self._store_writer.store_id or ""  # which rank 0 knows
-            manifest = commit(run, assignment, written, self._coordinator, self._store, store_id)
+            with run.spans.phase("published"):
+                manifest = commit(run, assignment, written, self._coordinator, self._store, store_id)
         except BaseException as error:
             save.captured.await_end()  # by the watcher
-            self._end_badly(save, error)
+            self._end_badly(run, error)
             return
-        self._emit(Committed(save.step, plan.file_bytes, time.monotonic() - run.started))
+        self._emit(Committed(save.step, plan.file_bytes, run.ended(plan.file_bytes).seconds))
         save.committed.set_result(Checkpoint(self._store, step_directory(save.step), self._options, manifest))
         # A larger arena shortens what a save waits for. Touching fresh pages is slower than a device, so no save waits.
         self.captures.grow(plan.file_bytes - plan.lazy_bytes)
@@ -256,7 +260,7 @@ class Saves:
                 raise
         except Exception as error:
             waiting.let_go()
-            self._end_badly(run.save, error)
+            self._end_badly(run, error)
             return
         run.handed_on.open()
         run.expedite()
@@ -264,10 +268,11 @@ class Saves:
         waiting.let_go()
         self._finish(run)
 
-    def _end_badly(self, save: Save, error: BaseException) -> None:
-        save.captured.tell()
-        self._emit(SaveFailed(save.step, str(error)))
-        save.committed.set_exception(without_frames(error))
+    def _end_badly(self, run: SaveRun, error: BaseException) -> None:
+        run.save.captured.tell()
+        run.ended()
+        self._emit(SaveFailed(run.save.step, str(error)))
+        run.save.committed.set_exception(without_frames(error))
 
     # Waiting and ending, on any thread
 
@@ -286,12 +291,14 @@ def encode(run: SaveRun, described: Described) -> None:
     """What is no tensor, encoded while bytes move; returns once what is not lazy may change."""
     writing, objects = run.writing, described.objects
     run.sections = Sections(encode_sections(objects), encode_sections(described.per_rank), objects)
+    run.spans.lap("encoded")
     if run.outlasts_save:
         writing.wait_early()
     else:
         writing.wait_captured()
     for stream in run.begun.staged.streams:
         stream.block_current()
+    run.spans.lap("early")
 
 
 def _while_held(_: object, act: Callable[..., None], *arguments: object) -> None:

@@ -18,9 +18,9 @@ ended      `save.committed` is done
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from time import monotonic
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,7 @@ from flowstone.pipeline.unplanned import Unplanned
 from flowstone.runtime.uninterrupted import Latch
 from flowstone.stage.moved import moved
 from flowstone.store.base import Receipt, Writing
+from flowstone.trace import Span, Spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,8 @@ class SaveRun:
     """See above. Its caller's thread, the thread of captures and that of commits have it in turn.
 
     this_try   names the draft: see SaveCoordinator.begin_try
-    started    in seconds of the monotonic clock
+    spans      what it did when; from the call of `save` on
+    capturing  how its capture was started
     blocked_s  what the caller of `save` waited, once it has
     call       in which call of a verb it was started, by Turn's count
     is_agreed  the ranks have agreed on its plan
@@ -59,8 +61,9 @@ class SaveRun:
     sections   once they are encoded
     """
 
-    def __init__(self, save: Save, this_try: str, started: float) -> None:
-        self.save, self.this_try, self.started = save, this_try, started
+    def __init__(self, save: Save, this_try: str, spans: Spans) -> None:
+        self.save, self.this_try, self.spans = save, this_try, spans
+        self.capturing: Span | None = None
         self.blocked_s = 0.0
         self.call = 0
         self.is_agreed = False
@@ -131,11 +134,17 @@ class SaveRun:
         if staged.places is not None and self.outlasts_save:
             self._moved = moved(staged.places, lazy)
         self.let_sources_go()
-        seconds, watched = time.monotonic() - self.started, self.writing.watched
-        early_bytes = plan.bytes - plan.lazy_bytes
+        captured = self.spans.between("captured", self._capture_began, monotonic(), plan.bytes)
+        watched = self.writing.watched
         return Captured(
-            self.save.step, self.blocked_s, seconds, early_bytes, watched.exact_bytes, watched.sampled_bytes
+            self.save.step, self.blocked_s, self.spans.since_call(captured), plan.bytes - plan.lazy_bytes,
+            watched.exact_bytes, watched.sampled_bytes,
         )
+
+    @property
+    def _capture_began(self) -> float:
+        assert self.capturing is not None, "its capture has begun"
+        return self.capturing.begin
 
     def let_sources_go(self) -> None:
         """Nothing reads them any more."""
@@ -160,8 +169,16 @@ class SaveRun:
 
     def written(self, receipt: Receipt) -> Written:
         """All segments are durable."""
-        io, taken_s = receipt.io, time.monotonic() - self.started
-        return Written(self.save.step, io.copied_bytes, io.direct_bytes, taken_s)
+        io, now = receipt.io, monotonic()
+        begin, end = receipt.synced or (now, now)
+        self.spans.engine(receipt.spans)
+        self.spans.between("written", self._capture_began, begin, io.copied_bytes + io.direct_bytes)
+        synced = self.spans.between("synced", begin, end)
+        return Written(self.save.step, io.copied_bytes, io.direct_bytes, self.spans.since_call(synced))
+
+    def ended(self, file_bytes: int = 0) -> Span:
+        """It is committed, with so many bytes in files, or has failed."""
+        return self.spans.whole("save", file_bytes, track="saves")
 
     def contribution(self, receipt: Receipt) -> Contribution:
         """What this rank has to commit, of a save whose segments are durable."""

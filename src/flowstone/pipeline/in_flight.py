@@ -57,6 +57,8 @@ class InFlight:
                 next=f"save a later step, or call rewind({step - 1 if step else 0}) first to set newer steps aside",
             )
         directory = step_directory(step)
+        # Where drafts have names of their own. Else another rank may have begun that step; no file is written over.
+        looks = looks and self._store.capabilities.atomic_rename
         if looks and self._store.exists(directory):  # with a manifest in it, it would be among the steps
             raise StepExistsError(
                 f"cannot save step {step} into {self._store.location}", found=f"{directory}, which is not a checkpoint",

@@ -217,7 +217,7 @@ class Faulty(Wrapper):
     """Fails calls. `before` and `after` are told each verb and path, and give an error or None.
 
     before  the call is not made, and raises it
-    after   the call is made, and its answer is lost
+    after   the call is made, and its answer is lost; not asked of what starts bulk bytes, which has none yet
     A receipt carries what either gives; by then no byte moves any more.
     """
 
@@ -233,7 +233,8 @@ class Faulty(Wrapper):
         if error is not None and verb not in ("written", "read_through"):
             raise error
         found = act()
-        error = error or self._after(verb, path)
+        if error is None and verb not in ("write", "read_extents"):
+            error = self._after(verb, path)
         if error is not None and isinstance(found, Receipt | ReadReceipt):
             return replace(found, error=found.error or error)
         if error is not None:

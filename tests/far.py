@@ -93,11 +93,11 @@ def shown(far: Far) -> Iterator[Far]:
             return memory
         return replace(memory, address=memory.address - far.native.inside + far.native.address, device=NAME)
 
+    streams = device.SideStreams({**device.OPENERS, "delayed": lambda _: far})
     with (
         mock.patch.object(tensors, "memory_of", memory_of),
         mock.patch.object(tensors, "_is_odd", lambda tensor: far.holds(tensor) or is_odd(tensor)),
         mock.patch.object(tensors, "_is_cpu", lambda tensor: not far.holds(tensor)),
-        mock.patch.dict(device.openers, delayed=lambda _: far),
-        mock.patch.dict(device._open, clear=True),
+        mock.patch.object(device, "_streams", return_value=streams),
     ):
         yield far

@@ -10,9 +10,11 @@ is the reverse.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import cache
 from threading import Lock
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -110,22 +112,36 @@ def as_on_this_thread(devices: Iterable[str]) -> Callable[[], AbstractContextMan
     return context
 
 
-openers: dict[str, Callable[[str], SideStream]] = {"cuda": CudaStream}
+OPENERS: Mapping[str, Callable[[str], SideStream]] = MappingProxyType({"cuda": CudaStream})
 """By the kind of device. Memory of other kinds is copied by torch, through host memory of its own."""
 
-_open: dict[str, SideStream | None] = {}
-_guard = Lock()
+
+class SideStreams:
+    """The side streams of a process, each opened at its first use. Safe from any thread."""
+
+    def __init__(self, openers: Mapping[str, Callable[[str], SideStream]]) -> None:
+        self._openers, self._guard = openers, Lock()
+        self._open: dict[str, SideStream | None] = {}
+
+    def of(self, device: str) -> SideStream | None:
+        """The side stream of a device ("cuda:0"); None where there can be none."""
+        with self._guard:
+            if device not in self._open:
+                self._open[device] = _opened(device, self._openers)
+            return self._open[device]
+
+
+@cache
+def _streams() -> SideStreams:
+    return SideStreams(OPENERS)
 
 
 def side_stream(device: str) -> SideStream | None:
-    """The side stream of a device ("cuda:0"), opened at its first use; None where there can be none."""
-    with _guard:
-        if device not in _open:
-            _open[device] = _opened(device)
-        return _open[device]
+    """The side stream of a device ("cuda:0"); None where there can be none."""
+    return _streams().of(device)
 
 
-def _opened(device: str) -> SideStream | None:
+def _opened(device: str, openers: Mapping[str, Callable[[str], SideStream]]) -> SideStream | None:
     opener = openers.get(device.partition(":")[0])
     if opener is None:
         return None

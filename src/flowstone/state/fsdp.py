@@ -8,7 +8,6 @@ anything: the hooks that would are set aside.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +17,9 @@ import torch
 
 from flowstone.errors import UnsupportedStateError
 from flowstone.state.flat import Range, Span
+from flowstone.state.imported import imported
 from flowstone.state.names import Place, strip_wrappers
 
-_MODULE = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _HOOKS_OF = "torch.distributed.fsdp._state_dict_utils"
 _HOOKS = (
     "_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"
@@ -125,12 +124,12 @@ def wrapped(module: torch.nn.Module, place: Place) -> Wrapped | None:
     raises  UnsupportedStateError, by name, inside of summon_full_params(), for flat parameters that are shards of
             shards (FSDP1 over tensor parallelism), and where torch has other tables than are known
     """
-    known = sys.modules.get(_MODULE)
+    known = imported("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
     if known is None:
         return None
     found = [
         (key, one) for key, one in module.named_modules(remove_duplicate=False)
-        if isinstance(one, known.FullyShardedDataParallel)
+        if isinstance(one, known)
     ]
     return Wrapped(found, place) if found else None
 
@@ -183,7 +182,7 @@ def reshard(module: torch.nn.Module) -> None:
 
     After a forward without a backward it may still have the gathered ones, which are other tensors.
     """
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    kind = imported("torch.distributed.fsdp", "FSDPModule")
     if kind is not None:
         for inner in module.modules():
             if isinstance(inner, kind):
@@ -209,6 +208,7 @@ def _order(shape: Sequence[int], strides: Sequence[int], name: str) -> tuple[int
 
 
 def _is_theirs(hook: object) -> bool:
+    # By its module: torch wraps the functions that it registers, and has other ones in each version.
     return getattr(hook, "__module__", None) == _HOOKS_OF
 
 

@@ -14,10 +14,11 @@ from typing import Any, TypeAlias, TypeGuard, cast
 
 import torch
 
+from flowstone.state.imported import imported
+
 _ONE = ("optimizer", "_optimizer", "base_optimizer", "base", "optim")
 _SEVERAL = ("optimizers", "chained_optimizers")
 _PACKED = frozenset({"state", "param_groups"})  # the keys of torch's own state_dict()
-_THIN = frozenset({"accelerate.optimizer"})  # modules of wrappers that are known to add nothing to those
 _DEPTH_MAX = 8
 
 Core: TypeAlias = "torch.optim.Optimizer | Joined"
@@ -147,7 +148,7 @@ def _is_thin(value: object) -> bool:
     inner, contains = _inside(value)
     if len(inner) != 1 or contains or not isinstance(value, torch.optim.Optimizer):
         return False
-    if type(value).__module__ in _THIN:
+    if type(value) is imported("accelerate.optimizer", "AcceleratedOptimizer"):
         return True
     made_for_it = type(value) is not type(inner[0]) and isinstance(value, type(inner[0]))
     return made_for_it and vars(value).get("state", inner[0].state) is inner[0].state  # type: ignore[attr-defined]

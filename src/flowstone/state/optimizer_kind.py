@@ -6,20 +6,23 @@ is not held against either: only numbers count, as every release adds flags; and
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
 
 import torch
+from torch import optim
 
 from flowstone.format.objects import TensorRef
 from flowstone.state.optimizer_view import NOT_OPTIONS, OptimizerView, StoredGroup, StoredOptimizer
 
-_REQUIRED: Mapping[str, frozenset[str]] = {
-    "Adam": frozenset({"exp_avg", "exp_avg_sq"}), "Adamax": frozenset({"exp_avg", "exp_inf"}),
-    "NAdam": frozenset({"exp_avg", "exp_avg_sq", "mu_product"}), "RAdam": frozenset({"exp_avg", "exp_avg_sq"}),
-    "AdamW": frozenset({"exp_avg", "exp_avg_sq"}), "SparseAdam": frozenset({"exp_avg", "exp_avg_sq"}),
-    "Adadelta": frozenset({"square_avg", "acc_delta"}), "Adagrad": frozenset({"sum"}), "ASGD": frozenset({"eta", "ax"}),
-    "RMSprop": frozenset({"square_avg"}), "Rprop": frozenset({"prev", "step_size"}),
+_REQUIRED: Mapping[type, frozenset[str]] = {
+    optim.Adam: frozenset({"exp_avg", "exp_avg_sq"}), optim.Adamax: frozenset({"exp_avg", "exp_inf"}),
+    optim.NAdam: frozenset({"exp_avg", "exp_avg_sq", "mu_product"}), optim.RAdam: frozenset({"exp_avg", "exp_avg_sq"}),
+    optim.AdamW: frozenset({"exp_avg", "exp_avg_sq"}), optim.SparseAdam: frozenset({"exp_avg", "exp_avg_sq"}),
+    optim.Adadelta: frozenset({"square_avg", "acc_delta"}), optim.Adagrad: frozenset({"sum"}),
+    optim.ASGD: frozenset({"eta", "ax"}), optim.RMSprop: frozenset({"square_avg"}),
+    optim.Rprop: frozenset({"prev", "step_size"}),
 }
 """Slots that torch's own optimizers look up once a parameter has any: without one, the next step is a KeyError."""
 
@@ -53,10 +56,11 @@ def mismatch(
 
 def _required(kind: type) -> frozenset[str]:
     """What a class needs of each parameter's state, where the step that looks it up is torch's own."""
-    if not getattr(getattr(kind, "step", None), "__module__", "").startswith("torch.optim."):
+    known = next((base for base in kind.__mro__ if base in _REQUIRED), None)
+    # Torch puts wrappers around each class's step when its first instance is made.
+    if known is None or inspect.unwrap(kind.step) is not inspect.unwrap(known.step):  # type: ignore[attr-defined]
         return frozenset()
-    own = (base.__name__ for base in kind.__mro__ if base.__module__.startswith("torch.optim."))
-    return next((_REQUIRED[name] for name in own if name in _REQUIRED), frozenset())
+    return _REQUIRED[known]
 
 
 def _live_numbers(optimizer: object, view: OptimizerView) -> set[str]:

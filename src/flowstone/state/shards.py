@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from flowstone.errors import UnsupportedStateError
+from flowstone.state.imported import imported
 from flowstone.state.records import Shard
 from flowstone.table.box import Box
 
@@ -125,8 +126,8 @@ def _joined(runs: Runs) -> Runs:
 
 
 def is_dtensor(value: object) -> bool:
-    """Whether a value is a DTensor. Costs nothing where nobody has imported them."""
-    return type(value).__module__.startswith("torch.distributed.") and hasattr(value, "placements")
+    """Whether a value is a DTensor, and no subclass, which may mean something else by its placements."""
+    return type(value) is imported("torch.distributed.tensor", "DTensor")
 
 
 def shards_of(tensor: DTensor, name: str) -> list[Shard]:

@@ -18,7 +18,9 @@ from flowstone.format.objects import Named
 from flowstone.state import tensors
 from flowstone.state.provider import AnyPart, ObjectPart, Part, Provider
 
-# Nested tensors, whose shape is no numbers, and DTensors, which are boxes on a mesh of ranks (shards.py).
+# Nested tensors, whose shape is no numbers; and all that torch has for jobs of several ranks (DTensors, tensors that
+# wait for a collective, one tensor for all ranks), whose parts are not what they hold. By names, as newer versions
+# bring more of them, in modules of their own, and to take one for its parts would save it wrongly.
 _APART = ("torch.nested.", "torch.distributed.")
 _OUTER, _STRIDES = "outer", "outer_strides"
 _ENUM, _RECORD = "enum", "record"  # what a context may hold, for comparison only: no file makes such values

@@ -5,14 +5,11 @@ The only place that knows torch's names of it. Its own state_dict() is no use: i
 
 from __future__ import annotations
 
-import sys
-
 import torch
 
 from flowstone.errors import UnsupportedStateError
+from flowstone.state.imported import imported
 from flowstone.state.names import Place
-
-_MODULE = "torch.distributed.optim.zero_redundancy_optimizer"
 
 
 def local_optimizer(optimizer: object, place: Place) -> torch.optim.Optimizer | None:
@@ -20,8 +17,8 @@ def local_optimizer(optimizer: object, place: Place) -> torch.optim.Optimizer | 
 
     Its groups are parallel to the whole one's, and hold the parameters of which this rank keeps the state.
     """
-    known = sys.modules.get(_MODULE)
-    if known is None or not isinstance(optimizer, known.ZeroRedundancyOptimizer):
+    known = imported("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer")
+    if known is None or not isinstance(optimizer, known):
         return None
     if getattr(optimizer, "_overlap_with_ddp", False):
         raise UnsupportedStateError(

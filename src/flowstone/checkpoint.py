@@ -226,7 +226,9 @@ def open_checkpoint(
             )
         return found
     check_store(store)
-    return Checkpoint(store, step_directory(catalog.find(store, wanted)), options)
+    newest = catalog.newest(store) if wanted is None else None
+    found_step = catalog.find(store, wanted) if newest is None else newest.step
+    return Checkpoint(store, step_directory(found_step), options, newest)
 
 
 def _fresh(dtype: DType, shape: tuple[int, ...], framework: str) -> tuple[torch.Tensor | np.ndarray, Memory]:

@@ -179,6 +179,11 @@ def is_damage(error: BaseException) -> bool:
     return isinstance(error, FormatError) and not isinstance(error, UnsupportedFormatError)
 
 
+def is_absence(error: BaseException) -> bool:
+    """Whether it says that a checkpoint is not there, here or on another rank."""
+    return isinstance(error, NoCheckpointError) or (isinstance(error, RankError) and error.kind == "NoCheckpointError")
+
+
 class StateChangedError(FlowstoneError):
     """Bytes of the state changed between `save` and their capture, or went away, so that save holds nothing.
 

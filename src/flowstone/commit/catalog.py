@@ -29,10 +29,18 @@ def steps(store: Names) -> tuple[int, ...]:
 def newest(store: Names) -> Manifest | None:
     """The commit record of the newest step, checked; None in a store without any.
 
-    A damaged one raises: going back silently would lose steps without a word.
+    A damaged one raises: going back silently would lose steps without a word. One that a writer removes meanwhile, as
+    it has committed a newer one, or has gone back, does not.
     """
-    existing = steps(store)
-    return read_manifest(store, step_directory(existing[-1])) if existing else None
+    gone = -1
+    while existing := steps(store):
+        try:
+            return read_manifest(store, step_directory(existing[-1]))
+        except NoCheckpointError:
+            if existing[-1] == gone:
+                raise
+            gone = existing[-1]
+    return None
 
 
 def find(store: Names, step: int | None) -> int:

@@ -18,10 +18,10 @@ from flowstone.checkpoint import Checkpoint
 from flowstone.commit import catalog
 from flowstone.commit.entries import step_directory
 from flowstone.commit.locations import check_no_checkpoint, check_store, stores_below
-from flowstone.errors import FlowstoneError, NoCheckpointError, is_damage
+from flowstone.errors import FlowstoneError, NoCheckpointError, is_absence, is_damage
 from flowstone.events import FellBack, Loaded, LoadProgress
 from flowstone.format.digest import digest
-from flowstone.format.manifest import encode_manifest
+from flowstone.format.manifest import Manifest, encode_manifest
 from flowstone.pipeline.compare import Wanted, compare, want
 from flowstone.pipeline.shared import Shared
 from flowstone.pipeline.sharing import share_reads
@@ -98,16 +98,20 @@ class Loads:
 
     def newest(self) -> Checkpoint | None:
         """The newest committed checkpoint; None where there is none yet."""
+        read: dict[int, Manifest] = {}  # on the rank that decides: another writer may remove that step meanwhile
 
         def look() -> list[int]:
             check_no_checkpoint(self._store)
             newest = catalog.newest(self._store)
-            if newest is None and (below := stores_below(self._store)):
-                _log.warning("there is no checkpoint in %s; stores are in %s", self._store.location, below)
-            return [] if newest is None else [newest.step]
+            if newest is None:
+                if below := stores_below(self._store):
+                    _log.warning("there is no checkpoint in %s; stores are in %s", self._store.location, below)
+                return []
+            read[newest.step] = newest
+            return [newest.step]
 
         found = self._group.decide("which step is the newest", look)
-        return Checkpoint(self._store, step_directory(found[0]), self._options) if found else None
+        return Checkpoint(self._store, step_directory(found[0]), self._options, read.get(found[0])) if found else None
 
     def load_newest(
         self, step: int | None, state: Mapping[str, object], rules: Sequence[Rule], *, verify_first: bool,
@@ -125,6 +129,8 @@ class Loads:
             try:
                 report = self.load(candidate, state, rules, verify_first=verify_first)
             except FlowstoneError as error:
+                if step is None and self._outcome.unfinished is None and self._is_gone(candidate, error):
+                    return self.load_newest(step, state, rules, verify_first=verify_first, fallback=fallback)
                 if candidate == candidates[-1] or not is_damage(error):
                     raise
                 _log.warning("cannot load step %d, trying an older one: %s", candidate, error)
@@ -134,6 +140,13 @@ class Loads:
                     self._outcome.superseded_above = candidate
                 return report
         raise NoCheckpointError(f"no checkpoint in {self._store.location}", next="check the path")
+
+    def _is_gone(self, step: int, error: FlowstoneError) -> bool:
+        """Whether a load of `step` failed as another writer has removed that step since, for all ranks alike."""
+        if not (is_damage(error) or is_absence(error)):
+            return False
+        found = self._group.decide(f"whether step {step} is still there", lambda: catalog.steps(self._store))
+        return step not in found and bool(found)
 
     def load(
         self, step: int, state: Mapping[str, object], rules: Sequence[Rule], *, verify_first: bool

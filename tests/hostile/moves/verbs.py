@@ -108,7 +108,18 @@ def rewind(trainer: Trainer, chance: Random) -> bool | None:
     if not steps:
         return False
     back_to = chance.choice(steps)
-    trainer.call("rewind", lambda: trainer.checkpointer.rewind(back_to))
+
+    def go_back() -> bool:
+        try:
+            trainer.checkpointer.rewind(back_to)
+        except fs.NoCheckpointError:
+            if trainer.setup.keep is None or (trainer.root / f"step-{back_to:08d}").exists():
+                raise
+            return False  # retention has removed it, which runs behind a commit
+        return True
+
+    if trainer.call("rewind", go_back) is False:
+        return None
     for one in trainer.tries:
         one.gone = one.gone or one.step > back_to
     trainer.newest = back_to

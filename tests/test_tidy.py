@@ -220,15 +220,25 @@ def test_native_core_links_neither_torch_nor_cuda() -> None:
             assert not re.search(r'#include\s*[<"](Python\.h|nanobind)', text), f"{path.name} includes Python"
 
 
+MUTABLE = {
+    "Lock", "RLock", "Condition", "Event", "local", "count", "cycle", "deque", "defaultdict", "Counter", "list", "dict",
+    "set", "bytearray", "WeakSet", "WeakKeyDictionary", "WeakValueDictionary", "SimpleNamespace", "ThreadPoolExecutor",
+}
+"""What holds state that changes; of a module, it would be everybody's."""
+
+
 def test_modules_have_docstrings_and_no_mutable_globals() -> None:
     for path in _sources():
         tree = ast.parse(path.read_text())
         assert ast.get_docstring(tree), f"{path.relative_to(SRC)} has no docstring"
         for node in tree.body:
-            value = getattr(node, "value", None) if isinstance(node, ast.Assign) else None
-            names = [t.id for t in getattr(node, "targets", []) if isinstance(t, ast.Name)]
+            value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
             empty = isinstance(value, ast.List | ast.Dict | ast.Set) and not ast.unparse(value).strip("[]{}")
-            assert not empty, f"{path.relative_to(SRC)}: {names} is mutable state of a module"
+            made = isinstance(value, ast.Call) and ast.unparse(value.func).rpartition(".")[2] in MUTABLE
+            is_mutable = empty or made
+            assert not is_mutable, f"{path.relative_to(SRC)}:{node.lineno} is mutable state of a module"
+            for inner in ast.walk(node):
+                assert not isinstance(inner, ast.Global), f"{path.relative_to(SRC)}:{inner.lineno} changes its module"
 
 
 RETIRED = re.compile(

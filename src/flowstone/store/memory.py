@@ -75,20 +75,12 @@ class MemoryStore:
     ) -> None:
         self.contents = contents or Contents()
         self.options = replace(options or EngineOptions(), backend="posix", direct="off")
-        self._location = location or f"memory-{secrets.token_hex(4)}"
+        self.location = location or f"memory-{secrets.token_hex(4)}"
         self._engines: dict[int, _native.Engine] = {}  # by the longest request
-        self._capabilities = Capabilities(
+        self.capabilities = Capabilities(
             atomic_rename=atomic_rename, conditional_put=True, directory_sync=False, durable_on_return=True,
             range_reads=True, appends=False, direct=False,
         )
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
-
-    @property
-    def location(self) -> str:
-        return self._location
 
     # Names
 
@@ -101,8 +93,8 @@ class MemoryStore:
 
     def names(self, path: str = "") -> tuple[str, ...]:
         with self.contents.guard:
-            below = (entry for entry in (*self.contents.files, *self.contents.directories) if entry)
-            return tuple(sorted(_name(entry) for entry in below if _parent(entry) == path))
+            split = (entry.rpartition("/") for entry in (*self.contents.files, *self.contents.directories) if entry)
+            return tuple(sorted(name for parent, _, name in split if parent == path))
 
     def size(self, path: str) -> int:
         with self._acting("stat", path):
@@ -120,7 +112,7 @@ class MemoryStore:
             file = self._file(path)
         if bytes_max is not None and file.size_bytes > bytes_max:
             raise DamagedError(
-                f"{self._location}/{path} is too long", expected=f"at most {bytes_max} bytes",
+                f"{self.location}/{path} is too long", expected=f"at most {bytes_max} bytes",
                 found=f"{file.size_bytes} bytes", next="restore the file from a copy, or use an older step",
             )
         end = file.size_bytes if length is None else min(file.size_bytes, offset + length)
@@ -138,16 +130,14 @@ class MemoryStore:
                 raise OSError(errno.ENOTEMPTY, "a directory with entries")
             if path in self.contents.directories:
                 self.contents.directories.remove(path)
-                return
-            self._file(path)
-            del self.contents.files[path]
+            else:
+                self._file(path)
+                del self.contents.files[path]
 
     # Commit
 
     def put(self, path: str, data: bytes) -> None:
-        with self._acting("write", path):
-            self._check_free(path)
-            self.contents.files[path] = self._made(path, len(data), data)
+        self._create("write", path, len(data), data)
 
     def rename(self, source: str, target: str) -> None:
         with self._acting("rename", source):
@@ -157,7 +147,7 @@ class MemoryStore:
                 files[target] = self._file(source)
                 del files[source]
                 return
-            if not self._capabilities.atomic_rename:
+            if not self.capabilities.atomic_rename:
                 raise OSError(errno.EOPNOTSUPP, "a directory")
             for entry in [entry for entry in files if entry.startswith(f"{source}/")]:
                 files[target + entry.removeprefix(source)] = files.pop(entry)
@@ -176,7 +166,7 @@ class MemoryStore:
         with self.contents.guard:
             if self.contents.writer not in (None, self):
                 raise LockedError(
-                    f"cannot save into {self._location}: it is locked", holder=self.contents.holder,
+                    f"cannot save into {self.location}: it is locked", holder=self.contents.holder,
                     next="close the other Checkpointer first, or save into another store",
                 )
             self.contents.writer, self.contents.holder = self, holder
@@ -185,7 +175,7 @@ class MemoryStore:
         with self.contents.guard:
             if self.contents.writer is not self:
                 raise LockedError(
-                    f"this job has lost the lock of {self._location}", found=self.contents.holder or "no holder",
+                    f"this job has lost the lock of {self.location}", found=self.contents.holder or "no holder",
                     next="stop the other job that writes there; the next save takes the lock again",
                 )
 
@@ -206,14 +196,14 @@ class MemoryStore:
         self, files: Sequence[FilePlan], rows: _native.WriteExtents, arena: _native.Arena, pace: Pace = UNPACED, *,
         reserved: bool = True,  # the memory is taken here in any case
     ) -> JobWriting:
-        made = [self._create(plan, sum(file.bytes for file in files)) for plan in files]
+        made = [self._create("create", plan.path, plan.bytes) for plan in files]
         settings, engine = self.settings("write"), self._engine(arena)
         job = engine.write(
             arena, [(file.native(), file.size_bytes) for file in made], rows, gap_bytes=GAP_BYTES,
             in_place=settings.tuning.in_place, blocks=pace.blocks, bytes_per_s=pace.bytes_per_s or 0,
             cap_bytes_per_s=pace.cap or 0, watch=self.options.watch,
         )
-        return JobWriting(Path(self._location), job, settings, self.options.watch, made)
+        return JobWriting(Path(self.location), job, settings, self.options.watch, made)
 
     def read_extents(
         self, paths: Sequence[str], rows: _native.ReadExtents, arena: _native.Arena, *, wanted_bytes: int,
@@ -228,7 +218,7 @@ class MemoryStore:
         job = self._engine(arena).read(
             arena, natives, rows, stop_at_bad=stop_at_bad, in_place=tuning.in_place, request_bytes=tuning.request_bytes
         )
-        return JobReading(Path(self._location), job, files)
+        return JobReading(Path(self.location), job, files)
 
     def reads_past_cache(self, path: str, wanted_bytes: int) -> bool:
         return False
@@ -252,14 +242,12 @@ class MemoryStore:
                 )
             return self._engines[request_bytes]
 
-    def _create(self, plan: FilePlan, needed_bytes: int) -> _File:
-        with self._acting("create", plan.path, needed_bytes):
-            self._check_free(plan.path)
-            file = self.contents.files[plan.path] = self._made(plan.path, plan.bytes)
+    def _create(self, operation: str, path: str, size_bytes: int, content: bytes = b"") -> _File:
+        with self._acting(operation, path, size_bytes):
+            self._check_free(path)
+            file = _File(next(self.contents.numbers), f"{self.location}/{path}", size_bytes, content)
+            self.contents.files[path] = file
             return file
-
-    def _made(self, path: str, size_bytes: int, content: bytes = b"") -> _File:
-        return _File(next(self.contents.numbers), f"{self._location}/{path}", size_bytes, content)
 
     def _file(self, path: str) -> _File:
         if path in self.contents.directories:
@@ -269,20 +257,12 @@ class MemoryStore:
         return self.contents.files[path]
 
     def _check_free(self, path: str) -> None:
-        if _parent(path) not in self.contents.directories:
+        if path.rpartition("/")[0] not in self.contents.directories:
             raise OSError(errno.ENOENT, "no such directory")
         if self.exists(path):
             raise OSError(errno.EEXIST, "a name that is taken")
 
     @contextmanager
     def _acting(self, operation: str, path: str, needed_bytes: int | None = None) -> Iterator[None]:
-        with translated(Path(self._location), operation, path, needed_bytes=needed_bytes), self.contents.guard:
+        with translated(Path(self.location), operation, path, needed_bytes=needed_bytes), self.contents.guard:
             yield
-
-
-def _parent(path: str) -> str:
-    return path.rpartition("/")[0]
-
-
-def _name(path: str) -> str:
-    return path.rpartition("/")[2]

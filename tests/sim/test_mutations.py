@@ -18,7 +18,8 @@ from sim_cases import MODES, SCENARIOS, Simulation
 
 from flowstone.commit import catalog, publish, removal, retention
 from flowstone.commit.writer import StoreWriter
-from flowstone.pipeline import capturing, committing, save_coordinator
+from flowstone.pipeline import capturing, save_coordinator
+from flowstone.pipeline import save as saving
 from flowstone.pipeline.save import Saves
 from flowstone.ranks import agreement, wire
 from flowstone.store.local import LocalStore
@@ -134,7 +135,7 @@ MUTANTS = {
         "team_overlapping", start="step-00000003",
     ),
     "what_may_be_committed_is_removed": Mutant(
-        committing, "commit", (("if not (isinstance(error, RankError) and error.undecided):", "if True:"),),
+        saving, "commit", (("if not (isinstance(error, RankError) and error.undecided):", "if True:"),),
         "team_second_save", "freeze", start="index",
     ),
 }

@@ -19,7 +19,6 @@ from interrupts import Struck, struck
 import flowstone as fs
 from flowstone.pipeline.pacing import Captures
 from flowstone.runtime.uninterrupted import Acts, Latch
-from flowstone.state import gc_paused
 from flowstone.store.base import Pace
 from flowstone.store.directories import directory
 
@@ -380,17 +379,6 @@ def test_who_is_interrupted_while_an_ended_save_is_accounted_for_learns_of_it_la
                 checkpointer.wait()
         with pytest.raises(fs.SaveFailedError):
             checkpointer.wait()
-
-
-def test_an_interrupt_leaves_the_garbage_collector_on() -> None:
-    def disable() -> None:
-        real()
-        raise Struck
-
-    real = gc.disable
-    with mock.patch("gc.disable", disable), pytest.raises(Struck):
-        gc_paused()(nothing)()
-    assert gc.isenabled()
 
 
 def test_a_directory_that_is_opened_is_closed_whenever_that_is_interrupted(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def struck(point: str, how: str) -> Iterator[None]:
     left = [1]
 
     def stand_in(*arguments: object, **more: object) -> object:
-        said = [one for one in arguments if isinstance(one, str)]
+        said = [one for one in arguments if isinstance(one, str) and one]
         if left and (not said if words is None else not words or any(words in one for one in said)):
             left.pop()
             if how != "failing":

@@ -67,7 +67,9 @@ class SaveCoordinator:
     def __init__(self, agreement: Agreement, host: str) -> None:
         self.rank, self.size = agreement.rank, agreement.size
         self._agreement, self._host = agreement, host
-        self._mine: Assignment | None = None  # replaced by the writer's thread, never changed
+        self._mine: Assignment | None = None  # replaced by the thread that agrees, never changed
+        # The same for a layout of which only that has changed what is captured late. Of the caller's thread.
+        self._captured_otherwise: tuple[Assignment, Assignment] | None = None
         self._rank_zero = RankZero(agreement.size) if agreement.rank == 0 else None
         # The name of this run of the job, once all know it; the same for ever.
         self._job = "" if self._rank_zero is None else self._rank_zero.job
@@ -87,7 +89,12 @@ class SaveCoordinator:
             if not self.knows_every_layout:
                 return None
             mine = self._mine = Assignment.everything(layout)
-        return mine if mine.layout is layout else replace(mine, layout=layout)  # when it is captured has changed alone
+        if mine.layout is layout:
+            return mine
+        known = self._captured_otherwise
+        if known is None or known[0] is not mine or known[1].layout is not layout:
+            known = self._captured_otherwise = mine, replace(mine, layout=layout)
+        return known[1]
 
     def begin_try(self, step: int) -> str:
         """A name for this call of `save`: ranks that call alike have the same, and none has one twice."""

@@ -29,7 +29,6 @@ from flowstone.state.registry import register_provider
 from flowstone.state.restore import Restoration, prepare
 from flowstone.state.split import SplitTensor
 from flowstone.state.state_dicts import found_in, warn_of_load, warn_of_save, wrapped_sections
-from flowstone.state.walk import gc_paused
 
 __all__ = [
     "BYTES_INLINE_MAX",
@@ -51,7 +50,6 @@ __all__ = [
     "StoredTensor",
     "describe",
     "found_in",
-    "gc_paused",
     "prepare",
     "register_provider",
     "rng",

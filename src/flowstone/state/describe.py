@@ -10,11 +10,10 @@ from flowstone.state.names import Place, check_sections, section_place
 from flowstone.state.records import Described, PerRank
 from flowstone.state.saving import DescribeWalk, Saving
 from flowstone.state.sink import Role, Sink
-from flowstone.state.walk import Walk, gc_paused, scan
+from flowstone.state.walk import Walk, scan
 from flowstone.table.pieces import Layout
 
 
-@gc_paused()
 def describe(
     state: Mapping[str, object], *, rank: int = 0, known: Layout | None = None, whole: bool = False,
     frozen: Frozen | None = None, copied_bytes_max: int | None = None,

@@ -22,7 +22,7 @@ from flowstone.state.registry import kind_of
 from flowstone.state.saving import Saving
 from flowstone.state.sink import Sink
 from flowstone.state.split import type_name
-from flowstone.state.walk import Walk, gc_paused, scan
+from flowstone.state.walk import Walk, scan
 from flowstone.table.pieces import Alias, Pieces, Places
 
 
@@ -67,7 +67,6 @@ class Restoration:
                 action()
 
 
-@gc_paused()
 def prepare(state: Mapping[str, object], stored: Stored, *, rank: int = 0, ranks: int = 1) -> Restoration:
     """Plan to restore `state` from what a checkpoint says it holds, on `rank` of `ranks`.
 

@@ -10,7 +10,7 @@ that is made of tensors, is described by its Provider: `provider.py` is the prot
 type, `provider_session.py` holds a provider to its contract, `split.py` is the provider of tensor subclasses. Why there
 are two ways: docs/decisions/007.
 
-A flattened tensor is a range of elements (`flat.py`), cut into boxes as it enters the collector. `fsdp.py` reads such
+A flattened tensor is a range of elements (`flat.py`), cut into boxes as it enters the sink. `fsdp.py` reads such
 ranges from FSDP1's tables, `Flat` declares them. To the optimizer's half of the walk a flat parameter is all that lies
 in it: `optimizer_view.Member` says where. `zero.py` knows who keeps the state of a ZeroRedundancyOptimizer.
 """

@@ -13,17 +13,17 @@ from itertools import pairwise
 
 import numpy as np
 
-from flowstone.plan.layout_groups import RankLayout
+from flowstone.table.pieces import Pieces
 
 Ownership = Mapping[tuple[int, ...], int]
 """Ranks, ascending -> bytes of all that these ranks, and no others, hold."""
 
 
-def ownership(held: Sequence[RankLayout]) -> tuple[dict[tuple[int, ...], int], int]:
+def ownership(held: Sequence[Pieces]) -> tuple[dict[tuple[int, ...], int], int]:
     """Who holds what, and how many distinct pieces there are."""
     variants: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for rank, one in enumerate(held):
-        variants[id(one.names), id(one.parts), id(one.kinds)].append(rank)
+        variants[id(one.tensors), id(one.parts), id(one.kinds)].append(rank)
     groups = list(variants.values())
     seen: dict[str, list[tuple[int, int]]] = defaultdict(list)  # name -> (variant, kind) where it occurs
     facts: dict[str, tuple[tuple[int, ...], int]] = {}
@@ -32,7 +32,7 @@ def ownership(held: Sequence[RankLayout]) -> tuple[dict[tuple[int, ...], int], i
         kinds = np.arange(len(one.parts)) if one.kinds is None else one.kinds
         kind_at = dict(zip(one.parts.tolist(), kinds.tolist(), strict=True))
         for at, (name, dtype, shape) in enumerate(
-            zip(one.names.names, one.names.dtypes, one.names.shapes, strict=True)
+            zip(one.names, one.dtypes, one.shapes, strict=True)
         ):
             seen[name].append((number, kind_at.get(at, -1)))
             facts[name] = shape, dtype.item_bytes
@@ -54,11 +54,11 @@ def ownership(held: Sequence[RankLayout]) -> tuple[dict[tuple[int, ...], int], i
     return dict(found), pieces
 
 
-def _boxes(alike: Sequence[RankLayout]) -> list[list[tuple[int, ...]]]:
+def _boxes(alike: Sequence[Pieces]) -> list[list[tuple[int, ...]]]:
     """Of each of these ranks, whose columns but the boxes are the same: its boxes, offset before shape."""
     one = alike[0]
     kinds = range(len(one.parts)) if one.kinds is None else one.kinds.tolist()
-    ndim = {kind: len(one.names.shapes[part]) for part, kind in zip(one.parts.tolist(), kinds, strict=True)}
+    ndim = {kind: len(one.shapes[part]) for part, kind in zip(one.parts.tolist(), kinds, strict=True)}
     starts = np.cumsum([0, *(2 * ndim[kind] for kind in range(len(ndim)))]).tolist()
     found = []
     for rank in alike:

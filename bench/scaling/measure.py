@@ -51,7 +51,6 @@ from flowstone.pipeline.rank_zero import RankZero
 from flowstone.pipeline.save import plan_save
 from flowstone.plan.assign_writers import WriterAssignment
 from flowstone.plan.global_index import global_index
-from flowstone.plan.layout_groups import RankLayout
 from flowstone.plan.match import Available, Requested, match
 from flowstone.plan.read import plan_reads
 from flowstone.plan.write import data_offsets
@@ -62,7 +61,7 @@ from flowstone.ranks.wire import Exchange, Side
 from flowstone.state import Counters, Described
 from flowstone.store.base import Receipt
 from flowstone.store.local import LocalStore
-from flowstone.table.pieces import Layout, Places
+from flowstone.table.pieces import Layout, Pieces, Places
 
 CACHED_TIMES = 51
 SAMPLE = 1  # the rank that is looked at: not the one that leads
@@ -115,7 +114,7 @@ class Bench:
         index, rows, manifest = self._commit(shared, rank_zero)
         reads, read_bytes, chunks = self._load(index, rows)
         return Outcome(
-            held_pieces=sum(len(one.names.names) for one in layouts), pieces=sum(map(len, shared.writes)),
+            held_pieces=sum(len(one.names) for one in layouts), pieces=sum(map(len, shared.writes)),
             chunks=chunks, state_bytes=job.state_bytes, message_bytes=max(map(len, messages)), posted=posted,
             posted_bytes=posted_bytes, commit_bytes=max(receipts),
             posted_receipts_bytes=round(statistics.fmean(receipts) * _hops(task.ranks)),
@@ -256,12 +255,12 @@ def _exchanged(messages: Sequence[bytes], decision: Decision, kv_store: _MemoryS
     return sum(mailbox.sent for mailbox in mailboxes), sum(mailbox.sent_bytes for mailbox in mailboxes)
 
 
-def _said(layouts: Sequence[RankLayout]) -> tuple[list[bytes], PackedLayout | None]:
+def _said(layouts: Sequence[Pieces]) -> tuple[list[bytes], PackedLayout | None]:
     """What each rank says, and the layout in what SAMPLE does. What ranks have alike is encoded once."""
     known: dict[tuple[int, int, int], PackedLayout] = {}
     messages, made = [], None
     for rank, one in enumerate(layouts):
-        key = id(one.names), id(one.parts), id(one.kinds)
+        key = id(one.tensors), id(one.parts), id(one.kinds)
         if key not in known:
             known[key] = packed(one, [])
         layout = msgspec.structs.replace(known[key], boxes=compressed(one.boxes))

@@ -16,10 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flowstone.plan.layout_groups import Names, RankLayout
-from flowstone.table.box import Box
 from flowstone.table.dtype import DTYPES, DType
-from flowstone.table.pieces import Alias, Layout, Pieces
+from flowstone.table.pieces import Alias, Layout, Pieces, TensorColumns
 
 SLOTS = ("master", "exp_avg", "exp_avg_sq")
 RANKS_PER_NODE = 8
@@ -157,8 +155,8 @@ class Job:
     def state_bytes(self) -> int:
         return sum(int(np.prod(one.shape, dtype=np.int64)) * one.dtype.item_bytes for one in self._all)
 
-    def held(self, rank: int) -> RankLayout:
-        """What a rank holds: each distinct box of each shape once, as `RankLayout.compact` makes them."""
+    def held(self, rank: int) -> Pieces:
+        """What a rank holds: each distinct box of each shape once, as `Pieces.compact` makes them."""
         tensor, data, stage = self.mesh.place(rank)
         form = self._form(stage, self._owner(rank))
         regions = [self._region(one, tensor, data) for one in form.examples]
@@ -254,7 +252,7 @@ class _Form:
 
     def _columns(self, how: list[str]) -> None:
         mine = self.mine
-        self._names = Names(
+        self._names = TensorColumns(
             tuple(t.name for t in mine), tuple(t.dtype for t in mine), tuple(t.shape for t in mine)
         )
         self._parts: NDArray[np.int64] = np.array(
@@ -263,7 +261,7 @@ class _Form:
         self._kinds = [self.kind[at] for at in self._parts.tolist()]
         self._compact: dict[tuple[int, ...], NDArray[np.int64]] = {}
 
-    def held(self, regions: list[Region]) -> RankLayout:
+    def held(self, regions: list[Region]) -> Pieces:
         """The columns of the rank whose kinds of tensors have these regions."""
         numbers: dict[tuple[Numbers, Region], int] = {}
         of_kind = {
@@ -274,26 +272,17 @@ class _Form:
         if key not in self._compact:
             self._compact[key] = np.array([of_kind[kind] for kind in self._kinds], np.int64)
         boxes = [number for _, region in numbers for half in region for number in half]
-        return RankLayout(self._names, self._parts, np.array(boxes, np.int64), self._compact[key])
+        return Pieces(self._names, self._parts, np.array(boxes, np.int64), self._compact[key])
 
 
-def pieces_of(held: RankLayout) -> Pieces:
-    """The same as pieces, one record for each box: what a rank itself has."""
-    parts, at, boxes = {}, 0, []
-    kinds = held.parts if held.kinds is None else held.kinds
-    ndim = {kind: len(held.names.shapes[part]) for part, kind in zip(held.parts.tolist(), kinds.tolist(), strict=True)}
-    for n in (ndim[kind] for kind in range(len(ndim))):
-        numbers = held.boxes[at : at + 2 * n].tolist()
-        boxes.append(Box(tuple(numbers[:n]), tuple(numbers[n:])))
-        at += 2 * n
-    for part, kind in zip(held.parts.tolist(), kinds.tolist(), strict=True):
-        parts[part] = boxes[kind]
-    return Pieces(held.names.names, held.names.dtypes, held.names.shapes, parts)
+def pieces_of(held: Pieces) -> Pieces:
+    """The same with a box for each part: what a rank itself has."""
+    return Pieces(held.tensors, held.parts, held.part_numbers()[0])
 
 
-def layout_of(held: RankLayout) -> Layout:
+def layout_of(held: Pieces) -> Layout:
     aliases: tuple[Alias, ...] = ()
-    return Layout(pieces_of(held), aliases, (True,) * len(held.names.names))
+    return Layout(pieces_of(held), aliases, (True,) * len(held.names))
 
 
 class Sizes:
@@ -302,8 +291,8 @@ class Sizes:
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]] = {}
 
-    def __call__(self, held: RankLayout) -> NDArray[np.int64]:
-        names, kinds = held.names, held.kinds
+    def __call__(self, held: Pieces) -> NDArray[np.int64]:
+        names, kinds = held.tensors, held.kinds
         assert kinds is not None
         key = id(names), id(kinds)
         if key not in self._known:

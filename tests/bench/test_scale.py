@@ -22,8 +22,8 @@ from bench.scaling.bound import least_largest, ownership
 from bench.scaling.records import Case, Outcome, Run, Spent, Task
 from bench.scaling.state import MODELS, PARALLELISMS, Job, Sizes, pieces_of, tensors
 from flowstone.plan.assign_writers import assign_writers
-from flowstone.plan.layout_groups import RankLayout
 from flowstone.table.box import Box
+from flowstone.table.pieces import Pieces
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = [("tiny-moe" if one.experts else "tiny", how, n) for how, one in PARALLELISMS.items() for n in (8, 24, 128)]
@@ -55,9 +55,7 @@ def test_made_up_columns_are_those_of_a_real_rank(model: str, how: str, ranks: i
     for rank in {0, 1, ranks // 2, ranks - 1}:
         held = made.held(rank)
         pieces = pieces_of(held)
-        parts = sorted(pieces.parts)
-        numbers = [n for at in parts for n in (*pieces.parts[at].offset, *pieces.parts[at].shape)]
-        plain = RankLayout(held.names, np.array(parts, np.int64), np.array(numbers, np.int64)).compact()
+        plain = Pieces(held.tensors, pieces.parts, pieces.boxes).compact()
         assert plain.kinds is not None
         assert held.kinds is not None
         assert (plain.parts.tolist(), plain.kinds.tolist()) == (held.parts.tolist(), held.kinds.tolist())

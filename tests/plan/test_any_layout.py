@@ -24,7 +24,7 @@ from flowstone import _native
 from flowstone.format.index import Index, decode_index
 from flowstone.format.manifest import SegmentRow
 from flowstone.pipeline.messages import Terms, assignment_of, parts_of
-from flowstone.plan.assign_writers import Names, RankLayout, WriterAssignment, assign_writers
+from flowstone.plan.assign_writers import WriterAssignment, assign_writers
 from flowstone.plan.global_index import global_index
 from flowstone.plan.read import plan_reads
 from flowstone.plan.write import WritePlan, data_offsets, plan_writes
@@ -65,17 +65,10 @@ def pieces_of(case: Case, layout: layouts.Layout, rank: int) -> Pieces:
     ])
 
 
-def held_by(pieces: Pieces) -> RankLayout:
-    parts = sorted(pieces.parts)
-    boxes = [n for at in parts for n in (*pieces.parts[at].offset, *pieces.parts[at].shape)]
-    names = Names(pieces.names, pieces.dtypes, pieces.shapes)
-    return RankLayout(names, np.array(parts, np.int64), np.array(boxes, np.int64)).compact()
-
-
 def shared_out(ranks: Sequence[Pieces], chance: random.Random) -> WriterAssignment:
     """Who writes what, replicas cut or not; sometimes as it is shared out again, on other nodes, among those that have
     not begun."""
-    held, nodes = [held_by(one) for one in ranks], [chance.randrange(3) for _ in ranks]
+    held, nodes = [one.compact() for one in ranks], [chance.randrange(3) for _ in ranks]
     found = assign_writers(
         held, nodes, worth_bytes=chance.choice((1, 1 << 30)), block_bytes_min=chance.choice((1, 100, 1000))
     )

@@ -15,35 +15,36 @@ from hypothesis import strategies as st
 
 from flowstone.errors import CollisionError, CoverageError
 from flowstone.plan import assign_writers as sharing
-from flowstone.plan.assign_writers import Names, RankLayout, WriterAssignment, assign_writers, check_replicas
+from flowstone.plan.assign_writers import WriterAssignment, assign_writers, check_replicas
 from flowstone.table.box import Box
 from flowstone.table.dtype import DTYPES
+from flowstone.table.pieces import Pieces, TensorColumns
 
 F32 = DTYPES["float32"]
 
 
-def held(pieces: Sequence[tuple[str, tuple[int, ...], Box | None]]) -> RankLayout:
+def held(pieces: Sequence[tuple[str, tuple[int, ...], Box | None]]) -> Pieces:
     """What a rank holds: (name, global shape, box, or None for all of it)."""
-    names = Names(tuple(p[0] for p in pieces), (F32,) * len(pieces), tuple(p[1] for p in pieces))
+    names = TensorColumns(tuple(p[0] for p in pieces), (F32,) * len(pieces), tuple(p[1] for p in pieces))
     parts = [at for at, p in enumerate(pieces) if p[2] is not None]
     boxes = [n for p in pieces if p[2] is not None for n in (*p[2].offset, *p[2].shape)]
-    return RankLayout(names, np.array(parts, np.int64), np.array(boxes, np.int64))
+    return Pieces(names, np.array(parts, np.int64), np.array(boxes, np.int64))
 
 
-def boxes(one: RankLayout) -> list[tuple[str, Box]]:
+def boxes(one: Pieces) -> list[tuple[str, Box]]:
     """The pieces of a rank, as records."""
-    found = list(zip(one.names.names, map(Box.whole, one.names.shapes), strict=True))
+    found = list(zip(one.names, map(Box.whole, one.shapes), strict=True))
     kinds = np.arange(len(one.parts)) if one.kinds is None else one.kinds
     numbers, at = one.boxes.tolist(), 0
     for kind in range(int(kinds.max(initial=-1)) + 1):
         for part in one.parts[kinds == kind].tolist():
-            name, n = found[part][0], len(one.names.shapes[part])
+            name, n = found[part][0], len(one.shapes[part])
             found[part] = name, Box(tuple(numbers[at : at + n]), tuple(numbers[at + n : at + 2 * n]))
         at += 2 * n
     return found
 
 
-def check(ranks: Sequence[RankLayout], found: WriterAssignment) -> None:
+def check(ranks: Sequence[Pieces], found: WriterAssignment) -> None:
     """Every element of every tensor is written once, by a rank that holds it."""
     counts: dict[str, np.ndarray] = {}
     for one, writes in zip(ranks, found.writes, strict=True):
@@ -51,11 +52,11 @@ def check(ranks: Sequence[RankLayout], found: WriterAssignment) -> None:
         assert writes.tolist() == sorted(set(writes.tolist()))
         for at in writes.tolist():
             name, box = pieces[at]
-            shape = dict(zip(one.names.names, one.names.shapes, strict=True))[name]
+            shape = dict(zip(one.names, one.shapes, strict=True))[name]
             count = counts.setdefault(name, np.zeros(shape, int))
             count[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))] += 1
     for one in ranks:
-        for name, shape in zip(one.names.names, one.names.shapes, strict=True):
+        for name, shape in zip(one.names, one.shapes, strict=True):
             if math.prod(shape):
                 assert (counts[name] == 1).all(), name
     sums = [sum(4 * boxes(o)[at][1].elements for at in w.tolist()) for o, w in zip(ranks, found.writes, strict=True)]
@@ -63,7 +64,7 @@ def check(ranks: Sequence[RankLayout], found: WriterAssignment) -> None:
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> list[RankLayout]:
+def jobs(draw: st.DrawFn) -> list[Pieces]:
     """Tensors cut in random ways, each part on one rank or more."""
     chance = random.Random(draw(st.integers(0, 2**32)))
     ranks: list[list[tuple[str, tuple[int, ...], Box | None]]] = [[] for _ in range(draw(st.integers(1, 7)))]
@@ -91,7 +92,7 @@ def _cut(box: Box, chance: random.Random, times: int) -> list[Box]:
 
 @settings(deadline=None)
 @given(jobs(), st.booleans())
-def test_every_element_is_written_once(ranks: list[RankLayout], alike: bool) -> None:
+def test_every_element_is_written_once(ranks: list[Pieces], alike: bool) -> None:
     nodes = [rank // 2 for rank in range(len(ranks))]
     if alike:  # all keys of pieces are equal: who is whose replica is then found out the slow way
         with mock.patch.object(sharing, "_MIX", np.zeros(2, np.uint64)):
@@ -102,7 +103,7 @@ def test_every_element_is_written_once(ranks: list[RankLayout], alike: bool) -> 
 
 @settings(deadline=None)
 @given(jobs(), st.randoms())
-def test_ranks_that_have_begun_keep_what_they_write(ranks: list[RankLayout], chance: random.Random) -> None:
+def test_ranks_that_have_begun_keep_what_they_write(ranks: list[Pieces], chance: random.Random) -> None:
     before = assign_writers(ranks)
     begun = [rank for rank in range(len(ranks)) if chance.random() < 0.5]
     found = assign_writers(ranks, kept={rank: before.writes[rank] for rank in begun})
@@ -186,17 +187,17 @@ def test_ranks_that_disagree_on_a_tensor_are_told_which() -> None:
 
 def test_a_grid_of_many_ranks_is_proved_quickly() -> None:
     """Tensor parallelism by FSDP: 16 x 64 boxes of each tensor, as columns, without a box in Python."""
-    names = Names(tuple(f"w{i}" for i in range(40)), (F32,) * 40, ((4096, 512),) * 40)
+    names = TensorColumns(tuple(f"w{i}" for i in range(40)), (F32,) * 40, ((4096, 512),) * 40)
     parts = np.arange(40)
     ranks = []
     for tp, dp in itertools.product(range(16), range(64)):
-        ranks.append(RankLayout(names, parts, np.tile(np.array([64 * dp, 32 * tp, 64, 32]), 40)))
+        ranks.append(Pieces(names, parts, np.tile(np.array([64 * dp, 32 * tp, 64, 32]), 40)))
     with mock.patch.object(sharing, "check_tiling", side_effect=AssertionError("the slow way")):
         found = assign_writers(ranks)
     assert set(found.bytes.tolist()) == {40 * 64 * 32 * 4}
 
 
-def alike(chance: random.Random) -> list[RankLayout]:
+def alike(chance: random.Random) -> list[Pieces]:
     """Many tensors of one shape, each cut in one of three ways, and replicas of some of them."""
     ways = [
         lambda rank: None,
@@ -220,20 +221,20 @@ def test_tensors_of_one_shape_may_be_cut_in_several_ways(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_of_tensors_cut_alike_some_may_have_been_begun(seed: int) -> None:
     ranks = alike(random.Random(seed))
-    names = ranks[0].names  # the same on all ranks, as in a job
-    ranks = [RankLayout(names, one.parts, one.boxes).compact() for one in ranks]
+    names = ranks[0].tensors  # the same on all ranks, as in a job
+    ranks = [Pieces(names, one.parts, one.boxes).compact() for one in ranks]
     before = assign_writers(ranks)
     for begun in ([1], [0, 3], [0, 1, 2]):
         kept = {rank: before.writes[rank] for rank in begun}
         after = assign_writers(ranks, kept=kept)
         for rank in begun:
             assert after.writes[rank].tolist() == before.writes[rank].tolist()
-        plain = [RankLayout(names, one.parts, np.concatenate([_box(one, kind) for kind in one.kinds.tolist()]))
+        plain = [Pieces(names, one.parts, np.concatenate([_box(one, kind) for kind in one.kinds.tolist()]))
                  for one in ranks if one.kinds is not None]
         check(plain, after)
 
 
-def _box(one: RankLayout, kind: int) -> np.ndarray:
+def _box(one: Pieces, kind: int) -> np.ndarray:
     return one.boxes[4 * kind : 4 * kind + 4]
 
 
@@ -241,10 +242,10 @@ def test_buffers_are_the_lowest_ranks_however_they_differ() -> None:
     """Those of a stage's module are of the first rank that has the stage; nothing else of that shape is."""
     shapes = ((64,), (64,), (64,))
 
-    def rank(stage: int, sample: int) -> tuple[RankLayout, np.ndarray]:
+    def rank(stage: int, sample: int) -> tuple[Pieces, np.ndarray]:
         names = tuple(f"{stage}.{name}" for name in ("weight", "mean", "variance"))
         none = np.zeros(0, np.int64)
-        held = RankLayout(Names(names, (F32,) * 3, shapes, frozenset({1, 2})), none, none)
+        held = Pieces(TensorColumns(names, (F32,) * 3, shapes, frozenset({1, 2})), none, none)
         return held, np.array([7, sample, sample], np.uint16)
 
     ranks = [rank(stage, at) for at, stage in enumerate((0, 1, 0, 1, 1))]
@@ -258,7 +259,7 @@ def test_buffers_are_the_lowest_ranks_however_they_differ() -> None:
 
 def test_what_is_a_buffer_on_one_rank_alone_is_a_replica() -> None:
     none = np.zeros(0, np.int64)
-    one = RankLayout(Names(("w",), (F32,), ((64,),), frozenset({0})), none, none)
-    other = RankLayout(Names(("w",), (F32,), ((64,),)), none, none)
+    one = Pieces(TensorColumns(("w",), (F32,), ((64,),), frozenset({0})), none, none)
+    other = Pieces(TensorColumns(("w",), (F32,), ((64,),)), none, none)
     with pytest.raises(CollisionError, match="'w' is not the same on rank 1"):
         check_replicas([one, other], [np.array([1], np.uint16), np.array([2], np.uint16)])

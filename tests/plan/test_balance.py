@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from flowstone.plan.assign_writers import assign_writers
 from flowstone.plan.balance import Replicas, balance
-from flowstone.plan.layout_groups import Names, RankLayout
 from flowstone.table.dtype import DTYPES
+from flowstone.table.pieces import Pieces, TensorColumns
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -24,16 +24,16 @@ from bench.scaling.bound import least_largest, ownership
 BYTES = DTYPES["uint8"]
 
 
-def owned(ranks: list[list[tuple[str, int]]]) -> list[RankLayout]:
+def owned(ranks: list[list[tuple[str, int]]]) -> list[Pieces]:
     """Ranks that hold whole tensors of so many bytes."""
     none = np.zeros(0, np.int64)
     return [
-        RankLayout(Names(tuple(n for n, _ in of), (BYTES,) * len(of), tuple((b,) for _, b in of)), none, none, none)
+        Pieces(TensorColumns(tuple(n for n, _ in of), (BYTES,) * len(of), tuple((b,) for _, b in of)), none, none, none)
         for of in ranks
     ]
 
 
-def at_random(chance: random.Random, ranks: int, tensors: int) -> list[RankLayout]:
+def at_random(chance: random.Random, ranks: int, tensors: int) -> list[Pieces]:
     """Sets of ranks of any size and overlap, each with many tensors of its own."""
     found: list[list[tuple[str, int]]] = [[] for _ in range(ranks)]
     sets = [chance.sample(range(ranks), chance.randint(1, ranks)) for _ in range(chance.randint(1, 12))]

@@ -18,15 +18,14 @@ from flowstone.format.manifest import SegmentRow
 from flowstone.plan.assign_writers import assign_writers
 from flowstone.plan.coverage import tiles, uncovered
 from flowstone.plan.global_index import global_index
-from flowstone.plan.layout_groups import Names, RankLayout
 from flowstone.table.box import Box
 from flowstone.table.dtype import DTYPES
-from flowstone.table.pieces import Alias
+from flowstone.table.pieces import Alias, Pieces, TensorColumns
 
 U8 = DTYPES["uint8"]
 
 
-def decoded(held: Sequence[RankLayout], writes: Sequence[np.ndarray], aliases: Sequence[Alias] = ()) -> Index:
+def decoded(held: Sequence[Pieces], writes: Sequence[np.ndarray], aliases: Sequence[Alias] = ()) -> Index:
     """The index of what ranks write, each piece one behind the other, through its file."""
     segment = np.repeat(np.arange(len(held), dtype=np.uint32), list(map(len, writes)))
     frame, order, chunk_order = global_index(held, writes, aliases, segment)
@@ -36,7 +35,7 @@ def decoded(held: Sequence[RankLayout], writes: Sequence[np.ndarray], aliases: S
         pieces = boxes(one) if one.kinds is None else []
         for position in of.tolist():
             offsets.append(at)
-            at += pieces[position][1].elements * one.names.dtypes[position].item_bytes
+            at += pieces[position][1].elements * one.dtypes[position].item_bytes
         segments.append(SegmentRow(rank, None, f"r{rank}", at, 4096, "0" * 16))
     digests = np.arange(len(chunk_order), dtype=np.uint64)
     file = frame.fill(np.array(offsets, np.uint64)[order], digests[chunk_order])
@@ -45,7 +44,7 @@ def decoded(held: Sequence[RankLayout], writes: Sequence[np.ndarray], aliases: S
 
 @settings(deadline=None)
 @given(jobs())
-def test_every_piece_is_listed_as_a_loop_would(held: list[RankLayout]) -> None:
+def test_every_piece_is_listed_as_a_loop_would(held: list[Pieces]) -> None:
     writes = assign_writers(held).writes
     index = decoded(held, writes)
     wanted: dict[str, list[tuple[int, Box]]] = {}
@@ -53,7 +52,7 @@ def test_every_piece_is_listed_as_a_loop_would(held: list[RankLayout]) -> None:
         pieces = boxes(one)
         for position in of.tolist():
             wanted.setdefault(pieces[position][0], []).append((rank, pieces[position][1]))
-    assert set(index.names) == {name for one in held for name in one.names.names}
+    assert set(index.names) == {name for one in held for name in one.names}
     for row, name in enumerate(index.names):
         found = [(int(index.chunks.segment[piece]), index.box(piece)) for piece in index.pieces_of(row)]
         assert found == wanted[name]
@@ -72,11 +71,11 @@ def test_chunks_keep_their_digests_when_pieces_are_put_in_order() -> None:
     sizes = {"a": CHUNK_BYTES + 5, "b": 7, "c": 0}
     half = {"a": (0, CHUNK_BYTES + 5), "b": (0, 4), "c": (0, 0)}
 
-    def rank(names: str, rest: bool) -> RankLayout:
+    def rank(names: str, rest: bool) -> Pieces:
         parts = [at for at, name in enumerate(names) if name == "b"]
         box = [4, 3] if rest else list(half["b"])
         shapes = tuple((sizes[name],) for name in names)
-        return RankLayout(Names(tuple(names), (U8,) * len(names), shapes), np.array(parts), np.array(box))
+        return Pieces(TensorColumns(tuple(names), (U8,) * len(names), shapes), np.array(parts), np.array(box))
 
     held = [rank("ba", rest=False), rank("cb", rest=True)]
     index = decoded(held, [np.array([0, 1]), np.array([0, 1])], [Alias("tied", "a")])
@@ -89,15 +88,15 @@ def test_chunks_keep_their_digests_when_pieces_are_put_in_order() -> None:
 
 @settings(deadline=None)
 @given(jobs())
-def test_compact_columns_are_shared_out_like_plain_ones(held: list[RankLayout]) -> None:
+def test_compact_columns_are_shared_out_like_plain_ones(held: list[Pieces]) -> None:
     plain, found = assign_writers(held), assign_writers([one.compact() for one in held])
     assert [of.tolist() for of in found.writes] == [of.tolist() for of in plain.writes]
     assert found.bytes.tolist() == plain.bytes.tolist()
 
 
 def test_compact_columns_name_each_box_once() -> None:
-    names = Names(tuple("abcde"), (U8,) * 5, ((8, 2), (8, 2), (4,), (8, 2), (8,)))
-    held = RankLayout(
+    names = TensorColumns(tuple("abcde"), (U8,) * 5, ((8, 2), (8, 2), (4,), (8, 2), (8,)))
+    held = Pieces(
         names, np.array([0, 1, 2, 3, 4]), np.array([2, 0, 4, 2, 2, 0, 4, 2, 1, 2, 0, 0, 2, 2, 1, 2])
     ).compact()
     assert held.kinds is not None
@@ -107,8 +106,8 @@ def test_compact_columns_name_each_box_once() -> None:
 
 def test_a_tensor_may_occur_twice_on_a_rank() -> None:
     """As a DTensor does whose local part is two regions."""
-    names = Names(("w", "w", "v", "v"), (U8,) * 4, ((8,),) * 4)
-    held = [RankLayout(names, np.arange(4), np.array([at, 2, at + 4, 2] * 2)) for at in (0, 2)]
+    names = TensorColumns(("w", "w", "v", "v"), (U8,) * 4, ((8,),) * 4)
+    held = [Pieces(names, np.arange(4), np.array([at, 2, at + 4, 2] * 2)) for at in (0, 2)]
     found = assign_writers(held)
     assert [of.tolist() for of in found.writes] == [[0, 1, 2, 3]] * 2
     index = decoded(held, found.writes)
@@ -149,12 +148,12 @@ def test_shares_of_many_layouts_are_shares_of_each(seed: int) -> None:
     """Whether a tensor is alone in its class, or one of a thousand, its pieces are written once."""
     chance = random.Random(seed)
     shapes = [(chance.choice([4, 8]), 4) for _ in range(200)]
-    names = Names(tuple(f"w{i}" for i in range(200)), (U8,) * 200, tuple(shapes))
+    names = TensorColumns(tuple(f"w{i}" for i in range(200)), (U8,) * 200, tuple(shapes))
     ranks = []
     for rank in range(8):
         part = [at for at in range(200) if shapes[at][0] == 8 or seed % 2]
         numbers = [n for at in part for n in (rank % 4 * shapes[at][0] // 4, 0, shapes[at][0] // 4, 4)]
-        ranks.append(RankLayout(names, np.array(part, np.int64), np.array(numbers, np.int64)).compact())
+        ranks.append(Pieces(names, np.array(part, np.int64), np.array(numbers, np.int64)).compact())
     found = assign_writers(ranks)
     times = np.zeros((4, 200), int)
     for rank, of in enumerate(found.writes):

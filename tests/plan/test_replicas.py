@@ -12,19 +12,19 @@ from numpy.typing import NDArray
 
 from flowstone.errors import CollisionError
 from flowstone.pipeline.messages import LookedAt
-from flowstone.plan.assign_writers import Names, RankLayout, assign_writers, check_replicas
+from flowstone.plan.assign_writers import assign_writers, check_replicas
 from flowstone.plan.replicas import Compared, ReplicaSets, differing
 from flowstone.table.box import Box
 from flowstone.table.dtype import DTYPES
-from flowstone.table.pieces import Layout, Piece, Pieces
+from flowstone.table.pieces import Layout, Piece, Pieces, TensorColumns
 
 NONE = np.zeros(0, np.int64)
 F32 = DTYPES["float32"]
 
 
-def whole(*names: str, buffers: Sequence[int] = ()) -> RankLayout:
+def whole(*names: str, buffers: Sequence[int] = ()) -> Pieces:
     """A rank that holds all of some tensors."""
-    return RankLayout(Names(names, (F32,) * len(names), ((4,),) * len(names), frozenset(buffers)), NONE, NONE)
+    return Pieces(TensorColumns(names, (F32,) * len(names), ((4,),) * len(names), frozenset(buffers)), NONE, NONE)
 
 
 def samples(*of: int) -> np.ndarray:
@@ -75,11 +75,11 @@ class Rank:
         self.seen = np.array([seen(piece) for piece in pieces], np.uint16)
 
     @property
-    def held(self) -> RankLayout:
+    def held(self) -> Pieces:
         parts = {at: piece.box for at, piece in enumerate(self.pieces) if piece.box != Box.whole(piece.shape)}
         boxes = [n for box in parts.values() for n in (*box.offset, *box.shape)]
-        names = Names(self.layout.pieces.names, self.layout.pieces.dtypes, self.layout.pieces.shapes)
-        return RankLayout(names, np.array([*parts], np.int64), np.array(boxes, np.int64)).compact()
+        names = TensorColumns(self.layout.pieces.names, self.layout.pieces.dtypes, self.layout.pieces.shapes)
+        return Pieces(names, np.array([*parts], np.int64), np.array(boxes, np.int64)).compact()
 
 
 def folded(ranks: Sequence[Rank], found: ReplicaSets, step: int, part: float | None = None) -> list[NDArray[np.uint64]]:

@@ -16,12 +16,12 @@ from test_assign_writers import boxes, check, held, jobs
 
 from flowstone.errors import CoverageError
 from flowstone.format.segment import entry_name
-from flowstone.plan.assign_writers import Names, RankLayout, WriterAssignment, assign_writers
+from flowstone.plan.assign_writers import WriterAssignment, assign_writers
 from flowstone.plan.layout_groups import Tensors, layout_groups
 from flowstone.plan.split_replicas import ReplicaSplit, split_replicas
 from flowstone.table.box import Box
 from flowstone.table.dtype import DTYPES
-from flowstone.table.pieces import Block, Memory, Piece, Pieces, Places
+from flowstone.table.pieces import Block, Memory, Piece, Pieces, Places, TensorColumns
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -32,20 +32,20 @@ NOTHING: Mapping[int, NDArray[np.int64]] = {}
 
 
 def shared(
-    ranks: Sequence[RankLayout], kept: Mapping[int, NDArray[np.int64]] = NOTHING, before: WriterAssignment | None = None
+    ranks: Sequence[Pieces], kept: Mapping[int, NDArray[np.int64]] = NOTHING, before: WriterAssignment | None = None
 ) -> WriterAssignment:
     """As for large jobs, but that a few bytes are worth a cut."""
     split = before.split if before and kept else None
     return assign_writers(ranks, kept=kept, kept_split=split, worth_bytes=1, block_bytes_min=4)
 
 
-def stacked(shape: tuple[int, ...], names: int) -> RankLayout:
+def stacked(shape: tuple[int, ...], names: int) -> Pieces:
     return held([(f"w{number}", shape, None) for number in range(names)])
 
 
 @settings(deadline=None)
 @given(jobs())
-def test_every_element_is_written_once(ranks: list[RankLayout]) -> None:
+def test_every_element_is_written_once(ranks: list[Pieces]) -> None:
     found = shared(ranks)
     check(found.layouts, found)
     for one, unsplit, blocks in zip(found.layouts, ranks, found.blocks, strict=False):
@@ -58,7 +58,7 @@ def test_every_element_is_written_once(ranks: list[RankLayout]) -> None:
 
 @settings(deadline=None)
 @given(jobs(), st.randoms())
-def test_ranks_that_have_begun_keep_their_blocks(ranks: list[RankLayout], chance: random.Random) -> None:
+def test_ranks_that_have_begun_keep_their_blocks(ranks: list[Pieces], chance: random.Random) -> None:
     before = shared(ranks)
     begun = [rank for rank in range(len(ranks)) if chance.random() < 0.5]
     found = shared(ranks, {rank: before.writes[rank] for rank in begun}, before)
@@ -120,7 +120,7 @@ def test_a_tensor_stays_whole_where_another_is_called_like_its_block() -> None:
     assert found.split.names == {"v"}
     for one, writes in zip(found.layouts, found.writes, strict=True):
         pieces = boxes(one)
-        entries = [entry_name(*pieces[at], shape=one.names.shapes[at]) for at in writes.tolist()]
+        entries = [entry_name(*pieces[at], shape=one.shapes[at]) for at in writes.tolist()]
         assert len(set(entries)) == len(entries)
 
 
@@ -139,8 +139,8 @@ def test_few_long_replicas_are_within_a_fiftieth_of_what_ownership_allows(seed: 
 
 def test_tensors_of_one_box_and_several_types_are_cut_apart() -> None:
     """Blocks of as many bytes have other rows."""
-    names = Names(("half", "full"), (DTYPES["bfloat16"], DTYPES["float32"]), ((97, 3), (97, 3)))
-    both = RankLayout(names, np.zeros(0, np.int64), np.zeros(0, np.int64))
+    names = TensorColumns(("half", "full"), (DTYPES["bfloat16"], DTYPES["float32"]), ((97, 3), (97, 3)))
+    both = Pieces(names, np.zeros(0, np.int64), np.zeros(0, np.int64))
     (one, _), (blocks, _) = split_replicas([both] * 2, ReplicaSplit(frozenset({"half", "full"}), 0, 60))
     assert np.bincount(blocks.source).tolist() == [10, 20]
     for name in names.names:

@@ -48,11 +48,6 @@ def test_logical_chunks_follow_from_the_lengths() -> None:
     assert chunks.logical_bytes(*run).tolist() == [3 * MIB + 17, 17, 0, 5]
 
 
-def test_lengths_beyond_all_bounds_do_not_wrap() -> None:
-    chunks = Chunks(*(np.zeros(1, t) for t in (np.uint32, np.uint64)), np.array([2**64 - 1], np.uint64), np.zeros(0))
-    assert chunks.first.tolist() == [0, 2**44]
-
-
 def test_without_a_codec_what_is_stored_is_what_is_logical() -> None:
     chunks = chunks_of(LENGTHS)
     run = rows(0, 4), rows(1, 0), rows(4, 2)

@@ -18,17 +18,17 @@ from flowstone.format.digest import digest
 from flowstone.format.manifest import IoRecord, SegmentRow
 from flowstone.format.merge_points import merge_map_of
 from flowstone.plan.assign_writers import WriterAssignment
-from flowstone.plan.layout_groups import Names, RankLayout
 from flowstone.plan.replicas import Compared
 from flowstone.plan.split_replicas import Blocks
 from flowstone.store.base import Receipt
-from flowstone.table.pieces import Block, Layout, Pieces, Places
+from flowstone.table.dtype import DTYPES
+from flowstone.table.pieces import Block, Layout, Pieces, Places, TensorColumns
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _Number = TypeVar("_Number", bound=np.generic)
 
 
-class Tensors(msgspec.Struct, frozen=True):
+class PackedTensors(msgspec.Struct, frozen=True):
     names: list[str]
     dtypes: list[str]
     shapes: list[tuple[int, ...]]
@@ -36,12 +36,12 @@ class Tensors(msgspec.Struct, frozen=True):
 
 
 class PackedLayout(msgspec.Struct, frozen=True):
-    """A layout in few bytes, by the columns of `RankLayout`.
+    """Pieces and their aliases in few bytes, column by column.
 
     `tensors`, `parts` and `kinds` are the same on all ranks that hold parts of the same tensors, split alike.
     """
 
-    tensors: bytes  # Tensors, compressed
+    tensors: bytes  # PackedTensors, compressed
     parts: bytes
     kinds: bytes
     boxes: bytes
@@ -236,28 +236,25 @@ class LookedAt:
         return self.digests[order[np.searchsorted(self.rows, rows, sorter=order)]]
 
 
-def rank_layout_of(layout: Layout) -> RankLayout:
-    """The columns of a layout, each distinct box once."""
-    pieces = layout.pieces
-    parts = sorted(pieces.parts)
-    boxes = [n for at in parts for n in (*pieces.parts[at].offset, *pieces.parts[at].shape)]
-    names = Names(pieces.names, pieces.dtypes, tuple(map(tuple, pieces.shapes)), layout.buffers)
-    return RankLayout(names, np.array(parts, np.int64), np.array(boxes, np.int64)).compact()
-
-
 def pack(layout: Layout) -> PackedLayout:
-    return packed(rank_layout_of(layout), [(alias.name, alias.target) for alias in layout.aliases])
+    return packed(layout.pieces.compact(), [(alias.name, alias.target) for alias in layout.aliases])
 
 
-def packed(rank_layout: RankLayout, aliases: list[tuple[str, str]]) -> PackedLayout:
-    assert rank_layout.kinds is not None, "each distinct box once"
-    names = rank_layout.names
-    dtypes = [dtype.name for dtype in names.dtypes]
-    tensors = Tensors(list(names.names), dtypes, list(names.shapes), sorted(names.buffers))
+def packed(pieces: Pieces, aliases: list[tuple[str, str]]) -> PackedLayout:
+    assert pieces.kinds is not None, "each distinct box once"
+    dtypes, shapes = [dtype.name for dtype in pieces.dtypes], list(map(tuple, pieces.shapes))
+    tensors = PackedTensors(list(pieces.names), dtypes, shapes, sorted(pieces.tensors.buffers))
     return PackedLayout(
-        lzma.compress(msgspec.msgpack.encode(tensors), preset=0), by_steps(rank_layout.parts),
-        by_steps(rank_layout.kinds), compressed(rank_layout.boxes), aliases,
+        lzma.compress(msgspec.msgpack.encode(tensors), preset=0), by_steps(pieces.parts),
+        by_steps(pieces.kinds), compressed(pieces.boxes), aliases,
     )
+
+
+def tensors_of(packed: bytes) -> TensorColumns:
+    """What a PackedLayout says of tensors."""
+    found = msgspec.msgpack.decode(lzma.decompress(packed), type=PackedTensors)
+    dtypes = tuple(DTYPES[name] for name in found.dtypes)
+    return TensorColumns(tuple(found.names), dtypes, tuple(found.shapes), frozenset(found.buffers))
 
 
 def parts_of(shared: WriterAssignment) -> Iterator[Part]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import lzma
 import secrets
 import zlib
 from collections import deque
@@ -28,22 +27,19 @@ from flowstone.pipeline.messages import (
     PackedLayout,
     Part,
     Proposal,
-    Tensors,
     Terms,
     Written,
     from_steps,
     numbers,
     parts_of,
-    rank_layout_of,
+    tensors_of,
 )
 from flowstone.plan.assign_writers import WriterAssignment, assign_writers, check_replicas
 from flowstone.plan.global_index import global_index
-from flowstone.plan.layout_groups import Names, RankLayout
 from flowstone.plan.replicas import ReplicaSets, differing
 from flowstone.ranks import Decision
 from flowstone.store.base import Receipt, Store
-from flowstone.table.dtype import DTYPES
-from flowstone.table.pieces import Alias
+from flowstone.table.pieces import Alias, Pieces, TensorColumns
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,13 +59,13 @@ class RankZero:
     def __init__(self, size: int) -> None:
         self.job = secrets.token_hex(8)
         self._plan = ""
-        self._layouts: list[RankLayout | None] = [None] * size
+        self._layouts: list[Pieces | None] = [None] * size
         self._aliases: list[Sequence[tuple[str, str]]] = [()] * size
         self._is_far = [False] * size
         self._assignment: WriterAssignment | None = None
         # Of each rank, the plans in which it has what it has now: it may have begun several saves by an older one.
         self._same: list[deque[str]] = [deque(maxlen=PLANS_REMEMBERED) for _ in range(size)]
-        self._names: dict[bytes, Names] = {}
+        self._tensors: dict[bytes, TensorColumns] = {}
         self._columns: dict[bytes, NDArray[np.int64]] = {}  # that several ranks have alike
         self._index: _GlobalIndex | None = None  # of the last save
 
@@ -133,13 +129,13 @@ class RankZero:
         """In a group of one: what is written is all that there is."""
         if assignment.plan == self._plan:
             return
-        layout = rank_layout_of(assignment.layout)
+        pieces = assignment.layout.pieces.compact()
         alone = np.full(len(assignment.positions), -1, np.int32)
         self._assignment = WriterAssignment(
-            [layout], (assignment.positions,), np.zeros(1, np.int64),
+            [pieces], (assignment.positions,), np.zeros(1, np.int64),
             replicas=ReplicaSets([alone], [np.zeros(0, np.int32)]),
         )
-        self._layouts, self._plan = [layout], assignment.plan
+        self._layouts, self._plan = [pieces], assignment.plan
         self._aliases[0] = [(alias.name, alias.target) for alias in assignment.layout.aliases]
 
     def commit(
@@ -181,18 +177,15 @@ class RankZero:
         self._index = found if len(segment) <= INDEX_ROWS_KEPT_MAX else None
         return found
 
-    def _unpacked(self, layout: PackedLayout) -> RankLayout:
-        names = self._names.get(layout.tensors)
-        if names is None:
-            found = msgspec.msgpack.decode(lzma.decompress(layout.tensors), type=Tensors)
-            dtypes = tuple(DTYPES[name] for name in found.dtypes)
-            names = Names(tuple(found.names), dtypes, tuple(found.shapes), frozenset(found.buffers))
-            self._names[layout.tensors] = names
+    def _unpacked(self, layout: PackedLayout) -> Pieces:
+        tensors = self._tensors.get(layout.tensors)
+        if tensors is None:
+            tensors = self._tensors[layout.tensors] = tensors_of(layout.tensors)
         parts, kinds = (
             self._columns[one] if one in self._columns else self._columns.setdefault(one, from_steps(one))
             for one in (layout.parts, layout.kinds)
         )
-        return RankLayout(names, parts, numbers(layout.boxes, np.int64), kinds)
+        return Pieces(tensors, parts, numbers(layout.boxes, np.int64), kinds)
 
     def _all_aliases(self) -> list[Alias]:
         """The further names of every rank, each once; CollisionError where ranks tie different tensors."""
@@ -204,7 +197,7 @@ class RankZero:
                         f"{name!r} is tied to {found[name]!r} on one rank, and to {target!r} on another",
                         next="tie the same parameters on every rank",
                     )
-        stored = {name for layouts in self._layouts if layouts is not None for name in layouts.names.names}
+        stored = {name for layouts in self._layouts if layouts is not None for name in layouts.names}
         return [Alias(name, target) for name, target in found.items() if name not in stored]
 
 

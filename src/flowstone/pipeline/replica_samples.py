@@ -28,7 +28,7 @@ class Looked:
 def look(step: int, described: Described, assignment: Assignment | None) -> Looked:
     """Look at a few bytes of what other ranks hold, too; without a plan, of everything. Before the state can change."""
     if assignment is None:
-        lengths = np.array([piece.bytes for piece in described.pieces], np.uint64)
+        lengths = described.pieces.lengths()
         return Looked(None, take_samples(described.places, np.arange(len(lengths)), lengths, seed=step))
     compared = assignment.compared
     at = compared.looked_at(step)
@@ -38,5 +38,5 @@ def look(step: int, described: Described, assignment: Assignment | None) -> Look
 
 def first_samples(pieces: Pieces, places: Places) -> NDArray[np.uint16]:
     """Digests of the same few lines of each piece, whenever that is asked."""
-    lengths = np.array([piece.bytes for piece in pieces], np.uint64)
+    lengths = pieces.lengths()
     return take_samples(places, np.arange(len(lengths)), lengths, seed=0).digests()

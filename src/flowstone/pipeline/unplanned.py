@@ -49,7 +49,7 @@ class Unplanned:
         self._owners = list(described.places.owners)
         self._late, self._seen, self._guarded = late, seen, guarded
         self._left = np.flatnonzero(late).tolist()
-        self._lengths = np.array([piece.bytes for piece in described.pieces], np.uint64)
+        self._lengths = described.pieces.lengths()
         self.snapshot_bytes = 0
         self._copying = Lock()  # one thread copies; around the next, which nobody holds for long
         self._lock = Lock()
@@ -176,7 +176,7 @@ def unplanned(step: int, described: Described, seen: Samples, *, fence: FenceMod
     """The state of a save that waits for its plan, with copies of all that has to be captured before `save` returns."""
     lazy = lazy_pieces(described.layout, waiter_of(described, fence))
     pieces = described.pieces
-    late = np.array([one.bytes >= PACKED_BELOW_BYTES for one in pieces], np.bool_) & np.array(lazy or False, np.bool_)
+    late = (pieces.lengths() >= PACKED_BELOW_BYTES) & np.array(lazy or False, np.bool_)
     described.counters.begin(late)
     early = np.flatnonzero(~late).tolist()
     _ = described.objects, described.per_rank

@@ -20,10 +20,11 @@ from flowstone.config import SPLIT_BLOCK_BYTES_MIN, SPLIT_WORTH_BYTES
 from flowstone.errors import CollisionError, CoverageError
 from flowstone.plan.balance import Replicas, balance
 from flowstone.plan.coverage import check_tiling, tiles
-from flowstone.plan.layout_groups import WHOLE, LayoutGroup, Names, RankLayout, Tensors, layout_groups, tensor_classes
+from flowstone.plan.layout_groups import WHOLE, LayoutGroup, Tensors, layout_groups, tensor_classes
 from flowstone.plan.replicas import ReplicaSets
 from flowstone.plan.split_replicas import Blocks, ReplicaSplit, split_replicas
 from flowstone.table.box import Box
+from flowstone.table.pieces import Pieces
 
 _MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)  # odd constants of golden ratio and XXH64
 _EVEN = 0.01  # of the least that the largest writer can have: so much more is even
@@ -44,7 +45,7 @@ class WriterAssignment:
     replicas  which pieces several ranks hold, which have to be the same
     """
 
-    layouts: Sequence[RankLayout]
+    layouts: Sequence[Pieces]
     writes: tuple[NDArray[np.int64], ...]
     bytes: NDArray[np.int64]
     blocks: Sequence[Blocks] = ()
@@ -54,7 +55,7 @@ class WriterAssignment:
 
 
 def assign_writers(
-    layouts: Sequence[RankLayout], nodes: Sequence[int] | None = None,
+    layouts: Sequence[Pieces], nodes: Sequence[int] | None = None,
     kept: Mapping[int, NDArray[np.int64]] = MappingProxyType({}), *,
     kept_split: ReplicaSplit | None = None, worth_bytes: int = SPLIT_WORTH_BYTES,
     block_bytes_min: int = SPLIT_BLOCK_BYTES_MIN,
@@ -82,13 +83,13 @@ def assign_writers(
 
 
 def _assign_split(
-    layouts: Sequence[RankLayout], node: NDArray[np.int64], kept: Mapping[int, NDArray[np.int64]], split: ReplicaSplit
+    layouts: Sequence[Pieces], node: NDArray[np.int64], kept: Mapping[int, NDArray[np.int64]], split: ReplicaSplit
 ) -> WriterAssignment:
     split_layouts, blocks = split_replicas(layouts, split)
     return replace(_Assigning(split_layouts, node, kept).assignment, blocks=blocks, split=split)
 
 
-def _replicas_of(layouts: Sequence[RankLayout]) -> ReplicaSets:
+def _replicas_of(layouts: Sequence[Pieces]) -> ReplicaSets:
     table = _Table(layouts, {})
     for number in range(table.count):
         one = table.column(number)
@@ -96,7 +97,7 @@ def _replicas_of(layouts: Sequence[RankLayout]) -> ReplicaSets:
     return table.replicas(len(layouts))
 
 
-def check_replicas(layouts: Sequence[RankLayout], samples: Sequence[NDArray[np.uint16] | None]) -> None:
+def check_replicas(layouts: Sequence[Pieces], samples: Sequence[NDArray[np.uint16] | None]) -> None:
     """Raise CollisionError where boxes that several ranks hold are not the same, as far as their samples tell.
 
     samples  of each rank that has them: for each piece a digest of a few of its bytes
@@ -128,7 +129,7 @@ class _Assigning:
     """An assignment of writers, and whether it would be better with blocks."""
 
     def __init__(
-        self, layouts: Sequence[RankLayout], node: NDArray[np.int64], kept: Mapping[int, NDArray[np.int64]]
+        self, layouts: Sequence[Pieces], node: NDArray[np.int64], kept: Mapping[int, NDArray[np.int64]]
     ) -> None:
         self._table = table = _Table(layouts, kept)
         loads = np.zeros(len(layouts), np.int64)
@@ -227,7 +228,7 @@ class _Table:
     those from `start` to `stop`.
     """
 
-    def __init__(self, layouts: Sequence[RankLayout], kept: Mapping[int, NDArray[np.int64]]) -> None:
+    def __init__(self, layouts: Sequence[Pieces], kept: Mapping[int, NDArray[np.int64]]) -> None:
         self.tensors = Tensors.of(layouts)
         self._width = int(self.tensors.ndim.max(initial=0))
         self._whole = self.tensors.whole(self._width)
@@ -493,5 +494,3 @@ def _assign_counts(
         table.stop[batch.row] = np.clip(stops[batch.length] - before, 0, batch.size)
         done[batch.length] += batch.size
 
-
-__all__ = ["Names", "RankLayout", "ReplicaSplit", "WriterAssignment", "assign_writers", "check_replicas"]

@@ -13,16 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowstone.format.index import Frame, Rows, frame_of
-from flowstone.plan.layout_groups import WHOLE, LayoutGroup, RankLayout, Tensors, layout_groups
-from flowstone.table.chunks import Chunks, spread
-from flowstone.table.pieces import Alias
+from flowstone.plan.layout_groups import WHOLE, LayoutGroup, Tensors, layout_groups
+from flowstone.table.box import padding_mask
+from flowstone.table.chunks import Chunks
+from flowstone.table.pieces import Alias, Pieces
 
 _BATCH_ROWS = 1 << 20
 _SHORT_MAX = np.iinfo(np.uint16).max
 
 
 def global_index(
-    layouts: Sequence[RankLayout], writes: Sequence[NDArray[np.int64]], aliases: Sequence[Alias],
+    layouts: Sequence[Pieces], writes: Sequence[NDArray[np.int64]], aliases: Sequence[Alias],
     segment: NDArray[np.uint32]
 ) -> tuple[Frame, NDArray[np.int64], NDArray[np.int64]]:
     """The index of what several ranks write: its frame, and the order of pieces and of chunks in it.
@@ -47,7 +48,7 @@ def global_index(
     row = {name: at for at, name in enumerate(tensors.names)}
     rows = Rows(
         names=tensors.names, dtypes=tensors.dtypes, ndim=tensors.ndim,
-        sides=np.array([side for shape in tensors.shapes for side in shape], np.uint64),
+        sides=tensors.sides.astype(np.uint64),
         aliases=tuple((alias.name, row[alias.target]) for alias in aliases),
         tensor=np.repeat(np.arange(len(counts)), counts), boxes=_flat(boxes.astype(np.uint64), ndim, box),
         chunks=chunks,
@@ -68,7 +69,7 @@ def chunks_in_order(chunks: Chunks, order: NDArray[np.int64]) -> NDArray[np.int6
     before = np.empty(len(order), np.int64)
     before[order] = counts
     before = np.cumsum(before) - before
-    return spread(before[order], counts)
+    return np.arange(int(chunks.first[-1])) + np.repeat(before[order] - chunks.first[:-1], counts)
 
 
 def _written(
@@ -98,8 +99,7 @@ def _all_boxes(group: LayoutGroup) -> NDArray[np.int64]:
 
 def _flat(boxes: NDArray[np.uint64], ndim: NDArray[np.int64], box: NDArray[np.int32]) -> NDArray[np.uint64]:
     """The boxes without their padding, one behind the other, of each piece the one of that number."""
-    half = np.arange(boxes.shape[1] // 2) < ndim[:, None]
-    mask = np.concatenate([half, half], axis=1)
+    mask = padding_mask(ndim, boxes.shape[1] // 2)
     flat = np.empty(int(sum(2 * ndim[part].sum() for part in _batches(box))), np.uint64)
     at = 0
     for part in _batches(box):

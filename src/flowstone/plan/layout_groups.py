@@ -1,90 +1,40 @@
-"""Layout groups: what each rank of a job holds, in columns that stay small however many ranks and tensors there are.
+"""Layout groups: a view of the pieces of all ranks that stays small however many ranks and tensors there are.
 
-A layout splits most tensors alike: all of one shape have the same box on a rank. So a rank names its distinct boxes
-once, and most ranks differ only in the numbers of these. Such ranks are one `LayoutGroup`; tensors that have the same
-boxes on all ranks are a class, and what holds for one of a class holds for all.
+A layout splits most tensors alike: all of one shape have the same box on a rank. So a rank's pieces name its distinct
+boxes once (`Pieces.compact`), and most ranks differ only in the numbers of these. Such ranks are one `LayoutGroup`;
+tensors that have the same boxes on all ranks are a class, and what holds for one of a class holds for all.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flowstone.errors import CollisionError
+from flowstone.table.box import padding_mask
 from flowstone.table.dtype import DType
+from flowstone.table.pieces import Pieces, TensorColumns
 
 WHOLE = -1  # the kind of a piece that is the whole tensor
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Names:
-    """What pieces are but for their boxes. Ranks that hold parts of the same tensors share one.
+@dataclass(frozen=True, eq=False)
+class Tensors(TensorColumns):
+    """The tensors of all ranks, in the order in which they first occur, and where those of each rank are.
 
-    shapes   of the global tensors
-    buffers  positions of modules' buffers
-    """
-
-    names: tuple[str, ...]
-    dtypes: tuple[DType, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    buffers: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RankLayout:
-    """The pieces of one rank, as columns.
-
-    parts  positions among the names of those that are not the whole tensor, ascending
-    boxes  ndim offsets, then ndim lengths, one box behind the other
-    kinds  which of the boxes each of the parts has, each of them used; None: each its own
-    """
-
-    names: Names
-    parts: NDArray[np.int64]
-    boxes: NDArray[np.int64]
-    kinds: NDArray[np.int64] | None = None
-
-    def compact(self) -> RankLayout:
-        """The same with each distinct box of each shape once, in the order in which they first occur."""
-        assert self.kinds is None, "compact already"
-        if not len(self.parts):
-            return replace(self, kinds=self.parts)
-        numbers = {shape: at for at, shape in enumerate(dict.fromkeys(self.names.shapes))}
-        shape = np.array([numbers[self.names.shapes[at]] for at in self.parts.tolist()], np.int64)
-        ndim = _ndim(self.names)[self.parts]
-        mask = _mask(ndim, int(ndim.max(initial=0)))
-        rows = np.zeros(mask.shape, np.int64)
-        rows[mask] = self.boxes
-        keys = np.column_stack([shape, rows])
-        _, first, kinds = np.unique(keys, axis=0, return_index=True, return_inverse=True)
-        order = np.argsort(first)
-        moved = np.empty(len(order), np.int64)
-        moved[order] = np.arange(len(order))
-        first = first[order]
-        return replace(self, boxes=rows[first][mask[first]], kinds=moved[kinds.reshape(-1)])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Tensors:
-    """The tensors of all ranks, in the order in which they first occur, and where those of each Names are.
-
-    rows     id of a Names -> the row of each of its positions
+    rows     id of the tensors of some ranks -> the row of each of their positions
     buffers  rows of those that are modules' buffers on every rank that holds them: no replicas, which have to be the
              same, but each rank's own, of which the lowest rank's is saved
     """
 
-    names: tuple[str, ...]
-    dtypes: tuple[DType, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    rows: Mapping[int, NDArray[np.int64]]
-    buffers: frozenset[int] = frozenset()
+    rows: Mapping[int, NDArray[np.int64]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, layouts: Sequence[RankLayout]) -> Tensors:
+    def of(cls, layouts: Sequence[Pieces]) -> Tensors:
         """Raises CollisionError where two ranks give one tensor different dtypes or shapes."""
         known: dict[str, int] = {}
         dtypes: list[DType] = []
@@ -93,21 +43,13 @@ class Tensors:
         buffers: set[int] = set()
         others: set[int] = set()
         for rank, one in enumerate(layouts):
-            if id(one.names) not in rows:
-                found = rows[id(one.names)] = _enter(one.names, rank, known, dtypes, shapes)
+            if id(one.tensors) not in rows:
+                found = rows[id(one.tensors)] = _enter(one.tensors, rank, known, dtypes, shapes)
                 is_buffer = np.zeros(len(found), np.bool_)
-                is_buffer[list(one.names.buffers)] = True
+                is_buffer[list(one.tensors.buffers)] = True
                 buffers.update(found[is_buffer].tolist())
                 others.update(found[~is_buffer].tolist())
-        return cls(tuple(known), tuple(dtypes), tuple(shapes), rows, frozenset(buffers - others))
-
-    @property
-    def ndim(self) -> NDArray[np.int64]:
-        return np.array([len(shape) for shape in self.shapes], np.int64)
-
-    @property
-    def item_bytes(self) -> NDArray[np.int64]:
-        return np.array([dtype.item_bytes for dtype in self.dtypes], np.int64)
+        return cls(tuple(known), tuple(dtypes), tuple(shapes), frozenset(buffers - others), rows)
 
     def whole(self, width: int) -> NDArray[np.int64]:
         """The box of all of each tensor, padded: `width` offsets, then `width` lengths."""
@@ -118,11 +60,11 @@ class Tensors:
 
 
 def _enter(
-    names: Names, rank: int, known: dict[str, int], dtypes: list[DType], shapes: list[tuple[int, ...]]
+    tensors: TensorColumns, rank: int, known: dict[str, int], dtypes: list[DType], shapes: list[tuple[int, ...]]
 ) -> NDArray[np.int64]:
     """The rows of a rank's tensors, new ones entered."""
-    found = np.empty(len(names.names), np.int64)
-    for at, (name, dtype, shape) in enumerate(zip(names.names, names.dtypes, names.shapes, strict=True)):
+    found = np.empty(len(tensors.names), np.int64)
+    for at, (name, dtype, shape) in enumerate(zip(tensors.names, tensors.dtypes, tensors.shapes, strict=True)):
         row = found[at] = known.setdefault(name, len(known))
         if row == len(dtypes):
             dtypes.append(dtype)
@@ -165,7 +107,7 @@ class LayoutGroup:
         return found
 
 
-def layout_groups(layouts: Sequence[RankLayout], tensors: Tensors, width: int) -> list[LayoutGroup]:
+def layout_groups(layouts: Sequence[Pieces], tensors: Tensors, width: int) -> list[LayoutGroup]:
     """The ranks of a job by what they hold. `width`: the most dimensions of any tensor."""
     members: dict[tuple[int, int, int], list[int]] = {}
     numbers: dict[int, int] = {}  # of an array, by its id
@@ -179,18 +121,18 @@ def layout_groups(layouts: Sequence[RankLayout], tensors: Tensors, width: int) -
         return numbers[id(column)]
 
     for rank, one in enumerate(layouts):
-        members.setdefault((id(one.names), number(one.parts), number(one.kinds)), []).append(rank)
+        members.setdefault((id(one.tensors), number(one.parts), number(one.kinds)), []).append(rank)
     return [_layout_group(layouts, np.array(ranks, np.int64), tensors, width) for ranks in members.values()]
 
 
-def _layout_group(layouts: Sequence[RankLayout], ranks: NDArray[np.int64], tensors: Tensors, width: int) -> LayoutGroup:
+def _layout_group(layouts: Sequence[Pieces], ranks: NDArray[np.int64], tensors: Tensors, width: int) -> LayoutGroup:
     one = layouts[int(ranks[0])]
     kinds = np.arange(len(one.parts)) if one.kinds is None else one.kinds
-    kind = np.full(len(one.names.names), WHOLE, np.int64)
+    kind = np.full(len(one), WHOLE, np.int64)
     kind[one.parts] = kinds
     ndim = np.zeros(int(kinds.max(initial=-1)) + 1, np.int64)
-    ndim[kinds] = _ndim(one.names)[one.parts]
-    mask = _mask(ndim, width)
+    ndim[kinds] = one.tensors.ndim[one.parts]
+    mask = padding_mask(ndim, width)
     numbers = [layouts[rank].boxes for rank in ranks.tolist()]
     contents = {key: hashlib.blake2b(of, digest_size=16).digest() for key, of in {id(of): of for of in numbers}.items()}
     distinct = {contents[id(of)]: of for of in numbers}
@@ -198,7 +140,7 @@ def _layout_group(layouts: Sequence[RankLayout], ranks: NDArray[np.int64], tenso
     boxes = np.zeros((len(distinct), *mask.shape), np.int64)
     boxes[:, mask] = np.stack(list(distinct.values()))
     variant = np.array([at[contents[id(of)]] for of in numbers], np.int64)
-    return LayoutGroup(ranks, tensors.rows[id(one.names)], kind, boxes, variant, ndim)
+    return LayoutGroup(ranks, tensors.rows[id(one.tensors)], kind, boxes, variant, ndim)
 
 
 def tensor_classes(
@@ -226,14 +168,3 @@ def tensor_classes(
             number[tensor] = count + finer  # those that the group does not hold keep numbers of their own
             count += len(distinct)
     return np.unique(number, return_inverse=True)[1].reshape(-1)
-
-
-def _ndim(names: Names) -> NDArray[np.int64]:
-    return np.array([len(shape) for shape in names.shapes], np.int64)
-
-
-def _mask(ndim: NDArray[np.int64], width: int) -> NDArray[np.bool_]:
-    """Which numbers of padded boxes are no padding."""
-    half = np.arange(width) < ndim[:, None]
-    return np.concatenate([half, half], axis=1)
-

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +49,7 @@ def plan_reads(index: Index, wanted: Sequence[Piece], rows: Sequence[int]) -> Re
     alone = index.first_piece[tensor + 1] == begin + 1
     begin[~alone] = 0  # of a tensor without pieces, it could lie behind the last one
     same = alone if len(index.tensor) == 0 else alone & (index.chunks.length[begin] == index.data_bytes[tensor])
-    same[list(wanted.parts)] = False
+    same[wanted.parts] = False
     target = np.flatnonzero(same)
     piece = begin[target]
     last = index.chunks.first[piece + 1] - index.chunks.first[piece]
@@ -56,10 +57,10 @@ def plan_reads(index: Index, wanted: Sequence[Piece], rows: Sequence[int]) -> Re
     columns = [[piece[some], target[some], np.zeros(int(some.sum()), np.int64), last[some]]]
     common: dict[int, Box] = {}
     at = len(columns[0][0])
-    cover = _Covers(index)
+    cover = _Covers(index, wanted)
     for position in np.flatnonzero(~same).tolist():
         row = int(tensor[position])
-        found = cover(wanted, position, row)
+        found = cover(position, row)
         columns.append([found.piece + index.first_piece[row], np.full(len(found.piece), position), found.first,
                         found.last])
         common.update(zip(range(at, at + len(found.piece)), found.common, strict=True))
@@ -95,22 +96,25 @@ class _Cover:
 class _Covers:
     """Finds what fills a wanted piece. Most tensors of one shape are stored alike and wanted alike: found once."""
 
-    def __init__(self, index: Index) -> None:
-        self._index = index
+    def __init__(self, index: Index, wanted: Pieces) -> None:
+        self._index, self._wanted = index, wanted
+        numbers, starts = wanted.part_numbers()
+        data, ends = numbers.tobytes(), (starts * numbers.itemsize).tolist()
+        runs = zip(wanted.parts.tolist(), pairwise(ends), strict=True)
+        self._boxes = {at: data[begin:end] for at, (begin, end) in runs}  # of those that are not whole
         self._known: dict[tuple[object, ...], list[_Cover]] = {}
         self._runs: dict[tuple[object, ...], tuple[tuple[int, int], ...]] = {}
 
-    def __call__(self, wanted: Pieces, position: int, row: int) -> _Cover:
+    def __call__(self, position: int, row: int) -> _Cover:
         index = self._index
         shape, item = index.shapes[row], index.dtypes[row].item_bytes
-        box = wanted.parts.get(position)
         begin, stop = index.first_piece[row], index.first_piece[row + 1]
         stored = index.boxes[index.first_box[begin] : index.first_box[stop]]
-        known = self._known.setdefault((shape, item, box, int(stop - begin)), [])
+        known = self._known.setdefault((shape, item, self._boxes.get(position), int(stop - begin)), [])
         for cover in known:
             if np.array_equal(cover.stored, stored):
                 return cover
-        found = self._cover(wanted[position], stored, int(stop - begin), item)
+        found = self._cover(self._wanted[position], stored, int(stop - begin), item)
         known.append(found)
         return found
 

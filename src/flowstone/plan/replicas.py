@@ -57,7 +57,7 @@ class Compared:
         order = np.argsort(np.argsort(rows))
         keys = [hashlib.blake2b(f"{piece.name} {piece.box}".encode(), digest_size=8).digest() for piece in pieces]
         key = np.frombuffer(b"".join(keys), "<u8").astype(np.uint64)[order]
-        length = np.array([piece.bytes for piece in pieces], np.uint64)[order]
+        length = pieces.lengths()[order]
         starts = np.flatnonzero(np.diff(number[rows], prepend=-1))
         return cls(rows, starts, key, length, share)
 

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flowstone.plan.layout_groups import WHOLE, LayoutGroup, Names, RankLayout, Tensors, layout_groups
+from flowstone.plan.layout_groups import WHOLE, LayoutGroup, Tensors, layout_groups
+from flowstone.table.box import padding_mask
+from flowstone.table.pieces import Pieces, TensorColumns
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +46,17 @@ class Blocks:
     length: NDArray[np.int64]
 
 
-def split_replicas(layouts: Sequence[RankLayout], split: ReplicaSplit) -> tuple[list[RankLayout], list[Blocks]]:
+def split_replicas(layouts: Sequence[Pieces], split: ReplicaSplit) -> tuple[list[Pieces], list[Blocks]]:
     """What each rank holds once split, and how that comes from its pieces. Ranks that are alike share columns."""
     tensors = Tensors.of(layouts)
     width = int(tensors.ndim.max(initial=0))
     splitter = _Splitter(split, tensors, width)
-    found: dict[int, tuple[RankLayout, Blocks]] = {}
+    found: dict[int, tuple[Pieces, Blocks]] = {}
     for group in layout_groups(layouts, tensors, width):
         for rows in splitter.alike(group):
             ranks = group.ranks[rows].tolist()
             columns = splitter.blocks(group, int(rows[0]))
-            for rank, one in zip(ranks, splitter.split(group, rows, columns, layouts[ranks[0]].names), strict=True):
+            for rank, one in zip(ranks, splitter.split(group, rows, columns, layouts[ranks[0]].tensors), strict=True):
                 found[rank] = one, columns
     return [found[rank][0] for rank in range(len(layouts))], [found[rank][1] for rank in range(len(layouts))]
 
@@ -72,7 +74,7 @@ class _Splitter:
         self._whole = tensors.whole(width)
         shapes = np.column_stack([self._ndim, self._whole])
         self._shape = np.unique(shapes, axis=0, return_inverse=True)[1].reshape(-1)
-        self._names: dict[tuple[int, bytes], Names] = {}
+        self._columns: dict[tuple[int, bytes], TensorColumns] = {}
 
     def alike(self, group: LayoutGroup) -> Iterator[NDArray[np.int64]]:
         """The ranks of a layout group, as rows, whose boxes of tensors that may be split have the same sides."""
@@ -100,7 +102,9 @@ class _Splitter:
         stop = rows[source] * (block + 1) // count[source]
         return Blocks(source, np.where(count[source] > 1, dim[source], -1), start, stop - start)
 
-    def split(self, group: LayoutGroup, rows: NDArray[np.int64], blocks: Blocks, names: Names) -> Iterator[RankLayout]:
+    def split(
+        self, group: LayoutGroup, rows: NDArray[np.int64], blocks: Blocks, tensors: TensorColumns
+    ) -> Iterator[Pieces]:
         """What these ranks of a layout group hold, split: each distinct box once, as where nothing is split."""
         width, tensor, old = self._width, group.tensor[blocks.source], group.kind[blocks.source]
         is_split = blocks.dim >= 0
@@ -118,20 +122,14 @@ class _Splitter:
         dim = blocks.dim[at][of_blocks]
         boxes[:, of_blocks, dim] += blocks.start[at][of_blocks]
         boxes[:, of_blocks, width + dim] = blocks.length[at][of_blocks]
-        half = np.arange(width) < self._ndim[tensor[at]][:, None]
         kinds = kinds.reshape(-1)
-        flat = list(np.ascontiguousarray(boxes[:, np.concatenate([half, half], axis=1)]))
-        new = self._names_of(names, blocks.source)
-        return (RankLayout(new, parts, flat[at], kinds) for at in variant.tolist())
+        flat = list(np.ascontiguousarray(boxes[:, padding_mask(self._ndim[tensor[at]], width)]))
+        new = self._take(tensors, blocks.source)
+        return (Pieces(new, parts, flat[at], kinds) for at in variant.tolist())
 
-    def _names_of(self, names: Names, source: NDArray[np.int64]) -> Names:
-        """Shared by all ranks that shared `names` and are split alike."""
-        key = id(names), source.tobytes()
-        if key not in self._names:
-            at = source.tolist()
-            buffers = frozenset(new for new, old in enumerate(at) if old in names.buffers)
-            self._names[key] = Names(
-                tuple(map(names.names.__getitem__, at)), tuple(map(names.dtypes.__getitem__, at)),
-                tuple(map(names.shapes.__getitem__, at)), buffers,
-            )
-        return self._names[key]
+    def _take(self, tensors: TensorColumns, source: NDArray[np.int64]) -> TensorColumns:
+        """Shared by all ranks that shared `tensors` and are split alike."""
+        key = id(tensors), source.tobytes()
+        if key not in self._columns:
+            self._columns[key] = tensors.take(source.tolist())
+        return self._columns[key]

@@ -8,9 +8,8 @@ text of header entries that never move, and all of the index but offsets and dig
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +22,8 @@ from flowstone.format.segment import Packed, entry_name, entry_text, pack_entrie
 from flowstone.plan.coverage import check_tiling
 from flowstone.plan.global_index import by_tensor, chunks_in_order
 from flowstone.table.box import Box
-from flowstone.table.chunks import Chunks, first_chunks
+from flowstone.table.chunks import Chunks, first_chunks, spread
+from flowstone.table.dtype import DType
 from flowstone.table.pieces import Alias, Piece, Pieces
 
 
@@ -101,14 +101,15 @@ def plan_writes(
              CollisionError  two pieces make one entry or a reserved one, or differ in the tensor's dtype or shape
     """
     pieces = Pieces.of(pieces)
-    boxes = _boxes(pieces)
-    _check_tensors(pieces, alone=alone)
+    boxes = dict(pieces.part_boxes())
+    _check_tensors(pieces, boxes, alone=alone)
     text = tuple(
-        entry_text(entry_name(name, pieces.parts[at], shape) if at in pieces.parts else name, dtype, boxes[at])
+        entry_text(entry_name(name, boxes[at], shape), dtype, boxes[at].shape) if at in boxes
+        else entry_text(name, dtype, shape)
         for at, (name, dtype, shape) in enumerate(zip(pieces.names, pieces.dtypes, pieces.shapes, strict=True))
     )
-    item = np.array([dtype.item_bytes for dtype in pieces.dtypes], np.uint64)
-    length = _lengths(pieces)
+    item = pieces.tensors.item_bytes
+    length = pieces.lengths()
     slotted = length >= PACKED_BELOW_BYTES
     late = slotted & np.array(lazy, np.bool_) if len(lazy) else np.zeros(len(pieces), np.bool_)
     segment = np.zeros(len(pieces), np.uint32)
@@ -148,15 +149,6 @@ def index_file(plan: WritePlan, offsets: NDArray[np.uint64], digests: NDArray[np
     return plan.frame.fill(offsets[plan._piece_order], digests[plan._chunk_order])
 
 
-def _boxes(pieces: Pieces) -> list[tuple[int, ...]]:
-    return [pieces.parts[at].shape if at in pieces.parts else shape for at, shape in enumerate(pieces.shapes)]
-
-
-def _lengths(pieces: Pieces) -> NDArray[np.uint64]:
-    item = np.array([dtype.item_bytes for dtype in pieces.dtypes], np.uint64)
-    return np.array(list(map(math.prod, _boxes(pieces))), np.uint64) * item
-
-
 def _tabulate(
     pieces: Pieces, aliases: Sequence[Alias], segment: NDArray[np.uint32], length: NDArray[np.uint64]
 ) -> tuple[Rows, NDArray[np.int64]]:
@@ -167,16 +159,13 @@ def _tabulate(
     tensor = np.array([rows[name] for name in pieces.names], np.int64)
     order = by_tensor(tensor, len(rows))
     first = order[np.searchsorted(tensor[order], np.arange(len(rows)))].tolist()
-    boxes: list[int] = []
-    for at in order.tolist():
-        box = pieces.parts.get(at)
-        boxes += (*(0,) * len(pieces.shapes[at]), *pieces.shapes[at]) if box is None else (*box.offset, *box.shape)
-    shapes = [pieces.shapes[at] for at in first]
+    boxes, starts = pieces.all_boxes()
+    boxes = boxes[spread(starts[order], np.diff(starts)[order])]
+    tensors = pieces.tensors.take(first)
     index = Rows(
-        names=tuple(rows), dtypes=tuple(pieces.dtypes[at] for at in first),
-        ndim=np.array(list(map(len, shapes)), np.int64), sides=np.array([n for s in shapes for n in s], np.uint64),
+        names=tensors.names, dtypes=tensors.dtypes, ndim=tensors.ndim, sides=tensors.sides.astype(np.uint64),
         aliases=tuple((alias.name, rows[alias.target]) for alias in aliases),
-        tensor=tensor[order], boxes=np.array(boxes, np.uint64), chunks=Chunks.to_come(segment[order], length[order]),
+        tensor=tensor[order], boxes=boxes.astype(np.uint64), chunks=Chunks.to_come(segment[order], length[order]),
     )
     return index, order
 
@@ -220,12 +209,12 @@ def _split(
 
 def _lay_out(
     members: NDArray[np.int64], length: NDArray[np.uint64], slotted: NDArray[np.bool_], lazy: NDArray[np.bool_],
-    item: NDArray[np.uint64], at: int, slot: NDArray[np.uint64],
+    item: NDArray[np.int64], at: int, slot: NDArray[np.uint64],
 ) -> tuple[NDArray[np.int64], int]:
     """Fill `slot` for one segment from offset `at`; the order in the file, and its end."""
     large, small = members[slotted[members]], members[~slotted[members]]
     large = np.concatenate([large[lazy[large]], large[~lazy[large]]])  # those captured early beside the small ones
-    small = small[np.argsort(-item[small].astype(np.int64), kind="stable")]  # state order within a type's size
+    small = small[np.argsort(-item[small], kind="stable")]  # state order within a type's size
     order = np.concatenate([large, small])
     rooms = np.concatenate([(length[large] + 2 * BLOCK_BYTES - 1) // BLOCK_BYTES * BLOCK_BYTES, length[small]])
     ends = at + np.cumsum(rooms.astype(np.int64))
@@ -233,35 +222,36 @@ def _lay_out(
     return order, int(ends[-1]) if len(ends) else at
 
 
-def _check_tensors(pieces: Pieces, *, alone: bool) -> None:
-    """One dtype and shape for each name, every element held once, every entry name its own."""
-    split = {pieces.names[at] for at in pieces.parts}
+def _check_tensors(pieces: Pieces, boxes: Mapping[int, Box], *, alone: bool) -> None:
+    """One dtype and shape for each name, every element held once, every entry name its own. `boxes`: of the parts."""
+    split = {pieces.names[at] for at in boxes}
     if len(set(pieces.names)) < len(pieces):
         split |= {name for name, count in Counter(pieces.names).items() if count > 1}
     entries = {name for name in pieces.names if name not in split} if split else set(pieces.names)
-    entries |= _check_split(pieces, split, entries, alone=alone)
+    entries |= _check_split(pieces, boxes, split, entries, alone=alone)
     for entry in entries:
         if reserved(entry):
             raise CollisionError(f"the entry name {entry!r} is reserved in a segment", next="rename that tensor")
 
 
-def _check_split(pieces: Pieces, split: set[str], entries: set[str], *, alone: bool) -> set[str]:
+def _check_split(
+    pieces: Pieces, boxes: Mapping[int, Box], split: set[str], entries: set[str], *, alone: bool
+) -> set[str]:
     """Tensors in several boxes, or not in the whole one: the entries of their boxes, none of them among `entries`."""
-    boxes: dict[str, list[Box]] = defaultdict(list)
-    first: dict[str, Piece] = {}
+    held: dict[str, list[Box]] = defaultdict(list)
+    first: dict[str, tuple[DType, tuple[int, ...]]] = {}
     for at in [at for at, name in enumerate(pieces.names) if name in split] if split else []:
-        piece = pieces[at]
-        known = first.setdefault(piece.name, piece)
-        if (known.dtype, known.shape) != (piece.dtype, piece.shape):
+        name, dtype, shape = pieces.names[at], pieces.dtypes[at], tuple(pieces.shapes[at])
+        known = first.setdefault(name, (dtype, shape))
+        if known != (dtype, shape):
             raise CollisionError(
-                f"two shards of {piece.name!r} describe different tensors",
-                expected=f"{known.dtype.name} {known.shape}", found=f"{piece.dtype.name} {piece.shape}",
-                next="give every shard of a tensor the same dtype and global shape",
+                f"two shards of {name!r} describe different tensors", expected=f"{known[0].name} {known[1]}",
+                found=f"{dtype.name} {shape}", next="give every shard of a tensor the same dtype and global shape",
             )
-        boxes[piece.name].append(piece.box)
+        held[name].append(boxes.get(at) or Box.whole(shape))
     found: set[str] = set()
-    for name, parts in boxes.items():
-        shape = first[name].shape
+    for name, parts in held.items():
+        shape = first[name][1]
         if alone:
             check_tiling(name, shape, parts)
         for box in parts:

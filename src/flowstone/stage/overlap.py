@@ -43,8 +43,9 @@ def _lengths(pieces: Pieces, index: Index, rows: Sequence[int]) -> NDArray[np.ui
     length: NDArray[np.uint64] = index.data_bytes[tensor].astype(np.uint64)
     stored = tuple(map(index.dtypes.__getitem__, rows))
     cast = [] if stored == pieces.dtypes else [at for at, dtype in enumerate(stored) if dtype != pieces.dtypes[at]]
-    for at in {*pieces.parts, *cast}:
-        length[at] = pieces[at].bytes
+    if len(pieces.parts) or cast:
+        apart = np.array([*pieces.parts.tolist(), *cast], np.int64)
+        length[apart] = pieces.lengths()[apart]
     return length
 
 
@@ -104,7 +105,7 @@ def _are_one(
     """Whether both are the same run of bytes, and stored as such: in whatever order they are loaded, both are right."""
     a, b = memory[one], memory[other]
     same = a.contiguous and b.contiguous and _reach(a) == _reach(b)
-    return same and not {one, other} & pieces.parts.keys() and index.same_bytes(rows[one], rows[other])
+    return same and not np.isin([one, other], pieces.parts).any() and index.same_bytes(rows[one], rows[other])
 
 
 def _marked(members: Sequence[int], memory: dict[int, Memory]) -> Iterator[tuple[int, int]]:

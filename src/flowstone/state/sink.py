@@ -28,7 +28,7 @@ from flowstone.state.names import Place, check_shared, valid_name
 from flowstone.state.records import Shard
 from flowstone.table.box import Box
 from flowstone.table.dtype import DType
-from flowstone.table.pieces import Alias, Layout, Memory, Pieces, Places
+from flowstone.table.pieces import Alias, Layout, Memory, Pieces, Places, TensorColumns
 
 
 class Role(enum.IntEnum):
@@ -151,22 +151,23 @@ class Sink:
         for position, one in memory.items():
             address[position], owners[position] = one.address, one.owner
         ties = self._ties(dtypes, shapes, address, memory)
-        pieces = Pieces(tuple(self.names), tuple(dtypes), tuple(shapes))
+        tensors = TensorColumns(tuple(self.names), tuple(dtypes), tuple(shapes))
         places = Places(address, {at: m for at, m in memory.items() if m.device != "cpu" or not m.contiguous}, owners)
         aliases = (
             *(Alias(self.names[at], self.names[first]) for at, first in ties.items()),
             *(Alias(place.name, target) for place, target in self._tied),
         )
         kept = [at for at in range(len(self.names)) if at not in ties] if ties else range(len(self.names))
-        boxed = self._boxed(pieces)
+        boxed = self._boxed(tensors)
         if self._whole:
             _check_whole(boxed)
         pieces, places = boxed.take(kept), places.take(kept)
         roles = self._kept_roles(kept, ties)
         lazy = self._lazy(roles, kept, pieces, places, frozen)
-        buffers = frozenset(np.flatnonzero(roles == Role.BUFFER).tolist())
-        layout = Layout(pieces, aliases, lazy, buffers)
-        if known is None or (known.pieces, known.aliases, known.buffers) != (pieces, aliases, buffers):
+        if buffers := frozenset(np.flatnonzero(roles == Role.BUFFER).tolist()):
+            pieces = replace(pieces, tensors=replace(pieces.tensors, buffers=buffers))
+        layout = Layout(pieces, aliases, lazy)
+        if known is None or (known.pieces, known.aliases) != (pieces, aliases):
             self._check_names()
             if copied_bytes_max is not None:
                 layout = replace(layout, lazy=_within_budget(pieces, roles, lazy, copied_bytes_max))
@@ -204,17 +205,17 @@ class Sink:
         position[list(ties)] = position[list(ties.values())]
         return position
 
-    def _boxed(self, pieces: Pieces) -> Pieces:
-        """`pieces` with the global shapes and the boxes of those that are shards."""
+    def _boxed(self, tensors: TensorColumns) -> Pieces:
+        """The pieces, with the global shapes and the boxes of those that are shards."""
         if not self._within:
-            return pieces
-        shapes, parts = list(pieces.shapes), {}
+            return Pieces(tensors)
+        shapes, parts = list(tensors.shapes), {}
         for position, shard in self._within.items():
             box = Box(shard.offset, tuple(shapes[position]))
             shapes[position] = shard.shape
             if box != Box.whole(shard.shape):
                 parts[position] = box
-        return Pieces(pieces.names, pieces.dtypes, tuple(shapes), parts)
+        return Pieces.cut(replace(tensors, shapes=tuple(shapes)), parts)
 
     def _ties(
         self, dtypes: Sequence[DType], shapes: Sequence[tuple[int, ...]], address: NDArray[np.uint64],
@@ -271,9 +272,9 @@ class Sink:
 def _check_whole(pieces: Pieces) -> None:
     """Raise UnsupportedStateError for the first tensor of which only a part is here."""
     held: dict[str, int] = {}
-    for at, box in pieces.parts.items():
-        held[pieces.names[at]] = held.get(pieces.names[at], 0) + box.elements
-    for at, box in pieces.parts.items():
+    for at, elements in zip(pieces.parts.tolist(), pieces.part_elements().tolist(), strict=True):
+        held[pieces.names[at]] = held.get(pieces.names[at], 0) + elements
+    for at, box in pieces.part_boxes():
         if held[pieces.names[at]] < math.prod(pieces.shapes[at]):
             raise _part(pieces.names[at], f"{box} of shape {tuple(pieces.shapes[at])}")
 
@@ -292,7 +293,7 @@ def _within_budget(
 
     A change of these before they are captured is found, and fails that save by name.
     """
-    copied_bytes = sum(piece.bytes for piece, is_late in zip(pieces, lazy, strict=True) if not is_late)
+    copied_bytes = int(pieces.lengths()[~np.array(lazy, np.bool_)].sum())
     if copied_bytes <= copied_bytes_max:
         return tuple(lazy)
     return tuple((np.array(lazy, np.bool_) | np.isin(roles, (Role.UNOWNED, Role.PARAMETER))).tolist())

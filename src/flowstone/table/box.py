@@ -6,6 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from flowstone.errors import ArgumentError
 
 
@@ -66,3 +69,18 @@ class Box:
 
     def __str__(self) -> str:
         return "[" + ",".join(f"{o}:{e}" for o, e in zip(self.offset, self.end, strict=True)) + "]"
+
+
+def products(numbers: NDArray[np.integer], starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The product of each run of `counts` numbers, the first at its `starts`; an empty one (of a scalar) is 1."""
+    found = np.ones(len(counts), np.int64)
+    for dim in range(int(counts.max(initial=0))):
+        has = counts > dim
+        found[has] *= numbers[starts[has] + dim].astype(np.int64)
+    return found
+
+
+def padding_mask(ndim: NDArray[np.int64], width: int) -> NDArray[np.bool_]:
+    """Which numbers are none of the padding, of boxes with `width` offsets and lengths each."""
+    half = np.arange(width) < ndim[:, None]
+    return np.concatenate([half, half], axis=1)

@@ -65,8 +65,9 @@ class Chunks:
     @classmethod
     def to_come(cls, segment: NDArray[np.uint32], length: U64) -> Chunks:
         """What is known of chunks before they are written: no offsets, no digests."""
-        first = first_chunks(length)
-        return cls(segment, np.zeros(len(length), np.uint64), length, np.zeros(int(first[-1]), np.uint64))
+        found = cls(segment, np.zeros(len(length), np.uint64), length, np.zeros(0, np.uint64))
+        object.__setattr__(found, "digest", np.zeros(int(found.first[-1]), np.uint64))
+        return found
 
     @property
     def one_each(self) -> bool:
@@ -164,9 +165,10 @@ class Chunks:
 def first_chunks(length: U64) -> Rows:
     """The number of the first chunk of each piece of these lengths in bytes, and of all chunks."""
     first = np.zeros(len(length) + 1, np.int64)
-    counts = length // CHUNK_BYTES  # unsigned: the -(-a // b) idiom would wrap, and so could a + b - 1
-    counts += counts * CHUNK_BYTES != length
-    np.cumsum(counts, out=first[1:])
+    # Unsigned: the -(-a // b) idiom would wrap. So may this one, near 2^64: what is decoded is compared with its boxes.
+    counts = length + np.uint64(CHUNK_BYTES - 1)
+    counts //= np.uint64(CHUNK_BYTES)
+    np.cumsum(counts.view(np.int64), out=first[1:])
     return first
 
 

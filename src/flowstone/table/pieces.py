@@ -12,13 +12,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import overload
+from functools import cached_property
+from itertools import pairwise
+from operator import attrgetter
+from typing import TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flowstone.table.box import Box
+from flowstone.table.box import Box, padding_mask, products
+from flowstone.table.chunks import spread
 from flowstone.table.dtype import DType
+
+Numbers: TypeAlias = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +97,10 @@ class Block:
         return replace(memory, address=memory.address + self.start * memory.strides_bytes[self.dim], shape=tuple(shape))
 
 
+def _none() -> Numbers:
+    return np.zeros(0, np.int64)
+
+
 @dataclass(frozen=True, slots=True)
 class Alias:
     """Another name of the same tensor: tied weights are stored once, under `target`."""
@@ -99,28 +109,103 @@ class Alias:
     target: str
 
 
-@dataclass(frozen=True, slots=True)
-class Pieces(Sequence[Piece]):
-    """Pieces as columns of equal length; a Piece record is made where one is looked at.
+# These two without slots: columns that follow from others are made once, when one is asked for.
+@dataclass(frozen=True)
+class TensorColumns:
+    """What pieces are but for their boxes, as columns of equal length. Ranks that hold parts of the same tensors share
+    one.
 
-    shapes  of the global tensors
-    parts   position -> box, of those pieces that are not their whole tensor
+    shapes   of the global tensors
+    buffers  positions of modules' buffers: where several ranks hold one, the lowest rank's is saved
     """
 
     names: tuple[str, ...]
     dtypes: tuple[DType, ...]
     shapes: tuple[tuple[int, ...], ...]
-    parts: Mapping[int, Box] = field(default_factory=dict)
+    buffers: frozenset[int] = frozenset()
+
+    @cached_property
+    def ndim(self) -> Numbers:
+        return np.fromiter(map(len, self.shapes), np.int64, len(self.shapes))
+
+    @cached_property
+    def item_bytes(self) -> Numbers:
+        return np.fromiter(map(attrgetter("item_bytes"), self.dtypes), np.int64, len(self.dtypes))
+
+    @property
+    def sides(self) -> Numbers:
+        """All shapes, one behind the other."""
+        return np.array([side for shape in self.shapes for side in shape], np.int64)
+
+    def take(self, positions: Sequence[int]) -> TensorColumns:
+        """Those at `positions`."""
+        buffers = frozenset(new for new, old in enumerate(positions) if old in self.buffers) if self.buffers else ()
+        return TensorColumns(
+            tuple(map(self.names.__getitem__, positions)), tuple(map(self.dtypes.__getitem__, positions)),
+            tuple(map(self.shapes.__getitem__, positions)), frozenset(buffers),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces(Sequence[Piece]):
+    """Pieces as columns; a Piece or Box record is made where one is looked at.
+
+    parts  positions of those that are not their whole tensor, ascending; what is whole takes no room here
+    boxes  ndim offsets, then ndim lengths, in elements, one box behind the other
+    kinds  which of the boxes each of the parts has, each of them used; None: each its own
+    """
+
+    tensors: TensorColumns
+    parts: Numbers = field(default_factory=_none)
+    boxes: Numbers = field(default_factory=_none)
+    kinds: Numbers | None = None
 
     @classmethod
     def of(cls, pieces: Sequence[Piece]) -> Pieces:
         """The columns of `pieces`, which may be such columns already."""
         if isinstance(pieces, Pieces):
             return pieces
-        parts = {at: piece.box for at, piece in enumerate(pieces) if piece.box != Box.whole(piece.shape)}
         columns = zip(*((piece.name, piece.dtype, piece.shape) for piece in pieces), strict=True)
         names, dtypes, shapes = columns if pieces else ((), (), ())
-        return cls(names, dtypes, shapes, parts)
+        parts = {at: piece.box for at, piece in enumerate(pieces) if piece.box != Box.whole(piece.shape)}
+        return cls.cut(TensorColumns(names, dtypes, shapes), parts)
+
+    @classmethod
+    def cut(cls, tensors: TensorColumns, boxes: Mapping[int, Box]) -> Pieces:
+        """Pieces of these tensors: of those at the positions in `boxes` a part, of the others all."""
+        parts = sorted(boxes)
+        numbers = [n for at in parts for n in (*boxes[at].offset, *boxes[at].shape)]
+        return cls(tensors, np.array(parts, np.int64), np.array(numbers, np.int64))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.tensors.names
+
+    @property
+    def dtypes(self) -> tuple[DType, ...]:
+        return self.tensors.dtypes
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        return self.tensors.shapes
+
+    @cached_property
+    def starts(self) -> Numbers:
+        """Where each box begins among the numbers of all, and where the last one ends."""
+        ndim = self.tensors.ndim[self.parts]
+        if self.kinds is not None:
+            of_kind = np.zeros(int(self.kinds.max(initial=-1)) + 1, np.int64)
+            of_kind[self.kinds] = ndim
+            ndim = of_kind
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(2 * ndim)])
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Pieces):
+            return NotImplemented
+        same = self.tensors == other.tensors and np.array_equal(self.parts, other.parts)
+        return same and (not len(self.parts) or np.array_equal(self.part_numbers()[0], other.part_numbers()[0]))
+
+    __hash__ = None  # type: ignore[assignment]
 
     @overload
     def __getitem__(self, position: int) -> Piece: ...
@@ -131,7 +216,7 @@ class Pieces(Sequence[Piece]):
             return tuple(self[at] for at in range(len(self))[position])
         at = range(len(self))[position]
         shape = tuple(self.shapes[at])
-        return Piece(self.names[at], self.dtypes[at], shape, self.parts.get(at) or Box.whole(shape))
+        return Piece(self.names[at], self.dtypes[at], shape, self.part(at) or Box.whole(shape))
 
     def __iter__(self) -> Iterator[Piece]:
         return (self[at] for at in range(len(self)))
@@ -139,17 +224,89 @@ class Pieces(Sequence[Piece]):
     def __len__(self) -> int:
         return len(self.names)
 
+    def part(self, position: int) -> Box | None:
+        """The box of the piece at `position`; None where it is its whole tensor."""
+        row = int(self.parts.searchsorted(position)) if len(self.parts) else 0
+        if row == len(self.parts) or self.parts[row] != position:
+            return None
+        kind = row if self.kinds is None else int(self.kinds[row])
+        numbers = self.boxes[self.starts[kind] : self.starts[kind + 1]].tolist()
+        return Box(tuple(numbers[: len(numbers) // 2]), tuple(numbers[len(numbers) // 2 :]))
+
+    def part_boxes(self) -> Iterator[tuple[int, Box]]:
+        """Position and box of each of the parts."""
+        numbers, starts = self.part_numbers()
+        flat, known = numbers.tolist(), dict[tuple[int, ...], Box]()  # most of one shape have the same
+        for at, (begin, end) in zip(self.parts.tolist(), pairwise(starts.tolist()), strict=True):
+            key = tuple(flat[begin:end])
+            if key not in known:
+                half = len(key) // 2
+                known[key] = Box(key[:half], key[half:])
+            yield at, known[key]
+
+    def part_numbers(self) -> tuple[Numbers, Numbers]:
+        """The boxes of the parts, each its own, and where each begins."""
+        if self.kinds is None:
+            return self.boxes, self.starts
+        counts = 2 * self.tensors.ndim[self.parts]
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+        return self.boxes[spread(self.starts[:-1][self.kinds], counts)], starts
+
+    def part_elements(self) -> Numbers:
+        """How many elements each of the parts has."""
+        numbers, starts = self.part_numbers()
+        ndim = np.diff(starts) // 2
+        return products(numbers, starts[:-1] + ndim, ndim)
+
+    def lengths(self) -> NDArray[np.uint64]:
+        """The bytes of each piece."""
+        elements = list(map(math.prod, self.shapes))
+        for at, n in zip(self.parts.tolist(), self.part_elements().tolist(), strict=True):
+            elements[at] = n  # before they are an array: a tensor that is held in parts may have too many for one
+        return np.array(elements, np.uint64) * self.tensors.item_bytes.astype(np.uint64)
+
+    def all_boxes(self) -> tuple[Numbers, Numbers]:
+        """The boxes of all pieces, whole ones too, and where each begins."""
+        ndim = self.tensors.ndim
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(2 * ndim)])
+        found = np.zeros(int(starts[-1]), np.int64)
+        found[spread(starts[:-1] + ndim, ndim)] = self.tensors.sides
+        found[spread(starts[:-1][self.parts], 2 * ndim[self.parts])] = self.part_numbers()[0]
+        return found, starts
+
     def take(self, positions: Sequence[int], blocks: Sequence[Block] = ()) -> Pieces:
         """The pieces at `positions`, which do not descend; of some of them only blocks."""
         if len(positions) == len(self) and not blocks:
             return self
-        parts = {new: self.parts[old] for new, old in enumerate(positions) if old in self.parts} if self.parts else {}
-        for block in blocks:
-            parts[block.at] = block.of(self[positions[block.at]].box)
-        return Pieces(
-            tuple(map(self.names.__getitem__, positions)), tuple(map(self.dtypes.__getitem__, positions)),
-            tuple(map(self.shapes.__getitem__, positions)), parts,
-        )
+        tensors = self.tensors.take(positions)
+        old = np.asarray(positions, np.int64)
+        row = np.searchsorted(self.parts, old)
+        parts = np.flatnonzero(np.append(self.parts, -1)[row] == old)
+        row = row[parts]
+        if not blocks:
+            numbers, starts = self.part_numbers()
+            return Pieces(tensors, parts, numbers[spread(starts[row], np.diff(starts)[row])])
+        boxes = {int(new): self[int(old[new])].box for new in {*parts.tolist(), *(block.at for block in blocks)}}
+        return Pieces.cut(tensors, boxes | {block.at: block.of(boxes[block.at]) for block in blocks})
+
+    def compact(self) -> Pieces:
+        """The same with each distinct box of each shape once, in the order in which they first occur."""
+        assert self.kinds is None, "compact already"
+        if not len(self.parts):
+            return replace(self, kinds=self.parts)
+        shapes = {shape: at for at, shape in enumerate(dict.fromkeys(self.shapes))}
+        shape = np.array([shapes[self.shapes[at]] for at in self.parts.tolist()], np.int64)
+        ndim = self.tensors.ndim[self.parts]
+        mask = padding_mask(ndim, int(ndim.max(initial=0)))
+        rows = np.zeros(mask.shape, np.int64)
+        rows[mask] = self.boxes
+        keys = np.column_stack([shape, rows])
+        _, first, kinds = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+        order = np.argsort(first)
+        moved = np.empty(len(order), np.int64)
+        moved[order] = np.arange(len(order))
+        first = first[order]
+        return replace(self, boxes=rows[first][mask[first]], kinds=moved[kinds.reshape(-1)])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -200,10 +357,8 @@ class Layout:
     aliases  further names of memory that is among the pieces: tied weights
     lazy     per piece: whether only an optimizer's step changes it (parameters, optimizer state),
              so that it may be captured after `save` returned
-    buffers  positions of pieces that are buffers of modules: where several ranks hold one, the lowest has the word
     """
 
     pieces: Pieces
     aliases: tuple[Alias, ...]
     lazy: tuple[bool, ...]
-    buffers: frozenset[int] = frozenset()

@@ -37,18 +37,21 @@ from flowstone.format.manifest import (
 )
 from flowstone.pipeline.messages import (
     Contribution,
+    LookedAt,
     PackedLayout,
     Part,
     Proposal,
+    Terms,
     assignment_of,
     compressed,
     pack,
+    pack_written,
     packed,
     unpack,
     written_by,
 )
+from flowstone.pipeline.plan_cache import plan_save
 from flowstone.pipeline.rank_zero import RankZero
-from flowstone.pipeline.save import plan_save
 from flowstone.plan.assign_writers import WriterAssignment
 from flowstone.plan.global_index import global_index
 from flowstone.plan.match import Available, Requested, match
@@ -131,14 +134,13 @@ class Bench:
         uncounted = Counters.none()
         described = Described(layout, Places(nowhere, {}, [None] * count), {}, {}, (), uncounted, deque())
         part = unpack(decision.each[SAMPLE], Part)
-        assert part.positions is not None
-        assignment = assignment_of("plan", layout, part.positions, part.blocks)
+        assignment = assignment_of(unpack(decision.common, Terms), layout, part)
         with self._phase("write plan"):
-            planned = plan_save(described, None, fence="manual", rank=SAMPLE, assignment=assignment)
+            planned = plan_save(described, None, assignment, fence="manual", rank=SAMPLE)
         again = replace(assignment, plan="next")
 
         def cached() -> None:
-            known = plan_save(described, planned, fence="manual", rank=SAMPLE, assignment=again)
+            known = plan_save(described, planned, again, fence="manual", rank=SAMPLE)
             data_offsets(known.plan, known.places(described).address)
 
         return statistics.median(_timed(cached) for _ in range(CACHED_TIMES))
@@ -156,9 +158,9 @@ class Bench:
                 [SegmentRow(0, None, f"rank-{rank:05d}.safetensors", int(lengths.sum()), 4096, "0" * 16)],
                 np.zeros(count, np.uint32), np.cumsum(-(-lengths // 4096) * 4096 + 4096).astype(np.uint64),
                 Receipt(None, chance.integers(0, 1 << 64, chunks, np.uint64), _IO),
-                {"step": b"1"}, {}, {"step": 1},
+                {"step": b"1"}, {}, {"step": 1}, LookedAt(None, np.zeros(0, np.uint16)),
             )
-            found.append(len(msgspec.msgpack.encode(written_by(made, "p" * 16, "d" * 24, replicated=False))))
+            found.append(len(pack_written(written_by(made, "p" * 16, "d" * 24))))
         return found
 
     def _commit(self, shared: WriterAssignment, rank_zero: RankZero) -> tuple[bytes, list[SegmentRow], bytes]:

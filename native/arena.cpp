@@ -10,6 +10,7 @@
 #include <system_error>
 
 #include "bounds.h"
+#include "thread_name.h"
 
 namespace flowstone {
 
@@ -51,7 +52,10 @@ Arena::Arena(std::uint64_t budget_bytes, std::uint64_t block_bytes, Priority pri
     (void)::madvise(mapping_, mapping_bytes_, MADV_HUGEPAGE);
     (void)::madvise(mapping_, mapping_bytes_, MADV_DONTFORK);
     try {
-        toucher_ = std::jthread([this, priority](const std::stop_token& stop) { touch_loop(stop, priority); });
+        toucher_ = std::jthread([this, priority](const std::stop_token& stop) {
+            name_this_thread("fs-touch");
+            touch_loop(stop, priority);
+        });
     } catch (...) {
         ::munmap(mapping_, mapping_bytes_);
         throw;

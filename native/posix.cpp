@@ -13,6 +13,7 @@
 #include "backend.h"
 #include "bounds.h"
 #include "op_queue.h"
+#include "thread_name.h"
 #include "thread_start.h"
 #include "transfer.h"
 
@@ -50,6 +51,7 @@ public:
     PosixBackend(std::uint32_t queue_depth, FaultInjector injector, Priority priority) : injector_(std::move(injector)) {
         const std::size_t count = std::min<std::size_t>(queue_depth, posix_threads_max);
         const auto body = [this, priority](std::size_t) {
+            name_this_thread("fs-posix");
             assume(priority);
             run();
         };

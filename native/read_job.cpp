@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "bounds.h"
+#include "thread_name.h"
 
 namespace flowstone {
 
@@ -27,7 +28,10 @@ ReadJob::ReadJob(Machine machine, std::shared_ptr<Arena> arena, std::vector<std:
                  std::shared_ptr<const ReadExtents> rows, const ReadOptions& options)
     : Job(std::move(machine), std::move(arena), std::move(files)), rows_(std::move(rows)), options_(options),
       touched_(rows_->rows.size()) {
-    coordinator_ = std::jthread([this] { coordinate([this] { begin_all(); }); });
+    coordinator_ = std::jthread([this] {
+        name_this_thread("fs-read");
+        coordinate([this] { begin_all(); });
+    });
 }
 
 ReadJob::~ReadJob() {

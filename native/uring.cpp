@@ -14,6 +14,7 @@
 
 #include "backend.h"
 #include "op_queue.h"
+#include "thread_name.h"
 #include "thread_start.h"
 #include "transfer.h"
 
@@ -203,6 +204,7 @@ private:
 
     void start_reaper(Priority priority) {
         reaper_ = std::jthread([this, priority] {
+            name_this_thread("fs-uring");
             assume(priority);
             // Listening begins here: what a thread has asked the kernel for ends with it.
             const int error = settle_in() ? listen() : ENOMEM;

@@ -1,4 +1,5 @@
 #include "workers.h"
+#include "thread_name.h"
 
 #include <utility>
 
@@ -7,6 +8,7 @@ namespace flowstone {
 Workers::Workers(std::size_t count, Priority priority) {
     for (std::size_t i = 0; i < count; ++i) live_.push_back(std::make_unique<LiveAccess>());
     const auto body = [this, priority](std::size_t i) {
+        name_this_thread("fs-worker");
         assume(priority);
         run(*live_[i]);
     };

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "bounds.h"
+#include "thread_name.h"
 
 namespace flowstone {
 namespace {
@@ -130,6 +131,7 @@ WriteJob::WriteJob(Machine machine, std::shared_ptr<Arena> arena, std::vector<st
       files_ready_(options_.files_ready) {
     if (!rows_->keeps_places()) appender_.emplace(*rows_, files_.size());
     coordinator_ = std::jthread([this] {
+        name_this_thread("fs-write");
         coordinate([this] {
             try {
                 begin_all();

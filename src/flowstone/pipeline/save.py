@@ -4,7 +4,7 @@
 
 On the caller's thread   `Saves.save`: describe, agree (what is known already), plan, capture
 On the act's thread      `flowstone-act`: what no signal's handler may cut in two, while the caller waits for it
-On the engine's threads  native: windows are copied, digested and written; `save` returns meanwhile
+On the engine's threads  `fs-write`, `fs-worker`, ...: windows are copied, digested, written; `save` returns meanwhile
 On `flowstone-reserve`   segments get their size, where the caller does not wait for that
 On `flowstone-capture`   `Handover.watch`: waits for a capture that outlasts `save`, then tells `captured`
 On `flowstone-commit`    `_finish`: agree, receipts, commit, retain; one save after the other, in the order of steps.

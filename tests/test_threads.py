@@ -1,0 +1,67 @@
+"""Every thread of a Checkpointer is in the inventory of docs/ARCHITECTURE.md."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from pathlib import Path
+from typing import Literal
+from unittest import mock
+
+import pytest
+import torch
+
+import flowstone as fs
+from flowstone.pipeline.pacing import Captures
+from flowstone.store.base import Pace
+
+INVENTORY = Path(__file__).resolve().parent.parent / "docs" / "ARCHITECTURE.md"
+
+
+def inventory() -> set[str]:
+    """The names in the first column of the table of threads."""
+    section = INVENTORY.read_text().partition("## Threads")[2]
+    return set(re.findall(r"^\| `([a-z-]+)` \|", section, re.MULTILINE))
+
+
+def live() -> dict[int, str]:
+    """Of each thread of this process, by its number in the system, what Python calls it, else the system."""
+    found = {}
+    for number in map(int, os.listdir("/proc/self/task")):
+        try:
+            found[number] = Path(f"/proc/self/task/{number}/comm").read_text().strip()
+        except OSError:
+            continue  # it has just ended
+    found |= {one.native_id: one.name for one in threading.enumerate() if one.native_id}
+    return {number: re.sub(r"[_-]\d+$", "", name) for number, name in found.items()}
+
+
+@pytest.mark.parametrize("backend", ["auto", "posix"])
+def test_each_thread_of_a_save_and_of_a_load_is_in_the_inventory(
+    tmp_path: Path, backend: Literal["auto", "posix"]
+) -> None:
+    model = torch.nn.Linear(2000, 2000)  # several windows
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(2, 2000)).sum().backward()
+    optimizer.step()  # torch has started its own
+    state = {"model": model, "optimizer": optimizer}
+    before = live().keys()
+    with fs.Checkpointer(tmp_path, engine=fs.EngineOptions(backend=backend)) as checkpointer:
+        checkpointer.save(1, state).committed.result(60)
+        with mock.patch.object(Captures, "pace", return_value=Pace(blocks=1, bytes_per_s=1)):  # nothing waits for it
+            save = checkpointer.save(2, state)
+        found = {name for number, name in live().items() if number not in before}
+        save.committed.result(60)
+        checkpointer.load(state)
+        found |= {name for number, name in live().items() if number not in before}
+    assert {"flowstone-commit", "flowstone-capture", "flowstone-act", "fs-write", "fs-worker", "fs-touch"} <= found
+    assert found <= inventory(), f"not in docs/ARCHITECTURE.md, Threads: {found - inventory()}"
+
+
+def test_the_inventory_names_no_thread_that_the_sources_do_not() -> None:
+    root = INVENTORY.parent.parent
+    text = "".join(one.read_text() for one in [*(root / "src").rglob("*.py"), *(root / "native").glob("*.cpp")])
+    ours = inventory() - {"iou-wrk"}
+    assert ours == {name for name in ours if f'"{name}"' in text}
+    assert len(ours) > 10

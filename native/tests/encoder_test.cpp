@@ -67,7 +67,7 @@ public:
 Sample compressible_sample(std::uint64_t seed) {
     Sample sample = random_sample(seed, 24);
     for (std::size_t i = 0; i < sample.stored.size(); i += 3) {
-        if (sample.rows.rows[i].layout != contiguous) continue;
+        if (sample.rows.rows[i].layout != contiguous || sample.stored[i].empty()) continue;
         for (std::size_t at = 0; at < sample.stored[i].size(); ++at) sample.memory[i].start()[at] = static_cast<std::byte>(at / 5000);
         std::memcpy(sample.stored[i].data(), sample.memory[i].start(), sample.stored[i].size());
     }

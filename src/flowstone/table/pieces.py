@@ -192,6 +192,8 @@ class Pieces(Sequence[Piece]):
     @cached_property
     def starts(self) -> Numbers:
         """Where each box begins among the numbers of all, and where the last one ends."""
+        if not len(self.parts):
+            return np.zeros(1, np.int64)
         ndim = self.tensors.ndim[self.parts]
         if self.kinds is not None:
             of_kind = np.zeros(int(self.kinds.max(initial=-1)) + 1, np.int64)

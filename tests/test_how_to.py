@@ -13,12 +13,12 @@ TEXT = (ROOT / "docs/ARCHITECTURE.md").read_text()
 
 def steps(what: str) -> list[str]:
     """The numbered lines of the recipe for `what`."""
-    _, found, rest = TEXT.partition(f"**To add {what}:**\n\n")
+    _, found, rest = TEXT.partition(f"## How to add {what}\n\n")
     assert found, f"ARCHITECTURE.md does not say how to add {what}"
     return rest.partition("\n\n")[0].splitlines()
 
 
-@pytest.mark.parametrize("what", re.findall(r"\*\*To add (.*?):\*\*", TEXT))
+@pytest.mark.parametrize("what", ["a codec"])
 def test_a_recipe_has_five_lines_that_name_what_exists(what: str) -> None:
     lines = steps(what)
     assert [line[:3] for line in lines] == [f"{number}. " for number in range(1, 6)]
@@ -31,7 +31,3 @@ def test_a_recipe_has_five_lines_that_name_what_exists(what: str) -> None:
         source = "".join((ROOT / name).read_text() for name in files if (ROOT / name).is_file())
         unknown = [name for name in names if name not in files and name not in source]
         assert not unknown, f"{unknown} are not in {files}: {line}"
-
-
-def test_the_recipe_for_a_codec_is_there() -> None:
-    assert len(steps("a codec")) == 5

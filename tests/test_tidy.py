@@ -48,8 +48,8 @@ TORCH_ALLOWED = {"state", "stage", "ranks", "adapters", "flowstone_demo"}
 WITHOUT_TORCH = {"stage/arena.py", "stage/scatter.py", "stage/__init__.py"}  # read by verbs that need none
 PURE_FORBIDDEN = {"os", "time", "socket", "threading", "pathlib", "random", "torch", "io", "shutil"}
 
-FUNCTION_LINES_MAX = 70
-FILE_LINES_MAX = 600
+FUNCTION_LINES_MAX = 60
+FILE_LINES_MAX = {"src": 500, "bench": 500, "native": 500, "tests": 600}
 
 
 def _sources(base: Path = SRC) -> list[Path]:
@@ -204,12 +204,13 @@ def test_functions_and_files_stay_short(folder: str) -> None:
         long = [f"{name} ({lines})" for name, lines in _functions(path) if lines > FUNCTION_LINES_MAX]
         assert not long, f"{path.relative_to(ROOT)}: over {FUNCTION_LINES_MAX} lines: {', '.join(long)}"
         lines = len(path.read_text().splitlines())
-        assert lines <= FILE_LINES_MAX, f"{path.relative_to(ROOT)} has {lines} lines"
+        assert lines <= FILE_LINES_MAX[folder], f"{path.relative_to(ROOT)} has {lines} lines"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "native").rglob("*.[ch]*")), ids=lambda p: p.name)
 def test_native_files_stay_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= FILE_LINES_MAX
+    folder = "tests" if path.parent.name == "tests" else "native"
+    assert len(path.read_text().splitlines()) <= FILE_LINES_MAX[folder]
 
 
 def test_native_core_links_neither_torch_nor_cuda() -> None:

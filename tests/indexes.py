@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from flowstone.format.index import Index, decode_index
 from flowstone.format.manifest import SegmentRow
-from flowstone.plan.write import WritePlan, index_file
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+from flowstone.plan.global_index import global_index
+from flowstone.plan.write import WritePlan
+from flowstone.table.pieces import Alias, Pieces
 
 
-def index_of(plan: WritePlan, offsets: NDArray[np.uint64], digests: NDArray[np.uint64]) -> Index:
-    """The index of the plan's pieces at `offsets`, with `digests` in plan order."""
+def index_of(
+    plan: WritePlan, offsets: NDArray[np.uint64], digests: NDArray[np.uint64], aliases: Sequence[Alias] = ()
+) -> Index:
+    """The index of the plan's pieces at `offsets`, with `digests` in plan order. `aliases`: further names."""
     rows = [SegmentRow(at, None, one.name, one.bytes, one.header_bytes, "") for at, one in enumerate(plan.segments)]
-    return decode_index(index_file(plan, offsets, digests), segments=rows, path="index")
+    pieces = Pieces.of(plan.pieces).compact()
+    frame, piece_order, chunk_order = global_index([pieces], [np.arange(len(pieces))], aliases, plan.segment)
+    return decode_index(frame.fill(offsets[piece_order], digests[chunk_order]), segments=rows, path="index")

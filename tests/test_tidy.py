@@ -207,6 +207,20 @@ def test_functions_and_files_stay_short(folder: str) -> None:
         assert lines <= FILE_LINES_MAX[folder], f"{path.relative_to(ROOT)} has {lines} lines"
 
 
+PARAMETERS_MAX = 7
+OPTIONS = {("checkpointer.py", "__init__"), ("bench.py", "io")}
+"""Whose parameters are the options of the public face, each with a default, named by the caller."""
+
+
+@pytest.mark.parametrize("path", _sources(), ids=lambda p: str(p.relative_to(SRC)))
+def test_parameter_lists_stay_short(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (path.name, node.name) not in OPTIONS:
+            names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            count = len(names) - (names[:1] in (["self"], ["cls"]))
+            assert count <= PARAMETERS_MAX, f"{path.relative_to(SRC)}: {node.name} has {count} parameters"
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "native").rglob("*.[ch]*")), ids=lambda p: p.name)
 def test_native_files_stay_short(path: Path) -> None:
     folder = "tests" if path.parent.name == "tests" else "native"

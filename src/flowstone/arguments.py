@@ -198,14 +198,14 @@ def to_store(path: object) -> Path | Store:
     )
 
 
-def to_options(
-    *, keep: object, budget_bytes: object, on_error: object, max_unsaved_steps: object, engine: object,
-    saves_in_flight: object, deadline_s: object, alone: object, on_event: object,
-) -> tuple[Keep | None, int | None, int | None, int, float]:
+def to_options(given: Mapping[str, object]) -> tuple[Keep | None, int | None, int | None, int, float]:
     """The options of a Checkpointer: keep, budget_bytes, max_unsaved_steps, saves_in_flight, deadline_s.
 
+    given   all that it takes, by name
     raises  ArgumentError
     """
+    on_error, engine, on_event, alone = given["on_error"], given["engine"], given["on_event"], given["alone"]
+    budget_bytes, max_unsaved_steps, deadline_s = given["budget_bytes"], given["max_unsaved_steps"], given["deadline_s"]
     if on_error not in ("raise", "continue"):
         raise ArgumentError(
             f"on_error {shown(on_error)} is neither 'raise' nor 'continue'", next="leave it out to raise"
@@ -226,10 +226,10 @@ def to_options(
     if not deadline > 0:
         raise ArgumentError(f"deadline_s {shown(deadline_s)} is not above 0", next="give a number of seconds")
     return (
-        _keep(keep),
+        _keep(given["keep"]),
         None if budget_bytes is None else _count("budget_bytes", budget_bytes, least=0),
         None if max_unsaved_steps is None else _count("max_unsaved_steps", max_unsaved_steps, least=0),
-        _count("saves_in_flight", saves_in_flight, least=1),
+        _count("saves_in_flight", given["saves_in_flight"], least=1),
         deadline,
     )
 

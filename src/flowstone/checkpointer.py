@@ -74,10 +74,11 @@ class Checkpointer:
         on_event: OnEvent | None = None,
     ) -> None:
         place = calls.to_store(path)
-        keep, budget_bytes, max_unsaved_steps, saves_in_flight, deadline_s = calls.to_options(
-            keep=keep, budget_bytes=budget_bytes, on_error=on_error, max_unsaved_steps=max_unsaved_steps,
-            engine=engine, saves_in_flight=saves_in_flight, deadline_s=deadline_s, alone=alone, on_event=on_event,
-        )
+        keep, budget_bytes, max_unsaved_steps, saves_in_flight, deadline_s = calls.to_options({
+            "keep": keep, "budget_bytes": budget_bytes, "on_error": on_error, "max_unsaved_steps": max_unsaved_steps,
+            "engine": engine, "saves_in_flight": saves_in_flight, "deadline_s": deadline_s, "alone": alone,
+            "on_event": on_event,
+        })
         engine = engine or EngineOptions()
         self._store: Store = LocalStore(place, engine) if isinstance(place, Path) else place
         self.made_at, self._pid, self._turn = caller(), os.getpid(), Turn()

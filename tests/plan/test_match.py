@@ -23,9 +23,9 @@ def piece(name: str, shape: tuple[int, ...] = (2,), kind: str = "float32") -> Pi
 
 
 def index(*pieces: Piece, aliases: Sequence[Alias] = (), digests: Sequence[int] = ()) -> Index:
-    plan = plan_writes(pieces, aliases=aliases)
+    plan = plan_writes(pieces)
     found = np.array(digests or range(plan.chunks), np.uint64)
-    return index_of(plan, data_offsets(plan, np.zeros(len(pieces), np.uint64)), found)
+    return index_of(plan, data_offsets(plan, np.zeros(len(pieces), np.uint64)), found, aliases)
 
 
 def matched(

@@ -105,9 +105,9 @@ def test_the_index_groups_pieces_by_tensor_and_keeps_their_digests() -> None:
         Piece("none", b, (0,), Box((0,), (0,))),
         Piece("x", a, (4 * mib,), Box((mib + 1,), (3 * mib - 1,))),  # chunks 3, 4, 5
     ]
-    plan = plan_writes(pieces, aliases=[Alias("tied", "y")])
+    plan = plan_writes(pieces)
     offsets = data_offsets(plan, np.zeros(4, np.uint64))
-    index = index_of(plan, offsets, np.arange(100, 106, dtype=np.uint64))
+    index = index_of(plan, offsets, np.arange(100, 106, dtype=np.uint64), [Alias("tied", "y")])
     assert (index.names, index.aliases) == (("x", "y", "none"), (("tied", 1),))
     assert index.chunks.digest.tolist() == [100, 101, 103, 104, 105, 102]
     assert index.chunks.stored_lengths().tolist() == [mib, 1, mib, mib, mib - 1, 8]

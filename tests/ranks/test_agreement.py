@@ -12,7 +12,7 @@ import pytest
 from threads import Job
 
 from flowstone.errors import FullError, RankError
-from flowstone.ranks import Agreement, Decision, Heartbeat, KeyValueStore
+from flowstone.ranks import Agreement, Decision, Heartbeat, KeyValueStore, Timeouts
 from flowstone.ranks.agreement import Agreed
 
 MIB = 1 << 20
@@ -218,7 +218,7 @@ def test_what_a_rank_reads_of_its_children_is_not_taken_down_by_them() -> None:
 
     for rank, look in ((1, parent_looks), (17, child_looks)):
         kv_store = cast("KeyValueStore", _Watched(job.kv_stores[rank], look))
-        job.ranks[rank] = Agreement(kv_store, rank, 19, deadline_s=0.3 if rank == 17 else 600)
+        job.ranks[rank] = Agreement(kv_store, rank, 19, timeouts=Timeouts(0.3 if rank == 17 else 600))
 
     def act(rank: Agreement) -> Agreed:
         try:

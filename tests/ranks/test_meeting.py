@@ -13,7 +13,7 @@ import pytest
 from threads import Job
 
 from flowstone.errors import RankError
-from flowstone.ranks import Activity, Agreement, Decision, Heartbeat, wire
+from flowstone.ranks import Activity, Agreement, Decision, Heartbeat, Timeouts, wire
 from flowstone.ranks.agreement import Agreed
 from flowstone.ranks.wire import Exchange
 
@@ -36,7 +36,7 @@ class Checkpointers:
         self.sides = {
             rank: Agreement(
                 job.kv_stores[rank], rank, job.size, label=label, heartbeat=heartbeat,  # type: ignore[arg-type]
-                **options
+                timeouts=Timeouts(**options)
             )
             for rank, heartbeat in self.heartbeats.items()
         }

@@ -9,20 +9,24 @@ from typing import Any
 
 import torch.distributed as dist
 
-from flowstone.ranks.agreement import Agreement
+from flowstone.config import TREE_FAN
+from flowstone.ranks.agreement import Agreement, Timeouts
 from flowstone.ranks.kv_store import KeyValueStore
 
 
 class Job:
     """`size` ranks; what each does runs in a thread of its own."""
 
-    def __init__(self, size: int, **options: Any) -> None:
+    def __init__(self, size: int, *, fan: int = TREE_FAN, **timeouts: float) -> None:
         self.size = size
         self.server = dist.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=60), wait_for_workers=False)
         # Few connections: the fifth takes the store five seconds. Nobody waits on one, so ranks may share them.
         connections = [self.server.clone() for _ in range(min(size, 4))]
         self.kv_stores: list[KeyValueStore] = [dist.PrefixStore("job", connections[rank % 4]) for rank in range(size)]
-        self.ranks = [Agreement(kv_store, rank, size, **options) for rank, kv_store in enumerate(self.kv_stores)]
+        self.ranks = [
+            Agreement(kv_store, rank, size, fan=fan, timeouts=Timeouts(**timeouts))
+            for rank, kv_store in enumerate(self.kv_stores)
+        ]
 
     def run(self, act: Callable[[Agreement], Any], *, ranks: list[int] | None = None) -> list[Any]:
         """What each rank's act gave, or raised."""

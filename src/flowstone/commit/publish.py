@@ -20,13 +20,14 @@ from flowstone.format.manifest import (
     MARKER_NAME,
     OBJECTS_NAME,
     FileRow,
+    IoRecord,
     Manifest,
     Marker,
     SegmentRow,
     encode_manifest,
     encode_marker,
 )
-from flowstone.store.base import Receipt, Store
+from flowstone.store.base import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,26 @@ class Draft:
     id: str
     directory: str
     is_in_place: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a checkpoint is made of.
+
+    segments  with their files' names, durable already
+    totals    of the index
+    io        how the segments were written
+    writer    the program that did
+    ranks     of the job that saved
+    """
+
+    segments: Sequence[SegmentRow]
+    index: bytes
+    totals: Totals
+    objects: bytes
+    io: IoRecord
+    writer: str
+    ranks: int
 
 
 def open_store(store: Store) -> str:
@@ -98,35 +119,22 @@ def remove_own(store: Store, draft: Draft, names: Sequence[str]) -> None:
             continue  # safe: it is gone, or others have not gone yet; a draft is never read, and is swept
 
 
-def publish(
-    store: Store,
-    draft: Draft,
-    *,
-    store_id: str,
-    segments: Sequence[SegmentRow],
-    index: bytes,
-    totals: Totals,
-    objects: bytes,
-    receipt: Receipt,
-    writer: str,
-    ranks: int,
-) -> Manifest:
+def publish(store: Store, draft: Draft, store_id: str, contents: Contents) -> Manifest:
     """Commit: index and objects, manifest, their directory, the rename, the store. Durable on return.
 
     Where a store renames no directory at once, the put of the manifest, last of all, is the commit.
 
-    The segments are durable already, which is what `receipt` says: it must carry no error.
     raises  LockedError where the store's lock was lost, by then
     """
-    assert receipt.error is None, "a failed receipt must not be published"
+    index, objects, totals = contents.index, contents.objects, contents.totals
     for name, data in ((INDEX_NAME, index), (OBJECTS_NAME, objects)):
         store.put(inside(draft.directory, name), data)
     manifest = Manifest(
-        step=draft.step, id=draft.id, store=store_id, created=_now(), writer=writer, ranks=ranks,
-        segments=tuple(segments),
+        step=draft.step, id=draft.id, store=store_id, created=_now(), writer=contents.writer, ranks=contents.ranks,
+        segments=tuple(contents.segments),
         index=FileRow(INDEX_NAME, len(index), chunk_digests(index)),
         objects=FileRow(OBJECTS_NAME, len(objects), chunk_digests(objects)),
-        tensors=totals.tensors, pieces=totals.pieces, data_bytes=totals.data_bytes, io=receipt.io,
+        tensors=totals.tensors, pieces=totals.pieces, data_bytes=totals.data_bytes, io=contents.io,
     )
     if draft.is_in_place:
         _put_last(store, draft, encode_manifest(manifest))

@@ -13,7 +13,7 @@ from flowstone.format.manifest import SegmentRow
 from flowstone.pipeline.messages import Assignment
 from flowstone.pipeline.plan_cache import CachedPlan, lazy_pieces
 from flowstone.plan.write import WritePlan
-from flowstone.stage.capture import Staged, start_capture
+from flowstone.stage.capture import Staged, WriteTarget, start_capture
 from flowstone.state import CounterCheck, Described
 from flowstone.store.base import Pace, Store
 from flowstone.table.pieces import Places
@@ -97,8 +97,8 @@ def _capture_into(
     while True:
         try:
             return start_capture(
-                store, draft.directory, cached.plan, places, arena, pace, cached.headers, seed=draft.step,
-                reserved=reserved,
+                WriteTarget(store, draft.directory, arena), cached.plan, places, pace, cached.headers,
+                seed=draft.step, reserved=reserved,
             )
         except StorageError as error:
             tries -= 1

@@ -38,7 +38,7 @@ from flowstone.plan.assign_writers import WriterAssignment, assign_writers, chec
 from flowstone.plan.global_index import global_index
 from flowstone.plan.replicas import ReplicaSets, differing
 from flowstone.ranks import Decision
-from flowstone.store.base import Receipt, Store
+from flowstone.store.base import Store
 from flowstone.table.pieces import Alias, Pieces, TensorColumns
 
 
@@ -158,12 +158,10 @@ class RankZero:
             for section, text in one.per_rank.items():
                 per_rank.setdefault(section, []).append(text)
         replicated = {**said[0].replicated, **_merged_sections(apart)}
-        return publish.publish(
-            store, draft, store_id=store_id, segments=segments,
-            index=index.frame.fill(offsets[index.piece_order], digests[index.chunk_order]), totals=index.frame.totals,
-            objects=join_objects(replicated, per_rank),
-            receipt=Receipt(None, digests, _io_of(said)), writer=f"flowstone {__version__}", ranks=len(said),
-        )
+        return publish.publish(store, draft, store_id, publish.Contents(
+            segments, index.frame.fill(offsets[index.piece_order], digests[index.chunk_order]), index.frame.totals,
+            join_objects(replicated, per_rank), _io_of(said), writer=f"flowstone {__version__}", ranks=len(said),
+        ))
 
     def _index_of(self, segment: NDArray[np.uint32]) -> _GlobalIndex:
         """The index of what the plan has written into these segments; kept for the next save by the same plan."""

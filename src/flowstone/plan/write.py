@@ -17,14 +17,12 @@ from numpy.typing import NDArray
 
 from flowstone.config import BLOCK_BYTES, HEADER_BYTES_MAX, PACKED_BELOW_BYTES
 from flowstone.errors import CollisionError
-from flowstone.format.index import Frame, Rows, frame_of
 from flowstone.format.segment import Packed, entry_name, entry_text, pack_entries, reserve, reserved
 from flowstone.plan.coverage import check_tiling
-from flowstone.plan.global_index import by_tensor, chunks_in_order
 from flowstone.table.box import Box
-from flowstone.table.chunks import Chunks, first_chunks, spread
+from flowstone.table.chunks import first_chunks
 from flowstone.table.dtype import DType
-from flowstone.table.pieces import Alias, Piece, Pieces
+from flowstone.table.pieces import Piece, Pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +52,6 @@ class WritePlan:
     chunk     the number of the piece's first chunk, over the whole plan
     order     rows of all files in file order: number s is the header of segment s, and
               number len(segments) + p is piece p
-    frame     the index, encoded, without offsets and digests
     """
 
     pieces: Pieces
@@ -68,9 +65,6 @@ class WritePlan:
     chunk: NDArray[np.uint64]
     chunks: int
     order: NDArray[np.int64]
-    frame: Frame
-    _piece_order: NDArray[np.int64]
-    _chunk_order: NDArray[np.int64]
 
     @property
     def bytes(self) -> int:
@@ -88,12 +82,11 @@ class WritePlan:
 
 
 def plan_writes(
-    pieces: Sequence[Piece], *, aliases: Sequence[Alias] = (), lazy: Sequence[bool] = (), rank: int = 0,
+    pieces: Sequence[Piece], *, lazy: Sequence[bool] = (), rank: int = 0,
     alone: bool = True, header_bytes_max: int = HEADER_BYTES_MAX,
 ) -> WritePlan:
     """Lay out `pieces` in as few segments as headers of `header_bytes_max` allow.
 
-    aliases  further names of some of them, for the index
     lazy     parallel to `pieces`: which may be captured late. They lie apart from the others, so that
              capturing those early touches few windows. Packed pieces are never lazy. Empty: none is
     alone    these are all pieces of their tensors; else other ranks write the rest, and `share` has proved it
@@ -126,12 +119,10 @@ def plan_writes(
         name = f"rank-{rank:05d}" + (f".{number:04d}" if number else "") + ".safetensors"
         segments.append(SegmentPlan(name, header_bytes, _round_up(at), tuple(order.tolist()), len(large), packed))
     chunk = first_chunks(length)
-    rows, piece_order = _tabulate(pieces, aliases, segment, length)
     return WritePlan(
         pieces=pieces, segments=tuple(segments), text=text, segment=segment, slot=slot, length=length,
         slotted=slotted, lazy=late, chunk=chunk[:-1].astype(np.uint64), chunks=int(chunk[-1]),
-        order=_row_order(segments), frame=frame_of(rows), _piece_order=piece_order,
-        _chunk_order=chunks_in_order(rows.chunks, piece_order),
+        order=_row_order(segments),
     )
 
 
@@ -142,32 +133,6 @@ def data_offsets(plan: WritePlan, phases: NDArray[np.uint64]) -> NDArray[np.uint
     written from where they lie, whether or not they are in the end.
     """
     return plan.slot + np.where(plan.slotted, phases, 0).astype(np.uint64)
-
-
-def index_file(plan: WritePlan, offsets: NDArray[np.uint64], digests: NDArray[np.uint64]) -> bytes:
-    """The file of the index of what was written: the plan's pieces at `offsets`, with `digests` in plan order."""
-    return plan.frame.fill(offsets[plan._piece_order], digests[plan._chunk_order])
-
-
-def _tabulate(
-    pieces: Pieces, aliases: Sequence[Alias], segment: NDArray[np.uint32], length: NDArray[np.uint64]
-) -> tuple[Rows, NDArray[np.int64]]:
-    """The index without offsets and digests, and the order of pieces in it: grouped by tensor."""
-    rows: dict[str, int] = {}
-    for name in pieces.names:
-        rows.setdefault(name, len(rows))
-    tensor = np.array([rows[name] for name in pieces.names], np.int64)
-    order = by_tensor(tensor, len(rows))
-    first = order[np.searchsorted(tensor[order], np.arange(len(rows)))].tolist()
-    boxes, starts = pieces.all_boxes()
-    boxes = boxes[spread(starts[order], np.diff(starts)[order])]
-    tensors = pieces.tensors.take(first)
-    index = Rows(
-        names=tensors.names, dtypes=tensors.dtypes, ndim=tensors.ndim, sides=tensors.sides.astype(np.uint64),
-        aliases=tuple((alias.name, rows[alias.target]) for alias in aliases),
-        tensor=tensor[order], boxes=boxes.astype(np.uint64), chunks=Chunks.to_come(segment[order], length[order]),
-    )
-    return index, order
 
 
 def _row_order(segments: Sequence[SegmentPlan]) -> NDArray[np.int64]:

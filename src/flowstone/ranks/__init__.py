@@ -1,6 +1,6 @@
 """The ranks of a job: who they are, and how they agree without ever waiting for ever."""
 
-from flowstone.ranks.agreement import Agreed, Agreement, Encoding
+from flowstone.ranks.agreement import Agreed, Agreement, Encoding, Timeouts
 from flowstone.ranks.failure import name_of
 from flowstone.ranks.group import RankGroup, error_for_others
 from flowstone.ranks.heartbeat import Activity, Heartbeat
@@ -19,6 +19,7 @@ __all__ = [
     "KeyValueStore",
     "Mailbox",
     "RankGroup",
+    "Timeouts",
     "error_for_others",
     "name_of",
     "rank_and_size",

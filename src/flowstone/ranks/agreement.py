@@ -44,6 +44,18 @@ class Agreed:
     own: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """In seconds: for an agreement of all, for a rank without a sign of life, between lines about who is missing."""
+
+    deadline_s: float = DEADLINE_S
+    silence_s: float = SILENCE_S
+    reminder_s: float = REMINDER_S
+
+
+DEFAULT_TIMEOUTS = Timeouts()
+
+
 class Agreement:
     """One rank's side of a job's agreements. All ranks come by the same ones in the same order. One thread at a time.
 
@@ -53,9 +65,8 @@ class Agreement:
     """
 
     def __init__(
-        self, kv_store: KeyValueStore | None, rank: int, size: int, *, deadline_s: float = DEADLINE_S,
-        silence_s: float = SILENCE_S, reminder_s: float = REMINDER_S, fan: int = TREE_FAN,
-        label: str | None = None, heartbeat: Heartbeat | None = None,
+        self, kv_store: KeyValueStore | None, rank: int, size: int, *, timeouts: Timeouts = DEFAULT_TIMEOUTS,
+        fan: int = TREE_FAN, label: str | None = None, heartbeat: Heartbeat | None = None,
     ) -> None:
         """`label`: what the Checkpointer saves into; None: the key-value store is for these very ranks, which need not
         meet.
@@ -64,12 +75,14 @@ class Agreement:
         self.rank, self.size = rank, size
         self.mailbox = None if kv_store is None else Mailbox(kv_store)
         self._heartbeat, self._label = heartbeat, label
-        self._deadline_s = deadline_s
+        self._deadline_s = timeouts.deadline_s
         self._side: Side | None = None
         if kv_store is not None and self.mailbox is not None:
-            detector = FailureDetector(kv_store, label=label or "", silence_s=silence_s)
+            detector = FailureDetector(kv_store, label=label or "", silence_s=timeouts.silence_s)
             serial = 1 if heartbeat is None else heartbeat.serial
-            self._side = Side(self.mailbox, detector, rank, size, fan, deadline_s, reminder_s, serial)
+            self._side = Side(
+                self.mailbox, detector, rank, size, fan, timeouts.deadline_s, timeouts.reminder_s, serial
+            )
             if label is None:
                 detector.serials = [1] * size
         self._group: str | None = "" if label is None else None  # in front of all keys

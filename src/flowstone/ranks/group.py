@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from flowstone.config import HEARTBEAT_S, SILENCE_S
 from flowstone.errors import CancelledError, NoCheckpointError, NotAStoreError, RankError
-from flowstone.ranks.agreement import Agreement
+from flowstone.ranks.agreement import Agreement, Timeouts
 from flowstone.ranks.failure import name_of
 from flowstone.ranks.heartbeat import Activity, Heartbeat
 from flowstone.ranks.job import Job, this_job
@@ -64,7 +64,7 @@ class RankGroup:
             job.kv_store, job.rank, label, self._activity, every_s=heartbeat_s
         )
         self.agreement = Agreement(
-            job.kv_store, job.rank, job.size, deadline_s=deadline_s, silence_s=silence_s, label=label,
+            job.kv_store, job.rank, job.size, timeouts=Timeouts(deadline_s, silence_s), label=label,
             heartbeat=self._heartbeat
         )
 

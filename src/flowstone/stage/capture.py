@@ -93,11 +93,20 @@ class Headers:
         return self._known
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class WriteTarget:
+    """Where segments are written: a directory of a store, through the blocks of an arena."""
+
+    store: Store
+    directory: str
+    arena: _native.Arena
+
+
 def start_capture(
-    store: Store, directory: str, plan: WritePlan, places: Places, arena: _native.Arena, pace: Pace = UNPACED,
-    known: Headers | None = None, *, seed: int = 0, reserved: bool = True,
+    target: WriteTarget, plan: WritePlan, places: Places, pace: Pace = UNPACED, known: Headers | None = None, *,
+    seed: int = 0, reserved: bool = True,
 ) -> Staged:
-    """Start capturing what lies at `places` (parallel to the plan's pieces) into segments in `directory`.
+    """Start capturing what lies at `places` (parallel to the plan's pieces) into segments of `target`.
 
     known     the headers of this very plan, as far as they were encoded before
     seed      another one for each save: by it other lines are looked at
@@ -109,6 +118,7 @@ def start_capture(
     after `writing.wait_queued()` (or, if it is not lazy, `wait_early`) and the `block_current` of its side stream.
     Raises StorageError when the segments cannot be created.
     """
+    store, directory, arena = target.store, target.directory, target.arena
     address, layout, layouts, device, streams, hosted = within_reach(places)
     offsets = data_offsets(plan, np.where((layout < 0) & (device < 0), address % BLOCK_BYTES, 0))
     headers, digests = (known or Headers()).of(plan, offsets)

@@ -58,7 +58,7 @@ class EngineChoice:
 
     def __init__(self, root: Path, options: EngineOptions) -> None:
         self.options = options
-        self._root = root
+        self.root = root
         self._guard = Lock()
         self._settings: Mapping[Direction, Settings] | None = None
         self._engines: dict[tuple[str, int, int, int], tuple[_native.Engine, int]] = {}  # by what was asked for
@@ -69,7 +69,7 @@ class EngineChoice:
 
     def settings(self, direction: Direction) -> Settings:
         if self._settings is None:
-            self._settings = find_settings(self._root, self.options)
+            self._settings = find_settings(self.root, self.options)
         return self._settings[direction]
 
     # The engines
@@ -99,7 +99,7 @@ class EngineChoice:
         asked_for = ("io_uring", tuning.queue_depth, request_bytes, tuning.workers)
         if asked_for not in self._engines and not _native.has_io_uring():
             if wanted == "io_uring":
-                _log.warning("%s is tuned for io_uring, which is refused here; going on with POSIX threads", self._root)
+                _log.warning("%s is tuned for io_uring, which is refused here; going on with POSIX threads", self.root)
             self._ring_refused = True
             return self._start_within("posix", tuning, request_bytes)
         try:
@@ -127,7 +127,7 @@ class EngineChoice:
                     depth //= 2
                     continue
                 raise explain(
-                    self._root, f"start the {backend} engine for", code, str(self._root),
+                    self.root, f"start the {backend} engine for", code, str(self.root),
                     remedy=MORE_THREADS if code == errno.EAGAIN else _ALLOW if code in _RING_REFUSED else None,
                 ) from error
             if depth < tuning.queue_depth:
@@ -147,7 +147,7 @@ class EngineChoice:
             return 1
         with self._guard:
             if self._write_alignment is None:
-                needed = _native.probe_direct(str(self._root))
+                needed = _native.probe_direct(str(self.root))
                 if direct == "on" and not 0 < needed <= BLOCK_BYTES:
                     raise self._direct_refused(found=needed or "refused")
                 self._write_alignment = BLOCK_BYTES if 0 < needed <= BLOCK_BYTES else 1
@@ -188,7 +188,7 @@ class EngineChoice:
 
     def _direct_refused(self, *, found: object) -> StorageError:
         return StorageError(
-            f"{self._root} refuses direct I/O (O_DIRECT)", errno=errno.EINVAL, expected="alignment up to 4096",
+            f"{self.root} refuses direct I/O (O_DIRECT)", errno=errno.EINVAL, expected="alignment up to 4096",
             found=found, next='use direct="auto", or another file system',
         )
 
@@ -196,7 +196,7 @@ class EngineChoice:
         with self._guard:
             already, self._write_alignment = self._write_alignment == 1, 1
         if not already:
-            _log.warning("%s refuses O_DIRECT writes; going on through the page cache", self._root)
+            _log.warning("%s refuses O_DIRECT writes; going on through the page cache", self.root)
 
     # What is refused on the way
 
@@ -211,7 +211,7 @@ class EngineChoice:
                 self._stop_writing_direct()
             else:
                 self._read_alignment = 1
-                _log.warning("%s refuses O_DIRECT reads; going on through the page cache", self._root)
+                _log.warning("%s refuses O_DIRECT reads; going on through the page cache", self.root)
             return "the next attempt goes through the page cache"
         refused = fault.errno in _RING_REFUSED and running.engine.backend == "io_uring"
         if refused and not running.insists:

@@ -184,7 +184,7 @@ class LocalStore:
     ) -> LocalWriting:
         from flowstone.store.local_io import LocalWriting  # needs numpy, which a listing does without
 
-        return LocalWriting(self.root, self.system, self._engines, files, rows, arena, pace, reserved=reserved)
+        return LocalWriting(self.system, self._engines, files, rows, arena, pace, reserved=reserved)
 
     def read_extents(
         self, paths: Sequence[str], rows: _native.ReadExtents, arena: _native.Arena, *, wanted_bytes: int,
@@ -194,7 +194,7 @@ class LocalStore:
 
         settings = self._engines.settings("read")
         direct = settings.direct if past_cache else settings.direct_at(wanted_bytes)
-        return LocalReading(self.root, self._engines, paths, rows, arena, direct=direct, stop_at_bad=stop_at_bad)
+        return LocalReading(self._engines, paths, rows, arena, direct=direct, stop_at_bad=stop_at_bad)
 
     def reads_past_cache(self, path: str, wanted_bytes: int) -> bool:
         direct = self._engines.settings("read").direct_at(wanted_bytes)

@@ -7,7 +7,6 @@ import os
 import resource
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from threading import Lock
 
 import numpy as np
@@ -29,10 +28,10 @@ class LocalWriting(WriteWaits):
     """Segments of one save; owns their descriptors. Starts at once, raises what the system refuses before that."""
 
     def __init__(
-        self, root: Path, system: System, engines: EngineChoice, files: Sequence[FilePlan], rows: _native.WriteExtents,
+        self, system: System, engines: EngineChoice, files: Sequence[FilePlan], rows: _native.WriteExtents,
         arena: _native.Arena, pace: Pace, *, reserved: bool = True,
     ) -> None:
-        self._root, self._system, self._engines, self._files = root, system, engines, files
+        self._root, self._system, self._engines, self._files = engines.root, system, engines, files
         self._watch = engines.options.watch
         self._bytes = sum(file.bytes for file in files)
         self._direct = engines.settings("write").direct_at(self._bytes)
@@ -48,7 +47,7 @@ class LocalWriting(WriteWaits):
             self._running = engines.running("write", arena.block_bytes)
             natives = [(opened.native(), file.bytes) for opened, file in zip(self._opened, files, strict=True)]
             # These files are this job's alone, so that gaps between slots may be written as zeros.
-            with translated(root, "begin to write into", "", remedy=MORE_THREADS):
+            with translated(self._root, "begin to write into", "", remedy=MORE_THREADS):
                 self._job = self._running.engine.write(
                     arena, natives, rows, gap_bytes=GAP_BYTES, in_place=self._running.settings.tuning.in_place,
                     blocks=pace.blocks, bytes_per_s=pace.bytes_per_s or 0,
@@ -153,10 +152,10 @@ class LocalReading:
     """
 
     def __init__(
-        self, root: Path, engines: EngineChoice, paths: Sequence[str], rows: _native.ReadExtents, arena: _native.Arena,
-        *, direct: Direct, stop_at_bad: bool,
+        self, engines: EngineChoice, paths: Sequence[str], rows: _native.ReadExtents, arena: _native.Arena, *,
+        direct: Direct, stop_at_bad: bool,
     ) -> None:
-        self._root, self._engines, self._paths, self._rows, self._arena = root, engines, paths, rows, arena
+        self._root, self._engines, self._paths, self._rows, self._arena = engines.root, engines, paths, rows, arena
         self._direct, self._stop_at_bad = direct, stop_at_bad
         self._files = rows.files
         self._read_files = 0  # of those

@@ -70,6 +70,16 @@ def test_how_to_add_something_is_five_lines_that_name_files_which_exist(what: st
         assert any((root / path).exists() for root in (ROOT, PACKAGE)), path
 
 
+def test_each_line_about_codecs_names_files_and_what_is_in_them() -> None:
+    lines = re.findall(r"^\d\. .*", TEXT.split("## How to add a codec\n")[1].split("\n## ")[0], flags=re.MULTILINE)
+    for line in lines:
+        names = re.findall(r"`([^`]+)`", line)
+        files = [name for name in names if "/" in name]
+        source = "".join((ROOT / name).read_text() for name in files)
+        assert files, line
+        assert all(name in source for name in names if name not in files), line
+
+
 def test_every_file_that_is_named_exists() -> None:
     for path in re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|h|cpp|md))`", TEXT):
         assert any((root / path).exists() for root in (ROOT, PACKAGE)), path

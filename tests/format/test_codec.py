@@ -1,15 +1,12 @@
-"""Codecs by their ids: what a reader knows, and what it refuses by name."""
+"""Codecs by their ids: what a reader knows. tests/stage/test_stored_chunks.py has what it refuses, by the tensor."""
 
-import pytest
-
-from flowstone.errors import UnsupportedFormatError
-from flowstone.format.codec import CODECS, RAW, Codec, codec_of
+from flowstone.format.codec import CODECS, RAW, Codec
 from flowstone.table.chunks import CODEC_RAW
 
 
 def test_raw_is_the_only_codec_and_needs_no_announcement() -> None:
     assert list(CODECS.values()) == [RAW]
-    assert codec_of(CODEC_RAW) is RAW
+    assert RAW.id == CODEC_RAW
     assert RAW.feature is None
 
 
@@ -19,9 +16,3 @@ def test_any_other_codec_is_a_critical_feature_by_its_name() -> None:
 
 def test_ids_are_those_of_the_format() -> None:
     assert all(number == codec.id and 0 <= number < 128 for number, codec in CODECS.items())
-
-
-def test_an_unknown_codec_is_refused_by_its_id() -> None:
-    with pytest.raises(UnsupportedFormatError, match="codec 9, which this version cannot decode") as error:
-        codec_of(9)
-    assert error.value.facts["expected"] == "codec 0 (raw)"

@@ -44,7 +44,7 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class Publication:
     """What a checkpoint is made of.
 
     segments  with their files' names, durable already
@@ -119,22 +119,22 @@ def remove_own(store: Store, draft: Draft, names: Sequence[str]) -> None:
             continue  # safe: it is gone, or others have not gone yet; a draft is never read, and is swept
 
 
-def publish(store: Store, draft: Draft, store_id: str, contents: Contents) -> Manifest:
+def publish(store: Store, draft: Draft, store_id: str, made: Publication) -> Manifest:
     """Commit: index and objects, manifest, their directory, the rename, the store. Durable on return.
 
     Where a store renames no directory at once, the put of the manifest, last of all, is the commit.
 
     raises  LockedError where the store's lock was lost, by then
     """
-    index, objects, totals = contents.index, contents.objects, contents.totals
+    index, objects, totals = made.index, made.objects, made.totals
     for name, data in ((INDEX_NAME, index), (OBJECTS_NAME, objects)):
         store.put(inside(draft.directory, name), data)
     manifest = Manifest(
-        step=draft.step, id=draft.id, store=store_id, created=_now(), writer=contents.writer, ranks=contents.ranks,
-        segments=tuple(contents.segments),
+        step=draft.step, id=draft.id, store=store_id, created=_now(), writer=made.writer, ranks=made.ranks,
+        segments=tuple(made.segments),
         index=FileRow(INDEX_NAME, len(index), chunk_digests(index)),
         objects=FileRow(OBJECTS_NAME, len(objects), chunk_digests(objects)),
-        tensors=totals.tensors, pieces=totals.pieces, data_bytes=totals.data_bytes, io=contents.io,
+        tensors=totals.tensors, pieces=totals.pieces, data_bytes=totals.data_bytes, io=made.io,
     )
     if draft.is_in_place:
         _put_last(store, draft, encode_manifest(manifest))

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from flowstone.errors import UnsupportedFormatError
 from flowstone.table.chunks import CODEC_RAW
 
 
@@ -33,14 +32,3 @@ class Codec:
 RAW = Codec(CODEC_RAW, "raw")
 CODECS: Mapping[int, Codec] = MappingProxyType({codec.id: codec for codec in (RAW,)})
 """By id, all that this version reads and writes."""
-
-
-def codec_of(number: int) -> Codec:
-    """The codec of that id. Raises UnsupportedFormatError."""
-    if number not in CODECS:
-        raise UnsupportedFormatError(
-            f"chunks are stored with codec {number}, which this version cannot decode",
-            expected=", ".join(f"codec {codec.id} ({codec.name})" for codec in CODECS.values()),
-            found=f"codec {number}", next="read it with the version of Flowstone that wrote it, or a later one",
-        )
-    return CODECS[number]

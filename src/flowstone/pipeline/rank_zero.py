@@ -158,7 +158,7 @@ class RankZero:
             for section, text in one.per_rank.items():
                 per_rank.setdefault(section, []).append(text)
         replicated = {**said[0].replicated, **_merged_sections(apart)}
-        return publish.publish(store, draft, store_id, publish.Contents(
+        return publish.publish(store, draft, store_id, publish.Publication(
             segments, index.frame.fill(offsets[index.piece_order], digests[index.chunk_order]), index.frame.totals,
             join_objects(replicated, per_rank), _io_of(said), writer=f"flowstone {__version__}", ranks=len(said),
         ))

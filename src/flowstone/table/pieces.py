@@ -267,15 +267,6 @@ class Pieces(Sequence[Piece]):
             elements[at] = n  # before they are an array: a tensor that is held in parts may have too many for one
         return np.array(elements, np.uint64) * self.tensors.item_bytes.astype(np.uint64)
 
-    def all_boxes(self) -> tuple[Numbers, Numbers]:
-        """The boxes of all pieces, whole ones too, and where each begins."""
-        ndim = self.tensors.ndim
-        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(2 * ndim)])
-        found = np.zeros(int(starts[-1]), np.int64)
-        found[spread(starts[:-1] + ndim, ndim)] = self.tensors.sides
-        found[spread(starts[:-1][self.parts], 2 * ndim[self.parts])] = self.part_numbers()[0]
-        return found, starts
-
     def take(self, positions: Sequence[int], blocks: Sequence[Block] = ()) -> Pieces:
         """The pieces at `positions`, which do not descend; of some of them only blocks."""
         if len(positions) == len(self) and not blocks:

@@ -16,10 +16,10 @@ demo: setup
 	$(BIN)/flowstone demo
 
 # Two processes share the tests: half of them wait for a disk, a deadline or processes of their own. OpenMP's threads
-# would wait by spinning, and take the processor from the other. The native tests are built and run beside them, and
-# give way to both.
+# would wait by spinning, and take the processor from the other. The native tests are built (with sanitizers: the release
+# build is what Python's tests run; `make check-native` has all four) and run beside them, and give way to both.
 test: setup check
-	PATH="$(CURDIR)/$(BIN):$$PATH" nice -n 19 sh native/check.sh plain address > $(VENV)/native-tests 2>&1 & native=$$!; \
+	PATH="$(CURDIR)/$(BIN):$$PATH" nice -n 19 sh native/check.sh address > $(VENV)/native-tests 2>&1 & native=$$!; \
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist worksteal; python=$$?; \
 	wait $$native; native=$$?; cat $(VENV)/native-tests; \
 	test $$python -eq 0 && test $$native -eq 0

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <new>
@@ -23,6 +24,8 @@ constexpr std::uint64_t line_bytes = 64;
 void fetch_ahead(const std::byte* begin, const std::byte* end) {
     for (; begin < end; begin += line_bytes) __builtin_prefetch(begin, 0, 2);  // never faults
 }
+
+std::atomic<LiveAccess*> kept{nullptr};  // between two that were lent; reachable for ever, so freed at no exit
 
 bool is_refusal(int error) { return error == ENOSYS || error == EPERM || error == EACCES || error == ENOMEM; }
 
@@ -111,5 +114,15 @@ int LiveAccess::open_file() noexcept {
     file_room_ = static_cast<std::byte*>(room);
     return 0;
 }
+
+bool LiveAccess::is_own() const noexcept { return self_ == ::getpid(); }
+
+LentAccess::LentAccess() : live_(kept.exchange(nullptr)) {
+    if (live_ && live_->is_own()) return;
+    (void)live_.release();  // a parent's: what lies at its addresses here is another's
+    live_ = std::make_unique<LiveAccess>();
+}
+
+LentAccess::~LentAccess() { live_.reset(kept.exchange(live_.release())); }
 
 }  // namespace flowstone

@@ -8,6 +8,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 
 #include "bounds.h"
@@ -42,6 +43,8 @@ public:
     int read(std::byte* out, const std::byte* source, std::uint64_t bytes, std::uint64_t ahead_bytes, Digester& digester) noexcept;
 
     Way way() const { return way_; }
+    /// Whether it was made by this process; a forked child has none of its parent's rooms.
+    bool is_own() const noexcept;
 
     /// Room for one chunk, for whoever uses this.
     std::byte* chunk_room() const { return room_; }
@@ -61,6 +64,21 @@ private:
     int file_ = -1;  // memory of `file_bytes` behind a descriptor; once it is needed
     std::byte* file_room_ = nullptr;
     std::array<iovec, runs_max> runs_{};
+};
+
+/// One for a moment, for a thread that has none of its own: to touch a fresh huge page takes 3 ms, so one is kept between calls.
+class LentAccess {
+public:
+    /// Throws std::bad_alloc.
+    LentAccess();
+    ~LentAccess();
+    LentAccess(const LentAccess&) = delete;
+    LentAccess& operator=(const LentAccess&) = delete;
+
+    LiveAccess& operator*() const { return *live_; }
+
+private:
+    std::unique_ptr<LiveAccess> live_;
 };
 
 /// Short reads, made by few calls: what is added lies end to end in `out`. Each is of an Item, which is told of when its

@@ -47,7 +47,8 @@ MutationDetector::MutationDetector(const WriteExtents& rows, Watching watching)
         first_line_[i] = first;
         first += line_count(row);
     }
-    LiveAccess live;
+    const LentAccess lent;
+    LiveAccess& live = *lent;
     pages_.read_ends(live, [this](std::size_t row, const RowBytes& gone, int error) { report(row, gone.begin, gone.end, error); });
     read_lines(live);
 }

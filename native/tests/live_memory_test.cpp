@@ -1,5 +1,7 @@
 // Memory that goes away while somebody reads it: an error number, never a signal.
 #include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstring>
@@ -254,6 +256,29 @@ TEST_CASE("samples of what is not there are an error, not a digest") {
     CHECK(sample_digests(rows).size() == 1);
     pages.take(0, mib);
     CHECK_THROWS_AS(sample_digests(rows), std::system_error);
+}
+
+TEST_CASE("what is lent is kept for the next, and a forked child makes its own") {
+    const Pages pages(page);
+    const std::byte* first = nullptr;
+    {
+        const LentAccess lent;
+        first = (*lent).bounce();
+        const LentAccess other;
+        CHECK((*other).bounce() != first);
+    }
+    // The first goes back last, and is the one that is kept.
+    CHECK((*LentAccess()).bounce() == first);
+    const pid_t child = ::fork();
+    if (child == 0) {
+        const LentAccess lent;
+        const bool is_read = (*lent).is_own() && (*lent).read((*lent).bounce(), pages.start(), page) == 0;
+        ::_exit(is_read && std::memcmp((*lent).bounce(), pages.start(), page) == 0 ? 0 : 1);
+    }
+    int status = -1;
+    REQUIRE(::waitpid(child, &status, 0) == child);
+    CHECK(status == 0);
+    CHECK((*LentAccess()).bounce() == first);
 }
 
 TEST_CASE("a part of a row is copied as it is, or is an error where it is not there any more") {

@@ -160,7 +160,7 @@ class Bench:
                 Receipt(None, chance.integers(0, 1 << 64, chunks, np.uint64), _IO),
                 {"step": b"1"}, {}, {"step": 1}, LookedAt(None, np.zeros(0, np.uint16)),
             )
-            found.append(len(pack_written(written_by(made, "p" * 16, "d" * 24))))
+            found.append(len(pack_written(written_by(made, "p" * 16, "d" * 24, 1))))
         return found
 
     def _commit(self, shared: WriterAssignment, rank_zero: RankZero) -> tuple[bytes, list[SegmentRow], bytes]:

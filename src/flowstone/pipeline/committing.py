@@ -44,7 +44,7 @@ def commit(
 ) -> Manifest:
     """Publish what all ranks have written: the checkpoint is durable when this returns."""
     try:
-        return coordinator.commit(run.save.step, written, assignment, store, run.begun.draft, store_id)
+        return coordinator.commit(run.this_try, written, assignment, store, run.begun.draft, store_id)
     except Exception as error:
         if not (isinstance(error, RankError) and error.undecided):
             run.begun.remove(store)

@@ -85,10 +85,19 @@ class Terms(msgspec.Struct, frozen=True):
     share: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class Try:
+    """A call of `save` of a step. Ranks that call alike have the same, and none has one twice."""
+
+    step: int
+    number: int  # counted from 1
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Written:
     """What a rank has written, as rank 0 learns it.
 
+    tries       how often it has called `save` of this step
     segment     of each piece that it writes, in the order of its assignment: position among `segments`
     digests     of the chunks
     sections    digest of each replicated section
@@ -98,6 +107,7 @@ class Written:
 
     plan: str
     draft: str
+    tries: int
     segments: Sequence[SegmentRow]
     segment: NDArray[np.uint32]
     offsets: NDArray[np.uint64]
@@ -114,6 +124,7 @@ class PackedWritten(msgspec.Struct, frozen=True):
 
     plan: str
     draft: str
+    tries: int
     segments: list[SegmentRow]
     segment: bytes
     offsets: bytes
@@ -306,9 +317,11 @@ def from_steps(packed: bytes) -> NDArray[np.int64]:
     return np.cumsum(numbers(packed, np.int64))
 
 
-def written_by(made: Contribution, plan: str, draft: str, folds: NDArray[np.uint64] | None = None) -> Written:
+def written_by(
+    made: Contribution, plan: str, draft: str, tries: int, folds: NDArray[np.uint64] | None = None
+) -> Written:
     return Written(
-        plan=plan, draft=draft, segments=made.segments, segment=made.segment, offsets=made.offsets,
+        plan=plan, draft=draft, tries=tries, segments=made.segments, segment=made.segment, offsets=made.offsets,
         digests=made.receipt.digests, sections={name: digest(text) for name, text in made.replicated.items()},
         replicated=made.replicated, per_rank=made.per_rank, io=made.receipt.io, folds=folds,
     )
@@ -317,7 +330,7 @@ def written_by(made: Contribution, plan: str, draft: str, folds: NDArray[np.uint
 def pack_written(one: Written) -> bytes:
     """As it travels to rank 0."""
     return msgspec.msgpack.encode(PackedWritten(
-        plan=one.plan, draft=one.draft, segments=list(one.segments),
+        plan=one.plan, draft=one.draft, tries=one.tries, segments=list(one.segments),
         segment=zlib.compress(one.segment.astype("<u4").tobytes(), 1),
         offsets=zlib.compress(one.offsets.astype("<u8").tobytes(), 1),
         digests=zlib.compress(one.digests.astype("<u8").tobytes(), 0),
@@ -329,9 +342,9 @@ def pack_written(one: Written) -> bytes:
 def unpack_written(message: bytes) -> Written:
     one = unpack(message, PackedWritten)
     return Written(
-        plan=one.plan, draft=one.draft, segments=one.segments, segment=numbers(one.segment, np.uint32),
-        offsets=numbers(one.offsets, np.uint64), digests=numbers(one.digests, np.uint64), sections=one.sections,
-        replicated={}, per_rank=one.per_rank, io=one.io,
+        plan=one.plan, draft=one.draft, tries=one.tries, segments=one.segments,
+        segment=numbers(one.segment, np.uint32), offsets=numbers(one.offsets, np.uint64),
+        digests=numbers(one.digests, np.uint64), sections=one.sections, replicated={}, per_rank=one.per_rank, io=one.io,
         folds=None if one.folds is None else np.frombuffer(one.folds, "<u8").astype(np.uint64),
     )
 

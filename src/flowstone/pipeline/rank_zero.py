@@ -228,12 +228,12 @@ def _merged_sections(apart: Sequence[Apart]) -> dict[str, bytes]:
 
 def check_one_try(said: Sequence[Written]) -> None:
     """All have called `save` of this step equally often; else they write into different drafts."""
-    tries = [int(one.draft.rpartition("-")[2]) for one in said]
-    for rank, count in enumerate(tries):
-        if count != tries[0]:
+    for rank, one in enumerate(said):
+        if one.tries != said[0].tries:
             raise RankError(
-                f"rank {rank} is at attempt {count} of this step, rank 0 at attempt {tries[0]}", rank=rank,
-                phase="commit", tries=max(tries), next="save again: all ranks then continue with the same attempt",
+                f"rank {rank} is at attempt {one.tries} of this step, rank 0 at attempt {said[0].tries}", rank=rank,
+                phase="commit", tries=max(other.tries for other in said),
+                next="save again: all ranks then continue with the same attempt",
             )
 
 

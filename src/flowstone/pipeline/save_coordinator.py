@@ -37,6 +37,7 @@ from flowstone.pipeline.messages import (
     Part,
     Proposal,
     Terms,
+    Try,
     Written,
     apart_of,
     assignment_of,
@@ -96,23 +97,23 @@ class SaveCoordinator:
             known = self._captured_otherwise = mine, replace(mine, layout=layout)
         return known[1]
 
-    def begin_try(self, step: int) -> str:
-        """A name for this call of `save`: ranks that call alike have the same, and none has one twice."""
+    def begin_try(self, step: int) -> Try:
+        """Count this call of `save`."""
         with self._counting:
             if step > self._highest:
                 self._highest, tries = step, 1
             else:
                 tries = self._tries[step] = self._tries.get(step, 1) + 1
-        return f"{step}-{tries}"
+        return Try(step, tries)
 
     def _count_on(self, step: int, tries: int) -> None:
         """Another rank has tried `step` so often."""
         with self._counting:
             self._tries[step] = max(self._tries.get(step, 1), tries)
 
-    def draft_name(self, this_try: str) -> str:
+    def draft_name(self, this_try: Try) -> str:
         """The identity that a checkpoint will have: every rank knows it without asking."""
-        return f"{self._job}-{this_try}"
+        return f"{self._job}-{this_try.step}-{this_try.number}"
 
     def assign(
         self, step: int, layout: Layout, begun: Assignment | None = None, *, is_far: bool = False
@@ -180,15 +181,16 @@ class SaveCoordinator:
             _log.debug("step %d is not saved: %s", step, told)
 
     def commit(
-        self, step: int, made: Contribution | Exception, assignment: Assignment, store: Store, draft: publish.Draft,
+        self, this_try: Try, made: Contribution | Exception, assignment: Assignment, store: Store, draft: publish.Draft,
         store_id: str,
     ) -> Manifest:
         """Publish what all ranks have written. The checkpoint is durable when this returns, on any rank.
 
         raises  RankError: the first failure of any of them
         """
+        step = this_try.step
         mine: Written | Exception = made if isinstance(made, Exception) else written_by(
-            made, assignment.plan, draft.id, made.folds(step, assignment.compared)
+            made, assignment.plan, draft.id, this_try.number, made.folds(step, assignment.compared)
         )
         written: list[Written] = []
 

@@ -30,7 +30,7 @@ from flowstone.events import Captured, Written
 from flowstone.pipeline.capturing import Capture
 from flowstone.pipeline.changed import state_changed
 from flowstone.pipeline.futures import Save
-from flowstone.pipeline.messages import Contribution
+from flowstone.pipeline.messages import Contribution, Try
 from flowstone.pipeline.replica_samples import Looked
 from flowstone.pipeline.unplanned import Unplanned
 from flowstone.runtime.uninterrupted import Latch
@@ -61,7 +61,7 @@ class SaveRun:
     sections   once they are encoded
     """
 
-    def __init__(self, save: Save, this_try: str, spans: Spans) -> None:
+    def __init__(self, save: Save, this_try: Try, spans: Spans) -> None:
         self.save, self.this_try, self.spans = save, this_try, spans
         self.capturing: Span | None = None
         self.blocked_s = 0.0

@@ -242,6 +242,14 @@ MUTABLE = {
 """What holds state that changes; of a module, it would be everybody's."""
 
 
+def test_nothing_imports_masked_arrays() -> None:
+    """np.unique does, when it is asked for the values alone."""
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "np.unique":
+                assert any((word.arg or "").startswith("return_") for word in node.keywords), f"{path}: use distinct()"
+
+
 def test_modules_have_docstrings_and_no_mutable_globals() -> None:
     for path in _sources():
         tree = ast.parse(path.read_text())

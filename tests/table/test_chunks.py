@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from flowstone.config import CHUNK_BYTES, MIB
 from flowstone.errors import UnsupportedFormatError
-from flowstone.table.chunks import CODEC_RAW, Chunks, StoredChunks, spread
+from flowstone.table.chunks import CODEC_RAW, Chunks, StoredChunks, distinct, spread
 
 LENGTHS = [3 * MIB + 17, 0, 5, MIB, 2 * MIB]
 
@@ -102,3 +102,11 @@ def test_the_same_bytes_have_the_same_chunks() -> None:
     assert with_codec.stored is not None
     with_codec.stored.codec[0] = CODEC_RAW
     assert not with_codec.same_bytes(range(1), range(1, 2)), "another codec"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_distinct_values_are_those_of_a_set(seed: int) -> None:
+    chance = random.Random(seed)
+    values = np.array([chance.randint(0, 9) for _ in range(chance.randint(0, 30))], np.uint64)
+    assert distinct(values).tolist() == sorted(set(values.tolist()))
+    assert distinct(values).dtype == np.uint64

@@ -20,9 +20,9 @@ from flowstone.commit.entries import step_directory
 from flowstone.commit.locations import check_no_checkpoint, check_store, stores_below
 from flowstone.errors import FlowstoneError, NoCheckpointError, is_absence, is_damage
 from flowstone.events import FellBack, Loaded, LoadProgress
-from flowstone.format.digest import digest
-from flowstone.format.manifest import Manifest, encode_manifest
+from flowstone.format.manifest import Manifest
 from flowstone.pipeline.compare import Wanted, compare, want
+from flowstone.pipeline.interest import Interest, learn_interest
 from flowstone.pipeline.shared import Shared
 from flowstone.pipeline.sharing import share_reads
 from flowstone.plan.match import Match, rename
@@ -153,9 +153,9 @@ class Loads:
     ) -> LoadReport:
         """THE ORDER: want, agree, plan, agree, read, finish, agree. Raises what `Checkpointer.load` does."""
         spans = Spans("load", step, self._group.rank)
-        wanted = self._want(step, state, rules)
+        wanted, interest = self._want(step, state, rules)
         spans.lap("wanted")
-        ready = self._share_reads(self._plan(wanted, verify_first=verify_first))
+        ready = self._share_reads(self._plan(wanted, interest, verify_first=verify_first))
         spans.lap("planned")
         # Before the first byte can change: whatever ends this load, only one that succeeds takes it back. Unless it is
         # certain that none has changed, on this rank and on all others.
@@ -182,29 +182,25 @@ class Loads:
         self._emit(Loaded(step, done.bytes, done.seconds))
         return done
 
-    def _want(self, step: int, state: Mapping[str, object], rules: Sequence[Rule]) -> Wanted:
-        """What the state wants of the checkpoint, once every rank knows what its own does."""
-        failure: Exception | None = None
+    def _want(self, step: int, state: Mapping[str, object], rules: Sequence[Rule]) -> tuple[Wanted, Interest]:
+        """What the state wants of the checkpoint, and what all ranks do of the same one."""
+        phase = f"what is wanted of step {step}"
         try:
             checkpoint = Checkpoint(self._store, step_directory(step), self._options)
             wanted = want(checkpoint, state, rules=rules, rank=self._group.rank, ranks=self._group.size)
         except Exception as error:
-            failure = error
-        self._group.confirm(f"what is wanted of step {step}", failure)
-        return wanted
+            self._group.confirm(phase, error)
+            raise
+        return wanted, learn_interest(self._group, phase, wanted)
 
-    def _plan(self, wanted: Wanted, *, verify_first: bool) -> Loading:
-        """What is read to where, once all ranks have compared the same checkpoint with what all of them want."""
-        step, group, failure = wanted.checkpoint.step, self._group, None
-        manifest_digest = digest(encode_manifest(wanted.checkpoint.manifest))
-        group.same(f"the identity of step {step}", f"a manifest of digest {manifest_digest}")
-        elsewhere = group.anybody(f"the tensors that are wanted of step {step}", wanted.names, wanted.names_used)
-        unwanted = group.nobody(f"the objects that are wanted of step {step}", wanted.unwanted())
+    def _plan(self, wanted: Wanted, interest: Interest, *, verify_first: bool) -> Loading:
+        """What is read to where, once all ranks have found that what they want and what is stored agree."""
+        failure: Exception | None = None
         try:
-            ready = plan_load(wanted, elsewhere, unwanted, verify_first=verify_first)
+            ready = plan_load(wanted, interest.elsewhere, interest.unwanted, verify_first=verify_first)
         except Exception as error:
             failure = error
-        group.confirm(f"the comparison with step {step}", failure)
+        self._group.confirm(f"the comparison with step {wanted.checkpoint.step}", failure)
         return ready
 
     def _share_reads(self, ready: Loading) -> Loading:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowstone.config import CHUNK_BYTES
-from flowstone.table.chunks import Chunks
+from flowstone.table.chunks import Chunks, distinct
 
 _RUN_CHUNKS = 8  # that one rank reads for others as one
 _ALIGNED_BYTES = 64
@@ -58,7 +58,7 @@ def assign_readers(
     owner = np.repeat(np.arange(len(wanted)), [len(one) for one in wanted])
     keys, key = np.unique(rows, axis=0, return_inverse=True)
     key = key.reshape(-1)
-    holders = np.bincount(np.unique(key * len(wanted) + owner) // len(wanted), minlength=len(keys))
+    holders = np.bincount(distinct(key * len(wanted) + owner) // len(wanted), minlength=len(keys))
     shared = np.flatnonzero(holders > 1)
     segment, offset = chunks.stored_at(keys[shared, 0], keys[shared, 1])
     shared = shared[np.lexsort((offset, segment))]

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from flowstone.table.chunks import distinct
+
 _STEADY = 5e-4  # of the mean load: less than that moves no more
 _LEVELLINGS_MIN, _LEVELLINGS_MAX = 8, 200  # rounds over all sets
 _WORK_MAX = 100_000  # sets levelled, all rounds together, above the least number of rounds: a few seconds
@@ -58,7 +60,7 @@ def balance(sets: Sequence[Replicas], own: NDArray[np.int64], node: NDArray[np.i
     own   bytes of each rank that it writes in any case
     node  of each rank: the largest one's load counts before the largest rank's
     """
-    ways = [np.zeros_like(node), node] if len(np.unique(node)) > 1 else [node]
+    ways = [np.zeros_like(node), node] if len(distinct(node)) > 1 else [node]
     found = [_balance(sets, own, way) for way in ways]
     if len(found) == 1:
         return found[0]

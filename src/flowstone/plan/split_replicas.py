@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from flowstone.plan.layout_groups import WHOLE, LayoutGroup, Tensors, layout_groups
 from flowstone.table.box import padding_mask
+from flowstone.table.chunks import distinct
 from flowstone.table.pieces import Pieces, TensorColumns
 
 
@@ -78,7 +79,7 @@ class _Splitter:
 
     def alike(self, group: LayoutGroup) -> Iterator[NDArray[np.int64]]:
         """The ranks of a layout group, as rows, whose boxes of tensors that may be split have the same sides."""
-        kinds = np.unique(group.kind[self._is_split[group.tensor]])
+        kinds = distinct(group.kind[self._is_split[group.tensor]])
         sides = group.boxes[:, kinds[kinds != WHOLE], self._width :].reshape(len(group.boxes), -1)
         alike = np.unique(sides, axis=0, return_inverse=True)[1].reshape(-1)[group.variant]
         return (np.flatnonzero(alike == number) for number in range(int(alike.max()) + 1))

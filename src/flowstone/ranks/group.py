@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from itertools import compress
 from typing import Protocol
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from flowstone.config import HEARTBEAT_S, SILENCE_S
 from flowstone.errors import CancelledError, NoCheckpointError, NotAStoreError, RankError
@@ -104,49 +101,9 @@ class RankGroup:
         """Go on only if all do. Raises `error`, or RankError for that of another rank."""
         self.agreement.agree(phase, b"" if error is None else error, lambda _: Decision())
 
-    def same(self, phase: str, mine: str) -> None:
-        """Go on only if all ranks say the same. Raises RankError."""
-
-        def compare(said: Sequence[bytes]) -> Decision:
-            for rank, one in enumerate(said):
-                if one != said[0]:
-                    raise RankError(
-                        f"rank {rank} sees {one.decode()}, rank 0 sees {said[0].decode()}", rank=rank, phase=phase,
-                        next="use one directory that every node sees, with changes visible at once",
-                    )
-            return Decision()
-
-        self.agreement.agree(phase, mine.encode(), compare)
-
-    def anybody(self, phase: str, names: Collection[str], mine: Callable[[], NDArray[np.bool_]]) -> set[str]:
-        """Those of the `names` that some rank wants, where there are others; a group of one is not asked for its own.
-
-        names  the same on all ranks, in the same order; `mine`: which of them this rank wants
-        """
-        if self.size == 1:
-            return set()
-
-        def join(said: Sequence[bytes]) -> Decision:
-            return Decision(np.bitwise_or.reduce([np.frombuffer(one, np.uint8) for one in said]).tobytes())
-
-        agreed = self.agreement.agree(phase, np.packbits(mine()).tobytes(), join)
-        wanted = np.unpackbits(np.frombuffer(agreed.common, np.uint8), count=len(names))
-        return set(compress(names, wanted.tolist()))
-
-    def nobody(self, phase: str, mine: Mapping[str, Sequence[str]]) -> set[str]:
-        """The names that none of the ranks wants which ask for their section; `mine`: by section, all asked for."""
-        if self.size == 1:
-            return {name for names in mine.values() for name in names}
-
-        def join(said: Sequence[bytes]) -> Decision:
-            left: dict[str, set[str]] = {}
-            for one in said:
-                for section, names in msgspec.json.decode(one, type=dict[str, list[str]]).items():
-                    left[section] = left[section].intersection(names) if section in left else set(names)
-            return Decision(msgspec.json.encode(sorted(name for names in left.values() for name in names)))
-
-        agreed = self.agreement.agree(phase, msgspec.json.encode(mine), join)
-        return set(msgspec.json.decode(agreed.common, type=list[str]))
+    def ask(self, phase: str, mine: bytes, decide: Callable[[Sequence[bytes]], Decision]) -> bytes:
+        """What rank 0 decides from what all ranks say, the same for all of them. Raises RankError."""
+        return self.agreement.agree(phase, mine, decide).common
 
     def near(self, phase: str, node: str, mine: bytes | Exception) -> list[tuple[int, bytes]]:
         """Of the ranks of this node that have something to say: rank, and what it says, in their order.

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from flowstone.state.tensors import versions_of
+from flowstone.table.chunks import distinct
 from flowstone.table.pieces import Layout
 
 
@@ -87,6 +88,6 @@ class CounterCheck:
             begin = owner.data_ptr() if isinstance(owner, torch.UntypedStorage) else address
             if begin <= address < begin + held:  # else it is no longer where it was
                 inside = (counters.address >= np.uint64(begin)) & (counters.address < np.uint64(begin + held))
-                if 2 * int(guarded[np.unique(counters.piece[inside])].sum()) <= held:
+                if 2 * int(guarded[distinct(counters.piece[inside])].sum()) <= held:
                     continue
             yield piece

@@ -281,7 +281,7 @@ class _Sums:
 
     def receipt(self, error: FlowstoneError | None) -> ReadReceipt:
         assert self._touched is not None, "some job has ended"
-        bad = self._bad[0] if len(self._bad) == 1 else np.unique(np.concatenate([np.zeros(0, np.uint64), *self._bad]))
+        bad = np.array(sorted({number for bad in self._bad for number in bad.tolist()}), np.uint64)
         return ReadReceipt(
             error, bad, self._touched, self._requested, self._copied, self._direct, self._requests, self._spans
         )

@@ -10,12 +10,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from unittest import mock
 
 import numpy as np
 import torch
 from delayed_device import DelayedDevice
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from flowstone import _native

@@ -6,11 +6,11 @@ import ctypes
 import json
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from safetensors import safe_open
 from safetensors.numpy import save as safetensors_bytes
 

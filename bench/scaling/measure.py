@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -137,7 +136,7 @@ class Bench:
         assignment = assignment_of(unpack(decision.common, Terms), layout, part)
         with self._phase("write plan"):
             planned = plan_save(described, None, assignment, fence="manual", rank=SAMPLE)
-        again = replace(assignment, plan="next")
+        again = msgspec.structs.replace(assignment, plan="next")
 
         def cached() -> None:
             known = plan_save(described, planned, again, fence="manual", rank=SAMPLE)

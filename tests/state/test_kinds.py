@@ -136,7 +136,7 @@ def test_the_first_of_the_table_has_the_word_but_after_exact_types(library: Modu
     assert type(kinds.of(Own([]))).__name__ == "Plain"
 
 
-@pytest.mark.parametrize("own", sorted(registry.BUILT_IN, key=str))
+@pytest.mark.parametrize("own", sorted(registry.built_in(), key=str))
 def test_no_provider_takes_over_what_a_kind_has(own: type) -> None:
     class Mine(fs.Provider[object]):
         def describe(self, value: object) -> list[fs.Part]:

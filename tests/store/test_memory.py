@@ -6,12 +6,12 @@ import errno
 import gc
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from contract import StoreContract
+from msgspec.structs import replace
 
 import flowstone as fs
 from flowstone.commit import catalog

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import secrets
-from dataclasses import dataclass
 from enum import Enum
+
+import msgspec
 
 from flowstone.format.manifest import MARKER_NAME
 from flowstone.store.lock import LOCK_NAME
@@ -37,8 +38,7 @@ _KINDS = {SAVING: Kind.SAVING, DELETING: Kind.DELETING, SUPERSEDED: Kind.SUPERSE
 _SWEPT = (Kind.SAVING, Kind.DELETING, Kind.MEASURING, Kind.TEMPORARY)
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True):
     """An entry that Flowstone has named.
 
     step      of a checkpoint, whole or not; None where the name gives none

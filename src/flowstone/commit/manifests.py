@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import errno
-from dataclasses import dataclass
+
+import msgspec
 
 from flowstone.commit.entries import step_of
 from flowstone.config import MANIFEST_BYTES_MAX, MARKER_BYTES_MAX
@@ -21,8 +22,7 @@ from flowstone.store.base import Names
 _NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR)
 
 
-@dataclass(frozen=True, slots=True)
-class Listed:
+class Listed(msgspec.Struct, frozen=True):
     """A step of a store: its directory, and its commit record, or what is wrong with that."""
 
     step: int

@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
+
+import msgspec
 
 from flowstone.commit.durable import sync
 from flowstone.commit.entries import new_temporary_file, saving_directory, step_directory
@@ -30,8 +31,7 @@ from flowstone.format.manifest import (
 from flowstone.store.base import Store
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(msgspec.Struct, frozen=True):
     """A checkpoint in progress, in a directory that no reader looks at: its own, or its step's, without a manifest.
 
     is_in_place  the directory is the step's: the manifest alone is missing
@@ -43,8 +43,7 @@ class Draft:
     is_in_place: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Publication:
+class Publication(msgspec.Struct, frozen=True):
     """What a checkpoint is made of.
 
     segments  with their files' names, durable already

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import msgspec
 
@@ -25,8 +24,7 @@ from flowstone.format.manifest import (
 from flowstone.store.base import Names
 
 
-@dataclass(frozen=True, slots=True)
-class Objects:
+class Objects(msgspec.Struct, frozen=True):
     """Everything that is not a tensor: section to value; in `per_rank`, section to one value a rank."""
 
     replicated: dict[str, object]

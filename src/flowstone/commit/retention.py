@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from flowstone.commit import catalog, removal
 from flowstone.commit.entries import step_directory
@@ -19,8 +20,7 @@ _LISTED_MAX = 5  # steps that one line of the log spells out, the newest
 _log = logging.getLogger("flowstone")
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(msgspec.Struct, frozen=True):
     """What retention decides about one step, and why. `foreign`: it is not this store's own, so it stays."""
 
     step: int

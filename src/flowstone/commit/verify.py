@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -43,8 +44,7 @@ class Verified:
         return not self.findings
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Runs:
+class _Runs(msgspec.Struct, frozen=True, eq=False):
     """Runs of at most CHUNK_BYTES of a segment, as columns, each with the digest that it must have.
 
     piece  row in the index of the piece that the run is a chunk of; -1 for padding

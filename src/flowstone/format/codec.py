@@ -6,14 +6,14 @@ How to add one is in docs/ARCHITECTURE.md.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
+
+import msgspec
 
 from flowstone.table.chunks import CODEC_RAW
 
 
-@dataclass(frozen=True, slots=True)
-class Codec:
+class Codec(msgspec.Struct, frozen=True):
     """A way to store a chunk.
 
     id    in the index, `chunk.codec`: 0 is raw, 1 to 127 are Flowstone's, the others are never in a checkpoint

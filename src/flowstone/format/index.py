@@ -13,6 +13,7 @@ from itertools import islice, pairwise, repeat
 from operator import attrgetter
 from typing import Any, TypeAlias, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -119,8 +120,7 @@ def _products(numbers: U64, starts: NDArray[np.int64], counts: NDArray[np.int64]
     return products
 
 
-@dataclass(frozen=True, slots=True)
-class Totals:
+class Totals(msgspec.Struct, frozen=True):
     """How much an index lists."""
 
     tensors: int
@@ -128,8 +128,7 @@ class Totals:
     data_bytes: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Frame:
+class Frame(msgspec.Struct, frozen=True, eq=False):
     """An index file without what is new in every save of a layout: where pieces lie, and their digests.
 
     parts  the file's bytes before, between and behind the columns piece.offset and chunk.digest, each in parts

@@ -48,7 +48,6 @@ import json
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from operator import itemgetter
@@ -106,16 +105,14 @@ def tensor_refs(names: Iterable[str]) -> list[TensorRef]:
     return list(map(TensorRef, names, repeat(kind)))
 
 
-@dataclass(frozen=True, slots=True)
-class Named:
+class Named(msgspec.Struct, frozen=True):
     """A library's constant by its name, so that a reader can show it without that library."""
 
     kind: str  # "torch.dtype", "torch.device", "torch.Size", "numpy.dtype", ...
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Provided:
+class Provided(msgspec.Struct, frozen=True):
     """What a provider said of an object: `kind` is what it calls such objects. Nothing here makes one.
 
     parts    its tensors by their names below the object's own; where a part lies in the index

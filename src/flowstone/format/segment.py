@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -50,8 +49,7 @@ def entry_text(name: str, dtype: DType, shape: Sequence[int]) -> str:
     return f'{json.dumps(name, ensure_ascii=False)}:{{"dtype":"{dtype.stored}","shape":[{lengths}],"data_offsets":['
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
+class Packed(msgspec.Struct, frozen=True):
     """The finished text of entries that lie one behind the other from `begin` to `end`, whatever moves around them."""
 
     text: str

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import errno
-from dataclasses import dataclass
+
+import msgspec
 
 from flowstone import _native
 from flowstone.commit import publish
@@ -19,8 +20,7 @@ from flowstone.store.base import Pace, Store
 from flowstone.table.pieces import Places
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Capture:
+class Capture(msgspec.Struct, frozen=True, eq=False):
     """A capture that has begun.
 
     check        whether what is captured late was changed before

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from flowstone.checkpoint import Checkpoint
@@ -19,8 +20,7 @@ from flowstone.state import Restoration, Stored, StoredTensor, found_in, prepare
 from flowstone.state.names import strip_wrappers
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Wanted:
+class Wanted(msgspec.Struct, frozen=True, eq=False):
     """What a state wants of a checkpoint. `names`: of the stored tensors, as Rename rules call them, to index rows."""
 
     checkpoint: Checkpoint

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
 from itertools import compress
 
 import msgspec
@@ -17,8 +16,7 @@ from flowstone.ranks import RankGroup
 from flowstone.ranks.wire import Decision
 
 
-@dataclass(frozen=True, slots=True)
-class Interest:
+class Interest(msgspec.Struct, frozen=True):
     """Of all ranks.
 
     elsewhere  the stored tensors that some rank wants; of a group of one, none but its own, which it is not told

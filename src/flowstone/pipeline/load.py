@@ -11,8 +11,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from threading import Event
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec.structs import replace
 
 from flowstone.checkpoint import Checkpoint
 from flowstone.commit import catalog
@@ -24,19 +28,20 @@ from flowstone.format.manifest import Manifest
 from flowstone.pipeline.compare import Wanted, compare, want
 from flowstone.pipeline.interest import Interest, learn_interest
 from flowstone.pipeline.shared import Shared
-from flowstone.pipeline.sharing import share_reads
 from flowstone.plan.match import Match, rename
 from flowstone.plan.read import ReadPlan, plan_reads
 from flowstone.rules import Rename, Rule
 from flowstone.runtime.progress import terminal_progress
 from flowstone.stage.arena import open_read_arena
 from flowstone.stage.bounce import Destinations, choose_destinations
-from flowstone.stage.node_reads import NodeReads
 from flowstone.stage.scatter import Fill, Scattered, raise_damage, scatter, scattered_targets
 from flowstone.state import Restoration
 from flowstone.store.base import Store
 from flowstone.table.pieces import Pieces
 from flowstone.trace import Spans
+
+if TYPE_CHECKING:
+    from flowstone.stage.node_reads import NodeReads
 
 _log = logging.getLogger("flowstone")
 
@@ -68,8 +73,7 @@ class LoadReport:
     shared_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Loading:
+class Loading(msgspec.Struct, frozen=True, eq=False):
     """A load that is ready to read: what the state wants and the checkpoint holds agree.
 
     wanted        the pieces to be read
@@ -86,7 +90,7 @@ class Loading:
     plan: ReadPlan
     destinations: Destinations
     node_reads: NodeReads | None = None
-    held: ExitStack = field(default_factory=ExitStack)
+    held: ExitStack = msgspec.field(default_factory=ExitStack)
 
 
 class Loads:
@@ -205,7 +209,11 @@ class Loads:
 
     def _share_reads(self, ready: Loading) -> Loading:
         """The same, with how the ranks of this node read for each other, if they do."""
+        if self._group.size == 1:
+            return ready
         try:
+            from flowstone.pipeline.sharing import share_reads  # a process by itself needs none of it
+
             node_reads = share_reads(
                 ready.checkpoint, ready.plan, self._store, self._group, ready.held, willing=self._options.share_reads
             )

@@ -7,7 +7,6 @@ import math
 import secrets
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
@@ -85,16 +84,14 @@ class Terms(msgspec.Struct, frozen=True):
     share: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Try:
+class Try(msgspec.Struct, frozen=True):
     """A call of `save` of a step. Ranks that call alike have the same, and none has one twice."""
 
     step: int
     number: int  # counted from 1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Written:
+class Written(msgspec.Struct, frozen=True, eq=False):
     """What a rank has written, as rank 0 learns it.
 
     tries       how often it has called `save` of this step
@@ -154,8 +151,7 @@ class Outcome(msgspec.Struct, frozen=True):
     replicas: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Assignment:
+class Assignment(msgspec.Struct, frozen=True, eq=False):
     """What this rank writes, by the plan of that name.
 
     positions  among the pieces of its layout, not descending
@@ -193,8 +189,7 @@ class Assignment:
         return of_layout if self.is_everything else of_layout.take(self.positions.tolist(), self.blocks)
 
 
-@dataclass(frozen=True, slots=True)
-class Contribution:
+class Contribution(msgspec.Struct, frozen=True):
     """What one rank has to commit.
 
     segment   of each piece that it writes, in the order of its assignment: position among `segments`
@@ -230,8 +225,7 @@ class Contribution:
         return zlib.compress(found.tobytes(), 1)
 
 
-@dataclass(frozen=True, slots=True)
-class LookedAt:
+class LookedAt(msgspec.Struct, frozen=True):
     """Digests of a few bytes of some pieces: of those at `rows` of the layout, or of all (None)."""
 
     rows: NDArray[np.int64] | None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from flowstone.pipeline.messages import Assignment
@@ -20,8 +21,7 @@ Waiter: TypeAlias = Literal["nobody", "optimizers", "caller"]
 """What will wait for the capture before it changes what is captured lazily."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CachedPlan:
+class CachedPlan(msgspec.Struct, frozen=True, eq=False):
     """A layout with the plan that was made for what this rank writes of it; kept for the next save.
 
     headers  of its last save
@@ -31,7 +31,7 @@ class CachedPlan:
     waiter: Waiter
     plan: WritePlan
     assignment: Assignment
-    headers: Headers = field(default_factory=Headers)
+    headers: Headers = msgspec.field(default_factory=Headers)
 
     def late(self) -> NDArray[np.bool_]:
         """Of each piece of the layout: whether any of it is captured after `save` has returned."""

@@ -6,7 +6,6 @@ import secrets
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
 from typing import NoReturn, TypeVar, cast
 
 import msgspec
@@ -42,8 +41,7 @@ from flowstone.store.base import Store
 from flowstone.table.pieces import Alias, Pieces, TensorColumns
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _GlobalIndex:
+class _GlobalIndex(msgspec.Struct, frozen=True, eq=False):
     """The index of a plan by which ranks have written into these segments; of each piece that one is in `segment`."""
 
     plan: str

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,8 +12,7 @@ from flowstone.state import Described
 from flowstone.table.pieces import Pieces, Places
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Looked:
+class Looked(msgspec.Struct, frozen=True, eq=False):
     """A few bytes of what other ranks hold, too, as they were when `save` was called. `rows`: of the layout, or all."""
 
     rows: NDArray[np.int64] | None

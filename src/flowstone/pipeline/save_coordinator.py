@@ -13,10 +13,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import msgspec
+from msgspec.structs import replace
 
 from flowstone.commit import publish
 from flowstone.config import CATCH_UP_CALLS

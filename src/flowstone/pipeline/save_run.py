@@ -19,10 +19,11 @@ ended      `save.committed` is done
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from time import monotonic
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from flowstone.errors import StateChangedError, StorageError
@@ -39,8 +40,7 @@ from flowstone.store.base import Receipt, Writing
 from flowstone.trace import Span, Spans
 
 
-@dataclass(frozen=True, slots=True)
-class Sections:
+class Sections(msgspec.Struct, frozen=True):
     """The text of all that is no tensor, by section. `objects`: what `replicated` is the text of."""
 
     replicated: Mapping[str, bytes]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from flowstone.config import EngineOptions
 from flowstone.pipeline.load_outcome import LoadOutcome
@@ -14,8 +15,7 @@ from flowstone.state import Frozen
 from flowstone.store.base import Store
 
 
-@dataclass(frozen=True, slots=True)
-class Shared:
+class Shared(msgspec.Struct, frozen=True):
     """See above.
 
     turn     one verb at a time
@@ -33,8 +33,7 @@ class Shared:
     outcome: LoadOutcome
 
 
-@dataclass(frozen=True, slots=True)
-class SaveOptions:
+class SaveOptions(msgspec.Struct, frozen=True):
     """Of a Checkpointer, what saves alone go by."""
 
     budget_bytes: int | None

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from threading import Lock
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from flowstone.config import PACKED_BELOW_BYTES

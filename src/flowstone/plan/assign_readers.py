@@ -7,8 +7,8 @@ arXiv 2407.20143). Every rank computes the same assignment from what all of them
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,8 +19,7 @@ _RUN_CHUNKS = 8  # that one rank reads for others as one
 _ALIGNED_BYTES = 64
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ReaderAssignment:
+class ReaderAssignment(msgspec.Struct, frozen=True, eq=False):
     """What one rank reads for several, as columns of runs in the order of reading.
 
     piece, first, last  chunks [first, last) of a piece of the index

@@ -10,10 +10,11 @@ class, and a class is looked at once (class_table.py).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from flowstone.config import SPLIT_BLOCK_BYTES_MIN, SPLIT_WORTH_BYTES
@@ -32,8 +33,7 @@ _EVEN = 0.01  # of the least that the largest writer can have: so much more is e
 _BLOCK = 1 / 128  # of the same: blocks are so long
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class WriterAssignment:
+class WriterAssignment(msgspec.Struct, frozen=True, eq=False):
     """Who writes what.
 
     layouts  the layout of each rank: long replicas in blocks, where one writer would have too much of them
@@ -51,7 +51,7 @@ class WriterAssignment:
     blocks: Sequence[Blocks] = ()
     split: ReplicaSplit | None = None
     buffers: int = 0
-    replicas: ReplicaSets = field(default_factory=lambda: ReplicaSets((), ()))
+    replicas: ReplicaSets = msgspec.field(default_factory=lambda: ReplicaSets((), ()))
 
 
 def assign_writers(
@@ -177,8 +177,7 @@ class _Assigning:
         return ReplicaSplit(names, 2 * block_bytes, block_bytes) if names else None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _ReplicaBatch:
+class _ReplicaBatch(msgspec.Struct, frozen=True, eq=False):
     """Equal boxes of all tensors of a class, as the same ranks hold them.
 
     length  in bytes, of each
@@ -193,12 +192,11 @@ class _ReplicaBatch:
     number: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _ReplicaSet:
+class _ReplicaSet(msgspec.Struct, frozen=True, eq=False):
     """Ranks that hold the same replicas."""
 
     ranks: NDArray[np.int64]
-    batches: list[_ReplicaBatch] = field(default_factory=list)
+    batches: list[_ReplicaBatch] = msgspec.field(default_factory=list)
 
 
 def _groups(boxes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

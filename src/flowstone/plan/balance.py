@@ -10,8 +10,8 @@ assigned, the largest first, each set beside what the others are to get.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,8 +27,7 @@ _ALIKE = 1e-2  # loads of nodes that differ by less are as good
 Loads = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Replicas:
+class Replicas(msgspec.Struct, frozen=True, eq=False):
     """What the same ranks hold.
 
     ranks   ascending
@@ -41,8 +40,7 @@ class Replicas:
     count: NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Balance:
+class Balance(msgspec.Struct, frozen=True, eq=False):
     """Who writes how much.
 
     counts  for each set, how many pieces of each length each of its ranks writes: a row for each length, a column for

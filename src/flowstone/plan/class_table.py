@@ -7,8 +7,8 @@ of them each rank writes. 8,192 ranks with 4,500 pieces each are a dozen classes
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,8 +19,7 @@ from flowstone.table.pieces import Pieces
 _CLASSES_REMEMBERED = 256  # of a layout group: with so few, most of its ranks write the same, and share one array
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorClass:
+class TensorClass(msgspec.Struct, frozen=True, eq=False):
     """The boxes of a class of tensors, on all ranks: those of the first tensor stand for all.
 
     tensor  that first one
@@ -180,8 +179,7 @@ class ClassTable:
         return tuple(found)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _ClassColumns:
+class _ClassColumns(msgspec.Struct, frozen=True, eq=False):
     """Of a layout group: the column of each position, and where in it; of each column its class, kind, first position.
     """
 

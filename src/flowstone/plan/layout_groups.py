@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -78,8 +79,7 @@ def _enter(
     return found
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LayoutGroup:
+class LayoutGroup(msgspec.Struct, frozen=True, eq=False):
     """Ranks whose pieces differ in the numbers of their boxes alone.
 
     ranks   ascending

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NoReturn
+
+import msgspec
 
 from flowstone.errors import MismatchError
 from flowstone.format.index import Index
@@ -14,8 +15,7 @@ from flowstone.table.pieces import Alias, Piece, Pieces
 _LISTED_MAX = 50  # differences of one kind that a message spells out; all are in the counts
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(msgspec.Struct, frozen=True):
     """What to read for which wanted piece.
 
     wanted  positions among the wanted pieces, of those to be read
@@ -30,8 +30,7 @@ class Match:
     skipped: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Requested:
+class Requested(msgspec.Struct, frozen=True):
     """What a state asks of a checkpoint.
 
     aliases   further names of some of the pieces
@@ -46,8 +45,7 @@ class Requested:
         return Pieces.of(self.pieces).names
 
 
-@dataclass(frozen=True, slots=True)
-class Available:
+class Available(msgspec.Struct, frozen=True):
     """What a checkpoint holds.
 
     names     of the stored tensors, as Rename rules call them, to index rows
@@ -124,13 +122,12 @@ def match(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Compared:
+class _Compared(msgspec.Struct, frozen=True):
     """What is not stored as it is requested: differences, and names that rules allow."""
 
-    faults: list[str] = field(default_factory=list)
-    cast: list[str] = field(default_factory=list)
-    initialised: list[str] = field(default_factory=list)
+    faults: list[str] = msgspec.field(default_factory=list)
+    cast: list[str] = msgspec.field(default_factory=list)
+    initialised: list[str] = msgspec.field(default_factory=list)
 
 
 def _compare(pieces: Pieces, rows: Sequence[int | None], index: Index, rules: Sequence[Rule]) -> _Compared:

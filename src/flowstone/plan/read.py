@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,8 +17,7 @@ from flowstone.table.box import Box
 from flowstone.table.pieces import Piece, Pieces
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ReadPlan:
+class ReadPlan(msgspec.Struct, frozen=True, eq=False):
     """Everything to read, as columns: a row for each run of chunks of a stored piece that a wanted one needs.
 
     piece        row in the index
@@ -79,8 +78,7 @@ def part_of(
     return ReadPlan(piece, plan.target[rows], first, last, common, total)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Cover:
+class _Cover(msgspec.Struct, frozen=True, eq=False):
     """The rows of a plan that fill one wanted piece. `piece`: the number among the pieces of its tensor.
 
     stored  the boxes of that tensor, as they lie in the index

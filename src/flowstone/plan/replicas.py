@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,8 +18,7 @@ from flowstone.table.pieces import Layout
 LINE_BYTES = 64  # of a sample; a device cannot take fewer
 _MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], np.uint64)  # odd, of XXH64
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ReplicaSets:
+class ReplicaSets(msgspec.Struct, frozen=True, eq=False):
     """Which pieces of a job several ranks hold: those that the same ranks do are one set.
 
     number  for each rank: of each of its pieces the set, as the rank numbers its own from 0; -1: nobody else holds it,
@@ -31,8 +30,7 @@ class ReplicaSets:
     sets: Sequence[NDArray[np.int32]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Compared:
+class Compared(msgspec.Struct, frozen=True, eq=False):
     """What one rank compares with others at every save, in the order of its sets.
 
     rows     positions in its layout

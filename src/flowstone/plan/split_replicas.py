@@ -7,8 +7,8 @@ it split it alike, and its blocks are assigned to writers as pieces of their own
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,8 +18,7 @@ from flowstone.table.chunks import distinct
 from flowstone.table.pieces import Pieces, TensorColumns
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaSplit:
+class ReplicaSplit(msgspec.Struct, frozen=True):
     """Which pieces are written in blocks of rows: those of some tensors, where they are long.
 
     names        of these tensors
@@ -32,8 +31,7 @@ class ReplicaSplit:
     block_bytes: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Blocks:
+class Blocks(msgspec.Struct, frozen=True, eq=False):
     """What becomes of the pieces of a rank, in columns: an entry for each piece or block, in the order of the pieces.
 
     source         position of the piece

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,8 +25,7 @@ from flowstone.table.dtype import DType
 from flowstone.table.pieces import Piece, Pieces
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentPlan:
+class SegmentPlan(msgspec.Struct, frozen=True):
     """One file to be written: `pieces` are positions in the plan, in file order, the slotted ones first.
 
     packed  the header's entries of the other pieces
@@ -40,8 +39,7 @@ class SegmentPlan:
     packed: Packed
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class WritePlan:
+class WritePlan(msgspec.Struct, frozen=True, eq=False):
     """Where everything goes. Columns have one entry per piece, in the order of `pieces`.
 
     text      the piece's header entry, up to its offsets

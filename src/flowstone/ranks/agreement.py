@@ -15,8 +15,9 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, overload
+
+import msgspec
 
 from flowstone.config import DEADLINE_S, LEAVE_S, POLL_S, REJOIN_S, REMINDER_S, SILENCE_S, TREE_FAN
 from flowstone.errors import FlowstoneError, RankError
@@ -28,24 +29,21 @@ from flowstone.ranks.wire import Decision, Exchange, Side, TooLateError, Verdict
 _Said = TypeVar("_Said")
 
 
-@dataclass(frozen=True, slots=True)
-class Encoding(Generic[_Said]):
+class Encoding(msgspec.Struct, Generic[_Said], frozen=True):
     """How what a rank says travels to rank 0. What rank 0 itself says does not travel: it is not encoded."""
 
     encode: Callable[[_Said], bytes]
     decode: Callable[[bytes], _Said]
 
 
-@dataclass(frozen=True, slots=True)
-class Agreed:
+class Agreed(msgspec.Struct, frozen=True):
     """What a rank has learnt; `own` is empty where nothing was decided for each."""
 
     common: bytes
     own: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Timeouts:
+class Timeouts(msgspec.Struct, frozen=True):
     """In seconds: for an agreement of all, for a rank without a sign of life, between lines about who is missing."""
 
     deadline_s: float = DEADLINE_S

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -21,8 +20,7 @@ come, as it has closed the Checkpointer before it met the others, or waits for t
 taken for dead; it will not come; something has ended the call there."""
 
 
-@dataclass(frozen=True, slots=True)
-class Liveness:
+class Liveness(msgspec.Struct, frozen=True):
     """What is known of a rank that is waited for.
 
     words  after "which"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import cast
 
+import msgspec
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -13,8 +13,7 @@ from flowstone.config import SILENCE_S
 from flowstone.ranks.kv_store import KeyValueStore
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(msgspec.Struct, frozen=True):
     """`kv_store` is None in a job of one rank."""
 
     rank: int = 0

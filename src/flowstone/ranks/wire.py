@@ -59,8 +59,7 @@ class Verdict(msgspec.Struct, frozen=True):
         return self.failure.is_absence or (rank in self.unheard and not is_lost)
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     """What rank 0 has decided: `common` for all, and something of its own `each` rank, if anything."""
 
     common: bytes = b""

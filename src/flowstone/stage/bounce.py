@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 
@@ -22,8 +22,7 @@ from flowstone.table.dtype import DType
 from flowstone.table.pieces import Memory, Pieces, Places
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BounceBuffer:
+class BounceBuffer(msgspec.Struct, frozen=True, eq=False):
     """A `buffer` that receives a piece's bytes as stored; `copy_back` copies them to their target, converted if need
     be.
     """
@@ -44,8 +43,7 @@ class BounceBuffer:
         host_array(self.target)[...] = host_array(source)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Destinations:
+class Destinations(msgspec.Struct, frozen=True, eq=False):
     """Where the bytes of wanted pieces are read to.
 
     places   parallel to the pieces

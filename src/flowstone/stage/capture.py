@@ -34,9 +34,9 @@ asked whether they still have it (`moved.py`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -55,8 +55,7 @@ from flowstone.table.pieces import Memory, Places
 _Number = TypeVar("_Number", bound=np.generic)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Staged:
+class Staged(msgspec.Struct, frozen=True, eq=False):
     """Segments that are being written.
 
     offsets  file offset of each piece's bytes, in plan order
@@ -93,8 +92,7 @@ class Headers:
         return self._known
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class WriteTarget:
+class WriteTarget(msgspec.Struct, frozen=True, eq=False):
     """Where segments are written: a directory of a store, through the blocks of an arena."""
 
     store: Store

@@ -8,9 +8,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from flowstone import _native
@@ -37,8 +38,7 @@ _POLL_S = 0.0005  # a batch takes a hundred times as long
 _LOOK_S = 1.0  # between two looks whether the others live
 
 
-@dataclass(frozen=True, slots=True)
-class LocalPeer:
+class LocalPeer(msgspec.Struct, frozen=True):
     """A rank on this node, and where its ring is."""
 
     rank: int

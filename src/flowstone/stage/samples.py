@@ -6,8 +6,7 @@ its current stream, and nobody waits for that before the digests are asked for.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,8 +16,7 @@ from flowstone.stage.device import SideStream
 from flowstone.table.pieces import Memory, Places
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Samples:
+class Samples(msgspec.Struct, frozen=True, eq=False):
     """Of pieces, in the order in which they were asked for.
 
     host    digests of those on the host

@@ -7,9 +7,10 @@ the target where its address has the phase of the file, and then it is verified 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from flowstone import _native
@@ -24,8 +25,7 @@ from flowstone.table.pieces import Memory, Pieces, Places
 _AGAIN = "load again, or an older step, before saving"
 
 
-@dataclass(frozen=True, slots=True)
-class Scattered:
+class Scattered(msgspec.Struct, frozen=True):
     """What a read did.
 
     written       positions of wanted pieces whose memory has changed
@@ -46,8 +46,7 @@ class Scattered:
         return bool(self.bad) or self.receipt.error is not None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Fill:
+class Fill(msgspec.Struct, frozen=True, eq=False):
     """What is read, and the memory that it fills.
 
     wanted, places  the pieces that the plan's targets are, and where they lie: parallel
@@ -59,11 +58,10 @@ class Fill:
     plan: ReadPlan
     wanted: Pieces
     places: Places
-    devices: Mapping[str, _native.Device] = field(default_factory=dict)
+    devices: Mapping[str, _native.Device] = msgspec.field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Runs:
+class Runs(msgspec.Struct, frozen=True, eq=False):
     """Runs of chunks [first, last) of stored pieces, as columns.
 
     file, offset  where each piece's extent begins: of copies in rings of other ranks. None: where the chunk table says
@@ -76,8 +74,7 @@ class Runs:
     offset: NDArray[np.int64] | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Targets:
+class Targets(msgspec.Struct, frozen=True, eq=False):
     """Where runs go, as columns.
 
     address  of the extent's byte 0, or of the first element where there is a layout

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import torch
 
 from flowstone.errors import UnsupportedStateError
@@ -20,8 +20,7 @@ from flowstone.state.records import Shard
 from flowstone.state.shards import flat_boxes
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
+class Range(msgspec.Struct, frozen=True):
     """`length` elements, from `begin` on, of a tensor of `shape`, as they follow each other in memory.
 
     order  the tensor's dimensions, outermost first: as they come where it lay row-major
@@ -56,8 +55,7 @@ class Range:
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(msgspec.Struct, frozen=True):
     """What of the tensor called `name` lies in a flat one: that `range` of it, from element `at` on."""
 
     name: str

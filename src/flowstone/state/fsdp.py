@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
 from flowstone.errors import UnsupportedStateError
@@ -27,8 +27,7 @@ _HOOKS = (
 _FLAT_PARAM = "_flat_param"  # the name under which a flat parameter takes the place of the originals
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Unit:
+class Unit(msgspec.Struct, frozen=True, eq=False):
     """One flat parameter.
 
     flat       the parameter itself, whose data is now this, now that

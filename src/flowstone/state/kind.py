@@ -37,6 +37,10 @@ class Kind(ABC):
         """Whether `value`, whose type is none of `types`, is of this kind. Cheap: it is asked in every pass."""
         return isinstance(value, self.bases)
 
+    def own_types(self) -> frozenset[type]:
+        """The types that no provider may take over."""
+        return self.types.union(self.bases)
+
     def find(self, value: object, place: Place, scan: Scan) -> bool:
         """Enter what others have to know of `value` before anything is described; calls into none of it.
 

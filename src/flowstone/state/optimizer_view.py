@@ -21,6 +21,7 @@ from itertools import accumulate, chain, repeat
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias, cast
 
+import msgspec
 import torch
 
 from flowstone.errors import CollisionError, UnsupportedStateError
@@ -37,16 +38,14 @@ NOT_OPTIONS = frozenset({"params", "param_names"})
 """Keys of a group that belong to the order of its members, not to its settings."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredGroup:
+class StoredGroup(msgspec.Struct, frozen=True):
     """A group of a stored optimizer: the paths of its members, and its settings."""
 
     params: list[str]
     options: dict[object, object]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredOptimizer:
+class StoredOptimizer(msgspec.Struct, frozen=True):
     """The entries of a stored optimizer's object; `listed` is its "state"."""
 
     groups: list[StoredGroup]

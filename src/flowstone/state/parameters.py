@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple, cast
 
 import torch
+from msgspec.structs import replace
 
 from flowstone.state.flat import FlatHome, Range, Span
 from flowstone.state.fsdp import Wrapped

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Generic, TypeVar, cast
 
+import msgspec
 import torch
 
 from flowstone.errors import ProviderError
@@ -19,8 +19,7 @@ from flowstone.state.tensors import DENSE_TYPES
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Served:
+class Served(msgspec.Struct, frozen=True, eq=False):
     """A provider at work: for which type, and what checkpoints call its objects."""
 
     own: type

@@ -6,9 +6,9 @@ import enum
 import operator
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+import msgspec
 import numpy as np
 import torch
 
@@ -79,8 +79,7 @@ class Shard:
         return f"Shard(<{tuple(self.tensor.shape)}>, shape={self.shape}, offset={self.offset})"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Described:
+class Described(msgspec.Struct, frozen=True, eq=False):
     """A state, taken apart. The memory is the user's: valid until the state is changed.
 
     layout      what there is: pieces, aliases, and which of them are lazy
@@ -100,7 +99,7 @@ class Described:
     optimizers: tuple[object, ...]
     unguarded: tuple[str, ...]
     counters: Counters
-    _late: deque[Callable[[], None]] = field(default_factory=deque)
+    _late: deque[Callable[[], None]] = msgspec.field(default_factory=deque)
 
     @property
     def objects(self) -> Mapping[str, object]:
@@ -132,8 +131,7 @@ class Described:
         return self.layout.lazy
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(msgspec.Struct, frozen=True):
     """What the index says about a tensor."""
 
     dtype: DType
@@ -144,8 +142,7 @@ def _same(name: str) -> str:
     return name
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(msgspec.Struct, frozen=True):
     """What a checkpoint holds, as far as restoring needs it before any byte is read.
 
     tensors   by name after renames; aliases are there as names of their own
@@ -159,14 +156,13 @@ class Stored:
 
     tensors: Mapping[str, StoredTensor]
     objects: Mapping[str, object]
-    per_rank: Mapping[str, object] = field(default_factory=dict)
+    per_rank: Mapping[str, object] = msgspec.field(default_factory=dict)
     rename: Callable[[str], str] = _same
-    tied: Mapping[str, str] = field(default_factory=dict)
-    by_rank: Mapping[str, Sequence[object]] = field(default_factory=dict)
+    tied: Mapping[str, str] = msgspec.field(default_factory=dict)
+    by_rank: Mapping[str, Sequence[object]] = msgspec.field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(msgspec.Struct, frozen=True):
     """One way in which state and checkpoint do not fit each other."""
 
     kind: DifferenceKind

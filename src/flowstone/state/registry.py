@@ -64,8 +64,11 @@ KINDS = Kinds(
     Stateful(),
     Plain(),
 )
-BUILT_IN = frozenset({object, type}.union(*({*kind.types, *kind.bases} for kind in KINDS)))
-"""Types that no provider may take over: checkpoints say what they are in words of their own."""
+
+
+def built_in() -> frozenset[type]:
+    """Types that no provider may take over: checkpoints say what they are in words of their own."""
+    return frozenset({object, type}.union(*(kind.own_types() for kind in KINDS)))
 
 
 def kind_of(value: object) -> Kind:
@@ -92,10 +95,10 @@ def register_provider(own: type[T], provider: Provider[T] | None = None) -> Regi
             next="write register_provider(YourClass, YourProvider()), or decorate a Provider"
         )
     if provider is not None:
-        return Registration(PROVIDERS, PROVIDERS.add(own, provider, BUILT_IN))
+        return Registration(PROVIDERS, PROVIDERS.add(own, provider, built_in()))
 
     def register(cls: P) -> P:
-        PROVIDERS.add(own, cls(), BUILT_IN)
+        PROVIDERS.add(own, cls(), built_in())
         return cls
 
     return register

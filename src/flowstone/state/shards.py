@@ -10,10 +10,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeAlias
 
+import msgspec
 import torch
 
 from flowstone.errors import UnsupportedStateError
@@ -28,8 +28,7 @@ Runs: TypeAlias = tuple[tuple[int, int], ...]
 """Half-open ranges of one dimension, disjoint, in the order in which a local tensor holds them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
+class Split(msgspec.Struct, frozen=True):
     """One dimension's split over one dimension of a mesh: into `parts`, as torch.chunk does; ours is number `mine`.
 
     factor  the dimension is cut into so many first, and every one of them split: ours of each, one after the other

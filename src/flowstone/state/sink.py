@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import repeat
 from typing import cast
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -170,9 +171,9 @@ class Sink:
         if known is None or (known.pieces, known.aliases) != (pieces, aliases):
             self._check_names()
             if copied_bytes_max is not None:
-                layout = replace(layout, lazy=_within_budget(pieces, roles, lazy, copied_bytes_max))
+                layout = msgspec.structs.replace(layout, lazy=_within_budget(pieces, roles, lazy, copied_bytes_max))
         else:  # whose names have been checked
-            layout = known if known.lazy == lazy else replace(known, lazy=lazy)
+            layout = known if known.lazy == lazy else msgspec.structs.replace(known, lazy=lazy)
         return layout, places, self._pieces_of(ties)
 
     def _kept_roles(self, kept: Sequence[int], ties: Mapping[int, int]) -> NDArray[np.uint8]:

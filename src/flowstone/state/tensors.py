@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -91,8 +91,7 @@ def memory_of(tensor: torch.Tensor) -> Memory:
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Columns:
+class Columns(msgspec.Struct, frozen=True, eq=False):
     """What tensors are, one row each.
 
     address  of element (0, ..., 0)

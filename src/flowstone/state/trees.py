@@ -7,8 +7,8 @@ is for trees in which every module leaves state_dict() as torch wrote it; others
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from flowstone.state.names import WRAPPERS
@@ -19,8 +19,7 @@ _METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Tree:
+class Tree(msgspec.Struct, frozen=True, eq=False):
     """A module's parameters and persistent buffers, in the order of its state_dict(keep_vars=True).
 
     keys        as state_dict() has them

@@ -14,8 +14,9 @@ to a directory, never one to a file.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 from flowstone.config import INTERRUPTS_MAX, POLL_S, Direction
 from flowstone.errors import FlowstoneError
@@ -29,16 +30,14 @@ if TYPE_CHECKING:
     from flowstone import _native
 
 
-@dataclass(frozen=True, slots=True)
-class FilePlan:
+class FilePlan(msgspec.Struct, frozen=True):
     """A segment to be created: its path in the store and its full size in bytes."""
 
     path: str
     bytes: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Encoded:
+class Encoded(msgspec.Struct, frozen=True, eq=False):
     """How chunks are stored by an encoder that is not identity, as columns with an entry for each chunk.
 
     offset, length  in bytes, in its segment
@@ -54,8 +53,7 @@ class Encoded:
     file_bytes: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Receipt:
+class Receipt(msgspec.Struct, frozen=True):
     """What a writer reports: digests of all chunks, or the error that ended it. Durable if no error.
 
     digests  of the chunks as they are stored
@@ -72,8 +70,7 @@ class Receipt:
     synced: tuple[float, float] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ReadReceipt:
+class ReadReceipt(msgspec.Struct, frozen=True):
     """What a reader reports.
 
     error    why it ended early, if it did; DamagedError when a file ends before its extents do
@@ -92,8 +89,7 @@ class ReadReceipt:
     spans: Sequence[_native.SpanColumns] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
+class Pace(msgspec.Struct, frozen=True):
     """What lazy capture may take until somebody waits for it, and what a save may take at most.
 
     blocks       of the arena, at once; None for all
@@ -109,8 +105,7 @@ class Pace:
 UNPACED = Pace()
 
 
-@dataclass(frozen=True, slots=True)
-class Watched:
+class Watched(msgspec.Struct, frozen=True):
     """How lazy rows are watched until they are captured: each write is noticed, or some of their bytes are compared.
 
     insisted  the caller wants no samples
@@ -200,8 +195,7 @@ def stop_reading(reading: Reading) -> None:
             continue
 
 
-@dataclass(frozen=True, slots=True)
-class Capabilities:
+class Capabilities(msgspec.Struct, frozen=True):
     """What holds in a store. A checkpoint can be committed where `atomic_rename` or `conditional_put` does.
 
     atomic_rename      `rename` moves a directory with all that is in it, at once: before a crash or after it

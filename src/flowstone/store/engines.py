@@ -12,9 +12,10 @@ import mmap
 import os
 import stat
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
+
+import msgspec
 
 from flowstone import _native
 from flowstone.config import BLOCK_BYTES, Direct, Direction, EngineOptions, Tuning
@@ -33,8 +34,7 @@ _ALLOW = 'allow it (kernel.io_uring_disabled, the container\'s seccomp profile),
 _RING_REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errno.ECANCELED)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RunningEngine:
+class RunningEngine(msgspec.Struct, frozen=True, eq=False):
     """An engine at work for one direction.
 
     queue_depth    less than was asked for where the system refused that

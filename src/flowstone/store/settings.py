@@ -9,9 +9,10 @@ tells what held.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+import msgspec
 
 from flowstone.config import READ_DEFAULTS, WRITE_DEFAULTS, Direct, Direction, EngineOptions, Tuning
 from flowstone.store.tuning import find_tuning
@@ -21,8 +22,7 @@ Origin = Literal["default", "tuned", "explicit"]
 DEFAULTS: Mapping[Direction, Tuning] = {"write": WRITE_DEFAULTS, "read": READ_DEFAULTS}
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(msgspec.Struct, frozen=True):
     """How one direction moves its bytes.
 
     tuning    what holds; backend "auto" is resolved when an engine starts

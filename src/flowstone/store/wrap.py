@@ -6,8 +6,10 @@ import errno
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
+
+from msgspec.structs import replace
 
 from flowstone import _native
 from flowstone.config import Direction

@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,8 +27,7 @@ Rows = NDArray[np.int64]
 _Number = TypeVar("_Number", bound=np.generic)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StoredChunks:
+class StoredChunks(msgspec.Struct, frozen=True, eq=False):
     """Where chunks are stored, and how, as columns with an entry for each chunk, in piece order.
 
     segment         id of the segment

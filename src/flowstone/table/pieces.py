@@ -17,6 +17,7 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import TypeAlias, overload
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,8 +28,7 @@ from flowstone.table.dtype import DType
 Numbers: TypeAlias = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """A box of a global tensor, as one rank holds it. Describes; holds no memory."""
 
     name: str
@@ -41,8 +41,7 @@ class Piece:
         return self.box.elements * self.dtype.item_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
+class Memory(msgspec.Struct, frozen=True):
     """Where a piece's elements lie. `owner` keeps the memory alive; nobody reads it otherwise.
 
     address        of element (0, ..., 0), in this process; a device address when `device` is not "cpu"
@@ -67,8 +66,7 @@ class Memory:
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(msgspec.Struct, frozen=True):
     """Some rows of a piece: what one of the ranks that hold the piece writes of it.
 
     at             position among what that rank writes
@@ -94,15 +92,15 @@ class Block:
         """Where the block lies, if that is where the piece lies."""
         shape = list(memory.shape)
         shape[self.dim] = self.length
-        return replace(memory, address=memory.address + self.start * memory.strides_bytes[self.dim], shape=tuple(shape))
+        address = memory.address + self.start * memory.strides_bytes[self.dim]
+        return msgspec.structs.replace(memory, address=address, shape=tuple(shape))
 
 
 def _none() -> Numbers:
     return np.zeros(0, np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class Alias:
+class Alias(msgspec.Struct, frozen=True):
     """Another name of the same tensor: tied weights are stored once, under `target`."""
 
     name: str
@@ -302,8 +300,7 @@ class Pieces(Sequence[Piece]):
         return replace(self, boxes=rows[first][mask[first]], kinds=moved[kinds.reshape(-1)])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Places:
+class Places(msgspec.Struct, frozen=True, eq=False):
     """Where pieces lie, as columns.
 
     address  of each piece's element (0, ..., 0), in this process
@@ -342,8 +339,7 @@ class Places:
         return Places(address, apart, [self.owners[at] for at in positions])
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(msgspec.Struct, frozen=True):
     """What a rank holds, and not where: plans are made from it, and kept as long as it stays the same.
 
     pieces   in the order of the state; unique by (name, box)

@@ -11,6 +11,7 @@ import torch
 
 from flowstone.errors import StateError
 from flowstone.format.objects import TensorRef, unsupported
+from flowstone.state.imported import imported
 from flowstone.state.kind import Kind
 from flowstone.state.loading import Loading
 from flowstone.state.names import Place
@@ -30,11 +31,14 @@ class ProcessGenerators:
 class Generator(Kind):
     """A generator, or all that belong to the process. Restored last: everything else may draw from it."""
 
-    bases = (
-        torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator,
-        ProcessGenerators,
-    )
+    bases = (torch.Generator, random.Random, ProcessGenerators)
     one_value = True
+
+    def recognises(self, value: object) -> bool:
+        return super().recognises(value) or isinstance(value, _numpy_types())
+
+    def own_types(self) -> frozenset[type]:
+        return super().own_types().union(_numpy_types())
 
     def describe(self, value: object, place: Place, saving: Saving, role: Role) -> object:
         return saving.walk(state_of(value, place.name), place)
@@ -53,6 +57,12 @@ class Generator(Kind):
         if missing:
             loading.notes.append(f"{place.name}: {missing} GPU(s) are not here, so their generators were skipped")
         loading.later(Phase.GENERATORS, lambda: _load(value, new_values.build(node, place.name), place))
+
+
+def _numpy_types() -> tuple[type, ...]:
+    """Numpy's classes of generators. It imports them when they are first used, which a load without any need not."""
+    found = (imported("numpy.random", name) for name in ("Generator", "RandomState", "BitGenerator"))
+    return tuple(one for one in found if one is not None)
 
 
 def rng() -> PerRank:

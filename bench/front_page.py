@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = "performance"  # beside the page
-PAGES = ("rivals", "ranks", "training", "watching", "scale")
+PAGES = ("rivals", "ranks", "training", "watching", "in-place", "scale")
 _GOAL = re.compile(r"^- (pass|miss)  (.+): ([^:]+), goal (.+)$", re.MULTILINE)
 _COMMAND = re.compile(r"^`([^`]+)`, (\d{4}-\d\d-\d\d)$", re.MULTILINE)
 
@@ -25,7 +25,7 @@ QUESTIONS = (
     ("Durable saves, times as fast as torch.save", "rivals", "durable save, later saves, times the rate of torch.save"),
     ("... as DCP async", "rivals", "durable save, later saves, times the rate of DCP async"),
     ("... as TorchSnapshot", "rivals", "durable save, later saves, times the rate of TorchSnapshot take"),
-    ("Processor seconds for each GB saved", "rivals", "CPU-seconds per GB, save from host memory"),
+    ("Processor seconds for each GB saved", "rivals", "CPU-seconds per GB, save through the arena"),
     ("One job of four ranks, saves, of four fio jobs", "ranks", "one job of four ranks, later saves"),
     ("... cold load", "ranks", "one job of four ranks, cold load"),
     ("Training time with a save every 5 steps, of none", "training", "training time, a save every 5 steps"),

@@ -99,11 +99,6 @@ void Arena::free_locked(std::uint32_t index) {
     ++free_;
 }
 
-std::optional<Block> Arena::try_acquire() {
-    const std::lock_guard lock(mutex_);
-    return take_free_locked();
-}
-
 std::optional<Block> Arena::acquire(const Question& may_take, const Question& give_up) {
     std::unique_lock lock(mutex_);
     bool may = false;

@@ -75,9 +75,6 @@ public:
     /// while no job runs, for touching fresh pages takes processor time and memory bandwidth from it.
     void grow(std::uint64_t total_bytes, bool when_idle = false);
 
-    /// A free block now, or nothing.
-    std::optional<Block> try_acquire();
-
     /// What a waiter asks under the arena's lock, at every `wake`: it reads atomics, it takes no lock.
     using Question = std::function<bool()>;
 

@@ -43,7 +43,6 @@ struct Op {
     std::uint64_t offset = 0;
     std::vector<iovec> parts;
     std::uint64_t needed_bytes = 0;  // reads: the op succeeds once this prefix has arrived
-    bool urgent = false;             // goes ahead of waiting ops: somebody's memory is waiting for it
     int memory_slot = -1;            // of registered memory that holds the only part; negative: none
     int file_slot = -1;              // of the registered file; negative: none
     const std::atomic<bool>* stopping = nullptr;  // true: drop the op if it has not begun
@@ -58,7 +57,7 @@ struct Op {
 
 /// Moves ops. Both implementations pass one contract suite:
 ///   - at most `queue_depth` ops are in the system's hands; more wait their turn in order of
-///     submission, urgent ones first
+///     submission
 ///   - short counts, EINTR, EAGAIN and EBUSY are carried on from where the system stopped
 ///   - a write of zero bytes is EIO; a read that meets the end of the file before `needed_bytes`
 ///     is the fault "end of file"

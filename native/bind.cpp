@@ -173,13 +173,13 @@ Watching watching_of(const std::string& name) {
 
 PyWriteJob start_write(const PyEngine& engine, const PyArena& arena,
                        const std::vector<std::tuple<const PyFile*, std::uint64_t>>& files, const PyWriteExtents& rows,
-                       std::uint64_t gap_bytes, bool in_place, std::optional<std::uint32_t> blocks, std::uint64_t bytes_per_s,
+                       std::uint64_t gap_bytes, std::optional<std::uint32_t> blocks, std::uint64_t bytes_per_s,
                        std::uint64_t cap_bytes_per_s, const std::string& watch, bool files_ready) {
     std::vector<TargetFile> targets;
     for (const auto& [file, bytes] : files) targets.push_back({file->held, bytes});
     PyWriteJob job;
     const Unlocked unlocked;
-    const WriteOptions options{gap_bytes, in_place, blocks.value_or(UINT32_MAX), bytes_per_s, cap_bytes_per_s, watching_of(watch), files_ready};
+    const WriteOptions options{gap_bytes, blocks.value_or(UINT32_MAX), bytes_per_s, cap_bytes_per_s, watching_of(watch), files_ready};
     job.held = engine.held->write(arena.held, targets, rows.held, options);
     return job;
 }
@@ -251,7 +251,6 @@ template <class Job> nb::class_<Job> bind_job(nb::module_& module, const char* n
         .def_prop_ro("fault", [](const Job& job) { return job.held->fault(); })
         .def_prop_ro("cancelled", [](const Job& job) { return job.held->cancelled(); })
         .def_prop_ro("copied_bytes", [](const Job& job) { return job.held->copied_bytes(); })
-        .def_prop_ro("direct_bytes", [](const Job& job) { return job.held->direct_bytes(); })
         .def_prop_ro("requests", [](const Job& job) { return job.held->requests(); })
         .def_prop_ro("spans", [](const Job& job) {
             if (!job.held->wait(0)) throw std::invalid_argument("spans are complete after wait");
@@ -398,6 +397,7 @@ void bind_jobs(nb::module_& module) {
         .def_prop_ro("file_ends", [](const PyWriteJob& job) { return job.held->file_ends(); });
     bind_job<PyReadJob>(module, "ReadJob")
         .def_prop_ro("requested_bytes", [](const PyReadJob& job) { return job.held->requested_bytes(); })
+        .def_prop_ro("direct_bytes", [](const PyReadJob& job) { return job.held->direct_bytes(); })
         .def_prop_ro("bad_chunks", [](const PyReadJob& job) { return to_numpy(job.held->bad_chunks()); })
         .def_prop_ro("touched", [](const PyReadJob& job) { return to_numpy_bool(job.held->touched()); });
 }
@@ -413,7 +413,7 @@ void bind_engine(nb::module_& module) {
         }, nb::kw_only(), "backend"_a, "queue_depth"_a, "request_bytes"_a, "workers"_a, "background"_a = false)
         .def_prop_ro("backend", [](const PyEngine& engine) { return engine.held->backend(); })
         .def("write", &start_write, "arena"_a, "files"_a, "rows"_a, nb::kw_only(), "gap_bytes"_a = 0,
-             "in_place"_a = true, "blocks"_a = nb::none(), "bytes_per_s"_a = 0, "cap_bytes_per_s"_a = 0,
+             "blocks"_a = nb::none(), "bytes_per_s"_a = 0, "cap_bytes_per_s"_a = 0,
              "watch"_a = "samples", "files_ready"_a = true)
         .def("read", &start_read, "arena"_a, "files"_a, "rows"_a, nb::kw_only(), "stop_at_bad"_a = true,
              "in_place"_a = true, "request_bytes"_a = 0)

@@ -38,12 +38,6 @@ inline constexpr std::uint64_t file_bytes_max = (std::uint64_t{1} << 63) - block
 // Where numpy and torch stop. No layout has as many loops: sides of 1 turn none, and 2^64 bytes have 63 halvings.
 inline constexpr std::size_t dimensions_max = 64;
 
-// A window is written from where it lies when that leaves few bytes to copy and few parts to list:
-// 256 KiB of 8 MiB is 3 % of the copying, and 64 parts keep the list in one page-sized allocation.
-inline constexpr std::uint64_t direct_run_bytes_min = std::uint64_t{64} << 10;
-inline constexpr std::uint64_t bounce_bytes_max = std::uint64_t{256} << 10;
-inline constexpr std::size_t direct_parts_max = 64;
-
 // Reading straight into a target pays from here; below it, sharing a request with neighbours is better.
 inline constexpr std::uint64_t direct_read_bytes_min = std::uint64_t{256} << 10;
 

@@ -75,7 +75,6 @@ public:
 
     std::uint64_t done_bytes() const { return done_bytes_.load(); }
     std::uint64_t copied_bytes() const { return copied_bytes_.load(); }
-    std::uint64_t direct_bytes() const { return direct_bytes_.load(); }
     std::uint64_t requests() const { return requests_.load(); }
     /// What took how long; complete once it has finished.
     std::vector<PhaseSpan> spans() const { return spans_.all(); }
@@ -141,7 +140,6 @@ protected:
     std::atomic<bool> stopping_{false};
     std::atomic<std::uint64_t> done_bytes_{0};
     std::atomic<std::uint64_t> copied_bytes_{0};
-    std::atomic<std::uint64_t> direct_bytes_{0};
     std::atomic<std::uint64_t> requests_{0};
     Spans spans_;
 

@@ -9,36 +9,28 @@
 
 namespace flowstone {
 
-/// First in, first out, urgent ones before the others. They are its links, so that waiting takes no memory. Not locked: its
-/// backend does that.
+/// First in, first out. They are its links, so that waiting takes no memory. Not locked: its backend does that.
 /// Invariant: empty when it is destroyed.
 class OpQueue {
 public:
     void push(std::unique_ptr<Transfer> transfer) {
-        List& list = transfer->op().urgent ? urgent_ : ordinary_;
         Transfer* const last = transfer.release();
-        (list.first == nullptr ? list.first : list.last->next) = last;
-        list.last = last;
+        (first_ == nullptr ? first_ : last_->next) = last;
+        last_ = last;
     }
 
-    bool empty() const { return urgent_.first == nullptr && ordinary_.first == nullptr; }
+    bool empty() const { return first_ == nullptr; }
 
     /// Null when empty.
     std::unique_ptr<Transfer> pop() {
-        List& list = urgent_.first == nullptr ? ordinary_ : urgent_;
-        std::unique_ptr<Transfer> transfer(list.first);
-        if (transfer != nullptr) list.first = std::exchange(transfer->next, nullptr);
+        std::unique_ptr<Transfer> transfer(first_);
+        if (transfer != nullptr) first_ = std::exchange(transfer->next, nullptr);
         return transfer;
     }
 
 private:
-    struct List {
-        Transfer* first = nullptr;
-        Transfer* last = nullptr;  // of those there are
-    };
-
-    List urgent_;
-    List ordinary_;
+    Transfer* first_ = nullptr;
+    Transfer* last_ = nullptr;  // of those there are
 };
 
 /// Whether the op's job wants no more of it; only an op that has not begun may be dropped.

@@ -43,6 +43,8 @@ public:
     /// Per row.
     std::vector<bool> touched() const;
     std::uint64_t requested_bytes() const { return requested_bytes_.load(); }
+    /// Read straight into targets; the others are `copied_bytes`.
+    std::uint64_t direct_bytes() const { return direct_bytes_.load(); }
 
 private:
     struct Window;  // one on its way
@@ -72,6 +74,7 @@ private:
     ReadPlan plan_;  // the coordinator makes it before it begins the first window
     std::vector<std::atomic<bool>> touched_;
     std::atomic<std::uint64_t> requested_bytes_{0};
+    std::atomic<std::uint64_t> direct_bytes_{0};
     std::atomic<bool> damaged_{false};
     mutable std::mutex bad_mutex_;
     std::set<std::uint64_t> bad_;

@@ -12,7 +12,7 @@
 
 namespace flowstone {
 
-/// capture  a window is copied into its block (or looked at, where it is written from where it lies) and digested
+/// capture  a window is copied into its block and digested
 /// encode   its chunks are encoded, if that is not identity, and digested again
 /// write    its requests are with the backend
 /// read     the same

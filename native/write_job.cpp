@@ -2,10 +2,8 @@
 
 #include <algorithm>
 #include <cassert>
-#include <cerrno>
 #include <chrono>
 #include <optional>
-#include <string>
 #include <utility>
 
 #include "bounds.h"
@@ -18,16 +16,21 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::size_t spans_per_window = 3;  // capture, encode, write
 
+/// In the order in which they begin: early ones first, each kind in the order of the files.
+std::vector<WriteWindow> ordered_windows(const WriteExtents& rows, std::uint64_t window_bytes, std::uint64_t gap_bytes) {
+    std::vector<WriteWindow> windows =
+        rows.keeps_places() ? plan_windows(rows, window_bytes) : plan_chunk_windows(rows, window_bytes, gap_bytes);
+    std::stable_partition(windows.begin(), windows.end(), [](const WriteWindow& window) { return !window.lazy; });
+    return windows;
+}
+
 }  // namespace
 
-/// Either copied (it holds an arena block) or direct (it holds a plan and its bounce buffer).
+/// A block of the arena, and what is written of it.
 struct WriteJob::Window final : Staged<WriteJob, Window> {
-    WriteWindow planned{};  // copied only
+    WriteWindow planned{};
     Block block;
-    int memory_slot = -1;  // of the block
-    std::optional<DirectPlan> direct;
-    AlignedBytes bounce;
-    bool lazy = false;
+    int memory_slot = -1;                  // of the block
     std::byte* rest = nullptr;             // of what was fetched: see fetch_run; null: nothing was
     std::vector<bool> used;                // devices that copy into the block
     std::vector<Device::Done> copied;      // what each device that is used will call; made before it is
@@ -35,72 +38,9 @@ struct WriteJob::Window final : Staged<WriteJob, Window> {
     std::vector<std::unique_ptr<Op>> ops;  // until they are submitted
     std::atomic<std::size_t> ops_left{0};
     std::int64_t handed_over_ns = 0;
-    std::uint64_t bytes = 0;  // of all ops
-    std::atomic<bool> gone{false};  // direct: the system has not found all of its sources
-    bool queued = false;            // one stage at a time
+    std::uint64_t bytes = 0;               // of all ops
+    bool queued = false;                   // one stage at a time
     bool released = false;
-};
-
-/// Whose turn it is. Early windows go first. Copied ones go from the front, direct ones from the back;
-/// what the back finds unfit to be written directly is set aside, and gets the next blocks, having no other way.
-class WriteJob::Order {
-public:
-    Order(const WriteExtents& rows, std::uint64_t window_bytes, const WriteOptions& options)
-        : rows_(rows), options_(options), windows_(planned(rows, window_bytes, options)), back_(windows_.size()) {
-        const auto lazy = std::stable_partition(windows_.begin(), windows_.end(), [](const WriteWindow& w) { return !w.lazy; });
-        early_ = static_cast<std::size_t>(lazy - windows_.begin());
-    }
-
-    bool empty() const { return front_ == back_ && aside_.empty(); }
-    std::size_t early() const { return early_; }
-    std::size_t size() const { return windows_.size(); }
-    /// Whether the window that the next block is for must be captured before the caller goes on.
-    bool next_is_early() const { return front_is_early() || (!aside_.empty() && aside_.back() < early_); }
-
-    /// Whether some window can be written directly; take_direct gives it.
-    bool find_direct() {
-        while (options_.in_place && rows_.keeps_places() && !direct_ && front_ < back_) {
-            direct_ = plan_direct(rows_, windows_[back_ - 1], options_.gap_bytes);
-            if (!direct_) aside_.push_back(--back_);
-        }
-        return direct_.has_value();
-    }
-
-    bool direct_is_lazy() const { return windows_[back_ - 1].lazy; }
-
-    DirectPlan take_direct() {
-        assert(direct_ && front_ < back_);
-        --back_;
-        return *std::exchange(direct_, std::nullopt);
-    }
-
-    const WriteWindow& take_copied() {
-        assert(!empty());
-        if (!aside_.empty() && !front_is_early()) {
-            const std::size_t window = aside_.back();
-            aside_.pop_back();
-            return windows_[window];
-        }
-        const std::size_t window = front_++;
-        if (front_ == back_) direct_.reset();
-        return windows_[window];
-    }
-
-private:
-    static std::vector<WriteWindow> planned(const WriteExtents& rows, std::uint64_t window_bytes, const WriteOptions& options) {
-        return rows.keeps_places() ? plan_windows(rows, window_bytes) : plan_chunk_windows(rows, window_bytes, options.gap_bytes);
-    }
-
-    bool front_is_early() const { return front_ < std::min(early_, back_); }
-
-    const WriteExtents& rows_;
-    const WriteOptions options_;
-    std::vector<WriteWindow> windows_;
-    std::size_t early_ = 0;  // windows before it are
-    std::size_t front_ = 0;
-    std::size_t back_;
-    std::optional<DirectPlan> direct_;  // of windows_[back_ - 1]
-    std::vector<std::size_t> aside_;  // descending: early ones at its end
 };
 
 /// When the next lazy window is due at `bytes_per_s`; time that nothing was written in is not made up for.
@@ -161,57 +101,45 @@ void WriteJob::files_ready() {
     arena_->wake();
 }
 
-/// The coordinator: which window next, and how.
+/// The coordinator: each window in its turn, once it is due and has a block.
 void WriteJob::begin_all() {
     // Files that are still being made ready may change under a registered number; that saves 0.1 us of a request's 4 ms.
     register_files(options_.files_ready);
     const std::uint64_t window_bytes = this->window_bytes();
-    Order order(*rows_, window_bytes, options_);
+    const std::vector<WriteWindow> windows = ordered_windows(*rows_, window_bytes, options_.gap_bytes);
     Pace pace(options_.bytes_per_s);
     Pace cap(options_.cap_bytes_per_s);
-    expect_early(order.early());
-    spans_.expect(spans_per_window * order.size());
+    expect_early(static_cast<std::size_t>(std::count_if(windows.begin(), windows.end(), [](const WriteWindow& w) { return !w.lazy; })));
+    spans_.expect(spans_per_window * windows.size());
     // How far the arena grows is the caller's policy; with nothing at all nothing would ever move.
-    if (!order.empty() && arena_->touched_bytes() == 0) arena_->grow(2 * arena_->block_bytes());
-    while (!order.empty() && !stopping()) {
-        if (!order.next_is_early()) arena_->wait(pace.due(), [this] { return expedite_ || stopping(); });
+    if (!windows.empty() && arena_->touched_bytes() == 0) arena_->grow(2 * arena_->block_bytes());
+    for (const WriteWindow& window : windows) {
+        if (window.lazy) arena_->wait(pace.due(), [this] { return expedite_ || stopping(); });
         arena_->wait(cap.due(), [this] { return stopping(); });
-        std::optional<Block> block = take_block(order);
+        std::optional<Block> block = acquire_block(window.lazy);
         if (stopping()) break;
+        assert(block);  // the arena stays open while the job is in it
         pace.began(window_bytes);
         cap.began(window_bytes);
-        if (block) {
-            begin_copied(order.take_copied(), std::move(*block));
-        } else {
-            const bool lazy = order.direct_is_lazy();
-            begin_direct(order.take_direct(), lazy);
-        }
+        begin(window, std::move(*block));
     }
     if (stopping()) detector_.let_go();  // also of windows that never began
 }
 
-/// A block for the next window; nothing when a window is to be written from where it lies, or the job stops.
-std::optional<Block> WriteJob::take_block(Order& order) {
-    const bool early = order.next_is_early();
-    std::uint32_t blocks = options_.blocks;
-    const auto may_copy = [&] { return early || expedite_ || copied_under_way_ < blocks; };
-    if (may_copy())
-        if (std::optional<Block> block = arena_->try_acquire()) return block;
-    // A lazy window does not go ahead of an early one that waits for its block.
-    const bool has_direct = order.find_direct() && !(early && order.direct_is_lazy());
-    if (!has_direct) blocks = std::max(blocks, 1U);  // there is no other way
-    return arena_->acquire(may_copy, [&] { return stopping() || (has_direct && has_direct_room()); });
+/// A block for the next window, once one is free and the window may have it; nothing when the job stops.
+std::optional<Block> WriteJob::acquire_block(bool lazy) {
+    const std::uint32_t blocks = std::max(options_.blocks, 1U);
+    return arena_->acquire([&] { return !lazy || expedite_ || lazy_under_way_ < blocks; }, [this] { return stopping(); });
 }
 
-void WriteJob::begin_copied(const WriteWindow& planned, Block block) {
+void WriteJob::begin(const WriteWindow& planned, Block block) {
     const auto window = std::make_shared<Window>();
     window->planned = planned;
-    window->lazy = planned.lazy;
     window->memory_slot = registered().block(block, arena_->block_bytes());
     window->block = std::move(block);
-    if (window->lazy) ++copied_under_way_;
+    if (planned.lazy) ++lazy_under_way_;
     begin_window(true);
-    post(window, needs_fetch(*rows_, planned) ? &WriteJob::fetch : &WriteJob::capture_copied);
+    post(window, needs_fetch(*rows_, planned) ? &WriteJob::fetch : &WriteJob::capture);
 }
 
 void WriteJob::post(const std::shared_ptr<Window>& window, Stage stage) noexcept {
@@ -222,16 +150,6 @@ void WriteJob::post(const std::shared_ptr<Window>& window, Stage stage) noexcept
 std::uint64_t WriteJob::window_bytes() const {
     if (rows_->devices.empty()) return machine_.request_bytes;
     return std::min(machine_.request_bytes, arena_->block_bytes() - chunk_bytes);
-}
-
-void WriteJob::begin_direct(DirectPlan plan, bool lazy) {
-    const auto window = std::make_shared<Window>();
-    window->bounce = allocate_aligned(plan.bounce_bytes);
-    window->direct = std::move(plan);
-    window->lazy = lazy;
-    ++direct_under_way_;
-    begin_window(true);
-    post(window, &WriteJob::capture_direct);
 }
 
 /// Queue what lies on devices, and copy what lies beside it on the host.
@@ -284,10 +202,10 @@ void WriteJob::await_fetched(const std::shared_ptr<Window>& window) {
 }
 
 void WriteJob::arrived(const std::shared_ptr<Window>& window) {
-    if (--window->fetching == 0) post(window, &WriteJob::capture_copied);
+    if (--window->fetching == 0) post(window, &WriteJob::capture);
 }
 
-void WriteJob::capture_copied(const std::shared_ptr<Window>& window, LiveAccess& live) {
+void WriteJob::capture(const std::shared_ptr<Window>& window, LiveAccess& live) {
     if (stopping()) {
         release(*window);
         return end(window);
@@ -299,7 +217,7 @@ void WriteJob::capture_copied(const std::shared_ptr<Window>& window, LiveAccess&
     ops.reserve(runs.size());
     for (const WriteRun& run : runs) {
         std::byte* const image = window->block.bytes() + (run.begin - window->planned.begin);
-        if (!run.appended) ops.push_back(make_op(window, run.begin, {{image, run.end - run.begin}}));
+        if (!run.appended) ops.push_back(make_op(window, run.begin, {image, run.end - run.begin}));
         capture_run(*rows_, run, image, window->rest, digests_, detector_, live);
         bytes += row_bytes(*rows_, run);
         settle_run(*rows_, run, detector_);
@@ -314,7 +232,7 @@ void WriteJob::capture_copied(const std::shared_ptr<Window>& window, LiveAccess&
         const Appender::Range range = appender_->append(window->planned, window->block.bytes(), live.chunk_room(), digests_);
         spans_.add(Phase::encode, encode_ns, bytes);
         if (range.bytes == 0) return end(window);  // all of it is in the base
-        ops.push_back(make_op(window, range.offset, {{window->block.bytes(), range.bytes}}));
+        ops.push_back(make_op(window, range.offset, {window->block.bytes(), range.bytes}));
     }
     submit(window, std::move(ops));
 }
@@ -324,46 +242,14 @@ std::vector<WriteRun> WriteJob::runs_of(const WriteWindow& window) const {
     return window.appended ? std::vector{window} : split_runs(*rows_, window, options_.gap_bytes);
 }
 
-void WriteJob::capture_direct(const std::shared_ptr<Window>& window, LiveAccess& live) {
-    if (stopping()) return end(window);
-    const std::int64_t begin_ns = now_ns();
-    std::uint64_t bytes = 0;
-    std::byte* bounce = window->bounce.get();
-    std::vector<std::unique_ptr<Op>> ops;
-    ops.reserve(window->direct->runs.size());
-    for (const DirectRun& direct : window->direct->runs) {
-        digest_run(*rows_, direct.run, digests_, detector_, live);
-        std::vector<iovec> list;
-        list.reserve(direct.parts.size());
-        for (const DirectPart& part : direct.parts) {
-            const std::uint64_t length = part.end - part.begin;
-            if (part.source == nullptr) image_range(*rows_, direct.run, part.begin, part.end, bounce, detector_, live);
-            list.push_back({part.source == nullptr ? bounce : const_cast<std::byte*>(part.source), length});
-            if (part.source == nullptr) bounce += length;
-        }
-        ops.push_back(make_op(window, direct.run.begin, std::move(list)));
-        bytes += row_bytes(*rows_, direct.run);
-    }
-    copied_bytes_ += bytes;
-    spans_.add(Phase::capture, begin_ns, bytes);
-    take_change();
-    if (stopping()) return end(window);
-    copied_bytes_ -= window->direct->direct_bytes;
-    direct_bytes_ += window->direct->direct_bytes;
-    submit(window, std::move(ops));
-}
-
-std::unique_ptr<Op> WriteJob::make_op(const std::shared_ptr<Window>& window, std::uint64_t offset, std::vector<iovec> parts) {
-    const std::uint32_t file = window->direct ? window->direct->runs.front().run.file : window->planned.file;
+std::unique_ptr<Op> WriteJob::make_op(const std::shared_ptr<Window>& window, std::uint64_t offset, iovec part) {
     auto op = std::make_unique<Op>();
     op->direction = Direction::write;
-    op->file = files_[file].get();
+    op->file = files_[window->planned.file].get();
     op->offset = offset;
-    op->parts = std::move(parts);
-    // What is written from where it lies holds up the caller's memory; what is copied does not.
-    op->urgent = window->direct.has_value();
+    op->parts = {part};
     op->memory_slot = window->memory_slot;
-    op->file_slot = registered().file(file);
+    op->file_slot = registered().file(window->planned.file);
     op->stopping = &stopping_;
     op->done = [this, window, bytes = op->length()](const Outcome& outcome) { end_op(window, bytes, outcome); };
     return op;
@@ -422,36 +308,10 @@ void WriteJob::hand_over(const std::shared_ptr<Window>& window) {
 }
 
 void WriteJob::end_op(const std::shared_ptr<Window>& window, std::uint64_t bytes, const Outcome& outcome) {
-    // What is ours is there: it is the caller's memory that the system did not find.
-    const bool is_gone = window->direct && outcome.fault && outcome.fault->error == EFAULT;
-    if (is_gone)
-        window->gone = true;
-    else
-        take_outcome(outcome);
+    take_outcome(outcome);
     if (!outcome.fault && !outcome.dropped) done_bytes_ += bytes;
     if (--window->ops_left != 0) return;
     spans_.add(Phase::write, window->handed_over_ns, window->bytes);
-    if (window->direct && (window->lazy || window->gone) && !stopping()) {
-        post(window, &WriteJob::confirm);
-        return;
-    }
-    if (window->direct)
-        for (const DirectRun& direct : window->direct->runs) settle_run(*rows_, direct.run, detector_);
-    end(window);
-}
-
-/// The device has read lazy sources by itself: were they still what was digested?
-void WriteJob::confirm(const std::shared_ptr<Window>& window, LiveAccess& live) {
-    for (const DirectRun& direct : window->direct->runs) {
-        confirm_run(*rows_, direct.run, digests_, detector_, live);
-        settle_run(*rows_, direct.run, detector_);
-    }
-    take_change();
-    if (window->gone && !stopping()) {
-        // All of it is there again, but was not written.
-        const WriteRun& run = window->direct->runs.front().run;
-        take_outcome(Fault{"capture", EFAULT, files_[run.file]->path, run.begin, window->direct->runs.back().run.end - run.begin});
-    }
     end(window);
 }
 
@@ -465,7 +325,7 @@ void WriteJob::take_change() {
 /// Nothing on the host is read for it any more, and nothing more of a device is queued.
 void WriteJob::queue(Window& window) {
     if (std::exchange(window.queued, true)) return;
-    if (!window.lazy) release_early();
+    if (!window.planned.lazy) release_early();
     queue_sources();
 }
 
@@ -485,12 +345,7 @@ void WriteJob::abandon(const std::shared_ptr<Window>& window) {
 }
 
 void WriteJob::end(const std::shared_ptr<Window>& window) {
-    if (window->direct) {
-        --direct_under_way_;
-        release(*window);
-    } else if (window->lazy) {
-        --copied_under_way_;
-    }
+    if (window->planned.lazy) --lazy_under_way_;
     window->block.release();
     arena_->wake();
     end_window();  // last: the job may be gone after it

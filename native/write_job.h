@@ -8,7 +8,6 @@
 #include <thread>
 #include <vector>
 
-#include "aligned.h"
 #include "encode.h"
 #include "job.h"
 #include "mutation_detector.h"
@@ -18,15 +17,13 @@ namespace flowstone {
 
 /// gap_bytes  runs of untouched blocks between two rows, up to this long, are written as zero; longer
 ///            ones are left as they are
-/// in_place   write from where the rows lie when no block may be had; else wait for a block
-/// blocks     how many arena blocks lazy windows may hold at once, until `expedite`
+/// blocks     how many arena blocks lazy windows may hold at once, until `expedite`; at least one
 /// bytes_per_s  how fast lazy windows may begin, until `expedite`; 0 is no limit
 /// cap_bytes_per_s  how fast any window may begin, whoever waits; 0 is no limit
 /// watching  how lazy sources are watched for changes
 /// files_ready  false: nothing is written before `files_ready`
 struct WriteOptions {
     std::uint64_t gap_bytes = 0;
-    bool in_place = true;
     std::uint32_t blocks = UINT32_MAX;
     std::uint64_t bytes_per_s = 0;
     std::uint64_t cap_bytes_per_s = 0;
@@ -77,7 +74,6 @@ public:
     const MutationDetector& detector() const { return detector_; }
 
 private:
-    class Order;    // of the windows still to begin
     struct Window;  // one on its way
     class Pace;     // at which lazy windows begin
 
@@ -85,33 +81,29 @@ private:
     friend struct Staged<WriteJob, Window>;
 
     void begin_all();
-    std::optional<Block> take_block(Order& order);
-    void begin_copied(const WriteWindow& planned, Block block);
-    void begin_direct(DirectPlan plan, bool lazy);
+    std::optional<Block> acquire_block(bool lazy);
+    void begin(const WriteWindow& planned, Block block);
     void fetch(const std::shared_ptr<Window>& window, LiveAccess& live);
     void expect_fetched(const std::shared_ptr<Window>& window);
     void queue_copies(Window& window, LiveAccess& live);
     void await_fetched(const std::shared_ptr<Window>& window);
     void arrived(const std::shared_ptr<Window>& window);
     void post(const std::shared_ptr<Window>& window, Stage stage) noexcept;
-    void capture_copied(const std::shared_ptr<Window>& window, LiveAccess& live);
-    void capture_direct(const std::shared_ptr<Window>& window, LiveAccess& live);
+    void capture(const std::shared_ptr<Window>& window, LiveAccess& live);
     std::vector<WriteRun> runs_of(const WriteWindow& window) const;
-    std::unique_ptr<Op> make_op(const std::shared_ptr<Window>& window, std::uint64_t offset, std::vector<iovec> parts);
+    std::unique_ptr<Op> make_op(const std::shared_ptr<Window>& window, std::uint64_t offset, iovec part);
     void submit(const std::shared_ptr<Window>& window, std::vector<std::unique_ptr<Op>> ops);
     void hand_over(const std::shared_ptr<Window>& window);
     void begin_held(const std::shared_ptr<Window>& window, LiveAccess&) { hand_over(window); }
     void hand_over_held();
     void await_files();
     void end_op(const std::shared_ptr<Window>& window, std::uint64_t bytes, const Outcome& outcome);
-    void confirm(const std::shared_ptr<Window>& window, LiveAccess& live);
     void take_change();
     void queue(Window& window);
     void release(Window& window);
     void abandon(const std::shared_ptr<Window>& window);
     std::uint64_t window_bytes() const;
     void end(const std::shared_ptr<Window>& window);
-    bool has_direct_room() const { return direct_under_way_.load() < machine_.queue_depth; }
 
     const std::shared_ptr<const WriteExtents> rows_;
     const WriteOptions options_;
@@ -119,8 +111,7 @@ private:
     MutationDetector detector_;
     std::optional<Appender> appender_;  // unless chunks keep their places
     std::atomic<bool> expedite_{false};
-    std::atomic<std::uint32_t> copied_under_way_{0};  // of lazy windows
-    std::atomic<std::uint32_t> direct_under_way_{0};
+    std::atomic<std::uint32_t> lazy_under_way_{0};
     std::atomic<bool> files_ready_;
     std::mutex held_mutex_;
     std::vector<std::shared_ptr<Window>> held_;  // captured before the files were ready

@@ -56,18 +56,6 @@ bool read_row(const WriteExtents& rows, std::size_t row, std::uint64_t begin, st
     return error == 0;
 }
 
-/// Shows row bytes [begin, end) to `look(begin, end, bytes)`, piece by piece out of room that stays in the cache. Whether
-/// they are there.
-template <class Look>
-bool view_row(const WriteExtents& rows, std::size_t row, std::uint64_t begin, std::uint64_t end, MutationDetector& detector, LiveAccess& live, Look look) {
-    for (; begin < end; begin += look_bytes) {
-        const std::uint64_t piece_end = std::min(begin + look_bytes, end);
-        if (!read_row(rows, row, begin, piece_end, live.chunk_room(), detector, live)) return false;
-        look(begin, piece_end, live.chunk_room());
-    }
-    return true;
-}
-
 /// Makes a run's image. What is short is copied by the batch; a chunk is digested while it is in the cache.
 class Capture {
 public:
@@ -189,38 +177,6 @@ void walk(const WriteExtents& rows, const WriteRun& run, std::uint64_t begin, st
     if (cursor < end) gap(cursor, end);
 }
 
-/// The chunks with digests that a run touches.
-template <class Each> void for_digests(const WriteExtents& rows, const WriteRun& run, Each each) {
-    walk(
-        rows, run, run.begin, run.end, [](std::uint64_t, std::uint64_t) {},
-        [&](std::size_t row, Span span) {
-            if (rows.rows[row].chunk != no_digest) for_chunks(rows, row, span, each);
-        });
-}
-
-/// Whether the row's bytes can be written from where they lie.
-bool is_in_phase(const WriteExtent& row) {
-    return row.layout == contiguous && (row.address - row.offset) % block_alignment_bytes == 0;
-}
-
-DirectRun plan_direct_run(const WriteExtents& rows, const WriteRun& run) {
-    DirectRun direct{run, {}};
-    std::uint64_t cursor = run.begin;
-    for (std::size_t i = run.first_row; i < run.last_row; ++i) {
-        const WriteExtent& row = rows.rows[i];
-        const Span span = overlap(row, run.begin, run.end);
-        if (span.empty() || !is_in_phase(row)) continue;
-        const std::uint64_t low = block_ceil(span.low);
-        const std::uint64_t high = block_floor(span.high);
-        if (low >= high || high - low < direct_run_bytes_min) continue;
-        if (cursor < low) direct.parts.push_back({cursor, low, nullptr});
-        direct.parts.push_back({low, high, row.source() + (low - row.offset)});
-        cursor = high;
-    }
-    if (cursor < run.end) direct.parts.push_back({cursor, run.end, nullptr});
-    return direct;
-}
-
 }  // namespace
 
 int copy_row(const WriteExtents& rows, const WriteExtent& row, std::uint64_t begin, std::uint64_t end, std::byte* out, LiveAccess& live) {
@@ -284,20 +240,6 @@ bool needs_fetch(const WriteExtents& rows, const WriteWindow& window) {
     return !rows.devices.empty() && std::any_of(begin, end, [](const WriteExtent& row) { return row.device != on_host; });
 }
 
-std::optional<DirectPlan> plan_direct(const WriteExtents& rows, const WriteWindow& window, std::uint64_t gap_bytes) {
-    if (needs_fetch(rows, window)) return std::nullopt;
-    DirectPlan plan;
-    std::size_t parts = 0;
-    for (const WriteRun& run : split_runs(rows, window, gap_bytes)) {
-        plan.runs.push_back(plan_direct_run(rows, run));
-        parts += plan.runs.back().parts.size();
-        for (const DirectPart& part : plan.runs.back().parts)
-            (part.source == nullptr ? plan.bounce_bytes : plan.direct_bytes) += part.end - part.begin;
-    }
-    if (plan.direct_bytes == 0 || plan.bounce_bytes > bounce_bytes_max || parts > direct_parts_max) return std::nullopt;
-    return plan;
-}
-
 void fetch_run(const WriteExtents& rows, const WriteRun& run, std::byte* image, std::byte* rest, const Fetch& fetch, MutationDetector& detector,
                LiveAccess& live) {
     const auto get = [&](std::size_t row, std::uint64_t begin, std::uint64_t end, std::byte* out) {
@@ -333,50 +275,10 @@ void capture_run(const WriteExtents& rows, const WriteRun& run, std::byte* image
         });
 }
 
-void digest_run(const WriteExtents& rows, const WriteRun& run, std::span<std::uint64_t> digests, MutationDetector& detector, LiveAccess& live) {
-    for_digests(rows, run, [&](const ChunkShare& part) {
-        if (!part.starts_here()) return;
-        Digester digester;
-        const auto digest = [&](std::uint64_t begin, std::uint64_t end, const std::byte* bytes) { digester.update(bytes, end - begin); };
-        if (view_row(rows, part.row, part.begin, part.end, detector, live, digest)) digests[rows.rows[part.row].chunk + part.chunk] = digester.value();
-    });
-}
-
-void confirm_run(const WriteExtents& rows, const WriteRun& run, std::span<const std::uint64_t> digests, MutationDetector& detector, LiveAccess& live) {
-    for_digests(rows, run, [&](const ChunkShare& part) {
-        Digester seen;    // of the chunk, if it starts in the run, else of what the run has written of it
-        Digester beyond;  // of what other windows write of it
-        const auto look = [&](std::uint64_t begin, std::uint64_t end, const std::byte* bytes) {
-            detector.compare(part.row, begin, end, bytes);
-            seen.update(bytes, end - begin);
-            if (begin >= part.high) beyond.update(bytes, end - begin);
-        };
-        if (!view_row(rows, part.row, part.low, part.high, detector, live, look)) return;
-        if (!part.starts_here()) {
-            if (part.ends_here()) detector.note_split(part.row, part.low, seen.value());
-            return;
-        }
-        if (!view_row(rows, part.row, part.high, part.end, detector, live, look)) return;
-        if (seen.value() != digests[rows.rows[part.row].chunk + part.chunk]) detector.report(part.row, part.begin, part.end);
-        if (!part.ends_here()) detector.note_split(part.row, part.high, beyond.value());
-    });
-}
-
 void settle_run(const WriteExtents& rows, const WriteRun& run, MutationDetector& detector) {
     walk(
         rows, run, run.begin, run.end, [](std::uint64_t, std::uint64_t) {},
         [&](std::size_t row, Span span) { detector.settle(row, span.low - rows.rows[row].offset, span.high - rows.rows[row].offset); });
-}
-
-void image_range(const WriteExtents& rows, const WriteRun& run, std::uint64_t begin, std::uint64_t end, std::byte* image,
-                 MutationDetector& detector, LiveAccess& live) {
-    walk(
-        rows, run, begin, end,
-        [&](std::uint64_t low, std::uint64_t high) { std::memset(image + (low - begin), 0, high - low); },
-        [&](std::size_t i, Span span) {
-            const std::uint64_t offset = rows.rows[i].offset;
-            (void)read_row(rows, i, span.low - offset, span.high - offset, image + (span.low - begin), detector, live);
-        });
 }
 
 std::uint64_t row_bytes(const WriteExtents& rows, const WriteRun& run) {

@@ -1,10 +1,9 @@
-// From rows to windows: which file ranges one request writes, and where their bytes come from.
+// From rows to windows: which file ranges one request writes, and how they are captured.
 // Pure but for the capture functions, which read sources; safe from any thread.
 #pragma once
 
 #include <cstdint>
 #include <functional>
-#include <optional>
 #include <span>
 #include <vector>
 
@@ -38,28 +37,6 @@ bool needs_fetch(const WriteExtents& rows, const WriteWindow& window);
 
 std::vector<WriteRun> split_runs(const WriteExtents& rows, const WriteWindow& window, std::uint64_t gap_bytes);
 
-/// [begin, end) of a file, from `source` where it lies, or from a bounce buffer when source is null.
-struct DirectPart {
-    std::uint64_t begin;
-    std::uint64_t end;
-    const std::byte* source;
-};
-
-struct DirectRun {
-    WriteRun run;
-    std::vector<DirectPart> parts;  // ascending, 4096-aligned, they tile the run
-};
-
-struct DirectPlan {
-    std::vector<DirectRun> runs;
-    std::uint64_t bounce_bytes = 0;
-    std::uint64_t direct_bytes = 0;
-};
-
-/// How to write the window from where it lies, or nothing when its rows do not allow it
-/// (on a device, strided, at another phase, or too much to bounce).
-std::optional<DirectPlan> plan_direct(const WriteExtents& rows, const WriteWindow& window, std::uint64_t gap_bytes);
-
 // Sources are live memory: what is not there any more is reported to `detector`, and is then anything in the image.
 
 /// Row bytes [begin, end), counted from the row's start, to `out`. The row is on the host. 0, or why not (LiveAccess::read).
@@ -83,18 +60,8 @@ using Fetch = std::function<void(const WriteExtent& row, std::uint64_t begin, st
 void fetch_run(const WriteExtents& rows, const WriteRun& run, std::byte* image, std::byte* rest, const Fetch& fetch, MutationDetector& detector,
                LiveAccess& live);
 
-/// The digests alone, of a run that is about to be written from where it lies.
-void digest_run(const WriteExtents& rows, const WriteRun& run, std::span<std::uint64_t> digests, MutationDetector& detector, LiveAccess& live);
-
-/// The run has been written from where it lies: `detector` is told where the sources are not what was digested.
-void confirm_run(const WriteExtents& rows, const WriteRun& run, std::span<const std::uint64_t> digests, MutationDetector& detector, LiveAccess& live);
-
 /// The sources of the run will not be read again: `detector` looks for what changed them until now.
 void settle_run(const WriteExtents& rows, const WriteRun& run, MutationDetector& detector);
-
-/// The image of [begin, end) inside the run alone.
-void image_range(const WriteExtents& rows, const WriteRun& run, std::uint64_t begin, std::uint64_t end, std::byte* image,
-                 MutationDetector& detector, LiveAccess& live);
 
 /// Source bytes in the run.
 std::uint64_t row_bytes(const WriteExtents& rows, const WriteRun& run);

@@ -185,7 +185,7 @@ def test_an_option_that_cannot_be_is_refused_when_it_is_given(
         lambda: fs.Keep("3"), lambda: fs.Keep(2.5), lambda: fs.Keep(None), lambda: fs.Keep(True),
         lambda: fs.Keep(every="a"), lambda: fs.Keep(0), lambda: fs.Keep(every=0),
         lambda: fs.EngineOptions(queue_depth="4"), lambda: fs.EngineOptions(queue_depth=4.5),
-        lambda: fs.EngineOptions(direct=True), lambda: fs.EngineOptions(write_in_place="yes"),
+        lambda: fs.EngineOptions(direct=True), lambda: fs.EngineOptions(read_in_place="yes"),
         lambda: fs.EngineOptions(write_bytes_per_s="1GB"), lambda: fs.EngineOptions(share_reads="no"),
         lambda: fs.EngineOptions(share_reads=None), lambda: fs.EngineOptions(backend=None),
         lambda: fs.Skip(3), lambda: fs.Skip(["a"]), lambda: fs.Skip(""), lambda: fs.Rename("a", None),

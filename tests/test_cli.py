@@ -88,8 +88,7 @@ def test_show_json_says_everything(two: Path) -> None:
 
 
 def test_show_tells_how_it_was_written(store: Path) -> None:
-    engine = fs.EngineOptions(backend="posix", direct="off", queue_depth=3, request_bytes=4 << 20, workers=1,
-                              write_in_place=True)
+    engine = fs.EngineOptions(backend="posix", direct="off", queue_depth=3, request_bytes=4 << 20, workers=1)
     with fs.Checkpointer(store, engine=engine) as checkpointer:
         checkpointer.save(1, {"x": torch.ones(9)})
     with fs.Checkpointer(store, engine=fs.EngineOptions(backend="posix", direct="off", queue_depth=5)) as checkpointer:

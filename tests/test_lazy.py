@@ -28,18 +28,11 @@ from flowstone.store.base import Pace
 
 MIB = 1 << 20
 CRAWL = Pace(blocks=1, bytes_per_s=1)  # the first request goes out, the others wait until something expedites it
-WAYS = ("copied", "direct")
 
 
-@pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest) -> str:
-    """How what finds no room in the arena is captured: copied once there is room, or from where it lies."""
-    return str(request.param)
-
-
-def opened(path: Path, way: str, *, watch: Watch = "auto", **options: Any) -> fs.Checkpointer:
+def opened(path: Path, *, watch: Watch = "auto", **options: Any) -> fs.Checkpointer:
     """With an arena of two blocks, so that most of the state finds no room in it."""
-    engine = fs.EngineOptions(request_bytes=2 * MIB, write_in_place=way == "direct", watch=watch)
+    engine = fs.EngineOptions(request_bytes=2 * MIB, watch=watch)
     return fs.Checkpointer(path, engine=engine, **{"budget_bytes": 4 * MIB, **options})
 
 
@@ -110,11 +103,11 @@ def assert_holds(path: Path, step: int) -> None:
 # The fence
 
 
-def test_a_step_after_save_waits_and_the_checkpoint_is_of_before_it(tmp_path: Path, way: str) -> None:
+def test_a_step_after_save_waits_and_the_checkpoint_is_of_before_it(tmp_path: Path) -> None:
     told: list[Event] = []
     state = training()
     fill(state, 1)
-    with opened(tmp_path, way, on_event=told.append) as checkpointer:
+    with opened(tmp_path, on_event=told.append) as checkpointer:
         save = checkpointer.save(1, state)
         assert not save.captured.done()
         state["optimizer"].step()  # type: ignore[attr-defined]
@@ -127,14 +120,14 @@ def test_a_step_after_save_waits_and_the_checkpoint_is_of_before_it(tmp_path: Pa
     (captured,) = (event for event in told if isinstance(event, Captured))
     assert captured.blocked_s < captured.captured_s
     (written,) = (event for event in told if isinstance(event, Written))
-    assert 0 < captured.early_bytes < written.copied_bytes + written.direct_bytes
+    assert 0 < captured.early_bytes < written.copied_bytes
 
 
-def test_what_is_not_the_optimizers_to_change_is_captured_before_save_returns(tmp_path: Path, way: str) -> None:
+def test_what_is_not_the_optimizers_to_change_is_captured_before_save_returns(tmp_path: Path) -> None:
     state = training()
     fill(state, 1)
     state["plain"] = torch.ones(MIB)
-    with opened(tmp_path, way) as checkpointer:
+    with opened(tmp_path) as checkpointer:
         checkpointer.save(1, state)
         state["model"].table.fill_(2)  # type: ignore[attr-defined]
         state["model"].count.fill_(2)  # type: ignore[attr-defined]
@@ -144,10 +137,10 @@ def test_what_is_not_the_optimizers_to_change_is_captured_before_save_returns(tm
     assert_holds(tmp_path, 1)
 
 
-def test_without_an_optimizer_everything_is_captured_before_save_returns(tmp_path: Path, way: str) -> None:
+def test_without_an_optimizer_everything_is_captured_before_save_returns(tmp_path: Path) -> None:
     state: dict[str, object] = {"model": Net(), "step": 0}
     fill(state, 1)
-    with opened(tmp_path, way) as checkpointer:
+    with opened(tmp_path) as checkpointer:
         save = checkpointer.save(1, state)
         assert save.captured.done()
         fill(state, 2)
@@ -155,9 +148,9 @@ def test_without_an_optimizer_everything_is_captured_before_save_returns(tmp_pat
 
 
 @pytest.mark.parametrize("fence", ["auto", "manual"])
-def test_a_header_that_takes_requests_of_its_own_is_captured_whole(tmp_path: Path, way: str, fence: str) -> None:
+def test_a_header_that_takes_requests_of_its_own_is_captured_whole(tmp_path: Path, fence: str) -> None:
     state: dict[str, object] = {f"{number:02}{'n' * 60_000}": torch.full((32 * 1024,), 1.0) for number in range(80)}
-    with opened(tmp_path, way) as checkpointer:
+    with opened(tmp_path) as checkpointer:
         save = checkpointer.save(1, state, fence=fence)  # type: ignore[arg-type]
         assert save.captured.done() == (fence == "auto")
         checkpointer.fence()
@@ -166,10 +159,10 @@ def test_a_header_that_takes_requests_of_its_own_is_captured_whole(tmp_path: Pat
     assert set(checkpoint.tensors) == set(state)
 
 
-def test_by_hand_nothing_large_is_captured_before_the_fence(tmp_path: Path, way: str) -> None:
+def test_by_hand_nothing_large_is_captured_before_the_fence(tmp_path: Path) -> None:
     state: dict[str, object] = {"model": Net(), "plain": torch.ones(8 * MIB), "step": 1}
     fill(state, 1)
-    with opened(tmp_path, way) as checkpointer:
+    with opened(tmp_path) as checkpointer:
         save = checkpointer.save(1, state, fence="manual")
         assert not save.captured.done()
         checkpointer.fence()
@@ -179,12 +172,12 @@ def test_by_hand_nothing_large_is_captured_before_the_fence(tmp_path: Path, way:
     assert_holds(tmp_path, 1)
 
 
-def test_strided_tensors_that_are_captured_early_wait_for_nobodys_pace(tmp_path: Path, way: str) -> None:
+def test_strided_tensors_that_are_captured_early_wait_for_nobodys_pace(tmp_path: Path) -> None:
     """They cannot be written from where they lie, and found no memory ready at a first save."""
     state = training()
     fill(state, 1)
     state["strided"] = torch.ones(2048, 2048)[:, ::2].t()
-    with opened(tmp_path, way) as checkpointer:
+    with opened(tmp_path) as checkpointer:
         for state["step"] in range(1, 11):
             checkpointer.save(state["step"], state)
             checkpointer.fence()
@@ -193,10 +186,10 @@ def test_strided_tensors_that_are_captured_early_wait_for_nobodys_pace(tmp_path:
 
 
 @pytest.mark.parametrize("end", ["close", "wait", "load", "committed"])
-def test_whoever_waits_for_a_save_does_not_wait_for_a_step(tmp_path: Path, way: str, end: str) -> None:
+def test_whoever_waits_for_a_save_does_not_wait_for_a_step(tmp_path: Path, end: str) -> None:
     state = training()
     fill(state, 1)
-    with opened(tmp_path, way) as checkpointer:
+    with opened(tmp_path) as checkpointer:
         save = checkpointer.save(1, state)
         if end == "wait":
             checkpointer.wait()
@@ -208,12 +201,12 @@ def test_whoever_waits_for_a_save_does_not_wait_for_a_step(tmp_path: Path, way: 
     assert_holds(tmp_path, 1)
 
 
-def test_waiting_for_a_save_expedites_those_before_it(tmp_path: Path, way: str) -> None:
+def test_waiting_for_a_save_expedites_those_before_it(tmp_path: Path) -> None:
     """They are committed in order: the writer's thread comes to the second when it is done with the first."""
     state = training()
     fill(state, 1)
     state["step"] = 0
-    with opened(tmp_path, way, saves_in_flight=3) as checkpointer:
+    with opened(tmp_path, saves_in_flight=3) as checkpointer:
         saves = []
         for state["step"] in (1, 2, 3):
             saves.append(checkpointer.save(state["step"], state, fence="manual"))
@@ -224,21 +217,21 @@ def test_waiting_for_a_save_expedites_those_before_it(tmp_path: Path, way: str) 
         assert values(tmp_path, step) == {1.0, float(step)}
 
 
-def test_a_save_under_way_is_not_called_off(tmp_path: Path, way: str) -> None:
+def test_a_save_under_way_is_not_called_off(tmp_path: Path) -> None:
     state = training()
     fill(state, 1)
-    with opened(tmp_path, way) as checkpointer:
+    with opened(tmp_path) as checkpointer:
         save = checkpointer.save(1, state)
         assert not save.captured.cancel()
         assert not save.committed.cancel()
     assert_holds(tmp_path, 1)
 
 
-def test_saves_in_flight_need_no_threads_but_those_of_the_first(tmp_path: Path, way: str) -> None:
+def test_saves_in_flight_need_no_threads_but_those_of_the_first(tmp_path: Path) -> None:
     """Python's: a save that is captured and finds no thread to end it could only be waited for without end."""
     state = training()
     fill(state, 1)
-    with opened(tmp_path, way, saves_in_flight=3) as checkpointer:
+    with opened(tmp_path, saves_in_flight=3) as checkpointer:
         checkpointer.save(1, state, fence="manual")
         with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
             checkpointer.save(2, state, fence="manual")
@@ -249,7 +242,7 @@ def test_saves_in_flight_need_no_threads_but_those_of_the_first(tmp_path: Path, 
 # Whoever steps
 
 
-def test_every_optimizer_of_the_state_has_its_fence(tmp_path: Path, way: str) -> None:
+def test_every_optimizer_of_the_state_has_its_fence(tmp_path: Path) -> None:
     model = Net()
     first = torch.optim.SGD(model.body[:2].parameters(), lr=0.1, momentum=0.9)
     second = torch.optim.Adam(model.body[2:].parameters(), lr=0.1)
@@ -257,7 +250,7 @@ def test_every_optimizer_of_the_state_has_its_fence(tmp_path: Path, way: str) ->
     first.step()
     second.step()
     state: dict[str, object] = {"model": model, "first": first, "second": second, "step": 0}
-    with opened(tmp_path, way) as checkpointer:
+    with opened(tmp_path) as checkpointer:
         for step, optimizer in ((1, first), (2, second)):
             fill(state, step)
             save = checkpointer.save(step, state)
@@ -268,10 +261,10 @@ def test_every_optimizer_of_the_state_has_its_fence(tmp_path: Path, way: str) ->
     assert_holds(tmp_path, 2)
 
 
-def test_gradient_accumulation_goes_on_while_the_save_waits_for_the_step(tmp_path: Path, way: str) -> None:
+def test_gradient_accumulation_goes_on_while_the_save_waits_for_the_step(tmp_path: Path) -> None:
     state = training()
     fill(state, 1)
-    with opened(tmp_path, way) as checkpointer:
+    with opened(tmp_path) as checkpointer:
         save = checkpointer.save(1, state)
         for _ in range(3):
             backward(state["model"])  # type: ignore[arg-type]
@@ -280,7 +273,7 @@ def test_gradient_accumulation_goes_on_while_the_save_waits_for_the_step(tmp_pat
     assert_holds(tmp_path, 1)
 
 
-def test_an_optimizer_that_steps_inside_backward(tmp_path: Path, way: str) -> None:
+def test_an_optimizer_that_steps_inside_backward(tmp_path: Path) -> None:
     model = Net()
     optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
     for parameter in model.parameters():
@@ -288,7 +281,7 @@ def test_an_optimizer_that_steps_inside_backward(tmp_path: Path, way: str) -> No
     state: dict[str, object] = {"model": model, "step": 0}
     state |= {f"optimizer{i}": optimizer for i, optimizer in enumerate(optimizers.values())}
     fill(state, 1)
-    with opened(tmp_path, way) as checkpointer:
+    with opened(tmp_path) as checkpointer:
         save = checkpointer.save(1, state)
         assert not save.captured.done()
         backward(model)
@@ -296,7 +289,7 @@ def test_an_optimizer_that_steps_inside_backward(tmp_path: Path, way: str) -> No
     assert_holds(tmp_path, 1)
 
 
-def test_a_gradient_scaler_steps_through_the_fence(tmp_path: Path, way: str) -> None:
+def test_a_gradient_scaler_steps_through_the_fence(tmp_path: Path) -> None:
     state = training(torch.optim.SGD, lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu")
     fill(state, 1)
@@ -304,7 +297,7 @@ def test_a_gradient_scaler_steps_through_the_fence(tmp_path: Path, way: str) -> 
     assert isinstance(model, nn.Module)
     assert isinstance(optimizer, torch.optim.Optimizer)
     optimizer.zero_grad()
-    with opened(tmp_path, way) as checkpointer:
+    with opened(tmp_path) as checkpointer:
         save = checkpointer.save(1, state)
         scaler.scale(model(torch.randn(2, 512)).square().mean()).backward()
         scaler.unscale_(optimizer)
@@ -315,13 +308,13 @@ def test_a_gradient_scaler_steps_through_the_fence(tmp_path: Path, way: str) -> 
     assert_holds(tmp_path, 1)
 
 
-def test_an_average_and_a_scheduler_that_follow_the_step(tmp_path: Path, way: str) -> None:
+def test_an_average_and_a_scheduler_that_follow_the_step(tmp_path: Path) -> None:
     state = training()
     average = AveragedModel(state["model"])  # type: ignore[arg-type]
     scheduler = torch.optim.lr_scheduler.StepLR(state["optimizer"], 1)  # type: ignore[arg-type]
     state |= {"average": average}
     fill(state, 1)
-    with opened(tmp_path, way) as checkpointer:
+    with opened(tmp_path) as checkpointer:
         save = checkpointer.save(1, state)
         assert not save.captured.done()
         state["optimizer"].step()  # type: ignore[attr-defined]
@@ -331,13 +324,13 @@ def test_an_average_and_a_scheduler_that_follow_the_step(tmp_path: Path, way: st
 
 
 @pytest.mark.parametrize("first", ["compiled", "saved"])
-def test_a_compiled_step_breaks_its_graph_at_the_fence(tmp_path: Path, way: str, first: str) -> None:
+def test_a_compiled_step_breaks_its_graph_at_the_fence(tmp_path: Path, first: str) -> None:
     state = training()
     step = torch.compile(lambda: state["optimizer"].step(), backend="eager")  # type: ignore[attr-defined]
     if first == "compiled":
         step()
     fill(state, 1)
-    with opened(tmp_path, way) as checkpointer:
+    with opened(tmp_path) as checkpointer:
         save = checkpointer.save(1, state)
         assert not save.captured.done()
         step()
@@ -345,10 +338,10 @@ def test_a_compiled_step_breaks_its_graph_at_the_fence(tmp_path: Path, way: str,
     assert_holds(tmp_path, 1)
 
 
-def test_a_step_that_may_not_break_its_graph_is_refused_before_it_changes_anything(tmp_path: Path, way: str) -> None:
+def test_a_step_that_may_not_break_its_graph_is_refused_before_it_changes_anything(tmp_path: Path) -> None:
     state = training()
     fill(state, 1)
-    with opened(tmp_path, way) as checkpointer:
+    with opened(tmp_path) as checkpointer:
         checkpointer.save(1, state)
         step = torch.compile(lambda: state["optimizer"].step(), backend="eager", fullgraph=True)  # type: ignore[attr-defined]
         with pytest.raises(torch._dynamo.exc.Unsupported, match="before_step"):
@@ -356,25 +349,25 @@ def test_a_step_that_may_not_break_its_graph_is_refused_before_it_changes_anythi
     assert_holds(tmp_path, 1)
 
 
-def test_parameters_that_are_replaced_after_save_were_saved_as_they_were(tmp_path: Path, way: str) -> None:
+def test_parameters_that_are_replaced_after_save_were_saved_as_they_were(tmp_path: Path) -> None:
     state = training()
     fill(state, 1)
     model = state["model"]
     assert isinstance(model, Net)
-    with opened(tmp_path, way) as checkpointer:
+    with opened(tmp_path) as checkpointer:
         checkpointer.save(1, state)
         for layer in model.body:
             layer.weight.data = torch.full_like(layer.weight, 2)
     assert_holds(tmp_path, 1)
 
 
-def test_an_optimizer_pickles_copies_and_dies_as_if_it_had_no_fence(tmp_path: Path, way: str) -> None:
+def test_an_optimizer_pickles_copies_and_dies_as_if_it_had_no_fence(tmp_path: Path) -> None:
     import gc
     import pickle
     import weakref
 
     state = training()
-    with opened(tmp_path, way) as checkpointer:
+    with opened(tmp_path) as checkpointer:
         checkpointer.save(1, state)
         copy.deepcopy(state["optimizer"]).step()  # type: ignore[attr-defined]
         pickle.loads(pickle.dumps(state["optimizer"])).step()
@@ -385,9 +378,9 @@ def test_an_optimizer_pickles_copies_and_dies_as_if_it_had_no_fence(tmp_path: Pa
         assert gone() is None
 
 
-def test_a_child_process_steps_without_waiting(tmp_path: Path, way: str) -> None:
+def test_a_child_process_steps_without_waiting(tmp_path: Path) -> None:
     state = training()
-    with opened(tmp_path, way) as checkpointer:
+    with opened(tmp_path) as checkpointer:
         checkpointer.save(1, state)
         child = os.fork()
         if child == 0:
@@ -403,12 +396,12 @@ def test_a_child_process_steps_without_waiting(tmp_path: Path, way: str) -> None
 # What escapes
 
 
-def test_a_change_that_escapes_the_fence_fails_that_save_by_name(tmp_path: Path, way: str) -> None:
+def test_a_change_that_escapes_the_fence_fails_that_save_by_name(tmp_path: Path) -> None:
     state = training()
     model = state["model"]
     assert isinstance(model, Net)
     fill(state, 1)
-    with opened(tmp_path, way, on_error="continue") as checkpointer:
+    with opened(tmp_path, on_error="continue") as checkpointer:
         checkpointer.save(1, state).committed.exception()
         fill(state, 2)
         save = checkpointer.save(2, state)
@@ -451,10 +444,10 @@ ESCAPES: dict[str, Callable[[dict[str, object]], None]] = {
 
 @pytest.mark.parametrize("watch", ["auto", "samples"])
 @pytest.mark.parametrize("escape", ESCAPES)
-def test_a_dense_change_is_noticed_whoever_makes_it(tmp_path: Path, way: str, escape: str, watch: Watch) -> None:
+def test_a_dense_change_is_noticed_whoever_makes_it(tmp_path: Path, escape: str, watch: Watch) -> None:
     state = training()
     fill(state, 1)
-    with opened(tmp_path, way, watch=watch, on_error="continue") as checkpointer:
+    with opened(tmp_path, watch=watch, on_error="continue") as checkpointer:
         save = checkpointer.save(1, state)
         ESCAPES[escape](state)
         error = save.committed.exception(60)
@@ -466,7 +459,7 @@ def test_a_dense_change_is_noticed_whoever_makes_it(tmp_path: Path, way: str, es
 
 @pytest.mark.parametrize("sampled", [True, False])
 def test_a_change_of_one_byte_is_noticed_where_it_is_looked_at_and_nowhere_else(
-    tmp_path: Path, way: str, sampled: bool
+    tmp_path: Path, sampled: bool
 ) -> None:
     """The odds of samples that docs/LIMITS.md states: what is not looked at is saved as it was at its capture."""
     state = training()
@@ -475,7 +468,7 @@ def test_a_change_of_one_byte_is_noticed_where_it_is_looked_at_and_nowhere_else(
     byte = begins[1] if sampled else begins[1] + _native.LINE_BYTES
     assert sampled or byte not in begins
     seeds = mock.patch.object(capture, "_seeds", lambda pieces, _: np.zeros(pieces, np.uint64))
-    with seeds, opened(tmp_path, way, watch="samples", on_error="continue") as checkpointer:
+    with seeds, opened(tmp_path, watch="samples", on_error="continue") as checkpointer:
         save = checkpointer.save(1, state)
         weight.data.view(-1).view(torch.uint8)[byte] ^= 1
         error = save.committed.exception(60)
@@ -511,7 +504,7 @@ def hold_one_value(path: Path, seed: int, *, saves: int) -> None:
     kept = []
     engine = fs.EngineOptions(
         request_bytes=chance.choice((2, 4)) * MIB, queue_depth=chance.choice((1, 4, 16)),
-        write_in_place=chance.random() < 0.5, direct=chance.choice(("auto", "off")),
+        direct=chance.choice(("auto", "off")),
         backend=chance.choice(("auto", "posix")),
         write_bytes_per_s=chance.choice((None, 100 * MIB, 300 * MIB)),  # a writer that is late
     )

@@ -208,15 +208,12 @@ class WeightsProvider(fs.Provider[Weights]):
     def restore(self, value: Weights, found: Mapping[str, object]) -> None: ...
 
 
-@pytest.mark.parametrize("in_place", [False, True], ids=["copied", "direct"])
-def test_lazy_parts_are_captured_before_the_step_and_all_others_before_save_returns(
-    store: Path, in_place: bool
-) -> None:
+def test_lazy_parts_are_captured_before_the_step_and_all_others_before_save_returns(store: Path) -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], 0.1)
     weights = Weights()
     state = {"w": weights, "p": [parameter], "optimizer": optimizer}
-    engine = fs.EngineOptions(request_bytes=2 << 20, write_in_place=in_place)
+    engine = fs.EngineOptions(request_bytes=2 << 20)
     crawl = mock.patch.object(Captures, "pace", return_value=Pace(blocks=1, bytes_per_s=1))
     with (
         fs.register_provider(Weights, WeightsProvider()), crawl,

@@ -48,8 +48,8 @@ class Slow(System):
 class Run:
     """A Checkpointer on such a file system that has saved one step: of `state`, late but for `early_mib`."""
 
-    def __init__(self, path: Path, *, late_mib: int = 1, early_mib: int = 0, **options: object) -> None:
-        engine = EngineOptions(request_bytes=2 * MIB, **options)  # type: ignore[arg-type]
+    def __init__(self, path: Path, *, late_mib: int = 1, early_mib: int = 0) -> None:
+        engine = EngineOptions(request_bytes=2 * MIB)
         self.disk = Slow()
         self.store = LocalStore(path / "run", engine, self.disk)
         self.checkpointer = fs.Checkpointer(self.store, engine=engine, budget_bytes=8 * MIB, on_error="continue")
@@ -150,7 +150,7 @@ def test_what_refuses_the_reservation_later_is_the_error_of_that_save(run: Run, 
 
 def test_what_is_captured_early_may_need_more_memory_than_there_is_before_anything_is_written(tmp_path: Path) -> None:
     """Then `save` waits for the device, and so for the reservation: but not for itself."""
-    run = Run(tmp_path, early_mib=20, write_in_place=False)
+    run = Run(tmp_path, early_mib=20)
     run.save(2).committed.result()
     assert not is_waited_for(run.disk.threads[1])
     run.checkpointer.close()
@@ -159,7 +159,7 @@ def test_what_is_captured_early_may_need_more_memory_than_there_is_before_anythi
 def test_a_reservation_does_not_wait_for_the_capture_of_the_save_before(tmp_path: Path) -> None:
     """Which may wait for memory that the second save holds until it is reserved."""
     with mock.patch.object(Captures, "pace", return_value=Pace(blocks=1, bytes_per_s=1)):
-        run = Run(tmp_path, late_mib=20, write_in_place=False)
+        run = Run(tmp_path, late_mib=20)
         saves = [run.save(2), run.save(3)]
         run.checkpointer.close()
     assert all(save.committed.result().step in (2, 3) for save in saves)

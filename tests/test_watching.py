@@ -30,7 +30,6 @@ from flowstone.store.base import Pace
 MIB, PAGE, HUGE = 1 << 20, 4096, 2 << 20
 REFUSAL = _native.written_pages_refusal()
 pytestmark = pytest.mark.skipif(bool(REFUSAL), reason=f"written pages are not told here: {REFUSAL}")
-WAYS = ("copied", "direct")
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +39,8 @@ def slow() -> Iterator[None]:
         yield
 
 
-def opened(path: Path, *, way: str = "copied", watch: Watch = "auto", **options: Any) -> fs.Checkpointer:
-    engine = fs.EngineOptions(request_bytes=2 * MIB, write_in_place=way == "direct", watch=watch)
+def opened(path: Path, *, watch: Watch = "auto", **options: Any) -> fs.Checkpointer:
+    engine = fs.EngineOptions(request_bytes=2 * MIB, watch=watch)
     return fs.Checkpointer(path, engine=engine, on_error="continue", **{"budget_bytes": 4 * MIB, **options})
 
 
@@ -134,14 +133,11 @@ def by_the_system(tensor: torch.Tensor, at: int) -> None:
 WRITERS: list[Writer] = [by_data, by_numpy, by_another_library, by_a_row_in_place, by_a_thread, by_the_system]
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
-def test_one_byte_that_changes_before_its_capture_fails_that_save_by_name(
-    tmp_path: Path, way: str, write: Writer
-) -> None:
+def test_one_byte_that_changes_before_its_capture_fails_that_save_by_name(tmp_path: Path, write: Writer) -> None:
     """By default: a state of a few MB is watched exactly."""
-    state, chance = training(), random.Random(f"{write.__name__} {way}")
-    with opened(tmp_path, way=way, keep=fs.Keep(last=1)) as checkpointer:
+    state, chance = training(), random.Random(write.__name__)
+    with opened(tmp_path, keep=fs.Keep(last=1)) as checkpointer:
         checkpointer.save(0, state).committed.result()
         for step in range(1, 13):
             number = 1 + step % 2  # the first one's bytes may be captured already

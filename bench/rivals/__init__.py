@@ -82,19 +82,18 @@ _ASYNC_NOTE = "async_take of 0.1.0 does not copy CPU tensors too large for its s
 FLOWSTONE = (
     Entry(OURS, "Flowstone", "ours", 3, _OURS),
     Entry(
-        "flowstone-direct", "Flowstone from host memory, loads in phase", "ours", 3, _OURS, phases=(PHASE, PHASE),
-        note="write_in_place=True, budget_bytes=32 MiB, so most is written from where it lies; read_in_place=True, and "
-        "tensors start where they started in their pages at the save",
+        "flowstone-in-place", "Flowstone, loads in phase", "ours", 3, _OURS, phases=(PHASE, PHASE),
+        note="read_in_place=True, and tensors start where they started in their pages at the save",
     ),
     Entry(
         "flowstone-arena", "Flowstone through the arena, loads out of phase", "ours", 3, _OURS,
         phases=(PHASE, OTHER_PHASE),
-        note="write_in_place=False, an arena as large as the state; read_in_place=True, but tensors start elsewhere "
-        "in their pages, so loads go through the arena too",
+        note="an arena as large as the state; read_in_place=True, but tensors start elsewhere in their pages, so loads "
+        "go through the arena too",
     ),
     Entry(
         "flowstone-arena-256", "Flowstone through an arena of 256 MiB", "ours", 3, phases=(PHASE, PHASE),
-        note="write_in_place=False, budget_bytes=256 MiB",
+        note="budget_bytes=256 MiB",
     ),
     Entry("flowstone-small", "Flowstone, 50,000 tensors of 4 KiB", "ours", 3, _OURS, 2, shape="small"),
     Entry(

@@ -17,7 +17,6 @@ from flowstone import Checkpointer, LoadReport, Shard
 from flowstone.config import GIB, MIB, SHARED_READ_BYTES_MIN, EngineOptions
 from flowstone.store.local import LocalStore
 
-LEAST_ARENA_BYTES = 32 * MIB  # what finds no room in it, nearly everything, is written from where it lies
 SMALL_ARENA_BYTES = 256 * MIB
 UNBOUNDED_ARENA_BYTES = 16 * GIB  # touched only as far as the state needs
 POSIX = "flowstone-posix"
@@ -25,9 +24,9 @@ POSIX = "flowstone-posix"
 # Engine options by name: an option that this version lacks is an error that says so, in the row.
 SETTINGS: Mapping[str, tuple[int | None, Mapping[str, bool]]] = {
     "flowstone": (None, {}),
-    "flowstone-direct": (LEAST_ARENA_BYTES, {"read_in_place": True, "write_in_place": True}),
-    "flowstone-arena": (UNBOUNDED_ARENA_BYTES, {"read_in_place": True, "write_in_place": False}),
-    "flowstone-arena-256": (SMALL_ARENA_BYTES, {"write_in_place": False}),
+    "flowstone-in-place": (None, {"read_in_place": True}),
+    "flowstone-arena": (UNBOUNDED_ARENA_BYTES, {"read_in_place": True}),
+    "flowstone-arena-256": (SMALL_ARENA_BYTES, {}),
     "flowstone-small": (None, {}),
     "flowstone-ranks": (None, {}),
     REPLICAS: (None, {}),
@@ -37,8 +36,6 @@ SETTINGS: Mapping[str, tuple[int | None, Mapping[str, bool]]] = {
 
 class _Io(msgspec.Struct):
     backend: str
-    copied_bytes: int
-    direct_bytes: int
 
 
 class _Manifest(msgspec.Struct):
@@ -86,12 +83,11 @@ class Flowstone:
         return report
 
     def note(self, number: int, /) -> str:
-        """From the manifest: which backend wrote, and how much of it from where it lay."""
+        """From the manifest: which backend wrote."""
         io = msgspec.json.decode((self.place(number) / "manifest.json").read_bytes(), type=_Manifest).io
         if self._name == POSIX and io.backend != "posix":
             raise AssertionError(f"io_uring was refused, and the manifest says {io.backend}")
-        direct = io.direct_bytes / max(1, io.copied_bytes + io.direct_bytes)
-        return f"{io.backend}, {direct:.0%} written from where it lay"
+        return io.backend
 
     def close(self) -> None:
         self._opened().close()

@@ -13,7 +13,7 @@ from bench import meter
 from bench.meter import Meter
 from bench.training.records import DrillOutcome, DrillSample, DrillTask
 from bench.worker import settle
-from flowstone import Checkpointer, EngineOptions, Keep, Save, events
+from flowstone import Checkpointer, Keep, Save, events
 
 
 @dataclass
@@ -22,7 +22,6 @@ class _Told:
 
     fence_s: float = 0.0
     durable: float = 0.0
-    direct_bytes: int = 0
     copied_bytes: int = 0
 
 
@@ -56,10 +55,9 @@ class Drill:
     def run(self) -> DrillOutcome:
         gc.collect()
         before_bytes = meter.resident_bytes()
-        engine = EngineOptions(write_in_place=self.task.in_place or None)
         with Checkpointer(
             Path(self.task.directory) / "store", keep=Keep(last=1), budget_bytes=self.task.budget_bytes,
-            on_error="continue", engine=engine, on_event=self._on_event,
+            on_error="continue", on_event=self._on_event,
         ) as checkpointer:
             saves = [self._save(checkpointer, number) for number in range(1, self.task.saves + 1)]
             checkpointer.wait()
@@ -97,8 +95,7 @@ class Drill:
         if isinstance(event, events.Fenced):
             self.told[event.step].fence_s += event.waited_s
         elif isinstance(event, events.Written):
-            told = self.told[event.step]
-            told.direct_bytes, told.copied_bytes = event.direct_bytes, event.copied_bytes
+            self.told[event.step].copied_bytes = event.copied_bytes
         elif isinstance(event, events.Committed):
             self.told[event.step].durable = time.monotonic()
 
@@ -107,7 +104,7 @@ class Drill:
         return DrillSample(
             number=number, save_s=timed.save_s, fence_s=told.fence_s, durable_s=told.durable - timed.started,
             cpu_s=timed.cpu_s, peak_bytes=timed.peak_bytes, shared_bytes=timed.shared_bytes,
-            dirty_bytes=timed.dirty_bytes, direct_bytes=told.direct_bytes, copied_bytes=told.copied_bytes,
+            dirty_bytes=timed.dirty_bytes, copied_bytes=told.copied_bytes,
         )
 
 

@@ -8,19 +8,18 @@ from bench.figures import Spread, ratios, spread
 from bench.goals import Goal
 from bench.rivals import OURS
 from bench.training import figures
-from bench.training.programme import DIRECT, FLAT, GOAL_EVERY, MANY, PROGRAMMES
+from bench.training.programme import FLAT, GOAL_EVERY, MANY, PROGRAMMES
 from bench.training.records import DrillOutcome, Run
 
 BLOCKED_MS, FIRST_BLOCKED_MS, SAVE_AND_FENCE_MS = 10.0, 100.0, 20.0
 TOTAL, P95 = 1.03, 1.10  # of no saves
 TIMES_PERCEIVED = 500.0  # of torch.save's; DataStates-LLM reports 48
 FLAT_MB = 16.0  # a line through noise is not quite flat; a leak of one state or one budget is far above this
-CPU_PER_GB = 0.25
 
 
 def goals(run: Run) -> tuple[Goal, ...]:
     """In the order of the goals' table. One about a row that was not run is left out."""
-    return (*_blocked(run), *_training(run), *_flat(run), *_direct(run))
+    return (*_blocked(run), *_training(run), *_flat(run))
 
 
 def drills(run: Run, name: str) -> list[DrillOutcome]:
@@ -89,14 +88,3 @@ def _flat(run: Run) -> Iterator[Goal]:
         yield Goal(text, reached, FLAT_MB, at_most=True, digits=1)
     failed = spread(float(len(outcome.failures)) for outcome in found)
     yield Goal(f"{drill.saves} saves of {drill.title}: failures", failed, 0.0, at_most=True, digits=0)
-
-
-def _direct(run: Run) -> Iterator[Goal]:
-    if not _asked(run, DIRECT):
-        return
-    reached = spread(
-        sample.cpu_s / outcome.payload_bytes * 1e9
-        for outcome in drills(run, DIRECT) for sample in outcome.samples if sample.number > 1
-    )
-    text = "CPU-seconds per GB, written from where it lies, digest before and after, later saves"
-    yield Goal(text, reached, CPU_PER_GB, at_most=True)

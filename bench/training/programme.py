@@ -24,14 +24,12 @@ class Drill:
     state_bytes: int
     saves: int
     budget_bytes: int | None = None
-    in_place: bool = False
     stepping: bool = False
     rounds: int | None = None
 
     def task(self, directory: str, settle_s: float) -> DrillTask:
         return DrillTask(
-            self.tensors, self.state_bytes, self.saves, self.budget_bytes, self.in_place, self.stepping, directory,
-            settle_s,
+            self.tensors, self.state_bytes, self.saves, self.budget_bytes, self.stepping, directory, settle_s,
         )
 
 
@@ -61,7 +59,7 @@ class Programme:
         return next(drill for drill in self.drills if drill.name == name)
 
 
-MANY, FLAT, DIRECT = "many", "flat", "direct"
+MANY, FLAT = "many", "flat"
 _TENTH = 64 * MIB
 
 FULL = Programme(
@@ -75,7 +73,6 @@ FULL = Programme(
     drills=(
         Drill(MANY, "1,800 tensors of 5 GB", 1800, int(5e9), 10),
         Drill(FLAT, "a state of ten times the budget", 240, 10 * _TENTH, 200, _TENTH, stepping=True, rounds=1),
-        Drill(DIRECT, "written from where it lies", 300, int(2e9), 5, 32 * MIB, in_place=True),
     ),
     rounds=2,
     settle_s=1.0,
@@ -91,7 +88,6 @@ QUICK = Programme(
     drills=(
         Drill(MANY, "180 tensors of 50 MB", 180, int(50e6), 3),
         Drill(FLAT, "a state of ten times the budget", 30, 320 * MIB, 6, 32 * MIB, stepping=True, rounds=1),
-        Drill(DIRECT, "written from where it lies", 30, int(100e6), 3, 32 * MIB, in_place=True),
     ),
     rounds=1,
     settle_s=0.0,

@@ -171,7 +171,6 @@ class DrillTask:
 
     tensors       of the parameters and both their moments, together `state_bytes`
     budget_bytes  of the Checkpointer; None: its default
-    in_place      EngineOptions(write_in_place=True)
     stepping      every save is followed at once by a step of the optimizer; else by none until it is durable
     """
 
@@ -179,7 +178,6 @@ class DrillTask:
     state_bytes: int
     saves: int
     budget_bytes: int | None
-    in_place: bool
     stepping: bool
     directory: str
     settle_s: float
@@ -194,7 +192,7 @@ class DrillSample:
     peak_bytes      the highest resident memory meanwhile
     shared_bytes    resident shared memory, behind `save` or once durable, whichever is higher
     dirty_bytes     the same of the machine's dirty pages and those under writeback, whoever made them
-    direct_bytes, copied_bytes  how they were written, by Flowstone's own word
+    copied_bytes    what was written, by Flowstone's own word
     """
 
     number: int
@@ -205,7 +203,6 @@ class DrillSample:
     peak_bytes: int
     shared_bytes: int
     dirty_bytes: int
-    direct_bytes: int
     copied_bytes: int
 
 

@@ -114,7 +114,7 @@ def _cost_rows(run: Run) -> Iterator[tuple[str, ...]]:
 
 
 _DRILL_COLUMNS = (
-    "saves of", "saves", "first `save` ms", "later `save` ms", "fence ms", "GB/s durable", "direct", "CPU-s/GB",
+    "saves of", "saves", "first `save` ms", "later `save` ms", "fence ms", "GB/s durable", "CPU-s/GB",
     "extra peak MB", "shared MB", "dirty MB", "failed",
 )
 
@@ -126,14 +126,12 @@ def _drill_rows(run: Run) -> Iterator[tuple[str, ...]]:
         if not pairs:
             continue
         later = [(outcome, sample) for outcome, sample in pairs if sample.number > 1]
-        direct = sum(sample.direct_bytes for _, sample in pairs)
-        moved = direct + sum(sample.copied_bytes for _, sample in pairs)
         # With a step behind every save its processor time is in there too, and the next save waits for this one's end.
         alone = [] if drill.stepping else later
         yield (
             drill.title, str(len(pairs)), cell(spread(s.save_s * 1e3 for _, s in pairs if s.number == 1), 1),
             cell(spread(s.save_s * 1e3 for _, s in later), 1), cell(spread(s.fence_s * 1e3 for _, s in later), 1),
-            cell(spread(o.payload_bytes / s.durable_s / 1e9 for o, s in later)), f"{direct / max(1, moved):.0%}",
+            cell(spread(o.payload_bytes / s.durable_s / 1e9 for o, s in later)),
             cell(spread(s.cpu_s / o.payload_bytes * 1e9 for o, s in alone)),
             cell(spread((s.peak_bytes - o.before_bytes) / 1e6 for o, s in pairs), 0),
             cell(spread(s.shared_bytes / 1e6 for _, s in pairs), 0),

@@ -17,6 +17,7 @@ namespace {
 
 constexpr std::uint64_t block = huge_page_bytes;
 bool never() { return false; }
+bool at_once() { return true; }
 
 }  // namespace
 
@@ -30,7 +31,7 @@ TEST_CASE("budget is whole blocks and at least two") {
 TEST_CASE("nothing is touched before grow, and never more than the budget") {
     Arena arena(3 * block, block);
     CHECK(arena.touched_bytes() == 0);
-    CHECK_FALSE(arena.try_acquire());
+    CHECK_FALSE(arena.acquire(at_once));
     arena.grow(100 * block);
     std::vector<Block> blocks;
     std::set<std::byte*> addresses;
@@ -41,7 +42,7 @@ TEST_CASE("nothing is touched before grow, and never more than the budget") {
         blocks.back().bytes()[block - 1] = std::byte{1};
     }
     CHECK(addresses.size() == 3);
-    CHECK_FALSE(arena.try_acquire());
+    CHECK_FALSE(arena.acquire(at_once));
     CHECK(arena.touched_bytes() == 3 * block);
     CHECK(arena.free_bytes() == 0);
 }
@@ -68,7 +69,7 @@ TEST_CASE("the block given back last is taken first") {
     std::byte* const address = first.bytes();
     second.release();
     first.release();
-    CHECK(arena.try_acquire()->bytes() == address);
+    CHECK(arena.acquire(at_once)->bytes() == address);
 }
 
 TEST_CASE("acquire sleeps until a block comes back") {
@@ -108,7 +109,7 @@ TEST_CASE("an arena in use does not close") {
     arena.close();
     arena.close();
     CHECK(arena.touched_bytes() == 0);
-    CHECK_FALSE(arena.try_acquire());
+    CHECK_FALSE(arena.acquire(at_once));
     CHECK_THROWS_AS(Stay{arena}, std::invalid_argument);
 }
 

@@ -99,7 +99,7 @@ TEST_CASE("rows on a device come back, among rows on the host") {
             Far far(sample, microseconds(seed % 2 ? 100 : 0));
             if (seed % 4 > 1) far.be_lazy();
             Bed bed(setup, sample.file_bytes, nullptr, seed % 3 ? 3 : 20);
-            const auto job = start(bed, far.rows, {.in_place = seed % 2 == 0});
+            const auto job = start(bed, far.rows);
             REQUIRE(job->wait_early(forever_s));
             if (seed > 5) job->expedite();
             REQUIRE(job->wait(forever_s));

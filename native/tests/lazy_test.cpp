@@ -41,7 +41,7 @@ TEST_CASE("lazy rows come back, expedited or not and however much memory they ge
             std::mt19937_64 random(seed);
             for (WriteExtent& row : rows.rows) row.lazy = random() % 3 != 0;
             Bed bed(setup, sample.file_bytes, nullptr, seed % 2 ? 2 : 20);
-            const auto job = start(bed, rows, {.in_place = seed % 3 != 0, .blocks = static_cast<std::uint32_t>(seed % 4)});
+            const auto job = start(bed, rows, {.blocks = static_cast<std::uint32_t>(seed % 4)});
             REQUIRE(job->wait_early(forever_s));
             if (seed > 3) job->expedite();
             REQUIRE(job->wait(forever_s));
@@ -73,7 +73,7 @@ TEST_CASE("early rows are captured at once, lazy ones when the job is expedited"
     }
 }
 
-TEST_CASE("early rows wait for nobody's pace, though no memory is touched yet and none can be written directly") {
+TEST_CASE("early rows wait for nobody's pace, though no memory is touched yet") {
     for (const Setup& setup : setups()) {
         CAPTURE(setup.backend);
         Sample sample = plain_sample(6 * mib, 0);
@@ -95,28 +95,6 @@ TEST_CASE("early rows wait for nobody's pace, though no memory is touched yet an
     }
 }
 
-TEST_CASE("lazy rows that could be written directly wait for their pace, though early ones wait for memory") {
-    for (const Setup& setup : setups()) {
-        CAPTURE(setup.backend);
-        const Sample sample = plain_sample(6 * mib);
-        WriteExtents rows = sample.rows;
-        const std::uint64_t half = 3 * mib;
-        const Memory shifted(half, 8);  // out of phase with the file
-        std::memcpy(shifted.start(), sample.memory[0].start(), half);
-        rows.rows[0].length = half;
-        rows.rows[0].address = shifted.address();
-        rows.rows.push_back({half, half, sample.memory[0].address() + half, chunk_count(half), contiguous, 0, true});
-        Bed bed(setup, sample.file_bytes);
-        const auto job = start(bed, rows, {.blocks = 0, .bytes_per_s = crawl});
-        REQUIRE(job->wait_early(10));
-        CHECK(job->direct_bytes() == 0);
-        job->expedite();
-        REQUIRE(job->wait(forever_s));
-        REQUIRE_FALSE(job->fault());
-        CHECK(bed.scratch.contents() == sample.expected);
-    }
-}
-
 TEST_CASE("a cap holds for early rows and for lazy ones, whoever waits") {
     for (const Setup& setup : setups())
         for (const bool lazy : {false, true}) {
@@ -124,7 +102,7 @@ TEST_CASE("a cap holds for early rows and for lazy ones, whoever waits") {
             CAPTURE(lazy);
             const Sample sample = plain_sample(6 * mib);
             Bed bed(setup, sample.file_bytes, nullptr, 8);
-            const auto job = start(bed, lazy ? all_lazy(sample.rows) : sample.rows, {.in_place = false, .cap_bytes_per_s = crawl});
+            const auto job = start(bed, lazy ? all_lazy(sample.rows) : sample.rows, {.cap_bytes_per_s = crawl});
             wait_until_copied(*job);
             job->expedite();
             CHECK_FALSE(job->wait_captured(0.05));
@@ -173,34 +151,12 @@ TEST_CASE("of every quarter of a chunk, whole or not, 64 bytes are sampled") {
     }
 }
 
-TEST_CASE("one byte that changes while the device reads it fails the job") {
-    for (const Setup& setup : setups()) {
-        CAPTURE(setup.backend);
-        const Sample sample = plain_sample(3 * mib, 64);
-        const std::uint64_t victim = 2 * mib + 12345;  // in the row; its chunk is digested with this window alone
-        std::atomic<bool> hit{false};
-        Bed bed(setup, sample.file_bytes, [&](Direction, std::uint64_t offset, std::uint64_t length) {
-            // The window has been digested, and the system call comes next.
-            if (offset <= 64 + victim && 64 + victim < offset + length && !hit.exchange(true))
-                *(sample.memory[0].start() + victim) ^= std::byte{1};
-            return InjectedFault{};
-        });
-        const auto job = start(bed, all_lazy(sample.rows), {.blocks = 0});
-        REQUIRE(job->wait(forever_s));
-        REQUIRE(hit.load());
-        REQUIRE(job->fault());
-        CHECK(job->fault()->operation == "capture");
-        CHECK(job->fault()->offset == 64 + 2 * mib);
-        CHECK(job->fault()->length == mib);
-    }
-}
-
 TEST_CASE("a chunk that two windows share cannot be half old, half new") {
     for (const Setup& setup : setups()) {
         CAPTURE(setup.backend);
         const Sample sample = plain_sample(2 * mib, 64);  // the bed's windows end at multiples of 1 MiB: 64 bytes cross
         Bed bed(setup, sample.file_bytes, nullptr, 4);
-        const auto job = start(bed, all_lazy(sample.rows), {.in_place = false, .bytes_per_s = crawl});
+        const auto job = start(bed, all_lazy(sample.rows), {.bytes_per_s = crawl});
         wait_until_copied(*job);
         *(sample.memory[0].start() + mib - 1) ^= std::byte{1};
         job->expedite();
@@ -231,7 +187,7 @@ TEST_CASE("files may get ready at any moment of the capture, or never if the job
             std::mt19937_64 random(seed);
             for (WriteExtent& row : rows.rows) row.lazy = random() % 3 != 0;
             Bed bed(setup, sample.file_bytes, nullptr, seed % 2 ? 2 : 20);
-            const auto job = start(bed, rows, {.in_place = seed % 3 != 0, .blocks = static_cast<std::uint32_t>(seed % 4), .files_ready = false});
+            const auto job = start(bed, rows, {.blocks = static_cast<std::uint32_t>(seed % 4), .files_ready = false});
             const bool cancels = seed % 4 == 1;
             const std::jthread other([&, delay = std::chrono::microseconds(random() % 3000)] {
                 std::this_thread::sleep_for(delay);
@@ -247,21 +203,19 @@ TEST_CASE("files may get ready at any moment of the capture, or never if the job
 }
 
 TEST_CASE("a job that goes while its files are not ready waits for nobody, and writes nothing") {
-    for (const Setup& setup : setups())
-        for (const bool in_place : {false, true}) {
-            CAPTURE(setup.backend);
-            CAPTURE(in_place);
-            const Sample sample = plain_sample(10 * mib);
-            Bed bed(setup, sample.file_bytes);
-            auto job = start(bed, all_lazy(sample.rows), {.in_place = in_place, .files_ready = false});
-            job->expedite();
-            CHECK_FALSE(job->wait_captured(0.01));  // of 10 MiB it has room for 4, and those that it would write directly wait
-            CHECK(job->requests() == 0);
-            job.reset();
-            bed.arena->close();
-            const std::vector<std::byte> found = bed.scratch.contents();
-            CHECK(std::count(found.begin(), found.end(), std::byte{0xEE}) == static_cast<std::ptrdiff_t>(found.size()));
-        }
+    for (const Setup& setup : setups()) {
+        CAPTURE(setup.backend);
+        const Sample sample = plain_sample(10 * mib);
+        Bed bed(setup, sample.file_bytes);
+        auto job = start(bed, all_lazy(sample.rows), {.files_ready = false});
+        job->expedite();
+        CHECK_FALSE(job->wait_captured(0.01));  // of 10 MiB it has room for 4
+        CHECK(job->requests() == 0);
+        job.reset();
+        bed.arena->close();
+        const std::vector<std::byte> found = bed.scratch.contents();
+        CHECK(std::count(found.begin(), found.end(), std::byte{0xEE}) == static_cast<std::ptrdiff_t>(found.size()));
+    }
 }
 
 TEST_CASE("a source that changes while files are not ready fails the job at once, and what is held is given back") {
@@ -269,7 +223,7 @@ TEST_CASE("a source that changes while files are not ready fails the job at once
         CAPTURE(setup.backend);
         const Sample sample = plain_sample(10 * mib, 128);
         Bed bed(setup, sample.file_bytes);
-        const auto job = start(bed, all_lazy(sample.rows), {.in_place = false, .bytes_per_s = crawl, .files_ready = false});
+        const auto job = start(bed, all_lazy(sample.rows), {.bytes_per_s = crawl, .files_ready = false});
         std::memset(sample.memory[0].start() + mib + 4 * kib, 0, mib);  // of the second window, for which there is a block
         job->expedite();
         REQUIRE(job->wait(60));
@@ -287,7 +241,7 @@ TEST_CASE("a job that holds all blocks until its file is ready lets another one 
             CAPTURE(setup.backend);
             CAPTURE(swapped);
             const Sample sample = plain_sample(10 * mib, 64);
-            const WriteOptions waiting{.in_place = false, .files_ready = false};
+            const WriteOptions waiting{.files_ready = false};
             Bed bed(setup, sample.file_bytes);
             const ScratchFile beside(setup.direct, sample.file_bytes);
             const auto one = start(bed, all_lazy(sample.rows), waiting);

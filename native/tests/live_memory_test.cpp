@@ -45,24 +45,10 @@ private:
 
 constexpr LiveAccess::Way ways[] = {LiveAccess::Way::process_vm, LiveAccess::Way::memory_file};
 
-/// How rows are written: copied, or from where they lie.
-struct Manner {
-    Setup setup;
-    bool direct;
-};
-
-std::vector<Manner> manners() {
-    std::vector<Manner> all;
-    for (const Setup& setup : setups())
-        for (const bool direct : {false, true}) all.push_back({setup, direct});
-    return all;
-}
-
-/// A paced job waits to be expedited, and then copies what it has blocks for. One that is not goes ahead by itself, and
-/// what can be written from where it lies always is, as no lazy window gets a block.
-std::shared_ptr<WriteJob> start(Bed& bed, const WriteExtents& rows, bool direct, bool paced = true) {
+/// A paced job: it waits to be expedited, and then copies what it has blocks for.
+std::shared_ptr<WriteJob> start(Bed& bed, const WriteExtents& rows) {
     return bed.engine.write(bed.arena, {{bed.scratch.file(), bed.file_bytes}}, std::make_shared<WriteExtents>(rows),
-                            {.in_place = direct, .blocks = direct ? 0U : 2U, .bytes_per_s = paced ? 1U : 0U});
+                            {.blocks = 2, .bytes_per_s = 1});
 }
 
 WriteExtent lazy_row(std::uint64_t offset, std::uint64_t length, std::uint64_t address, WriteExtents& rows, std::int64_t layout = contiguous) {
@@ -138,15 +124,14 @@ TEST_CASE("of a batch those that are there come, and those that are not are name
 }
 
 TEST_CASE("a source that goes away before it is captured fails the job with its place, and the next job works") {
-    for (const Manner& manner : manners()) {
-        CAPTURE(manner.setup.backend);
-        CAPTURE(manner.setup.direct);
-        CAPTURE(manner.direct);
+    for (const Setup& setup : setups()) {
+        CAPTURE(setup.backend);
+        CAPTURE(setup.direct);
         const Pages pages(12 * mib);
-        Bed bed(manner.setup, 12 * mib);
+        Bed bed(setup, 12 * mib);
         WriteExtents rows;
         for (std::uint64_t at = 0; at < 12 * mib; at += 4 * mib) rows.rows.push_back(lazy_row(at, 4 * mib, pages.address() + at, rows));
-        const auto job = start(bed, rows, manner.direct);
+        const auto job = start(bed, rows);
         pages.take(5 * mib, 6 * mib);
         job->expedite();
         REQUIRE(job->wait(10));
@@ -156,7 +141,7 @@ TEST_CASE("a source that goes away before it is captured fails the job with its 
         CHECK(job->fault()->offset >= 4 * mib);
         CHECK(job->fault()->offset + job->fault()->length <= 8 * mib);
         pages.give(5 * mib, 6 * mib);
-        const auto next = start(bed, rows, manner.direct);
+        const auto next = start(bed, rows);
         next->expedite();
         REQUIRE(next->wait(10));
         REQUIRE_FALSE(next->fault());
@@ -181,7 +166,7 @@ TEST_CASE("a source that is gone when the job starts is told, whether it is earl
             rows.rows.push_back(lazy_row(0, mib, pages.address() + mib, rows));
             rows.rows.push_back(lazy_row(2 * mib, kind == 3 ? 100 : 256 * kib, pages.address(), rows, kind == 2 ? 0 : contiguous));
             rows.rows[1].lazy = kind == 1;
-            const auto job = start(bed, rows, false);
+            const auto job = start(bed, rows);
             job->expedite();
             REQUIRE(job->wait(10));
             REQUIRE(job->fault());
@@ -192,7 +177,7 @@ TEST_CASE("a source that is gone when the job starts is told, whether it is earl
 }
 
 TEST_CASE("sources that go away and come back at any instant never end the process") {
-    for (const Manner& manner : manners()) {
+    for (const Setup& setup : setups()) {
         const Pages pages(6 * mib);
         std::atomic<bool> done{false};
         std::jthread taker([&] {
@@ -202,7 +187,7 @@ TEST_CASE("sources that go away and come back at any instant never end the proce
                 (void)::mprotect(pages.start() + begin, page, PROT_READ | PROT_WRITE);
             }
         });
-        Bed bed(manner.setup, 8 * mib);
+        Bed bed(setup, 8 * mib);
         WriteExtents rows;
         const std::uint64_t shape[] = {256 * kib};
         const std::int64_t strides[] = {4};
@@ -211,42 +196,13 @@ TEST_CASE("sources that go away and come back at any instant never end the proce
         rows.rows.push_back(lazy_row(4 * mib, 512 * kib, pages.address() + 4 * mib, rows, 0));
         for (std::uint64_t at = 6 * mib; at < 6 * mib + 64 * kib; at += 128) rows.rows.push_back(lazy_row(at, 100, pages.address() + at - mib, rows));
         for (int round = 0; round < 5; ++round) {
-            const auto job = start(bed, rows, manner.direct);
+            const auto job = start(bed, rows);
             job->expedite();
             REQUIRE(job->wait(10));
             if (job->fault()) CHECK(job->fault()->operation == "capture");
         }
         done = true;
     }
-}
-
-TEST_CASE("a source that goes away between its digest and its write fails the job by its place, not by the file's") {
-    for (const Setup& setup : setups())
-        for (const bool comes_back : {false, true}) {
-            CAPTURE(setup.backend);
-            CAPTURE(setup.direct);
-            CAPTURE(comes_back);
-            const Pages pages(4 * mib);
-            std::atomic<int> writes{0};
-            std::atomic<std::uint64_t> struck{0};
-            // Any window may be the first to be written, from any thread: it loses what it is about to write.
-            Bed bed(setup, 4 * mib, [&](Direction, std::uint64_t offset, std::uint64_t bytes) -> InjectedFault {
-                if (++writes != 1) return {};
-                struck = offset;
-                if (comes_back) return {EFAULT, UINT64_MAX};
-                pages.take(offset, offset + bytes);
-                return {};
-            });
-            WriteExtents rows;
-            rows.rows.push_back(lazy_row(0, 2 * mib, pages.address(), rows));
-            rows.rows.push_back(lazy_row(2 * mib, 2 * mib, pages.address() + 2 * mib, rows));
-            const auto job = start(bed, rows, true, false);
-            REQUIRE(job->wait(10));
-            REQUIRE(job->fault());
-            CHECK(job->fault()->operation == "capture");
-            CHECK(job->fault()->error == EFAULT);
-            CHECK(job->fault()->offset >= struck);
-        }
 }
 
 TEST_CASE("samples of what is not there are an error, not a digest") {

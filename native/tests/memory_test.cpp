@@ -93,12 +93,10 @@ struct Mixed {
     }
 };
 
-/// Of a kind of write: 0 early; 1 lazy, from where it lies; 2 from a device; 3 lazy, copied, watched exactly; 4 before the
-/// file is ready.
+/// Of a kind of write: 0 early; 1 lazy; 2 from a device; 3 lazy, watched exactly; 4 before the file is ready.
 WriteOptions manner(int kind) {
     WriteOptions options;
-    options.in_place = kind == 1;
-    options.blocks = kind == 1 ? 0U : 2U;
+    options.blocks = 2;
     options.watching = kind == 3 ? Watching::exact : Watching::samples;
     options.files_ready = kind != 4;
     return options;

@@ -73,36 +73,6 @@ TEST_CASE("gap_bytes joins runs across short gaps only") {
     CHECK(split_runs(rows, window, 5 * page).size() == 1);
 }
 
-TEST_CASE("a window in phase is written from where it lies, but for head and tail") {
-    const std::uint64_t address = 0x10000000;
-    const WriteExtents rows{{write_row(64, mib, address + 64)}, {}, 0};
-    const auto plan = plan_direct(rows, plan_windows(rows, 2 * mib).at(0), 0);
-    REQUIRE(plan);
-    const std::vector<DirectPart>& parts = plan->runs.at(0).parts;
-    REQUIRE(parts.size() == 3);
-    CHECK(parts[0].source == nullptr);
-    CHECK(parts[1].source == reinterpret_cast<const std::byte*>(address + page));
-    CHECK(parts[1].begin == page);
-    CHECK(parts[1].end == mib);
-    CHECK(parts[2].source == nullptr);
-    CHECK(plan->bounce_bytes == 2 * page);
-    CHECK(plan->direct_bytes == mib - page);
-}
-
-TEST_CASE("a window out of phase, strided or all small is not written directly") {
-    const auto is_direct = [](const WriteExtents& rows) { return plan_direct(rows, plan_windows(rows, 2 * mib).at(0), 0).has_value(); };
-    CHECK_FALSE(is_direct({{write_row(64, mib, 0x10000000)}, {}, 0}));
-    CHECK_FALSE(is_direct({{write_row(0, 1000, 0x10000000)}, {}, 0}));
-    const std::uint64_t shape[] = {mib};
-    const std::int64_t strides[] = {2};
-    WriteExtents strided{{write_row(0, mib, 0x10000000)}, {Layout::whole(1, shape, strides)}, 0};
-    strided.rows[0].layout = 0;
-    CHECK_FALSE(is_direct(strided));
-    // 1 MiB in phase next to 300 KiB out of phase: too much to bounce.
-    CHECK_FALSE(is_direct({{write_row(0, mib, 0x10000000), write_row(mib, 300 * kib, 0x20000001)}, {}, 0}));
-    CHECK(is_direct({{write_row(0, mib, 0x10000000), write_row(mib, 100 * kib, 0x20000001)}, {}, 0}));
-}
-
 TEST_CASE("every wanted chunk lies whole in one read window, and little else is read") {
     std::mt19937_64 random(4);
     for (int round = 0; round < 100; ++round) {

@@ -36,7 +36,7 @@ TEST_CASE("spans of a job add up to its bytes, between its begin and its end") {
         check_inside(job->spans(), begin_ns, now_ns());
         auto bytes = bytes_by_phase(job->spans());
         CHECK(bytes.size() == 2);
-        CHECK(bytes[Phase::capture] == job->copied_bytes() + job->direct_bytes());
+        CHECK(bytes[Phase::capture] == job->copied_bytes());
         CHECK(bytes[Phase::write] == job->done_bytes());
 
         std::vector<Memory> targets;

@@ -251,8 +251,6 @@ class WriteJob:
     @property
     def copied_bytes(self) -> int: ...  # source bytes that went through the arena
     @property
-    def direct_bytes(self) -> int: ...  # source bytes written from where they lie
-    @property
     def requests(self) -> int: ...
     @property
     def spans(self) -> SpanColumns: ...  # after wait
@@ -308,23 +306,20 @@ class Engine:
     def backend(self) -> str: ...
     def write(
         self, arena: Arena, files: Sequence[tuple[File, int]], rows: WriteExtents, *, gap_bytes: int = 0,
-        in_place: bool = True, blocks: int | None = None, bytes_per_s: int = 0,
-        cap_bytes_per_s: int = 0, watch: Literal["auto", "exact", "samples"] = "samples", files_ready: bool = True,
+        blocks: int | None = None, bytes_per_s: int = 0, cap_bytes_per_s: int = 0,
+        watch: Literal["auto", "exact", "samples"] = "samples", files_ready: bool = True,
     ) -> WriteJob:
         """Start writing; `files` are (file, size in bytes). Returns at once.
 
         The file is taken in windows of `request_bytes`. A window whose turn has come is
-        copied into a free arena block (and so captured at once) or, when no block is free and
-        its rows lie in memory at the phase of their file offsets, written from where they lie
-        by one vectored request (captured when it completes), taken from the far end.
+        copied into an arena block (and so captured), and waits until one is free.
 
         gap_bytes  runs of untouched 4 KiB blocks between two rows, up to this long, are written
                    as zero, so that one request goes on across them; 0 leaves every such block
                    as it is, at the cost of one request per touched run. Blocks before a file's
                    first row and after its last are never written. Only for a file whose rows
                    are all in this job, or that no other job writes in between.
-        in_place   False: everything waits for a block, nothing is written from where it lies
-        blocks     how many arena blocks lazy rows may hold at once before `expedite`; None: any number
+        blocks     how many arena blocks lazy rows may hold at once before `expedite`, at least one; None: any number
         bytes_per_s  how fast lazy rows may begin before `expedite`; 0: as fast as they can
         cap_bytes_per_s  how fast anything may begin, whoever waits; 0: as fast as it can
         watch      which lazy rows are watched exactly, if the system can: by what it costs, all, none. Others are

@@ -130,6 +130,8 @@ class Tuning:
 
     direct_from_bytes  saves and loads of so many bytes and more go past the page cache, where that works;
                        None: all go through it
+    in_place           of reads: EngineOptions.read_in_place; passed over for writes, which go through the arena
+                       (docs/decisions/011)
     The other fields are those of EngineOptions.
     """
 
@@ -148,8 +150,6 @@ class Tuning:
 
 # Measured by `flowstone bench tune`, on ext4 over a virtio disk of 2 to 4 GB/s: no request size and depth is faster
 # beyond the noise, and direct is 1.4 to 2 times as fast as buffered from 4 MiB on, and not slower down to 256 KiB.
-# Writing through the arena alone is 1.1 to 1.4 times as fast as also in place, for a copy's processor time
-# (docs/decisions/006).
 WRITE_DEFAULTS = Tuning(backend="auto", queue_depth=16, request_bytes=8 * MIB, workers=WORKERS_DEFAULT, in_place=False)
 READ_DEFAULTS = Tuning(
     backend="auto", queue_depth=16, request_bytes=READ_REQUEST_BYTES, workers=WORKERS_DEFAULT, in_place=False
@@ -167,10 +167,9 @@ class EngineOptions:
     queue_depth     requests in flight; 1 to 1024
     request_bytes   longest request, a multiple of 4096 from 2 MiB; more than 64 MiB gains nothing anywhere we know
     workers         threads that copy and digest; by default two, one where there are but two cores
-    write_in_place  what finds no room in the arena is written from where it lies: a third less processor time.
-                    By default off: it waits for room, and the arena's huge, registered pages write faster
-    read_in_place   loads read straight into memory at the file's phase: a third less CPU time. By default off:
-                    the heap's small pages make small device requests, and the arena's huge ones read faster
+    read_in_place   loads read straight into memory that starts at the file's phase. By default off: the heap's small
+                    pages make small device requests, and on a disk that takes 1.8 times as long. On a file system in
+                    memory it takes half the time, and anywhere 140 MB less memory (docs/performance/in-place.md)
     write_bytes_per_s  what saves of this process may take of a shared device or network, whoever waits for them;
                     None: all. Without it, too, a lazy save is no faster than it must be to end before the fence
     watch           how what is captured after `save` has returned is watched for changes until then (docs/LIMITS.md).
@@ -185,7 +184,6 @@ class EngineOptions:
     queue_depth: int | None = None
     request_bytes: int | None = None
     workers: int | None = None
-    write_in_place: bool | None = None
     read_in_place: bool | None = None
     write_bytes_per_s: int | None = None
     share_reads: bool = True
@@ -196,7 +194,7 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, whole_number(name, value))
-        for name in ("write_in_place", "read_in_place", "share_reads"):
+        for name in ("read_in_place", "share_reads"):
             value = getattr(self, name)
             if not isinstance(value, bool) and (value is not None or name == "share_reads"):
                 raise ArgumentError(f"{name} {value!r:.60} is neither True nor False", next="give one of them")

@@ -58,13 +58,11 @@ class Fenced:
 class Written:
     """All segments are durable, but not yet committed.
 
-    copied_bytes  written through the arena
-    direct_bytes  written from the memory of the state itself
+    copied_bytes  written, through the arena
     """
 
     step: int
     copied_bytes: int
-    direct_bytes: int
     seconds: float  # since `save` was called
 
 

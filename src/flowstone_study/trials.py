@@ -114,9 +114,9 @@ class Stored:
 class Trials:
     """Times saves and restores in a directory. Each is what a Checkpointer does with its segments, and nothing else.
 
-    A save: files created and reserved, an arena of half the bytes, the rest waiting for room in it or
-    written from where it lies (what a save beyond its budget does), digests, fsync, the directory's fsync; the arena is
-    touched before. A restore: the arena made, extents read cold, digests checked, bytes put in their place.
+    A save: files created and reserved, an arena of half the bytes, the rest waiting for room in it (what a save beyond
+    its budget does), digests, fsync, the directory's fsync; the arena is touched before. A restore: the arena made,
+    extents read cold, digests checked, bytes put in their place.
 
     direct  what direct I/O does here: "on", or "off" where it is refused
     cold    whether every restore so far found nothing of its file in the page cache, by the kernel's word
@@ -185,7 +185,7 @@ class Trials:
         options = EngineOptions(
             backend=concrete(tuning).backend, direct="off" if start is None or total_bytes < start else self.direct,
             queue_depth=tuning.queue_depth, request_bytes=tuning.request_bytes, workers=tuning.workers,
-            write_in_place=tuning.in_place, read_in_place=tuning.in_place,
+            read_in_place=tuning.in_place,
         )
         if options not in self._stores:
             store = self._stores[options] = LocalStore(self._directory, options)

@@ -210,7 +210,7 @@ def _affordable(trials: Trials, effort: Effort, pilot_bytes: int) -> int:
 def _planned(direction: Direction, effort: Effort, size: int) -> int:
     """Trials of full size, those at smaller sizes counted as two more."""
     field = len(_field(DEFAULTS[direction], direction, effort, size))
-    axes = [len(axis(DEFAULTS[direction])) for axis in _axes(effort)]
+    axes = [len(axis(DEFAULTS[direction])) for axis in _axes(direction, effort)]
     return sum(halving_trials(count, effort.repeats) for count in (field, *axes)) + 4 * effort.pairs + 2
 
 
@@ -228,15 +228,17 @@ def _field(defaults: Tuning, direction: Direction, effort: Effort, size: int) ->
     return list(dict.fromkeys(field))
 
 
-def _axes(effort: Effort) -> list[Callable[[Tuning], list[Tuning]]]:
-    """What else is varied, one after the other: engine, workers, and whether tensors' own memory is used in place."""
+def _axes(direction: Direction, effort: Effort) -> list[Callable[[Tuning], list[Tuning]]]:
+    """What else is varied, one after the other: engine, workers, and whether reads go straight into the tensors."""
     engines: tuple[Backend, ...] = ("posix", "io_uring") if _native.has_io_uring() else ("posix",)
     workers = [count for count in effort.workers if count <= 2 * len(os.sched_getaffinity(0))]
-    return [
+    axes: list[Callable[[Tuning], list[Tuning]]] = [
         lambda best: [replace(best, backend=backend) for backend in engines],
         lambda best: [replace(best, workers=count) for count in workers],
-        lambda best: [replace(best, in_place=in_place) for in_place in (False, True)],
     ]
+    if direction == "read":
+        axes.append(lambda best: [replace(best, in_place=in_place) for in_place in (False, True)])
+    return axes
 
 
 def find_best(
@@ -257,7 +259,7 @@ def find_best(
     best = halve(_field(best, direction, effort, size), time_s, repeats=effort.repeats, expired=field_ends)
     complete = not field_ends()
     begin(f"{direction}: engine and workers")
-    for axis in _axes(effort):
+    for axis in _axes(direction, effort):
         field = list(dict.fromkeys([best, *axis(best)]))
         best = halve(field, time_s, repeats=effort.repeats, expired=axes_end)
     complete &= not axes_end()

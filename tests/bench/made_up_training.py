@@ -66,7 +66,7 @@ def two_rounds() -> Run:
 def drilled(name: str, peaks: list[int], save_s: float = 0.005, failures: tuple[str, ...] = ()) -> Drilled:
     """Saves whose peaks are these; the first takes ten times as long as the others."""
     samples = tuple(
-        DrillSample(at, save_s * (10 if at == 1 else 1), 0.0, 1.0, 0.5, peak, 0, 0, PAYLOAD, 0)
+        DrillSample(at, save_s * (10 if at == 1 else 1), 0.0, 1.0, 0.5, peak, 0, 0, PAYLOAD)
         for at, peak in enumerate(peaks, 1)
     )
     return Drilled(name, 1, DrillOutcome(PAYLOAD, 0, samples, failures))

@@ -101,7 +101,7 @@ def test_memory_may_be_made_but_must_not_grow() -> None:
 
 def test_goals_tell_pass_from_miss() -> None:
     run = made_up.two_rounds()
-    run = replace(run, drilled=(made_up.many(0.005), made_up.flat(1_000_000), made_up.drilled("direct", [GB] * 3)))
+    run = replace(run, drilled=(made_up.many(0.005), made_up.flat(1_000_000)))
     found = by_text(goals(run))
     time = found["training time, a save every 5 steps, of no saves"]
     assert str(time) == f"pass  {time.text}: 1.020 (1.010-1.030), goal at most 1.030"
@@ -114,7 +114,6 @@ def test_goals_tell_pass_from_miss() -> None:
     assert not found[f"{title}: resident memory grows by MB"].is_met
     assert found[f"{title}: shared memory grows by MB"].is_met
     assert found[f"{title}: failures"].is_met
-    assert found["CPU-seconds per GB, written from where it lies, digest before and after, later saves"].is_met
     slower = by_text(goals(replace(run, drilled=(made_up.many(0.011), made_up.flat(0, ("save 7: EIO",))))))
     assert not any(goal.is_met for text, goal in slower.items() if "blocks, " in text or "failures" in text)
 
@@ -321,8 +320,8 @@ def test_a_rivals_process_does_not_import_flowstone() -> None:
 @pytest.mark.parametrize("stepping", [False, True])
 def test_a_drill_tells_of_every_save(stepping: bool, tmp_path: Path) -> None:
     task = DrillTask(
-        tensors=30, state_bytes=40_000_000, saves=3, budget_bytes=32 << 20, in_place=not stepping, stepping=stepping,
-        directory=str(tmp_path), settle_s=0.0,
+        tensors=30, state_bytes=40_000_000, saves=3, budget_bytes=32 << 20, stepping=stepping, directory=str(tmp_path),
+        settle_s=0.0,
     )
     outcome = drill(task)
     assert outcome.failures == ()
@@ -330,7 +329,7 @@ def test_a_drill_tells_of_every_save(stepping: bool, tmp_path: Path) -> None:
     assert outcome.payload_bytes == pytest.approx(40e6, rel=0.001)
     for sample in outcome.samples:
         assert 0 < sample.save_s <= sample.durable_s
-        assert sample.direct_bytes + sample.copied_bytes >= outcome.payload_bytes
+        assert sample.copied_bytes >= outcome.payload_bytes
         assert sample.peak_bytes > outcome.before_bytes / 2
 
 

@@ -30,7 +30,7 @@ class Setup:
     """How a loop saves.
 
     pace      of captures while nobody waits; None: as the library has it
-    in_place  whether what finds no room in the arena is written from where it lies
+    in_place  whether loads read straight into memory at the file's phase
     exact     every change is found, and nothing is strided, which would be refused; else few changed bytes may go
               unnoticed, unless a counter tells of them
     """
@@ -55,7 +55,7 @@ class Setup:
         exact = {"watch": "exact"} if self.exact else {}
         return fs.EngineOptions(
             backend=self.backend, direct=self.direct, queue_depth=self.queue_depth, workers=self.workers,
-            write_in_place=self.in_place, request_bytes=2 * MIB, **exact,
+            read_in_place=self.in_place, request_bytes=2 * MIB, **exact,
         )
 
 

@@ -20,8 +20,7 @@ from flowstone.store.tuning import user_file
 TUNED = replace(WRITE_DEFAULTS, queue_depth=5, request_bytes=4 * MIB, workers=3, direct_from_bytes=MIB)
 TUNED_READ = replace(READ_DEFAULTS, queue_depth=7, in_place=True)
 EVERYTHING = EngineOptions(
-    backend="posix", direct="off", queue_depth=1, request_bytes=2 * MIB, workers=1, write_in_place=True,
-    read_in_place=True,
+    backend="posix", direct="off", queue_depth=1, request_bytes=2 * MIB, workers=1, read_in_place=True,
 )
 
 
@@ -67,14 +66,27 @@ def test_an_option_of_the_caller_holds_in_both_directions() -> None:
         assert resolve(direction, EngineOptions(request_bytes=2 * MIB), None).tuning.request_bytes == 2 * MIB  # type: ignore[arg-type]
 
 
-def test_in_place_is_said_for_each_direction() -> None:
-    options = EngineOptions(write_in_place=False, read_in_place=True)
-    for direction, in_place in (("write", False), ("read", True)):
-        found = resolve(direction, options, None)  # type: ignore[arg-type]
-        assert (found.tuning.in_place, found.explicit) == (in_place, (f"{direction}_in_place",))
-    only_read = EngineOptions(read_in_place=False)
-    assert resolve("write", only_read, None) == Settings(WRITE_DEFAULTS, "auto", "default", ())
-    assert not resolve("read", only_read, TUNED_READ).tuning.in_place
+def test_only_reads_are_in_place() -> None:
+    options = EngineOptions(read_in_place=True)
+    found = resolve("read", options, None)
+    assert (found.tuning.in_place, found.explicit) == (True, ("read_in_place",))
+    assert resolve("write", options, None) == Settings(WRITE_DEFAULTS, "auto", "default", ())
+    assert not resolve("read", EngineOptions(read_in_place=False), TUNED_READ).tuning.in_place
+
+
+def test_a_file_that_found_writes_in_place_faster_is_believed_in_all_else(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Earlier versions could write from where the state lies, and their tuning said where to."""
+    edit(put_beside_marker(root, write=TUNED), lambda fields: fields["write"].update(in_place=True))
+    found = find_settings(root, EngineOptions())["write"]
+    assert (found.tuning, found.origin) == (TUNED, "tuned")
+    assert not caplog.records
+
+
+def test_the_option_that_wrote_in_place_is_unknown() -> None:
+    with pytest.raises(TypeError, match="write_in_place"):
+        EngineOptions(write_in_place=True)  # type: ignore[call-arg]
 
 
 def test_nothing_left_open_is_explicit() -> None:

@@ -58,12 +58,10 @@ def test_manifest_tells_what_a_save_used_and_why(store: Path, state: Mapping[str
     mixed = save(store, state, engine=fs.EngineOptions(queue_depth=6))
     assert (mixed.request_bytes, mixed.queue_depth) == (2 * MIB, 6)
     assert (mixed.origin, mixed.explicit) == ("tuned", ("queue_depth",))
-    everything = fs.EngineOptions(
-        backend="posix", direct="off", queue_depth=1, request_bytes=4 * MIB, workers=1, write_in_place=False
-    )
+    everything = fs.EngineOptions(backend="posix", direct="off", queue_depth=1, request_bytes=4 * MIB, workers=1)
     explicit = save(store, state, engine=everything)
     assert explicit.origin == "explicit"
-    assert explicit.explicit == ("backend", "direct", "queue_depth", "request_bytes", "workers", "write_in_place")
+    assert explicit.explicit == ("backend", "direct", "queue_depth", "request_bytes", "workers")
     written = json.loads((store / "step-00000002/manifest.json").read_bytes())["io"]
     assert (written["workers"], written["origin"], written["explicit"]) == (1, "tuned", [])
 
@@ -100,13 +98,6 @@ def test_reads_are_as_long_as_tuned_in_both_ways(
     assert short.direct_bytes == long.direct_bytes == 0
     # In place where the new tensor happens to lie at the phase of the file, else as before.
     assert placed.direct_bytes + placed.copied_bytes == 8 * MIB
-
-
-def test_writes_use_tensors_in_place_only_where_tuned_so(store: Path, state: Mapping[str, object]) -> None:
-    for in_place in (True, False):
-        put_beside_marker(store, write=replace(WRITE_DEFAULTS, in_place=in_place))
-        io = save(store, {"x": torch.ones(64 * MIB // 4)}, budget_bytes=16 * MIB)
-        assert (io.direct_bytes > 0) == in_place
 
 
 def test_small_totals_go_through_the_page_cache_where_that_was_found_faster(

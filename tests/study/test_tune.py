@@ -89,9 +89,11 @@ def test_what_is_fastest_is_found_and_kept() -> None:
     assert found.verdict == "the fastest"
 
 
-def test_reading_in_place_is_tried_too() -> None:
+def test_in_place_is_tried_for_reads_alone() -> None:
     found = conclude("read", lambda size, tuning: 1 - tuning.in_place / 2)
     assert found.kept == replace(READ_DEFAULTS, in_place=True)
+    found = conclude("write", lambda size, tuning: 1 - tuning.in_place / 2)
+    assert found.kept is None
 
 
 def test_engine_that_would_be_taken_anyway_is_left_open() -> None:

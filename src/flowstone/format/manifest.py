@@ -62,7 +62,7 @@ class IoRecord(msgspec.Struct, frozen=True):
     """How the segments were written; for people. None: the writer did not say.
 
     alignment     4096: past the page cache, 1: through it
-    copied_bytes  through the arena; direct_bytes from where they lay
+    copied_bytes  through the arena; direct_bytes from where they lay, which earlier writers could (docs/decisions/011)
     origin        of the settings that the caller left open: "default" or "tuned"; "explicit" when none was
     explicit      the settings that the caller gave, by name
     exact_bytes, sampled_bytes  of what was captured after `save` had returned: every write in between would have been
@@ -74,7 +74,7 @@ class IoRecord(msgspec.Struct, frozen=True):
     request_bytes: int
     queue_depth: int
     copied_bytes: int
-    direct_bytes: int
+    direct_bytes: int = 0
     workers: int | None = None
     requests: int | None = None
     origin: str | None = None

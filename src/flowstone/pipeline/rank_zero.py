@@ -253,7 +253,7 @@ def _io_of(said: Sequence[Written]) -> IoRecord:
 
     return msgspec.structs.replace(
         records[0], copied_bytes=sum(one.copied_bytes for one in records),
-        direct_bytes=sum(one.direct_bytes for one in records), requests=total([one.requests for one in records]),
+        requests=total([one.requests for one in records]),
         exact_bytes=total([one.exact_bytes for one in records]),
         sampled_bytes=total([one.sampled_bytes for one in records]),
         sampled_because=next((one.sampled_because for one in records if one.sampled_because), None),

@@ -172,9 +172,9 @@ class SaveRun:
         io, now = receipt.io, monotonic()
         begin, end = receipt.synced or (now, now)
         self.spans.engine(receipt.spans)
-        self.spans.between("written", self._capture_began, begin, io.copied_bytes + io.direct_bytes)
+        self.spans.between("written", self._capture_began, begin, io.copied_bytes)
         synced = self.spans.between("synced", begin, end)
-        return Written(self.save.step, io.copied_bytes, io.direct_bytes, self.spans.since_call(synced))
+        return Written(self.save.step, io.copied_bytes, self.spans.since_call(synced))
 
     def ended(self, file_bytes: int = 0) -> Span:
         """It is committed, with so many bytes in files, or has failed."""

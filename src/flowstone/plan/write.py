@@ -127,8 +127,8 @@ def plan_writes(
 def data_offsets(plan: WritePlan, phases: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The file offset of each piece's bytes, given each address modulo BLOCK_BYTES.
 
-    A slotted piece starts at the phase of its memory, so that whole blocks of it can be
-    written from where they lie, whether or not they are in the end.
+    A slotted piece starts at the phase of its memory, so that a load can read whole blocks of it
+    straight into memory of that phase (docs/decisions/001).
     """
     return plan.slot + np.where(plan.slotted, phases, 0).astype(np.uint64)
 

@@ -1,9 +1,8 @@
 """Capture: from live memory and a plan to segments on their way to the store.
 
 **Windows.** The engine cuts each segment into windows of one request. While an arena block is free, the next window is
-copied into it and is captured; when none is, it waits for one (or, with `write_in_place`, the last window is written
-from where it lies, by one vectored request whose heads and tails alone are copied, and is captured once it is written).
-All threads of the engine and the arena give way to others: lower processor and I/O priority.
+copied into it and is captured; when none is, it waits for one. All threads of the engine and the arena give way to
+others: lower processor and I/O priority.
 
 **Files.** Capture needs none: it begins before the segments have their size, where those are reserved by another thread
 than the caller's, and what is captured meanwhile stays in the arena.
@@ -22,10 +21,9 @@ save uses it. `write_bytes_per_s` caps early and lazy bytes alike, whoever waits
 **What escapes the fence** is found by tensors' version counters (`state/counters.py`), and by the engine
 (`native/mutation_detector.h`): by the pages that were written, where the kernel tells them and it is worth its cost,
 else by a few lines of every chunk of a lazy piece, copied when the save starts (on a device the current stream gathers
-them). A copied window is digested in its block, so that file and digest agree whatever happens to the source; what is
-written from where it lies is digested before and after. A difference is a fault of that job, so an error in its
-receipt: that save fails with `StateChangedError`, which names the tensors, and the checkpoint before it stays the
-newest.
+them). A window is digested in its block, so that file and digest agree whatever happens to the source. A difference is
+a fault of that job, so an error in its receipt: that save fails with `StateChangedError`, which names the tensors, and
+the checkpoint before it stays the newest.
 
 **Memory that goes away** meanwhile is one more such fault. Nothing keeps a storage's memory where it was, so the kernel
 copies it (`native/live_memory.h`), and says where there is nothing any more; and when all is captured the storages are

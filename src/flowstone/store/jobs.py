@@ -61,7 +61,7 @@ class WriteWaits:
         job, watched = self._job, self.watched
         return IoRecord(
             backend=backend, alignment=alignment, request_bytes=request_bytes, queue_depth=depth,
-            workers=settings.tuning.workers, copied_bytes=job.copied_bytes, direct_bytes=job.direct_bytes,
+            workers=settings.tuning.workers, copied_bytes=job.copied_bytes,
             requests=job.requests, origin=settings.origin, explicit=settings.explicit,
             exact_bytes=watched.exact_bytes, sampled_bytes=watched.sampled_bytes, sampled_because=watched.reason,
         )

@@ -49,7 +49,7 @@ class LocalWriting(WriteWaits):
             # These files are this job's alone, so that gaps between slots may be written as zeros.
             with translated(self._root, "begin to write into", "", remedy=MORE_THREADS):
                 self._job = self._running.engine.write(
-                    arena, natives, rows, gap_bytes=GAP_BYTES, in_place=self._running.settings.tuning.in_place,
+                    arena, natives, rows, gap_bytes=GAP_BYTES,
                     blocks=pace.blocks, bytes_per_s=pace.bytes_per_s or 0,
                     cap_bytes_per_s=pace.cap or 0, watch=self._watch, files_ready=reserved,
                 )

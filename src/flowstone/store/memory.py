@@ -200,8 +200,8 @@ class MemoryStore:
         settings, engine = self.settings("write"), self._engine(arena)
         job = engine.write(
             arena, [(file.native(), file.size_bytes) for file in made], rows, gap_bytes=GAP_BYTES,
-            in_place=settings.tuning.in_place, blocks=pace.blocks, bytes_per_s=pace.bytes_per_s or 0,
-            cap_bytes_per_s=pace.cap or 0, watch=self.options.watch,
+            blocks=pace.blocks, bytes_per_s=pace.bytes_per_s or 0, cap_bytes_per_s=pace.cap or 0,
+            watch=self.options.watch,
         )
         return JobWriting(Path(self.location), job, settings, self.options.watch, made)
 

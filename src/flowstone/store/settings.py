@@ -56,18 +56,21 @@ def find_settings(root: Path, options: EngineOptions) -> Mapping[Direction, Sett
 def resolve(direction: Direction, options: EngineOptions, tuned: Tuning | None) -> Settings:
     """One direction's settings. Pure."""
     base = tuned or DEFAULTS[direction]
-    in_place = options.write_in_place if direction == "write" else options.read_in_place
     given: dict[str, object] = {
         "backend": options.backend, "direct": options.direct, "queue_depth": options.queue_depth,
-        "request_bytes": options.request_bytes, "workers": options.workers, f"{direction}_in_place": in_place,
+        "request_bytes": options.request_bytes, "workers": options.workers,
     }
+    in_place = False
+    if direction == "read":
+        given["read_in_place"] = options.read_in_place
+        in_place = base.in_place if options.read_in_place is None else options.read_in_place
     explicit = tuple(name for name, value in given.items() if value not in (None, "auto"))
     tuning = Tuning(
         backend=base.backend if options.backend == "auto" else options.backend,
         queue_depth=options.queue_depth or base.queue_depth,
         request_bytes=options.request_bytes or base.request_bytes,
         workers=options.workers or base.workers,
-        in_place=base.in_place if in_place is None else in_place, direct_from_bytes=base.direct_from_bytes,
+        in_place=in_place, direct_from_bytes=base.direct_from_bytes,
     )
     left_open: Origin = "default" if tuned is None else "tuned"
     return Settings(tuning, options.direct, "explicit" if len(explicit) == len(given) else left_open, explicit)

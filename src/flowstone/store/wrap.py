@@ -211,7 +211,7 @@ def _moved_bytes(found: object) -> int:
     if isinstance(found, bytes):
         return len(found)
     if isinstance(found, Receipt):
-        return found.io.copied_bytes + found.io.direct_bytes
+        return found.io.copied_bytes
     return found.requested_bytes if isinstance(found, ReadReceipt) else 0
 
 

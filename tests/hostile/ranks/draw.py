@@ -41,7 +41,7 @@ class Setup:
 
     def engine(self) -> fs.EngineOptions:
         return fs.EngineOptions(
-            backend=self.backend, direct=self.direct, queue_depth=4, workers=1, write_in_place=self.in_place,
+            backend=self.backend, direct=self.direct, queue_depth=4, workers=1, read_in_place=self.in_place,
             request_bytes=2 * MIB,
         )
 

@@ -1,0 +1,50 @@
+"""The benchmark of loads in place: both ways load what was saved, and say how."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from bench import in_place
+from bench.in_place import Sample, lines, load, save
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SIZE = 64 << 20
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> Namespace:
+    found = Namespace(directory=tmp_path / "run", bytes=SIZE, tensors=4)
+    save(found)
+    return found
+
+
+def test_each_way_loads_all_bytes_its_own_way(options: Namespace) -> None:
+    assert load(options, in_place=False).in_place_bytes == 0
+    # Where the new tensors happen to lie at the phase of the file.
+    assert 0 <= load(options, in_place=True).in_place_bytes <= SIZE
+
+
+def test_a_load_of_something_else_is_an_error(options: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_place.fs.Checkpointer, "load", lambda self, state: None)
+    with pytest.raises(ValueError, match="tensor 0 is not what was saved"):
+        load(options, in_place=True)
+
+
+def test_the_table_compares_within_pairs() -> None:
+    slow, fast = Sample(2.0, 0.5, 100_000_000, 0), Sample(1.0, 0.25, 4_000_000, 10**9)
+    found = "\n".join(lines([{False: slow, True: fast}, {False: fast, True: slow}, {False: slow, True: fast}], 10**9))
+    assert "| in place | 1.00 (1.00-2.00) | 0.250 (0.250-0.500) | 4 (4-100) | 100% |" in found
+    assert "In place, of the other's seconds: 0.50 (0.50-2.00); faster in 2 of 3 pairs." in found
+
+
+def test_a_small_run_from_end_to_end(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench.in_place", str(tmp_path / "run"), "--bytes", "16e6", "--tensors", "4"]
+    done = subprocess.run([*command, "--rounds", "1"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "| through the arena |" in done.stdout
+    assert "of 1 pairs" in done.stdout
+    assert not (tmp_path / "run").exists()

@@ -181,7 +181,7 @@ class Checkpointer:
             self._saves.in_flight.settle()
         except FlowstoneError as error:
             failure = error
-        self._group.confirm("the saves before going back", failure)
+        self._saves.count_alike("the saves before going back", failure)
         set_aside = partial(self._saves.sole_writer.rewind, step)
         self._group.decide(f"going back to step {step}", lambda: self._turn.uninterrupted(set_aside))
         self._saves.in_flight.newest = step

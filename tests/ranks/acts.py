@@ -213,6 +213,22 @@ def unequal_tries(rank: int, path: str) -> list[str]:
     return told
 
 
+def rewound_after_unequal_tries(rank: int, path: str) -> list[str]:
+    """Rank 1 tries step 2 twice while the other tries 3, which fails; then all go back to 1, and save both once."""
+    state = state_of("rows")
+    with opened(path, on_error="continue") as checkpointer:
+        checkpointer.save(1, state).committed.result(60)
+        for _ in range(2 * rank):
+            outcome(checkpointer, 2, state)
+        outcome(checkpointer, 3, {**state, **({"extra": object()} if rank == 1 else {})})
+        checkpointer.rewind(1)
+        told = []
+        for step in (2, 3):
+            fill(state, step)
+            told.append(str(outcome(checkpointer, step, state)))
+        return told
+
+
 def other_values(rank: int, path: str) -> str:
     """A value that is not the same on all ranks, and nobody said that it is each one's own."""
     state = {**state_of("rows"), "note": f"rank {rank}"}

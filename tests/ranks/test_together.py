@@ -101,6 +101,12 @@ def test_ranks_that_have_not_tried_a_step_equally_often_count_on_together(tmp_pa
     assert values(tmp_path / "run", 3) == {3.0}
 
 
+def test_ranks_that_go_back_count_alike_again(tmp_path: Path) -> None:
+    told = run(2, "acts", "rewound_after_unequal_tries", str(tmp_path / "run"))
+    assert told == [["None", "None"]] * 2
+    assert values(tmp_path / "run", 3) == {3.0}
+
+
 def test_values_that_differ_between_ranks_are_refused_by_section(tmp_path: Path) -> None:
     told = run(2, "acts", "other_values", str(tmp_path / "run"))
     assert all("'note' is not the same on rank 1 as on rank 0" in str(words) for words in told)

@@ -281,6 +281,10 @@ class Saves:
         self.in_flight.await_all()
         self._absence.await_told()
 
+    def count_alike(self, phase: str, error: Exception | None) -> None:
+        """All ranks take every step for tried equally often. Raises `error`, or RankError for that of another rank."""
+        self._coordinator.count_alike(phase, error)
+
     def end(self, *, wait: bool = True) -> None:
         """No more saves. Steps wait for nothing any more."""
         self.fencing.end(lift=wait)

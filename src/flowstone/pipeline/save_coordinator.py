@@ -57,6 +57,13 @@ from flowstone.table.pieces import Layout
 _log = logging.getLogger(__name__)
 
 
+class _Tries(msgspec.Struct, frozen=True):
+    """highest: of the steps that were tried; tries: of those that were more than once."""
+
+    highest: int
+    tries: dict[int, int]
+
+
 class SaveCoordinator:
     """One rank's side of it.
 
@@ -110,6 +117,18 @@ class SaveCoordinator:
         """Another rank has tried `step` so often."""
         with self._counting:
             self._tries[step] = max(self._tries.get(step, 1), tries)
+
+    def count_alike(self, phase: str, error: Exception | None) -> None:
+        """Agree on how often each step was tried: as often as by any rank. Counts that differ fail the next save of it.
+
+        raises  `error`, or RankError for that of another rank
+        """
+        with self._counting:
+            counted = _Tries(self._highest, dict(self._tries))
+        agreed = self._agreement.agree(phase, error or msgspec.msgpack.encode(counted), _most_tries)
+        most = msgspec.msgpack.decode(agreed.common, type=_Tries)
+        with self._counting:
+            self._highest, self._tries = most.highest, most.tries
 
     def draft_name(self, this_try: Try) -> str:
         """The identity that a checkpoint will have: every rank knows it without asking."""
@@ -252,3 +271,13 @@ def _nothing(_: object) -> Decision:
 _PROPOSALS: Encoding[Proposal] = Encoding(msgspec.msgpack.encode, partial(unpack, kind=Proposal))
 _APART: Encoding[Apart] = Encoding(msgspec.msgpack.encode, partial(unpack, kind=Apart))
 _WRITTEN: Encoding[Written] = Encoding(pack_written, unpack_written)
+
+
+def _most_tries(said: Sequence[bytes]) -> Decision:
+    """The most of each that any rank has counted."""
+    most: dict[int, int] = {}
+    counted = [msgspec.msgpack.decode(one, type=_Tries) for one in said]
+    for one in counted:
+        for step, tries in one.tries.items():
+            most[step] = max(most.get(step, 1), tries)
+    return Decision(msgspec.msgpack.encode(_Tries(max(one.highest for one in counted), most)))

@@ -1,0 +1,102 @@
+"""What an open trace costs: saves and loads of one process, by turns with fs.Trace and without.
+
+    PYTHONPATH=src python -m bench.tracing DIRECTORY [--bytes 2e9] [--tensors 600] [--rounds 24] [--update PAGE]
+
+Parameters and their AdamW, equal in size. A timer stops when a save is durable, or a load has ended; no file of a
+trace is written, as it would be once at the end of a run. Told are the medians of the ratios of neighbours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+
+import flowstone as fs
+from bench.watching import build
+
+GOAL = 1.01
+_MARKED = re.compile(r"(?<=<!-- tracing:start -->\n).*(?=<!-- tracing:end -->)", re.DOTALL)
+
+
+def ratios(rounds: int, traced: Callable[[], float], plain: Callable[[], float]) -> list[float]:
+    """With a trace over without, ascending; who goes first changes each round."""
+    found = []
+    for number in range(rounds):
+        if number % 2:
+            before, after = plain(), traced()
+            found.append(after / before)
+        else:
+            before, after = traced(), plain()
+            found.append(before / after)
+    return sorted(found)
+
+
+def measure(directory: Path, size: int, tensors: int, rounds: int) -> dict[str, list[float]]:
+    """The ratios of saves and of loads."""
+    model, optimizer = build(tensors, size, huge=True)
+    state = {"model": model, "optimizer": optimizer}
+    with fs.Checkpointer(directory, keep=fs.Keep(last=1)) as checkpointer:
+        step = 0
+
+        def save() -> float:
+            nonlocal step
+            step += 1
+            started = time.perf_counter()
+            checkpointer.save(step, state)
+            checkpointer.wait()
+            return time.perf_counter() - started
+
+        def load() -> float:
+            started = time.perf_counter()
+            checkpointer.load(state)
+            return time.perf_counter() - started
+
+        def traced(call: Callable[[], float]) -> Callable[[], float]:
+            def timed() -> float:
+                with fs.Trace():
+                    return call()
+
+            return timed
+
+        save()  # plans, and makes the arena
+        return {
+            "a save with a trace open, times one without": ratios(rounds, traced(save), save),
+            "a load with a trace open, times one without": ratios(rounds, traced(load), load),
+        }
+
+
+def goal_lines(found: dict[str, list[float]]) -> list[str]:
+    return [
+        f"- {'pass' if median(of) <= GOAL else 'miss'}  {name}: "
+        f"{median(of):.3f} ({of[0]:.3f}-{of[-1]:.3f}), goal at most {GOAL:.2f}"
+        for name, of in found.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path, help="absent or empty; removed afterwards")
+    parser.add_argument("--bytes", type=lambda text: int(float(text)), default=int(2e9))
+    parser.add_argument("--tensors", type=int, default=600)
+    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--update", type=Path, help="the page between whose marks the result is written")
+    options = parser.parse_args()
+    try:
+        found = goal_lines(measure(options.directory, options.bytes, options.tensors, options.rounds))
+    finally:
+        shutil.rmtree(options.directory, ignore_errors=True)
+    print("\n".join(found))
+    if options.update is not None:
+        command = f"python -m bench.tracing DIRECTORY --bytes {options.bytes:.0e} --rounds {options.rounds}"
+        text = f"`PYTHONPATH=src {command}`, {datetime.now(UTC):%Y-%m-%d}\n\n" + "\n".join(found) + "\n"
+        options.update.write_text(_MARKED.sub(lambda _: text, options.update.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -66,7 +66,8 @@ private:
     std::array<iovec, runs_max> runs_{};
 };
 
-/// One for a moment, for a thread that has none of its own: to touch a fresh huge page takes 3 ms, so one is kept between calls.
+/// One for a moment, for a thread that has none of its own. One is kept between calls: the kernel zeroes a fresh huge page
+/// at its first touch, inside of `save`.
 class LentAccess {
 public:
     /// Throws std::bad_alloc.

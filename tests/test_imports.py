@@ -13,8 +13,8 @@ import torch
 
 import flowstone as fs
 
-_MODULES_MAX = 180  # of ours: 172 today
-_OBJECTS_MAX = 21_000  # that the collector tracks: 19,100 today; 25,200 where each record is a dataclass
+_MODULES_MAX = 180  # of ours
+_OBJECTS_MAX = 21_000  # that the collector tracks; more where each record is a dataclass
 _START = """
 import gc, json, sys
 import torch

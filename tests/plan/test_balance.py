@@ -98,7 +98,7 @@ def test_loads_are_those_of_assigning_piece_after_piece_to_the_rank_with_the_lea
             loads[best] += bytes_
     found = np.array(own) + one.length @ counts
     assert np.bincount(node, found).max() <= 1.01 * np.bincount(node, loads).max()
-    # Equal pieces are assigned together, to nodes first: a rank may have a sixteenth of a piece more (20,000 draws).
+    # Equal pieces are assigned together, to nodes first: a rank may have a part of a piece more, never a whole one.
     assert found.max() < max(loads) + pieces[0][0] or found.max() <= max(loads)
     if nodes == 1:
         assert sorted(found) == sorted(loads)

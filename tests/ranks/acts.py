@@ -199,14 +199,19 @@ def one_step_behind(rank: int, path: str) -> list[str]:
     return told
 
 
+def try_unequally(rank: int, checkpointer: fs.Checkpointer, state: dict[str, object]) -> None:
+    """Step 1 is saved. Then rank 1 tries step 2 twice while the other tries 3, which fails."""
+    checkpointer.save(1, state).committed.result(60)
+    for _ in range(2 * rank):
+        outcome(checkpointer, 2, state)
+    outcome(checkpointer, 3, {**state, **({"extra": object()} if rank == 1 else {})})
+
+
 def unequal_tries(rank: int, path: str) -> list[str]:
-    """Rank 1 tries step 2 twice while the other tries 3, which fails; then both try 2, until they have it."""
+    """Both try step 2, until they have it."""
     state = state_of("rows")
     with opened(path, on_error="continue") as checkpointer:
-        checkpointer.save(1, state).committed.result(60)
-        for _ in range(2 * rank):
-            outcome(checkpointer, 2, state)
-        outcome(checkpointer, 3, {**state, **({"extra": object()} if rank == 1 else {})})
+        try_unequally(rank, checkpointer, state)
         told = [str(outcome(checkpointer, 2, state)) for _ in range(2)]
         fill(state, 3)
         checkpointer.save(3, state).committed.result(60)
@@ -214,13 +219,10 @@ def unequal_tries(rank: int, path: str) -> list[str]:
 
 
 def rewound_after_unequal_tries(rank: int, path: str) -> list[str]:
-    """Rank 1 tries step 2 twice while the other tries 3, which fails; then all go back to 1, and save both once."""
+    """All go back to step 1, and save 2 and 3 once."""
     state = state_of("rows")
     with opened(path, on_error="continue") as checkpointer:
-        checkpointer.save(1, state).committed.result(60)
-        for _ in range(2 * rank):
-            outcome(checkpointer, 2, state)
-        outcome(checkpointer, 3, {**state, **({"extra": object()} if rank == 1 else {})})
+        try_unequally(rank, checkpointer, state)
         checkpointer.rewind(1)
         told = []
         for step in (2, 3):

@@ -182,7 +182,7 @@ def spread(begin: Rows, counts: Rows) -> Rows:
 def distinct(values: NDArray[_Number]) -> NDArray[_Number]:
     """Each of the values once, ascending.
 
-    numpy's unique imports masked arrays when it is asked for no more: 20 ms of a process' first load.
+    numpy's unique imports masked arrays when it is asked for no more, in each process' first load.
     """
     ordered = np.sort(values, axis=None)
     is_first = np.ones(len(ordered), np.bool_)

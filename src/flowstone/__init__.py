@@ -1,7 +1,7 @@
-"""Flowstone: checkpoints for large-model training, saved while it goes on, at the device's speed.
+"""Flowstone: checkpoints for large-model training, saved while training goes on, at the device's speed.
 
-The public face. Names that need torch are imported when they are first used, so that reading and checking
-checkpoints needs none; so are those that need numpy: a listing is done before that is imported.
+The public names. Those that need torch are imported at first use, so that reading and checking checkpoints needs no
+torch; those that need numpy too, so that listing checkpoints starts fast.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def __getattr__(name: str) -> object:
     from importlib import import_module
 
     found = getattr(import_module(_LATER[name]), "open_checkpoint" if name == "open" else name)
-    globals()[name] = found  # from now on it is found without us
+    globals()[name] = found  # later lookups find it without this function
     return found
 
 

@@ -1,4 +1,4 @@
-"""What the public calls accept: arguments are checked, and brought into one form, before anything happens."""
+"""Check the arguments of public calls, and bring them into one form, before anything happens."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _SCHEMES = frozenset({
     "abfs", "abfss", "adl", "az", "azure", "file", "ftp", "gcs", "gs", "hdfs", "hf", "http", "https", "memory", "oci",
     "oss", "r2", "s3", "s3a", "sftp", "ssh", "webdav", "wasb", "wasbs",
 })
-"""Of URLs that `Path` has made a single slash of. With two slashes every scheme is one."""
+"""URL schemes after `Path` has joined the two slashes into one. With two slashes any scheme counts as a URL."""
 
 
 def check_open(location: str, *, closed: bool, pid: int) -> None:
-    """Raise ClosedError where the Checkpointer of that store is `closed`, or another process's than `pid`."""
+    """Raise ClosedError if the Checkpointer of that store is `closed`, or was made in a process other than `pid`."""
     if closed:
         raise ClosedError(f"the Checkpointer of {location} is closed", next="create a new one")
     if os.getpid() != pid:
@@ -35,7 +35,7 @@ def check_open(location: str, *, closed: bool, pid: int) -> None:
 
 
 def step_number(step: object, *, verb: str) -> int:
-    """`step` as an int: any integer, numpy's and tensors of one included; no bool, no float.
+    """`step` as an int: any integer, numpy's and one-element tensors included; no bool, no float.
 
     raises  ArgumentError
     """
@@ -69,7 +69,7 @@ def to_save(step: object, state: object, fence: object) -> tuple[int, Mapping[st
             f"save: fence {shown(fence)} is neither 'auto' nor 'manual'",
             next="leave it out; or give 'manual', and call fence() before you change the state",
         )
-    return number, cast("Mapping[str, object]", state), fence  # what is no mapping is told by the walk over it
+    return number, cast("Mapping[str, object]", state), fence  # the walk over the state reports one that is no mapping
 
 
 def to_load(
@@ -85,7 +85,7 @@ def to_load(
         if not isinstance(flag, bool):
             raise ArgumentError(f"load: {name} {shown(flag)} is neither True nor False", next="give one of them")
     for name, value in state.items() if isinstance(state, Mapping) else ():
-        if isinstance(value, type):  # which would be replaced by what is stored; to save one is refused by the walk
+        if isinstance(value, type):  # loading would replace the class; saving one is refused by the walk
             raise ArgumentError(
                 f"load: state[{name!r}] is the class {type_name(value)}", expected="an instance of it",
                 next=f"pass the instance that you train, not {value.__qualname__}",
@@ -94,7 +94,7 @@ def to_load(
 
 
 def to_rules(rules: object) -> tuple[Rule, ...]:
-    """Rules as a tuple; one alone will do. Raises ArgumentError for what is no rule: it would allow nothing."""
+    """Rules as a tuple; a single rule is accepted. Raises ArgumentError for anything else."""
     kinds = (Cast, Init, Rename, Skip)
     if isinstance(rules, kinds):
         return (rules,)
@@ -113,7 +113,7 @@ def to_rules(rules: object) -> tuple[Rule, ...]:
 
 
 def _is_state(value: object) -> bool:
-    """Whether it could be what somebody wants to save."""
+    """Whether `value` could be a training state."""
     return isinstance(value, Mapping) or hasattr(value, "state_dict")
 
 
@@ -122,10 +122,10 @@ def _is_number(value: object) -> bool:
 
 
 def store_path(path: object) -> Path:
-    """The directory that `path` names, absolute; `~` is the home directory.
+    """The directory that `path` names, as an absolute path; `~` is the home directory.
 
-    raises  ArgumentError for what names no directory: a URL, nothing, another type
-            StorageError where the current directory, from which it is relative, is gone
+    raises  ArgumentError if it names no directory: a URL, an empty text, another type
+            StorageError if the path is relative and the current directory no longer exists
     """
     try:
         text = os.fspath(path)  # type: ignore[call-overload]
@@ -168,7 +168,7 @@ def _refuse_url(text: str, scheme: str) -> None:
 
 
 def _remedy_of(path: object) -> str:
-    """What to do with an object that is no path."""
+    """What to do with an object that is not a path."""
     location = getattr(path, "path", None)
     if isinstance(location, str):
         return f"give the path of its store: {os.path.dirname(location)!r}"
@@ -176,9 +176,9 @@ def _remedy_of(path: object) -> str:
 
 
 def to_store(path: object) -> Path | Store:
-    """The directory of a store, or the object that is a store itself.
+    """The directory of a store, or the object itself if it is a store.
 
-    raises  ArgumentError for an object that has a part of a store, or cannot commit; else as `store_path`
+    raises  ArgumentError for an object that has only some methods of a store, or cannot commit; else as `store_path`
     """
     missing = lacks(path)
     if not missing:
@@ -201,7 +201,7 @@ def to_store(path: object) -> Path | Store:
 def to_options(given: Mapping[str, object]) -> tuple[Keep | None, int | None, int | None, int, float]:
     """The options of a Checkpointer: keep, budget_bytes, max_unsaved_steps, saves_in_flight, deadline_s.
 
-    given   all that it takes, by name
+    given   all options of the Checkpointer, by name
     raises  ArgumentError
     """
     on_error, engine, on_event, alone = given["on_error"], given["engine"], given["on_event"], given["alone"]
@@ -274,9 +274,9 @@ def type_name(value: object) -> str:
 
 
 def shown(value: object) -> str:
-    """What an argument looks like, on a line."""
+    """An argument as text, on one line."""
     try:
         text = " ".join(repr(value).split())
     except Exception:
-        text = f"a {type_name(value)}"  # safe: an argument that cannot be shown is refused all the same
+        text = f"a {type_name(value)}"  # an argument whose repr fails is refused all the same
     return text if len(text) <= 60 else f"{text[:60]}..."

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """What is known of a stored tensor. `alias_of` is the name it is stored under, if another."""
+    """What the index says about a stored tensor. `alias_of`: the name under which its bytes are stored, if another."""
 
     name: str
     dtype: str
@@ -80,7 +80,7 @@ class TensorTable(Mapping[str, TensorEntry]):
 
 
 def no_tensor(name: object, names: Iterable[str], **facts: object) -> NoTensorError:
-    """The error for a name that no tensor has, with those that are alike."""
+    """The error for a tensor name that does not exist; lists similar names."""
     last = str(name).rpartition(".")[2]
     alike = [known for known in names if known.endswith(last)][:5]
     hint = f"; there is {', '.join(alike)}" if alike else ""
@@ -90,7 +90,7 @@ def no_tensor(name: object, names: Iterable[str], **facts: object) -> NoTensorEr
 
 
 class Checkpoint:
-    """One committed checkpoint. Its manifest was read and checked; the rest is, as it is asked for.
+    """One committed checkpoint. Its manifest is already read and checked; index and objects are read when first used.
 
     Reads take no lock and write nothing. Safe to share between threads.
     """
@@ -118,16 +118,16 @@ class Checkpoint:
 
     @cached_property
     def contents(self) -> contents.Objects:
-        """Everything that is not a tensor, verified; per-rank values apart."""
+        """All values that are not tensors, verified; per-rank values kept apart."""
         return contents.read_objects(self._store, self._directory, self.manifest)
 
     @property
     def objects(self) -> Mapping[str, object]:
-        """Section to value, of everything that is not a tensor."""
+        """Section name to value, for all values that are not tensors."""
         return self.contents.replicated
 
     def check(self) -> None:
-        """All that can be known without the tensors' bytes: index, objects, sizes and headers of segments."""
+        """Check everything that needs no tensor bytes: index, objects, sizes and headers of segments."""
         _ = self.index, self.contents
         contents.check_segments(self._store, self._directory, self.manifest)
 
@@ -138,20 +138,20 @@ class Checkpoint:
     def read(
         self, name: str, box: Region = None, *, framework: Literal["torch", "numpy"] = "torch"
     ) -> torch.Tensor | np.ndarray:
-        """A tensor, or the `box` of it (offset and shape in elements), in fresh memory; every chunk verified.
+        """A tensor, or the `box` of it (offset and shape in elements), in new memory; every chunk is verified.
 
-        box     or what numpy would index by: `slice(0, 128)`, `np.s_[0:128, 3]`; whole numbers drop a dimension
+        box     or a numpy index: `slice(0, 128)`, `np.s_[0:128, 3]`; an integer drops its dimension
 
         raises  NoTensorError  no such tensor (also a KeyError)
-                ArgumentError  the box does not lie in it, or an unknown framework (also a ValueError)
+                ArgumentError  the box does not fit in the tensor, or the framework is unknown (also a ValueError)
                 DamagedError   stored bytes are not what was written
-                BudgetError    there is no memory for it
+                BudgetError    there is not enough memory for it
         """
         row = self._row(name)
         shape, dtype = self.index.shapes[row], self.index.dtypes[row]
         box, result_shape = to_box(box, shape, name)
         wanted = Pieces.of([Piece(name, dtype, shape, box)])
-        plan = plan_reads(self.index, wanted, [row])  # before there is memory for it: all of it has to be stored
+        plan = plan_reads(self.index, wanted, [row])  # before memory is allocated: raises if a part is not stored
         result, memory = _fresh(dtype, box.shape, framework)
         fill = Fill(self.index, plan, wanted, Places.of([memory]))
         arena = open_read_arena(self._store)
@@ -163,7 +163,7 @@ class Checkpoint:
         return result if result_shape == box.shape else result.reshape(result_shape)
 
     def _row(self, name: str) -> int:
-        """The index row of a tensor; NoTensorError says where else something of that name is."""
+        """The index row of a tensor; NoTensorError lists similar names."""
         row = self.index.rows().get(name)
         if row is not None:
             return row
@@ -184,7 +184,7 @@ class Checkpoint:
         return verified
 
     def inspect(self, on_progress: Callable[[int, int], None] | None = None) -> Verified:
-        """As `verify`, but damage is in the result instead of raised."""
+        """As `verify`, but damage is returned in the result instead of raised."""
         arena = open_read_arena(self._store)
         try:
             return verify(self._store, self._directory, arena, on_progress)
@@ -202,14 +202,14 @@ class Checkpoint:
 def open_checkpoint(
     path: str | os.PathLike[str] | Store, step: int | None = None, *, engine: EngineOptions | None = None
 ) -> Checkpoint:
-    """The newest checkpoint of the store at `path`, or that of `step`; or the checkpoint that `path` itself is.
+    """The newest checkpoint of the store at `path`, or its checkpoint of `step`; or the checkpoint at `path` itself.
 
     path    a directory, or a Store, which stays open
 
-    raises  NotAStoreError      nothing of ours is at `path`
+    raises  NotAStoreError      `path` holds neither a store nor a checkpoint
             NoCheckpointError   a store without any checkpoint, or without that step
             DamagedError        its manifest is not what was written
-            ArgumentError       `path` names no directory, `step` is no step
+            ArgumentError       `path` is not a directory, or `step` is not a step
     """
     if not isinstance(engine, EngineOptions | None):
         raise ArgumentError(f"engine {engine!r:.60} is not an EngineOptions", next="write engine=fs.EngineOptions(...)")
@@ -237,7 +237,7 @@ def _fresh(dtype: DType, shape: tuple[int, ...], framework: str) -> tuple[torch.
 
         try:
             result = tensors.empty(dtype, shape)
-        except (MemoryError, RuntimeError) as error:  # the latter is torch's for the former
+        except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError when memory runs out
             raise _no_memory(dtype, shape) from error
         return result, tensors.memory_of(result)
     if framework != "numpy":

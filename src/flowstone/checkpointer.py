@@ -38,23 +38,23 @@ _log = logging.getLogger("flowstone")
 class Checkpointer:
     """Saves a training state into the store at `path` while training goes on, and loads it back.
 
-    path               a directory, or a Store that is ready and is closed with this; checkpoints lie beside what it has
+    path               a directory, or an open Store, which this closes; other files in the directory are left alone
     keep               which checkpoints retention spares; a number: the newest so many; None keeps all
-    budget_bytes       memory for staging, all in all; None: a node's ranks share a quarter of what is available
-    on_error           "raise": a failed save raises at the next call; "continue": it is only an event,
+    budget_bytes       limit of staging memory on this rank; None: a node's ranks share a quarter of available memory
+    on_error           "raise": a failed save raises at the next call; "continue": it only emits an event,
                        until `max_unsaved_steps` steps have passed since the last committed one
-    engine             how bytes move; what is left out is as tuned for the mount, else a measured default
+    engine             how bytes move; options not given are as tuned for the mount, else a measured default
     saves_in_flight    how many saves may be under way at once; `save` waits when there are more
     deadline_s         in a job of several ranks, how long they wait for the slowest of them
-    alone              this process saves and loads by itself, whatever job it is in: what it saves has to be whole.
+    alone              this process saves and loads by itself, whatever job it is in; its state must hold whole tensors.
                        For `if rank == 0: ckpt.save(...)`, and for what one rank evaluates
-    on_event           is told every event (see events.py), from the thread where it happens
+    on_event           is called with every event (see events.py), on the thread where it happens
 
-    Calls from several threads wait for each other, but for `fence`; what another thread changes while `save` has not
-    returned is no part of any promise. Inside of a call, in `on_event` and in a Future's callback, a call is a
-    BusyError, and so is waiting for another save. A context manager; leaving it, or the end of the process, waits for
-    saves in flight; a failure that nobody has seen ends the process with 1. One that nobody holds any more gives store
-    and memory back after its saves.
+    Calls from several threads wait for each other, except `fence`. What another thread changes before `save` has
+    returned is not protected. A call inside of another call, in `on_event` or in a Future's callback raises BusyError;
+    so does waiting there for another save. A context manager: leaving it, or the end of the process, waits for saves
+    in flight; a failure that was never raised ends the process with status 1. A Checkpointer that is no longer
+    referenced gives store and memory back after its saves.
     """
 
     _closed = True  # until there is something to close
@@ -85,7 +85,7 @@ class Checkpointer:
         emit = Teller(on_event, self._store.location)
         self._store_writer = StoreWriter(self._store, keep, emit.removed, emit.left)
         options = SaveOptions(budget_bytes, saves_in_flight, on_error, max_unsaved_steps)
-        # Last: it tells other ranks that this Checkpointer is there.
+        # Last: it makes this Checkpointer known to the other ranks.
         self._group = RankGroup(deadline_s, self._store.location, self._turn, alone=alone)
         self._turn.on_interrupt = self._group.agreement.leave_call
         emit.quiet = self._group.rank > 0
@@ -117,10 +117,10 @@ class Checkpointer:
     ) -> LoadReport:
         """Bring `state` back to the newest committed checkpoint, or to that of `step`, in place. Strict.
 
-        rules         what may differ (Rename, Skip, Init, Cast), each listed in the report
-        verify_first  read and check every byte before the first of the state changes, where memory allows
+        rules         differences to accept (Rename, Skip, Init, Cast), each listed in the report
+        verify_first  read and check every byte before any memory of the state changes, where memory allows
         fallback      on damage try the next older step; the damaged ones are set aside at the next save.
-                      What the system refuses (descriptors, memory, a permission) is no damage, and raised
+                      What the system refuses (descriptors, memory, a permission) is not damage, and raises
 
         raises    NoCheckpointError  nothing to load
                   MismatchError      state and checkpoint differ: all differences, nothing changed
@@ -134,25 +134,25 @@ class Checkpointer:
 
     @one_at_a_time
     def save(self, step: int, state: Mapping[str, object], *, fence: Literal["auto", "manual"] = "auto") -> Save:
-        """Save `state` as `step`. Returns at once; what the next step will change is captured meanwhile.
+        """Save `state` as `step`. Returns at once; what the next step will change is captured in the background.
 
         Captured lazily, while forward and backward run (DataStates-LLM, arXiv 2406.10707): parameters of
         modules and states of optimizers. Captured before this returns: buffers, tensors below 64 KiB,
-        those of unknown objects, Python values; and everything, when nobody would wait for the rest.
-        A lazily captured tensor that changes all the same fails this save, by name; which changes are
-        noticed, and with which odds, is in docs/LIMITS.md.
+        those of unknown objects, Python values; and everything, if no optimizer step would wait for the rest.
+        If a lazily captured tensor changes before its capture, this save fails and names the tensor;
+        docs/LIMITS.md says which changes are detected, and how reliably.
 
-        fence   "auto": the next step of any optimizer in `state` waits until all of it is captured.
+        fence   "auto": the next step of any optimizer in `state` waits until everything is captured.
                 "manual": the caller promises to call `fence()` before anything of `state` changes;
                 then every tensor from 64 KiB on is captured lazily
 
         raises  StepExistsError        `step` is not above the newest one; see `rewind`
-                UnsupportedStateError  an object that cannot be saved, by path
-                CollisionError         two paths of the state make one name
+                UnsupportedStateError  an object that cannot be saved; names its path
+                CollisionError         two paths of the state make the same name
                 LockedError            another job saves into this store
-                StorageError           the system refused, so far; FullError when space is the reason
-                SaveFailedError        an earlier save failed, and nobody has been told yet
-                DamagedError           the last load left the state half changed
+                StorageError           the operating system refused; FullError when no space is left
+                SaveFailedError        an earlier save failed, and its failure was not raised yet
+                DamagedError           the last load left the state partly changed
         """
         spans = Spans("save", step, self._group.rank)
         self._check_open()
@@ -160,13 +160,13 @@ class Checkpointer:
         return self._saves.save(spans.step, state, fence, spans)
 
     def fence(self) -> None:
-        """Wait until the state may change: every save so far is captured. Told as the event Fenced."""
+        """Wait until the state may change: every save so far is captured. Emits the event Fenced."""
         self._check_open()
         self._saves.fencing.pass_fence()
 
     @one_at_a_time
     def wait(self) -> None:
-        """Wait until every save so far is durable; raises SaveFailedError if one failed unseen."""
+        """Wait until every save so far is durable. Raises SaveFailedError for a failure that was not raised yet."""
         self._check_open()
         self._saves.in_flight.settle()
 
@@ -196,7 +196,7 @@ class Checkpointer:
             self._saves.in_flight.settle()
         except Exception as error:
             failure = error
-        self._saves.in_flight.await_all()  # an interrupt ends this wait, and leaves all as it is
+        self._saves.in_flight.await_all()  # an interrupt ends this wait and changes nothing
         self._saves.sole_writer.drain_at_end()
         self._turn.uninterrupted(self._let_go)
         if failure is not None:
@@ -215,11 +215,11 @@ class Checkpointer:
         self._store.close()
 
     def __del__(self) -> None:
-        """Nothing holds it any more. No save is in flight: each holds it. Any thread, in the middle of anything."""
+        """No reference is left, so no save is in flight: each save holds one. Runs on any thread, at any point."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        # This may be one of its own threads; and optimizers' hooks, which may be running, find out by themselves.
+        # This may be one of its own threads. Optimizers' hooks, which may be running, notice by themselves.
         self._saves.end(wait=False)
         try:
             self._saves.in_flight.settle()
@@ -230,7 +230,7 @@ class Checkpointer:
         self._group.abandon()
 
     def finish_saves(self, location: str) -> None:
-        """Wait until saves into the store at `location` have ended, and what follows them, if that is ours."""
+        """Wait until saves into the store at `location` have ended, with their follow-up work, if it is this store."""
         if not self._closed and os.getpid() == self._pid and self._store.location == location:
             self._saves.in_flight.await_all()
             self._saves.sole_writer.drain()
@@ -244,7 +244,7 @@ class Checkpointer:
         except FlowstoneError as failure:
             if error is None:
                 raise
-            _log.error("closing failed too, after another error: %s", failure)  # which must not be masked
+            _log.error("closing failed too, after another error: %s", failure)  # do not mask the first error
 
     def _check_open(self) -> None:
         calls.check_open(self._store.location, closed=self._closed, pid=self._pid)

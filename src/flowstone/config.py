@@ -32,57 +32,57 @@ NDIM_MAX = 64  # torch's own limit on dimensions
 NAME_BYTES_MAX = 65_535
 STEP_MAX = 10**15
 
-NAMES_TOLD = 20  # of tensors, in the message of an error; the error itself has them all
+NAMES_TOLD = 20  # tensors named in an error message; the error itself holds all names
 
-# How the conductor waits: long enough to cost nothing, short enough for Ctrl-C.
+# How Python waits for the engine: long enough to cost nothing, short enough for Ctrl-C.
 POLL_S = 0.1
 INTERRUPTS_MAX = 100  # of the wait until a load that is given up has stopped writing into memory
 
 ARENA_SHARE_OF_AVAILABLE = 4  # the default budget is a quarter of the memory that is available
 READ_ARENA_BYTES = 256 * MIB  # loads and checks never need more to reach the device's rate
 FIRST_ARENA_BYTES = 128 * MIB  # of staging memory for a first save: sixteen requests of 8 MiB
-RING_HALF_BYTES = 16 * MIB  # of half a ring, through which a rank passes on what others on its node want, too
-SHARED_READ_BYTES_MIN = 32 * MIB  # less is read by each rank for itself, sooner than they could agree
-READ_FILES_MAX = 256  # that one load or check has open at once, and no more than a quarter of what the process may
-READ_REQUEST_BYTES = 8 * MIB + 2 * BLOCK_BYTES  # eight whole chunks at any phase
-# Threads that copy and digest. On two cores a second one takes time from the conductor.
+RING_HALF_BYTES = 16 * MIB  # of half a ring buffer, which passes bytes to other ranks of the node
+SHARED_READ_BYTES_MIN = 32 * MIB  # below this each rank reads for itself, which is faster than agreeing on it
+READ_FILES_MAX = 256  # open at once in one load or check; at most a quarter of the process's limit
+READ_REQUEST_BYTES = 8 * MIB + 2 * BLOCK_BYTES  # eight whole chunks, wherever the first begins in its block
+# Threads that copy and digest. On two cores a second one takes time from the calling thread.
 WORKERS_DEFAULT = max(1, min(2, len(os.sched_getaffinity(0)) - 1))
 
 # Lazy capture aims to be done when this much of the time from `save` to the fence has passed.
 CAPTURE_SHARE_OF_OVERLAP = 0.8
 FENCE_WAIT_S = 0.005  # a longer wait makes the arena grow
-SNAPSHOT_PART_BYTES = 16 * MIB  # that a fence copies before it asks whether it still has to
+SNAPSHOT_PART_BYTES = 16 * MIB  # a fence copies this much before it asks again whether it still has to copy
 COPY_BYTES_PER_S = 4e9  # into touched memory, by two cores that train meanwhile; sizes that growth
 
-# Replicas are split, and written by several ranks, where the largest writer then has so much less to write.
+# Replicas are split between several writers if that takes this much off the largest writer.
 SPLIT_WORTH_BYTES = 16 * MIB
 SPLIT_BLOCK_BYTES_MIN = 1 * MIB
 
-# How ranks agree. Values of a torch.distributed store may have 8 MiB; smaller ones hold up others less.
+# How ranks agree. A value in a torch.distributed store may have 8 MiB; smaller ones delay other ranks less.
 MESSAGE_BYTES_MAX = 1 * MIB
 TREE_FAN = 16  # messages that one rank reads in an agreement: 8,192 ranks are three levels below rank 0
 DEADLINE_S = 600.0  # for the slowest rank to come to an agreement
-DEADLINE_MARGIN_S = 2.0  # for each level of the tree: who is further from the cause gives up later
-HEARTBEAT_S = 2.0  # between two signs of life of a rank
-SILENCE_S = 60.0  # without any, a rank is taken for dead: it was killed, or is frozen
-PLANS_REMEMBERED = 16  # by which a rank may have begun saves, and still writes what it has to
-INDEX_ROWS_KEPT_MAX = 1 << 20  # of the index that rank 0 keeps for the next save by the same plan: some 50 bytes each
-FAR_COMPARED_MAX = 256  # replicas on a device, of those that are compared in one save; each costs a few calls
-CATCH_UP_CALLS = 16  # that ranks may be behind others, having failed where those did not
-DRAFT_TRIES = 16  # of a rank to write into the draft of all, which others that give up may remove
-LEAVE_S = 10.0  # that rank 0 waits for others to leave before it
-REMINDER_S = 10.0  # between two lines in the log of who waits for whom
-NOTICE_S = 5.0  # until the first of them
-REJOIN_S = 2.0  # for others to come to their next call, once they have given up the one that this rank has missed
-UNANSWERED_S = 10.0  # for ranks that have not called, where it is known that they will not, or others are held up
+DEADLINE_MARGIN_S = 2.0  # for each level of the tree: a rank further from the cause gives up later
+HEARTBEAT_S = 2.0  # between two heartbeats of a rank
+SILENCE_S = 60.0  # without a heartbeat, a rank counts as dead: it was killed, or is frozen
+PLANS_REMEMBERED = 16  # older plans by which a rank may have begun saves that it is still writing
+INDEX_ROWS_KEPT_MAX = 1 << 20  # that rank 0 keeps for the next save by the same plan: about 50 bytes each
+FAR_COMPARED_MAX = 256  # replicas in device memory that one save compares; each costs a few calls
+CATCH_UP_CALLS = 16  # that a rank may be behind others, after it failed where they did not
+DRAFT_TRIES = 16  # of a rank to create files in the shared draft, which ranks that give up may remove
+LEAVE_S = 10.0  # that rank 0 waits for the other ranks to leave first
+REMINDER_S = 10.0  # between two log lines about ranks that are waited for
+NOTICE_S = 5.0  # until the first such line
+REJOIN_S = 2.0  # for other ranks to come to their next call, after they gave up the call that this rank missed
+UNANSWERED_S = 10.0  # for ranks that have not called, if they are known not to, or others are held up
 
-# Below this, a gather of windows cannot keep even a slow device busy.
+# Below this, gathering by windows cannot keep even a slow device busy.
 BUDGET_BYTES_MIN = 32 * MIB
 REQUEST_BYTES_MIN = 2 * MIB  # a block of the arena holds a request, and any chunk with its block's head and tail
 REQUEST_BYTES_MAX = 64 * MIB
 QUEUE_DEPTH_MAX = 1024
 WORKERS_MAX = 64
-TUNING_BYTES_MAX = 64 * KIB  # of a tuning file; what is longer is none
+TUNING_BYTES_MAX = 64 * KIB  # of a tuning file; a longer file is ignored
 
 Backend = Literal["auto", "io_uring", "posix"]
 Direct = Literal["auto", "on", "off"]
@@ -91,7 +91,7 @@ Direction = Literal["write", "read"]
 
 
 def whole_number(name: str, value: object) -> int:
-    """An option that counts something: any integer but a bool, or a float that is one (4e9 bytes).
+    """An option that counts something: any integer except bool, or a float with an integer value (4e9 bytes).
 
     raises  ArgumentError
     """
@@ -107,7 +107,7 @@ def whole_number(name: str, value: object) -> int:
 
 
 def _check_engine(backend: str, queue_depth: int | None, request_bytes: int | None, workers: int | None) -> None:
-    """Raise ArgumentError for what no engine takes; None is checked where it is resolved."""
+    """Raise ArgumentError for a value that no engine accepts; None is checked when its default is known."""
     if backend not in ("auto", "io_uring", "posix"):
         raise ArgumentError(
             f"backend {backend!r} is not one of 'auto', 'io_uring', 'posix'", next="'auto' is the default"
@@ -126,11 +126,11 @@ def _check_engine(backend: str, queue_depth: int | None, request_bytes: int | No
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How one direction moves its bytes on one mount: the defaults, or what `flowstone bench tune` found better.
+    """How one direction moves its bytes on one mount: the defaults, or better settings from `flowstone bench tune`.
 
-    direct_from_bytes  saves and loads of so many bytes and more go past the page cache, where that works;
-                       None: all go through it
-    in_place           of reads: EngineOptions.read_in_place; passed over for writes, which go through the arena
+    direct_from_bytes  saves and loads of at least this size bypass the page cache, where that works;
+                       None: all go through the page cache
+    in_place           reads only: EngineOptions.read_in_place; ignored for writes, which go through the arena
                        (docs/decisions/011)
     The other fields are those of EngineOptions.
     """
@@ -148,7 +148,7 @@ class Tuning:
             raise ValueError(f"direct_from_bytes {self.direct_from_bytes} is not a size")
 
 
-# Measured by `flowstone bench tune`, on ext4 over a virtio disk of 2 to 4 GB/s: no request size and depth is faster
+# Measured by `flowstone bench tune`, on ext4 over a virtio disk of 2 to 4 GB/s: no other size or depth is faster
 # beyond the noise, and direct is 1.4 to 2 times as fast as buffered from 4 MiB on, and not slower down to 256 KiB.
 WRITE_DEFAULTS = Tuning(backend="auto", queue_depth=16, request_bytes=8 * MIB, workers=WORKERS_DEFAULT, in_place=False)
 READ_DEFAULTS = Tuning(
@@ -158,25 +158,25 @@ READ_DEFAULTS = Tuning(
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How bytes move, in both directions. What is left out is as tuned for the mount, else a measured default.
+    """How bytes move, in both directions. Options not given are as tuned for the mount, else a measured default.
 
-    `flowstone bench tune` measures a mount, each direction for itself. An option that is given here always holds.
+    `flowstone bench tune` measures a mount, each direction by itself. An option given here overrides the tuning.
 
     backend         "auto" takes io_uring where the kernel and the container allow it, else POSIX threads
-    direct          past the page cache ("auto": where O_DIRECT works, probed with real buffers, and pays)
+    direct          bypass the page cache ("auto": where O_DIRECT works, probed with real buffers, and is faster)
     queue_depth     requests in flight; 1 to 1024
-    request_bytes   longest request, a multiple of 4096 from 2 MiB; more than 64 MiB gains nothing anywhere we know
-    workers         threads that copy and digest; by default two, one where there are but two cores
-    read_in_place   loads read straight into memory that starts at the file's phase. By default off: the heap's small
+    request_bytes   longest request, a multiple of 4096 from 2 MiB; more than 64 MiB gained nothing on any disk measured
+    workers         threads that copy and digest; by default two, or one on a machine with two cores
+    read_in_place   loads read straight into memory that has the file's alignment. By default off: the heap's small
                     pages make small device requests, and on a disk that takes 1.8 times as long. On a file system in
                     memory it takes half the time, and anywhere 140 MB less memory (docs/performance/in-place.md)
-    write_bytes_per_s  what saves of this process may take of a shared device or network, whoever waits for them;
-                    None: all. Without it, too, a lazy save is no faster than it must be to end before the fence
-    watch           how what is captured after `save` has returned is watched for changes until then (docs/LIMITS.md).
-                    "exact": every write is noticed, or the save is refused. "samples": some bytes are compared.
-                    "auto": exact where that costs next to nothing (memory in huge pages, and 64 MiB of other)
-    share_reads     what several ranks of one node want is read by one of them, and passed on through memory that
-                    they share, where reads go past the page cache. Off: each reads for itself
+    write_bytes_per_s  limit for the saves of this process on a shared device or network, also when a caller waits for
+    them; None: no limit. Even without it, a lazy save writes only as fast as needed to end before the fence
+    watch           how changes before capture are detected in tensors captured after `save` returned (docs/LIMITS.md).
+    "exact": every write is detected, or the save is refused. "samples": some bytes are compared.
+    "auto": exact where that costs almost nothing (memory in huge pages, and 64 MiB of other memory)
+    share_reads     bytes that several ranks of one node need are read by one of them and passed on through shared
+    memory, where reads bypass the page cache. Off: each rank reads for itself
     """
 
     backend: Backend = "auto"

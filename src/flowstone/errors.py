@@ -22,7 +22,7 @@ FlowstoneError
 │   └── FullError                no space: bytes needed and free
 ├── StateChangedError        the state changed before it was captured, or its memory went away
 ├── BudgetError              a declared memory limit cannot hold what was asked for
-├── RankError                another rank failed, or was not heard of: which one, in what
+├── RankError                another rank failed or did not answer: which one, in which phase
 ├── CancelledError           stopped before the end
 └── SaveFailedError          an earlier save failed in the background
 
@@ -38,9 +38,9 @@ _LINE_LENGTH_MAX = 1000
 
 
 class FlowstoneError(Exception):
-    """The root. `facts` are printed one per line under the message, in the order given.
+    """The base class. `facts` are printed one per line under the message, in the order given.
 
-    Lines of over a thousand characters are printed without their middle: names and what files hold may be any length.
+    Lines of over a thousand characters are cut in the middle: names and values from files may have any length.
     """
 
     def __init__(self, message: str, **facts: object) -> None:
@@ -61,7 +61,7 @@ def _shortened(line: str) -> str:
 
 
 class NoCheckpointError(FlowstoneError):
-    """Nothing committed was found where a checkpoint was asked for."""
+    """No committed checkpoint was found where one was requested."""
 
 
 class NotAStoreError(FlowstoneError):
@@ -69,7 +69,7 @@ class NotAStoreError(FlowstoneError):
 
 
 class StepExistsError(FlowstoneError):
-    """A step at or below the newest one was to be saved; `rewind` sets newer steps aside."""
+    """`save` was called with a step at or below the newest one; `rewind` sets newer steps aside."""
 
 
 class LockedError(FlowstoneError):
@@ -81,22 +81,22 @@ class ClosedError(FlowstoneError):
 
 
 class ArgumentError(FlowstoneError, ValueError):
-    """A call was given what it does not take; nothing was done."""
+    """A call got an argument that it does not accept; it did nothing."""
 
 
 class NoTensorError(FlowstoneError, KeyError):
-    """A checkpoint holds no tensor of the name that was asked for."""
+    """The checkpoint holds no tensor of the requested name."""
 
-    def __str__(self) -> str:  # a KeyError would show it in quotes
+    def __str__(self) -> str:  # KeyError's own shows it in quotes
         return str(self.args[0])
 
 
 class BusyError(FlowstoneError):
-    """A Checkpointer was called where the call could only wait for itself: inside of another one, or on its thread."""
+    """A call on a Checkpointer could only wait for itself: it was made inside of another call, or on its thread."""
 
 
 class StateError(FlowstoneError):
-    """The state that was handed over cannot be saved or loaded as it is."""
+    """The state cannot be saved or loaded as it is."""
 
 
 class UnsupportedStateError(StateError):
@@ -104,17 +104,17 @@ class UnsupportedStateError(StateError):
 
 
 class ProviderError(UnsupportedStateError):
-    """A provider, or its registration, does not keep the contract; names provider and path."""
+    """A provider, or its registration, violates the contract; names provider and path."""
 
 
 class CollisionError(StateError):
-    """Two paths of the state make one name."""
+    """Two paths of the state make the same name."""
 
 
 class MismatchError(StateError):
     """State and checkpoint differ, and no memory was changed.
 
-    differences  every one of them, one line each; the message spells out the first fifty
+    differences  all of them, one line each; the message shows the first fifty
     """
 
     def __init__(self, message: str, *, differences: tuple[str, ...] = (), **facts: object) -> None:
@@ -123,7 +123,7 @@ class MismatchError(StateError):
 
 
 class CoverageError(FlowstoneError):
-    """No stored piece holds a region that was asked for."""
+    """No stored piece holds a requested region."""
 
 
 class FormatError(FlowstoneError):
@@ -159,18 +159,18 @@ class FullError(StorageError):
 
 
 _LOST = frozenset({
-    # The medium does not give it back any more, in the words of several file systems.
+    # The device cannot read it any more: the codes that several file systems give for that.
     errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EILSEQ, errno.EUCLEAN, errno.EREMOTEIO,
-    # Something else is there, or nothing.
+    # Something else is there, or nothing is.
     errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO,
 })
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether it says that what was stored is not there any more as it was written, here or on another rank.
+    """Whether `error` says that stored bytes are no longer what was written, on this rank or on another.
 
-    What the system refuses for want of descriptors, memory, permission, or a connection says nothing about that; nor
-    does a format that is too new for this reader.
+    Refusals by the system (descriptors, memory, permission, connection) say nothing about that; nor does a format
+    that is too new for this reader.
     """
     if isinstance(error, RankError):
         return error.kind in ("DamagedError", "FormatError") or (error.kind == "StorageError" and error.errno in _LOST)
@@ -180,16 +180,16 @@ def is_damage(error: BaseException) -> bool:
 
 
 def is_absence(error: BaseException) -> bool:
-    """Whether it says that a checkpoint is not there, here or on another rank."""
+    """Whether `error` says that a checkpoint does not exist, on this rank or on another."""
     return isinstance(error, NoCheckpointError) or (isinstance(error, RankError) and error.kind == "NoCheckpointError")
 
 
 class StateChangedError(FlowstoneError):
-    """Bytes of the state changed between `save` and their capture, or went away, so that save holds nothing.
+    """Bytes of the state changed, or their memory went away, between `save` and capture, so that save was discarded.
 
-    path, offset, length  where in the files of that save they would have been
+    path, offset, length  the place in the files of that save that the bytes were meant for
     names                 of the tensors, once they are known
-    gone                  whether their memory was not there any more: shared, resized or freed in place
+    gone                  whether their memory was no longer there: shared, resized or freed in place
     """
 
     def __init__(
@@ -205,14 +205,14 @@ class BudgetError(FlowstoneError):
 
 
 class RankError(FlowstoneError):
-    """A rank of the job failed, or was not heard of in time. The same error on every rank.
+    """A rank of the job failed, or did not answer in time. The same error on every rank.
 
-    rank       the one that it began on
+    rank       the rank on which the failure began
     phase      what the ranks were agreeing on
-    kind       the name of the error's class there
+    kind       the name of the error's class on that rank
     errno      the system's reason, or 0
-    ahead      ranks were in different calls: the step that the foremost were to save; else None
-    undecided  rank 0 was to decide, and was not heard of since: it may have happened all the same
+    ahead      set if ranks were in different calls: the step that the furthest rank was to save; else None
+    undecided  rank 0 was to decide and has not answered since: the call may have succeeded all the same
     """
 
     def __init__(
@@ -225,8 +225,8 @@ class RankError(FlowstoneError):
 
 
 class CancelledError(FlowstoneError):
-    """The work was stopped before its end."""
+    """The work was stopped before it ended."""
 
 
 class SaveFailedError(FlowstoneError):
-    """A save failed in the background; the cause is chained."""
+    """A save failed in the background; its cause is chained."""

@@ -26,13 +26,13 @@ class SaveStarted:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """The state may change from now on. (Earlier, if a step copied what had no plan yet.)
+    """The state may change from now on. (Or earlier, if a step copied pieces of a save that had no plan yet.)
 
     blocked_s      how long `save` blocked the caller, in total
     captured_s     since `save` was called
     early_bytes    captured before `save` returned; the rest was captured later
-    exact_bytes    of the rest: every write before the capture would have been noticed (docs/LIMITS.md)
-    sampled_bytes  of the rest: only samples of the bytes were compared
+    exact_bytes    of the later bytes: every write before their capture would have been detected (docs/LIMITS.md)
+    sampled_bytes  of the later bytes: only samples were compared
     """
 
     step: int
@@ -144,7 +144,7 @@ class RemovalFailed:
 
 @dataclass(frozen=True, slots=True)
 class LeftAlone:
-    """Retention or a sweep found and kept what this store did not write: a link, another store's step, a user's file.
+    """Retention or a sweep kept what this store did not write: a link, another store's step, a user's file.
 
     A Checkpointer reports each once.
     """

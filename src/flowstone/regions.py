@@ -1,4 +1,4 @@
-"""What of a tensor is to be read: a Box, or an index as numpy takes it."""
+"""Which region of a tensor to read: a Box, or an index as numpy accepts it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from flowstone.table.box import Box
 
 _Index: TypeAlias = slice | SupportsIndex | EllipsisType
 Region: TypeAlias = Box | _Index | tuple[_Index, ...] | None
-"""None: all of it."""
+"""None: the whole tensor."""
 
 
 def to_box(region: object, shape: tuple[int, ...], name: str) -> tuple[Box, tuple[int, ...]]:
-    """A region of a tensor of `shape`, and the shape of what is read: as numpy indexes it, or a Box, or None for all.
+    """A region of a tensor of `shape`, and the shape of the result. numpy's rules for an index; None is everything.
 
     region  a Box; or an index as numpy takes it: slices without a step, whole numbers, `...`, and tuples of them
     raises  ArgumentError
@@ -40,7 +40,7 @@ def to_box(region: object, shape: tuple[int, ...], name: str) -> tuple[Box, tupl
 
 
 def _indexed(index: tuple[object, ...], shape: tuple[int, ...], name: str) -> tuple[Box, tuple[int, ...]]:
-    """A Box of what numpy would take by `index`, and the shape that it would have."""
+    """The Box of a numpy index, and the shape of its result."""
     if sum(part is ... for part in index) == 0:
         index = (*index, ...)
     at = next(i for i, part in enumerate(index) if part is ...)
@@ -61,7 +61,7 @@ def _indexed(index: tuple[object, ...], shape: tuple[int, ...], name: str) -> tu
 
 
 def _run(part: object, side: int, shape: tuple[int, ...], name: str) -> tuple[int, int]:
-    """Where one index begins and ends, in a dimension of length `side`."""
+    """Begin and end of one index, in a dimension of length `side`."""
     try:
         if isinstance(part, slice):
             begin, stop, step = part.indices(side)
@@ -73,7 +73,7 @@ def _run(part: object, side: int, shape: tuple[int, ...], name: str) -> tuple[in
                 return number % side, number % side + 1
             raise ArgumentError(f"index {number} does not lie in {name!r} of shape {shape}", next="count from 0")
     except (TypeError, ValueError):
-        pass  # told below
+        pass  # reported below
     raise ArgumentError(
         f"{shown(part)} does not select one box of {name!r}",
         expected="a fs.Box, slices without a step, whole numbers, or `...`",

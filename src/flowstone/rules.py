@@ -1,4 +1,4 @@
-"""Leniency by name: what a load may overlook. Without rules a load is strict.
+"""Named exceptions to strict loading: what a load may overlook. Without rules a load is strict.
 
 Patterns are shell patterns over tensor names (`model.head.*`), as in fnmatch, case-sensitive.
 Everything that a rule allowed is listed in the load's report.
@@ -16,7 +16,7 @@ _STATE = ".state."
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """The stored path `source`, and all under it, is called `target` in the state.
+    """The stored path `source`, and all paths below it, are called `target` in the state.
 
     Also inside optimizer state, which is named after its parameter.
     """
@@ -42,7 +42,7 @@ class Rename:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """What matches may be in the checkpoint and not in the state."""
+    """Tensors that match may be in the checkpoint and not in the state."""
 
     pattern: str
 
@@ -80,7 +80,7 @@ class Cast:
 
 
 def _check_text(rule: str, **texts: object) -> None:
-    """What is no text matches nothing: a rule that allowed nothing would be passed over without a word."""
+    """Raise ArgumentError for a pattern that is not text: it would match nothing, and the rule would do nothing."""
     for name, text in texts.items():
         if not isinstance(text, str) or not text:
             raise ArgumentError(

@@ -1,15 +1,15 @@
 """Spans: when a save or load did what, with how many bytes, on which rank and thread. Events are made from them.
 
-The caller of `save` waits while what is before it is over (*waited*), the state is *described* and *planned*, the
-draft is made and its capture is *begun*, what is no tensor is *encoded*, and what is not lazy is captured (*early*),
-one behind the other: together they are *blocked*. Beside or after them come *captured* (until no source is read any
-more), *written* (until every byte is with the store), *synced* (until it is durable), *agreed* (the ranks have one
-plan), *published* (all have written, and there is a checkpoint); *save* spans all of them. *fenced* is what a step has
-waited for captures. Where the ranks have no plan yet, the caller waits until what it needs is *copied*, and the rest is
-done in the background.
+Phases of a save while the caller of `save` waits, one after the other: *waited* (for an earlier save), *described*
+and *planned* (the state), *begun* (the draft is made and its capture started), *encoded* (values that are not
+tensors), *early* (capture of everything that is not lazy); together they are *blocked*. In parallel or later:
+*captured* (until no source is read any more), *written* (until the store has every byte), *synced* (until the bytes
+are durable), *agreed* (the ranks have one plan), *published* (all ranks have written, and the checkpoint exists).
+*save* spans all of them. *fenced* is the time that an optimizer step waited for captures. If the ranks have no plan
+yet, the caller waits only until the pieces that it will change are *copied*; the rest is done in the background.
 
-A load is *wanted* (what the state wants is found), *planned* (compared with the checkpoint, by all ranks), *read*
-(read, verified, scattered), *finished* (objects are restored), *agreed* (between ranks); *load* spans all of them.
+Phases of a load: *wanted* (list what the state needs), *planned* (compare with the checkpoint, on all ranks), *read*
+(read, verify, scatter), *finished* (restore objects), *agreed* (between ranks); *load* spans all of them.
 
 The engine's threads add, for each window, *capture* (copied into a block and digested), *encode*, *write* (its
 requests are with the device); and for a load *read* and *deliver* (verified and scattered). They are recorded by the
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Verb: TypeAlias = Literal["save", "load"]
 _ENGINE_PHASES = ("capture", "encode", "write", "read", "deliver")  # as the engine numbers them
-_REQUESTS = ("write", "read")  # by the device, several at once: on no thread
+_REQUESTS = ("write", "read")  # by the device, several at once: they belong to no thread
 _open_trace: ContextVar[Trace | None] = ContextVar("flowstone_trace", default=None)
 
 
@@ -44,8 +44,8 @@ class Span:
     """One phase of one save or load.
 
     begin, end  in seconds of the monotonic clock
-    bytes       that it moved, where it moved some
-    track       the thread, or what else does one thing after the other
+    bytes       moved in it, or 0
+    track       the thread, or another sequence of spans that do not overlap
     """
 
     verb: Verb
@@ -63,7 +63,7 @@ class Span:
 
 
 class Spans:
-    """The spans of one call of `save` or `load`, from its begin on. Any thread; each is kept where a trace is open."""
+    """The spans of one call of `save` or `load`. Any thread may add; a span is kept if a trace is open."""
 
     __slots__ = ("_last", "_trace", "begin", "rank", "step", "verb")
 
@@ -75,21 +75,21 @@ class Spans:
         self._trace = _open_trace.get()
 
     def lap(self, phase: str, bytes_: int = 0) -> Span:
-        """What was done since the last lap; the next begins where this one ends."""
+        """The span from the end of the last lap until now; the next lap begins here."""
         begin, self._last = self._last, time.monotonic()
         return self.between(phase, begin, self._last, bytes_)
 
     def whole(self, phase: str, bytes_: int = 0, *, track: str = "") -> Span:
-        """From the begin of the call until now."""
+        """The span from the begin of the call until now."""
         return self.between(phase, self.begin, time.monotonic(), bytes_, track=track)
 
     def lapped(self, phase: str) -> Span:
-        """All laps so far."""
+        """The span of all laps so far."""
         return self.between(phase, self.begin, self._last)
 
     @contextmanager
     def phase(self, phase: str, bytes_: int = 0) -> Iterator[None]:
-        """What is done inside; also what fails."""
+        """A span of the `with` block, also if the block raises."""
         begin = time.monotonic()
         try:
             yield
@@ -97,7 +97,7 @@ class Spans:
             self.between(phase, begin, time.monotonic(), bytes_)
 
     def between(self, phase: str, begin: float, end: float, bytes_: int = 0, *, track: str = "") -> Span:
-        """A span whose begin and end are known."""
+        """A span with a known begin and end."""
         span = Span(self.verb, phase, self.step, self.rank, begin, end, bytes_, track)
         if self._trace is not None:
             self._trace.add(span if track else replace(span, track=threading.current_thread().name))
@@ -108,21 +108,21 @@ class Spans:
         return span.end - self.begin
 
     def engine(self, jobs: Iterable[SpanColumns]) -> None:
-        """What the engine's threads have done for it."""
+        """Add what the engine's threads did for this call."""
         if self._trace is not None:
             for columns in jobs:
                 self._trace.add_engine(self, columns)
 
 
 class Trace:
-    """Keeps the spans of all saves and loads that are called inside of it, by this thread, whenever they end.
+    """Keeps the spans of all saves and loads that this thread calls inside of it, even if they end later.
 
         with fs.Trace("trace.json"):
             ckpt.save(step, state)
             ckpt.wait()
 
-    path  is written at the end, in Chrome's trace format, which https://ui.perfetto.dev opens. What a save does after
-          that is missing: wait for it before. In a job of several ranks each has a path of its own; None: no file
+    path  written when the block ends, in Chrome's trace format, which https://ui.perfetto.dev opens. What a save does
+    after that is missing: wait for it first. In a job of several ranks each needs its own path; None: no file
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
@@ -155,12 +155,12 @@ class Trace:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """All so far, in the order of their begin, the longer before the shorter."""
+        """All spans so far, ordered by begin; of those that begin together, the longest first."""
         engine = [span for of, columns in list(self._engine) for span in _engine_spans(of, columns)]
         return tuple(sorted([*self._spans, *engine], key=lambda span: (span.begin, -span.end)))
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write them in Chrome's trace format. Raises StorageError."""
+        """Write all spans in Chrome's trace format. Raises StorageError."""
         text = json.dumps({"traceEvents": chrome_events(self.spans), "displayTimeUnit": "ms"})
         try:
             with open(path, "w", encoding="utf-8") as file:
@@ -184,7 +184,7 @@ def _engine_spans(of: Spans, columns: SpanColumns) -> Iterator[Span]:
 def chrome_events(spans: Sequence[Span]) -> list[dict[str, object]]:
     """Events of Chrome's trace format: a process for each rank, and for each track as many lanes as it needs."""
     events: list[dict[str, object]] = []
-    lanes: dict[tuple[int, str], list[list[int]]] = {}  # of each track: the ends of what goes on in each lane
+    lanes: dict[tuple[int, str], list[list[int]]] = {}  # per track: the ends of the open spans in each lane
     numbers: dict[tuple[int, str, int], int] = {}
     for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
         begin, end = round(span.begin * 1e9), round(span.end * 1e9)
@@ -201,7 +201,7 @@ def chrome_events(spans: Sequence[Span]) -> list[dict[str, object]]:
 
 
 def _lane(lanes: list[list[int]], begin: int, end: int) -> int:
-    """The first lane in which this lies inside of what goes on there, or behind it; what is drawn in one must nest."""
+    """The first lane where this span nests in the open ones or follows them: in one lane, the viewer needs nesting."""
     for number, ends in enumerate(lanes):
         while ends and ends[-1] <= begin:
             ends.pop()

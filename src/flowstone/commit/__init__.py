@@ -1,1 +1,1 @@
-"""What makes bytes a checkpoint: the order of publication, the catalogue, verification."""
+"""Committing checkpoints: the order of publication, the catalogue of steps, retention, verification."""

@@ -1,4 +1,4 @@
-"""Which checkpoints exist, and what dead writers have left (docs/ORDERING.md, Retention and sweep, Rewind)."""
+"""Which checkpoints exist, and what dead writers left behind (docs/ORDERING.md, Retention and sweep, Rewind)."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from flowstone.store.base import Names, Store
 
 
 def steps(store: Names) -> tuple[int, ...]:
-    """Steps with a manifest in place, ascending. Says nothing yet about their content."""
+    """Steps with a manifest in place, ascending. Their content is not checked."""
     found = ((step_of(name), name) for name in store.names())
     return tuple(sorted(step for step, name in found if step is not None and store.exists(inside(name, MANIFEST_NAME))))
 
 
 def newest(store: Names) -> Manifest | None:
-    """The commit record of the newest step, checked; None in a store without any.
+    """The manifest of the newest step, checked; None in a store without checkpoints.
 
-    A damaged one raises: going back silently would lose steps without a word. One that a writer removes meanwhile, as
-    it has committed a newer one, or has gone back, does not.
+    A damaged manifest raises: silently taking an older one would lose steps. A manifest that a writer removes meanwhile
+    (it has committed a newer step, or rewound) does not raise.
     """
     gone = -1
     while existing := steps(store):
@@ -44,7 +44,7 @@ def newest(store: Names) -> Manifest | None:
 
 
 def find(store: Names, step: int | None) -> int:
-    """`step` itself, or the newest one for None. Raises NoCheckpointError with what there is."""
+    """`step` itself, or the newest step for None. Raises NoCheckpointError, which lists the existing steps."""
     existing = steps(store)
     if not existing or (step is not None and step not in existing):
         shown = ", ".join(map(str, existing[-10:])) or "none"
@@ -63,7 +63,7 @@ def sweep(
 ) -> None:
     """Remove what dead writers left: torn saves and unfinished deletions. Needs the lock.
 
-    on_left  is told each entry that stays, as it is not ours, and why
+    on_left  called with each name that is kept because this store did not write it, and the reason
     """
     leftovers = [entry for entry in map(parse, store.names()) if entry is not None and _leftover(store, entry)]
     if leftovers:
@@ -86,14 +86,14 @@ def sweep(
 
 
 def _leftover(store: Store, entry: Entry) -> str:
-    """Why an entry is what a dead writer left; "" if it is not."""
+    """The reason why the entry is a dead writer's leftover; "" if it is not."""
     if entry.kind is Kind.STEP and not store.capabilities.atomic_rename:
         return "" if store.exists(inside(entry.name, MANIFEST_NAME)) else Kind.SAVING.value
     return entry.leftover or ""
 
 
 def _remove(store: Store, entry: Entry) -> str:
-    """Remove a leftover; why it stays, or is somewhere else now, if it does."""
+    """Remove a leftover. Returns why it stays, or where it was moved to, if it was not removed; else ""."""
     if entry.kind is Kind.TEMPORARY:
         store.remove(entry.name)
     elif entry.kind is Kind.MEASURING:
@@ -106,7 +106,7 @@ def _remove(store: Store, entry: Entry) -> str:
 
 
 def finish_deletion(store: Store, entry: Entry) -> str:
-    """Empty what is left of a step. Where there is more in it than is ours: where that is then, and what it is."""
+    """Remove the rest of a step. If foreign files are in it: returns the new name of the directory, and the files."""
     left = removal.empty(store, entry.name)
     if not left:
         return ""
@@ -115,12 +115,12 @@ def finish_deletion(store: Store, entry: Entry) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """What is not ours, in words."""
+    """Foreign files, as text for a message."""
     return f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}, which Flowstone did not write"
 
 
 def rewind(store: Store, step: int) -> tuple[int, ...]:
-    """Set every step above `step` aside, newest first; the steps that were. Needs the lock.
+    """Set every step above `step` aside, newest first. Returns those steps. Needs the lock.
 
     Newest first, so that a crash in between leaves a shorter tail of whole checkpoints.
     """
@@ -128,5 +128,5 @@ def rewind(store: Store, step: int) -> tuple[int, ...]:
     moved = tuple(s for s in reversed(steps(store)) if s > step)
     for newer in moved:
         removal.move(store, step_directory(newer), new_superseded_directory(newer))
-    sync(store)  # also when nothing moved: an earlier rewind may have died before its sync
+    sync(store)  # even if nothing moved: an earlier rewind may have died before its sync
     return moved

@@ -1,4 +1,4 @@
-"""Names become durable: by a sync where the store needs one, else when its calls return."""
+"""Make names durable: by a sync where the store needs one; elsewhere they are durable when calls return."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from flowstone.store.base import Store
 
 
 def sync(store: Store, directory: str = "") -> None:
-    """Make the names in a directory durable, where they are not yet."""
+    """Make the names in a directory durable, if the store needs a call for that."""
     if store.capabilities.needs_sync:
         store.sync_directory(directory)

@@ -1,4 +1,4 @@
-"""The names of a store's entries (docs/FORMAT.md): no other module makes them, or takes them apart."""
+"""The names of a store's entries (docs/FORMAT.md): only this module builds and parses them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NUMBERED = re.compile(r"(\d{8,})-(.+)", re.ASCII | re.DOTALL)
 
 
 class Kind(Enum):
-    """What an entry is. All but a step's directory are passed over by readers."""
+    """What an entry is. Readers ignore all kinds except a step's directory."""
 
     STEP = "a checkpoint, once its manifest is there"
     SAVING = "a save that never finished"
@@ -39,11 +39,11 @@ _SWEPT = (Kind.SAVING, Kind.DELETING, Kind.MEASURING, Kind.TEMPORARY)
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """An entry that Flowstone has named.
+    """An entry with a name in Flowstone's format.
 
-    step      of a checkpoint, whole or not; None where the name gives none
-    id        what makes its name another one than that of its kind and step before it
-    leftover  why the next writer sweeps it, if no writer lives; None if it does not
+    step      of a checkpoint, committed or not; None if the name contains none
+    id        tells it apart from others of the same kind and step
+    leftover  why the next writer removes it, if no writer is alive; None if it does not
     """
 
     name: str
@@ -54,7 +54,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 def parse(name: str) -> Entry | None:
-    """What an entry is by its name; None for what is not ours."""
+    """The entry that a name stands for; None for a name in another format."""
     found = _STEP.fullmatch(name)
     if found is not None and step_directory(int(found[1])) == name:
         return Entry(name, Kind.STEP, int(found[1]))
@@ -68,13 +68,13 @@ def parse(name: str) -> Entry | None:
 
 
 def step_of(name: str) -> int | None:
-    """The step that a directory's name stands for; None when it is no checkpoint's name."""
+    """The step in the name of a checkpoint's directory; None for any other name."""
     entry = parse(name)
     return entry.step if entry is not None and entry.kind is Kind.STEP else None
 
 
 def is_leftover(name: str) -> bool:
-    """Whether a dead writer left it, if no writer lives."""
+    """Whether a dead writer left this entry, if no writer is alive."""
     entry = parse(name)
     return entry is not None and entry.leftover is not None
 
@@ -102,11 +102,11 @@ def new_measuring_directory() -> str:
 
 
 def new_temporary_file(name: str) -> str:
-    """A name for the marker, the tuning or the lock until it is put in place."""
+    """A temporary name for the marker, the tuning or the lock, before it is renamed."""
     return f".{name}-{secrets.token_hex(8)}"
 
 
 def left_directories(removed: Entry) -> tuple[str, str]:
-    """Names for what somebody else had put into a step that is removed: the first, and one for where that is taken."""
+    """Names for a removed step's directory that still has foreign files: the first choice, and one if that is taken."""
     name = f"step-{'unknown' if removed.step is None else f'{removed.step:08d}'}.left"
     return name, f"{name}-{removed.id}"

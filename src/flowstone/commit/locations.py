@@ -1,4 +1,4 @@
-"""What a path is before anything of it is believed: a store, a checkpoint, or something else."""
+"""What a path holds, found before its content is trusted: a store, a checkpoint, or something else."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from flowstone.store.base import Names
 from flowstone.store.lock import LOCK_NAME
 from flowstone.store.tuning import TUNING_NAME
 
-_LOOKED_AT_MAX = 200  # entries of a directory that is no store
-_OURS = (LOCK_NAME, TUNING_NAME)  # that say nothing yet of a store
+_LOOKED_AT_MAX = 200  # entries examined in a directory that is not a store
+_OURS = (LOCK_NAME, TUNING_NAME)  # files of ours that do not make a directory a store
 
 
 def check_store(store: Names) -> None:
-    """Raise NotAStoreError where something is, but nothing of ours.
+    """Raise NotAStoreError if the directory has content, and none of it is a store's.
 
-    What passes: a store; checkpoints without a marker; an absent or empty directory; one in which
-    a first save was cut short.
+    Accepted are: a store; checkpoints without a marker; an absent or empty directory; a directory in which a first save
+    was interrupted.
     """
     if store.exists(MARKER_NAME):
         read_marker(store)
@@ -44,7 +44,7 @@ def check_store(store: Names) -> None:
 
 
 def check_no_checkpoint(store: Names) -> None:
-    """Raise NotAStoreError where a Checkpointer was given a checkpoint: it would make a store inside of it."""
+    """Raise NotAStoreError if the path given to a Checkpointer is a checkpoint: it would create a store inside."""
     if store.exists(MANIFEST_NAME) and not store.exists(MARKER_NAME):
         raise NotAStoreError(
             f"{store.location} is a checkpoint, not a store of checkpoints", found=MANIFEST_NAME,
@@ -53,6 +53,6 @@ def check_no_checkpoint(store: Names) -> None:
 
 
 def stores_below(store: Names) -> str:
-    """The first few directories in a store's place that are stores themselves, for a message; "" if none is."""
+    """For a message: the first few subdirectories that are stores themselves; "" if there are none."""
     names = [name for name in store.names()[:_LOOKED_AT_MAX] if store.exists(f"{name}/{MARKER_NAME}")]
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

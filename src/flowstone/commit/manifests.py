@@ -1,4 +1,4 @@
-"""Commit records, one or all of a store's: what a listing needs, and no more."""
+"""Manifests, one or all of a store's, read with as few calls and imports as a listing needs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR)
 
 
 class Listed(msgspec.Struct, frozen=True):
-    """A step of a store: its directory, and its commit record, or what is wrong with that."""
+    """A step of a store: its directory, and its manifest, or the error of reading it."""
 
     step: int
     directory: str
@@ -37,7 +37,7 @@ def inside(directory: str, name: str) -> str:
 
 
 def read_manifest(store: Names, directory: str) -> Manifest:
-    """The commit record, checked. Raises NoCheckpointError, DamagedError or UnsupportedFormatError."""
+    """The manifest, checked. Raises NoCheckpointError, DamagedError or UnsupportedFormatError."""
     path = inside(directory, MANIFEST_NAME)
     shown = f"{store.location}/{path}"
     try:
@@ -65,7 +65,7 @@ def read_marker(store: Names) -> Marker:
 
 
 def listing(store: Names) -> list[Listed]:
-    """Every step with a manifest in place, ascending. Looks at the names once, and opens one file for each step."""
+    """Every step with a manifest in place, ascending. Lists the names once, and opens one file per step."""
     found = []
     for name in store.names():
         step = step_of(name)
@@ -74,7 +74,7 @@ def listing(store: Names) -> list[Listed]:
         try:
             found.append(Listed(step, name, read_manifest(store, name), None))
         except NoCheckpointError:
-            continue  # a directory of that name, and nothing committed
+            continue  # a directory with a step's name, and nothing committed in it
         except (FormatError, StorageError) as error:
             found.append(Listed(step, name, None, error))
     return sorted(found, key=lambda one: one.step)

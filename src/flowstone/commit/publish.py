@@ -32,9 +32,9 @@ from flowstone.store.base import Store
 
 
 class Draft(msgspec.Struct, frozen=True):
-    """A checkpoint in progress, in a directory that no reader looks at: its own, or its step's, without a manifest.
+    """A checkpoint in progress, in a directory that readers ignore: its own, or the step's without a manifest.
 
-    is_in_place  the directory is the step's: the manifest alone is missing
+    is_in_place  the directory is already the step's: only the manifest is missing
     """
 
     step: int
@@ -44,12 +44,12 @@ class Draft(msgspec.Struct, frozen=True):
 
 
 class Publication(msgspec.Struct, frozen=True):
-    """What a checkpoint is made of.
+    """The parts of a checkpoint.
 
-    segments  with their files' names, durable already
+    segments  with their files' names, already durable
     totals    of the index
     io        how the segments were written
-    writer    the program that did
+    writer    the program that wrote them
     ranks     of the job that saved
     """
 
@@ -63,7 +63,7 @@ class Publication(msgspec.Struct, frozen=True):
 
 
 def open_store(store: Store) -> str:
-    """Create the store's directory and marker where they are missing; the store's identity. Needs the lock.
+    """Create the store's directory and marker if they are missing. Returns the store's identity. Needs the lock.
 
     A directory of checkpoints without a marker is adopted: it gets one.
     """
@@ -80,9 +80,9 @@ def open_store(store: Store) -> str:
 
 
 def begin(store: Store, step: int, identity: str) -> Draft:
-    """Make the directory that the save's files are written into: the first rank that comes does, of N at least 1.
+    """Create the directory for the save's files; of N ranks, the first one that comes does.
 
-    identity  of the checkpoint to be; another one for each try, so that what is there was made by this very one
+    identity  the checkpoint's identity; different for each try, so an existing directory is from this very try
     """
     if store.capabilities.atomic_rename:
         draft = Draft(step, identity, saving_directory(step, identity))
@@ -97,33 +97,33 @@ def begin(store: Store, step: int, identity: str) -> Draft:
 
 
 def _is_committed(store: Store, draft: Draft) -> bool:
-    """Whether it is a checkpoint, though its save may not know."""
+    """Whether the draft was committed, though its save may not know."""
     return draft.is_in_place and store.exists(inside(draft.directory, MANIFEST_NAME))
 
 
 def remove_own(store: Store, draft: Draft, names: Sequence[str]) -> None:
-    """Remove files of a draft that no rank publishes, and the directory, which goes with the last of them.
+    """Remove a rank's files of a draft that no rank publishes; the directory goes with the last of them.
 
-    Each rank removes what it has written: by name, as others may not know yet, and still write.
+    Each rank removes its own files by name: other ranks may not know yet, and may still write.
     """
     try:
         if _is_committed(store, draft):
             return
     except FlowstoneError:
-        return  # safe, as below
+        return  # safe, for the reason below
     for path in (*(inside(draft.directory, name) for name in names), draft.directory):
         try:
             store.remove(path)
         except FlowstoneError:
-            continue  # safe: it is gone, or others have not gone yet; a draft is never read, and is swept
+            continue  # safe: it is gone, or other ranks still have files here; a draft is never read, and is swept
 
 
 def publish(store: Store, draft: Draft, store_id: str, made: Publication) -> Manifest:
-    """Commit: index and objects, manifest, their directory, the rename, the store. Durable on return.
+    """Commit: write index and objects, then the manifest, sync, rename the directory, sync. Durable on return.
 
-    Where a store renames no directory at once, the put of the manifest, last of all, is the commit.
+    If the store cannot rename a directory atomically, putting the manifest, as the last file, is the commit.
 
-    raises  LockedError where the store's lock was lost, by then
+    raises  LockedError if the store's lock was lost in the meantime
     """
     index, objects, totals = made.index, made.objects, made.totals
     for name, data in ((INDEX_NAME, index), (OBJECTS_NAME, objects)):
@@ -141,16 +141,16 @@ def publish(store: Store, draft: Draft, store_id: str, made: Publication) -> Man
     store.put(inside(draft.directory, MANIFEST_NAME), encode_manifest(manifest))
     # The entries too: a file whose name is not durable can vanish with a power loss.
     sync(store, draft.directory)
-    # What follows only the one writer may do: this job may have stood still for longer than it keeps its lock.
+    # Only the one writer may go on: this job may have been frozen for longer than it keeps its lock.
     store.check_lock()
     store.rename(draft.directory, step_directory(draft.step))
-    # And the new name: a rename that is not synced can vanish likewise.
+    # And the new name: without this sync a power loss can undo the rename.
     sync(store)
     return manifest
 
 
 def _put_last(store: Store, draft: Draft, manifest: bytes) -> None:
-    """Commit a draft that is in its place already. See `publish`."""
+    """Commit a draft that is already in the step's directory. See `publish`."""
     sync(store, draft.directory)
     sync(store)
     store.check_lock()

@@ -1,4 +1,4 @@
-"""A checkpoint's own files, read and checked through its manifest before anything is believed."""
+"""A checkpoint's own files, checked against its manifest before their content is used."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from flowstone.store.base import Names
 
 
 class Objects(msgspec.Struct, frozen=True):
-    """Everything that is not a tensor: section to value; in `per_rank`, section to one value a rank."""
+    """All values that are not tensors: section to value; in `per_rank`, section to one value per rank."""
 
     replicated: dict[str, object]
     per_rank: dict[str, list[object]]
 
 
 def read_index(store: Names, directory: str, manifest: Manifest) -> Index:
-    """The table of pieces, every byte of it verified and every row checked."""
+    """The index, with every byte verified and every row checked."""
     path = f"{store.location}/{inside(directory, INDEX_NAME)}"
     with _memory_enough(path):
         data = _vouched(
@@ -43,7 +43,7 @@ def read_index(store: Names, directory: str, manifest: Manifest) -> Index:
 
 
 def read_objects(store: Names, directory: str, manifest: Manifest) -> Objects:
-    """Everything that is not a tensor, verified and decoded."""
+    """All values that are not tensors, verified and decoded."""
     path = f"{store.location}/{inside(directory, OBJECTS_NAME)}"
     with _memory_enough(path):
         return _decoded(_vouched(store, directory, manifest.objects, OBJECTS_NAME), path)
@@ -70,12 +70,12 @@ def _decoded(data: bytearray, path: str) -> Objects:
 
 
 def encode_sections(sections: Mapping[str, object]) -> dict[str, bytes]:
-    """The text of each section. Raises UnsupportedStateError naming the path of what has no encoding."""
+    """The text of each section. Raises UnsupportedStateError naming the path of a value without an encoding."""
     return {name: bytes(objects.encode_text(value, name)) for name, value in sections.items()}
 
 
 def join_objects(replicated: Mapping[str, bytes], per_rank: Mapping[str, Sequence[bytes]]) -> bytes:
-    """The text of objects.json, of the texts of sections."""
+    """The text of objects.json, from the sections' texts."""
     text = msgspec.json.encode({
         "replicated": {name: msgspec.Raw(text) for name, text in replicated.items()},
         "per_rank": {name: [msgspec.Raw(text) for text in texts] for name, texts in per_rank.items()},
@@ -119,8 +119,8 @@ def _vouched(
     store: Names, directory: str, row: FileRow, expected_name: str,
     check_first: Callable[[bytes], None] | None = None,
 ) -> bytearray:
-    """A file's bytes, as its digests promise. Read in parts: what is not as it was written is found in the first one,
-    before there is memory for all that the manifest claims.
+    """A file's bytes, verified against its chunk digests. It is read in parts: damage in the first part is found before
+    memory for the whole length that the manifest claims is allocated.
     """
     if row.name != expected_name:
         raise DamagedError(f"the manifest names {row.name!r} instead of {expected_name!r}", next="use an older step")
@@ -130,7 +130,7 @@ def _vouched(
     while len(data) < row.bytes:
         at, wanted = len(data), READ_PART_BYTES if data else CHUNK_BYTES
         part = store.read(path, offset=at, length=min(wanted, row.bytes - at))
-        if len(part) < min(wanted, row.bytes - at):  # a file can shrink after it was looked at
+        if len(part) < min(wanted, row.bytes - at):  # the file may have become shorter after its size was read
             _check_length(store, path, at + len(part), row.bytes)
         chunks = row.chunks[at // CHUNK_BYTES : -(-(at + len(part)) // CHUNK_BYTES)]
         check_chunks(part, chunks, path=f"{store.location}/{path}", offset=at)

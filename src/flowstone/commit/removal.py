@@ -1,4 +1,4 @@
-"""Removal of a checkpoint's directory: what is ours by its name goes, what somebody else has put there stays."""
+"""Remove a checkpoint's directory: files with names of ours are removed, foreign files stay."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flowstone.format.manifest import INDEX_NAME, MANIFEST_NAME, OBJECTS_NAME
 from flowstone.store.base import Store
 
 _SEGMENT = re.compile(r"rank-\d{5,}(\.\d{4,})?\.safetensors", re.ASCII)
-# What network file systems and FUSE call a file that is removed while somebody has it open. It goes by itself.
+# Names that network file systems and FUSE give to a file that is removed while open. They vanish by themselves.
 _STILL_OPEN = (".nfs", ".fuse_hidden")
 
 
@@ -24,7 +24,7 @@ def is_ours(name: str) -> bool:
 
 
 def retire(store: Store, step: int) -> Entry:
-    """Make a step no checkpoint any more, durably; the directory that is to be emptied then."""
+    """Turn a step into no checkpoint, durably. Returns the directory to be emptied then."""
     name = step_directory(step)
     if store.capabilities.atomic_rename:
         deleting = new_deleting(step)
@@ -37,7 +37,7 @@ def retire(store: Store, step: int) -> Entry:
 
 
 def move(store: Store, source: str, target: str) -> None:
-    """Give a checkpoint's directory a name that is free; at once where that can be, else file by file, manifest first.
+    """Rename a checkpoint's directory to a free name; atomically if the store can, else file by file, manifest first.
     """
     if store.capabilities.atomic_rename:
         store.rename(source, target)
@@ -53,12 +53,12 @@ def _manifest_first(names: Iterable[str]) -> list[str]:
 
 
 def empty(store: Store, directory: str) -> tuple[str, ...]:
-    """Remove what is ours of a directory, the manifest first, and then the directory itself if nothing else is in it.
+    """Remove our files from a directory, the manifest first; then the directory itself, if nothing else is in it.
 
     The manifest first, so that a half-removed directory is no checkpoint under any name.
 
-    returns  the names of what is not ours, which stay, and the directory with them
-    raises   StorageError, the first, once all is removed that can be
+    returns  the names of foreign files, which stay, and the directory with them
+    raises   StorageError: the first one, after everything else was removed
     """
     names = store.names(directory)
     failure: StorageError | None = None
@@ -78,14 +78,15 @@ def empty(store: Store, directory: str) -> tuple[str, ...]:
 
 
 def remove_all(store: Store, directory: str) -> None:
-    """Remove a directory with every file in it: one that nobody else puts anything into."""
+    """Remove a directory with every file in it. Only for directories in which no other program puts files."""
     for name in store.names(directory):
         store.remove(inside(directory, name))
     store.remove(directory)
 
 
 def set_apart(store: Store, entry: Entry) -> str:
-    """Give a directory with what is left in it a name that is neither a step's nor a leftover's; the name it has."""
+    """Rename a directory with foreign files to a name that is neither a step's nor a leftover's. Returns the new name.
+    """
     name, other = left_directories(entry)
     try:
         move(store, entry.name, name)

@@ -1,4 +1,4 @@
-"""Retention: which of a store's own checkpoints go, and in what order they do (docs/ORDERING.md, Retention)."""
+"""Retention: which of a store's own checkpoints are removed, and in what order (docs/ORDERING.md, Retention)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from flowstone.errors import FormatError, NoCheckpointError, StorageError
 from flowstone.format.manifest import MANIFEST_NAME
 from flowstone.store.base import Names, Store
 
-_LISTED_MAX = 5  # steps that one line of the log spells out, the newest
+_LISTED_MAX = 5  # steps that one log line lists, the newest
 
 _log = logging.getLogger("flowstone")
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What retention decides about one step, and why. `foreign`: it is not this store's own, so it stays."""
+    """Retention's decision about one step, and the reason. `foreign`: another store's step, which stays."""
 
     step: int
     keep: bool
@@ -33,10 +33,10 @@ def decide(
     existing: Sequence[int], keep: Keep | None, *, committed: int | None = None,
     foreign: Callable[[int], str | None] | None = None,
 ) -> tuple[Verdict, ...]:
-    """A verdict on each of `existing` (steps with a manifest, ascending). What is foreign stays, and does not count.
+    """A verdict on each of `existing` (steps with a manifest, ascending). Foreign steps stay, and do not count.
 
-    committed  the step that has just been committed: it stays, and so do newer ones, which do not count
-    foreign    why a step is not this store's own, None if it is; asked only where it matters
+    committed  the step just committed: it and newer ones stay; newer ones do not count
+    foreign    why a step is not this store's own, None if it is; called only if the answer matters
     """
     if keep is None:
         return tuple(Verdict(step, True, "everything is kept") for step in existing)
@@ -61,11 +61,11 @@ def prune(
     store: Store, verdicts: Iterable[Verdict], on_removed: Callable[[str, str, StorageError | None], None],
     on_left: Callable[[str, str], None] | None = None,
 ) -> None:
-    """Remove each step that its verdict gives up, oldest first. Needs the lock, and asks for each whether it is held.
+    """Remove each step that its verdict gives up, oldest first. Needs the lock, and checks it before each removal.
 
-    on_removed  is told each directory, the reason, and the error if it could not be removed;
-                what is left is swept later
-    on_left     is told what stays of one that was removed
+    on_removed  called with each directory, the reason, and the error if it could not be removed; a later sweep removes
+                the rest
+    on_left     called with what stays of a removed step
     raises      LockedError once the lock is lost
     """
     for verdict in verdicts:
@@ -85,9 +85,9 @@ def prune(
 
 
 def whose(store: Names, step: int, store_id: str) -> str | None:
-    """Why a step is not the own one of the store of that identity; None if it is.
+    """Why a step does not belong to the store with that identity; None if it does.
 
-    raises  StorageError where that cannot be told
+    raises  StorageError if that cannot be found out
     """
     directory = step_directory(step)
     if store.is_link(directory):
@@ -102,20 +102,20 @@ def whose(store: Names, step: int, store_id: str) -> str | None:
 
 
 def foreign_or_own(store: Names, step: int) -> str:
-    """A step as a message calls it, with whose it is, if not the store's own."""
+    """A step, as text for a message; if it is not the store's own, with the reason."""
     why: str | None = None
     try:
-        if store.exists(step_directory(step)):  # or it is on its way
+        if store.exists(step_directory(step)):  # else it is still being moved
             why = whose(store, step, read_marker(store).store)
     except (FormatError, StorageError):
-        why = None  # safe: only a fact less in the message
+        why = None  # safe: the message only lacks one fact
     return f"step {step}" if why is None else f"step {step}, which {why}"
 
 
 class Retention:
-    """Retention of one job, which knows of each step that it has looked at whether it is the store's own.
+    """Retention of one job. Remembers for each step whether it is the store's own.
 
-    on_left  is told once of each step that stays as it is not
+    on_left  called once for each step that stays because it is not
     """
 
     def __init__(
@@ -124,11 +124,11 @@ class Retention:
     ) -> None:
         self._store, self._store_id, self._keep = store, store_id, keep
         self._on_removed, self._on_left = on_removed, on_left
-        self._known: dict[int, tuple[str, str | None]] = {}  # step -> stamp of its manifest, why it is not ours
+        self._known: dict[int, tuple[str, str | None]] = {}  # step -> stamp of its manifest, why it is foreign
         self._told: set[tuple[int, str]] = set()
 
     def run(self, committed: int) -> None:
-        """Remove what `keep` gives up, now that a step has been committed. Raises LockedError, StorageError."""
+        """Remove the steps that `keep` gives up, after a step was committed. Raises LockedError, StorageError."""
         if self._keep is None:
             return
         existing = catalog.steps(self._store)
@@ -139,7 +139,7 @@ class Retention:
         self._known = {step: known for step, known in self._known.items() if step in here}
 
     def _tell(self, foreign: Sequence[Verdict], committed: int) -> None:
-        """Each once, and in the log all together: there may be many."""
+        """Report each foreign step once; one log line for all, since there may be many."""
         lines = []
         for verdict in foreign:
             if (verdict.step, verdict.reason) not in self._told:
@@ -158,7 +158,7 @@ class Retention:
         self._on_left(name, why)
 
     def _foreign(self, step: int) -> str | None:
-        """See `whose`; a manifest is read once. What cannot be told now is not ours, for now."""
+        """See `whose`; each manifest is read once. A step that cannot be checked now counts as foreign for now."""
         directory = step_directory(step)
         try:
             if self._store.is_link(directory):

@@ -24,7 +24,7 @@ from flowstone.table.chunks import Chunks, spread
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is not as it was written."""
+    """One difference from what was written."""
 
     file: str
     what: str
@@ -32,7 +32,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """The account of one checkpoint. `extra` names files that no manifest mentions: harmless, and told."""
+    """The result for one checkpoint. `extra`: files that the manifest does not mention, which are harmless."""
 
     step: int
     findings: tuple[Finding, ...]
@@ -45,10 +45,10 @@ class Verified:
 
 
 class _Runs(msgspec.Struct, frozen=True, eq=False):
-    """Runs of at most CHUNK_BYTES of a segment, as columns, each with the digest that it must have.
+    """Runs of at most CHUNK_BYTES of a segment, as columns, each with its expected digest.
 
-    piece  row in the index of the piece that the run is a chunk of; -1 for padding
-    chunk  the run's number in that piece
+    piece  index row of the piece that the run is a chunk of; -1 for padding
+    chunk  number of the run in that piece
     """
 
     offset: NDArray[np.int64]
@@ -58,7 +58,7 @@ class _Runs(msgspec.Struct, frozen=True, eq=False):
     chunk: NDArray[np.int64]
 
     def told(self, at: int, index: Index) -> str:
-        """What a run is, for a finding."""
+        """A run, as text for a finding."""
         begin, piece = int(self.offset[at]), int(self.piece[at])
         reach = f"bytes {begin}..{begin + int(self.length[at])}"
         if piece < 0:
@@ -69,11 +69,11 @@ class _Runs(msgspec.Struct, frozen=True, eq=False):
 def verify(
     store: Store, directory: str, arena: _native.Arena, on_progress: Callable[[int, int], None] | None = None
 ) -> Verified:
-    """Check everything that the manifest in `directory` vouches for. Blocks.
+    """Check every byte that the manifest in `directory` lists. Blocks.
 
-    on_progress  is told the bytes done and the bytes in all
-    raises       NoCheckpointError; DamagedError when even the manifest cannot be believed; StorageError for what
-                 could not be looked at
+    on_progress  called with the bytes done and the total
+    raises       NoCheckpointError; DamagedError if the manifest itself is damaged; StorageError if a file could not be
+                 read for a reason other than damage
     """
     manifest = read_manifest(store, directory)
     findings: list[Finding] = []
@@ -99,14 +99,14 @@ def _gather(findings: list[Finding], file: str, check: Callable[[], Index | obje
 
 
 def _finding(file: str, error: FlowstoneError) -> Finding:
-    """What an error says of a file. Raises it if it says nothing about that: what could not be looked at is not bad."""
+    """The finding for an error on a file. Raises the error again if it does not show damage."""
     if not is_damage(error):
         raise error
     return Finding(file, str(error))
 
 
 def _segment_is_whole(store: Store, directory: str, row: SegmentRow, findings: list[Finding]) -> bool:
-    """Size and header; what fails is a finding, and the segment is looked at no further."""
+    """Check size and header; a difference is a finding, and the segment is not checked further."""
     path = inside(directory, row.name)
     if not store.exists(path):
         findings.append(Finding(row.name, "is missing"))
@@ -126,7 +126,7 @@ def _segment_is_whole(store: Store, directory: str, row: SegmentRow, findings: l
 
 
 def _check_entries(store: Store, directory: str, row: SegmentRow, index: Index, findings: list[Finding]) -> None:
-    """The header says the same as the index, so that other readers see the same tensors as ours."""
+    """Check that header and index agree, so that other readers see the same tensors as ours."""
     path = inside(directory, row.name)
     try:
         entries, _, start = parse_header(store.read(path, length=row.header_bytes), path=path)
@@ -162,7 +162,7 @@ def _check_runs(
 ) -> None:
     runs = _runs(index.chunks, segments)
     counts = [len(run.offset) for run in runs]
-    none = np.zeros(0, np.int64)  # for a checkpoint without a healthy segment
+    none = np.zeros(0, np.int64)  # for a checkpoint without an undamaged segment
     offset, length, digests = (
         np.concatenate([none.astype(np.uint64), *(getattr(run, name).astype(np.uint64) for run in runs)])
         for name in ("offset", "length", "digest")
@@ -189,7 +189,7 @@ def _check_runs(
 
 
 def _runs(chunks: Chunks, segments: Sequence[SegmentRow]) -> list[_Runs]:
-    """Of each segment: every chunk, and every run of padding, behind its header; ascending."""
+    """For each segment: every chunk, and every run of padding, after its header; ascending."""
     piece, chunk = chunks.locate(np.arange(int(chunks.first[-1])))
     segment, offset = chunks.stored_at(piece, chunk)
     order = np.lexsort((offset, segment))
@@ -204,7 +204,7 @@ def _runs(chunks: Chunks, segments: Sequence[SegmentRow]) -> list[_Runs]:
 
 
 def _with_padding(stored: _Runs, row: SegmentRow) -> _Runs:
-    """The same chunks of a segment, and what lies between them."""
+    """The same chunks of a segment, and the padding between them."""
     begins, ends = np.append(row.header_bytes, stored.offset + stored.length), np.append(stored.offset, row.bytes)
     cuts = -(-(ends - begins) // CHUNK_BYTES)
     offset = np.repeat(begins, cuts) + spread(np.zeros(len(cuts), np.int64), cuts) * CHUNK_BYTES

@@ -1,4 +1,4 @@
-"""A job as the one writer of a store, from its first save on: the lock, the sweep, retention, going back."""
+"""A job as the one writer of a store, from its first save on: lock, sweep, retention, rewind."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _log = logging.getLogger("flowstone")
 
 
 class StoreWriter:
-    """See above. Nothing is made or locked before `begin`.
+    """The writer of one store. Creates and locks nothing before `begin`.
 
-    store_id  the identity of the store, while this job is its writer
+    store_id  identity of the store, while this job is its writer
     """
 
     def __init__(
@@ -30,7 +30,8 @@ class StoreWriter:
         self.store_id: str | None = None
 
     def begin(self, holder: str) -> int | None:
-        """Lock, make the store where there is none, sweep; the newest step. Raises LockedError, StorageError, ..."""
+        """Lock the store, create it if missing, sweep. Returns the newest step. Raises LockedError, StorageError, ...
+        """
         store = self._store
         if not store.exists(MARKER_NAME):
             store.make_directory()
@@ -51,7 +52,7 @@ class StoreWriter:
         self._on_left(name, why)
 
     def has_lost_the_lock(self) -> bool:
-        """Whether it has to begin again. What is under way then has failed, or will: `give_up` once that has ended."""
+        """Whether to begin again. Saves under way have failed, or will; call `give_up` once they have ended."""
         if self.store_id is None:
             return False
         try:
@@ -62,20 +63,20 @@ class StoreWriter:
         return False
 
     def give_up(self) -> None:
-        """Let go of what is left of a lock that was lost."""
+        """Release what is left of a lost lock."""
         self._store.unlock()
         self.store_id = None
 
     def retain(self, committed: int) -> None:
-        """Retention, only after the successor is durable. A failure is told, and tried again at the next save."""
+        """Run retention; only call it after a commit is durable. A failure is logged, and the next save tries again."""
         try:
             if self._retention is not None:
                 self._retention.run(committed)
         except LockedError as error:
             _log.warning("retention stopped: %s", error)
         except Exception:
-            _log.exception("retention failed")  # on a thread where nobody else would hear of it
+            _log.exception("retention failed")  # on this thread, an exception would be lost
 
     def rewind(self, step: int) -> tuple[int, ...]:
-        """Set every step above `step` aside; those that were."""
+        """Set every step above `step` aside. Returns those steps."""
         return catalog.rewind(self._store, step)

@@ -1,1 +1,1 @@
-"""What lies on disk, as docs/FORMAT.md defines it: pure encoding and checking, no I/O."""
+"""The on-disk format, as docs/FORMAT.md defines it: encoding and checking, without I/O."""

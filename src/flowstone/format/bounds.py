@@ -1,4 +1,4 @@
-"""What a hostile document may not cost: memory, time, or an error of another kind while one is being told."""
+"""Limits against hostile documents: on memory, time, and the size of error messages."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from typing import TypeAlias
 from flowstone.config import OBJECTS_CONTAINERS_MAX
 
 Path: TypeAlias = "str | tuple[Path, object]"
-"""Where a node is: a key below another path. As text only in errors: a long key would be copied for each item below."""
+"""The place of a node: a key below another path. Text only in errors: a long key would be copied for each item below.
+"""
 
-KEYS = object()  # below a path: its own keys
+KEYS = object()  # as the last part of a path: the container's own keys
 
 _STRING_OR_OTHER = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[^"]+', re.DOTALL)
-_SAME_HASH_MAX = 1000  # keys of one container: a dict compares each with those before it
+_SAME_HASH_MAX = 1000  # keys of one container with equal hashes: a dict compares each with those before it
 
 
 def containers(text: bytes | bytearray) -> int:
-    """How many lists and dicts a JSON text holds; more, as long as they are no more than there may be."""
+    """How many lists and dicts a JSON text holds; an upper bound, unless that exceeds the limit."""
     count = text.count(b"{") + text.count(b"[")
     if count <= OBJECTS_CONTAINERS_MAX:
         return count
-    count = 0  # once more, without the brackets in strings
+    count = 0  # count again, ignoring brackets in strings
     for part in _STRING_OR_OTHER.finditer(text):
         begin, end = part.span()
         if text[begin] != ord('"'):
@@ -34,14 +35,14 @@ def containers(text: bytes | bytearray) -> int:
 
 
 def hashed(keys: list[object]) -> list[object]:
-    """The same keys, once it is known that to look one up does not mean to go through thousands."""
+    """The same keys, after a check that a dict lookup will not compare thousands of them."""
     if len(keys) > _SAME_HASH_MAX and max(Counter(map(hash, keys)).values()) > _SAME_HASH_MAX:
         raise ValueError("thousands of keys with one hash")
     return keys
 
 
 def dotted(path: Path) -> str:
-    """A path in words; of a long key, the beginning."""
+    """A path as text; of a long key only the beginning."""
     below: list[str] = []
     while isinstance(path, tuple):
         path, key = path
@@ -63,5 +64,5 @@ _BRIEF = _Brief()
 
 
 def brief(value: object) -> str:
-    """What Python shows of a value, or the beginning of it."""
+    """The repr of a value, shortened."""
     return _BRIEF.repr(value)

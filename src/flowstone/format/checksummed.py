@@ -1,7 +1,7 @@
-"""Checksummed JSON: a document that ends with the digest of all bytes before the digest.
+"""Checksummed JSON: a document whose last field is the digest of all bytes before it.
 
-The digest is checked before anything in the document is used, so a truncated or altered
-file never reaches the parser of its fields.
+The digest is checked before anything in the document is used, so the parser never sees a truncated or altered
+file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def add_checksum(document: msgspec.Struct) -> bytes:
 
 
 def verify_checksum(data: bytes, *, path: str) -> bytes:
-    """Check the digest and return the document with its digest still in it, fit for a JSON parser."""
+    """Check the digest. Returns the document, including the digest, for a JSON parser."""
     body, tail = memoryview(data)[:-CHECKSUM_BYTES], data[-CHECKSUM_BYTES:]
     if not (tail.startswith(_OPEN) and tail.endswith(_CLOSE)):
         raise DamagedError(

@@ -1,6 +1,4 @@
-"""Codecs: how the bytes of chunks are stored. See docs/FORMAT.md, Codecs.
-
-How to add one is in docs/ARCHITECTURE.md.
+"""Codecs: how the bytes of chunks are stored. See docs/FORMAT.md, Codecs; docs/ARCHITECTURE.md says how to add one.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from flowstone.table.chunks import CODEC_RAW
 class Codec(msgspec.Struct, frozen=True):
     """A way to store a chunk.
 
-    id    in the index, `chunk.codec`: 0 is raw, 1 to 127 are Flowstone's, the others are never in a checkpoint
+    id    in the index, `chunk.codec`: 0 is raw, 1 to 127 are Flowstone's, higher ones never occur in a checkpoint
     name  in messages, and in the critical feature that announces it
     """
 
@@ -25,10 +23,10 @@ class Codec(msgspec.Struct, frozen=True):
 
     @property
     def feature(self) -> str | None:
-        """What a manifest lists as critical where a chunk is stored so; None: every reader knows it."""
+        """The critical feature that a manifest lists if a chunk uses this codec; None: every reader knows the codec."""
         return None if self.id == CODEC_RAW else f"codec.{self.name}"
 
 
 RAW = Codec(CODEC_RAW, "raw")
 CODECS: Mapping[int, Codec] = MappingProxyType({codec.id: codec for codec in (RAW,)})
-"""By id, all that this version reads and writes."""
+"""All codecs that this version reads and writes, by id."""

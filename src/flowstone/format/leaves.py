@@ -1,4 +1,4 @@
-"""Leaves of objects: numbers, text and bytes, each with its node and what reads that back. See objects.py."""
+"""Leaves of objects: numbers, text and bytes, each with its node and decoder. See objects.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 Node: TypeAlias = "bool | int | float | str | list[Node] | dict[str, Node] | None"
 T = TypeVar("T")
 
-INT_MAX = 2**53  # beyond it, readers that keep numbers as doubles would round
+INT_MAX = 2**53  # beyond it, readers that store numbers as doubles would round
 
 _SCALAR_NAMES = re.compile(
     r"bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)"
@@ -50,7 +50,7 @@ def to_base64(value: bytes | bytearray) -> str:
 
 
 def scalar_node(value: np.generic) -> Node | None:
-    """None for a type that is not in the table."""
+    """The node of a numpy scalar; None for a type that is not in the table."""
     if type(value) is np.str_:
         return {"$numpy": "str", "text": text_node(str(value))}
     if type(value) is np.bytes_:

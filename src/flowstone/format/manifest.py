@@ -25,7 +25,7 @@ OBJECTS_NAME = "objects.json"
 INDEX_NAME = "index.safetensors"
 
 KNOWN_FEATURES: frozenset[str] = frozenset()
-"""Critical features that this reader understands; version 1 has none."""
+"""Critical features that this reader knows; version 1 has none."""
 
 _IO_NUMBERS = (
     "alignment", "request_bytes", "queue_depth", "copied_bytes", "direct_bytes", "workers", "requests",
@@ -40,7 +40,7 @@ class Marker(msgspec.Struct, frozen=True):
 
 
 class SegmentRow(msgspec.Struct, frozen=True):
-    """One data file. `home` is null while the file lies in this checkpoint's own directory."""
+    """One data file. `home` is null if the file is in this checkpoint's own directory."""
 
     id: int
     home: str | None
@@ -51,7 +51,7 @@ class SegmentRow(msgspec.Struct, frozen=True):
 
 
 class FileRow(msgspec.Struct, frozen=True):
-    """A file that the manifest vouches for, chunk by chunk."""
+    """A file, with the digests of its chunks."""
 
     name: str
     bytes: int
@@ -59,14 +59,14 @@ class FileRow(msgspec.Struct, frozen=True):
 
 
 class IoRecord(msgspec.Struct, frozen=True):
-    """How the segments were written; for people. None: the writer did not say.
+    """How the segments were written; for people. None: the writer did not record it.
 
-    alignment     4096: past the page cache, 1: through it
-    copied_bytes  through the arena; direct_bytes from where they lay, which earlier writers could (docs/decisions/011)
-    origin        of the settings that the caller left open: "default" or "tuned"; "explicit" when none was
+    alignment     4096: page cache bypassed; 1: through the page cache
+    copied_bytes  through the arena; direct_bytes without it, which earlier writers did (docs/decisions/011)
+    origin        of the settings that the caller did not give: "default" or "tuned"; "explicit" if all were given
     explicit      the settings that the caller gave, by name
-    exact_bytes, sampled_bytes  of what was captured after `save` had returned: every write in between would have been
-                  noticed, or some bytes were compared; and why not all the former
+    exact_bytes, sampled_bytes  of pieces captured after `save` had returned: bytes for which every write in between
+                  would have been detected, and bytes of which only samples were compared; and the reason for sampling
     """
 
     backend: str
@@ -85,7 +85,7 @@ class IoRecord(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """The commit record: a checkpoint exists once this is in place."""
+    """The commit record: a checkpoint exists once this file is in place."""
 
     flowstone: int = FORMAT_VERSION
     critical: tuple[str, ...] = ()
@@ -113,7 +113,7 @@ _Document = TypeVar("_Document", Marker, Manifest)
 
 
 def _decode(data: bytes, kind: type[_Document], *, path: str) -> _Document:
-    """Seal, then version, then fields: a newer version is named before its fields are misread."""
+    """Check the digest, then the version, then decode: a newer version is reported before its fields are misread."""
     text = verify_checksum(data, path=path)
     try:
         version = msgspec.json.decode(text, type=_Version)
@@ -129,7 +129,7 @@ def _decode(data: bytes, kind: type[_Document], *, path: str) -> _Document:
         if version.flowstone < 1:
             raise msgspec.ValidationError(f"format version {version.flowstone} never existed")
         return msgspec.json.decode(text, type=kind)
-    except (ValueError, RecursionError) as error:  # text that is no UTF-8 is a ValueError, too
+    except (ValueError, RecursionError) as error:  # text that is not UTF-8 raises ValueError too
         raise DamagedError(
             f"{path} matches its digest, but its content is not valid: {error!s:.300}",
             next="a faulty writer made this file; use an older step",
@@ -159,7 +159,7 @@ def decode_manifest(data: bytes, *, path: str) -> Manifest:
 
 
 def check_manifest(manifest: Manifest, *, path: str) -> None:
-    """Refuse a manifest that contradicts itself or points outside its directory.
+    """Raise for a manifest that contradicts itself or refers to files outside its directory.
 
     Called before writing and after reading.
     """
@@ -192,7 +192,7 @@ def _faults(manifest: Manifest) -> list[str]:
 
 
 def _faults_of_words_and_numbers(manifest: Manifest) -> list[str]:
-    """What people are shown, and what is counted with."""
+    """Faults in the texts that people see, and in the numbers used for sizes."""
     faults = []
     words = {name: getattr(manifest, name) for name in ("id", "store", "created", "writer")}
     words |= {"io.backend": manifest.io.backend, "io.origin": manifest.io.origin or ""}
@@ -210,5 +210,5 @@ def _faults_of_words_and_numbers(manifest: Manifest) -> list[str]:
 
 
 def _is_shown(text: str) -> bool:
-    """Whether it can be put on a terminal as it is."""
+    """Whether a terminal can show the text safely."""
     return len(text) <= TEXT_CHARS_MAX and text.isprintable()

@@ -1,11 +1,12 @@
-"""Merge points: where the objects of several ranks may differ, and how they become one.
+"""Merge points: places where the objects of several ranks may differ, and how they are merged.
 
-Ranks of a pipeline hold other modules, other parameters in their optimizers' groups, other keys in the containers
-around them. That is no conflict: all of it is kept. Any other difference is one.
+Ranks of a pipeline hold different modules, different parameters in their optimizers' groups, different keys in the
+containers around them. These differences are no conflict: the merged value has all of them. Any other difference is an
+error.
 
-A container whose items are restored one by one is a `MergePoint`: what any rank has in it is kept, and what two have
-has to be the same, or to be a merge point itself. `Groups` are an optimizer's: groups of equal options become one, with
-the members of all.
+A container whose items are restored one by one is a `MergePoint`: the merged one has the items of all ranks; an item
+that two ranks have must be equal on both, or be a merge point itself. `Groups` are an optimizer's parameter groups:
+groups with equal options are merged, with the members of all.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import msgspec
 from flowstone.errors import UnsupportedStateError
 
 MergeMap: TypeAlias = "dict[str, MergeMap] | list[MergeMap] | str | None"
-"""Where the merge points of a value are: by key for a MergePoint, by position for a list, GROUPS; None where it has
+"""Where a value contains merge points: by key for a MergePoint, by position for a list, GROUPS; None if it contains
 none.
 """
 
@@ -28,7 +29,7 @@ _Found: TypeAlias = "tuple[int, object, MergeMap]"
 
 
 class MergePoint(dict[object, object]):
-    """A dict whose items are restored one by one, so that each rank may have others."""
+    """A dict whose items are restored one by one, so that ranks may have different items."""
 
 
 class Groups(list[object]):
@@ -36,10 +37,10 @@ class Groups(list[object]):
 
 
 def merge_map_of(value: object) -> MergeMap:
-    """Where the merge points of an object are, as `encode` would write it."""
+    """The merge map of an object, in the form that `encode` writes."""
     if type(value) is MergePoint:
         if not all(type(key) is str and key[:1] != "$" for key in value):
-            return None  # such keys are no JSON object's
+            return None  # a JSON object cannot have such keys
         found = {cast("str", key): merge_map_of(item) for key, item in value.items()}
         return {key: merge_map for key, merge_map in found.items() if merge_map is not None}
     if type(value) is Groups:
@@ -51,9 +52,9 @@ def merge_map_of(value: object) -> MergeMap:
 
 
 def merge(section: str, texts: Mapping[int, bytes], merge_maps: Mapping[int, MergeMap]) -> bytes:
-    """One text of what ranks have of a section.
+    """Merge the ranks' texts of a section into one.
 
-    texts       rank -> the JSON of its node; of equal ones that of the lowest rank is enough
+    texts       rank -> the JSON of its node; of equal texts, the lowest rank's is enough
     merge_maps  parallel
     raises      UnsupportedStateError naming the path and the ranks of a difference outside of merge points
     """
@@ -93,7 +94,7 @@ def _merged(path: str, found: Sequence[_Found]) -> object:
 
 
 def _same(one: object, other: object) -> bool:
-    """Whether two nodes are, whatever the order of keys. To Python, true is 1, and 1 is 1.0."""
+    """Whether two nodes are equal, in any order of keys. (For Python True == 1 and 1 == 1.0; here they differ.)"""
     return msgspec.json.encode(one, order="sorted") == msgspec.json.encode(other, order="sorted")
 
 
@@ -107,11 +108,12 @@ def _merged_items(path: str, found: Sequence[_Found]) -> dict[str, object]:
 
 
 def _merged_groups(path: str, found: Sequence[tuple[int, list[dict[str, object]]]]) -> list[dict[str, object]]:
-    """Groups of equal options become one: those at the same position, else the only ones of such options."""
+    """Merge groups with equal options: those at the same position, else those that are the only ones with such options.
+    """
     merged: list[tuple[object, dict[str, None]]] = []  # options and members, in order
-    home: dict[str, int] = {}  # member -> its group among the joined
+    home: dict[str, int] = {}  # member -> its group among the merged ones
     for rank, groups in found:
-        taken: set[int] = set()  # two groups of one rank stay two
+        taken: set[int] = set()  # two groups of one rank are never merged
         for i, group in enumerate(groups):
             options = group["options"]
             alike = [at for at, (known, _) in enumerate(merged) if at not in taken and _same(known, options)]

@@ -1,4 +1,4 @@
-"""Objects: everything of a state that is not a tensor, as typed JSON. Never pickle, never code.
+"""Objects: all values of a state that are not tensors, as typed JSON. Never pickle, never code.
 
 A node is one JSON value. Plain JSON stands for itself:
 
@@ -79,7 +79,7 @@ from flowstone.format.merge_points import Groups, MergePoint
 
 RefKind: TypeAlias = Literal["tensor", "ndarray", "bytes", "bytearray"]
 
-DEPTH_MAX = 100  # values inside values; a level costs up to 3 Python frames, of which there are 1000
+DEPTH_MAX = 100  # nesting; a level takes up to 3 Python frames, of which there are 1000
 _REF_TAGS: Mapping[str, RefKind] = {
     "$tensor": "tensor",
     "$ndarray": "ndarray",
@@ -90,9 +90,9 @@ _TAG_OF_REF = {kind: tag for tag, kind in _REF_TAGS.items()}
 
 
 class TensorRef(msgspec.Struct, frozen=True, gc=False):
-    """Stands where a value lies in the tensor `name` of the index; `kind` is the value's type.
+    """Stands for a value that is stored as the tensor `name` of the index; `kind` is the value's type.
 
-    A Struct, as there may be one for each tensor: a frozen dataclass takes three times as long to make.
+    A Struct, since there may be one per tensor: a frozen dataclass takes three times as long to create.
     """
 
     name: str
@@ -106,16 +106,16 @@ def tensor_refs(names: Iterable[str]) -> list[TensorRef]:
 
 
 class Named(msgspec.Struct, frozen=True):
-    """A library's constant by its name, so that a reader can show it without that library."""
+    """A library's constant by its name; a reader can show it without that library."""
 
     kind: str  # "torch.dtype", "torch.device", "torch.Size", "numpy.dtype", ...
     text: str
 
 
 class Provided(msgspec.Struct, frozen=True):
-    """What a provider said of an object: `kind` is what it calls such objects. Nothing here makes one.
+    """A provider's record of an object: `kind` is the provider's name for such objects. Nothing here creates one.
 
-    parts    its tensors by their names below the object's own; where a part lies in the index
+    parts    its tensors, by their names below the object's own name, as places in the index
     objects  its other values by name
     """
 
@@ -134,7 +134,7 @@ def unsupported(path: str, value: object, why: str = "cannot be stored", remedy:
 
 
 def encode(value: object, path: str) -> Node:
-    """The node of `value`, ready for any JSON writer that keeps the order of keys.
+    """The node of `value`, for a JSON writer that keeps the order of keys.
 
     path     dotted path of `value` in the state, for messages
     raises   UnsupportedStateError for a type that is not in the table (subclasses are not),
@@ -151,7 +151,7 @@ def encode_text(value: object, path: str) -> msgspec.Raw:
 
 
 def decode(node: object, path: str) -> object:
-    """The value of a node that came from a JSON reader. `node` may be hostile.
+    """The value of a node from a JSON reader. `node` may be hostile.
 
     path     dotted path, for messages
     raises   UnsupportedFormatError for an unknown tag or constant, DamagedError for anything
@@ -161,9 +161,9 @@ def decode(node: object, path: str) -> object:
 
 
 class _Encoder:
-    """One walk over one value; knows how deep it is, and which containers it is inside of.
+    """One walk over one value; tracks the depth, and the containers that enclose the current value.
 
-    in_text  containers of references may come out as finished JSON text, which only msgspec can write
+    in_text  containers of references may be returned as finished JSON text, which only msgspec can write
     """
 
     def __init__(self, *, in_text: bool = False) -> None:
@@ -212,7 +212,7 @@ class _Encoder:
         return {"$dict": self._pairs(value, path)}
 
     def _set(self, value: Iterable[object], path: str) -> list[Node]:
-        # A set's own order differs between processes; its nodes' text does not.
+        # The order of a set differs between processes; the order of its nodes' text does not.
         return sorted((self.node(item, f"{path} item") for item in value), key=json.dumps)
 
     def _provided(self, value: Provided, path: str) -> Node:
@@ -224,12 +224,12 @@ class _Encoder:
 
 
 def key_text(key: object) -> str:
-    """A dict key as a component of a dotted path: text as it is, anything else as Python shows it."""
+    """A dict key as a component of a dotted path: text as it is, anything else as its repr."""
     if isinstance(key, str):
         return key
     try:
         return repr(key)
-    except ValueError:  # of an int, or of something that holds one: Python refuses 4,300 digits
+    except ValueError:  # Python refuses to show ints of 4,300 digits
         return f"{key:x}" if type(key) is int else brief(key)
 
 
@@ -267,11 +267,11 @@ _TEXTS: Mapping[type, tuple[str, str]] = {
     list: ("[", "]"),
     tuple: ('{"$tuple":[', "]}"),
 }
-"""Of containers that a state may have of ten thousands of tensors: how their JSON begins and ends."""
+"""For containers that may hold tens of thousands of tensors: how their JSON begins and ends."""
 
 
 def _references_text(value: object) -> str | None:
-    """The JSON of a container of nothing but references; None where it is not, or some text needs escapes."""
+    """The JSON of a container that holds only references; None if it holds others, or some text needs escapes."""
     items = list(value.values()) if isinstance(value, dict) else cast("list[object]", value)
     if len(items) < 2 or set(map(type, items)) != {TensorRef}:
         return None
@@ -291,7 +291,7 @@ def _references_text(value: object) -> str | None:
 
 
 def _plain(texts: list[str]) -> bool:
-    """Whether JSON shows all of them as they are, and none could be a tag."""
+    """Whether JSON writes all texts unchanged, and none looks like a tag."""
     together = "".join(texts)
     return together.isascii() and together.isprintable() and not any(mark in together for mark in '"\\$')
 
@@ -366,7 +366,7 @@ class _Decoder:
             raise _damaged(path, f"a valid {tag} ({error!s:.200})", node[tag]) from error
 
     def _tagged(self, tag: str, node: dict[str, object], path: Path) -> object:
-        """The value of a node whose tag is not all there is to it, or whose parts are nodes."""
+        """The value of a tagged node that has further keys, or whose parts are nodes."""
         part = node[tag]
         match tag, sorted(set(node) - {tag}):
             case "$tuple", []:
@@ -429,7 +429,7 @@ class _Decoder:
     def _counter(self, node: object, path: Path) -> Counter[object]:
         found: Counter[object] = Counter()
         for key, count in self.pairs(node, path).items():
-            found[key] = cast("int", count)  # any value: a Counter does not check either
+            found[key] = cast("int", count)  # any value: a Counter does not check it either
         return found
 
     def _provided(self, kind: object, parts: object, values: object, path: Path) -> Provided:
@@ -449,7 +449,7 @@ class _Decoder:
 
 
 def _references(nodes: Collection[object]) -> list[TensorRef] | None:
-    """The values of nodes that are all references to torch tensors, as they are in states of many; else None."""
+    """The values of nodes that are all references to torch tensors; else None. A fast path for states with many."""
     if set(map(type, nodes)) != {dict}:
         return None
     dicts = cast("Collection[dict[str, object]]", nodes)

@@ -1,4 +1,4 @@
-"""Safetensors headers: those of our segments, with reserved room, and a strict parser for any.
+"""Safetensors headers: writing those of our segments, with reserved room, and strict parsing of any.
 
 A safetensors file is 8 bytes of header length, a JSON header, and data without holes.
 """
@@ -33,24 +33,24 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
 
 
 def entry_name(tensor: str, box: Box, shape: Sequence[int]) -> str:
-    """The tensor's name when the box is all of it, else the name with begin:end for each dimension."""
+    """The tensor's name if the box is the whole tensor, else the name with begin:end for each dimension."""
     return tensor if box == Box.whole(shape) else f"{tensor}{box}"
 
 
 def reserved(entry: str) -> bool:
-    """Whether an entry of that name could not be told from padding, or from a header's metadata."""
+    """Whether an entry of that name would be mistaken for padding, or for a header's metadata."""
     return entry == METADATA_KEY or entry.startswith(PAD_PREFIX)
 
 
 def entry_text(name: str, dtype: DType, shape: Sequence[int]) -> str:
-    """An entry's JSON up to its offsets, which are known only once the bytes have a place."""
+    """An entry's JSON up to its offsets, which are known only once the bytes have been placed."""
     stored = (*shape, dtype.item_bytes) if dtype.as_bytes else tuple(shape)
     lengths = ",".join(map(str, stored))
     return f'{json.dumps(name, ensure_ascii=False)}:{{"dtype":"{dtype.stored}","shape":[{lengths}],"data_offsets":['
 
 
 class Packed(msgspec.Struct, frozen=True):
-    """The finished text of entries that lie one behind the other from `begin` to `end`, whatever moves around them."""
+    """The finished text of consecutive entries from `begin` to `end`, which no other entry moves."""
 
     text: str
     begin: int
@@ -58,7 +58,7 @@ class Packed(msgspec.Struct, frozen=True):
 
 
 def pack_entries(texts: Iterable[str], lengths: Iterable[int], *, header_bytes: int, begin: int) -> Packed:
-    """Entries of `lengths` bytes, one behind the other from offset `begin` in the file; `texts` as by `entry_text`."""
+    """Consecutive entries of `lengths` bytes from offset `begin` in the file; `texts` from `entry_text`."""
     parts, at = [], begin - header_bytes
     for text, length in zip(texts, lengths, strict=True):
         parts.append(f"{text}{at},{at + length}]}}")
@@ -70,8 +70,8 @@ def reserve(text_bytes: int, *, entries: int, pads: int, file_bytes_max: int) ->
     """Bytes to reserve for a header (its length included): a multiple of BLOCK_BYTES.
 
     text_bytes      of the entries' texts, in UTF-8
-    pads            the most padding entries that the plan can come to
-    file_bytes_max  no offset is beyond
+    pads            upper bound of the number of padding entries
+    file_bytes_max  upper bound of offsets
     """
     digits = len(str(file_bytes_max))
     fixed = LENGTH_BYTES + len(json.dumps({METADATA_KEY: METADATA})) + 2
@@ -84,9 +84,8 @@ def encode_header(
 ) -> bytes:
     """The first `header_bytes` bytes of a segment.
 
-    rows    (entry text, offset_bytes in the file, length in bytes), ascending, disjoint;
-            what they leave free becomes padding entries
-    packed  further entries, behind all of the rows
+    rows    (entry text, offset_bytes in the file, length in bytes), ascending, disjoint; gaps become padding entries
+    packed  further entries, after all rows
     """
     parts = [json.dumps({METADATA_KEY: METADATA}, separators=(",", ":"))[:-1]]
     at, pads = header_bytes, 0
@@ -118,16 +117,16 @@ def _pad_entry(number: int, begin: int, end: int) -> str:
 
 
 def parse_header(data: bytes | memoryview, *, path: str) -> tuple[dict[str, Entry], dict[str, str], int]:
-    """Entries, metadata and the offset of the data in the file whose first bytes are `data`.
+    """Entries, metadata and the offset of the data, for the file that begins with `data`.
 
-    Raises DamagedError when this is no safetensors header. Offsets are checked against each
-    other (ascending, no holes, no overlap), not against the file's size.
+    Raises DamagedError if this is not a safetensors header. Checks offsets against each other (ascending, no holes, no
+    overlap), not against the file's size.
     """
     try:
         length = int.from_bytes(data[:LENGTH_BYTES], "little")
         if len(data) < LENGTH_BYTES or length > HEADER_BYTES_MAX or LENGTH_BYTES + length > len(data):
             raise ValueError(f"a header of {length} bytes does not fit in {len(data)}")
-        # Each entry is parsed as what it must be: nothing else in it takes any memory.
+        # Each entry is parsed with its exact type, so that other content allocates no memory.
         raw = _PARTS.decode(memoryview(data)[LENGTH_BYTES : LENGTH_BYTES + length])
         metadata = _METADATA.decode(raw.pop(METADATA_KEY, b"{}"))
         entries = [_entry(name, _FIELDS.decode(fields)) for name, fields in raw.items()]
@@ -144,7 +143,7 @@ def parse_header(data: bytes | memoryview, *, path: str) -> tuple[dict[str, Entr
 
 
 class _Fields(msgspec.Struct, gc=False):
-    """An entry as the file has it."""
+    """An entry as it is in the file."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""The begin of a capture: a draft's segments, and the engine that fills them. What fails leaves no file behind."""
+"""The begin of a capture: create a draft's segments, start the engine that fills them. On failure no file is left."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from flowstone.table.pieces import Places
 class Capture(msgspec.Struct, frozen=True, eq=False):
     """A capture that has begun.
 
-    check        whether what is captured late was changed before
-    arena_bytes  what would hold all of it
-    is_reserved  the segments have their size; else another thread gives it to them: see `_reserves_aside`
+    check        whether pieces that are captured late changed before their capture
+    arena_bytes  size of an arena that would hold the whole save
+    is_reserved  the segments have their full size; else another thread allocates it: see `_reserves_aside`
     """
 
     draft: publish.Draft
@@ -44,11 +44,11 @@ class Capture(msgspec.Struct, frozen=True, eq=False):
         ]
 
     def remove(self, store: Store) -> None:
-        """Remove what this rank has written of a draft that is surely not published."""
+        """Remove this rank's files of a draft that is certainly not published."""
         _remove(store, self.draft, self.plan)
 
     def abandon(self, store: Store) -> None:
-        """End it, of a save that cannot be finished."""
+        """Cancel the capture of a save that cannot be finished, and remove its files."""
         self.staged.writing.cancel()
         self.staged.writing.receipt()
         self.remove(store)
@@ -57,7 +57,7 @@ class Capture(msgspec.Struct, frozen=True, eq=False):
 def begin_capture(
     store: Store, draft: publish.Draft, cached: CachedPlan, described: Described, arena: _native.Arena, pace: Pace
 ) -> Capture:
-    """Start the capture of a save into its draft. To be called uninterrupted."""
+    """Start the capture of a save into its draft. Call it uninterrupted."""
     plan, places, late = cached.plan, cached.places(described), cached.late()
     described.counters.begin(late)
     lazy = lazy_pieces(cached.layout, cached.waiter)
@@ -66,7 +66,7 @@ def begin_capture(
     try:
         staged = _capture_into(store, draft, cached, places, arena, pace, reserved=not is_aside)
     except BaseException as error:
-        if getattr(error, "errno", 0) != errno.EEXIST:  # a file that is there is not ours
+        if getattr(error, "errno", 0) != errno.EEXIST:  # a file that existed before is not ours
             _remove(store, draft, plan)
         raise
     return Capture(
@@ -79,10 +79,10 @@ def _remove(store: Store, draft: publish.Draft, plan: WritePlan) -> None:
 
 
 def _reserves_aside(store: Store, cached: CachedPlan) -> bool:
-    """Whether the segments are reserved beside the caller, who is not to wait for a file system that is busy.
+    """Whether another thread allocates the segments, so that the caller does not wait for a busy file system.
 
-    Where he waits for everything else, or plans, he waits for that, too. And a disk that has no room for all of it
-    refuses the save here, where its caller looks first.
+    The caller does it if it waits for the whole save anyway, or still has to plan; also if free space looks too
+    small, so that the call of `save` itself fails.
     """
     plan = cached.plan
     return plan.lazy_bytes > 0 and cached.headers.are_known and store.free_bytes() >= plan.file_bytes
@@ -92,7 +92,7 @@ def _capture_into(
     store: Store, draft: publish.Draft, cached: CachedPlan, places: Places, arena: _native.Arena, pace: Pace, *,
     reserved: bool,
 ) -> Staged:
-    """Start the capture. A rank that gives up may remove the empty directory that others are about to write into."""
+    """Start the capture. Retries if a rank that gives up removes the empty directory in between."""
     tries = DRAFT_TRIES
     while True:
         try:
@@ -108,7 +108,8 @@ def _capture_into(
 
 
 def _arena_bytes(plan: WritePlan, staged: Staged, arena: _native.Arena) -> int:
-    """What would hold all of a save. With bytes from a device, a block keeps room for the rest of a chunk."""
+    """Size of an arena that would hold the whole save. Blocks of device bytes also need room for the rest of a chunk.
+    """
     if not staged.streams:
         return plan.file_bytes
     return plan.file_bytes * arena.block_bytes // (arena.block_bytes - CHUNK_BYTES)

@@ -1,4 +1,4 @@
-"""What is told of a state that changed, or whose memory went away, before it was captured."""
+"""The error for a state that changed, or whose memory went away, before it was captured."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flowstone.errors import StateChangedError
 def state_changed(
     names: tuple[str, ...], *, path: str, offset: int = 0, length: int = 0, gone: bool = False
 ) -> StateChangedError:
-    """The error for the tensors of these names."""
+    """The error that names these tensors."""
     told = ", ".join(names[:NAMES_TOLD]) + f" and {len(names) - NAMES_TOLD} more" * (len(names) > NAMES_TOLD)
     if gone:
         what = f"the memory of {told} went away"

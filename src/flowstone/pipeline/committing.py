@@ -14,19 +14,19 @@ from flowstone.store.base import Store
 
 
 def agree(run: SaveRun, coordinator: SaveCoordinator, store: Store) -> Assignment:
-    """All ranks save this step, by one plan: each element is written once."""
+    """All ranks agree to save this step, by one plan in which each element is written once."""
     begun = run.begun.assignment
     if run.is_agreed:
         return begun
     try:
         return coordinator.assign(run.save.step, begun.layout, begun=begun)
     except Exception:
-        run.begun.abandon(store)  # also where it is undecided: nothing is committed that was not agreed on
+        run.begun.abandon(store)  # even if the outcome is unknown: nothing is committed without agreement
         raise
 
 
 def write(run: SaveRun, assignment: Assignment, emit: Callable[[Event], None]) -> Contribution | Exception:
-    """What this rank has to commit once its segments are durable; or what went wrong, which the others learn."""
+    """This rank's part of the commit once its segments are durable; or its failure, which the other ranks get."""
     try:
         receipt = run.receipt()
         emit(run.written(receipt))

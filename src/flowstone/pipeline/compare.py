@@ -1,4 +1,4 @@
-"""What a state wants of a checkpoint, and how the two differ: known before a byte of the state changes."""
+"""Compare what a state needs with what a checkpoint holds, before a byte of the state changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flowstone.state.names import strip_wrappers
 
 
 class Wanted(msgspec.Struct, frozen=True, eq=False):
-    """What a state wants of a checkpoint. `names`: of the stored tensors, as Rename rules call them, to index rows."""
+    """What a state needs of a checkpoint. `names`: stored tensor names, after Rename rules, to index rows."""
 
     checkpoint: Checkpoint
     rules: Sequence[Rule]
@@ -29,13 +29,13 @@ class Wanted(msgspec.Struct, frozen=True, eq=False):
     restoration: Restoration
 
     def names_used(self) -> NDArray[np.bool_]:
-        """Which of the stored names this rank wants."""
+        """A mask over the stored names: which of them this rank needs."""
         aliases = [alias.name for alias in self.restoration.aliases]
         used = {*self.restoration.pieces.names, *aliases}
         return np.array([name in used for name in self.names], np.bool_)
 
     def unwanted(self) -> dict[str, list[str]]:
-        """By section, all that are asked for: the names of stored objects, no tensors, that this rank does not want."""
+        """By requested section: names of stored objects that are not tensors and that this rank does not need."""
         found: dict[str, list[str]] = {section: [] for section in self.restoration.sections}
         for difference in self.restoration.differences:
             if difference.kind == "unexpected":
@@ -47,9 +47,9 @@ class Wanted(msgspec.Struct, frozen=True, eq=False):
 def want(
     checkpoint: Checkpoint, state: Mapping[str, object], *, rules: Sequence[Rule], rank: int = 0, ranks: int = 1
 ) -> Wanted:
-    """Find the memory that the checkpoint's bytes may go to. Changes nothing.
+    """Find the memory that the checkpoint's bytes are to be loaded into. Changes nothing.
 
-    raises  DamagedError, StateError, MismatchError (two names become one)
+    raises  DamagedError, StateError, MismatchError (two names become the same)
     """
     checkpoint.check()
     sections = [*checkpoint.objects, *checkpoint.contents.per_rank]
@@ -68,10 +68,10 @@ def want(
 
 
 def compare(found: Wanted, elsewhere: Container[str], unwanted: Container[str] | None) -> Match:
-    """Find what is wanted among what is stored.
+    """Find the needed pieces among the stored ones.
 
-    elsewhere  stored tensors that other ranks want
-    unwanted   the stored objects that no rank wants; None: this rank has the word
+    elsewhere  stored tensors that other ranks need
+    unwanted   stored objects that no rank needs; None: this rank alone decides
     raises     MismatchError for every difference that no rule allows
     """
     rules, restoration = found.rules, found.restoration
@@ -92,7 +92,7 @@ def compare(found: Wanted, elsewhere: Container[str], unwanted: Container[str] |
 
 
 class _Unwrap(Rename):
-    """Names below a section without what wrappers of modules have put into them; see `wrapped_sections`."""
+    """Removes from names below a section what module wrappers have added; see `wrapped_sections`."""
 
     def __init__(self, section: str) -> None:
         super().__init__(section, section)
@@ -103,7 +103,7 @@ class _Unwrap(Rename):
 
 
 def _remedy(found: Wanted) -> str:
-    """What to do about differences whose cause is known; "" where it is not."""
+    """How to resolve differences with a known cause; "" if it is unknown."""
     remedies, checkpoint = found.restoration.remedies, found.checkpoint
     if remedies:
         return "; ".join(dict.fromkeys(remedies))
@@ -119,7 +119,7 @@ def _remedy(found: Wanted) -> str:
 
 
 def _check_apart(found: Wanted, matched: Match) -> None:
-    """Raise MismatchError where one tensor's bytes would be loaded over another's."""
+    """Raise MismatchError if the bytes of two tensors would be loaded into the same memory."""
     restoration = found.restoration
     wanted, places = restoration.pieces.take(matched.wanted), restoration.places.take(matched.wanted)
     pairs = overlaps(wanted, places, found.checkpoint.index, matched.rows)
@@ -132,7 +132,7 @@ def _check_apart(found: Wanted, matched: Match) -> None:
 
 
 class _Tensors(Mapping[str, StoredTensor]):
-    """The stored tensors by their names in the state; a record is made where one is asked for."""
+    """The stored tensors by their names in the state; records are made on access."""
 
     def __init__(self, index: Index, rows: Mapping[str, int]) -> None:
         self._index, self._rows = index, rows
@@ -152,7 +152,7 @@ class _Tensors(Mapping[str, StoredTensor]):
 
 
 def _stored(checkpoint: Checkpoint, names: Mapping[str, int], rules: Sequence[Rule], rank: int) -> Stored:
-    """What the state layer needs to know of a checkpoint before a byte is read."""
+    """What the state layer needs to know about a checkpoint before a byte is read."""
     index, content = checkpoint.index, checkpoint.contents
     tied = {rename(alias, rules): rename(index.names[row], rules) for alias, row in index.aliases}
     return Stored(

@@ -1,4 +1,4 @@
-"""Explain a load before it happens: what would be read from where, what differs, and the memory that it takes."""
+"""Explain a load before it happens: sources, differences, and the memory that it needs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from flowstone.ranks import rank_and_size
 from flowstone.rules import Rule
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
-_LISTED_MAX = 10  # names that the text spells out
+_LISTED_MAX = 10  # names that the text lists
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A segment that would be read. `bytes`: of the chunks that are needed; `of_bytes`: of the file."""
+    """A segment to be read. `bytes`: length of the needed chunks; `of_bytes`: length of the file."""
 
     segment: str
     bytes: int
@@ -32,16 +32,16 @@ class Source:
 class Explanation:
     """What loading a checkpoint into a state would do, on this rank.
 
-    sources      what would be read, file by file
-    bytes        of the state's tensors that it fills
-    read_bytes   of the chunks that it reads for that
-    resharded    names of tensors whose bytes come out of several stored pieces, or out of a part of one
+    sources      the files to be read
+    bytes        length of the state's tensors that are filled
+    read_bytes   length of the chunks that are read for that
+    resharded    names of tensors that are assembled from several stored pieces, or from a part of one
     cast         converted from another dtype
-    initialised  wanted, not stored, left as they are
-    missing      wanted, not stored, and no rule allows it
-    unwanted     in the sections that are asked for, not in this state
-    differences  everything for which `load` would raise MismatchError; empty: it would not
-    peak_bytes   of memory beyond the state, at most: new tensors, values on their way to another dtype, the window
+    initialised  in the state, not in the checkpoint, left as they are
+    missing      in the state, not in the checkpoint, and no rule allows it
+    unwanted     in the checkpoint's requested sections, not in this state
+    differences  everything for which `load` would raise MismatchError; empty if it would not
+    peak_bytes   upper bound of memory beyond the state: new tensors, values being converted, the read window
     """
 
     step: int
@@ -76,12 +76,12 @@ class Explanation:
 
 
 def explain(checkpoint: Checkpoint, state: Mapping[str, object], *, rules: Rule | Sequence[Rule] = ()) -> Explanation:
-    """Say what loading `checkpoint` into `state` would do, on this rank; other ranks are not asked.
+    """Predict what loading `checkpoint` into `state` would do, on this rank; other ranks are not asked.
 
-    Reads the checkpoint's index and objects, none of its tensors. Changes nothing.
+    Reads the checkpoint's index and objects, but no tensors. Changes nothing.
 
     rules   as for `load`
-    raises  what `load` raises, but MismatchError for differences: those are in the result
+    raises  what `load` raises, except MismatchError for differences: the result lists those
     """
     if not isinstance(checkpoint, Checkpoint):
         raise ArgumentError(
@@ -120,7 +120,7 @@ def explain(checkpoint: Checkpoint, state: Mapping[str, object], *, rules: Rule 
 
 
 def _compared(found: Wanted, ranks: int) -> tuple[Match | None, tuple[str, ...]]:
-    """As `load` compares. What is not wanted here may be wanted elsewhere, where there are others."""
+    """Compare as `load` does. In a job of several ranks, what this rank does not need may be needed by another."""
     alone = ranks == 1
     try:
         return compare(found, () if alone else found.names, None if alone else ()), ()

@@ -1,4 +1,4 @@
-"""Steps wait for captures: hooks in front of what optimizers do, and the lock that a description of the state holds."""
+"""Optimizer steps wait for captures: hooks before each step, and a lock that is held while the state is described."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from flowstone.stage.fence import Fence
 
 
 class Fencing:
-    """Of one Checkpointer.
+    """The fence of one Checkpointer.
 
-    state_lock  held while the state is described: a step of another thread waits
-    hooks       in front of the optimizers' steps
+    state_lock  held while the state is described: a step on another thread waits
+    hooks       run before the optimizers' steps
     """
 
     def __init__(self, captures: Captures, turn: Turn, emit: Callable[[Event], None]) -> None:
@@ -25,7 +25,7 @@ class Fencing:
         self.hooks, self._is_over, self._pid = Fence(self._before_step), False, os.getpid()
 
     def pass_fence(self) -> None:
-        """Wait until the state may change: every save so far is captured. Any thread but those that saves need."""
+        """Wait until the state may change: every save so far is captured. Any thread except those that saves need."""
         self._turn.check_thread("fence")
         with self.state_lock:
             fenced = self._captures.fence()
@@ -34,12 +34,12 @@ class Fencing:
             self._captures.grow_for(fenced)
 
     def _before_step(self) -> None:
-        """An optimizer is about to step."""
+        """Called when an optimizer is about to step."""
         if not self._is_over and os.getpid() == self._pid:
             self.pass_fence()
 
     def end(self, *, lift: bool) -> None:
-        """Steps wait for nothing any more. `lift` the hooks; else they find out by themselves."""
+        """Steps stop waiting. `lift`: remove the hooks now; else each removes itself at its next step."""
         self._is_over = True
         if lift:
             self.hooks.lift()

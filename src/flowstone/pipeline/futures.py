@@ -15,12 +15,12 @@ _Result = TypeVar("_Result")
 
 
 class ExpeditingFuture(Future[_Result], Generic[_Result]):
-    """A Future that lets it be known when somebody waits for it. A save under way is not called off by `cancel`.
+    """A Future that reports when a thread waits for it. `cancel` does not stop a save.
 
-    expedite   is called by a thread that has to wait
-    check   before that; raises where the wait could have no end
-    latch   open once it is done: whoever waits here waits by it, and takes none of the Future's own locks, which an
-            interrupt could leave taken; then the thread that ends saves would stand for ever
+    expedite  called by a thread that has to wait
+    check     called before that; raises if the wait could last for ever
+    latch     opens when the future is done. Waiters use it instead of the Future's own locks, which an interrupt could
+              leave locked; the thread that finishes saves would then block for ever
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class ExpeditingFuture(Future[_Result], Generic[_Result]):
     def _end(self, result: _Result | None, exception: BaseException | None) -> None:
         self._outcome = result, exception
         self.latch.open()
-        self.expedite = self.check = _nothing  # a Save that somebody keeps keeps nothing else
+        self.expedite = self.check = _nothing  # a Save that the caller keeps must not keep other objects alive
 
     def done(self) -> bool:
         return self.latch.is_open
@@ -66,13 +66,13 @@ class ExpeditingFuture(Future[_Result], Generic[_Result]):
             self.expedite()
 
     def await_end(self) -> None:
-        """Wait until it is done, on a thread of ours, which knows that another one will see to that."""
+        """Wait until it is done, on a thread of ours: another thread is certain to finish it."""
         if not self.done():
             self.expedite()
             self.latch.wait()
 
     def tell(self: ExpeditingFuture[None]) -> None:
-        """It is done, whoever says so first. Any thread."""
+        """Mark it as done; later calls do nothing. Any thread."""
         with suppress(InvalidStateError):
             self.set_result(None)
 
@@ -81,7 +81,7 @@ def _nothing() -> None: ...
 
 
 class ReportedFuture(ExpeditingFuture[_Result], Generic[_Result]):
-    """A Future that knows whether its failure was handed to anybody."""
+    """A Future that records whether its failure was returned or raised to the caller."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,13 +100,13 @@ class ReportedFuture(ExpeditingFuture[_Result], Generic[_Result]):
         return error
 
     def failure(self) -> BaseException | None:
-        """The failure of a finished future that nobody has seen yet; seeing it here does not count."""
+        """The failure of a finished future, if it was not reported yet; reading it here does not report it."""
         if not self.done() or self.reported:
             return None
         return super().exception()
 
     def failed(self) -> bool:
-        """Whether the future is finished without a result; asking does not count as seeing."""
+        """Whether the future ended without a result; asking does not report the failure."""
         return self.done() and super().exception() is not None
 
 
@@ -114,13 +114,12 @@ class ReportedFuture(ExpeditingFuture[_Result], Generic[_Result]):
 class Save:
     """One save.
 
-    Waiting for one of them by `result` or `exception` ends the overlap budget of the capture, of this save and of
-    those before it. In a callback of either, and in `on_event`, they raise BusyError where they would have to wait:
-    saves are finished one after the other, on the thread that such a call is on.
+    Waiting for one of its futures by `result` or `exception` ends the overlap budget of the capture, of this save and
+    of earlier ones. Inside of a callback of either future, and in `on_event`, a wait raises BusyError: saves are
+    finished one after the other, on the very thread that would wait.
 
     captured   done once the state may change
-    committed  done once the checkpoint is durable; its result is the Checkpoint, and it raises
-               whatever ended the save
+    committed  done once the checkpoint is durable; its result is the Checkpoint, its exception the save's failure
     """
 
     step: int

@@ -1,9 +1,9 @@
-"""From the caller of `save` to the threads that finish it: in whose hands a capture is that has been started.
+"""From the caller of `save` to the threads that finish it: which of them owns a started capture.
 
-The states are drawn in save_run.py. A signal's handler may raise at any instant of `save`. So a capture is started
-where none interrupts (`uninterrupted.py`), and is known to the threads that finish saves before the caller goes on.
-They wait for the caller's part. The caller hands it on, or it is given up, likewise uninterrupted. If not even that
-could begin, the thread that finishes saves finds that the call has ended, and does it.
+save_run.py draws the states. A signal handler may raise at any point of `save`. So a capture is started
+uninterrupted (`uninterrupted.py`), and is registered with the threads that finish saves before the caller goes on.
+They wait for the caller's part. The caller then hands the save on or gives it up, also uninterrupted. If even that
+could not begin, the thread that finishes saves notices that the call has ended, and gives the save up.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _LOOK_S = 1.0  # between two looks at whether the caller is still there
 
 
 class Handover:
-    """Of the saves of one Checkpointer.
+    """Hands over the saves of one Checkpointer.
 
-    watcher  the thread that tells when a lazy capture has ended
+    watcher  the thread that completes `captured` when a lazy capture has ended
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class Handover:
     def start(
         self, run: SaveRun, *, begin: Callable[[], None], encode: Callable[[], None], finish: Callable[[], None]
     ) -> None:
-        """Start a save, which is handed on when this returns; what ends it early leaves nothing of it.
+        """Start a save; it is handed on when this returns. A save that ends early leaves no file behind.
 
-        begin   starts its capture; where nothing interrupts it
-        encode  is the caller's part
-        finish  gives it to the thread that finishes saves, and there to `is_handed_on`; where nothing interrupts it
+        begin   starts its capture; called uninterrupted
+        encode  the caller's part
+        finish  passes it to the thread that finishes saves, which calls `is_handed_on`; called uninterrupted
         """
 
         def act() -> None:
@@ -65,7 +65,7 @@ class Handover:
             raise
 
     def _enlist(self, run: SaveRun, finish: Callable[[], None]) -> None:
-        # All that are under way: the writer's thread takes them in order, so that one waits for those before it.
+        # All captures under way: the writer's thread takes saves in order, so one waits for those before it.
         run.save.captured.expedite = run.save.committed.expedite = self._captures.expedite
         try:
             if run.outlasts_save:
@@ -80,14 +80,14 @@ class Handover:
         self._in_flight.add(run.save)
 
     def is_handed_on(self, run: SaveRun) -> bool:
-        """Wait for its caller's part. No, if it was given up. On the thread that finishes saves."""
+        """Wait for the caller's part. False if the save was given up. Runs on the thread that finishes saves."""
         while not run.handed_on.wait(_LOOK_S):
             if not self._turn.is_in(run.call):
                 self._give_up(run)
         return not run.given_up
 
     def watch(self, run: SaveRun) -> None:
-        """Tell when the last lazy byte is captured. On the watcher's thread, or on that which began it."""
+        """Complete `captured` when the last lazy byte is captured. On the watcher's thread, or the caller's."""
         try:
             run.writing.wait_captured()
         finally:
@@ -98,11 +98,11 @@ class Handover:
     def _tell_captured(self, run: SaveRun) -> None:
         try:
             self._emit(run.captured())
-        finally:  # whatever happens, somebody may be waiting
+        finally:  # in any case: a thread may be waiting
             run.save.captured.tell()
 
     def _give_up(self, run: SaveRun) -> None:
-        """Unless it was handed on: end it, leave neither a draft nor a descriptor, and let nothing wait for it."""
+        """Unless it was handed on: end it, remove its draft, close its files, and complete its futures."""
         if run.handed_on.is_open:
             return
         run.given_up = True
@@ -111,7 +111,7 @@ class Handover:
         finally:
             run.let_sources_go()
             run.save.captured.tell()
-            run.save.committed.reported = True  # by what ends the call
+            run.save.committed.reported = True  # the call raises the cause itself
             run.save.committed.set_exception(CancelledError("save() was interrupted", next="save again"))
             self._in_flight.forget(run.save)
             run.handed_on.open()

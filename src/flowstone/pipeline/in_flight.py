@@ -1,4 +1,4 @@
-"""Saves that were started and have not been accounted for, and what becomes of those that failed."""
+"""Saves that were started and not settled yet, and how failed ones are reported."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _log = logging.getLogger("flowstone")
 
 
 class InFlight:
-    """The saves of one Checkpointer, oldest first, and the newest step that is known to be committed.
+    """The saves of one Checkpointer, oldest first, and the newest step known to be committed.
 
-    newest  set by the first save, by what ends, and by going back; None while no step is known
+    newest  set by the first save, by each save that ends, and by `rewind`; None while no step is known
     """
 
     def __init__(
         self, store: Store, expedite: Callable[[], None], *, on_error: Literal["raise", "continue"],
         max_unsaved_steps: int | None,
     ) -> None:
-        """`expedite` ends the overlap budget of captures that something waits for."""
+        """`expedite` ends the overlap budget of captures that a thread waits for."""
         self._store, self._expedite = store, expedite
         self._on_error, self._max_unsaved_steps = on_error, max_unsaved_steps
         self._saves: deque[Save] = deque()
@@ -41,13 +41,13 @@ class InFlight:
         self._saves.append(save)
 
     def forget(self, save: Save) -> None:
-        """It was given up before anybody knew of it."""
+        """Drop a save that was given up before the caller had it."""
         self._saves = deque(one for one in self._saves if one is not save)
 
     def check_new(self, step: int, *, looks: bool = True) -> None:
-        """Raises StepExistsError if `step` is not above every step that is committed or under way.
+        """Raise StepExistsError if `step` is not above every step that is committed or under way.
 
-        looks  into the store, too: of several ranks one does, which knows what is a checkpoint there
+        looks  also look into the store; in a job of several ranks, one rank does
         """
         newest = max((save.step for save in self._saves), default=self.newest)
         if newest is not None and step <= newest:
@@ -57,37 +57,37 @@ class InFlight:
                 next=f"save a later step, or call rewind({step - 1 if step else 0}) first to set newer steps aside",
             )
         directory = step_directory(step)
-        # Where drafts have names of their own. Else another rank may have begun that step; no file is written over.
+        # Only where drafts have names of their own. Else another rank may have begun that step; no file is overwritten.
         looks = looks and self._store.capabilities.atomic_rename
-        if looks and self._store.exists(directory):  # with a manifest in it, it would be among the steps
+        if looks and self._store.exists(directory):  # with a manifest in it, it would be a step
             raise StepExistsError(
                 f"cannot save step {step} into {self._store.location}", found=f"{directory}, which is not a checkpoint",
                 next=f"move {directory} away, or save a later step",
             )
 
     def await_all(self) -> None:
-        """Until all have ended one way or the other."""
+        """Wait until all saves have ended, committed or failed."""
         self._expedite()
         for save in tuple(self._saves):
             save.committed.latch.wait()
 
     def settle(self, leave: int = 0) -> None:
-        """Wait until at most `leave` are left; raise the first failure that nobody has seen."""
+        """Wait until at most `leave` saves are left; raise the first failure that was not reported yet."""
         while self._saves and (len(self._saves) > leave or self._saves[0].committed.done()):
             self._expedite()
             self._saves[0].committed.latch.wait()
             failure = self._settle_one(self._saves[0])
-            self._saves.popleft()  # whoever was interrupted before this settles it once more
+            self._saves.popleft()  # if interrupted before this line, the next call settles it again
             if failure is not None:
                 raise failure
 
     def _settle_one(self, ended: Save) -> SaveFailedError | None:
-        """Take in how it ended. What is to be told of that."""
+        """Note how a save ended. Returns the error to raise, if any."""
         if not ended.committed.failed():
             self.newest, self._first_unsaved = ended.step, None
             return None
         self._first_unsaved = ended.step if self._first_unsaved is None else self._first_unsaved
-        # The store knows how far the failed save had come. What is newer than that, somebody else has put there.
+        # The store knows how far the failed save had come. Newer steps were put there by another process.
         existing = [step for step in catalog.steps(self._store) if step <= ended.step]
         self.newest = existing[-1] if existing else None
         failure = ended.committed.failure()

@@ -1,4 +1,4 @@
-"""What the ranks of a group want of a checkpoint, learnt by one exchange: each costs all the slowest one's time."""
+"""What the ranks of a group need of a checkpoint, learnt in one exchange: each costs the slowest rank's time."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from flowstone.ranks.wire import Decision
 
 
 class Interest(msgspec.Struct, frozen=True):
-    """Of all ranks.
+    """The needs of all ranks together.
 
-    elsewhere  the stored tensors that some rank wants; of a group of one, none but its own, which it is not told
-    unwanted   the names of stored objects that none of the ranks wants which ask for their section
+    elsewhere  stored tensors that some rank needs; empty in a group of one
+    unwanted   names of stored objects that no rank needs of those that request their section
     """
 
     elsewhere: Container[str]
@@ -28,11 +28,11 @@ class Interest(msgspec.Struct, frozen=True):
 
 
 class _Words(msgspec.Struct, frozen=True):
-    """What one rank says; rank 0's answer is of the same form.
+    """One rank's message; rank 0's answer has the same form.
 
-    identity  of the checkpoint that it has read
-    tensors   a bit for each stored name, in order: whether it is wanted
-    objects   by section, all that the state asks for: the names of stored objects that it does not want
+    identity  of the checkpoint that this rank has read
+    tensors   one bit for each stored name, in order: whether this rank needs it
+    objects   by section that the state requests: names of stored objects that this rank does not need
     """
 
     identity: str
@@ -41,9 +41,9 @@ class _Words(msgspec.Struct, frozen=True):
 
 
 def learn_interest(group: RankGroup, phase: str, wanted: Wanted) -> Interest:
-    """What all ranks want, once each knows what its own state does.
+    """What all ranks need, once each has compared its own state.
 
-    raises  RankError where ranks see different checkpoints, or another rank cannot say
+    raises  RankError if ranks see different checkpoints, or another rank has failed
     """
     if group.size == 1:
         return Interest((), {name for names in wanted.unwanted().values() for name in names})
@@ -58,7 +58,7 @@ def learn_interest(group: RankGroup, phase: str, wanted: Wanted) -> Interest:
 
 
 def _joined(said: Sequence[bytes], phase: str) -> Decision:
-    """On rank 0: what some rank wants, and what no rank does."""
+    """On rank 0: what any rank needs, and what no rank needs."""
     words = [msgspec.msgpack.decode(one, type=_Words) for one in said]
     left: dict[str, set[str]] = {}
     for rank, one in enumerate(words):

@@ -2,7 +2,7 @@
 
     Manifest --> plan --ReadPlan--> store --bytes--> stage --> the caller's memory
 
-`Loads.load` is the whole of it, on the thread that calls `load`. The engine's threads (docs/ARCHITECTURE.md, Threads)
+`Loads.load` is the whole order, on the thread that calls `load`. The engine's threads (docs/ARCHITECTURE.md, Threads)
 move and verify bytes while `read` waits for them.
 """
 
@@ -51,13 +51,13 @@ class LoadReport:
     """What a load did.
 
     matched      names of the tensors that were read
-    initialised  wanted, not stored, left as they were (Init)
+    initialised  in the state, not in the checkpoint, left as they were (Init)
     skipped      in the checkpoint, not in the state (Skip)
     cast         converted from another dtype (Cast)
-    renamed      stored name and name in the state, where they differ (Rename)
-    notes        what else a careful reader would want to know
-    bytes        of the chunks that this rank has read
-    shared_bytes of those that it has taken from ranks on its node, itself among them, of which one has read each
+    renamed      stored name and name in the state, if they differ (Rename)
+    notes        remarks on anything unusual
+    bytes        length of the chunks that this rank has read
+    shared_bytes length of the chunks that it took from shared reads on its node, including those that it read itself
     """
 
     step: int
@@ -74,12 +74,12 @@ class LoadReport:
 
 
 class Loading(msgspec.Struct, frozen=True, eq=False):
-    """A load that is ready to read: what the state wants and the checkpoint holds agree.
+    """A load that is ready to read: state and checkpoint agree.
 
     wanted        the pieces to be read
-    destinations  parallel: where their bytes are read to
-    node_reads    how ranks of a node read for each other, if they do
-    held          what is closed once all is read
+    destinations  parallel to `wanted`: the memory to read into
+    node_reads    how ranks of a node read for each other; None: each reads for itself
+    held          closed once all is read
     """
 
     checkpoint: Checkpoint
@@ -101,8 +101,8 @@ class Loads:
         self._emit, self._frozen, self._outcome = shared.emit, shared.frozen, shared.outcome
 
     def newest(self) -> Checkpoint | None:
-        """The newest committed checkpoint; None where there is none yet."""
-        read: dict[int, Manifest] = {}  # on the rank that decides: another writer may remove that step meanwhile
+        """The newest committed checkpoint; None if there is none yet."""
+        read: dict[int, Manifest] = {}  # on rank 0, which decides: another writer may remove that step meanwhile
 
         def look() -> list[int]:
             check_no_checkpoint(self._store)
@@ -146,7 +146,8 @@ class Loads:
         raise NoCheckpointError(f"no checkpoint in {self._store.location}", next="check the path")
 
     def _is_gone(self, step: int, error: FlowstoneError) -> bool:
-        """Whether a load of `step` failed as another writer has removed that step since, for all ranks alike."""
+        """Whether a load of `step` failed because another writer has removed that step; the same answer on all ranks.
+        """
         if not (is_damage(error) or is_absence(error)):
             return False
         found = self._group.decide(f"whether step {step} is still there", lambda: catalog.steps(self._store))
@@ -161,8 +162,8 @@ class Loads:
         spans.lap("wanted")
         ready = self._share_reads(self._plan(wanted, interest, verify_first=verify_first))
         spans.lap("planned")
-        # Before the first byte can change: whatever ends this load, only one that succeeds takes it back. Unless it is
-        # certain that none has changed, on this rank and on all others.
+        # Set before the first byte can change: from here on only a load that succeeds makes the state whole again,
+        # unless it is certain that no byte has changed on any rank.
         unfinished_before = self._outcome.unfinished
         self._outcome.unfinished = f"the load of step {step} did not finish"
         self._frozen.forget()
@@ -187,7 +188,7 @@ class Loads:
         return done
 
     def _want(self, step: int, state: Mapping[str, object], rules: Sequence[Rule]) -> tuple[Wanted, Interest]:
-        """What the state wants of the checkpoint, and what all ranks do of the same one."""
+        """What the state needs of the checkpoint, and what all ranks need of it."""
         phase = f"what is wanted of step {step}"
         try:
             checkpoint = Checkpoint(self._store, step_directory(step), self._options)
@@ -198,7 +199,7 @@ class Loads:
         return wanted, learn_interest(self._group, phase, wanted)
 
     def _plan(self, wanted: Wanted, interest: Interest, *, verify_first: bool) -> Loading:
-        """What is read to where, once all ranks have found that what they want and what is stored agree."""
+        """Which bytes are read into which memory, once all ranks have found that state and checkpoint agree."""
         failure: Exception | None = None
         try:
             ready = plan_load(wanted, interest.elsewhere, interest.unwanted, verify_first=verify_first)
@@ -208,11 +209,11 @@ class Loads:
         return ready
 
     def _share_reads(self, ready: Loading) -> Loading:
-        """The same, with how the ranks of this node read for each other, if they do."""
+        """The same load, with shared reads among the ranks of this node where possible."""
         if self._group.size == 1:
             return ready
         try:
-            from flowstone.pipeline.sharing import share_reads  # a process by itself needs none of it
+            from flowstone.pipeline.sharing import share_reads  # imported here: a single process does not need it
 
             node_reads = share_reads(
                 ready.checkpoint, ready.plan, self._store, self._group, ready.held, willing=self._options.share_reads
@@ -226,10 +227,10 @@ class Loads:
 def plan_load(
     found: Wanted, elsewhere: Container[str] = (), unwanted: Container[str] | None = None, *, verify_first: bool
 ) -> Loading:
-    """Compare all that can be known without the tensors' bytes. Changes nothing.
+    """Compare everything that needs no tensor bytes. Changes nothing.
 
-    elsewhere  the stored tensors that some other rank wants: those that none does are unexpected
-    unwanted   the stored objects that no rank wants; None: those that this one does not
+    elsewhere  stored tensors that another rank needs; those that no rank needs are unexpected
+    unwanted   stored objects that no rank needs; None: those that this rank does not need
     raises     MismatchError for every difference that no rule allows; BudgetError
     """
     checkpoint, rules, restoration = found.checkpoint, found.rules, found.restoration
@@ -246,7 +247,7 @@ def plan_load(
 
 
 def teller(step: int, total: int, emit: Callable[[LoadProgress], None]) -> Callable[[int], None]:
-    """Tells how many of `total` bytes are done: an event, and a line on a terminal."""
+    """A function that reports how many of `total` bytes are done: as an event, and as a line on a terminal."""
     show = terminal_progress(f"loading step {step}")
 
     def progress(done: int) -> None:
@@ -258,11 +259,11 @@ def teller(step: int, total: int, emit: Callable[[LoadProgress], None]) -> Calla
 
 
 def read(loading: Loading, store: Store, begun: Event, on_progress: Callable[[int], None]) -> Scattered:
-    """Read the bytes to their destinations. Blocks. `written` in the result are pieces whose memory in the state has
+    """Read the bytes into their destinations. Blocks. `written` in the result are pieces whose memory in the state has
     changed.
 
-    begun        is set before the first byte may change
-    on_progress  is told the bytes done. Damage is in the result, not raised
+    begun        set before the first byte may change
+    on_progress  called with the number of bytes done. Damage is in the result, not raised
     """
     index, plan, paths = loading.checkpoint.index, loading.plan, loading.checkpoint.segment_paths
     devices = {name: stream.native for name, stream in loading.destinations.streams.items()}
@@ -272,7 +273,7 @@ def read(loading: Loading, store: Store, begun: Event, on_progress: Callable[[in
         arena = open_read_arena(store)
         stack.callback(arena.close)
         fill = Fill(index, plan, loading.wanted, loading.destinations.places, devices)
-        begun.set()  # whatever ends this from here on: nobody can say that nothing has changed
+        begun.set()  # if anything fails after this line, the state may have changed
         if loading.node_reads is None:
             found = scatter(store, paths, fill, arena, on_progress)
         else:
@@ -282,7 +283,7 @@ def read(loading: Loading, store: Store, begun: Event, on_progress: Callable[[in
 
 
 def finish(loading: Loading, found: Scattered) -> None:
-    """Copy bounce buffers back, then restore what is not bytes. Raises what the read `found` to be damaged."""
+    """Copy bounce buffers back, then restore values that are not tensors. Raises the damage that `found` reports."""
     checkpoint = loading.checkpoint
     raise_damage(found, checkpoint.index, loading.wanted, checkpoint.segment_paths, f"cannot load {checkpoint.path}")
     for buffer in loading.destinations.bounced.values():
@@ -291,7 +292,7 @@ def finish(loading: Loading, found: Scattered) -> None:
 
 
 def report(loading: Loading, found: Scattered, seconds: float) -> LoadReport:
-    """What a load that is over did."""
+    """The report of a finished load."""
     matched = loading.matched
     return LoadReport(
         step=loading.checkpoint.step, path=loading.checkpoint.path,

@@ -1,4 +1,4 @@
-"""What ranks tell each other of a save: what each holds, what it is to write, what it has written. In few bytes."""
+"""Messages between ranks about a save: what each rank holds, is to write, and has written. Compactly encoded."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class PackedTensors(msgspec.Struct, frozen=True):
 
 
 class PackedLayout(msgspec.Struct, frozen=True):
-    """Pieces and their aliases in few bytes, column by column.
+    """Pieces and their aliases, compactly, column by column.
 
-    `tensors`, `parts` and `kinds` are the same on all ranks that hold parts of the same tensors, split alike.
+    `tensors`, `parts` and `kinds` are equal on all ranks that hold parts of the same tensors, split alike.
     """
 
     tensors: bytes  # PackedTensors, compressed
@@ -48,21 +48,21 @@ class PackedLayout(msgspec.Struct, frozen=True):
 
 
 class Proposal(msgspec.Struct, frozen=True):
-    """What a rank says of a save: the step, and its layout if it is new; else the plan that it has begun by."""
+    """A rank's report at a save: the step, and its layout if it is new; else the plan that it has begun with."""
 
     step: int
     host: str
     plan: str | None
     layout: PackedLayout | None
-    is_far: bool = False  # some of it lies on a device
+    is_far: bool = False  # some pieces are in device memory
 
 
 class Part(msgspec.Struct, frozen=True):
-    """What a rank writes, as rank 0 has decided. `positions` is None where that stays as it was.
+    """What a rank writes, as rank 0 has decided. `positions` is None if that did not change.
 
-    blocks  int64: of those that are written in part, by several ranks, position among `positions`, dimension, start
-            and length; all of the one, then all of the next
-    sets    int64: of each piece of its layout, in which set of replicas it is (plan.replicas)
+    blocks  int64, for pieces of which this rank writes a block: position among `positions`, dimension, start and
+            length; all numbers of the first piece, then of the next
+    sets    int64: for each piece of its layout, the number of its set of replicas (plan.replicas)
     """
 
     positions: bytes | None
@@ -71,11 +71,11 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Terms(msgspec.Struct, frozen=True):
-    """What all ranks are told of a plan.
+    """What all ranks learn about a plan.
 
-    job      the name of this run of the job
-    buffers  how many several ranks hold, and the lowest of them writes
-    share    of the replicas, that is compared in each save; None: all of them
+    job      the identity of this run of the job
+    buffers  number of module buffers that several ranks hold, and the lowest of them writes
+    share    share of the replicas that each save compares; None: all of them
     """
 
     plan: str
@@ -85,21 +85,21 @@ class Terms(msgspec.Struct, frozen=True):
 
 
 class Try(msgspec.Struct, frozen=True):
-    """A call of `save` of a step. Ranks that call alike have the same, and none has one twice."""
+    """A call of `save` for a step. Ranks count calls alike, so all have the same one; no rank has one twice."""
 
     step: int
     number: int  # counted from 1
 
 
 class Written(msgspec.Struct, frozen=True, eq=False):
-    """What a rank has written, as rank 0 learns it.
+    """What a rank has written, as rank 0 gets it.
 
-    tries       how often it has called `save` of this step
-    segment     of each piece that it writes, in the order of its assignment: position among `segments`
+    tries       number of calls of `save` for this step
+    segment     for each piece that it writes, in the order of its assignment: position among `segments`
     digests     of the chunks
     sections    digest of each replicated section
-    replicated  their texts, of rank 0 alone: equal ones need not travel
-    folds       of each set of replicas that it is in; None where it cannot tell
+    replicated  the sections' texts, from rank 0 alone: equal ones need not be sent
+    folds       one number for each set of replicas that it is in; None if unknown
     """
 
     plan: str
@@ -117,7 +117,7 @@ class Written(msgspec.Struct, frozen=True, eq=False):
 
 
 class PackedWritten(msgspec.Struct, frozen=True):
-    """The same in few bytes, but for what does not travel."""
+    """The same, compactly, without what need not be sent."""
 
     plan: str
     draft: str
@@ -133,17 +133,17 @@ class PackedWritten(msgspec.Struct, frozen=True):
 
 
 class Apart(msgspec.Struct, frozen=True):
-    """What a rank has of sections that are not the same on all. `merge_maps`: the merge map of each."""
+    """A rank's sections that are not equal on all ranks. `merge_maps`: the merge map of each."""
 
     texts: dict[str, bytes]
     merge_maps: dict[str, object] = msgspec.field(name="spines")
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What rank 0 makes of what all have written: a manifest, or what it has to see of each first.
+    """Rank 0's answer to what all ranks have written: a manifest, or what rank 0 needs to see of each rank first.
 
-    apart      sections that are not the same everywhere
-    replicas   some are not, and it has to be found out which
+    apart      sections that are not equal on all ranks
+    replicas   some replicas differ; rank 0 needs their digests to name them
     """
 
     manifest: bytes
@@ -152,13 +152,13 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class Assignment(msgspec.Struct, frozen=True, eq=False):
-    """What this rank writes, by the plan of that name.
+    """What this rank writes, by the plan with that name.
 
-    positions  among the pieces of its layout, not descending
-    compared   what it compares with other ranks
-    blocks     of those of which it writes some rows alone
-    buffers    of the whole job: how many several ranks hold, and the lowest of them writes
-    is_everything  no other rank writes any of it: nothing is to be agreed on
+    positions  among the pieces of its layout, ascending; repeated for blocks
+    compared   replicas that it compares with other ranks
+    blocks     for pieces of which it writes only some rows
+    buffers    in the whole job: module buffers that several ranks hold, and the lowest of them writes
+    is_everything  no other rank writes any piece: no agreement is needed
     """
 
     plan: str
@@ -171,31 +171,31 @@ class Assignment(msgspec.Struct, frozen=True, eq=False):
 
     @classmethod
     def everything(cls, layout: Layout) -> Assignment:
-        """What a group of one writes of its layout."""
-        none = np.full(len(layout.pieces), -1, np.int64)  # no piece is held by another rank, too
+        """The assignment of a group of one: the whole layout."""
+        none = np.full(len(layout.pieces), -1, np.int64)  # no piece is also held by another rank
         return cls(
             secrets.token_hex(8), layout, np.arange(len(layout.pieces)), Compared.of(layout, none, None),
             is_everything=True,
         )
 
     def pieces(self) -> Pieces:
-        """What this rank writes."""
+        """The pieces that this rank writes."""
         return self.layout.pieces if self.is_everything else self.layout.pieces.take(
             self.positions.tolist(), self.blocks
         )
 
     def places(self, of_layout: Places) -> Places:
-        """Where that lies. `of_layout`: where all that this rank holds does."""
+        """The memory of those pieces. `of_layout`: the memory of all pieces that this rank holds."""
         return of_layout if self.is_everything else of_layout.take(self.positions.tolist(), self.blocks)
 
 
 class Contribution(msgspec.Struct, frozen=True):
-    """What one rank has to commit.
+    """One rank's part of a commit.
 
-    segment   of each piece that it writes, in the order of its assignment: position among `segments`
-    offsets   of the same, in bytes
-    objects   section to what `replicated` is the text of
-    looked_at which of its pieces this rank has looked at when the save began, and what they came to
+    segment   for each piece that it writes, in the order of its assignment: position among `segments`
+    offsets   for the same pieces, in bytes
+    objects   section to the value that `replicated` encodes
+    looked_at digests of samples of its pieces, taken when the save began
     """
 
     segments: Sequence[SegmentRow]
@@ -208,13 +208,13 @@ class Contribution(msgspec.Struct, frozen=True):
     looked_at: LookedAt
 
     def folds(self, step: int, compared: Compared) -> NDArray[np.uint64] | None:
-        """One number for each set of replicas that this rank is in; None where it has not looked at some of them."""
+        """One number for each set of replicas that this rank is in; None if some pieces were not sampled."""
         at = compared.looked_at(step)
         digests = self.looked_at.of(compared.rows[at])
         return None if digests is None else compared.folded(at, digests)
 
     def digests(self, step: int, assignment: Assignment) -> bytes:
-        """For each piece of the layout what it came to, if it is compared; nothing where that is not known."""
+        """For each compared piece of the layout its digest; empty if unknown."""
         compared = assignment.compared
         at = compared.looked_at(step)
         digests = self.looked_at.of(compared.rows[at])
@@ -226,13 +226,13 @@ class Contribution(msgspec.Struct, frozen=True):
 
 
 class LookedAt(msgspec.Struct, frozen=True):
-    """Digests of a few bytes of some pieces: of those at `rows` of the layout, or of all (None)."""
+    """Digests of a few bytes of some pieces: of the rows `rows` of the layout, or of all (None)."""
 
     rows: NDArray[np.int64] | None
     digests: NDArray[np.uint16]
 
     def of(self, rows: NDArray[np.int64]) -> NDArray[np.uint16] | None:
-        """Those of the pieces at `rows`; None if some of them were not looked at."""
+        """The digests of the pieces at `rows`; None if some of them were not sampled."""
         if self.rows is None:
             return self.digests[rows]
         if not np.isin(rows, self.rows).all():
@@ -256,14 +256,14 @@ def packed(pieces: Pieces, aliases: list[tuple[str, str]]) -> PackedLayout:
 
 
 def tensors_of(packed: bytes) -> TensorColumns:
-    """What a PackedLayout says of tensors."""
+    """The tensors of a PackedLayout."""
     found = msgspec.msgpack.decode(lzma.decompress(packed), type=PackedTensors)
     dtypes = tuple(DTYPES[name] for name in found.dtypes)
     return TensorColumns(tuple(found.names), dtypes, tuple(found.shapes), frozenset(found.buffers))
 
 
 def parts_of(shared: WriterAssignment) -> Iterator[Part]:
-    """What each rank is told. Ranks that write alike are told the same bytes."""
+    """The message for each rank. Ranks that write alike get the same bytes."""
     known: dict[tuple[int, int, int], Part] = {}
     sets: dict[int, bytes] = {}
     for rank, writes in enumerate(shared.writes):
@@ -286,7 +286,7 @@ def _part_of(writes: NDArray[np.int64], blocks: Blocks | None, sets: bytes) -> P
 
 
 def assignment_of(terms: Terms, layout: Layout, part: Part) -> Assignment:
-    """What a rank has been told to write of its layout."""
+    """A rank's assignment, from its part of the plan."""
     assert part.positions is not None, "only what is new is told"
     writes, split = from_steps(part.positions), []
     blocks = numbers(part.blocks, np.int64).reshape(4, -1).T.tolist() if part.blocks else ()
@@ -303,7 +303,7 @@ def compressed(numbers: NDArray[np.int64]) -> bytes:
 
 
 def by_steps(numbers: NDArray[np.int64]) -> bytes:
-    """Compressed by the steps between them, most of which are alike."""
+    """Compressed differences of neighbouring numbers, most of which are equal."""
     return compressed(np.diff(numbers, prepend=0))
 
 
@@ -322,7 +322,7 @@ def written_by(
 
 
 def pack_written(one: Written) -> bytes:
-    """As it travels to rank 0."""
+    """Encode for sending to rank 0."""
     return msgspec.msgpack.encode(PackedWritten(
         plan=one.plan, draft=one.draft, tries=one.tries, segments=list(one.segments),
         segment=zlib.compress(one.segment.astype("<u4").tobytes(), 1),

@@ -1,4 +1,4 @@
-"""Pacing: how lazy captures go on beside training, until something waits for them."""
+"""Pacing: how fast lazy captures run during training, until a thread waits for them."""
 
 from __future__ import annotations
 
@@ -15,49 +15,50 @@ from flowstone.store.base import Pace, Store
 
 
 class Captures:
-    """Captures that go on beside training. Their overlap budget, from `save` on, ends with the fence."""
+    """Captures that run during training. The overlap budget begins with `save` and ends with the fence."""
 
     def __init__(self, store: Store, budget_bytes: int | None, cap: int | None) -> None:
-        """`cap` is what saves may write, in bytes per second; None for what the device gives."""
+        """`cap`: bytes per second that saves may write; None: no limit."""
         self._store, self._budget_bytes, self._cap = store, budget_bytes, cap
         self._arena: _native.Arena | None = None
-        self._runs: list[SaveRun] = []  # replaced, never changed: `expedite` may come from any thread
-        self._overlap_since: float | None = None  # since when the last save leaves training alone
-        self._overlaps_s: tuple[float, ...] = ()  # the last four; replaced, as another thread may look
-        self.arena_bytes = 0  # that would hold all of the last save
+        self._runs: list[SaveRun] = []  # replaced, never changed: `expedite` may run on any thread
+        self._overlap_since: float | None = None  # since when the last save runs beside training
+        self._overlaps_s: tuple[float, ...] = ()  # of the last four saves; replaced, since another thread may read it
+        self.arena_bytes = 0  # size of an arena that would hold the whole last save
         self._pid = os.getpid()
 
     @property
     def arena(self) -> _native.Arena:
-        """The arena for saves, opened by the first of them. It grows in the background, within the budget."""
+        """The arena for saves, opened by the first one. It grows in the background, within the budget."""
         if self._arena is None:
             budget = default_budget_bytes() if self._budget_bytes is None else self._budget_bytes
             self._arena = open_write_arena(self._store, budget)
         return self._arena
 
     def close(self) -> None:
-        """Give its memory back."""
+        """Release its memory."""
         if self._arena is not None:
             self._arena.close()
 
     def add(self, run: SaveRun) -> None:
-        """It is captured from now on, or waits for its plan: that one has no overlap budget once it begins."""
+        """Add a save that is captured from now on, or waits for its plan; the latter gets no overlap budget."""
         self._runs = [*self._left(), run]
 
     def _left(self) -> list[SaveRun]:
         return [run for run in self._runs if run.holds_copies or not run.save.captured.done()]
 
     def leave_alone(self, run: SaveRun) -> None:
-        """Its caller goes on with training."""
+        """The caller of `save` goes on with training: the overlap budget begins."""
         self._overlap_since = time.monotonic()
         self.arena_bytes = run.begun.arena_bytes
 
     def wait_for_plan(self) -> bool:
-        """Whether a save has yet to begin: those after it wait for their turn, as what they write may change, too."""
+        """Whether a save still waits for its plan: later ones queue behind it, since their assignment may change too.
+        """
         return any(run.awaits_plan for run in self._runs)
 
     def snapshot(self) -> None:
-        """Copy what has no plan yet, oldest first, within the budget: the arena's. Any thread."""
+        """Copy the states of saves without a plan, oldest first, as far as the arena's budget allows. Any thread."""
         if os.getpid() != self._pid:
             return
         arena = self.arena
@@ -68,7 +69,7 @@ class Captures:
 
     @property
     def spare_bytes(self) -> int:
-        """What such copies leave of the budget: the arena grows no further."""
+        """The budget that such copies leave; the arena does not grow beyond it."""
         return self.arena.budget_bytes - sum(run.copied_bytes for run in self._runs)
 
     def grow(self, total_bytes: int) -> None:
@@ -76,23 +77,23 @@ class Captures:
         self.arena.grow(min(total_bytes, self.spare_bytes), when_idle=True)
 
     def pace(self, plan: WritePlan, tuning: Tuning) -> Pace:
-        """Lazy capture is to be done when the fence comes, and no sooner: training has the machine.
+        """Make lazy capture end just before the fence, no sooner, so that training keeps the machine.
 
-        It comes when it has come lately, at the soonest. As long as nobody knows when, only memory is kept free.
+        The fence is expected after the shortest of the last overlaps. While none is known, only memory is kept free.
         """
         blocks = tuning.queue_depth + tuning.workers
         overlap_s = CAPTURE_SHARE_OF_OVERLAP * min(self._overlaps_s, default=0.0)
         return Pace(blocks, int(plan.bytes / overlap_s) + 1 if overlap_s else None, self._cap)
 
     def expedite(self) -> None:
-        """Somebody waits for what is not captured yet. Any thread."""
+        """A thread waits for pieces that are not captured yet. Any thread."""
         if os.getpid() != self._pid:
-            return  # a fork's copies of native objects have no threads behind them
+            return  # native objects have no threads in a forked child
         for run in self._runs:
             run.expedite()
 
     def fence(self) -> Fenced | None:
-        """Wait until the state may change; None when it might."""
+        """Wait until the state may change; None if no wait was needed."""
         started = time.monotonic()
         if self._overlap_since is not None:
             self._overlaps_s = (*self._overlaps_s, started - self._overlap_since)[-4:]
@@ -108,7 +109,9 @@ class Captures:
         return Fenced(newest.save.step, fenced.seconds)
 
     def grow_for(self, fenced: Fenced) -> None:
-        """Steps are shorter than writes: where one had to wait, next time there is more memory to copy into."""
+        """Grow the arena if a step had to wait: steps are shorter than writes, so the next save needs more memory to
+        copy to.
+        """
         if fenced.waited_s > FENCE_WAIT_S and self._arena is not None:
             more = self._arena.touched_bytes + int(fenced.waited_s * COPY_BYTES_PER_S)
             self.grow(min(more, self.arena_bytes))

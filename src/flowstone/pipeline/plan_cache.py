@@ -1,4 +1,4 @@
-"""The plan of the last save, which the next one goes by where nothing differs that it depends on."""
+"""The plan of the last save, which the next save reuses if nothing differs that the plan depends on."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from flowstone.table.pieces import Layout, Places
 
 FenceMode: TypeAlias = Literal["auto", "manual"]
 Waiter: TypeAlias = Literal["nobody", "optimizers", "caller"]
-"""What will wait for the capture before it changes what is captured lazily."""
+"""What waits for the capture before it changes lazily captured pieces."""
 
 
 class CachedPlan(msgspec.Struct, frozen=True, eq=False):
-    """A layout with the plan that was made for what this rank writes of it; kept for the next save.
+    """A layout with the plan for what this rank writes of it; kept for the next save.
 
     headers  of its last save
     """
@@ -34,13 +34,13 @@ class CachedPlan(msgspec.Struct, frozen=True, eq=False):
     headers: Headers = msgspec.field(default_factory=Headers)
 
     def late(self) -> NDArray[np.bool_]:
-        """Of each piece of the layout: whether any of it is captured after `save` has returned."""
+        """For each piece of the layout: whether any of it is captured after `save` has returned."""
         late = np.zeros(len(self.layout.pieces), np.bool_)
         late[self.assignment.positions[self.plan.lazy]] = True
         return late
 
     def places(self, described: Described) -> Places:
-        """Where what is written lies."""
+        """The memory of the pieces that are written."""
         return self.assignment.places(described.places)
 
 
@@ -53,7 +53,7 @@ def plan_save(
         if known.assignment is assignment:
             return known
         if known.assignment.positions is assignment.positions:
-            return replace(known, assignment=assignment)  # a new plan, in which this rank writes what it wrote
+            return replace(known, assignment=assignment)  # a new plan, in which this rank writes the same
     lazy = lazy_pieces(layout, waiter)
     late = [lazy[at] for at in assignment.positions.tolist()] if lazy else ()
     plan = plan_writes(assignment.pieces(), lazy=late, rank=rank, alone=assignment.is_everything)
@@ -66,7 +66,7 @@ def waiter_of(described: Described, fence: FenceMode) -> Waiter:
 
 
 def lazy_pieces(layout: Layout, waiter: Waiter) -> Sequence[bool]:
-    """Which pieces may be captured late; empty: none."""
+    """For each piece whether it may be captured late; empty: none may."""
     every: dict[Waiter, Sequence[bool]] = {
         "nobody": (), "optimizers": layout.lazy, "caller": (True,) * len(layout.pieces)
     }

@@ -1,4 +1,4 @@
-"""Rank 0's part of a save by N ranks: it learns what all hold and have written, assigns who writes what, publishes."""
+"""Rank 0's part of a save by N ranks: collect what all hold and have written, assign writers, publish."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from flowstone.table.pieces import Alias, Pieces, TensorColumns
 
 
 class _GlobalIndex(msgspec.Struct, frozen=True, eq=False):
-    """The index of a plan by which ranks have written into these segments; of each piece that one is in `segment`."""
+    """The index of a plan whose ranks have written into these segments; `segment`: of each piece."""
 
     plan: str
     segment: NDArray[np.uint32]
@@ -52,7 +52,7 @@ class _GlobalIndex(msgspec.Struct, frozen=True, eq=False):
 
 
 class RankZero:
-    """What rank 0 knows of all."""
+    """What rank 0 knows of all ranks."""
 
     def __init__(self, size: int) -> None:
         self.job = secrets.token_hex(8)
@@ -61,10 +61,10 @@ class RankZero:
         self._aliases: list[Sequence[tuple[str, str]]] = [()] * size
         self._is_far = [False] * size
         self._assignment: WriterAssignment | None = None
-        # Of each rank, the plans in which it has what it has now: it may have begun several saves by an older one.
+        # For each rank, the plans in which it has its current part: it may have begun several saves by an older plan.
         self._same: list[deque[str]] = [deque(maxlen=PLANS_REMEMBERED) for _ in range(size)]
         self._tensors: dict[bytes, TensorColumns] = {}
-        self._columns: dict[bytes, NDArray[np.int64]] = {}  # that several ranks have alike
+        self._columns: dict[bytes, NDArray[np.int64]] = {}  # shared by several ranks
         self._index: _GlobalIndex | None = None  # of the last save
 
     def assign(self, said: Sequence[Proposal]) -> Decision:
@@ -79,14 +79,14 @@ class RankZero:
         assignment = self._assign_anew(said, begun) if len(begun) < len(said) else self._assignment
         assert assignment is not None, "the first plan is new to all"
         parts = [Part(None)] * len(said)
-        if any(one.plan != self._plan for one in said):  # who has begun by an older one is told of the newest, too
+        if any(one.plan != self._plan for one in said):  # tell the newest plan to ranks that have begun by an older one
             told = parts_of(assignment)
             parts = [msgspec.structs.replace(one, positions=None) if r in begun else one for r, one in enumerate(told)]
         terms = Terms(self._plan, self.job, assignment.buffers, self._compared_share(assignment))
         return Decision(msgspec.msgpack.encode(terms), list(map(msgspec.msgpack.encode, parts)))
 
     def _assign_anew(self, said: Sequence[Proposal], begun: Set[int]) -> WriterAssignment:
-        """A plan in which those that have begun keep what they write. One that cannot be leaves all as it was."""
+        """A plan in which the ranks that have begun keep their part. If it cannot be made, nothing changes."""
         layouts, hosts = list(self._layouts), dict.fromkeys(one.host for one in said)
         number = {host: at for at, host in enumerate(hosts)}
         for rank, one in enumerate(said):
@@ -106,25 +106,28 @@ class RankZero:
         return assignment
 
     def _compared_share(self, assignment: WriterAssignment) -> float | None:
-        """Of all replicas; None: all of them. Looking at a tensor on a device costs a call: so there it is by turns."""
+        """Share of the replicas to compare; None: all. Sampling a tensor on a device costs a call, so saves take turns.
+        """
         if not any(self._is_far):
             return None
         most = max((int((number >= 0).sum()) for number in assignment.replicas.number), default=0)
         return min(1.0, FAR_COMPARED_MAX / most) if most else 1.0
 
     def replicas_differ(self, said: Sequence[Written]) -> bool:
-        """Whether ranks have seen something else in what they hold alike."""
+        """Whether ranks have found different bytes in replicas."""
         assert self._assignment is not None, "what is committed was assigned"
         return differing(self._assignment.replicas.sets, [one.folds for one in said])
 
     def raise_differing_replicas(self, said: Sequence[bytes]) -> NoReturn:
-        """Raise CollisionError with what is not the same, and where. `said`: of each rank, digests of its pieces."""
+        """Raise CollisionError naming the replicas that differ, and their ranks. `said`: per rank, digests of its
+        pieces.
+        """
         layouts = [one for one in self._layouts if one is not None]
         check_replicas(layouts, [np.frombuffer(zlib.decompress(one), "<u2") if one else None for one in said])
         raise AssertionError("digests are equal, and numbers that are made of them differ")
 
     def take_everything(self, assignment: Assignment) -> None:
-        """In a group of one: what is written is all that there is."""
+        """In a group of one: this rank's assignment is the whole plan."""
         if assignment.plan == self._plan:
             return
         pieces = assignment.layout.pieces.compact()
@@ -139,13 +142,14 @@ class RankZero:
     def commit(
         self, said: Sequence[Written], apart: Sequence[Apart], store: Store, draft: publish.Draft, store_id: str
     ) -> Manifest:
-        """Publish what N ranks have written. `apart`: of each, what it has of sections that are not the same on all."""
+        """Publish what N ranks have written. `apart`: per rank, its part of sections that are not equal on all ranks.
+        """
         _all_equal({rank: one.plan for rank, one in enumerate(said)}, "write by plan {}")
         _all_equal({rank: one.draft for rank, one in enumerate(said)}, "write into {}")
         segments: list[SegmentRow] = []
         columns = []
         for rank, one in enumerate(said):
-            if rank > 0:  # its own it has written itself
+            if rank > 0:  # rank 0 has written its own already
                 _check_visible(store, draft.directory, rank, one.segments)
             columns.append(one.segment + np.uint32(len(segments)))
             segments += [msgspec.structs.replace(row, id=len(segments) + at) for at, row in enumerate(one.segments)]
@@ -162,7 +166,7 @@ class RankZero:
         ))
 
     def _index_of(self, segment: NDArray[np.uint32]) -> _GlobalIndex:
-        """The index of what the plan has written into these segments; kept for the next save by the same plan."""
+        """The index of the plan's pieces in these segments; kept for the next save by the same plan."""
         kept = self._index
         if kept is not None and kept.plan == self._plan and np.array_equal(kept.segment, segment):
             return kept
@@ -184,7 +188,7 @@ class RankZero:
         return Pieces(tensors, parts, numbers(layout.boxes, np.int64), kinds)
 
     def _all_aliases(self) -> list[Alias]:
-        """The further names of every rank, each once; CollisionError where ranks tie different tensors."""
+        """The aliases of all ranks, each once; CollisionError if ranks tie different tensors."""
         found: dict[str, str] = {}
         for aliases in self._aliases:
             for name, target in aliases:
@@ -198,7 +202,7 @@ class RankZero:
 
 
 def differing_sections(said: Sequence[Written]) -> list[str]:
-    """The replicated sections that are not the same on all ranks. Raises where ranks save different sections."""
+    """The replicated sections that are not equal on all ranks. Raises if ranks save different sections."""
     for rank, one in enumerate(said):
         if one.sections.keys() != said[0].sections.keys() or one.per_rank.keys() != said[0].per_rank.keys():
             raise UnsupportedStateError(
@@ -211,10 +215,10 @@ def differing_sections(said: Sequence[Written]) -> list[str]:
 
 
 def _merged_sections(apart: Sequence[Apart]) -> dict[str, bytes]:
-    """One text for each section that ranks have differently. Raises UnsupportedStateError where that cannot be."""
+    """One text for each section that ranks have differently. Raises UnsupportedStateError if they cannot be merged."""
     found = {}
     for section in apart[0].texts if apart else ():
-        first: dict[bytes, int] = {}  # of equal ones the lowest rank
+        first: dict[bytes, int] = {}  # of equal ones, the lowest rank
         for rank, one in enumerate(apart):
             first.setdefault(one.texts[section], rank)
         texts = {rank: zlib.decompress(text) for text, rank in first.items()}
@@ -225,7 +229,7 @@ def _merged_sections(apart: Sequence[Apart]) -> dict[str, bytes]:
 
 
 def check_one_try(said: Sequence[Written]) -> None:
-    """All have called `save` of this step equally often; else they write into different drafts."""
+    """Check that all ranks have called `save` of this step equally often; else they write into different drafts."""
     for rank, one in enumerate(said):
         if one.tries != said[0].tries:
             raise RankError(
@@ -239,12 +243,12 @@ _Number = TypeVar("_Number", bound=np.generic)
 
 
 def _joined(columns: Sequence[NDArray[_Number]]) -> NDArray[_Number]:
-    """The columns of all ranks, one behind the other: that of a group of one as it is."""
+    """The columns of all ranks, concatenated; a group of one gets its own column back."""
     return columns[0] if len(columns) == 1 else np.concatenate(columns)
 
 
 def _io_of(said: Sequence[Written]) -> IoRecord:
-    """How all ranks have written, as far as they say."""
+    """How all ranks have written, as far as they report it."""
     records = [one.io for one in said]
 
     def total(counts: Sequence[int | None]) -> int | None:
@@ -261,7 +265,7 @@ def _io_of(said: Sequence[Written]) -> IoRecord:
 
 
 def _check_visible(store: Store, directory: str, rank: int, segments: Sequence[SegmentRow]) -> None:
-    """What another rank has written has to be there for rank 0, too."""
+    """Check that rank 0 sees the files that another rank has written."""
     for row in segments:
         path = f"{directory}/{row.name}"
         if not store.exists(path) or store.size(path) != row.bytes:

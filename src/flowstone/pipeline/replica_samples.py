@@ -1,4 +1,4 @@
-"""Samples that a save takes of what other ranks hold, too, before the state can change; the ranks compare them."""
+"""Samples that a save takes of replicas before the state can change; the ranks compare them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from flowstone.table.pieces import Pieces, Places
 
 
 class Looked(msgspec.Struct, frozen=True, eq=False):
-    """A few bytes of what other ranks hold, too, as they were when `save` was called. `rows`: of the layout, or all."""
+    """A few bytes of each replica, as they were when `save` was called. `rows`: of the layout, or all."""
 
     rows: NDArray[np.int64] | None
     samples: Samples
 
     def at(self) -> LookedAt:
-        """Blocks until devices have gathered theirs."""
+        """The digests. Blocks until devices have gathered their samples."""
         return LookedAt(self.rows, self.samples.digests())
 
 
 def look(step: int, described: Described, assignment: Assignment | None) -> Looked:
-    """Look at a few bytes of what other ranks hold, too; without a plan, of everything. Before the state can change."""
+    """Sample replicas; without a plan, all pieces. Call it before the state can change."""
     if assignment is None:
         lengths = described.pieces.lengths()
         return Looked(None, take_samples(described.places, np.arange(len(lengths)), lengths, seed=step))
@@ -35,6 +35,6 @@ def look(step: int, described: Described, assignment: Assignment | None) -> Look
 
 
 def first_samples(pieces: Pieces, places: Places) -> NDArray[np.uint16]:
-    """Digests of the same few lines of each piece, whenever that is asked."""
+    """Digests of the same few lines of each piece, at every call."""
     lengths = pieces.lengths()
     return take_samples(places, np.arange(len(lengths)), lengths, seed=0).digests()

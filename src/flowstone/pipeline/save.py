@@ -3,14 +3,14 @@
     state --Described--> plan --WritePlan--> stage --Staged--> store --Receipt--> commit --Manifest-->
 
 On the caller's thread   `Saves.save`: describe, agree (what is known already), plan, capture
-On the act's thread      `flowstone-act`: what no signal's handler may cut in two, while the caller waits for it
+On the act's thread      `flowstone-act`: what no signal handler may interrupt, while the caller waits for it
 On the engine's threads  `fs-write`, `fs-worker`, ...: windows are copied, digested, written; `save` returns meanwhile
-On `flowstone-reserve`   segments get their size, where the caller does not wait for that
-On `flowstone-capture`   `Handover.watch`: waits for a capture that outlasts `save`, then tells `captured`
+On `flowstone-reserve`   segments are allocated, if the caller does not wait for that
+On `flowstone-capture`   `Handover.watch`: waits for a capture that outlasts `save`, then completes `captured`
 On `flowstone-commit`    `_finish`: agree, receipts, commit, retain; one save after the other, in the order of steps.
-                         A save whose layout has no plan yet begins here, too: `_begin_and_finish`
+                         A save whose layout has no plan yet begins here too: `_begin_and_finish`
 
-What becomes of one save is drawn in save_run.py; every thread is in docs/ARCHITECTURE.md.
+save_run.py draws the states of one save; docs/ARCHITECTURE.md lists every thread.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ from flowstone.trace import Span, Spans
 class Saves:
     """The saves of one Checkpointer.
 
-    captures     that go on beside training
-    fencing      steps that wait for them
-    in_flight    saves that were started and have not been accounted for
-    sole_writer  this job as the store's one writer
+    captures     under way during training
+    fencing      makes steps wait for them
+    in_flight    saves that were started and not settled yet
+    sole_writer  makes this job the store's one writer
     """
 
     def __init__(
         self, shared: Shared, options: SaveOptions, store_writer: StoreWriter, owner: Owner, end: Ending
     ) -> None:
-        """`owner`: the Checkpointer, which lives as long as one of its saves is under way. Not held otherwise."""
+        """`owner`: the Checkpointer. Referenced only while one of its saves is under way."""
         self._store, self._options, self._group = shared.store, shared.options, shared.group
         self._turn, self._emit, self._frozen, self._outcome = shared.turn, shared.emit, shared.frozen, shared.outcome
         self._saves_in_flight, self._store_writer = options.saves_in_flight, store_writer
@@ -78,7 +78,7 @@ class Saves:
         on_start = partial(end.before_threads_end, self.captures.expedite)
         self.sole_writer = SoleWriter(shared, store_writer, self._threads, self.in_flight, self._owner, on_start)
         self.fencing = Fencing(self.captures, shared.turn, shared.emit)
-        self._plan: CachedPlan | None = None  # of the last save; any thread may replace it
+        self._plan: CachedPlan | None = None  # of the last save; replaced by any thread
         self._absence = Absence(self._coordinator, self._turn)
         self._handover = Handover(
             shared.store, shared.turn, self.in_flight, self.captures, shared.emit, self._threads.watcher
@@ -87,11 +87,11 @@ class Saves:
     # On the caller's thread
 
     def save(self, step: int, state: Mapping[str, object], fence: FenceMode, spans: Spans) -> Save:
-        """Save `state` as `step`; returns once what is not lazy is captured. See Checkpointer.save."""
+        """Save `state` as `step`; returns once everything that is not lazy is captured. See Checkpointer.save."""
         save = Save(step)
         save.captured.check = save.committed.check = partial(self._turn.check_thread, "result")
         try:
-            run = SaveRun(save, self._coordinator.begin_try(step), spans)  # before anything can fail
+            run = SaveRun(save, self._coordinator.begin_try(step), spans)  # counted before anything can fail
             self._await_turn(step)
             waited = spans.lap("waited")
             self.sole_writer.check()
@@ -104,16 +104,16 @@ class Saves:
             raise
 
     def _await_turn(self, step: int) -> None:
-        """Until no more saves are in flight than may be."""
+        """Wait until fewer saves are in flight than the limit."""
         self._group.comes_to(step)
         self._outcome.check_whole()
-        with self._group.pressing():  # the caller trains: no save is worth that it stands for those who never call
+        with self._group.pressing():  # the caller trains: do not let it wait long for ranks that never call
             self.in_flight.settle(leave=self._saves_in_flight - 1)
 
     def _begin(self, run: SaveRun, state: Mapping[str, object], fence: FenceMode, waited: Span) -> None:
-        """THE ORDER, first half: describe, agree, plan, capture. `waited`: for what had to be over before."""
+        """THE ORDER, first half: describe, agree, plan, capture. `waited`: the wait for earlier saves."""
         step, spans = run.save.step, run.spans
-        queued = self.captures.wait_for_plan()  # what this rank writes may change until those before it have a plan
+        queued = self.captures.wait_for_plan()  # this rank's part may change until earlier saves have a plan
         known = None if self._plan is None or queued else self._plan
         described = self._describe(state, known)
         describing = spans.lap("described")
@@ -125,7 +125,7 @@ class Saves:
             seconds = [span.seconds for span in spent]
             self._emit(SaveStarted(step, len(plan.pieces), plan.bytes, cached is known, *seconds))
 
-        if assignment is None:  # nobody waits here for other ranks
+        if assignment is None:  # do not wait here for other ranks
             self._capture_once_planned(run, described, fence, tell)
             return
         self._plan = cached = plan_save(described, known, assignment, fence=fence, rank=self._group.rank)
@@ -145,10 +145,10 @@ class Saves:
         return described
 
     def _capture(self, run: SaveRun, cached: CachedPlan, described: Described) -> None:
-        """Start the capture, which the writer's thread finishes; what ends it early leaves nothing of it."""
+        """Start the capture, which the writer's thread finishes. If it ends early, no file is left."""
         streams = as_on_this_thread(memory.device for memory in described.places.apart.values())
 
-        def begin() -> None:  # where nothing interrupts
+        def begin() -> None:  # called uninterrupted
             with streams():
                 self._begin_capture(run, cached, described)
 
@@ -160,7 +160,7 @@ class Saves:
         self._handover.start(run, begin=begin, encode=encode_beside, finish=finish)
 
     def _begin_capture(self, run: SaveRun, cached: CachedPlan, described: Described) -> None:
-        """Where nothing interrupts; what fails leaves no draft."""
+        """Called uninterrupted; on failure no draft is left."""
         plan, arena = cached.plan, self.captures.arena
         if cached.waiter == "optimizers" and plan.lazy_bytes:
             self.fencing.hooks.guard(described.optimizers)
@@ -179,9 +179,9 @@ class Saves:
     def _capture_once_planned(
         self, run: SaveRun, described: Described, fence: FenceMode, tell: Callable[[CachedPlan], None]
     ) -> None:
-        """The first save of a layout by several ranks: it begins once they have agreed who writes what.
+        """The first save of a layout by several ranks: its capture begins once they have agreed on a plan.
 
-        What must not change before it is captured is copied; the rest is lazy, and the fence copies what is left of it.
+        Pieces that must not change before their capture are copied. The rest is lazy; the fence copies what is left.
         """
         self._turn.uninterrupted(partial(self.fencing.hooks.guard, described.optimizers))
         streams = as_on_this_thread(memory.device for memory in described.places.apart.values())
@@ -213,13 +213,13 @@ class Saves:
         self._turn.uninterrupted(enlist)
 
     def _submit(self, act: Callable[..., None], *arguments: object) -> None:
-        """To the writer's thread. The Checkpointer lives until it is done."""
+        """Run `act` on the writer's thread. The Checkpointer is kept alive until it is done."""
         self._threads.writer.submit(_while_held, self._owner(), act, *arguments)
 
     # On the writer's thread
 
     def _finish(self, run: SaveRun) -> None:
-        """THE ORDER, second half: agree, receipts, commit, retain. Its outcome is the future's, whatever it is."""
+        """THE ORDER, second half: agree, receipts, commit, retain. The outcome, good or bad, goes into the future."""
         if not self._handover.is_handed_on(run):
             return
         save, plan = run.save, run.begun.plan
@@ -228,16 +228,16 @@ class Saves:
             with run.spans.phase("agreed"):
                 assignment = agree(run, self._coordinator, self._store)
             written = write(run, assignment, self._emit)
-            store_id = self._store_writer.store_id or ""  # which rank 0 knows
+            store_id = self._store_writer.store_id or ""  # only rank 0 needs it
             with run.spans.phase("published"):
                 manifest = commit(run, assignment, written, self._coordinator, self._store, store_id)
         except BaseException as error:
-            save.captured.await_end()  # by the watcher
+            save.captured.await_end()  # the watcher completes it
             self._end_badly(run, error)
             return
         self._emit(Committed(save.step, plan.file_bytes, run.ended(plan.file_bytes).seconds))
         save.committed.set_result(Checkpoint(self._store, step_directory(save.step), self._options, manifest))
-        # A larger arena shortens what a save waits for. Touching fresh pages is slower than a device, so no save waits.
+        # A larger arena shortens what a save waits for. Touching new pages is slower than a device, so no save waits.
         self.captures.grow(plan.file_bytes - plan.lazy_bytes)
         self._store_writer.retain(save.step)
 
@@ -245,7 +245,7 @@ class Saves:
         self, run: SaveRun, waiting: Unplanned, described: Described, fence: FenceMode,
         begin: Callable[[CachedPlan], None],
     ) -> None:
-        """All of a save whose plan the ranks have yet to agree on."""
+        """The whole save, if the ranks have yet to agree on its plan."""
         step = run.save.step
         self._absence.has_come_to(run.save)
         try:
@@ -277,22 +277,22 @@ class Saves:
     # Waiting and ending, on any thread
 
     def await_all(self) -> None:
-        """Until the saves in flight have ended, and the others know which of them this rank did not make."""
+        """Wait until the saves in flight have ended, and other ranks know which of them this rank did not make."""
         self.in_flight.await_all()
         self._absence.await_told()
 
     def count_alike(self, phase: str, error: Exception | None) -> None:
-        """All ranks take every step for tried equally often. Raises `error`, or RankError for that of another rank."""
+        """Make all ranks count the tries of each step alike. Raises `error`, or RankError for another rank's error."""
         self._coordinator.count_alike(phase, error)
 
     def end(self, *, wait: bool = True) -> None:
-        """No more saves. Steps wait for nothing any more."""
+        """Make no more saves. Steps stop waiting."""
         self.fencing.end(lift=wait)
         self._threads.end(wait=wait)
 
 
 def encode(run: SaveRun, described: Described) -> None:
-    """What is no tensor, encoded while bytes move; returns once what is not lazy may change."""
+    """Encode values that are not tensors while bytes move; returns once everything that is not lazy may change."""
     writing, objects = run.writing, described.objects
     run.sections = Sections(encode_sections(objects), encode_sections(described.per_rank), objects)
     run.spans.lap("encoded")
@@ -306,5 +306,5 @@ def encode(run: SaveRun, described: Described) -> None:
 
 
 def _while_held(_: object, act: Callable[..., None], *arguments: object) -> None:
-    """The first argument lives as long as this is queued, or goes on."""
+    """Call `act`; the first argument stays alive while this is queued or runs."""
     act(*arguments)

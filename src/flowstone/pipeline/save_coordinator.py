@@ -1,11 +1,11 @@
-"""The save coordinator: how the N ranks of a job save into one store as one, N at least 1.
+"""The save coordinator: how N ranks save into one store together, N at least 1.
 
-    assign   each rank reports what it holds; rank 0 assigns who writes what     (each save, in the background)
-    commit   each rank reports what it has written, or what failed; rank 0 publishes
+    assign   each rank reports what it holds; rank 0 assigns writers      (each save, in the background)
+    commit   each rank reports what it has written, or its failure; rank 0 publishes
 
-A rank whose layout is what it was keeps its part of the plan, and begins to write when `save` is called. One that is
-new waits for the others, in the background, and for what rank 0 makes of it. Each plan is proved to be whole. A group
-of one writes everything, which it knows at once; it commits by the same messages, which nobody has to encode.
+A rank whose layout did not change keeps its part of the plan, and begins to write when `save` is called. A rank with a
+new layout waits in the background for the other ranks and for rank 0's plan. Each plan is checked for completeness. A
+group of one writes everything, and needs no agreement; it commits by the same messages, without encoding them.
 """
 
 from __future__ import annotations
@@ -58,40 +58,40 @@ _log = logging.getLogger(__name__)
 
 
 class _Tries(msgspec.Struct, frozen=True):
-    """highest: of the steps that were tried; tries: of those that were more than once."""
+    """highest: the highest step that was tried; tries: number of tries of each step that was tried more than once."""
 
     highest: int
     tries: dict[int, int]
 
 
 class SaveCoordinator:
-    """One rank's side of it.
+    """One rank's side of the coordination.
 
-    `save` asks for what is known (`assignment`, `begin_try`, `draft_name`), on any thread, and waits for no rank.
-    What ranks do together is for one thread, the writer's, in the same order on every rank: what is learnt there is
-    known as soon as it is learnt, all of it at once.
+    `save` reads what is known (`assignment`, `begin_try`, `draft_name`), on any thread, and waits for no rank. What the
+    ranks do together runs on one thread, the writer's, in the same order on every rank; its result is stored by one
+    assignment, so that `save` sees all of it or nothing.
     """
 
     def __init__(self, agreement: Agreement, host: str) -> None:
         self.rank, self.size = agreement.rank, agreement.size
         self._agreement, self._host = agreement, host
         self._mine: Assignment | None = None  # replaced by the thread that agrees, never changed
-        # The same for a layout of which only that has changed what is captured late. Of the caller's thread.
+        # The same for a layout that differs only in which pieces are captured late. Used by the caller's thread.
         self._captured_otherwise: tuple[Assignment, Assignment] | None = None
         self._rank_zero = RankZero(agreement.size) if agreement.rank == 0 else None
-        # The name of this run of the job, once all know it; the same for ever.
+        # The identity of this run of the job, once all ranks know it; it never changes.
         self._job = "" if self._rank_zero is None else self._rank_zero.job
-        self._counting = threading.Lock()  # around the next two
-        self._highest = -1  # step that was tried
-        self._tries: dict[int, int] = {}  # of steps that were tried more than once
+        self._counting = threading.Lock()  # guards the next two
+        self._highest = -1  # highest step that was tried
+        self._tries: dict[int, int] = {}  # steps that were tried more than once
 
     @property
     def knows_every_layout(self) -> bool:
-        """Whether each save may begin at once: in a group of one nobody else has to hear of what it holds."""
+        """Whether each save may begin at once: a group of one needs no other rank's agreement."""
         return self.size == 1
 
     def assignment(self, layout: Layout) -> Assignment | None:
-        """What this rank writes of `layout`, where that is known: it may begin."""
+        """This rank's part of `layout`, if known: then it may begin."""
         mine = self._mine
         if mine is None or mine.layout.pieces is not layout.pieces or mine.layout.aliases is not layout.aliases:
             if not self.knows_every_layout:
@@ -114,14 +114,14 @@ class SaveCoordinator:
         return Try(step, tries)
 
     def _count_on(self, step: int, tries: int) -> None:
-        """Another rank has tried `step` so often."""
+        """Note that another rank has tried `step` that often."""
         with self._counting:
             self._tries[step] = max(self._tries.get(step, 1), tries)
 
     def count_alike(self, phase: str, error: Exception | None) -> None:
-        """Agree on how often each step was tried: as often as by any rank. Counts that differ fail the next save of it.
+        """Agree on the number of tries of each step: the highest of any rank. Different counts fail the next save.
 
-        raises  `error`, or RankError for that of another rank
+        raises  `error`, or RankError for another rank's error
         """
         with self._counting:
             counted = _Tries(self._highest, dict(self._tries))
@@ -131,7 +131,7 @@ class SaveCoordinator:
             self._highest, self._tries = most.highest, most.tries
 
     def draft_name(self, this_try: Try) -> str:
-        """The identity that a checkpoint will have: every rank knows it without asking."""
+        """The identity that the checkpoint will have: every rank computes it without asking."""
         return f"{self._job}-{this_try.step}-{this_try.number}"
 
     def assign(
@@ -139,8 +139,8 @@ class SaveCoordinator:
     ) -> Assignment:
         """Agree on a plan for `step`.
 
-        begun   the one that this rank has already begun by
-        is_far  some of the layout lies on a device
+        begun   the assignment with which this rank has already begun
+        is_far  some of the layout is in device memory
         raises  RankError; CollisionError, CoverageError on rank 0
         """
         rank_zero = self._rank_zero
@@ -153,7 +153,7 @@ class SaveCoordinator:
         try:
             agreed = self._agree_on_plan(step, proposal, rank_zero.assign if rank_zero else _nothing)
         except Exception:
-            self._mine = None  # the next one is made anew
+            self._mine = None  # the next plan is made anew
             raise
         terms, part = unpack(agreed.common, Terms), unpack(agreed.own, Part)
         self._job = terms.job
@@ -171,7 +171,7 @@ class SaveCoordinator:
     def _agree_on_plan(
         self, step: int, mine: Proposal | Exception, decide: Callable[[Sequence[Proposal]], Decision]
     ) -> Agreed:
-        """Where some ranks are behind, those lose their own call alone; the others wait for them to catch up."""
+        """If some ranks are behind, only their own call fails; the others wait for them to catch up."""
         for _ in range(CATCH_UP_CALLS):
             try:
                 return self._agreement.agree(
@@ -183,16 +183,16 @@ class SaveCoordinator:
         raise RankError(f"other ranks did not reach step {step}", rank=self.rank, phase="plan")
 
     def absent(self, step: int, error: Exception) -> None:
-        """Tell the others that this rank does not save `step`, because of `error`."""
+        """Tell the other ranks that this rank does not save `step`, because of `error`."""
         self._mine = None
         try:
             self._agree_on_plan(step, error, _nothing)
         except Exception as told:
-            _log.debug("step %d is not saved: %s", step, told)  # as we have said, or another rank
+            _log.debug("step %d is not saved: %s", step, told)  # this rank or another one has reported it already
 
     def give_up(self, step: int, error: Exception) -> None:
-        """Tell the others that this rank writes nothing of a `step` that was planned, because of `error`."""
-        if not isinstance(error, StateChangedError):  # which is no fault of the plan's
+        """Tell the other ranks that this rank writes nothing of a planned `step`, because of `error`."""
+        if not isinstance(error, StateChangedError):  # which does not make the plan wrong
             self._mine = None
         try:
             self._agreement.agree(f"the commit of step {step}", error, lambda _: Decision(), position=_before(step))
@@ -205,7 +205,7 @@ class SaveCoordinator:
     ) -> Manifest:
         """Publish what all ranks have written. The checkpoint is durable when this returns, on any rank.
 
-        raises  RankError: the first failure of any of them
+        raises  RankError: the first failure of any rank
         """
         step = this_try.step
         mine: Written | Exception = made if isinstance(made, Exception) else written_by(
@@ -251,7 +251,7 @@ class SaveCoordinator:
         except Exception as error:
             if isinstance(error, RankError) and "tries" in error.facts:
                 self._count_on(step, int(str(error.facts["tries"])))
-            if self._rank_zero is not None:  # ranks that have given up do not know that they may remove theirs
+            if self._rank_zero is not None:  # ranks that gave up do not know whether they may remove their files
                 segments = [row.name for one in written for row in one.segments]
                 publish.remove_own(store, draft, (INDEX_NAME, OBJECTS_NAME, MANIFEST_NAME, *segments))
             raise
@@ -259,7 +259,7 @@ class SaveCoordinator:
 
 
 def _before(step: int) -> int:
-    """The position of a commit: a rank that plans the step once more has given it up, and waits for those still in it.
+    """The position of a commit: a rank that plans the step again has given the commit up, and waits for the rest.
     """
     return step - 1
 
@@ -274,7 +274,7 @@ _WRITTEN: Encoding[Written] = Encoding(pack_written, unpack_written)
 
 
 def _most_tries(said: Sequence[bytes]) -> Decision:
-    """The most of each that any rank has counted."""
+    """For each step, the highest count of any rank."""
     most: dict[int, int] = {}
     counted = [msgspec.msgpack.decode(one, type=_Tries) for one in said]
     for one in counted:

@@ -1,18 +1,19 @@
-"""A save under way: its one life, from the call of `save` until it is committed, has failed, or was given up.
+"""A save under way: its states, from the call of `save` until it is committed, has failed, or was given up.
 
     called ──────────────────────► capturing ──► handed on ──► committed, or failed
        │                               ▲ └─────► given up
        └──► waiting for its plan ──────┘ (in the background)
                      └──► failed
 
-called     described; nothing has been read yet. What ends the call here leaves nothing
-waiting    the ranks have not agreed on who writes what: `unplanned` has the state, or copies of it
-capturing  `capture`: the engine reads the sources. The threads that finish saves know of it, and wait for the caller's
-           part: it encodes what is no tensor, and waits until what is not lazy is captured (handover.py)
-handed on  `handed_on` is open, and the caller is not needed any more: it has done its part, or the save began in the
+called     described; nothing has been read yet. A failure here leaves nothing to clean up
+waiting    the ranks have not agreed on a plan: `unplanned` has the state, or copies of it
+capturing  `capture`: the engine reads the sources. The threads that finish saves know the save, and wait for the
+           caller's part: it encodes values that are not tensors, and waits until everything not lazy is captured
+           (handover.py)
+handed on  `handed_on` is open, and the caller is no longer needed: it has done its part, or the save began in the
            background. `save.captured` follows once no source is read any more
-given up   it was interrupted before that: `handed_on` is open, too, and `given_up` says why. The caller does this, or,
-           where it was interrupted even in that, the thread of commits, which finds that the call has ended
+given up   the call was interrupted before that: `handed_on` is open, and `given_up` has the cause. The caller gives it
+           up; if the caller was interrupted even there, the writer's thread does, once it sees that the call ended
 ended      `save.committed` is done
 """
 
@@ -41,7 +42,8 @@ from flowstone.trace import Span, Spans
 
 
 class Sections(msgspec.Struct, frozen=True):
-    """The text of all that is no tensor, by section. `objects`: what `replicated` is the text of."""
+    """The encoded text of all values that are not tensors, by section. `objects`: the values that `replicated` encodes.
+    """
 
     replicated: Mapping[str, bytes]
     per_rank: Mapping[str, bytes]
@@ -49,15 +51,15 @@ class Sections(msgspec.Struct, frozen=True):
 
 
 class SaveRun:
-    """See above. Its caller's thread, the thread of captures and that of commits have it in turn.
+    """One save under way. The caller's thread, the watcher and the writer's thread own it in turn.
 
     this_try   names the draft: see SaveCoordinator.begin_try
-    spans      what it did when; from the call of `save` on
+    spans      its phases; from the call of `save` on
     capturing  how its capture was started
-    blocked_s  what the caller of `save` waited, once it has
-    call       in which call of a verb it was started, by Turn's count
+    blocked_s  seconds for which the caller of `save` was blocked, once known
+    call       the call of a verb that started it, by Turn's count
     is_agreed  the ranks have agreed on its plan
-    looked     what other ranks hold, too, as it was when `save` was called
+    looked     samples of replicas, from when `save` was called
     sections   once they are encoded
     """
 
@@ -72,13 +74,13 @@ class SaveRun:
         self.capture: Capture | None = None
         self.sections: Sections | None = None
         self.handed_on, self.given_up = Latch(), False
-        self._moved: NDArray[np.int64] | None = None  # once captured: pieces whose memory went away before they were
+        self._moved: NDArray[np.int64] | None = None  # once captured: pieces whose memory went away before that
 
     # Waiting for its plan
 
     @property
     def awaits_plan(self) -> bool:
-        """Whether nothing has begun it yet, and it may still begin."""
+        """Whether it has not begun, and may still begin."""
         return self.unplanned is not None and self.unplanned.is_pending
 
     @property
@@ -87,11 +89,11 @@ class SaveRun:
 
     @property
     def copied_bytes(self) -> int:
-        """Of copies that a step has made of what had no plan."""
+        """Bytes of copies that a step has made because there was no plan."""
         return 0 if self.unplanned is None else self.unplanned.snapshot_bytes
 
     def copy(self, room_bytes: int) -> bool:
-        """Copy what is left of a state that has no plan, if there is room; whether the state may change now."""
+        """Copy what is left of a state without a plan, if there is room. Returns whether the state may change now."""
         return self.unplanned is not None and self.unplanned.snapshot(room_bytes)
 
     # Capturing
@@ -111,23 +113,23 @@ class SaveRun:
         return self.begun.plan.lazy_bytes > 0 or bool(self.begun.staged.streams)
 
     def expedite(self) -> None:
-        """Something waits for what is not captured yet. Any thread."""
+        """A thread waits for what is not captured yet. Any thread."""
         if self.capture is not None:
             self.writing.expedite()
 
     def release_sources(self) -> None:
-        """Wait until the caller may change the state, on the host or by its current stream of a device."""
+        """Wait until the caller may change the state: on the host, or in its current stream of a device."""
         if self.unplanned is not None or not self.begun.staged.streams:
-            self.save.captured.result()  # which expedites, and copies what has no plan
+            self.save.captured.result()  # this expedites it, and copies a state without a plan
             return
         self.writing.expedite()
         self.writing.wait_queued()
-        self.begun.check.changed()  # the step that follows is no change
+        self.begun.check.changed()  # from here on a change is no error
         for stream in self.begun.staged.streams:
             stream.block_current()
 
     def captured(self) -> Captured:
-        """Everything has been captured: the sources are looked at a last time, and let go of."""
+        """Everything has been captured: check the sources one last time, and release them."""
         plan, staged = self.begun.plan, self.begun.staged
         self.begun.check.changed()
         lazy = np.flatnonzero(plan.lazy & (plan.length > 0))
@@ -147,15 +149,15 @@ class SaveRun:
         return self.capturing.begin
 
     def let_sources_go(self) -> None:
-        """Nothing reads them any more."""
+        """Drop the references to the sources: nothing reads them any more."""
         self.capture = replace(self.begun, staged=replace(self.begun.staged, places=None, sources=()))
 
     # Handed on
 
     def receipt(self) -> Receipt:
-        """Blocks until the segments are durable. Raises what went wrong; StateChangedError with the tensors' names."""
+        """Blocks until the segments are durable. Raises their failure; StateChangedError names the tensors."""
         receipt = self.writing.receipt()
-        self.save.captured.await_end()  # told before anything that follows from it
+        self.save.captured.await_end()  # complete `captured` before `committed`
         if self._moved is not None and len(self._moved) and not isinstance(receipt.error, StorageError):
             raise self._gone(self._moved)
         counted = self.begun.check.changed()
@@ -168,7 +170,7 @@ class SaveRun:
         return receipt
 
     def written(self, receipt: Receipt) -> Written:
-        """All segments are durable."""
+        """The event: all segments are durable."""
         io, now = receipt.io, monotonic()
         begin, end = receipt.synced or (now, now)
         self.spans.engine(receipt.spans)
@@ -177,11 +179,11 @@ class SaveRun:
         return Written(self.save.step, io.copied_bytes, self.spans.since_call(synced))
 
     def ended(self, file_bytes: int = 0) -> Span:
-        """It is committed, with so many bytes in files, or has failed."""
+        """The save is committed, with that many bytes in files, or has failed."""
         return self.spans.whole("save", file_bytes, track="saves")
 
     def contribution(self, receipt: Receipt) -> Contribution:
-        """What this rank has to commit, of a save whose segments are durable."""
+        """This rank's part of the commit, once its segments are durable."""
         capture, sections, looked = self.begun, self.sections, self.looked
         assert sections is not None, "only what is encoded is handed on"
         assert looked is not None, "what is captured was looked at before"
@@ -191,7 +193,7 @@ class SaveRun:
         )
 
     def _with_names(self, error: StateChangedError, counted: tuple[str, ...]) -> StateChangedError:
-        """The error with the tensors whose bytes had changed, or were gone; and of those that `counted` a change."""
+        """The error, naming the tensors whose bytes changed or went away, and those whose version counter moved."""
         plan, offsets = self.begun.plan, self.begun.staged.offsets
         hit = (offsets < error.offset + error.length) & (offsets + plan.length > error.offset)
         inside = [number for number, segment in enumerate(plan.segments) if error.path.endswith(f"/{segment.name}")]
@@ -200,7 +202,7 @@ class SaveRun:
         return state_changed(told, path=error.path, offset=error.offset, length=error.length, gone=error.gone)
 
     def _gone(self, pieces: NDArray[np.int64]) -> StateChangedError:
-        """The memory of these pieces went away before all was captured."""
+        """The error: the memory of these pieces went away before they were captured."""
         plan, first = self.begun.plan, int(pieces[0])
         names = tuple(plan.pieces.names[at] for at in pieces.tolist())
         path = f"{self.begun.draft.directory}/{plan.segments[int(plan.segment[first])].name}"

@@ -16,12 +16,12 @@ from flowstone.store.base import Store
 
 
 class Shared(msgspec.Struct, frozen=True):
-    """See above.
+    """Shared parts of one Checkpointer.
 
     turn     one verb at a time
-    emit     tells events
-    frozen   samples of parameters that no optimizer owns: saves compare them, loads make them void
-    outcome  what the last load left for the next save to know
+    emit     emits an event
+    frozen   samples of parameters that no optimizer owns: saves compare them, loads invalidate them
+    outcome  result of the last load, for the next save
     """
 
     store: Store
@@ -34,7 +34,7 @@ class Shared(msgspec.Struct, frozen=True):
 
 
 class SaveOptions(msgspec.Struct, frozen=True):
-    """Of a Checkpointer, what saves alone go by."""
+    """Options of a Checkpointer that only saves use."""
 
     budget_bytes: int | None
     saves_in_flight: int

@@ -1,4 +1,4 @@
-"""Ranks of a node that read for each other: whether they do, and with whom."""
+"""Whether the ranks of a node read for each other, and which of them."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _log = logging.getLogger(__name__)
 def share_reads(
     checkpoint: Checkpoint, plan: ReadPlan, store: Store, group: RankGroup, stack: ExitStack, *, willing: bool
 ) -> NodeReads | None:
-    """How the ranks of this node read for each other what several of them want; None where each reads for itself.
+    """How the ranks of this node share reads of the chunks that several of them need; None: each reads for itself.
 
-    stack    closes what that needs
+    stack    closes the resources
     willing  whether this rank takes part
     """
     step, index, this_node = checkpoint.step, checkpoint.index, node()
     request: ReadRequest | None = None
     node_reads: NodeReads | None = None
     failure: Exception | None = None
-    as_it_lies = index.chunks.stored is None  # a ring holds extents as they are
+    as_it_lies = index.chunks.stored is None  # a ring buffer holds extents in their stored form
     if willing and group.size > 1 and as_it_lies and plan.bytes >= SHARED_READ_BYTES_MIN:
         path = checkpoint.segment_paths[int(index.chunks.segment[plan.piece[0]])]
         try:
-            if store.reads_past_cache(path, plan.bytes):  # else the kernel reads once for all, and this gains nothing
+            if store.reads_past_cache(path, plan.bytes):  # else the page cache shares reads already
                 request = stack.enter_context(closing(ReadRequest(index, plan)))
         except OSError as error:
             _log.warning("cannot share memory with the ranks on this node (%s); each rank reads for itself", error)

@@ -1,5 +1,5 @@
-"""A Checkpointer as the store's one writer: what its first save does before anything is written, and what a later one
-does where the lock was lost, or a load fell back."""
+"""A Checkpointer as the store's one writer: what its first save does before anything is written; and what a later save
+does if the lock was lost, or a load fell back."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from flowstone.runtime.writer_lock import Owner, as_writer
 
 
 class SoleWriter:
-    """Of a group of N ranks rank 0 has the lock, and sets steps aside; each starts its own threads."""
+    """In a group of N ranks, rank 0 holds the lock and sets steps aside; each rank starts its own threads."""
 
     def __init__(
         self, shared: Shared, store_writer: StoreWriter, threads: Threads, in_flight: InFlight,
         owner: Callable[[], Owner | None], on_start: Callable[[], None],
     ) -> None:
-        """`owner`: the Checkpointer, by whose name the store is locked. `on_start`: called once the threads are there.
+        """`owner`: the Checkpointer that locks the store. `on_start`: called once the threads run.
         """
         self._store, self._turn, self._outcome = shared.store, shared.turn, shared.outcome
         self._is_first = shared.group.rank == 0
@@ -32,14 +32,14 @@ class SoleWriter:
         self._owner, self._on_start = owner, on_start
 
     def check(self) -> None:
-        """Before anything is written: be the writer, and set aside what a fallback left for that."""
+        """Before anything is written: become the writer, and set aside the steps that a fallback has superseded."""
         lost = self._is_first and self._store_writer.has_lost_the_lock()
         unlocked = self._is_first and self._store_writer.store_id is None
         if lost or unlocked or not self._threads.are_started or self._outcome.superseded_above is not None:
             self._turn.uninterrupted(partial(self._become, lost))
 
     def _become(self, lost: bool) -> None:
-        """At the first save: lock, sweep, learn the newest step; again, where the lock was `lost`."""
+        """At the first save, or after the lock was `lost`: lock, sweep, find the newest step."""
         if not self._threads.are_started:
             self._threads.start()
             self._on_start()
@@ -60,7 +60,7 @@ class SoleWriter:
             self._in_flight.newest, self._outcome.superseded_above = self._outcome.superseded_above, None
 
     def rewind(self, step: int) -> Sequence[int]:
-        """Set every step above `step` aside, on rank 0; those that were."""
+        """Set every step above `step` aside, on rank 0. Returns those steps."""
         catalog.find(self._store, step)
         self.check()
         self.drain()
@@ -69,13 +69,13 @@ class SoleWriter:
         return aside
 
     def drain(self) -> None:
-        """Wait for retention too, which runs behind a commit."""
+        """Wait for retention too, which runs after a commit."""
         done = Latch()
         self._turn.uninterrupted(lambda: self._threads.writer.submit(done.open))
         done.wait()
 
     def drain_at_end(self) -> None:
-        """The same, where there may be nothing to wait for, or no thread any more."""
+        """The same at the end, when there may be nothing to wait for, or no thread left."""
         if self._threads.are_started:
-            with suppress(RuntimeError):  # at the end of Python, which has waited for it
+            with suppress(RuntimeError):  # Python is ending, and has waited for it
                 self.drain()

@@ -1,8 +1,8 @@
-"""A save that cannot begin yet: the ranks have not agreed on who writes what.
+"""A save that cannot begin yet: the ranks have not agreed on its plan.
 
-Until then its state lies where it lay when `save` was called, but for what is captured early, which has been copied.
-A step that comes before the plan does not wait for it: it copies what is left, where there is memory for all of that,
-and the save goes on from the copies. Whatever was changed meanwhile, and what of it is known, is told of here.
+Until then its state stays in the caller's memory, except for what must be captured early, which is copied. A step that
+comes before the plan does not wait for it: it copies the rest of the state, if there is memory for all of it, and the
+save continues from the copies. Changes of the state in the meantime are detected and reported here.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _log = logging.getLogger("flowstone")
 
 
 class Unplanned:
-    """The state of such a save, for two threads: the fence's, which may `snapshot` it, and the writer's, which will
-    `take` it.
+    """The state of such a save, shared by two threads: the fence's, which may `snapshot` it, and the writer's, which
+    calls `take`.
 
-    snapshot_bytes  of copies that a step made, until `let_go`
+    snapshot_bytes  size of the copies that a step made, until `let_go`
     """
 
     def __init__(
         self, step: int, described: Described, late: NDArray[np.bool_], seen: Samples, guarded: Sequence[bool]
     ) -> None:
-        """`described` has copies of what is not `late`.
+        """`described` refers to copies of every piece that is not `late`.
 
-        seen     samples of every piece, as it was when `save` was called
-        guarded  which pieces nobody may change before they are captured
+        seen     samples of every piece, from when `save` was called
+        guarded  pieces that must not change before they are captured
         """
         self._step = step
         self._described: Described | None = described
@@ -51,7 +51,7 @@ class Unplanned:
         self._left = np.flatnonzero(late).tolist()
         self._lengths = described.pieces.lengths()
         self.snapshot_bytes = 0
-        self._copying = Lock()  # one thread copies; around the next, which nobody holds for long
+        self._copying = Lock()  # one thread copies; guards the next, and is never held for long
         self._lock = Lock()
         self._is_taken = self._is_told = False
         self._failure: StateChangedError | None = None
@@ -60,23 +60,23 @@ class Unplanned:
 
     @property
     def is_copied(self) -> bool:
-        """Whether the state may change: all of it has been copied, or is found to be lost."""
+        """Whether the state may change: all of it has been copied, or is known to be lost."""
         return not self._left
 
     @property
     def is_pending(self) -> bool:
-        """Whether nobody has begun it yet, and it may still begin."""
+        """Whether it has not begun, and may still begin."""
         return not self._is_taken and self._described is not None
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to wait for: it has been captured from where it lay, or from copies, or is lost."""
+        """Whether nothing is left to wait for: the state was captured, from its memory or from copies, or is lost."""
         return self._described is None
 
     def snapshot(self, room_bytes: int) -> bool:
-        """Copy what is left, if there is room for all of it; whether the state may change now. Any thread.
+        """Copy the rest, if there is room for all of it. Returns whether the state may change now. Any thread.
 
-        Stops as soon as it is taken. That there is no room is told in the log, once.
+        Stops as soon as the state is taken. Lack of room is logged, once.
         """
         with self._copying:
             left_bytes = int(self._lengths[self._left].sum())
@@ -101,7 +101,7 @@ class Unplanned:
                 self._fail((described.pieces.names[at],), gone=True)
             return True
         with self._lock:
-            if made is None or self._is_taken or self._described is None:  # it may have failed, and been let go
+            if made is None or self._is_taken or self._described is None:  # it may have failed, and been released
                 return False
             self._address[at], self._owners[at] = made
             self._apart.pop(at, None)
@@ -112,7 +112,7 @@ class Unplanned:
             return True
 
     def _close(self, described: Described) -> None:
-        """All has been copied: what changes from now on is no change of what is saved. With the lock held."""
+        """All is copied: later changes do not matter to this save. Call it with the lock held."""
         self._check_memory(described)
         names = CounterCheck(described.counters, described.layout, self._late, self._guarded).changed()
         self._described = replace(described, counters=Counters.none())
@@ -120,7 +120,7 @@ class Unplanned:
             self._fail(names)
 
     def _check_memory(self, described: Described) -> None:
-        """What was freed may still be mapped, and have been copied as it was left."""
+        """Memory that was freed may still be mapped, and have been copied in that condition."""
         away = moved(described.places, np.flatnonzero(self._late))
         if len(away):
             self._fail(tuple(described.pieces.names[at] for at in away.tolist()), gone=True)
@@ -139,10 +139,10 @@ class Unplanned:
             )
 
     def take(self) -> Described:
-        """What is to be captured; from now on nothing more of it is copied. Blocks while a device is asked.
+        """The state to capture; from now on nothing more of it is copied. Blocks while a device is asked.
 
-        On devices the current streams are to be those that were current when `save` was called.
-        raises  StateChangedError  it is not what it was then, as far as samples, counters and storages tell
+        On devices, the current streams must be those that were current when `save` was called.
+        raises  StateChangedError  the state has changed since then, according to samples, counters and storages
         """
         with self._lock:
             self._is_taken = True
@@ -167,13 +167,13 @@ class Unplanned:
         return described
 
     def let_go(self) -> None:
-        """It has been captured, or has failed: the copies are not needed any more."""
+        """The save was captured, or has failed: release the copies."""
         with self._lock:
             self._described, self._owners, self.snapshot_bytes = None, [], 0
 
 
 def unplanned(step: int, described: Described, seen: Samples, *, fence: FenceMode) -> Unplanned:
-    """The state of a save that waits for its plan, with copies of all that has to be captured before `save` returns."""
+    """The state of a save that waits for its plan, with copies of everything to capture before `save` returns."""
     lazy = lazy_pieces(described.layout, waiter_of(described, fence))
     pieces = described.pieces
     late = (pieces.lengths() >= PACKED_BELOW_BYTES) & np.array(lazy or False, np.bool_)

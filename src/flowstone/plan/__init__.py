@@ -1,1 +1,1 @@
-"""Who writes or reads what, and where: pure functions without torch, clock or I/O."""
+"""Plans: which rank writes or reads which bytes, and where. Pure functions without torch, clock or I/O."""

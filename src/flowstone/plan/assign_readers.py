@@ -1,7 +1,7 @@
-"""Assign readers: which rank of a node reads what several of them want, when, and where in its ring it puts that.
+"""Assign readers: which rank of a node reads chunks that several of its ranks need, when, and where in its ring buffer.
 
-Each byte is read once where ranks want the same chunks of the same piece (as ByteCheckpoint has it for replicas,
-arXiv 2407.20143). Every rank computes the same assignment from what all of them want.
+Each byte is read once if ranks need the same chunks of the same piece (ByteCheckpoint does so for replicas,
+arXiv 2407.20143). Every rank computes the same assignment from the needs of all.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from numpy.typing import NDArray
 from flowstone.config import CHUNK_BYTES
 from flowstone.table.chunks import Chunks, distinct
 
-_RUN_CHUNKS = 8  # that one rank reads for others as one
+_RUN_CHUNKS = 8  # that one rank reads for others in one run
 _ALIGNED_BYTES = 64
 
 
 class ReaderAssignment(msgspec.Struct, frozen=True, eq=False):
-    """What one rank reads for several, as columns of runs in the order of reading.
+    """The shared reads of a node, as columns over runs, in the order of reading.
 
     piece, first, last  chunks [first, last) of a piece of the index
-    batch     in which it is read for others
-    reader    position among the ranks
-    position  in a half of the reader's ring, in bytes
-    wants     of the asking rank: its row, and the run, of each run that it takes
-    alone     its rows that no other rank wants
-    batches   how many there are
-    bytes     of all runs, as they are stored: so they lie in a ring, too, where each rank verifies what it takes
+    batch     number of the batch in which the run is read
+    reader    position of the reading rank among the ranks
+    position  in a half of the reader's ring buffer, in bytes
+    wants     for each run that the asking rank needs: its row, and the run
+    alone     rows of the asking rank that no other rank needs
+    batches   number of batches
+    bytes     of all runs, in stored form: a ring buffer holds that, and each rank verifies what it takes
     """
 
     piece: NDArray[np.int64]
@@ -47,10 +47,10 @@ class ReaderAssignment(msgspec.Struct, frozen=True, eq=False):
 def assign_readers(
     wanted: Sequence[NDArray[np.int64]], me: int, chunks: Chunks, *, half_bytes: int
 ) -> ReaderAssignment:
-    """Assign a reader to what several ranks want of `chunks`.
+    """Assign a reader to each run of `chunks` that several ranks need.
 
-    wanted      of each rank its rows: piece, first and last chunk, an array of (rows, 3)
-    half_bytes  of a half of a ring; a run of chunks fits in
+    wanted      for each rank its rows: piece, first and last chunk, an array of (rows, 3)
+    half_bytes  size of half a ring buffer; must hold a run of chunks
     """
     assert half_bytes >= _RUN_CHUNKS * CHUNK_BYTES, "a run fits into half a ring"
     rows = np.concatenate(wanted)
@@ -62,14 +62,14 @@ def assign_readers(
     segment, offset = chunks.stored_at(keys[shared, 0], keys[shared, 1])
     shared = shared[np.lexsort((offset, segment))]
     runs = -(-(keys[shared, 2] - keys[shared, 1]) // _RUN_CHUNKS)
-    begin = np.cumsum(runs) - runs  # of each shared key, its first run
+    begin = np.cumsum(runs) - runs  # first run of each shared key
     of = np.repeat(np.arange(len(shared)), runs)
     piece = keys[shared, 0][of]
     first = keys[shared, 1][of] + (np.arange(len(of)) - begin[of]) * _RUN_CHUNKS
     last = np.minimum(first + _RUN_CHUNKS, keys[shared, 2][of])
     length = chunks.stored_bytes(piece, first, last)
     batch, reader, position = _ring_positions(length.tolist(), len(wanted), half_bytes)
-    number = np.full(len(keys), -1, np.int64)  # of a key among those shared
+    number = np.full(len(keys), -1, np.int64)  # number of each key among the shared ones
     number[shared] = np.arange(len(shared))
     mine = number[key[owner == me]]
     taking = np.flatnonzero(mine >= 0)
@@ -85,8 +85,8 @@ def assign_readers(
 def _ring_positions(
     length: Sequence[int], readers: int, half_bytes: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Batch, reader and position of each run. A reader's runs of a batch follow each other, and are equally many bytes
-    for all readers.
+    """Batch, reader and position of each run. In a batch, a reader's runs follow each other, and all readers have about
+    equally many bytes.
     """
     left = sum(length)
     batch, reader, position = 0, 0, 0

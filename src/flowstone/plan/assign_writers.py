@@ -1,10 +1,10 @@
 """Assign writers: which rank writes which of the pieces that the ranks of a job hold.
 
-Equal boxes of one tensor on several ranks are replicas: one of them is written, and the choice spreads the bytes over
-nodes and over their ranks (balanced writers: ByteCheckpoint, arXiv 2407.20143). Buffers of modules, which each rank
-may have updated by its own batch, are all taken from the lowest rank that holds them. That every element is written
-exactly once is proved here, for the very plan that is used. Tensors that have the same boxes on every rank form a
-class, and a class is looked at once (class_table.py).
+Equal boxes of one tensor on several ranks are replicas: one of them is written, chosen so that bytes are spread over
+nodes and over their ranks (balanced writers: ByteCheckpoint, arXiv 2407.20143). Each rank may have updated module
+buffers from its own batch, so all buffers are taken from the lowest rank that holds them. This module also checks, for
+the very plan that is used, that every element is written exactly once. Tensors that have the same boxes on every rank
+form a class, and each class is examined once (class_table.py).
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from flowstone.table.box import Box
 from flowstone.table.pieces import Pieces
 
 _MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)  # odd constants of golden ratio and XXH64
-_EVEN = 0.01  # of the least that the largest writer can have: so much more is even
-_BLOCK = 1 / 128  # of the same: blocks are so long
+_EVEN = 0.01  # of the smallest possible load of the largest writer: within that, loads count as even
+_BLOCK = 1 / 128  # of the same: the length of a block
 
 
 class WriterAssignment(msgspec.Struct, frozen=True, eq=False):
-    """Who writes what.
+    """Which rank writes which pieces.
 
-    layouts  the layout of each rank: long replicas in blocks, where one writer would have too much of them
+    layouts  the layout of each rank; long replicas are split into blocks, where one writer would have too much
     writes   for each rank, positions of its pieces in its layout, ascending; ranks that write alike share one array
-    bytes    for each rank, of those pieces
-    blocks   for each rank, how its layout comes from what it holds; empty where nothing is split
-    split    what is split
-    buffers how many boxes of modules' buffers are held by several ranks, and written by the lowest
-    replicas  which pieces several ranks hold, which have to be the same
+    bytes    for each rank, the length of those pieces
+    blocks   for each rank, how its layout was made from its pieces; empty if nothing is split
+    split    which replicas are split; None: none
+    buffers  number of boxes of module buffers that several ranks hold, written by the lowest of them
+    replicas  pieces that several ranks hold, and that must be equal
     """
 
     layouts: Sequence[Pieces]
@@ -63,11 +63,11 @@ def assign_writers(
     """Choose a writer for each distinct piece.
 
     nodes     the node of each rank; None: all on one
-    kept      rank -> what it writes, whatever the others do: it has begun, by a plan that split `kept_split`
-    worth_bytes, block_bytes_min  replicas are split, into blocks of about so much and more, if the largest writer then
-                                  has so much less
+    kept      rank -> what it writes in any case: it has begun, by a plan that split `kept_split`
+    worth_bytes, block_bytes_min  replicas are split, into blocks of at least that many bytes, if that takes
+                                  `worth_bytes` or more off the largest writer
     raises    CollisionError  two ranks give one tensor different dtypes or shapes
-              CoverageError   a tensor's boxes overlap without being equal, or leave a hole; or what is kept leaves one
+              CoverageError   a tensor's boxes overlap without being equal, or leave a hole; or `kept` leaves one
     """
     node = np.zeros(len(layouts), np.int64) if nodes is None else np.asarray(nodes, np.int64)
     if kept_split is not None:
@@ -76,7 +76,7 @@ def assign_writers(
     split = None if kept else found.to_split(worth_bytes, block_bytes_min)
     if split is None:
         return found.assignment
-    # Less may be gained than seemed possible: nodes of few ranks have as much to write as those of many.
+    # The gain may be less than estimated: nodes of few ranks have as much to write as those of many.
     in_blocks = _assign_split(layouts, node, kept, split)
     gained = int(found.assignment.bytes.max()) - int(in_blocks.bytes.max())
     return replace(in_blocks, replicas=found.assignment.replicas) if gained >= worth_bytes else found.assignment
@@ -98,9 +98,9 @@ def _replicas_of(layouts: Sequence[Pieces]) -> ReplicaSets:
 
 
 def check_replicas(layouts: Sequence[Pieces], samples: Sequence[NDArray[np.uint16] | None]) -> None:
-    """Raise CollisionError where boxes that several ranks hold are not the same, as far as their samples tell.
+    """Raise CollisionError for boxes that several ranks hold and whose samples differ.
 
-    samples  of each rank that has them: for each piece a digest of a few of its bytes
+    samples  for each rank that has them: for each piece a digest of a few of its bytes
     """
     table = ClassTable(layouts, {})
     found: dict[str, tuple[int, list[int]]] = {}
@@ -120,13 +120,13 @@ def check_replicas(layouts: Sequence[Pieces], samples: Sequence[NDArray[np.uint1
 
 
 def _in_words(ranks: Sequence[int]) -> str:
-    """"rank 3", "ranks 3, 7"; not more than eight of them."""
+    """"rank 3", "ranks 3, 7"; at most eight of them."""
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 class _Assigning:
-    """An assignment of writers, and whether it would be better with blocks."""
+    """An assignment of writers, and whether blocks would improve it."""
 
     def __init__(
         self, layouts: Sequence[Pieces], node: NDArray[np.int64], kept: Mapping[int, NDArray[np.int64]]
@@ -161,7 +161,7 @@ class _Assigning:
         )
 
     def to_split(self, worth_bytes: int, block_bytes_min: int) -> ReplicaSplit | None:
-        """What to split; None where that can gain little."""
+        """Which replicas to split; None if that gains too little."""
         largest = int(self.assignment.bytes.max(initial=0))
         if largest - self._level < max(worth_bytes, _EVEN * self._level):
             return None
@@ -171,18 +171,18 @@ class _Assigning:
             part = sum(batch.length * batch.size for batch in one.batches) / len(one.ranks)
             for batch in one.batches:
                 if batch.length > 2 * block_bytes:
-                    # Whole pieces leave gaps of half a length in the mean: as much is split to fill them.
+                    # Whole pieces leave gaps of half their length on average: split that much to fill them.
                     shares[batch.number] = max(shares[batch.number], min(1.0, batch.length / part))
         names = self._table.some_of(shares)
         return ReplicaSplit(names, 2 * block_bytes, block_bytes) if names else None
 
 
 class _ReplicaBatch(msgspec.Struct, frozen=True, eq=False):
-    """Equal boxes of all tensors of a class, as the same ranks hold them.
+    """Equal boxes of all tensors of a class, held by the same ranks.
 
-    length  in bytes, of each
-    size    how many tensors there are
-    row     of each of the ranks, where the table says which of them it writes
+    length  of each, in bytes
+    size    number of tensors
+    row     for each of the ranks, its row of the table, which says which tensors it writes
     number  of the class
     """
 
@@ -200,7 +200,7 @@ class _ReplicaSet(msgspec.Struct, frozen=True, eq=False):
 
 
 def _groups(boxes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The group of equal boxes that each row is in, and the first row of each group."""
+    """For each row its group of equal boxes, and the first row of each group."""
     columns = boxes.astype(np.uint64)
     key = np.zeros(len(columns), np.uint64)
     for column in columns.T:
@@ -208,13 +208,13 @@ def _groups(boxes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int
         key ^= key >> np.uint64(29)
         key *= _MIX[1]
     _, first, group = np.unique(key, return_index=True, return_inverse=True)
-    if not (columns == columns[first][group]).all():  # two keys are equal by chance
+    if not (columns == columns[first][group]).all():  # a collision: different boxes have equal keys
         _, first, group = np.unique(columns, axis=0, return_index=True, return_inverse=True)
     return group.reshape(-1), first
 
 
 def _lengths(tensors: Tensors, one: TensorClass, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The bytes of the boxes of these rows."""
+    """The length of the boxes of these rows, in bytes."""
     width, ndim = one.box.shape[1] // 2, len(tensors.shapes[one.tensor])
     elements: NDArray[np.int64] = one.box[rows, width : width + ndim].prod(axis=1)
     return elements * tensors.dtypes[one.tensor].item_bytes
@@ -223,9 +223,9 @@ def _lengths(tensors: Tensors, one: TensorClass, rows: NDArray[np.int64]) -> NDA
 def _choices(
     tensors: Tensors, one: TensorClass, group: NDArray[np.int64], groups: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The rows that may be chosen, by group and rank, and how many there are for each group.
+    """The candidate rows, by group and rank, and their number for each group.
 
-    One for a group that a rank has begun to write; of the others those of ranks that have not begun.
+    A group that a rank has begun to write has that one candidate; other groups those of ranks that have not begun.
     """
     order = np.lexsort((one.rank, group))
     if one.begun is None or one.wrote is None:
@@ -245,12 +245,12 @@ def _choices(
 
 
 def _check_covered(tensors: Tensors, one: TensorClass, first: NDArray[np.int64]) -> None:
-    """Raise CoverageError unless the distinct boxes of a class hold each element of its tensors exactly once."""
+    """Raise CoverageError unless the distinct boxes of a class cover each element of its tensors exactly once."""
     shape = tensors.shapes[one.tensor]
     width = one.box.shape[1] // 2
     offset, sides = one.box[first, : len(shape)], one.box[first, width : width + len(shape)]
     if not tiles(offset, sides, shape):
-        # Seldom, and slow: boxes that do not line up. It says what is wrong, if anything is.
+        # Rare and slow: boxes that do not line up. Raises if something is wrong.
         boxes = [Box(tuple(o), tuple(n)) for o, n in zip(offset.tolist(), sides.tolist(), strict=True)]
         check_tiling(tensors.names[one.tensor], shape, [box for box in boxes if box.elements])
 
@@ -258,9 +258,9 @@ def _check_covered(tensors: Tensors, one: TensorClass, first: NDArray[np.int64])
 def _balance(
     sets: Sequence[_ReplicaSet], loads: NDArray[np.int64], node: NDArray[np.int64], table: ClassTable
 ) -> float:
-    """Decide who writes which replicas. Fills `loads` and the table.
+    """Choose the writers of the replicas. Fills `loads` and the table.
 
-    Returns the bytes of the largest writer, if replicas could be split anywhere.
+    Returns the bytes of the largest writer if replicas could be split at any element.
     """
     found = []
     for one in sets:
@@ -280,7 +280,7 @@ def _balance(
 def _assign_counts(
     batches: Sequence[_ReplicaBatch], replicas: Replicas, counts: NDArray[np.int64], table: ClassTable
 ) -> None:
-    """Each rank's pieces of one length lie side by side, over all batches of that length."""
+    """Give each rank its count of pieces of one length, consecutive over all batches of that length."""
     stops = dict(zip(replicas.length.tolist(), np.cumsum(counts, axis=1), strict=True))
     starts = {length: stops[length] - row for length, row in zip(replicas.length.tolist(), counts, strict=True)}
     done = dict.fromkeys(stops, 0)

@@ -1,10 +1,10 @@
-"""Balance: how many of the pieces that several ranks hold each of these ranks writes, so that no rank writes much more.
+"""Balance: how many of the pieces that several ranks hold each of them writes, so that no rank writes much more.
 
-Sets of ranks overlap: what one set is given changes what is best for the next. So the bytes of each set are levelled
-in turn, by water-filling, over its ranks, or over its nodes and the ranks of each, until nothing moves. This is
-coordinate descent on the sum of squared loads, whose minimum has the smallest largest load, too (loads that replicas
-allow are the bases of a polymatroid: Fujishige, Lexicographically optimal base, 1980). Only then are whole pieces
-assigned, the largest first, each set beside what the others are to get.
+Sets of ranks overlap: an assignment to one set changes the optimum of the next. So the bytes of each set are levelled
+in turn, by water-filling over its ranks, or over its nodes and the ranks of each, until nothing moves. This is
+coordinate descent on the sum of squared loads; its minimum also has the smallest largest load (the possible loads are
+the bases of a polymatroid: Fujishige, Lexicographically optimal base, 1980). Only then are whole pieces assigned, the
+largest first, each set on top of the level loads of the others.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from numpy.typing import NDArray
 
 from flowstone.table.chunks import distinct
 
-_STEADY = 5e-4  # of the mean load: less than that moves no more
+_STEADY = 5e-4  # of the mean load: levelling stops when less than that moves
 _LEVELLINGS_MIN, _LEVELLINGS_MAX = 8, 200  # rounds over all sets
-_WORK_MAX = 100_000  # sets levelled, all rounds together, above the least number of rounds: a few seconds
+_WORK_MAX = 100_000  # sets levelled in all rounds together, beyond the minimum number of rounds: a few seconds
 _ROUNDINGS_MAX = 4  # rounds of assigning whole pieces; the best one is kept
 _BETTER = 1e-3
-_ALIKE = 1e-2  # loads of nodes that differ by less are as good
+_ALIKE = 1e-2  # loads of nodes that differ by less count as equal
 
 Loads = NDArray[np.float64]
 
 
 class Replicas(msgspec.Struct, frozen=True, eq=False):
-    """What the same ranks hold.
+    """The pieces that the same ranks hold.
 
     ranks   ascending
-    length  in bytes, descending: those of the pieces, each once
-    count   how many pieces there are of each length
+    length  the distinct lengths of the pieces in bytes, descending
+    count   number of pieces of each length
     """
 
     ranks: NDArray[np.int64]
@@ -41,11 +41,11 @@ class Replicas(msgspec.Struct, frozen=True, eq=False):
 
 
 class Balance(msgspec.Struct, frozen=True, eq=False):
-    """Who writes how much.
+    """How much each rank writes.
 
-    counts  for each set, how many pieces of each length each of its ranks writes: a row for each length, a column for
-            each rank
-    level   bytes of the largest writer, if pieces could be split anywhere
+    counts  for each set, the number of pieces of each length that each of its ranks writes: one row per length, one
+            column per rank
+    level   bytes of the largest writer if pieces could be split at any element
     """
 
     counts: Sequence[NDArray[np.int64]]
@@ -55,15 +55,15 @@ class Balance(msgspec.Struct, frozen=True, eq=False):
 def balance(sets: Sequence[Replicas], own: NDArray[np.int64], node: NDArray[np.int64]) -> Balance:
     """Choose how many pieces each rank writes.
 
-    own   bytes of each rank that it writes in any case
-    node  of each rank: the largest one's load counts before the largest rank's
+    own   bytes that each rank writes in any case
+    node  of each rank: the largest load of a node is minimised before that of a rank
     """
     ways = [np.zeros_like(node), node] if len(distinct(node)) > 1 else [node]
     found = [_balance(sets, own, way) for way in ways]
     if len(found) == 1:
         return found[0]
     nodes, ranks = zip(*(_largest(sets, own, node, one.counts) for one in found), strict=True)
-    # Levelled by ranks alone, nodes are most often as level as can be, but not where they differ in size.
+    # Levelling by ranks alone mostly levels nodes too, but not if nodes differ in size.
     by_ranks = nodes[0] <= nodes[1] * (1 + _ALIKE) and ranks[0] <= ranks[1]
     return Balance(found[0 if by_ranks else 1].counts, found[0].level)
 
@@ -79,12 +79,12 @@ def _largest(
 
 
 def _balance(sets: Sequence[Replicas], own: NDArray[np.int64], node: NDArray[np.int64]) -> Balance:
-    """Level nodes, and the ranks of each."""
+    """Level the nodes, and the ranks of each node."""
     all_writers = [_ReplicaWriters(one, node) for one in sets]
     load = _RankLoads(own.astype(np.float64), node)
     parts = _level(all_writers, load)
     level = float(load.ranks.max(initial=0))
-    order = sorted(range(len(sets)), key=lambda at: -int(sets[at].length[0]))  # what is small fills what is left
+    order = sorted(range(len(sets)), key=lambda at: -int(sets[at].length[0]))  # small pieces fill the gaps
     best: list[NDArray[np.int64]] = []
     lowest = np.inf
     for _ in range(_ROUNDINGS_MAX):
@@ -103,7 +103,7 @@ def _balance(sets: Sequence[Replicas], own: NDArray[np.int64], node: NDArray[np.
 
 
 class _RankLoads:
-    """The loads of ranks, and of their nodes."""
+    """The loads of the ranks, and of their nodes."""
 
     def __init__(self, ranks: Loads, node: NDArray[np.int64]) -> None:
         self.ranks = ranks
@@ -118,7 +118,7 @@ class _RankLoads:
 
 
 class _ReplicaWriters:
-    """The ranks that may write the pieces of a set. `members` of each node: positions among these ranks."""
+    """The ranks that may write the pieces of a set. `members`: for each node, positions among these ranks."""
 
     def __init__(self, one: Replicas, node: NDArray[np.int64]) -> None:
         self.ranks, self.length, self.count = one.ranks, one.length, one.count
@@ -134,7 +134,7 @@ class _ReplicaWriters:
 
 
 def _level(all_writers: Sequence[_ReplicaWriters], load: _RankLoads) -> list[Loads]:
-    """What each rank of each set would write if pieces could be split anywhere. Added to `load`."""
+    """The bytes that each rank of each set would write if pieces could be split at any element. Added to `load`."""
     parts = [np.zeros(len(writers.ranks)) for writers in all_writers]
     total = load.ranks.sum() + sum(writers.bytes for writers in all_writers)
     steady = _STEADY * total / max(1, len(load.ranks))
@@ -151,12 +151,12 @@ def _level(all_writers: Sequence[_ReplicaWriters], load: _RankLoads) -> list[Loa
             parts[at] = part
         if moved <= steady:
             break
-        order.reverse()  # what one end of a chain of sets has too much of is soon at the other
+        order.reverse()  # so that excess at one end of a chain of sets soon reaches the other end
     return parts
 
 
 def _water_fill_nodes(writers: _ReplicaWriters, load: _RankLoads) -> Loads:
-    """A set's bytes over its least loaded nodes, and over the least loaded ranks of each."""
+    """Spread a set's bytes over its least loaded nodes, and over the least loaded ranks of each."""
     ranks = load.ranks[writers.ranks]
     if len(writers.nodes) == 1:
         return _water_fill(ranks, writers.bytes)
@@ -171,7 +171,7 @@ def _water_fill_nodes(writers: _ReplicaWriters, load: _RankLoads) -> Loads:
 
 
 def _water_fill(load: Loads, amount: float) -> Loads:
-    """Water-filling: `amount` on top of the lowest of `load`, up to one level."""
+    """Water-filling: spread `amount` over the lowest of `load`, up to one common level."""
     lowest = np.sort(load)
     level = ((amount + np.cumsum(lowest)) / np.arange(1, len(load) + 1)).min()
     filled: Loads = np.maximum(level - load, 0.0)
@@ -179,7 +179,8 @@ def _water_fill(load: Loads, amount: float) -> Loads:
 
 
 def _assign_whole(writers: _ReplicaWriters, load: _RankLoads) -> NDArray[np.int64]:
-    """Whole pieces, the largest first, each to the least loaded rank of the least loaded node. Added to `load`."""
+    """Assign whole pieces, the largest first, each to the least loaded rank of the least loaded node; adds to `load`.
+    """
     counts = np.zeros((len(writers.length), len(writers.ranks)), np.int64)
     for row, (length, count) in enumerate(zip(writers.length.tolist(), writers.count.tolist(), strict=True)):
         ranks = load.ranks[writers.ranks]
@@ -197,14 +198,14 @@ def _assign_whole(writers: _ReplicaWriters, load: _RankLoads) -> NDArray[np.int6
 
 
 def _whole_counts(load: Loads, length: int, count: int) -> NDArray[np.int64]:
-    """How many of `count` equal pieces each gets, if each goes to the rank with the least."""
+    """How many of `count` equal pieces each rank gets, if each piece goes to the rank with the least."""
     if length == 0:
         found = np.zeros(len(load), np.int64)
         found[np.argmin(load)] = count
         return found
     found = (_water_fill(load, float(length) * count) / length).astype(np.int64)
     rest = count - int(found.sum())
-    while rest:  # once, but for rounding
+    while rest:  # once, except for rounding
         after = np.argsort(load + found * float(length), kind="stable")
         if rest < 0:
             found[after[found[after] > 0][-1]] -= 1

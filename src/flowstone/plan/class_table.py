@@ -1,7 +1,7 @@
-"""What all ranks of a job hold, by classes of tensors: those that have the same boxes on every rank.
+"""The pieces of all ranks of a job, by classes of tensors: a class has the same boxes on every rank.
 
-A class is looked at once, whatever is decided of its tensors, and what is decided is written down in columns: how many
-of them each rank writes. 8,192 ranks with 4,500 pieces each are a dozen classes.
+Each class is examined once, and decisions about its tensors are stored in columns: how many of them each rank
+writes. 8,192 ranks with 4,500 pieces each have a dozen classes.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from flowstone.plan.layout_groups import WHOLE, LayoutGroup, Tensors, layout_gro
 from flowstone.plan.replicas import ReplicaSets
 from flowstone.table.pieces import Pieces
 
-_CLASSES_REMEMBERED = 256  # of a layout group: with so few, most of its ranks write the same, and share one array
+_CLASSES_REMEMBERED = 256  # per layout group: with so few, most of its ranks write the same pieces, and share one array
 
 
 class TensorClass(msgspec.Struct, frozen=True, eq=False):
-    """The boxes of a class of tensors, on all ranks: those of the first tensor stand for all.
+    """The boxes of a class of tensors, on all ranks; the first tensor stands for all.
 
-    tensor  that first one
-    size    how many tensors there are
-    row     where the table says which of them a rank writes
+    tensor  the first one
+    size    number of tensors
+    row     the row of the table that says which of them a rank writes
     box     padded
-    begun   whether the rank has begun to write; wrote: whether it has these; None: nobody has begun
+    begun   whether the rank has begun to write; wrote: whether it writes these tensors; None: no rank has begun
     """
 
     tensor: int
@@ -39,7 +39,7 @@ class TensorClass(msgspec.Struct, frozen=True, eq=False):
 
 
 class ClassTable:
-    """What all ranks hold, by classes of tensors; and what they write of each, filled in as it is decided.
+    """The pieces of all ranks, by classes of tensors; and the part of each class that each rank writes.
 
     A column is a class on a rank: one position for each of its tensors, in the order of the tensors. The rank writes
     those from `start` to `stop`.
@@ -76,11 +76,11 @@ class ClassTable:
                 self._by_class[of].append((at, column))
         self.start = np.zeros(int(self._base[-1]), np.int32)
         self.stop = np.zeros(int(self._base[-1]), np.int32)
-        self._set = np.full(int(self._base[-1]), -1, np.int32)  # of ranks that hold the same, for each row
+        self._set = np.full(int(self._base[-1]), -1, np.int32)  # for each row, the set of ranks that hold the same
         self._sets: dict[bytes, int] = {}
 
     def column(self, number: int) -> TensorClass:
-        """All boxes of a class."""
+        """The boxes of a class on all ranks."""
         ranks, rows, boxes, wrote = [], [], [], []
         tensor = int(self._first[number])
         for at, column in self._by_class[number]:
@@ -101,9 +101,9 @@ class ClassTable:
         )
 
     def some_of(self, shares: NDArray[np.float64]) -> frozenset[str]:
-        """The names of so large a share of the tensors of each class, rounded up.
+        """Names of that share of the tensors of each class, rounded up.
 
-        None that another one is called like a block of: they would make one entry of a segment.
+        Leaves out a tensor if another one has the name of one of its blocks: both would make the same segment entry.
         """
         first = np.ceil(self._sizes * shares)
         chosen = self._ordinal < first[self._number]
@@ -112,7 +112,7 @@ class ClassTable:
         return frozenset(names[at] for at in np.flatnonzero(chosen).tolist()) - like_blocks
 
     def note_replicas(self, one: TensorClass, group: NDArray[np.int64]) -> None:
-        """Remember which ranks hold the same box. `group`: of each row of the class."""
+        """Note which ranks hold the same box. `group`: for each row of the class."""
         count = np.bincount(group)
         if one.tensor in self.tensors.buffers or int(count.max(initial=0)) < 2:
             return
@@ -123,7 +123,7 @@ class ClassTable:
             self._set[one.row[rows]] = self._sets.setdefault(np.sort(one.rank[rows]).tobytes(), len(self._sets))
 
     def replicas(self, ranks: int) -> ReplicaSets:
-        """What was noted of all classes."""
+        """The noted sets of all classes."""
         number: list[NDArray[np.int32]] = [np.zeros(0, np.int32)] * ranks
         sets: list[NDArray[np.int32]] = [np.zeros(0, np.int32)] * ranks
         for at, (layout_group, columns) in enumerate(zip(self._layout_groups, self._columns, strict=True)):
@@ -131,7 +131,7 @@ class ClassTable:
             known: dict[bytes, NDArray[np.int32]] = {}
             for row, rank in enumerate(layout_group.ranks.tolist()):
                 own, local = np.unique(noted[row], return_inverse=True)
-                alone = int(np.searchsorted(own, 0))  # 1 where there is a -1
+                alone = int(np.searchsorted(own, 0))  # 1 if there is a -1
                 pattern = (local.reshape(-1) - alone).astype(np.int32)
                 sets[rank] = own[alone:]
                 number[rank] = known.setdefault(pattern.tobytes(), pattern[columns.column])
@@ -141,11 +141,11 @@ class ClassTable:
         self, number: int, group: NDArray[np.int64], samples: Sequence[NDArray[np.uint16] | None],
         found: dict[str, tuple[int, list[int]]],
     ) -> None:
-        """Enter into `found` the tensors of a class that are not the same everywhere: the first rank, and the others.
+        """Add to `found` the tensors of a class that differ between ranks: the first rank, and the ranks that differ.
 
-        group  of each row of the class
+        group  for each row of the class
         """
-        known: dict[int, tuple[int, NDArray[np.uint16]]] = {}  # of each group, the first rank's
+        known: dict[int, tuple[int, NDArray[np.uint16]]] = {}  # for each group, the first rank's samples
         row = 0
         for at, column in self._by_class[number]:
             layout_group, columns = self._layout_groups[at], self._columns[at]
@@ -161,7 +161,7 @@ class ClassTable:
                     found.setdefault(name, (first, []))[1].append(rank)
 
     def writes(self, ranks: int) -> tuple[NDArray[np.int64], ...]:
-        """The positions that each rank writes."""
+        """For each rank, the positions that it writes."""
         found: list[NDArray[np.int64]] = [np.zeros(0, np.int64)] * ranks
         for at, (layout_group, columns) in enumerate(zip(self._layout_groups, self._columns, strict=True)):
             shape = (len(layout_group.ranks), len(columns.kind))
@@ -180,7 +180,7 @@ class ClassTable:
 
 
 class _ClassColumns(msgspec.Struct, frozen=True, eq=False):
-    """Of a layout group: the column of each position, and where in it; of each column its class, kind, first position.
+    """For a layout group: each position's column and place in it; each column's class, kind and first position.
     """
 
     column: NDArray[np.int64]
@@ -202,7 +202,7 @@ class _ClassColumns(msgspec.Struct, frozen=True, eq=False):
 
 
 def _written(layout_group: LayoutGroup, kept: Mapping[int, NDArray[np.int64]]) -> NDArray[np.bool_] | None:
-    """Which positions each rank of a layout group has begun to write; None where no rank has begun."""
+    """Which positions each rank of a layout group has begun to write; None if no rank has begun."""
     begun = [(row, kept[rank]) for row, rank in enumerate(layout_group.ranks.tolist()) if rank in kept]
     if not begun:
         return None
@@ -213,7 +213,7 @@ def _written(layout_group: LayoutGroup, kept: Mapping[int, NDArray[np.int64]]) -
 
 
 def _numbered(written: NDArray[np.bool_] | None) -> NDArray[np.int64] | None:
-    """A number for each position: equal where the same ranks have begun to write them."""
+    """A number for each position: equal if the same ranks have begun to write both."""
     if written is None or not written.size:
         return None
     ranks = np.ascontiguousarray(np.packbits(written, axis=0).T)

@@ -1,4 +1,4 @@
-"""What a set of boxes covers."""
+"""Which elements a set of boxes covers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flowstone.table.box import Box
 
 
 def subtract(box: Box, hole: Box) -> list[Box]:
-    """Disjoint boxes that together are `box` without `hole`: at most two for each dimension."""
+    """Disjoint boxes that together are `box` without `hole`: at most two per dimension."""
     common = box.intersect(hole)
     if common is None:
         return [box]
@@ -30,7 +30,7 @@ def subtract(box: Box, hole: Box) -> list[Box]:
 
 
 def uncovered(box: Box, parts: Iterable[Box]) -> Box | None:
-    """The first region of `box` that none of `parts` holds; None when they cover it."""
+    """The first region of `box` that is in none of `parts`; None if they cover it."""
     rest = [box] if box.elements else []
     for part in parts:
         rest = [piece for remaining in rest for piece in subtract(remaining, part)]
@@ -40,7 +40,7 @@ def uncovered(box: Box, parts: Iterable[Box]) -> Box | None:
 
 
 def check_tiling(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
-    """Raise CoverageError unless `boxes` hold each element of the tensor exactly once."""
+    """Raise CoverageError unless `boxes` cover each element of the tensor exactly once."""
     whole = Box.whole(shape)
     for box in boxes:
         if not box.inside(shape):
@@ -62,7 +62,7 @@ def check_tiling(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
 
 
 def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """The first box that shares an element with an earlier one, behind the first such; None: they are disjoint."""
+    """The first box that overlaps an earlier one, after that earlier one; None if all are disjoint."""
     ndim = len(boxes[0].offset) if boxes else 0
     begin = np.array([box.offset for box in boxes], np.int64).reshape(len(boxes), ndim)
     end = np.array([box.end for box in boxes], np.int64).reshape(len(boxes), ndim)
@@ -75,12 +75,12 @@ def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
 
 
 def tiles(offset: NDArray[np.int64], sides: NDArray[np.int64], shape: Sequence[int]) -> bool:
-    """Whether boxes that line up fill `shape`, each element once.
+    """Whether aligned boxes fill `shape`, each element once.
 
-    They line up where they are a grid, or where in some dimension all begin and end together, and those that do line
-    up again. False also for boxes that fill it without lining up: a pinwheel.
+    Aligned: they form a grid, or in some dimension they form slices with common begin and end, each of which is filled
+    by aligned boxes. False also for boxes that fill `shape` without being aligned: a pinwheel.
 
-    offset, sides  one row for each box, one column for each dimension, in elements
+    offset, sides  one row per box, one column per dimension, in elements
     """
     some = sides.all(axis=1)
     if not some.all():
@@ -93,7 +93,7 @@ def tiles(offset: NDArray[np.int64], sides: NDArray[np.int64], shape: Sequence[i
 
 
 def _is_grid(offset: NDArray[np.int64], sides: NDArray[np.int64], shape: Sequence[int]) -> bool:
-    """Whether the boxes are all cells of a grid that fills `shape`, each once."""
+    """Whether the boxes are the cells of a grid that fills `shape`, each once."""
     cells, cell = 1, np.zeros(len(offset), np.int64)
     for dim, length in enumerate(shape):
         edges, place = np.unique(offset[:, dim], return_inverse=True)
@@ -106,7 +106,7 @@ def _is_grid(offset: NDArray[np.int64], sides: NDArray[np.int64], shape: Sequenc
 
 
 def _is_sliced(offset: NDArray[np.int64], sides: NDArray[np.int64], shape: Sequence[int]) -> bool:
-    """Whether the boxes fall into slices of `shape`, side by side in some dimension, each of which is filled."""
+    """Whether the boxes form slices of `shape`, side by side in some dimension, each of which is filled."""
     for dim in range(len(shape)):
         begin = offset[:, dim]
         order = np.argsort(begin, kind="stable")

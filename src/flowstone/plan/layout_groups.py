@@ -1,8 +1,8 @@
-"""Layout groups: a view of the pieces of all ranks that stays small however many ranks and tensors there are.
+"""Layout groups: a view of the pieces of all ranks that stays small for any number of ranks and tensors.
 
-A layout splits most tensors alike: all of one shape have the same box on a rank. So a rank's pieces name its distinct
-boxes once (`Pieces.compact`), and most ranks differ only in the numbers of these. Such ranks are one `LayoutGroup`;
-tensors that have the same boxes on all ranks are a class, and what holds for one of a class holds for all.
+A layout splits most tensors alike: tensors of one shape have the same box on a rank. So a rank's pieces list its
+distinct boxes once (`Pieces.compact`), and most ranks differ only in the numbers of these boxes. Such ranks form one
+`LayoutGroup`. Tensors that have the same boxes on all ranks form a class; a decision for one of them fits all.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ WHOLE = -1  # the kind of a piece that is the whole tensor
 
 @dataclass(frozen=True, eq=False)
 class Tensors(TensorColumns):
-    """The tensors of all ranks, in the order in which they first occur, and where those of each rank are.
+    """The tensors of all ranks, in order of first occurrence, and the rows of each rank's tensors.
 
     rows     id of the tensors of some ranks -> the row of each of their positions
-    buffers  rows of those that are modules' buffers on every rank that holds them: no replicas, which have to be the
-             same, but each rank's own, of which the lowest rank's is saved
+    buffers  rows of module buffers, if they are buffers on every rank that holds them: not replicas that must be equal,
+             but one value per rank, of which the lowest rank's is saved
     """
 
     rows: Mapping[int, NDArray[np.int64]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, layouts: Sequence[Pieces]) -> Tensors:
-        """Raises CollisionError where two ranks give one tensor different dtypes or shapes."""
+        """Raises CollisionError if two ranks give one tensor different dtypes or shapes."""
         known: dict[str, int] = {}
         dtypes: list[DType] = []
         shapes: list[tuple[int, ...]] = []
@@ -53,7 +53,7 @@ class Tensors(TensorColumns):
         return cls(tuple(known), tuple(dtypes), tuple(shapes), frozenset(buffers - others), rows)
 
     def whole(self, width: int) -> NDArray[np.int64]:
-        """The box of all of each tensor, padded: `width` offsets, then `width` lengths."""
+        """The box of each whole tensor, padded: `width` offsets, then `width` lengths."""
         boxes = np.zeros((len(self.shapes), 2 * width), np.int64)
         for at, shape in enumerate(self.shapes):
             boxes[at, width : width + len(shape)] = shape
@@ -63,7 +63,7 @@ class Tensors(TensorColumns):
 def _enter(
     tensors: TensorColumns, rank: int, known: dict[str, int], dtypes: list[DType], shapes: list[tuple[int, ...]]
 ) -> NDArray[np.int64]:
-    """The rows of a rank's tensors, new ones entered."""
+    """The rows of a rank's tensors; new tensors are added."""
     found = np.empty(len(tensors.names), np.int64)
     for at, (name, dtype, shape) in enumerate(zip(tensors.names, tensors.dtypes, tensors.shapes, strict=True)):
         row = found[at] = known.setdefault(name, len(known))
@@ -80,14 +80,14 @@ def _enter(
 
 
 class LayoutGroup(msgspec.Struct, frozen=True, eq=False):
-    """Ranks whose pieces differ in the numbers of their boxes alone.
+    """Ranks whose pieces differ only in the numbers of their boxes.
 
     ranks   ascending
-    tensor  of each position: its row among all tensors
-    kind    of each position: its box among `boxes`, or WHOLE
+    tensor  for each position: its row among all tensors
+    kind    for each position: its box among `boxes`, or WHOLE
     boxes   for each variant and kind a box, padded: as many offsets as the widest tensor has, then as many lengths
-    variant of each rank: ranks that hold the very same boxes, as replicas do, are of one
-    ndim    of each kind
+    variant for each rank: ranks with equal boxes, as replicas have, share one
+    ndim    for each kind
     """
 
     ranks: NDArray[np.int64]
@@ -98,7 +98,7 @@ class LayoutGroup(msgspec.Struct, frozen=True, eq=False):
     ndim: NDArray[np.int64]
 
     def occurrences(self) -> NDArray[np.int64]:
-        """Of each position: how many before it are of the same tensor."""
+        """For each position: the number of earlier positions with the same tensor."""
         order = np.argsort(self.tensor, kind="stable")
         tensor = self.tensor[order]
         starts = np.flatnonzero(np.diff(tensor, prepend=-1))
@@ -108,7 +108,7 @@ class LayoutGroup(msgspec.Struct, frozen=True, eq=False):
 
 
 def layout_groups(layouts: Sequence[Pieces], tensors: Tensors, width: int) -> list[LayoutGroup]:
-    """The ranks of a job by what they hold. `width`: the most dimensions of any tensor."""
+    """Group the ranks of a job by what they hold. `width`: the most dimensions of any tensor."""
     members: dict[tuple[int, int, int], list[int]] = {}
     numbers: dict[int, int] = {}  # of an array, by its id
     contents: dict[bytes, int] = {}
@@ -146,11 +146,11 @@ def _layout_group(layouts: Sequence[Pieces], ranks: NDArray[np.int64], tensors: 
 def tensor_classes(
     found: Sequence[LayoutGroup], tensors: Tensors, apart: Sequence[NDArray[np.int64] | None]
 ) -> NDArray[np.int64]:
-    """A number for each tensor: equal where two have the same dtype and shape, and the same box on every rank.
+    """A number for each tensor: equal for two tensors with the same dtype and shape, and the same box on every rank.
 
     Buffers have numbers of their own.
 
-    apart  for each layout group, numbers of its positions that tell tensors apart as well
+    apart  for each layout group, numbers of its positions that also keep tensors apart
     """
     alike: dict[tuple[DType, tuple[int, ...]], int] = {}
     pairs = zip(tensors.dtypes, tensors.shapes, strict=True)
@@ -165,6 +165,6 @@ def tensor_classes(
             tensor = layout_group.tensor[here]
             pair = number[tensor] * (int(kind.max()) + 2) + kind[here] + 1
             distinct, finer = np.unique(pair, return_inverse=True)
-            number[tensor] = count + finer  # those that the group does not hold keep numbers of their own
+            number[tensor] = count + finer  # tensors that are not in the group keep numbers of their own
             count += len(distinct)
     return np.unique(number, return_inverse=True)[1].reshape(-1)

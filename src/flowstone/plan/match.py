@@ -1,4 +1,4 @@
-"""Strict comparison of what a state wants with what a checkpoint stores, before any byte moves."""
+"""Strict comparison of what a state requests with what a checkpoint stores, before any byte moves."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from flowstone.format.index import Index
 from flowstone.rules import Cast, Init, Rename, Rule, Skip
 from flowstone.table.pieces import Alias, Piece, Pieces
 
-_LISTED_MAX = 50  # differences of one kind that a message spells out; all are in the counts
+_LISTED_MAX = 50  # differences of one kind that a message lists; the counts include all
 
 
 class Match(msgspec.Struct, frozen=True):
-    """What to read for which wanted piece.
+    """Which index row to read for which requested piece.
 
-    wanted  positions among the wanted pieces, of those to be read
+    wanted  positions among the requested pieces, of those to be read
     rows    the index row for each of them
-    cast    names whose values are converted; initialised, skipped: as Init and Skip allowed
+    cast    names whose values are converted; initialised, skipped: names that Init and Skip allowed
     """
 
     wanted: tuple[int, ...]
@@ -31,10 +31,10 @@ class Match(msgspec.Struct, frozen=True):
 
 
 class Requested(msgspec.Struct, frozen=True):
-    """What a state asks of a checkpoint.
+    """What a state requests from a checkpoint.
 
     aliases   further names of some of the pieces
-    sections  the top-level entries that are asked for; others are not looked at
+    sections  the requested top-level entries; others are ignored
     """
 
     pieces: Sequence[Piece]
@@ -48,8 +48,8 @@ class Requested(msgspec.Struct, frozen=True):
 class Available(msgspec.Struct, frozen=True):
     """What a checkpoint holds.
 
-    names     of the stored tensors, as Rename rules call them, to index rows
-    sections  the top-level entries that all ranks have alike
+    names     stored tensor names, after Rename rules, to index rows
+    sections  the top-level entries that are equal on all ranks
     """
 
     index: Index
@@ -58,7 +58,7 @@ class Available(msgspec.Struct, frozen=True):
 
 
 def section_of(name: str, sections: Container[str]) -> str:
-    """The top-level entry that a name belongs to: the longest of `sections` that it lies in; they may have dots."""
+    """The top-level entry of a name: the longest of `sections` that is its prefix; sections may contain dots."""
     end = len(name)
     while end != -1:
         if name[:end] in sections:
@@ -68,7 +68,7 @@ def section_of(name: str, sections: Container[str]) -> str:
 
 
 def renamed(names: Mapping[str, int], rules: Sequence[Rule]) -> Mapping[str, int]:
-    """Stored names to rows, as the Rename rules call them; MismatchError where two become one."""
+    """Stored names, after the Rename rules, to rows; MismatchError if two become the same."""
     renames = [rule for rule in rules if isinstance(rule, Rename)]
     if not renames:
         return names
@@ -93,16 +93,16 @@ def match(
     requested: Requested, available: Available, rules: Sequence[Rule], *, differences: Sequence[str] = (),
     elsewhere: Container[str] = (), remedy: str = "",
 ) -> Match:
-    """Find each requested piece among what is stored, and account for every stored tensor.
+    """Find each requested piece among the stored ones, and account for every stored tensor.
 
-    differences  already found in what is not a tensor; raised together with ours
+    differences  already found in values that are not tensors; raised together with ours
     elsewhere    names that other ranks request
-    remedy       what to do about differences, where their cause is known
+    remedy       how to resolve the differences, if their cause is known
     raises       MismatchError that lists every difference
     """
     index, names = available.index, available.names
     pieces, aliases = Pieces.of(requested.pieces), requested.aliases
-    alike = tuple(names) == pieces.names  # as for most: the state that was saved, and nothing else
+    alike = tuple(names) == pieces.names  # the usual case: the state that was saved, and nothing else
     rows: list[int | None] = [*names.values()] if alike else [*map(names.get, pieces.names)]
     compared = _compare(pieces, rows, index, rules)
     unexpected = () if alike else _unexpected(requested, available, elsewhere)
@@ -123,7 +123,7 @@ def match(
 
 
 class _Compared(msgspec.Struct, frozen=True):
-    """What is not stored as it is requested: differences, and names that rules allow."""
+    """Requested pieces that are not stored as requested: differences, and names that rules allow."""
 
     faults: list[str] = msgspec.field(default_factory=list)
     cast: list[str] = msgspec.field(default_factory=list)
@@ -131,7 +131,7 @@ class _Compared(msgspec.Struct, frozen=True):
 
 
 def _compare(pieces: Pieces, rows: Sequence[int | None], index: Index, rules: Sequence[Rule]) -> _Compared:
-    """Compare pieces with the tensors at `rows` of the index; None: there is none."""
+    """Compare pieces with the tensors at `rows` of the index; None: not stored."""
     found = _Compared()
     for position in _suspects(pieces, rows, index):
         piece, row = pieces[position], rows[position]
@@ -153,7 +153,7 @@ def _compare(pieces: Pieces, rows: Sequence[int | None], index: Index, rules: Se
 
 
 def _unexpected(requested: Requested, available: Available, elsewhere: Container[str]) -> tuple[str, ...]:
-    """Stored tensors in the sections that are asked for, which no rank requests."""
+    """Stored tensors in the requested sections that no rank requests."""
     used = set(requested.names()).union(alias.name for alias in requested.aliases)
     known = {*requested.sections, *available.sections}
     return tuple([
@@ -163,7 +163,7 @@ def _unexpected(requested: Requested, available: Available, elsewhere: Container
 
 
 def _suspects(pieces: Pieces, rows: Sequence[int | None], index: Index) -> list[int]:
-    """Positions of the pieces that are not stored as they are wanted, ascending."""
+    """Positions of the pieces that are not stored as requested, ascending."""
     stored = [row for row in rows if row is not None]
     if len(stored) == len(rows):
         shapes, dtypes = map(index.shapes.__getitem__, stored), map(index.dtypes.__getitem__, stored)
@@ -176,12 +176,12 @@ def _suspects(pieces: Pieces, rows: Sequence[int | None], index: Index) -> list[
 
 
 def _is_of_a_rank(name: str) -> bool:
-    """Whether it lies in a section that every rank keeps its own of."""
+    """Whether the name is in a section with per-rank values."""
     return "@" in name.partition(".")[0]
 
 
 def allowed(rules: Sequence[Rule], kind: type[Init | Skip | Cast], name: str) -> bool:
-    """Whether some rule of that kind is for `name`."""
+    """Whether a rule of that kind matches `name`."""
     return any(isinstance(rule, kind) and rule.allows(name) for rule in rules)
 
 
@@ -190,7 +190,7 @@ def _described(piece: Piece) -> str:
 
 
 def _untied(aliases: Sequence[Alias], names: Mapping[str, int], index: Index, rules: Sequence[Rule]) -> list[str]:
-    """One memory cannot hold two stored tensors, unless they are equal."""
+    """Differences for tensors that share memory in the state, but are stored separately and are not equal."""
     faults = []
     for alias in aliases:
         row, target = names.get(alias.name), names.get(alias.target)
@@ -203,7 +203,7 @@ def _untied(aliases: Sequence[Alias], names: Mapping[str, int], index: Index, ru
 
 
 def _equal(index: Index, one: int, other: int) -> bool:
-    """Whether two stored tensors are known to have the same bytes: same boxes, same digests."""
+    """Whether two stored tensors are known to have equal bytes: same boxes, same digests."""
 
     def content(row: int) -> object:
         pieces = index.pieces_of(row)
@@ -218,7 +218,7 @@ def refuse(
     faults: Sequence[str], what: str = "state and checkpoint differ",
     next: str = "load into the model that was saved, or allow what differs by a rule (fs.Rename, Skip, Init, Cast)",
 ) -> NoReturn:
-    """Raise MismatchError for all of them."""
+    """Raise MismatchError with all `faults`."""
     shown = "\n".join(faults[:_LISTED_MAX])
     if len(faults) > _LISTED_MAX:
         shown += f"\n... and {len(faults) - _LISTED_MAX} more"

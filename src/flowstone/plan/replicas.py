@@ -1,7 +1,7 @@
-"""Replicas: pieces that several ranks hold, and how little these have to say to know that they hold the same.
+"""Replicas: pieces that several ranks hold, and how ranks compare them with short messages.
 
-Each rank makes one number of all that it holds together with the same other ranks; only where two of those differ is
-it asked for what each tensor has come to.
+Each rank computes one number for all pieces that it shares with the same other ranks. Only if two such numbers
+differ does it send a digest for each tensor.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 
 from flowstone.table.pieces import Layout
 
-LINE_BYTES = 64  # of a sample; a device cannot take fewer
+LINE_BYTES = 64  # of a sample; a device cannot gather fewer
 _MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], np.uint64)  # odd, of XXH64
 
 class ReplicaSets(msgspec.Struct, frozen=True, eq=False):
-    """Which pieces of a job several ranks hold: those that the same ranks do are one set.
+    """Which pieces of a job several ranks hold. Pieces held by the same ranks form one set.
 
-    number  for each rank: of each of its pieces the set, as the rank numbers its own from 0; -1: nobody else holds it,
-            or each has its own (buffers). Ranks that number alike share one array
-    sets    for each rank: of each of its sets, the number among all
+    number  for each rank: of each of its pieces the set, in the rank's own numbering from 0; -1: only this rank holds
+            it, or each rank has its own (buffers). Ranks with equal numbering share one array
+    sets    for each rank: of each of its sets, the number in the whole job
     """
 
     number: Sequence[NDArray[np.int32]]
@@ -31,13 +31,13 @@ class ReplicaSets(msgspec.Struct, frozen=True, eq=False):
 
 
 class Compared(msgspec.Struct, frozen=True, eq=False):
-    """What one rank compares with others at every save, in the order of its sets.
+    """The replicas that one rank compares with others at every save, in the order of its sets.
 
     rows     positions in its layout
-    starts   where each set begins among them
-    key      of each: equal on all ranks for one box of one tensor
+    starts   first position of each set
+    key      of each: equal on all ranks for the same box of the same tensor
     length   of each, in bytes
-    share    of them, that is looked at in one save by turns; None: all, which costs nothing for what is on the host
+    share    share of them that one save compares, by turns; None: all, which costs nothing in host memory
     """
 
     rows: NDArray[np.int64]
@@ -48,7 +48,7 @@ class Compared(msgspec.Struct, frozen=True, eq=False):
 
     @classmethod
     def of(cls, layout: Layout, number: NDArray[np.int64], share: float | None) -> Compared:
-        """What `number` says of the pieces of a layout; see ReplicaSets."""
+        """The pieces of a layout with a `number` that is not -1; see ReplicaSets."""
         rows = np.argsort(number, kind="stable")
         rows = rows[np.searchsorted(number[rows], 0) :]
         pieces = layout.pieces.take(np.sort(rows).tolist())
@@ -60,7 +60,7 @@ class Compared(msgspec.Struct, frozen=True, eq=False):
         return cls(rows, starts, key, length, share)
 
     def looked_at(self, step: int) -> NDArray[np.int64]:
-        """Of which rows a save of `step` looks at a few bytes: positions in `rows`, the same on all that hold them."""
+        """Which replicas a save of `step` samples: positions in `rows`, the same on all ranks that hold them."""
         if self.share is None:
             return np.arange(len(self.rows))
         turn = _mixed(self.key ^ np.uint64(step)).astype(np.float64) / float(1 << 64)
@@ -74,7 +74,7 @@ class Compared(msgspec.Struct, frozen=True, eq=False):
 
 
 def differing(sets: Sequence[NDArray[np.int32]], folded: Sequence[NDArray[np.uint64] | None]) -> bool:
-    """Whether two ranks have come to different numbers for one set. Those that have None are not asked."""
+    """Whether two ranks have different numbers for the same set. Ranks with None are left out."""
     ranks = [rank for rank, one in enumerate(folded) if one is not None]
     if not ranks:
         return False
@@ -86,7 +86,7 @@ def differing(sets: Sequence[NDArray[np.int32]], folded: Sequence[NDArray[np.uin
 
 
 def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Each bit of the result depends on all of a number."""
+    """Mix the bits: each bit of the result depends on all bits of the number."""
     numbers = (numbers ^ (numbers >> np.uint64(30))) * _MIX[0]
     numbers = (numbers ^ (numbers >> np.uint64(27))) * _MIX[1]
     return numbers ^ (numbers >> np.uint64(31))

@@ -1,7 +1,7 @@
-"""Split replicas: those too long for one writer become blocks of rows, which several ranks write.
+"""Split replicas: those too long for one writer become blocks of rows, written by several ranks.
 
-Where thousands of ranks hold few large tensors, one replica is more than a rank's part of the job. All ranks that hold
-it split it alike, and its blocks are assigned to writers as pieces of their own.
+If thousands of ranks hold few large tensors, one replica is more than a rank's share of the job. All ranks that
+hold it split it alike, and its blocks are assigned to writers as separate pieces.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from flowstone.table.pieces import Pieces, TensorColumns
 
 
 class ReplicaSplit(msgspec.Struct, frozen=True):
-    """Which pieces are written in blocks of rows: those of some tensors, where they are long.
+    """Which pieces are written in blocks of rows: long pieces of some tensors.
 
     names        of these tensors
-    above_bytes  what is no longer stays whole
-    block_bytes  of a block, rounded to rows
+    above_bytes  pieces up to this length stay whole
+    block_bytes  length of a block, rounded to rows
     """
 
     names: frozenset[str]
@@ -32,11 +32,11 @@ class ReplicaSplit(msgspec.Struct, frozen=True):
 
 
 class Blocks(msgspec.Struct, frozen=True, eq=False):
-    """What becomes of the pieces of a rank, in columns: an entry for each piece or block, in the order of the pieces.
+    """How the pieces of a rank are split, in columns: one entry per piece or block, in the order of the pieces.
 
     source         position of the piece
-    dim            the dimension that is split: the first with more than one entry; -1 where the piece stays whole
-    start, length  of the block in that dimension, from the piece's begin
+    dim            the split dimension: the first with more than one entry; -1 if the piece stays whole
+    start, length  of the block in that dimension, from the begin of the piece
     """
 
     source: NDArray[np.int64]
@@ -46,7 +46,7 @@ class Blocks(msgspec.Struct, frozen=True, eq=False):
 
 
 def split_replicas(layouts: Sequence[Pieces], split: ReplicaSplit) -> tuple[list[Pieces], list[Blocks]]:
-    """What each rank holds once split, and how that comes from its pieces. Ranks that are alike share columns."""
+    """The layout of each rank after splitting, and how it was made. Ranks with equal layouts share columns."""
     tensors = Tensors.of(layouts)
     width = int(tensors.ndim.max(initial=0))
     splitter = _Splitter(split, tensors, width)
@@ -63,7 +63,7 @@ def split_replicas(layouts: Sequence[Pieces], split: ReplicaSplit) -> tuple[list
 class _Splitter:
     """Splits the replicas of a job.
 
-    shape  of each tensor, as a number: equal where shapes are
+    shape  for each tensor a number: equal for equal shapes
     """
 
     def __init__(self, split: ReplicaSplit, tensors: Tensors, width: int) -> None:
@@ -76,21 +76,22 @@ class _Splitter:
         self._columns: dict[tuple[int, bytes], TensorColumns] = {}
 
     def alike(self, group: LayoutGroup) -> Iterator[NDArray[np.int64]]:
-        """The ranks of a layout group, as rows, whose boxes of tensors that may be split have the same sides."""
+        """Ranks of a layout group, as rows, grouped: in one group, boxes of tensors that may be split have equal sides.
+        """
         kinds = distinct(group.kind[self._is_split[group.tensor]])
         sides = group.boxes[:, kinds[kinds != WHOLE], self._width :].reshape(len(group.boxes), -1)
         alike = np.unique(sides, axis=0, return_inverse=True)[1].reshape(-1)[group.variant]
         return (np.flatnonzero(alike == number) for number in range(int(alike.max()) + 1))
 
     def blocks(self, group: LayoutGroup, row: int) -> Blocks:
-        """How the pieces of one of its ranks are split."""
+        """How the pieces of one rank of the group are split."""
         sides = self._whole[group.tensor, self._width :]
         part = group.kind != WHOLE
         sides[part] = group.boxes[group.variant[row], group.kind[part], self._width :]
         ndim = self._ndim[group.tensor]
         elements = np.where(np.arange(self._width) < ndim[:, None], sides, 1).prod(axis=1)
         bytes_ = elements * self._item_bytes[group.tensor]
-        padded = np.column_stack([sides, np.zeros(len(sides), np.int64)])  # a scalar has a dimension to look at, too
+        padded = np.column_stack([sides, np.zeros(len(sides), np.int64)])  # gives a scalar a dimension to look at
         dim = (padded > 1).argmax(axis=1)
         rows = np.maximum(padded[np.arange(len(sides)), dim], 1)
         is_split = self._is_split[group.tensor] & (bytes_ > self._split.above_bytes)
@@ -104,7 +105,7 @@ class _Splitter:
     def split(
         self, group: LayoutGroup, rows: NDArray[np.int64], blocks: Blocks, tensors: TensorColumns
     ) -> Iterator[Pieces]:
-        """What these ranks of a layout group hold, split: each distinct box once, as where nothing is split."""
+        """The pieces of these ranks after splitting: each distinct box once, as in an unsplit layout."""
         width, tensor, old = self._width, group.tensor[blocks.source], group.kind[blocks.source]
         is_split = blocks.dim >= 0
         parts = np.flatnonzero(is_split | (old != WHOLE))
@@ -114,7 +115,7 @@ class _Splitter:
         _, first, kinds = np.unique(keys, axis=0, return_index=True, return_inverse=True)
         at = parts[first]  # one part of each kind
         variants, variant = np.unique(group.variant[rows], return_inverse=True)
-        # WHOLE takes the last of them, which is there for that alone.
+        # Index WHOLE (-1) picks the last box, which exists for that purpose.
         whole_boxes = np.concatenate([group.boxes[variants], np.zeros((len(variants), 1, 2 * width), np.int64)], axis=1)
         boxes = np.where((old[at] == WHOLE)[:, None], self._whole[tensor[at]], whole_boxes[:, old[at]])
         of_blocks = np.flatnonzero(is_split[at])
@@ -127,7 +128,7 @@ class _Splitter:
         return (Pieces(new, parts, flat[at], kinds) for at in variant.tolist())
 
     def _take(self, tensors: TensorColumns, source: NDArray[np.int64]) -> TensorColumns:
-        """Shared by all ranks that shared `tensors` and are split alike."""
+        """The split columns, shared by all ranks that shared `tensors` and are split alike."""
         key = id(tensors), source.tobytes()
         if key not in self._columns:
             self._columns[key] = tensors.take(source.tolist())

@@ -1,9 +1,9 @@
 """The write plan: which piece goes into which slot of which segment.
 
-A plan knows sizes, never addresses, so it is made once and reused for every save of the
-same layout. `data_offsets` then turns slots into offsets, once the memory's addresses are known.
-Whatever else the plan alone decides is made with it: the order in which rows lie in the files, the
-text of header entries that never move, and all of the index but offsets and digests.
+A plan knows sizes, never addresses, so it is made once and reused for every save of the same layout. `data_offsets`
+turns slots into offsets, once the memory's addresses are known. The plan also holds everything else that depends on
+the layout alone: the order of rows in the files, the text of header entries that never move, and the index except
+offsets and digests.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from flowstone.table.pieces import Piece, Pieces
 class SegmentPlan(msgspec.Struct, frozen=True):
     """One file to be written: `pieces` are positions in the plan, in file order, the slotted ones first.
 
-    packed  the header's entries of the other pieces
+    packed  header entries of the packed pieces
     """
 
     name: str
     header_bytes: int
     bytes: int
     pieces: tuple[int, ...]
-    slotted: int  # how many of the pieces have a slot
+    slotted: int  # number of pieces with a slot
     packed: Packed
 
 
@@ -45,7 +45,7 @@ class WritePlan(msgspec.Struct, frozen=True, eq=False):
     text      the piece's header entry, up to its offsets
     segment   position in `segments`
     slot      offset_bytes in the segment's file: of the slot, or of the packed piece itself
-    slotted   whether the piece may start up to BLOCK_BYTES - 1 behind `slot`
+    slotted   whether the piece may start up to BLOCK_BYTES - 1 after `slot`
     lazy      whether the piece may be captured after `save` has returned
     chunk     the number of the piece's first chunk, over the whole plan
     order     rows of all files in file order: number s is the header of segment s, and
@@ -66,12 +66,12 @@ class WritePlan(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def bytes(self) -> int:
-        """Of all pieces, without headers and padding."""
+        """Length of all pieces, without headers and padding."""
         return int(self.length.sum())
 
     @property
     def lazy_bytes(self) -> int:
-        """Of the pieces that may be captured after `save` has returned."""
+        """Length of the pieces that may be captured after `save` has returned."""
         return int(self.length[self.lazy].sum())
 
     @property
@@ -85,11 +85,11 @@ def plan_writes(
 ) -> WritePlan:
     """Lay out `pieces` in as few segments as headers of `header_bytes_max` allow.
 
-    lazy     parallel to `pieces`: which may be captured late. They lie apart from the others, so that
-             capturing those early touches few windows. Packed pieces are never lazy. Empty: none is
-    alone    these are all pieces of their tensors; else other ranks write the rest, and `share` has proved it
+    lazy     parallel to `pieces`: which may be captured late. They are kept apart from the others, so that early
+             capture touches few windows. Packed pieces are never lazy. Empty: none
+    alone    these are all pieces of their tensors; else other ranks write the rest, and assign_writers has checked it
     raises   CoverageError   a tensor's pieces overlap or leave a hole
-             CollisionError  two pieces make one entry or a reserved one, or differ in the tensor's dtype or shape
+             CollisionError  two pieces make the same entry or a reserved one, or differ in the tensor's dtype or shape
     """
     pieces = Pieces.of(pieces)
     boxes = dict(pieces.part_boxes())
@@ -125,10 +125,10 @@ def plan_writes(
 
 
 def data_offsets(plan: WritePlan, phases: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The file offset of each piece's bytes, given each address modulo BLOCK_BYTES.
+    """The file offset of each piece's bytes, from each address modulo BLOCK_BYTES.
 
-    A slotted piece starts at the phase of its memory, so that a load can read whole blocks of it
-    straight into memory of that phase (docs/decisions/001).
+    A slotted piece starts at the phase of its memory (address modulo BLOCK_BYTES), so that a load can read whole
+    blocks of it straight into memory of the same phase (docs/decisions/001).
     """
     return plan.slot + np.where(plan.slotted, phases, 0).astype(np.uint64)
 
@@ -145,14 +145,14 @@ def _round_up(n: int) -> int:
 def _split(
     text: Sequence[str], length: NDArray[np.uint64], header_bytes_max: int
 ) -> list[tuple[NDArray[np.int64], int]]:
-    """Runs of pieces whose header fits, each with the room that its header needs."""
+    """Runs of pieces whose header fits, each with the room reserved for its header."""
     sizes = [len(entry.encode()) for entry in text]
     large = (length >= PACKED_BELOW_BYTES).tolist()
-    # No file is longer than one that held all: each slot rounded up, and the largest header.
+    # Upper bound of a file's length, used for the digits of offsets: one file with all pieces, each slot rounded up.
     file_bytes_max = int(length.sum()) + 2 * BLOCK_BYTES * (sum(large) + 1) + HEADER_BYTES_MAX
 
     def room(text_bytes: int, entries: int, slotted: int) -> int:
-        # At most one pad in front of each slotted piece, one in front of the packed ones, and one at the end.
+        # At most one pad before each slotted piece, one before the packed ones, and one at the end.
         return reserve(text_bytes, entries=entries, pads=slotted + 2, file_bytes_max=file_bytes_max)
 
     everything = room(sum(sizes), len(text), sum(large))
@@ -174,10 +174,10 @@ def _lay_out(
     members: NDArray[np.int64], length: NDArray[np.uint64], slotted: NDArray[np.bool_], lazy: NDArray[np.bool_],
     item: NDArray[np.int64], at: int, slot: NDArray[np.uint64],
 ) -> tuple[NDArray[np.int64], int]:
-    """Fill `slot` for one segment from offset `at`; the order in the file, and its end."""
+    """Fill `slot` for one segment from offset `at`. Returns the order in the file, and the file's end."""
     large, small = members[slotted[members]], members[~slotted[members]]
-    large = np.concatenate([large[lazy[large]], large[~lazy[large]]])  # those captured early beside the small ones
-    small = small[np.argsort(-item[small], kind="stable")]  # state order within a type's size
+    large = np.concatenate([large[lazy[large]], large[~lazy[large]]])  # early ones next to the small ones
+    small = small[np.argsort(-item[small], kind="stable")]  # in state order for types of equal size
     order = np.concatenate([large, small])
     rooms = np.concatenate([(length[large] + 2 * BLOCK_BYTES - 1) // BLOCK_BYTES * BLOCK_BYTES, length[small]])
     ends = at + np.cumsum(rooms.astype(np.int64))
@@ -186,7 +186,9 @@ def _lay_out(
 
 
 def _check_tensors(pieces: Pieces, boxes: Mapping[int, Box], *, alone: bool) -> None:
-    """One dtype and shape for each name, every element held once, every entry name its own. `boxes`: of the parts."""
+    """Check: one dtype and shape per name, every element covered once, entry names distinct. `boxes`: of partial
+    pieces.
+    """
     split = {pieces.names[at] for at in boxes}
     if len(set(pieces.names)) < len(pieces):
         split |= {name for name, count in Counter(pieces.names).items() if count > 1}
@@ -200,7 +202,9 @@ def _check_tensors(pieces: Pieces, boxes: Mapping[int, Box], *, alone: bool) -> 
 def _check_split(
     pieces: Pieces, boxes: Mapping[int, Box], split: set[str], entries: set[str], *, alone: bool
 ) -> set[str]:
-    """Tensors in several boxes, or not in the whole one: the entries of their boxes, none of them among `entries`."""
+    """Check tensors in several boxes, or in a partial one. Returns the entries of their boxes, none of them in
+    `entries`.
+    """
     held: dict[str, list[Box]] = defaultdict(list)
     first: dict[str, tuple[DType, tuple[int, ...]]] = {}
     for at in [at for at, name in enumerate(pieces.names) if name in split] if split else []:

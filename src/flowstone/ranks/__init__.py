@@ -1,4 +1,4 @@
-"""The ranks of a job: who they are, and how they agree without ever waiting for ever."""
+"""The ranks of a job: their number, and how they agree without an unbounded wait."""
 
 from flowstone.ranks.agreement import Agreed, Agreement, Encoding, Timeouts
 from flowstone.ranks.failure import name_of

@@ -1,12 +1,12 @@
-"""Agreement: every rank says something, rank 0 decides, all learn it. Or all learn what went wrong, and where.
+"""Agreement: every rank sends a message, rank 0 decides, all ranks learn the decision, or the failure and its origin.
 
-    up    each rank posts what it says; in a tree, so that nobody reads more than a few messages:
+    up    each rank posts its message; in a tree, so that each rank reads only a few messages:
           rank r collects from fan*r + 1 ... fan*r + fan
-    down  rank 0 posts what it has decided, for all and for each
+    down  rank 0 posts its decision, one part for all ranks and one for each
 
-A rank that failed posts its failure instead, and so does one that has waited too long for another. Who has waited too
-long for rank 0 claims the decision, which rank 0 does, too, before it decides: so there is one verdict, and every rank
-that lives learns the same. There are no collectives, and every wait has an end.
+A rank that failed posts its failure instead; so does a rank that has waited too long for another one. A rank that has
+waited too long for rank 0 claims the decision; rank 0 claims it too before it decides. So there is one verdict, and
+every live rank learns the same. There are no collectives, and every wait has a limit.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ _Said = TypeVar("_Said")
 
 
 class Encoding(msgspec.Struct, Generic[_Said], frozen=True):
-    """How what a rank says travels to rank 0. What rank 0 itself says does not travel: it is not encoded."""
+    """How a rank's message is encoded on its way to rank 0. Rank 0's own message is not sent, so it is not encoded."""
 
     encode: Callable[[_Said], bytes]
     decode: Callable[[bytes], _Said]
 
 
 class Agreed(msgspec.Struct, frozen=True):
-    """What a rank has learnt; `own` is empty where nothing was decided for each."""
+    """What a rank has learnt: `common` for all; `own` is for this rank, empty if there is none."""
 
     common: bytes
     own: bytes
 
 
 class Timeouts(msgspec.Struct, frozen=True):
-    """In seconds: for an agreement of all, for a rank without a sign of life, between lines about who is missing."""
+    """In seconds: limit for all ranks to agree, limit without a heartbeat, time between log lines on missing ranks."""
 
     deadline_s: float = DEADLINE_S
     silence_s: float = SILENCE_S
@@ -55,19 +55,19 @@ DEFAULT_TIMEOUTS = Timeouts()
 
 
 class Agreement:
-    """One rank's side of a job's agreements. All ranks come by the same ones in the same order. One thread at a time.
+    """One rank's side of a job's agreements. All ranks make the same ones in the same order. One thread at a time.
 
-    A job of one rank agrees with itself, without a key-value store. Which Checkpointers of several ranks belong
-    together turns out when these first agree: those meet that agree at the same time, and save into the same place. So
-    a rank may have others besides, that never meet anybody; and calls that other ranks did not make are passed over.
+    A job of one rank agrees with itself, without a key-value store. Checkpointers of several ranks find each other at
+    their first agreement: those that agree at the same time, and save into the same place, form a group. A rank may
+    have other Checkpointers that never join a group; calls that other ranks did not make are skipped.
     """
 
     def __init__(
         self, kv_store: KeyValueStore | None, rank: int, size: int, *, timeouts: Timeouts = DEFAULT_TIMEOUTS,
         fan: int = TREE_FAN, label: str | None = None, heartbeat: Heartbeat | None = None,
     ) -> None:
-        """`label`: what the Checkpointer saves into; None: the key-value store is for these very ranks, which need not
-        meet.
+        """`label`: the location that the Checkpointer saves into; None: the key-value store belongs to exactly these
+        ranks, which are a group without meeting first.
         """
         assert kv_store is not None or size == 1, "ranks need something to talk over"
         self.rank, self.size = rank, size
@@ -83,15 +83,15 @@ class Agreement:
             )
             if label is None:
                 detector.serials = [1] * size
-        self._group: str | None = "" if label is None else None  # in front of all keys
+        self._group: str | None = "" if label is None else None  # prefix of all keys
         self._number = 0
-        self._meeting = ""  # that this rank is in, or was when it was interrupted
-        self._decided: list[Exchange] = []  # on rank 0: those whose verdict somebody may still have to read
-        self._unread: set[str] = set()  # where ranks that were too late post what nobody reads any more
+        self._meeting = ""  # the meeting that this rank is in, or was in when it was interrupted
+        self._decided: list[Exchange] = []  # on rank 0: exchanges whose verdict a rank may still have to read
+        self._unread: set[str] = set()  # keys where late ranks post messages that will not be read any more
 
     @contextlib.contextmanager
     def pressing(self) -> Iterator[None]:
-        """Meanwhile somebody is held up: those that live, and have not called, are not waited for much longer."""
+        """While inside, a caller is held up: ranks that live and have not called get only a short time."""
         if self._side is None:
             yield
             return
@@ -115,14 +115,14 @@ class Agreement:
         self, phase: str, mine: _Said | Exception, decide: Callable[[Sequence[_Said]], Decision], *,
         position: int | None = None, encoding: Encoding[_Said] | None = None,
     ) -> Agreed:
-        """Send `mine`, a message or what has failed here, and learn what rank 0 decides from the messages of all.
+        """Send `mine`, a message or a failure of this rank; learn what rank 0 decides from all messages.
 
-        phase       what is being agreed on, for errors; the same on every rank
-        decide      on rank 0 only; from what each rank has said, in their order
-        position    where this stands in the order of such agreements, for ranks that are out of sync
-        encoding    of messages that are not bytes; rank 0's own is handed to `decide` as it is
-        raises      RankError, the same on every rank: the first failure, of a rank or of `decide`; a rank that is
-                    silent or late. Where it happened, the very error that it was
+        phase       what the ranks agree on, for error messages; the same on every rank
+        decide      called on rank 0 only, with the messages in rank order
+        position    place of this agreement in the order of such agreements, to find ranks that are out of sync
+        encoding    for messages that are not bytes; rank 0's own message is passed to `decide` as it is
+        raises      RankError, the same on every rank: the first failure of a rank or of `decide`, or a rank that is
+        silent or late. On the rank where the failure happened, the original error
         """
         if self._side is None:
             if isinstance(mine, Exception):
@@ -137,7 +137,7 @@ class Agreement:
             own_part = one.own() if verdict.has_each else b""
         except FlowstoneError:
             raise
-        except RuntimeError as error:  # torch's, of every kind; or a signal handler's
+        except RuntimeError as error:  # torch raises it for any failure; a signal handler may too
             self.leave_call(error)
             raise RankError(
                 f"the ranks can no longer talk to each other, in '{phase}'", rank=0, phase=phase, undecided=True,
@@ -157,29 +157,29 @@ class Agreement:
     def _encoded(
         self, mine: _Said | Exception, decide: Callable[[Sequence[_Said]], Decision], encoding: Encoding[_Said]
     ) -> tuple[bytes | Exception, Callable[[Sequence[bytes]], Decision]]:
-        """What this rank posts; and on rank 0, who posts nothing of its own, what it decides from what others post."""
+        """What this rank posts. On rank 0, which posts nothing: how to decide from what the others post."""
         if isinstance(mine, Exception):
-            return mine, lambda _: Decision()  # nothing is decided where a rank has failed
+            return mine, lambda _: Decision()  # if a rank has failed, nothing is decided
         if self.rank == 0:
             return b"", lambda posted: decide([mine, *map(encoding.decode, posted[1:])])
         try:
             return encoding.encode(mine), lambda _: Decision()
-        except Exception as error:  # the others must not wait for what cannot be told
+        except Exception as error:  # report it: the other ranks must not wait for a message that cannot be encoded
             return error, lambda _: Decision()
 
     def _exchange(
         self, side: Side, phase: str, mine: bytes | Exception, decide: Callable[[Sequence[bytes]], Decision],
         position: int | None,
     ) -> tuple[Exchange, Verdict]:
-        """The next one. Those of which others have given up another call than this are passed over.
+        """Take part in the next agreement. Skip those where the other ranks gave up a call that this rank did not make.
 
-        It may have been another call of the same verb: then they are in the next one already, or come to it. Else this
-        rank has come too late for its own call, and is told so.
+        That may have been another call of the same verb: then they are in the next call already, or will come to it.
+        Else this rank is too late for its own call, and gets that error.
         """
         while True:
             counter = f"meet/{hashlib.blake2b((self._label or '').encode(), digest_size=8).hexdigest()}"
             if self._meeting and (left := Exchange(side, self._meeting, phase, position, counter)).is_over():
-                self._join(side, left.learn())  # the others have met this rank, which was interrupted there
+                self._join(side, left.learn())  # the others have met this rank, which was interrupted in the meeting
             if self._group is None:
                 one = Exchange(side, self._enter(side.mailbox, counter, phase), phase, position, counter)
             else:
@@ -193,13 +193,13 @@ class Agreement:
                 side.detector.has_left(failure.rank, failure.left)
             if failure is None or not verdict.passes_over(self.rank, position):
                 return one, verdict
-            # Saves are told apart by their steps and tries: who is late in the first is not to join the second.
+            # Saves are identified by step and try: a rank that is late for the first must not join the second.
             may_be_another = is_late and position is None
             if failure.phase == phase and not (may_be_another and self._is_missed(side, phase)):
                 return one, verdict
 
     def _join(self, side: Side, verdict: Verdict) -> None:
-        """Be one of those who have met, if that is the verdict."""
+        """Join the group, if the verdict is that the ranks have met."""
         self._meeting = ""
         if verdict.group:
             self._group, side.detector.serials = f"{verdict.group}/", verdict.serials
@@ -207,9 +207,9 @@ class Agreement:
                 self._heartbeat.group, self._heartbeat.waits = verdict.group, False
 
     def _is_missed(self, side: Side, phase: str) -> bool:
-        """Whether the others are in their next call, and this one is the same: it was another one that they gave up."""
+        """Whether the others are in their next call, and this call is that one: then they gave up an earlier one."""
         if self._group is None:
-            return False  # who meets them anew comes to the same meeting as they do
+            return False  # a rank that meets the others again comes to the same meeting as they do
         following = Exchange(side, f"{self._group}{self._number + 1}", phase)
         since = time.monotonic()
         while not following.is_over():
@@ -221,9 +221,9 @@ class Agreement:
         return True
 
     def _enter(self, mailbox: Mailbox, counter: str, phase: str) -> str:
-        """The meeting that is to come. One Checkpointer of a rank at a time."""
+        """The key of the next meeting. One Checkpointer of a rank at a time."""
         since = time.monotonic()
-        while (name := f"{counter}/{mailbox.count(counter)}") != self._meeting:  # or it is the one that was left
+        while (name := f"{counter}/{mailbox.count(counter)}") != self._meeting:  # or the one that this rank left
             if mailbox.claim(f"{name}/in/{self.rank}"):
                 break
             waited_s = time.monotonic() - since
@@ -247,7 +247,7 @@ class Agreement:
         self._remove_unread()
         self._unread.update(one.unread())
         if self.rank == 0:
-            if len({found.rank for found in said}) == self.size:  # all have read what was decided before
+            if len({found.rank for found in said}) == self.size:  # all ranks have read the previous decision
                 self._clear()
             self._decided.append(one)
             if one.claim():
@@ -255,13 +255,13 @@ class Agreement:
         return one.learn()
 
     def leave_call(self, error: BaseException) -> None:
-        """`error` has ended the last call on this rank alone: who waits for it is told at once."""
+        """`error` has ended the last call on this rank alone: tell the ranks that wait for it at once."""
         if self._heartbeat is not None:
             self._heartbeat.leave(error)
 
     def leave(self) -> None:
-        """No more agreements. Rank 0, whose process may host the key-value store, waits a while until all others have
-        left.
+        """Make no more agreements. Rank 0, whose process may host the key-value store, waits a while until all others
+        have left.
         """
         if self.mailbox is None or self._group is None:
             return

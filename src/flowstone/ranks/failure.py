@@ -1,4 +1,4 @@
-"""What went wrong on a rank, as all ranks are told."""
+"""A failure of one rank, as all ranks learn it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flowstone.errors import FlowstoneError, RankError
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """What went wrong on a rank, in words and numbers that every rank understands."""
+    """A failure of one rank, in words and numbers that every rank understands."""
 
     rank: int
     phase: str
@@ -18,11 +18,11 @@ class Failure(msgspec.Struct, frozen=True):
     message: str
     errno: int = 0
     facts: dict[str, str] = {}
-    is_silence: bool = False  # somebody else has waited for `rank` in vain, or was told so
-    is_absence: bool = False  # it has not come to this phase
-    undecided: bool = False  # known to one rank alone: who was to decide is gone
+    is_silence: bool = False  # another rank has waited for `rank` in vain, or was told so
+    is_absence: bool = False  # the rank has not come to this phase
+    undecided: bool = False  # known to one rank alone: the rank that was to decide is gone
     ahead: int | None = None
-    left: int = 0  # the call of `rank`, by its number, that something has ended there
+    left: int = 0  # number of the call of `rank` that an exception has ended there
 
     def error(self) -> RankError:
         said = f"rank {self.rank} failed: {self.message}"
@@ -35,7 +35,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 def own_failure(rank: int, phase: str, error: Exception) -> Failure:
-    """What has failed on a rank: if that is what it knows of another one, it is not the root cause."""
+    """The failure of a rank from its error. An error about another rank is not a root cause."""
     failure = failure_of(rank, phase, error)
     if isinstance(error, RankError):
         return msgspec.structs.replace(failure, rank=error.rank, is_silence=True)
@@ -49,12 +49,12 @@ def failure_of(rank: int, phase: str, error: Exception) -> Failure:
 
 
 def name_of(error: BaseException) -> str:
-    """Its type, and what it says."""
+    """The error's type and message."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def first_failure(failures: Sequence[Failure]) -> Failure | None:
-    """The root cause: a rank's own failure rather than that others waited for it; of several, the lowest rank's."""
+    """The root cause: a rank's own failure before the failures of ranks that waited for it; then the lowest rank."""
     return min(failures, key=lambda one: (one.is_silence, one.rank), default=None)
 
 

@@ -1,4 +1,4 @@
-"""The failure detector: whether ranks that are waited for live, and whether they will come."""
+"""The failure detector: whether the ranks that are waited for are alive, and whether they will come."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from flowstone.config import SILENCE_S
 from flowstone.ranks.heartbeat import Status, key, opened
 from flowstone.ranks.kv_store import KeyValueStore
 
-_LOOKED_AT_MAX = 8  # of the Checkpointers of one rank, the newest
+_LOOKED_AT_MAX = 8  # Checkpointers of one rank, the newest ones
 
 Prospect: TypeAlias = Literal["coming", "idle", "elsewhere", "silent", "closed", "left"]
-"""Of a rank that is waited for: it is on its way, or may be; it lives, and has not begun the call; it is not likely to
-come, as it has closed the Checkpointer before it met the others, or waits for them with one of another store; it is
-taken for dead; it will not come; something has ended the call there."""
+"""What to expect of a rank that is waited for. coming: on its way, or may be; idle: alive, and has not begun the call;
+elsewhere: not likely to come, as it closed the Checkpointer before it met the others, or waits for them with one of
+another store; silent: counts as dead; closed: will not come; left: an exception has ended the call there."""
 
 
 class Liveness(msgspec.Struct, frozen=True):
-    """What is known of a rank that is waited for.
+    """What is known about a rank that is waited for.
 
-    words  after "which"
+    words  the rest of a sentence that begins "rank N, which"
     mark   changes when the rank does anything
-    call   the number of the one that was left
+    call   the number of the call that was left
     """
 
     rank: int
@@ -37,20 +37,20 @@ class Liveness(msgspec.Struct, frozen=True):
 
 
 class FailureDetector:
-    """When each rank last reported, and what, as seen by a rank that waits for it.
+    """The last report of each rank and its time, as seen by a rank that waits.
 
-    label    what the Checkpointer saves into whose ranks are waited for
+    label    location that the Checkpointer of these ranks saves into
     serials  which of each rank's Checkpointers is in the group; None before they have met
     """
 
     def __init__(self, kv_store: KeyValueStore, *, label: str = "", silence_s: float = SILENCE_S) -> None:
         self._kv_store, self._label, self._silence_s = kv_store, label, silence_s
         self.serials: Sequence[int] | None = None
-        self._left: dict[int, int] = {}  # of each rank, the last call that it has left, if all have been told
-        self._last: dict[int, tuple[int, int, float]] = {}  # serial, beat, when that was first seen
+        self._left: dict[int, int] = {}  # per rank, the last call that it left, once all ranks know of it
+        self._last: dict[int, tuple[int, int, float]] = {}  # serial, beat, time when that was first seen
 
     def of(self, rank: int, step: int | None) -> Liveness:
-        """What is known of a rank that has not come. `step`: what is to be saved, if anything is."""
+        """What is known about a rank that has not come. `step`: the step to be saved, if any."""
         if self.serials is not None:
             serial = self.serials[rank]
             status = self._status(rank, serial)
@@ -58,7 +58,7 @@ class FailureDetector:
         return self._unmet(rank, step)
 
     def has_left(self, rank: int, call: int) -> None:
-        """All have been told that this rank has left that call: from now on it is waited for as before."""
+        """All ranks know that this rank left that call: from now on it is waited for as before."""
         self._left[rank] = max(call, self._left.get(rank, 0))
 
     def _member(self, rank: int, serial: int, status: Status, step: int | None) -> Liveness:
@@ -80,7 +80,7 @@ class FailureDetector:
         return Liveness(rank, "idle", f"is alive, but has not made this call{last}; it is at {status.line}", mark)
 
     def _unmet(self, rank: int, step: int | None) -> Liveness:
-        """Of a rank that may have no Checkpointer of that store yet, and others besides."""
+        """What is known about a rank that may have no Checkpointer of that store yet, and may have others."""
         count = self._kv_store.add(opened(rank), 0)
         found = [(serial, self._status(rank, serial)) for serial in range(count, max(0, count - _LOOKED_AT_MAX), -1)]
         liveness = [(serial, status) for serial, status in found if status is not None]
@@ -113,7 +113,7 @@ class FailureDetector:
         return msgspec.msgpack.decode(self._kv_store.get(at), type=Status)
 
     def _silent_s(self, rank: int, serial: int, status: Status) -> float:
-        """How long it has said the same, as far as we have listened."""
+        """Seconds since its status last changed, as far as this rank has watched."""
         now = time.monotonic()
         if self._last.get(rank, (0, 0, 0.0))[:2] != (serial, status.beat):
             self._last[rank] = (serial, status.beat, now)

@@ -1,4 +1,4 @@
-"""The rank group: what the N ranks of a job decide together, N at least 1. A group of one decides at once."""
+"""The rank group: decisions that the N ranks of a job make together, N at least 1. A group of one decides at once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def error_for_others(verb: str, error: BaseException) -> Exception:
 class Calls(Protocol):
     """Which call of a verb this rank is in.
 
-    calls  how many were begun; `last` is the last of them, `verb` the one that goes on
+    calls  how many were begun; `last` is the last of them, `verb` the one that is running
     """
 
     calls: int
@@ -42,13 +42,13 @@ class Calls(Protocol):
 class RankGroup:
     """This rank's side of the group. Every rank calls the same, in the same order; one thread at a time.
 
-    agreement  by which the ranks agree: of a group of one, with itself
+    agreement  how the ranks agree; a group of one agrees with itself
     """
 
     def __init__(self, deadline_s: float, label: str, calls: Calls, *, alone: bool = False) -> None:
-        """Tells the other ranks of itself from now on, until `leave`.
+        """Reports this rank to the others from now on, until `leave`.
 
-        label  what is saved into
+        label  location that is saved into
         alone  this process is a group of one, whatever job it is in
         """
         job = Job() if alone else this_job()
@@ -66,7 +66,7 @@ class RankGroup:
         )
 
     def comes_to(self, step: int) -> None:
-        """This rank has been told to save `step`: who waits for it hears so."""
+        """This rank was told to save `step`: tell the ranks that wait for it."""
         self._highest = max(step, self._highest)
 
     def _activity(self) -> Activity:
@@ -74,18 +74,18 @@ class RankGroup:
         return Activity(calls.calls, calls.last, calls.verb is not None, self._highest)
 
     def certain(self, mine: bool) -> bool:
-        """Whether what is so on this rank is so on every rank: of others, nothing is certain before they are asked."""
+        """Whether `mine` is known to hold on every rank: never in a group of several, before the ranks are asked."""
         return mine and self.size == 1
 
     def pressing(self) -> AbstractContextManager[None]:
-        """Meanwhile somebody waits for the others who would rather not: see `Agreement.pressing`."""
+        """While inside, the caller is held up by the other ranks: see `Agreement.pressing`."""
         return self.agreement.pressing()
 
     def decide(self, phase: str, look: Callable[[], Sequence[int]]) -> list[int]:
-        """What rank 0 finds: one rank decides what exists.
+        """The result of `look` on rank 0, for all ranks: one rank decides which checkpoints exist.
 
-        raises  what it raises there, RankError elsewhere; but that there is nothing is the same for all, who may then
-                begin afresh
+        raises  the error of `look` on rank 0, RankError elsewhere; but NoCheckpointError on every rank, so that all
+                may start from the beginning
         """
         try:
             agreed = self.agreement.agree(phase, b"", lambda _: Decision(msgspec.json.encode(list(look()))))
@@ -98,17 +98,17 @@ class RankGroup:
         return msgspec.json.decode(agreed.common, type=list[int])
 
     def confirm(self, phase: str, error: Exception | None = None) -> None:
-        """Go on only if all do. Raises `error`, or RankError for that of another rank."""
+        """Go on only if all ranks do. Raises `error`, or RankError for the error of another rank."""
         self.agreement.agree(phase, b"" if error is None else error, lambda _: Decision())
 
     def ask(self, phase: str, mine: bytes, decide: Callable[[Sequence[bytes]], Decision]) -> bytes:
-        """What rank 0 decides from what all ranks say, the same for all of them. Raises RankError."""
+        """What rank 0 decides from the messages of all ranks; the same result on all of them. Raises RankError."""
         return self.agreement.agree(phase, mine, decide).common
 
     def near(self, phase: str, node: str, mine: bytes | Exception) -> list[tuple[int, bytes]]:
-        """Of the ranks of this node that have something to say: rank, and what it says, in their order.
+        """Messages of the ranks of this node that sent one: (rank, message), in rank order.
 
-        raises  `mine`, if that is an error, or RankError for that of another rank
+        raises  `mine`, if it is an error, or RankError for the error of another rank
         """
 
         def group(said: Sequence[bytes]) -> Decision:
@@ -126,15 +126,15 @@ class RankGroup:
         return msgspec.msgpack.decode(agreed.own, type=list[tuple[int, bytes]])
 
     def abandon(self) -> None:
-        """Whoever spoke for this rank is gone: the others need not wait for it. Returns at once."""
+        """This rank's Checkpointer is gone: tell the others not to wait for it. Returns at once."""
         if self._heartbeat is not None:
             self._heartbeat.stop(wait=False)
 
     def leave(self) -> None:
-        """The end: rank 0, whose process may hold what the ranks talk over, goes last."""
+        """The end. Rank 0 leaves last, since its process may host the key-value store."""
         if self._heartbeat is not None:
-            self._heartbeat.close()  # first: who still waits for this rank is told that it does not come
+            self._heartbeat.close()  # first: ranks that still wait for this one learn that it does not come
         try:
             self.agreement.leave()
-        except RuntimeError as error:  # torch's: whoever keeps what we talk over has gone before
+        except RuntimeError as error:  # torch's: the process that hosts the key-value store has ended
             _log.debug("left without a word: %s", error)

@@ -1,6 +1,6 @@
 """The heartbeat: every rank reports from time to time that it is alive, and what it is doing.
 
-So a dead rank is told from a slow one, and a rank that will never come from both.
+So the other ranks can tell a dead rank from a slow one, and from one that will never come.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _OURS = os.path.dirname(os.path.dirname(__file__))
 class Activity(msgspec.Struct, frozen=True):
     """What a Checkpointer is used for.
 
-    calls      how many were begun; `last` is the last of them, `is_inside` while it goes on
-    step       the highest that was to be saved
+    calls      how many were begun; `last` is the last of them, `is_inside` while it is running
+    step       the highest step that was to be saved
     """
 
     calls: int = 0
@@ -37,15 +37,15 @@ class Activity(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True):
-    """What a rank says of one of its Checkpointers.
+    """What a rank reports about one of its Checkpointers.
 
-    beat       how often it has said so
-    label      what it saves into
-    group      that it has met the others in; "" until then
-    waits      for the others to meet it, or did so in vain
-    is_closed  it will not come any more
+    beat       number of reports so far
+    label      location that it saves into
+    group      group that it is in; "" until the ranks have met
+    waits      it waits for the others to meet, or did so in vain
+    is_closed  it will make no more calls
     line       where the main thread is, in the user's code
-    left       the call, by its number, that something has ended on this rank alone; `why`: what, after "which"
+    left       number of the call that an exception has ended on this rank alone; `why`: the exception, in words
     """
 
     beat: int
@@ -60,12 +60,12 @@ class Status(msgspec.Struct, frozen=True):
 
 
 class Heartbeat:
-    """Beats until stopped, or until the key-value store is gone. Never waits in the store, so it may share a
+    """Reports until stopped, or until the key-value store is gone. Never waits in the store, so it may share a
     connection.
 
-    serial  of this Checkpointer, among those that this rank has opened in the job
-    group   that it has met the others in, once it has
-    waits   to meet them, or has done so in vain
+    serial  number of this Checkpointer, among those that this rank has opened in the job
+    group   that it is in, once the ranks have met
+    waits   for the others to meet, or did so in vain
     """
 
     def __init__(
@@ -88,13 +88,13 @@ class Heartbeat:
             self._thread.join()
 
     def leave(self, error: BaseException) -> None:
-        """Say at once that `error` has ended the last call on this rank alone: the others may be in its midst."""
+        """Report at once that `error` has ended the last call on this rank alone: the others may still be in it."""
         activity = self._activity()
         self._left = activity.calls, f"was interrupted in {activity.last}() by {name_of(error)}"
         self._say()
 
     def close(self) -> None:
-        """Stop, and say so: nobody has to wait for this rank."""
+        """Stop, and report it: no rank needs to wait for this one."""
         self.stop()
         self._say(is_closed=True)
 
@@ -104,21 +104,21 @@ class Heartbeat:
                 return
 
     def _say(self, *, is_closed: bool = False) -> bool:
-        """Whether the key-value store still takes it."""
+        """Post a report. Returns whether the key-value store still takes it."""
         self._beats += 1
         status = Status(
             self._beats, self._label, self.group, self._activity(), self.waits, is_closed, users_line(), *self._left
         )
         try:
             self._kv_store.set(key(self._rank, self.serial), msgspec.msgpack.encode(status))
-        except RuntimeError as error:  # torch's, of every kind: a call that waits for something meets it, too
+        except RuntimeError as error:  # torch raises it for any failure; a call that waits for a rank gets it too
             _log.debug("no more heartbeats of rank %d: %s", self._rank, error)
             return False
         return True
 
 
 def opened(rank: int) -> str:
-    """Counts the Checkpointers that a rank has opened."""
+    """The key of the counter of Checkpointers that a rank has opened."""
     return f"opened/{rank}"
 
 
@@ -127,7 +127,7 @@ def key(rank: int, serial: int) -> str:
 
 
 def users_line() -> str:
-    """Where the main thread is: the innermost line that is neither Python's, nor an installed package's, nor ours."""
+    """Where the main thread is: the innermost line outside of Python, installed packages and this package."""
     frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
     innermost = frame
     others = (_OURS, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")

@@ -1,4 +1,4 @@
-"""The job: which of how many ranks this process is, and the key-value store that they share."""
+"""The job: this process's rank, the number of ranks, and the key-value store that they share."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ class Job(msgspec.Struct, frozen=True):
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Which rank this process is, of how many."""
+    """This process's rank, and the number of ranks."""
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1
     return dist.get_rank(), dist.get_world_size()
 
 
 def this_job() -> Job:
-    """As torch.distributed has it; a process without it is a job of its own.
+    """The job as torch.distributed has it; a process without it is a job of one rank.
 
-    It is a part of the job's own store, over a connection of its own: a call on it delays no other. All
-    Checkpointers of the job share it; those that belong together meet when they first agree.
+    The key-value store is a prefix of the job's own store, over its own connection, so that a call on it delays no
+    other. All Checkpointers of the job share it; those of the same group find each other at their first agreement.
     """
     rank, size = rank_and_size()
     if size == 1:
         return Job()
-    store = dist.distributed_c10d._get_default_store()  # no public name gives it
+    store = dist.distributed_c10d._get_default_store()  # torch has no public name for it
     own = store.clone()  # type: ignore[attr-defined]  # not in the stubs
-    own.set_timeout(timedelta(seconds=SILENCE_S))  # of a call, where the process that keeps the store is frozen
-    return Job(rank, size, cast("KeyValueStore", PrefixStore("flowstone", own)))  # torch's types: values are str alone
+    own.set_timeout(timedelta(seconds=SILENCE_S))  # per call, in case the process that hosts the store is frozen
+    return Job(rank, size, cast("KeyValueStore", PrefixStore("flowstone", own)))  # torch's stubs: values are str

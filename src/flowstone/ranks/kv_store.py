@@ -9,14 +9,14 @@ from typing import Protocol
 from flowstone.config import MESSAGE_BYTES_MAX
 
 _POLL_FIRST_S, _POLL_LAST_S = 0.001, 0.25
-_POLL_SHARE = 8  # of the wait so far: at most so much late, and thousands of ranks cost little
+_POLL_SHARE = 8  # share of the wait so far: a poll is late by at most that, and thousands of ranks cost little
 
 
 class KeyValueStore(Protocol):
-    """What is used of a torch.distributed store (TCPStore, FileStore, HashStore, PrefixStore of one).
+    """The calls that are used of a torch.distributed store (TCPStore, FileStore, HashStore, PrefixStore of one).
 
-    One connection serves one call after the other, and a `wait` that times out warns on the terminal. So no call waits
-    in the store: keys are polled, ever more rarely.
+    One connection serves one call at a time, and a `wait` that times out prints a warning. So no call waits in the
+    store: keys are polled, at growing intervals.
     """
 
     def set(self, key: str, value: bytes, /) -> None: ...
@@ -31,10 +31,10 @@ class Mailbox:
 
     def __init__(self, kv_store: KeyValueStore) -> None:
         self._kv_store = kv_store
-        self.sent = self.sent_bytes = 0  # values, and bytes of them
+        self.sent = self.sent_bytes = 0  # number of values, and their bytes
 
     def post(self, key: str, message: bytes) -> None:
-        """Post a message. No rank sees a part of it."""
+        """Post a message. Other ranks see all of it or nothing."""
         parts = [message[at : at + MESSAGE_BYTES_MAX] for at in range(0, len(message), MESSAGE_BYTES_MAX)]
         for number, part in enumerate(parts):
             self._set(f"{key}#{number}", part)
@@ -44,25 +44,25 @@ class Mailbox:
         return self._kv_store.check([key])
 
     def read(self, key: str) -> bytes:
-        """A message that is posted, and that no rank removes meanwhile: the store would wait for what is gone."""
+        """A posted message. No rank may remove it meanwhile: the store would wait for the missing key."""
         return b"".join([self._kv_store.get(f"{key}#{number}") for number in range(int(self._kv_store.get(key)))])
 
     def claim(self, key: str) -> bool:
-        """Whether this is the first claim of the key, by any rank."""
+        """Claim a key. Returns whether this is the first claim, by any rank."""
         return self._kv_store.add(key, 1) == 1
 
     def count(self, key: str, more: int = 0) -> int:
-        """What has been counted there, all in all."""
+        """Add `more` to a counter; returns its value."""
         return self._kv_store.add(key, more)
 
     def unclaim(self, key: str) -> None:
-        """Forget all claims."""
+        """Delete all claims of the key."""
         self._kv_store.delete_key(key)
 
     def remove(self, key: str, length: int | None = None) -> None:
-        """Remove a message. Of a message that one rank alone reads, that rank does it.
+        """Remove a message. If only one rank reads a message, that rank removes it.
 
-        length  of the message, if it is known that it is posted
+        length  of the message, if it is known to be posted
         """
         if length is None and not self.is_posted(key):
             return
@@ -74,9 +74,8 @@ class Mailbox:
     def await_posted(self, keys: list[str], *, tick: Callable[[list[str], float], None], since: float) -> None:
         """Wait until all `keys` are posted.
 
-        since  of the monotonic clock, from when waits are counted
-        tick   is told again and again what is still missing, and how long it has been waited for, in seconds; it
-               raises when that is too long
+        since  start of the wait, in seconds of the monotonic clock
+        tick   called repeatedly with the missing keys and the seconds waited so far; it raises when that is too long
         """
         began = time.monotonic()
         missing = list(keys)

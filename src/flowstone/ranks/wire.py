@@ -1,4 +1,4 @@
-"""One agreement under way: what all ranks say goes up in a tree, and what rank 0 makes of it comes down."""
+"""One agreement under way: messages of all ranks go up in a tree, and rank 0's decision comes down."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from flowstone.ranks.failure_detector import FailureDetector, Liveness
 from flowstone.ranks.kv_store import Mailbox
 
 _log = logging.getLogger(__name__)
-_RECHECK_S = 1.0  # between two looks at the heartbeats of ranks that are waited for
-_HEARD_MAX = 64  # of those; whoever is further down the tree is looked after there
+_RECHECK_S = 1.0  # between two looks at the heartbeats of missing ranks
+_HEARD_MAX = 64  # heartbeats that are read; ranks further down the tree are watched by their parents
 _LOGS = "look at the logs of those ranks; the other ranks go on, and may save again"
 _AGAIN = "make this call again on every rank, or end the job"
 _EVERY_RANK = (
@@ -37,10 +37,10 @@ class Said(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What all learn, or why there is nothing to learn.
+    """What all ranks learn, or the failure.
 
-    group    what ranks that have met are called from now on; `serials`: of each, which of its Checkpointers
-    unheard  ranks that had no part in it: the failure is not theirs, where they have come for something else
+    group    name of the group once its ranks have met; `serials`: of each rank, which of its Checkpointers is in it
+    unheard  ranks that sent nothing: the failure is not theirs if they have come for another call
     """
 
     common: bytes = b""
@@ -51,7 +51,7 @@ class Verdict(msgspec.Struct, frozen=True):
     unheard: list[int] = []
 
     def passes_over(self, rank: int, position: int | None) -> bool:
-        """Whether it may be about calls that `rank` does not make. Not if one is later than its own, which is lost."""
+        """Whether this may concern calls that `rank` does not make. Not if one is later than its own, which is lost."""
         if self.failure is None:
             return False
         ahead = self.failure.ahead
@@ -60,7 +60,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """What rank 0 has decided: `common` for all, and something of its own `each` rank, if anything."""
+    """Rank 0's decision: `common` for all ranks, and `each` with one part per rank, if any."""
 
     common: bytes = b""
     each: Sequence[bytes] = ()
@@ -70,9 +70,9 @@ class Decision(msgspec.Struct, frozen=True):
 class Side:
     """One rank's side of all its exchanges.
 
-    serial   of its Checkpointer
-    pressed  somebody is held up who need not be: those that live, and have not called, are not waited for much longer
-    passive  ranks that were found not to have called, and what was heard of them then
+    serial   number of its Checkpointer
+    pressed  a caller is held up: ranks that live and have not called get only a short time
+    passive  ranks that were found not to have called, with the mark of their heartbeat then
     """
 
     mailbox: Mailbox
@@ -90,7 +90,7 @@ class Side:
 class Exchange:
     """One agreement under way.
 
-    meeting  counts those by which ranks meet, if this is one
+    meeting  number of the meeting, if ranks meet here
     """
 
     def __init__(
@@ -102,17 +102,17 @@ class Exchange:
         self._since = time.monotonic()
         self._logged_s = min(NOTICE_S, side.reminder_s) - side.reminder_s
         self._looked = 0.0
-        self.refusal: Exception | None = None  # of rank 0, to decide
-        self._eaches = 0  # messages that were posted for one rank each
-        self._is_decided = False  # or is about to be, by somebody else
-        self._read_from: dict[int, int] = {}  # children whose messages were read, and how long those were
+        self.refusal: Exception | None = None  # the error with which rank 0's decision failed
+        self._eaches = 0  # number of messages posted for a single rank
+        self._is_decided = False  # or another rank is about to decide
+        self._read_from: dict[int, int] = {}  # children whose messages were read, and the messages' lengths
 
     def is_over(self) -> bool:
-        """Whether it was decided before this rank came to it."""
+        """Whether it was decided before this rank came."""
         return self._mailbox.is_posted(self._down())
 
     def is_awaited(self) -> bool:
-        """Whether rank 0 is in it, or somebody waits for rank 0 there, and they agree on the same as this rank."""
+        """Whether rank 0 is in it, or a rank waits there for rank 0, and they agree on the same thing as this rank."""
         if self._rank != 0:
             return self._mailbox.is_posted(self._here(0))
         said = [self._mailbox.read(at) for at in map(self._up, self._children(0)) if self._mailbox.is_posted(at)]
@@ -121,7 +121,7 @@ class Exchange:
     # Up
 
     def collect(self, mine: bytes | Exception) -> list[Said]:
-        """What this rank and all below it in the tree say. Passed on upwards, but by rank 0."""
+        """Messages of this rank and of all ranks below it in the tree. Posts them to the parent, except on rank 0."""
         failure = own_failure(self._rank, self._phase, mine) if isinstance(mine, Exception) else None
         payload = b"" if isinstance(mine, Exception) else mine
         said = [Said(self._rank, self._phase, payload, failure, self._position, self._side.serial)]
@@ -142,23 +142,23 @@ class Exchange:
             if error.failure is not None:
                 said.append(Said(self._rank, self._phase, b"", error.failure, self._position, self._side.serial))
         for child in children:
-            if self._mailbox.is_posted(self._up(child)):  # and stays: we alone take it down
+            if self._mailbox.is_posted(self._up(child)):  # the message stays until this rank removes it
                 message = self._mailbox.read(self._up(child))
                 self._read_from[child] = len(message)
                 said += msgspec.msgpack.decode(message, type=list[Said])
         return said
 
     def _remove_read(self) -> None:
-        """Not before ours is posted: until then, whoever looks for those that are late asks for our children's, too."""
+        """Remove the children's messages, once our own is posted: ranks looking for late ones read them until then."""
         for child, length in self._read_from.items():
             self._mailbox.remove(self._up(child), length)
 
     def unread(self) -> list[str]:
-        """Where children may still post what nobody will read."""
+        """Keys where children may still post messages that will not be read."""
         return [self._up(child) for child in self._children(self._rank) if child not in self._read_from]
 
     def _tick_up(self, missing: list[str], waited_s: float) -> None:
-        # Those further down give up first, and say whom they miss.
+        # Ranks further down give up first, and report the ranks that they miss.
         limit_s = self._deadline_s + DEADLINE_MARGIN_S * self._height(self._rank)
         due = waited_s >= limit_s
         if not due and not self._is_time(waited_s):
@@ -166,7 +166,7 @@ class Exchange:
         late = [r for key in missing for r in self._missing_below(int(key.rpartition("/")[2]))]
         liveness = [self._detector.of(rank, self._position) for rank in late[:_HEARD_MAX]]
         if self._mailbox.is_posted(self._down()):
-            raise TooLateError(None)  # others have given up, and decided: that is to be learnt
+            raise TooLateError(None)  # other ranks have given up, and decided: learn that instead
         failure = self._gone(liveness, late, waited_s)
         if failure is None and due:
             failure = self._did_not_come(liveness, late, waited_s)
@@ -175,7 +175,7 @@ class Exchange:
         self._tell(f"waiting for {ranks_in_words(late)}", waited_s, liveness)
 
     def _gone(self, liveness: Sequence[Liveness], late: Sequence[int], waited_s: float) -> Failure | None:
-        """Why it is useless to wait any longer."""
+        """The reason why waiting longer is useless, if there is one."""
         silent = {one.rank: one.silent_s for one in liveness if one.prospect == "silent"}
         if silent:
             words = f"nothing heard from {ranks_in_words(list(silent))} for {max(silent.values()):.0f} s"
@@ -204,7 +204,7 @@ class Exchange:
         return self._silence(late, f"{words}: rank {idle[0].rank} {idle[0].words}", _EVERY_RANK)
 
     def _missing_below(self, rank: int) -> list[int]:
-        """Ranks of a branch that have not said anything yet; the branch's root if all have."""
+        """Ranks of a branch that have sent nothing yet; the branch's root if all have."""
         children = self._children(rank)
         is_here = bool(children) and self._mailbox.is_posted(self._here(rank))
         late = [child for child in children if not self._mailbox.is_posted(self._up(child))]
@@ -214,12 +214,12 @@ class Exchange:
     # Down
 
     def claim(self) -> bool:
-        """Whether it is this rank's to decide; else somebody else does, or has given up."""
+        """Claim the decision. Returns whether this rank has it; if not, another rank decides, or has given up."""
         self._is_decided = True
         return self._mailbox.claim(self._claim)
 
     def reach_decision(self, said: Sequence[Said], decide: Callable[[Sequence[bytes]], Decision]) -> None:
-        """Rank 0 decides, and posts it."""
+        """Rank 0 decides, and posts the decision."""
         failure = self._out_of_sync(said) or first_failure([one.failure for one in said if one.failure is not None])
         decision = Decision()
         if failure is None:
@@ -242,22 +242,22 @@ class Exchange:
 
     def _post_verdict(self, verdict: Verdict) -> None:
         if self._meeting is not None:
-            self._mailbox.count(self._meeting, 1)  # first: who comes from now on meets the others at the next
+            self._mailbox.count(self._meeting, 1)  # first: ranks that come from now on meet the others at the next one
         self._mailbox.post(self._down(), msgspec.msgpack.encode(verdict))
 
     def clear(self) -> None:
-        """Take down what was decided."""
+        """Remove the posted decision."""
         for rank in range(self._eaches):
             self._mailbox.remove(self._down(rank))
         self._mailbox.remove(self._down())
         self._mailbox.unclaim(self._claim)
 
     def learn(self) -> Verdict:
-        """What rank 0 has decided. This rank's own message is its parent's to take down, who may be reading it."""
+        """Rank 0's decision. The parent removes this rank's own message, since it may still be reading it."""
         try:
             self._mailbox.await_posted([self._down()], tick=self._tick_down, since=self._since)
             verdict = msgspec.msgpack.decode(self._mailbox.read(self._down()), type=Verdict)
-        except TooLateError as error:  # nobody will ever know: who was to decide has claimed it, and is gone
+        except TooLateError as error:  # unknowable: the rank that was to decide claimed the decision, and is gone
             verdict = Verdict(failure=error.failure and msgspec.structs.replace(error.failure, undecided=True))
         if self._children(self._rank):
             self._mailbox.remove(self._here(self._rank), 0)
@@ -269,7 +269,7 @@ class Exchange:
         return self._mailbox.read(self._down(self._rank))
 
     def _tick_down(self, _: list[str], waited_s: float) -> None:
-        # The last to give up: rank 0 does before, and says why.
+        # This rank gives up last: rank 0 gives up earlier, and reports why.
         limit_s = self._deadline_s + DEADLINE_MARGIN_S * (self._height(0) + 2)
         if self._is_decided:
             limit_s += self._deadline_s
@@ -293,7 +293,7 @@ class Exchange:
     # Words
 
     def _out_of_sync(self, said: Sequence[Said]) -> Failure | None:
-        """A rank that is out of sync: it agrees on something else than rank 0 does."""
+        """The failure of a rank that is out of sync: it agrees on something else than rank 0 does."""
         for one in said:
             if one.phase != self._phase:
                 return Failure(
@@ -309,7 +309,7 @@ class Exchange:
         )
 
     def _is_time(self, waited_s: float) -> bool:
-        """Whether it is time to look for those that are missing."""
+        """Whether to look for missing ranks now."""
         if waited_s - self._looked < _RECHECK_S:
             return False
         self._looked = waited_s
@@ -342,7 +342,7 @@ class Exchange:
         return f"{self._name}/up/{rank}"
 
     def _here(self, rank: int) -> str:
-        """Of rank 0 it says, too, what it is there for: nobody has to read what may be taken down meanwhile."""
+        """Key of this rank's presence. Rank 0's also names what it agrees on, so no rank reads a removed message."""
         what = f"/{hashlib.blake2b(self._phase.encode(), digest_size=8).hexdigest()}" if rank == 0 else ""
         return f"{self._name}/here/{rank}{what}"
 
@@ -361,7 +361,7 @@ class TooLateError(Exception):
 
 
 def _furthest_position(said: Sequence[Said]) -> int | None:
-    """The furthest position, where all make the same agreements and are not at the same one."""
+    """The furthest position, if all ranks make the same agreements and are not at the same one."""
     positions = {one.position for one in said}
     return None if None in positions or len(positions) < 2 else max(
         position for position in positions if position is not None

@@ -1,1 +1,1 @@
-"""What a process does to a Checkpointer: threads, turns, signals, its end."""
+"""How a Checkpointer lives with its process: threads, turns, signals, the end of the script."""

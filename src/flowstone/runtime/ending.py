@@ -1,5 +1,5 @@
-"""The end of a Checkpointer that nobody closes: its script is over, its process is one that `multiprocessing` has
-forked, or nobody holds it any more."""
+"""The end of a Checkpointer that is never closed: the script ends, a process forked by `multiprocessing` ends, or the
+last reference to it goes away."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _log = logging.getLogger("flowstone")
 
 
 class Ending:
-    """Closes what was not closed, if it is alive when the script ends; a failure ends the process with 1.
+    """Closes a Checkpointer that is still open when the script ends; a failure ends the process with status 1.
 
-    What `atexit` calls comes after the threads of executors have come to their ends, and in a process that
-    `multiprocessing` has forked not at all. Python has no public name for the moment before, in either; where it has
-    none at all, nothing is done then.
+    `atexit` is too late: it runs after the threads of executors have ended, and never in a process that
+    `multiprocessing` has forked. Python has only private hooks that run earlier; where one is missing, nothing is
+    done at that point.
     """
 
     def __init__(self, close: Callable[[], None]) -> None:
-        """`close` is a bound method. Its object is not held."""
+        """`close` is a bound method; only a weak reference to its object is kept."""
         self._close = weakref.WeakMethod(close)
         self._expedite: Callable[[], None] | None = None
         self._failure: FlowstoneError | None = None
@@ -36,19 +36,19 @@ class Ending:
         atexit.register(self._at_exit)
 
     def before_threads_end(self, expedite: Callable[[], None]) -> None:
-        """Have `expedite` called, too, when Python begins to wait for threads: for what they still have to do."""
+        """Also call `expedite` when Python begins to wait for threads, so that their remaining work is done fast."""
         register = getattr(threading, "_register_atexit", None)
         if register is not None and self._expedite is None:
             register(self._before_threads_end)
         self._expedite = expedite
 
     def call_off(self) -> None:
-        """It has been closed."""
+        """The Checkpointer was closed: do nothing at exit."""
         self._expedite = None
         atexit.unregister(self._at_exit)
 
     def fail(self, failure: FlowstoneError) -> None:
-        """What nobody could see any more has lost a save: at its end the process must not look as if all were well."""
+        """A save was lost and no call will raise it any more: end the process with status 1, not with success."""
         self._failure, self._expedite = failure, _nothing
         atexit.register(self._at_exit)
 
@@ -71,7 +71,7 @@ class Ending:
                 failure = error
         if failure is not None:
             say(f"flowstone: {failure}")
-            with suppress(Exception):  # nobody reads it any more
+            with suppress(Exception):  # the error was printed already; nothing reads the buffer after this
                 sys.stdout.flush()
             os._exit(1)  # an exception in an exit handler would leave the status at 0
 
@@ -85,13 +85,13 @@ def _is_of_multiprocessing() -> bool:
 
 
 def without_frames(error: BaseException) -> BaseException:
-    """The same error, that no longer keeps alive the frames that it went through: a background thread's.
+    """The same error without the stack frames that it went through on a background thread.
 
-    Whoever keeps a failed Save would keep its Checkpointer, and the state. Errors of ours say what they are about;
-    where any other one came from is added to it as a note.
+    Otherwise a reference to a failed Save would keep its Checkpointer and the state alive. Errors of ours name their
+    subject; for any other error, the place where it was raised is added as a note.
     """
     if _log.isEnabledFor(logging.DEBUG):
-        _log.debug("%s", "".join(traceback.format_exception(error)).rstrip())  # text: a record keeps no frame alive
+        _log.debug("%s", "".join(traceback.format_exception(error)).rstrip())  # text: a record keeps frames alive
     if not isinstance(error, FlowstoneError):
         error.add_note("".join(traceback.format_tb(error.__traceback__)).rstrip())
     seen: set[int] = set()

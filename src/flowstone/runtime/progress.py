@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-_QUIET_FOR_S = 1.0  # what is over sooner needs no line
+_QUIET_FOR_S = 1.0  # shorter work needs no line
 
 
 def terminal_progress(label: str) -> Callable[[int, int], None] | None:
-    """A function to be told (done, total) bytes, or None when nobody is looking."""
+    """A function that takes (done, total) in bytes, or None if standard error is not a terminal."""
     if not _somebody_looks():
         return None
     started, gone = time.monotonic(), False
@@ -30,10 +30,10 @@ def terminal_progress(label: str) -> Callable[[int, int], None] | None:
 
 
 def say(line: str, end: str = "\n") -> bool:
-    """Print to standard error, if that is still there; whether it is. What a line is about goes on without it."""
+    """Print to standard error. Returns whether that worked; a closed stream is ignored, so that the work goes on."""
     try:
         print(line, end=end, file=sys.stderr, flush=True)
-    except Exception:  # a terminal that was closed, a stream that somebody has put in its place
+    except Exception:  # a terminal that was closed, or a replaced stream
         return False
     return True
 
@@ -41,13 +41,13 @@ def say(line: str, end: str = "\n") -> bool:
 def _somebody_looks() -> bool:
     try:
         return sys.stderr.isatty()
-    except Exception:  # none at all, a closed one, or one that somebody has put in its place
+    except Exception:  # none, a closed one, or a replaced one
         return False
 
 
 @contextmanager
 def terminal_steps(label: str, total: int) -> Iterator[Callable[[str], None]]:
-    """A bar for `total` steps, with the time that is left. Call what it gives after each, with what that step was."""
+    """A bar for `total` steps, with the time left. Call the yielded function after each step, with the step's name."""
     if not _somebody_looks():
         yield lambda _: None
         return

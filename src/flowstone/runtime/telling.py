@@ -1,4 +1,4 @@
-"""Telling what happens: every event to who asked for them, and to the log what everybody wants to know."""
+"""Events and log lines: every event goes to `on_event`, the important ones to the log too."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _log = logging.getLogger("flowstone")
 
 
 class Teller:
-    """Tells of one Checkpointer. Any thread.
+    """Emits the events of one Checkpointer. Any thread.
 
-    quiet  its commits and loads are for another rank's log to have: a line for each, not one for each rank
+    quiet  do not log commits and loads: rank 0 logs them, once for the whole job
     """
 
     def __init__(self, on_event: OnEvent | None, location: str) -> None:
@@ -31,11 +31,11 @@ class Teller:
             _log.exception("on_event raised an error for %s", type(event).__name__)
 
     def removed(self, name: str, reason: str, error: StorageError | None) -> None:
-        """Retention or a sweep has removed a directory, or could not."""
+        """Retention or a sweep has removed a directory, or failed to (`error`)."""
         self(Removed(name, reason) if error is None else RemovalFailed(name, f"{reason}: {error}"))
         if error is not None:
             _log.warning("could not remove %s: %s", name, error)
 
     def left(self, name: str, why: str) -> None:
-        """Retention or a sweep has left alone what is not this store's to remove."""
+        """Retention or a sweep kept a name that this store did not write."""
         self(LeftAlone(name, why))

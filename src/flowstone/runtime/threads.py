@@ -1,4 +1,4 @@
-"""The threads of a Checkpointer: those that a save depends on are started all at once, and whole."""
+"""The threads of a Checkpointer. Those that a save depends on are started together, before the save begins."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flowstone.errors import StorageError
 
 
 class Threads:
-    """Three, of one Checkpointer; docs/ARCHITECTURE.md, Threads, says what each may touch.
+    """The three threads of one Checkpointer; docs/ARCHITECTURE.md, Threads, says what each may touch.
 
     writer    finishes saves, one after the other
     watcher   waits for captures that outlast `save`
@@ -18,30 +18,30 @@ class Threads:
     """
 
     def __init__(self, initializer: Callable[[], None]) -> None:
-        """Starts none of them. `initializer` is called on each."""
+        """Starts no thread. `initializer` is called on each."""
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="flowstone-commit", initializer=initializer)
         self.watcher = ThreadPoolExecutor(1, thread_name_prefix="flowstone-capture", initializer=initializer)
         self.reserver = ThreadPoolExecutor(1, thread_name_prefix="flowstone-reserve", initializer=initializer)
         self.are_started = False
 
     def start(self) -> None:
-        """Start what a save under way could not be finished without. The reserver's starts with its first act."""
+        """Start the threads that a save needs in order to finish. The reserver's starts with its first task."""
         start(self.writer, self.watcher)
         self.are_started = True
 
     def end(self, *, wait: bool = True) -> None:
-        """`wait` for what they still have to do."""
+        """End the threads; `wait` for their remaining work."""
         for executor in (self.watcher, self.writer, self.reserver):
             executor.shutdown(wait=wait)
 
 
 def start(*executors: ThreadPoolExecutor) -> None:
-    """Start the one thread of each while nothing depends on them: a save under way could not be finished without.
+    """Start the one thread of each executor before a save depends on it.
 
-    To be called uninterrupted: in the middle of a start, Ctrl-C leaves a thread that nobody knows of. Its executor
-    never ends it, and Python waits for it when the script is over.
+    Call it uninterrupted: Ctrl-C in the middle of a start leaves a thread that its executor does not know. The
+    executor never ends that thread, and Python waits for it at exit.
 
-    raises  StorageError when the system has no thread for them
+    raises  StorageError if the system refuses a thread
     """
     try:
         for executor in executors:
@@ -54,9 +54,9 @@ def start(*executors: ThreadPoolExecutor) -> None:
 
 
 def hand_over(executor: ThreadPoolExecutor, act: Callable[[], None]) -> None:
-    """Do it on the executor's thread, which is started by the first act; here, where that cannot be done.
+    """Run `act` on the executor's thread, which the first act starts; run it here if that fails.
 
-    Python is ending, or the system has no thread. An act that is done here then may be done there, too.
+    It fails when Python is ending, or the system refuses a thread. An act that ran here may then also run there.
     """
     try:
         executor.submit(act)

@@ -1,4 +1,4 @@
-"""One verb of a Checkpointer at a time: other threads wait for their turn, and a verb inside of a verb is an error."""
+"""One verb of a Checkpointer at a time: other threads wait for their turn; a verb inside of a verb is an error."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ def _nothing(_: BaseException) -> None: ...
 
 
 class Turn:
-    """Whose turn it is.
+    """The lock that makes verbs run one at a time, and what it needs to tell callers apart.
 
-    lock  held by the thread that is in a verb. Reentrant only so that asking whether it is ours cannot block:
-          `check` refuses a verb inside of a verb, which would find what the outer one is in the middle of
+    lock  held by the thread that runs a verb. Reentrant only so that the same thread does not block on it:
+    `check` refuses a verb inside of a verb, since the outer one is half done
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.pid = os.getpid()  # a fork's copy may be locked by a thread that the fork does not have
+        self.pid = os.getpid()  # after a fork, the lock may be held by a thread that the child does not have
         self.verb: str | None = None
-        self.calls, self.last = 0, ""  # how many verbs were entered, and the last of them
-        self._thread: int | None = None  # that is in `verb`
-        self.on_interrupt: Callable[[BaseException], None] = _nothing  # told what has ended a verb in its midst
-        self._background: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # that saves are finished on
+        self.calls, self.last = 0, ""  # how many verbs were entered, and the name of the last one
+        self._thread: int | None = None  # the thread that runs a verb
+        self.on_interrupt: Callable[[BaseException], None] = _nothing  # called with what interrupted a verb
+        self._background: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that finish saves
         self._acts = Acts()
 
     def leave_out_this_thread(self) -> None:
-        """This is a thread that verbs wait for: a verb that is called on it would wait for itself."""
+        """Mark this thread as one that verbs wait for: a verb called on it would wait for itself."""
         self._background.add(threading.current_thread())
 
     def is_background(self) -> bool:
-        """Whether this is such a thread."""
+        """Whether this thread is marked so."""
         return threading.current_thread() in self._background and os.getpid() == self.pid
 
     def uninterrupted(self, act: Callable[[], _Result]) -> _Result:
-        """`act()`, which no signal's handler cuts in two: on a thread of its own, from which no verb can be called."""
+        """`act()` on a thread of its own, so that no signal handler interrupts it; no verb can be called there."""
         return self._acts.do(act, first=self.leave_out_this_thread)
 
     def end_acts(self) -> None:
-        """Once the one is over that this is called in."""
+        """End the thread of acts, after the act that calls this."""
         self._acts.end()
 
     def enter(self, verb: str) -> None:
-        """With the lock held: from now on this thread is in `verb`."""
+        """Note that this thread runs `verb` from now on. The caller holds the lock."""
         self.verb = self.last = verb
         self._thread = threading.get_ident()
         self.calls += 1
@@ -62,17 +62,17 @@ class Turn:
         self.verb = self._thread = None
 
     def is_in(self, call: int) -> bool:
-        """Whether the verb that was entered as number `call` has not ended yet. Any thread."""
+        """Whether the verb with call number `call` is still running. Any thread."""
         return self.verb is not None and self.calls == call
 
     def check(self, verb: str) -> None:
-        """Raise BusyError where `verb` could only wait for itself."""
+        """Raise BusyError if `verb` would wait for itself."""
         self.check_thread(verb)
         is_owned: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]
         is_ours = self._thread == threading.get_ident()
         while is_owned() and not is_ours:
-            self.lock.release()  # of a verb that was interrupted just behind `leave`
-        # Who was interrupted just before it has given the lock back, and is in no verb.
+            self.lock.release()  # of a verb that was interrupted right after `leave`
+        # A verb interrupted just before this line has released the lock, and no longer runs.
         if is_ours and is_owned() and os.getpid() == self.pid:
             raise BusyError(
                 f"{verb}() was called inside of {self.verb}() of the same Checkpointer: in on_event, in a method of an "
@@ -99,9 +99,9 @@ _Self = TypeVar("_Self", bound=_TakesTurns)
 def one_at_a_time(
     method: Callable[Concatenate[_Self, _P], _Result],
 ) -> Callable[Concatenate[_Self, _P], _Result]:
-    """A public verb of an object with a `_turn`: it waits until no other thread is in any of them.
+    """Make a method a public verb of an object with a `_turn`: it waits until no other thread runs one.
 
-    raises  BusyError  where it would wait for itself
+    raises  BusyError  if it would wait for itself
     """
     verb = method.__name__
 
@@ -109,16 +109,16 @@ def one_at_a_time(
     def in_turn(self: _Self, *args: _P.args, **named: _P.kwargs) -> _Result:
         turn = self._turn
         if os.getpid() != turn.pid:
-            return method(self, *args, **named)  # which says that this is a fork
+            return method(self, *args, **named)  # the method refuses a forked child
         turn.check(verb)
-        # Nothing may come between: a signal's exception would leave a lock that nobody holds.
+        # Nothing may come between these lines: an exception from a signal handler would leave the lock held for ever.
         with turn.lock:
             try:
                 turn.enter(verb)
                 return method(self, *args, **named)
             except Exception:
                 raise
-            except BaseException as error:  # a signal's: others may be in the midst of the same
+            except BaseException as error:  # from a signal handler: other ranks may be in the middle of the same call
                 turn.on_interrupt(error)
                 raise
             finally:

@@ -1,8 +1,8 @@
-"""What no signal's handler may cut in two: it runs on a thread of its own, for handlers run on the main one.
+"""Acts that a signal handler must not interrupt run on a thread of their own: Python runs handlers on the main one.
 
-A handler can raise between any two instructions: when a lock is taken and nobody knows of it yet, when half of what
-belongs together is closed. No `try` closes every such gap. Here the main thread does nothing but wait, and what is
-raised in it meanwhile is raised once the act is over.
+A handler can raise between any two instructions: after a lock is taken and before that is noted, or when one of two
+objects that belong together is closed. No `try` closes every such gap. Here the main thread only waits; an exception
+raised in it meanwhile is raised again once the act is over.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 _Result = TypeVar("_Result")
-_RECHECK_S = 1.0  # of somebody who has lost the word that it is open
+_RECHECK_S = 1.0  # in case a waiter was interrupted and missed the release
 
 
 class Latch:
-    """Opens once, and stays open. Whoever is interrupted while he waits leaves nothing behind that others wait for.
+    """An event that is set once and stays set. A waiter that is interrupted leaves no lock behind.
 
-    The standard library's Event, Future and Executor do: a lock that is taken in one of their methods, and never
-    given back, where a signal's handler raises there. So the main thread waits by this.
+    The standard library's Event, Future and Executor do leave one: if a signal handler raises inside of their methods,
+    a lock that they took is never released. So the main thread waits on a Latch.
     """
 
     def __init__(self) -> None:
@@ -34,37 +34,37 @@ class Latch:
         self._lock.acquire()
 
     def open(self) -> None:
-        """A second time it changes nothing. Any thread."""
+        """Set it; setting it again does nothing. Any thread."""
         self.is_open = True
-        with suppress(RuntimeError):  # somebody has opened it already
+        with suppress(RuntimeError):  # it is open already
             self._lock.release()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Whether it is open, after at most `timeout_s`."""
+        """Wait until it is open, at most `timeout_s`. Returns whether it is."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self.is_open:
             left = _RECHECK_S if deadline is None else min(_RECHECK_S, deadline - time.monotonic())
             if left <= 0:
                 return False
-            if self._lock.acquire(timeout=left):  # if that is where it ends, others come to know by `is_open`
+            if self._lock.acquire(timeout=left):  # if interrupted here, other waiters still see `is_open`
                 with suppress(RuntimeError):
                     self._lock.release()
         return True
 
 
 class Acts:
-    """Of one owner. They happen on one thread, which is started for the first of them, and holds nothing meanwhile."""
+    """Runs acts of one owner on one thread, which the first act starts; the thread holds no reference between acts."""
 
     _thread: _Thread | None = None
 
     def do(self, act: Callable[[], _Result], *, first: Callable[[], None]) -> _Result:
-        """What `act` returns, or raises. Handlers' exceptions come when it is over, or before it has begun.
+        """Run `act`; return its result, or raise its error. Signal handlers raise before or after it.
 
-        first  called once on the thread of acts
+        first  called once on the thread of acts, when it starts
 
-        It costs two changes of threads, and the first of them starts the thread. On other threads than the main one
-        handlers do not run: there it is a plain call. So it is where no thread can be started: at the end of Python, or
-        by a limit.
+        An act costs two thread switches; the first also starts the thread. Threads other than the main one run no
+        handlers, so there `act` is simply called; also if no thread can be started, at Python's exit or because of a
+        limit.
         """
         if threading.current_thread() is not threading.main_thread() or sys.is_finalizing():
             return act()
@@ -83,13 +83,13 @@ class Acts:
                 one.forget()
             raise
         if not one.over.is_open:
-            return act()  # the thread was ended at the same time, and has not come to it
+            return act()  # the thread ended meanwhile, before it began this act
         if one.errors:
             raise one.errors.pop()
         return one.results.pop()
 
     def end(self) -> None:
-        """Once the act is over in which this is called. One that comes later starts a thread anew."""
+        """End the thread after the act that calls this. A later act starts a new thread."""
         if self._thread is not None:
             self._thread.acts.put(None)
             self._thread = None
@@ -110,7 +110,7 @@ class Acts:
 
 
 class _Act(Generic[_Result]):
-    """`begun` is taken by whoever decides: the thread of acts that it is done, its caller that it is not."""
+    """One act. Its thread takes `begun` to run it, its caller to cancel it; the first one wins."""
 
     def __init__(self, act: Callable[[], _Result]) -> None:
         self._to_do, self.results = [act], list[_Result]()
@@ -119,27 +119,27 @@ class _Act(Generic[_Result]):
 
     def run(self) -> None:
         if not self.begun.acquire(blocking=False):
-            return  # its caller was interrupted before
+            return  # its caller was interrupted, and has cancelled it
         try:
-            self.results.append(self._to_do.pop()())  # nothing of it is held here once its caller goes on
+            self.results.append(self._to_do.pop()())  # popped: nothing refers to it once the caller goes on
         except BaseException as error:
             self.errors.append(error)
         self.over.open()
 
     def forget(self) -> None:
-        """Nobody will take what came of it. Its thread may have it in hand for a moment yet."""
+        """Drop the result, which will not be used. The thread may still hold it for a moment."""
         self.results.clear()
         self.errors.clear()
 
 
 class _Thread(threading.Thread):
-    """Does acts until it gets anything else. A forked child has none."""
+    """Runs acts until it is sent anything else. A forked child does not have this thread."""
 
     def __init__(self, owner: Acts, first: Callable[[], None]) -> None:
         super().__init__(name="flowstone-act", daemon=True)
-        self.acts: SimpleQueue[object] = SimpleQueue()  # a put is one call of C, which nothing cuts in two
+        self.acts: SimpleQueue[object] = SimpleQueue()  # put is one C call, which no handler interrupts
         self.acts.put(_Act(first))
-        self._owner = weakref.ref(owner, self.acts.put)  # so is this one, once nobody holds the owner
+        self._owner = weakref.ref(owner, self.acts.put)  # also one C call; ends the thread with its owner
         self._pid, self._ended = os.getpid(), False
 
     @property
@@ -154,7 +154,7 @@ class _Thread(threading.Thread):
 
 
 def _await(over: Latch) -> None:
-    """Until it is open, whatever is raised here: once is enough."""
+    """Wait until `over` is open, even if an exception is raised here; it is raised afterwards, the first one only."""
     while not over.is_open:
         with suppress(BaseException):
             over.wait()

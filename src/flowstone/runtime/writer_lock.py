@@ -1,4 +1,4 @@
-"""The store's writer lock, as a Checkpointer takes it: another one of this process may still have it."""
+"""How a Checkpointer takes the store's writer lock, which another Checkpointer of this process may still hold."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _PACKAGE = str(Path(__file__).parent.parent) + os.sep
 
 
 class Owner(Protocol):
-    """A Checkpointer, to others of its kind."""
+    """A Checkpointer, as others of this process see it."""
 
     made_at: str
 
     def finish_saves(self, location: str) -> None:
-        """Wait until its saves into the store at `location` have ended, and what follows them. Any thread."""
+        """Wait until its saves into the store at `location` have ended, with their follow-up work. Any thread."""
 
 
 def caller() -> str:
-    """Where the code that called into this package stands: file and line."""
+    """File and line of the code that called into this package."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
@@ -34,12 +34,12 @@ def caller() -> str:
 
 
 def as_writer(owner: Owner, location: str, take: Callable[[str], T]) -> T:
-    """What `take` gives, called with the name under which `owner` locks the store at `location`.
+    """The result of `take`, called with the name under which `owner` locks the store at `location`.
 
-    A Checkpointer that nobody holds any more gives its lock back, after its saves: where it is such a one that has it,
-    as in a notebook whose cell is run twice, it is waited for.
+    A Checkpointer that is no longer referenced releases its lock after its saves. If such a one holds the lock, as
+    in a notebook whose cell is run twice, wait for it.
 
-    raises  LockedError, which names the holder: another job, or another Checkpointer of this process
+    raises  LockedError, naming the holder: another job, or another Checkpointer of this process
     """
     process = f"process {os.getpid()} on {socket.gethostname()}"
     holder = f"{process}, the Checkpointer made at {owner.made_at}"
@@ -48,10 +48,10 @@ def as_writer(owner: Owner, location: str, take: Callable[[str], T]) -> T:
     except LockedError as error:
         if not str(error.facts.get("holder")).startswith(f"{process},"):
             raise
-    gc.collect()  # it may be in a cycle
+    gc.collect()  # an unreferenced one may be part of a cycle
     for other in [one for one in gc.get_objects() if type(one) is type(owner) and one is not owner]:
         other.finish_saves(location)
-        del other  # our own hold on it
+        del other  # drop our own reference to it
     gc.collect()
     try:
         return take(holder)

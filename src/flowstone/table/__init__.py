@@ -1,1 +1,1 @@
-"""The one table of what a state holds: boxes, dtypes, pieces. Knows nothing of files, ranks or torch."""
+"""The one table of a state's content: boxes, dtypes, pieces, chunks. Independent of files, ranks and torch."""

@@ -50,15 +50,15 @@ class Box:
 
     @property
     def elements(self) -> int:
-        """How many elements the box holds; 1 for a scalar, 0 when any side is 0."""
+        """Number of elements; 1 for a scalar, 0 if any side is 0."""
         return math.prod(self.shape)
 
     def inside(self, shape: Sequence[int]) -> bool:
-        """Whether the box fits into a tensor of `shape` (which has as many dimensions)."""
+        """Whether the box fits into a tensor of `shape` (with as many dimensions)."""
         return len(shape) == len(self.shape) and all(e <= n for e, n in zip(self.end, shape, strict=True))
 
     def intersect(self, other: Box) -> Box | None:
-        """The common region, or None where the boxes share no element."""
+        """The common region, or None if the boxes share no element."""
         offset = tuple(map(max, self.offset, other.offset))
         shape = tuple(min(a, b) - o for a, b, o in zip(self.end, other.end, offset, strict=True))
         return Box(offset, shape) if all(n > 0 for n in shape) else None
@@ -72,7 +72,7 @@ class Box:
 
 
 def products(numbers: NDArray[np.integer], starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The product of each run of `counts` numbers, the first at its `starts`; an empty one (of a scalar) is 1."""
+    """The product of each run of `counts` numbers from `starts` on; 1 for an empty run (a scalar's)."""
     found = np.ones(len(counts), np.int64)
     for dim in range(int(counts.max(initial=0))):
         has = counts > dim
@@ -81,6 +81,6 @@ def products(numbers: NDArray[np.integer], starts: NDArray[np.int64], counts: ND
 
 
 def padding_mask(ndim: NDArray[np.int64], width: int) -> NDArray[np.bool_]:
-    """Which numbers are none of the padding, of boxes with `width` offsets and lengths each."""
+    """A mask over the numbers of boxes with `width` offsets and `width` lengths: which are not padding."""
     half = np.arange(width) < ndim[:, None]
     return np.concatenate([half, half], axis=1)

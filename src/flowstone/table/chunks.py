@@ -1,9 +1,9 @@
-"""Chunks: how the bytes of pieces are cut, and where each chunk is stored.
+"""Chunks: how the bytes of pieces are divided, and where each chunk is stored.
 
-A *logical chunk* is CHUNK_BYTES of a piece's bytes in row-major order, the last one shorter: which bytes it is follows
-from the piece's length alone. The *stored chunk* is what a segment holds of it: bytes in an encoding, with a digest
-over them as they are stored. Without a codec both are the same, and the chunks of a piece lie one behind the other in
-its extent. That is computed, and takes no room: `StoredChunks` is there only where something differs.
+A *logical chunk* is CHUNK_BYTES of a piece's bytes in row-major order, the last one may be shorter: its range follows
+from the piece's length alone. The *stored chunk* is its encoded form in a segment, with a digest over the stored bytes.
+Without a codec both are equal, and the chunks of a piece are consecutive in its extent. That case is computed and takes
+no memory: `StoredChunks` exists only if something differs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flowstone.config import CHUNK_BYTES
 from flowstone.errors import UnsupportedFormatError
 
 CODEC_RAW = 0
-"""The codec id of chunks that are stored as they are."""
+"""The codec id of chunks that are stored unencoded."""
 
 U64 = NDArray[np.uint64]
 Rows = NDArray[np.int64]
@@ -28,11 +28,11 @@ _Number = TypeVar("_Number", bound=np.generic)
 
 
 class StoredChunks(msgspec.Struct, frozen=True, eq=False):
-    """Where chunks are stored, and how, as columns with an entry for each chunk, in piece order.
+    """Where and how chunks are stored, as columns with one entry per chunk, in piece order.
 
     segment         id of the segment
     offset, length  in bytes, in that segment
-    codec           how the bytes are encoded
+    codec           codec id of each chunk
     """
 
     segment: NDArray[np.uint32]
@@ -43,15 +43,15 @@ class StoredChunks(msgspec.Struct, frozen=True, eq=False):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunks:
-    """The chunks of pieces, as columns: first those with an entry for each piece, then those for each chunk.
+    """The chunks of pieces, as columns: first those with one entry per piece, then those with one per chunk.
 
-    segment, offset  of the piece's extent, in which its chunks lie one behind the other, unless `stored` differs
+    segment, offset  of the piece's extent, in which its chunks are consecutive, unless `stored` says otherwise
     length           of the piece, in bytes
-    digest           of the bytes of each chunk as they are stored
-    stored           where the chunks lie; None: each raw, at its place in its piece's extent
-    first            the number of each piece's first chunk, and of all chunks
+    digest           of each chunk's stored bytes
+    stored           where the chunks are; None: each raw, at its place in its piece's extent
+    first            number of each piece's first chunk, and last the total number of chunks
 
-    Methods take runs of chunks: chunks [first, last) of each of `pieces`, numbered from 0 in each piece.
+    Methods take runs of chunks: chunks [first, last) of each of `pieces`, numbered from 0 within each piece.
     """
 
     segment: NDArray[np.uint32]
@@ -66,28 +66,28 @@ class Chunks:
 
     @classmethod
     def to_come(cls, segment: NDArray[np.uint32], length: U64) -> Chunks:
-        """What is known of chunks before they are written: no offsets, no digests."""
+        """Chunks before they are written: without offsets and digests."""
         found = cls(segment, np.zeros(len(length), np.uint64), length, np.zeros(0, np.uint64))
         object.__setattr__(found, "digest", np.zeros(int(found.first[-1]), np.uint64))
         return found
 
     @property
     def one_each(self) -> bool:
-        """Whether every piece has one chunk, as where thousands of ranks split every tensor."""
+        """Whether every piece has exactly one chunk, as when thousands of ranks split every tensor."""
         return len(self.first) == int(self.first[-1]) + 1 and bool(self.length.all())
 
     @property
     def counts(self) -> Rows:
-        """How many chunks each piece has."""
+        """The number of chunks of each piece."""
         return np.diff(self.first)
 
     def logical_bytes(self, pieces: Rows, first: Rows, last: Rows) -> Rows:
-        """Of each run: the bytes of the pieces that it is."""
+        """For each run: its length in bytes of the piece."""
         length = self.length[pieces].astype(np.int64)
         return np.minimum(last * CHUNK_BYTES, length) - np.minimum(first * CHUNK_BYTES, length)
 
     def stored_bytes(self, pieces: Rows, first: Rows, last: Rows) -> Rows:
-        """Of each run: the bytes to read for it."""
+        """For each run: the bytes to read for it."""
         if self.stored is None:
             return self.logical_bytes(pieces, first, last)
         ends = np.zeros(len(self.stored.length) + 1, np.int64)
@@ -97,14 +97,14 @@ class Chunks:
         return found
 
     def stored_at(self, pieces: Rows, chunks: Rows) -> tuple[NDArray[np.uint32], Rows]:
-        """Of chunk number `chunks` of each of `pieces`: the segment, and the offset there, in bytes."""
+        """For chunk number `chunks` of each of `pieces`: the segment, and the offset there, in bytes."""
         if self.stored is None:
             return self.segment[pieces], self.offset[pieces].astype(np.int64) + chunks * CHUNK_BYTES
         numbers = self.first[pieces] + chunks
         return self.stored.segment[numbers], self.stored.offset[numbers].astype(np.int64)
 
     def bytes_by_segment(self, pieces: Rows, first: Rows, last: Rows, segments: int) -> Rows:
-        """Of each of `segments`: the bytes to read from it for all runs."""
+        """For each of `segments`: the bytes to read from it for all runs."""
         if self.stored is None:
             segment, length = self.segment[pieces], self.logical_bytes(pieces, first, last)
         else:
@@ -113,7 +113,7 @@ class Chunks:
         return np.bincount(segment.astype(np.int64), length, segments).astype(np.int64)
 
     def stored_lengths(self) -> NDArray[np.uint32]:
-        """The bytes of each chunk as it is stored."""
+        """The stored length of each chunk, in bytes."""
         if self.stored is not None:
             return self.stored.length
         if self.one_each:
@@ -128,12 +128,12 @@ class Chunks:
         return np.full(int(self.first[-1]), CODEC_RAW, np.uint8) if self.stored is None else self.stored.codec
 
     def locate(self, numbers: Rows) -> tuple[Rows, Rows]:
-        """Of chunks by their number among all: the piece, and the number in that piece."""
+        """For chunks by their number in the whole table: the piece, and the number within that piece."""
         pieces = np.searchsorted(self.first, numbers, side="right") - 1
         return pieces, numbers - self.first[pieces]
 
     def same_bytes(self, one: range, other: range) -> bool:
-        """Whether two runs of pieces are known to have the same chunks."""
+        """Whether two runs of pieces are known to have equal chunks."""
         a, b = (slice(int(self.first[run.start]), int(self.first[run.stop])) for run in (one, other))
         if len(one) != len(other) or not np.array_equal(self.digest[a], self.digest[b]):
             return False
@@ -145,9 +145,9 @@ class Chunks:
     def check_codecs(
         self, pieces: Rows, first: Rows, last: Rows, names: Sequence[str], tensor: Rows, known: Collection[int]
     ) -> None:
-        """Raise UnsupportedFormatError for the first chunk that none of the `known` codecs decodes.
+        """Raise UnsupportedFormatError for the first chunk whose codec is not in `known`.
 
-        names, tensor  of tensors, and which of these each of `pieces` is of
+        names, tensor  names of tensors, and for each of `pieces` its tensor's position there
         """
         if self.stored is None:
             return
@@ -165,9 +165,11 @@ class Chunks:
 
 
 def first_chunks(length: U64) -> Rows:
-    """The number of the first chunk of each piece of these lengths in bytes, and of all chunks."""
+    """The number of the first chunk of each piece, from the pieces' lengths in bytes; last, the total number of chunks.
+    """
     first = np.zeros(len(length) + 1, np.int64)
-    # Unsigned: the -(-a // b) idiom would wrap. So may this one, near 2^64: what is decoded is compared with its boxes.
+    # Unsigned: the -(-a // b) idiom would wrap. This may wrap too, near 2^64, but decoded lengths are checked
+    # elsewhere.
     counts = length + np.uint64(CHUNK_BYTES - 1)
     counts //= np.uint64(CHUNK_BYTES)
     np.cumsum(counts.view(np.int64), out=first[1:])
@@ -175,14 +177,14 @@ def first_chunks(length: U64) -> Rows:
 
 
 def spread(begin: Rows, counts: Rows) -> Rows:
-    """Consecutive numbers: `counts` of them from each `begin` on, one run behind the other."""
+    """Concatenated ranges: `counts` consecutive numbers from each `begin`."""
     return np.repeat(begin - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
 
 
 def distinct(values: NDArray[_Number]) -> NDArray[_Number]:
-    """Each of the values once, ascending.
+    """The distinct values, ascending.
 
-    numpy's unique imports masked arrays when it is asked for no more, in each process' first load.
+    A plain np.unique imports masked arrays, which would slow down each process's first load.
     """
     ordered = np.sort(values, axis=None)
     is_first = np.ones(len(ordered), np.bool_)

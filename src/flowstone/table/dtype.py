@@ -1,4 +1,4 @@
-"""Element types, by their names, and what safetensors stores them as."""
+"""Element types: their names, and how safetensors stores them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class DType(msgspec.Struct, frozen=True):
-    """An element type by its field-wide name; `stored` is the safetensors type, or U8 bytes."""
+    """An element type by its common name; `stored` is the safetensors type, or U8 for bytes."""
 
     name: str
     item_bytes: int
@@ -14,7 +14,7 @@ class DType(msgspec.Struct, frozen=True):
 
     @property
     def as_bytes(self) -> bool:
-        """Whether safetensors lacks the type, so that segments hold it as U8 with one more dimension."""
+        """Whether safetensors lacks the type, so that segments store it as U8 with one more dimension."""
         return self.stored == "U8" and self.name != "uint8"
 
 
@@ -27,8 +27,8 @@ def _dtype_table() -> dict[str, DType]:
         "F8_E4M3": ("float8_e4m3fn", 1), "F8_E4M3FNUZ": ("float8_e4m3fnuz", 1),
         "F8_E5M2": ("float8_e5m2", 1), "F8_E5M2FNUZ": ("float8_e5m2fnuz", 1),
     }
-    # Types that safetensors (or its torch reader, at 0.8) lacks travel as bytes; sub-byte
-    # integers are torch's own packed or one-per-byte forms, of which only the bytes are ours.
+    # Types that safetensors (or its torch reader, at 0.8) lacks are stored as bytes. Sub-byte integers are stored as
+    # the bytes that torch has them in, packed or one per byte.
     foreign = {"complex32": 4, "complex128": 16, "float8_e8m0fnu": 1, "float4_e2m1fn_x2": 1, "bits16": 2, "bits8": 1,
                "bits1x8": 1, "bits2x4": 1, "bits4x2": 1}
     foreign |= {f"{sign}{bits}": 1 for sign in ("int", "uint") for bits in range(1, 8)}
@@ -37,4 +37,4 @@ def _dtype_table() -> dict[str, DType]:
 
 
 DTYPES: dict[str, DType] = _dtype_table()
-"""Every dtype that a piece can have, by name (torch's name for it; numpy's are a subset)."""
+"""Every dtype that a piece can have, by torch's name; numpy's names are a subset."""

@@ -1,10 +1,10 @@
-"""Pieces: what of a state one rank holds, as columns that every other layer reads.
+"""Pieces: the parts of a state that one rank holds, as columns that every other layer reads.
 
 A *tensor* is a global name with a dtype and a shape. A *box* is a region of it, in elements.
-A *piece* is the box of a tensor that one rank holds. Nothing here knows torch, files or ranks.
+A *piece* is the box of a tensor that one rank holds. Independent of torch, files and ranks.
 
-A state has tens of thousands of pieces, so they travel as columns: `Pieces` says what they are,
-`Places` where they lie. A `Layout` is all of a state that stays the same from save to save.
+A state has tens of thousands of pieces, so they are passed as columns: `Pieces` describes them, `Places` has their
+addresses. A `Layout` is everything about a state that stays the same from save to save.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Numbers: TypeAlias = NDArray[np.int64]
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """A box of a global tensor, as one rank holds it. Describes; holds no memory."""
+    """A box of a global tensor, as one rank holds it. A description; it holds no memory."""
 
     name: str
     dtype: DType
@@ -42,7 +42,7 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """Where a piece's elements lie. `owner` keeps the memory alive; nobody reads it otherwise.
+    """The memory of a piece's elements. `owner` keeps it alive and is not used otherwise.
 
     address        of element (0, ..., 0), in this process; a device address when `device` is not "cpu"
     strides_bytes  per dimension of the piece's box; row-major and dense means contiguous
@@ -57,7 +57,7 @@ class Memory(msgspec.Struct, frozen=True):
 
     @property
     def contiguous(self) -> bool:
-        """Whether the elements fill one run of bytes in row-major order."""
+        """Whether the elements are one run of bytes in row-major order."""
         expected = self.item_bytes
         for length, stride in zip(reversed(self.shape), reversed(self.strides_bytes), strict=True):
             if length > 1 and stride != expected:
@@ -67,12 +67,12 @@ class Memory(msgspec.Struct, frozen=True):
 
 
 class Block(msgspec.Struct, frozen=True):
-    """Some rows of a piece: what one of the ranks that hold the piece writes of it.
+    """Some rows of a piece: the part of a replica that one of its ranks writes.
 
-    at             position among what that rank writes
-    dim            which dimension is cut: the first with more than one entry, so that a block of a dense piece is dense
-    start, length  in that dimension, from the piece's begin
-    skipped_bytes  what lies before it, where the piece is dense
+    at             position among the pieces that the rank writes
+    dim            the split dimension: the first with more than one entry, so that a block of a dense piece is dense
+    start, length  in that dimension, from the begin of the piece
+    skipped_bytes  length of the rows before it, if the piece is dense
     """
 
     at: int
@@ -82,14 +82,14 @@ class Block(msgspec.Struct, frozen=True):
     skipped_bytes: int
 
     def of(self, box: Box) -> Box:
-        """The block of the piece with this box."""
+        """The box of this block, if the piece has this box."""
         offset, shape = list(box.offset), list(box.shape)
         offset[self.dim] += self.start
         shape[self.dim] = self.length
         return Box(tuple(offset), tuple(shape))
 
     def within(self, memory: Memory) -> Memory:
-        """Where the block lies, if that is where the piece lies."""
+        """The memory of this block, if the piece has this memory."""
         shape = list(memory.shape)
         shape[self.dim] = self.length
         address = memory.address + self.start * memory.strides_bytes[self.dim]
@@ -101,20 +101,20 @@ def _none() -> Numbers:
 
 
 class Alias(msgspec.Struct, frozen=True):
-    """Another name of the same tensor: tied weights are stored once, under `target`."""
+    """Another name of a tensor: tied weights are stored once, under `target`."""
 
     name: str
     target: str
 
 
-# These two without slots: columns that follow from others are made once, when one is asked for.
+# These two have no slots: derived columns are cached properties.
 @dataclass(frozen=True)
 class TensorColumns:
-    """What pieces are but for their boxes, as columns of equal length. Ranks that hold parts of the same tensors share
-    one.
+    """Pieces without their boxes, as columns of equal length. Ranks that hold parts of the same tensors share one
+    instance.
 
     shapes   of the global tensors
-    buffers  positions of modules' buffers: where several ranks hold one, the lowest rank's is saved
+    buffers  positions of module buffers: if several ranks hold one, the lowest rank's is saved
     """
 
     names: tuple[str, ...]
@@ -132,11 +132,11 @@ class TensorColumns:
 
     @property
     def sides(self) -> Numbers:
-        """All shapes, one behind the other."""
+        """All shapes, concatenated."""
         return np.array([side for shape in self.shapes for side in shape], np.int64)
 
     def take(self, positions: Sequence[int]) -> TensorColumns:
-        """Those at `positions`."""
+        """The tensors at `positions`."""
         buffers = frozenset(new for new, old in enumerate(positions) if old in self.buffers) if self.buffers else ()
         return TensorColumns(
             tuple(map(self.names.__getitem__, positions)), tuple(map(self.dtypes.__getitem__, positions)),
@@ -146,11 +146,11 @@ class TensorColumns:
 
 @dataclass(frozen=True, eq=False)
 class Pieces(Sequence[Piece]):
-    """Pieces as columns; a Piece or Box record is made where one is looked at.
+    """Pieces as columns; Piece and Box records are created on access.
 
-    parts  positions of those that are not their whole tensor, ascending; what is whole takes no room here
-    boxes  ndim offsets, then ndim lengths, in elements, one box behind the other
-    kinds  which of the boxes each of the parts has, each of them used; None: each its own
+    parts  positions of pieces that are not their whole tensor, ascending; whole pieces have no entry in `boxes`
+    boxes  ndim offsets, then ndim lengths, in elements; all boxes concatenated
+    kinds  for each part the number of its box; every box is used; None: each part has its own
     """
 
     tensors: TensorColumns
@@ -160,7 +160,7 @@ class Pieces(Sequence[Piece]):
 
     @classmethod
     def of(cls, pieces: Sequence[Piece]) -> Pieces:
-        """The columns of `pieces`, which may be such columns already."""
+        """The columns of `pieces`, which may already be columns."""
         if isinstance(pieces, Pieces):
             return pieces
         columns = zip(*((piece.name, piece.dtype, piece.shape) for piece in pieces), strict=True)
@@ -170,7 +170,7 @@ class Pieces(Sequence[Piece]):
 
     @classmethod
     def cut(cls, tensors: TensorColumns, boxes: Mapping[int, Box]) -> Pieces:
-        """Pieces of these tensors: of those at the positions in `boxes` a part, of the others all."""
+        """Pieces of these tensors: a part of those at the positions in `boxes`, the whole of the others."""
         parts = sorted(boxes)
         numbers = [n for at in parts for n in (*boxes[at].offset, *boxes[at].shape)]
         return cls(tensors, np.array(parts, np.int64), np.array(numbers, np.int64))
@@ -189,7 +189,7 @@ class Pieces(Sequence[Piece]):
 
     @cached_property
     def starts(self) -> Numbers:
-        """Where each box begins among the numbers of all, and where the last one ends."""
+        """Where each box begins in `boxes`, and where the last one ends."""
         if not len(self.parts):
             return np.zeros(1, np.int64)
         ndim = self.tensors.ndim[self.parts]
@@ -225,7 +225,7 @@ class Pieces(Sequence[Piece]):
         return len(self.names)
 
     def part(self, position: int) -> Box | None:
-        """The box of the piece at `position`; None where it is its whole tensor."""
+        """The box of the piece at `position`; None if it is its whole tensor."""
         row = int(self.parts.searchsorted(position)) if len(self.parts) else 0
         if row == len(self.parts) or self.parts[row] != position:
             return None
@@ -234,9 +234,9 @@ class Pieces(Sequence[Piece]):
         return Box(tuple(numbers[: len(numbers) // 2]), tuple(numbers[len(numbers) // 2 :]))
 
     def part_boxes(self) -> Iterator[tuple[int, Box]]:
-        """Position and box of each of the parts."""
+        """Position and box of each part."""
         numbers, starts = self.part_numbers()
-        flat, known = numbers.tolist(), dict[tuple[int, ...], Box]()  # most of one shape have the same
+        flat, known = numbers.tolist(), dict[tuple[int, ...], Box]()  # most parts of one shape have equal boxes
         for at, (begin, end) in zip(self.parts.tolist(), pairwise(starts.tolist()), strict=True):
             key = tuple(flat[begin:end])
             if key not in known:
@@ -245,7 +245,7 @@ class Pieces(Sequence[Piece]):
             yield at, known[key]
 
     def part_numbers(self) -> tuple[Numbers, Numbers]:
-        """The boxes of the parts, each its own, and where each begins."""
+        """The boxes of the parts, one per part, and where each begins."""
         if self.kinds is None:
             return self.boxes, self.starts
         counts = 2 * self.tensors.ndim[self.parts]
@@ -253,20 +253,20 @@ class Pieces(Sequence[Piece]):
         return self.boxes[spread(self.starts[:-1][self.kinds], counts)], starts
 
     def part_elements(self) -> Numbers:
-        """How many elements each of the parts has."""
+        """The number of elements of each part."""
         numbers, starts = self.part_numbers()
         ndim = np.diff(starts) // 2
         return products(numbers, starts[:-1] + ndim, ndim)
 
     def lengths(self) -> NDArray[np.uint64]:
-        """The bytes of each piece."""
+        """The length of each piece in bytes."""
         elements = list(map(math.prod, self.shapes))
         for at, n in zip(self.parts.tolist(), self.part_elements().tolist(), strict=True):
-            elements[at] = n  # before they are an array: a tensor that is held in parts may have too many for one
+            elements[at] = n  # as Python ints first: the whole tensor may have too many for an int64
         return np.array(elements, np.uint64) * self.tensors.item_bytes.astype(np.uint64)
 
     def take(self, positions: Sequence[int], blocks: Sequence[Block] = ()) -> Pieces:
-        """The pieces at `positions`, which do not descend; of some of them only blocks."""
+        """The pieces at `positions` (ascending, repeated for blocks); of some of them only blocks."""
         if len(positions) == len(self) and not blocks:
             return self
         tensors = self.tensors.take(positions)
@@ -281,7 +281,7 @@ class Pieces(Sequence[Piece]):
         return Pieces.cut(tensors, boxes | {block.at: block.of(boxes[block.at]) for block in blocks})
 
     def compact(self) -> Pieces:
-        """The same with each distinct box of each shape once, in the order in which they first occur."""
+        """The same pieces, with each distinct box of each shape once, in order of first occurrence."""
         assert self.kinds is None, "compact already"
         if not len(self.parts):
             return replace(self, kinds=self.parts)
@@ -301,10 +301,10 @@ class Pieces(Sequence[Piece]):
 
 
 class Places(msgspec.Struct, frozen=True, eq=False):
-    """Where pieces lie, as columns.
+    """The memory of pieces, as columns.
 
     address  of each piece's element (0, ..., 0), in this process
-    apart    position -> Memory, of those that are not one run of host bytes in row-major order
+    apart    position -> Memory, for pieces that are not one run of host bytes in row-major order
     owners   keep the memory alive
     """
 
@@ -318,14 +318,14 @@ class Places(msgspec.Struct, frozen=True, eq=False):
         return cls(np.array([m.address for m in memory], np.uint64), apart, [m.owner for m in memory])
 
     def memory(self, position: int, piece: Piece) -> Memory:
-        """The record of the place of `piece`, which is the one at `position`."""
+        """The Memory record of `piece`, which is the one at `position`."""
         shape, item = piece.box.shape, piece.dtype.item_bytes
         strides = tuple(math.prod(shape[dim + 1 :]) * item for dim in range(len(shape)))
         dense = Memory(self.owners[position], int(self.address[position]), shape, strides, item)
         return self.apart.get(position, dense)
 
     def take(self, positions: Sequence[int], blocks: Sequence[Block] = ()) -> Places:
-        """The places at `positions`, which do not descend; of some of them only blocks."""
+        """The places at `positions` (ascending, repeated for blocks); of some of them only blocks."""
         if len(positions) == len(self.address) and not blocks:
             return self
         apart = {new: self.apart[old] for new, old in enumerate(positions) if old in self.apart} if self.apart else {}
@@ -340,12 +340,12 @@ class Places(msgspec.Struct, frozen=True, eq=False):
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """What a rank holds, and not where: plans are made from it, and kept as long as it stays the same.
+    """What a rank holds, without addresses: plans are made from it, and kept while it stays the same.
 
     pieces   in the order of the state; unique by (name, box)
-    aliases  further names of memory that is among the pieces: tied weights
-    lazy     per piece: whether only an optimizer's step changes it (parameters, optimizer state),
-             so that it may be captured after `save` returned
+    aliases  further names of memory that `pieces` already contain: tied weights
+    lazy     for each piece: whether only an optimizer's step changes it (parameters, optimizer state), so that it may
+             be captured after `save` has returned
     """
 
     pieces: Pieces

@@ -1,4 +1,4 @@
-"""The command line. Reading verbs import no torch, and each what it needs when it runs."""
+"""The command line. Reading verbs import no torch; each verb imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def main() -> None:
     """The entry point `flowstone`."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a name that the terminal's encoding lacks is no error
+            stream.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show is no error
     try:
         try:
             app(prog_name="flowstone")
         finally:
             for stream in (sys.stdout, sys.stderr):
-                if stream is not None:  # closed by whoever started us
+                if stream is not None:  # closed by the parent process
                     stream.flush()
     except OSError as error:
-        # What could not be written stays in the stream, and would be tried once more at the end.
+        # Unwritten output stays in the stream, and Python would try to write it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if error.errno != errno.EPIPE:
             sys.stderr.write(f"{refused(error)}\n")

@@ -19,7 +19,7 @@ from flowstone.config import GIB, KIB, MIB
 from flowstone.runtime.progress import terminal_steps
 
 _UNITS = {"": 1, "kib": KIB, "mib": MIB, "gib": GIB, "kb": 10**3, "mb": 10**6, "gb": 10**9}
-_BYTES_MIN = 8 * MIB  # less is over before the clock has anything to measure
+_BYTES_MIN = 8 * MIB  # shorter runs are too fast to measure
 
 
 class _Bench(TyperGroup):
@@ -33,7 +33,7 @@ class _Io(TyperCommand):
     """`--json` may stand alone, as in every other verb: it then writes to standard output."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        # Only a word that ends in .json is its file, so that `--json PATH` still names the path to measure.
+        # Only a word that ends in .json is its file; so in `--json PATH`, PATH is still the path to measure.
         return super().parse_args(ctx, _completed(args, "--json", alone="-", value=r"[^-].*\.json"))
 
 
@@ -143,7 +143,7 @@ def io(
 
 
 def _completed(args: Sequence[str], option: str, *, alone: str, value: str) -> list[str]:
-    """Give `option` its value `alone` wherever the next word is none that matches `value`."""
+    """Insert the value `alone` after `option` wherever the next word does not match `value`."""
     done: list[str] = []
     for at, word in enumerate(args):
         done.append(word)

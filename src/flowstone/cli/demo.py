@@ -1,4 +1,4 @@
-"""`flowstone demo`: a training that is killed again and again, and every claim judged."""
+"""`flowstone demo`: a training run that is killed again and again, with a verdict on every claim."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def demo(
     """Train a GPT, kill it again and again, resume, compare bit for bit. Exit status 0 if every claim held."""
     from rich.console import Console
 
-    from flowstone_demo import acts, claims  # only this verb needs what it starts
+    from flowstone_demo import acts, claims  # only this verb needs it
 
     judged: list[claims.Claim] = []
-    console = Console(highlight=False, stderr=as_json)  # standard output is the JSON's alone
+    console = Console(highlight=False, stderr=as_json)  # standard output is for JSON only
     status = acts.run(directory=directory, seed=seed, keep=keep, small=small, console=console, judged=judged)
     if as_json:
         rows = [{"claim": claim.text, "held": claim.held, "found": claim.found} for claim in judged]

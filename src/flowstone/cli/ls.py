@@ -1,4 +1,4 @@
-"""`flowstone ls`: thousands of checkpoints in the time that Python needs to start. Imports neither numpy nor rich."""
+"""`flowstone ls`: lists thousands of checkpoints in about Python's start-up time. Imports neither numpy nor rich."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _cells(row: dict[str, object]) -> list[str]:
 
 
 def _listing(path: Path) -> tuple[list[dict[str, object]], list[str]]:
-    """A row for each checkpoint, newest last, and the names of what is none."""
+    """A row for each checkpoint, newest last, and the names of directories that are no checkpoints."""
     store = LocalStore(store_path(path))
     if store.exists(MANIFEST_NAME):
         return [row_of(read_manifest(store, ""), store.location)], []
@@ -58,7 +58,7 @@ def _listing(path: Path) -> tuple[list[dict[str, object]], list[str]]:
 
 
 def row_of(manifest: Manifest, directory: str) -> dict[str, object]:
-    """What a listing says of a checkpoint."""
+    """A checkpoint's row in a listing."""
     size = sum(row.bytes for row in manifest.segments) + manifest.index.bytes + manifest.objects.bytes
     return {
         "step": manifest.step, "directory": directory, "created": manifest.created, "bytes": size,
@@ -67,5 +67,5 @@ def row_of(manifest: Manifest, directory: str) -> dict[str, object]:
 
 
 def local_time(created: str) -> str:
-    """When a checkpoint was made, for people."""
+    """When a checkpoint was made, in local time."""
     return created.replace("T", " ").replace("+00:00", " UTC")

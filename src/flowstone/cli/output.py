@@ -1,4 +1,4 @@
-"""What the verbs of the command line have in common: tables or JSON, and errors as both."""
+"""Shared by the verbs of the command line: output as tables or JSON, and errors as both."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tabl
 
 
 def make_console() -> Console:
-    from rich.console import Console  # half as long to import as a listing takes
+    from rich.console import Console  # imported here: it takes half as long as a listing
 
-    # Piped output is for programs: not cut to a terminal's width.
+    # Piped output is for programs: do not truncate it to a terminal's width.
     return Console(width=None if sys.stdout.isatty() else 200, highlight=False)
 
 
@@ -34,27 +34,27 @@ def print_json(value: object) -> None:
     text = json.dumps(value, indent=2, ensure_ascii=False)
     try:
         text.encode()
-    except UnicodeEncodeError:  # lone surrogates, as Python has them for bytes of a path
+    except UnicodeEncodeError:  # lone surrogates, which Python uses for bytes of a path that are not UTF-8
         text = json.dumps(value, indent=2)
     typer.echo(text)
 
 
 def printable(text: str) -> str:
-    """Text that a file brought along, so that a terminal shows it and does nothing else; lines stay lines."""
+    """Text from a file, escaped so that a terminal only shows it; line breaks are kept."""
     if text.isprintable():
         return text
     return "".join([one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text])
 
 
 def marked(text: str) -> str:
-    """The same for rich's console, which takes no markup from it either."""
+    """The same for rich's console, with markup escaped as well."""
     from rich.markup import escape
 
     return escape(printable(text))
 
 
 def print_rows(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table of thousands of rows, as it is done by a Table of rich in seconds."""
+    """A table of thousands of rows; rich's Table takes seconds for that."""
     rows = [list(map(printable, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
     bars = ["\u2501" * (width + 2) for width in widths], ["\u2500" * (width + 2) for width in widths]
@@ -80,19 +80,19 @@ def size_text(count: object) -> str:
 
 @contextmanager
 def errors_reported(as_json: bool) -> Iterator[None]:
-    """End with status 1 and the error's own text, without a traceback."""
+    """Exit with status 1 and the error's own text, without a traceback."""
     try:
         yield
     except FlowstoneError as error:
         _fail(error, as_json)
     except OSError as error:
         if error.errno == errno.EPIPE:
-            raise  # nobody reads any more: no error to tell, and nobody to tell it to
+            raise  # the reader has closed the pipe: there is no error to report
         _fail(refused(error), as_json)
 
 
 def refused(error: OSError) -> StorageError:
-    """What the system refused where no store is concerned: a report's file, a terminal, a directory to work in."""
+    """The error for a refusal outside of any store: a report's file, a terminal, a working directory."""
     what = f" for {os.fsdecode(error.filename)}" if error.filename else ""
     return StorageError(f"the system refused: {error.strerror}{what}", errno=error.errno or 0, next="give another path")
 

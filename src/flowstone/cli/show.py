@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from flowstone.checkpoint import Checkpoint
 
 _SHOWN_TENSORS = 40  # rows that `show` prints unless asked for all
-_INT_SHOWN = 10**300  # larger ones are no numbers to JSON readers, nor to Python from 4,300 digits on
+_INT_SHOWN = 10**300  # larger ones are no numbers for JSON readers, nor for Python from 4,300 digits on
 _TEXT_MAX = 60  # characters of a plain value in a table
 
 
@@ -81,7 +81,7 @@ def _shown(checkpoint: Checkpoint) -> dict[str, object]:
 
 
 def _plain(value: object) -> object:
-    """A value as JSON can show it; what has no JSON form is shown as text."""
+    """A value in a form that JSON can show; other values as text."""
     from flowstone.format.objects import Provided
 
     if isinstance(value, Mapping):
@@ -99,7 +99,7 @@ def _plain(value: object) -> object:
 
 
 def _text(value: object) -> str:
-    """What Python shows; but what stands for a tensor or a constant, by its name."""
+    """The repr of a value; references and constants by their names."""
     from flowstone.format.bounds import brief
     from flowstone.format.objects import Named, Provided, TensorRef
 
@@ -126,7 +126,7 @@ def _summary(value: object) -> str:
 
 
 def _io(io: IoRecord) -> str:
-    """How a checkpoint was written, in words; what its writer did not record is left out."""
+    """How a checkpoint was written, as text; leaves out what the writer did not record."""
     words = [io.backend, "direct" if io.alignment > 1 else "buffered"]
     words += [f"{io.queue_depth} requests of up to {io.request_bytes / MIB:g} MiB in flight"]
     if io.workers is not None:

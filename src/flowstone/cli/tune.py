@@ -1,4 +1,4 @@
-"""`flowstone bench tune`: find what moves a store's bytes fastest, and keep it."""
+"""`flowstone bench tune`: find the settings that move a store's bytes fastest, and store them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tune(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Tune I/O for the disk of a store; keep settings that are measurably faster than the defaults."""
-    from flowstone_study import tune as study  # only this verb needs what it measures with
+    from flowstone_study import tune as study  # only this verb needs it
 
     if store and user:
         raise typer.BadParameter("give --store or --user, not both")
@@ -78,12 +78,12 @@ def _console_found(console: Console, found: Found) -> None:
 
 
 def _ratio(gain: Gain) -> str:
-    """A gain, and between what it lies with 95 % certainty."""
+    """A gain, with its 95 % confidence interval."""
     return f"{gain.ratio:.2f} ({gain.low:.2f} to {gain.high:.2f})"
 
 
 def _tuning(tuning: Tuning) -> str:
-    """Settings in words."""
+    """Settings, as text."""
     start = tuning.direct_from_bytes
     cache = "buffered" if start is None else f"direct from {size_text(start)} on" if start else "direct"
     place = ", in place" if tuning.in_place else ", through the arena"
@@ -95,7 +95,7 @@ def _tuning(tuning: Tuning) -> str:
 
 @contextmanager
 def _trials_shown() -> Iterator[OnTrial | None]:
-    """A bar on a terminal; nothing where standard error is none."""
+    """A progress bar, if standard error is a terminal."""
     if not sys.stderr.isatty():
         yield None
         return

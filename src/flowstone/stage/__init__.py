@@ -1,1 +1,1 @@
-"""Between live memory and the store: the arena, capture on the way out, scatter on the way in."""
+"""Between live memory and the store: the arena, capture at a save, scatter at a load."""

@@ -1,4 +1,4 @@
-"""How much memory staging may take, and the one pool that takes it."""
+"""The memory budget for staging, and the one pool that takes it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_bytes() -> int:
-    """Memory that this process could still take: the machine's, or its control group's if less."""
+    """Memory that this process could still allocate: the machine's, or its control group's if less."""
     for line in _MEMINFO.read_text().splitlines():
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024
@@ -29,40 +29,40 @@ def available_bytes() -> int:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a control file; None where there is no such file or it says "max"."""
+    """The number in a control file; None if there is no such file or it says "max"."""
     try:
         text = path.read_text().strip()
     except OSError:
-        return None  # safe: no control group limit that we could see
+        return None  # safe: no control group limit is visible
     return int(text) if text.isdigit() else None
 
 
 def default_budget_bytes() -> int:
-    """A quarter of the available memory; of several ranks on this node, as torchrun tells it, each has its share."""
+    """A quarter of the available memory, divided by the number of ranks on this node, as torchrun gives it."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     sharing = int(ranks) if ranks.isdigit() and int(ranks) > 0 else 1
     return max(BUDGET_BYTES_MIN, available_bytes() // ARENA_SHARE_OF_AVAILABLE // sharing)
 
 
 def open_write_arena(store: Store, budget_bytes: int) -> _native.Arena:
-    """The pool for saves into `store`, of at most `budget_bytes`. Maps address space, touches nothing.
+    """The pool for saves into `store`, of at most `budget_bytes`. Maps address space, touches no page.
 
-    raises  BudgetError when the budget holds fewer than two requests, or the system has no room for it
+    raises  BudgetError if the budget is smaller than two requests, or the system has no address space for it
     """
     settings = store.settings("write")
     request_bytes = settings.tuning.request_bytes
     if settings.origin == "tuned" and "request_bytes" not in settings.explicit and budget_bytes < 2 * request_bytes:
-        request_bytes = WRITE_DEFAULTS.request_bytes  # a tuning must not make a budget too small that was none before
+        request_bytes = WRITE_DEFAULTS.request_bytes  # a tuned request size must not make a sufficient budget too small
     return _open_arena(budget_bytes, request_bytes)
 
 
 def open_read_arena(store: Store) -> _native.Arena:
-    """The pool for one load or check of what `store` holds; its caller closes it."""
+    """The pool for one load or check of a checkpoint in `store`; the caller closes it."""
     return _open_arena(READ_ARENA_BYTES, store.settings("read").tuning.request_bytes)
 
 
 def _open_arena(budget_bytes: int, request_bytes: int) -> _native.Arena:
-    """In blocks of one request, so that the engine can fill each with one."""
+    """With blocks of one request, so that the engine can fill each with one."""
     if budget_bytes < 2 * request_bytes:
         raise BudgetError(
             f"a budget of {budget_bytes} bytes cannot hold two requests of {request_bytes}",

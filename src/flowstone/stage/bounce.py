@@ -1,7 +1,7 @@
-"""Bounce buffers: where bytes are read to first, if they cannot go straight into the memory that wants them.
+"""Bounce buffers: memory that bytes are read to first, if they cannot be read straight into their target.
 
-That is so when values are converted (cast), when a device cannot take them as they are stored, and when a load verifies
-everything before it changes anything.
+That is the case when values are converted (cast), when a device cannot take the stored layout, and when a load
+verifies everything before it changes anything.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from flowstone.table.pieces import Memory, Pieces, Places
 
 
 class BounceBuffer(msgspec.Struct, frozen=True, eq=False):
-    """A `buffer` that receives a piece's bytes as stored; `copy_back` copies them to their target, converted if need
-    be.
+    """`buffer` receives a piece's bytes as stored; `copy_back` copies them to their target, converted if necessary.
     """
 
     buffer: torch.Tensor
@@ -44,11 +43,11 @@ class BounceBuffer(msgspec.Struct, frozen=True, eq=False):
 
 
 class Destinations(msgspec.Struct, frozen=True, eq=False):
-    """Where the bytes of wanted pieces are read to.
+    """Where the bytes of the requested pieces are read to.
 
     places   parallel to the pieces
-    bounced  position -> BounceBuffer, of those that are not read straight into their target
-    streams  of the devices that places are on, by name
+    bounced  position -> BounceBuffer, for pieces that are not read straight into their target
+    streams  of the devices that the places are on, by name
     """
 
     places: Places
@@ -59,12 +58,12 @@ class Destinations(msgspec.Struct, frozen=True, eq=False):
 def choose_destinations(
     wanted: Pieces, places: Places, stored: Sequence[DType], scattered: Container[int] = (), *, verify_first: bool
 ) -> Destinations:
-    """Choose where each wanted piece is read to.
+    """Choose where each requested piece is read to.
 
     stored        the dtypes in the checkpoint
-    scattered     positions of those on devices, into which stored pieces do not go in one run each
-    verify_first  all go through bounce buffers
-    raises        BudgetError when staging needs more than the memory that is available
+    scattered     positions of pieces on devices that stored pieces do not fill in one run each
+    verify_first  all pieces use bounce buffers
+    raises        BudgetError if the buffers need more than the available memory
     """
     if verify_first:
         needed, available = sum(piece.bytes for piece in wanted), available_bytes()
@@ -103,7 +102,7 @@ def choose_destinations(
 
 
 def _streams(far: Mapping[int, Memory], scattered: Container[int]) -> Mapping[str, SideStream]:
-    """Those that can take something straight from the engine."""
+    """The streams of devices that can take at least one piece straight from the engine."""
     names = dict.fromkeys(memory.device for at, memory in far.items() if memory.contiguous and at not in scattered)
     return {name: stream for name in names if (stream := side_stream(name)) is not None}
 
@@ -112,7 +111,7 @@ _CARRIERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.compl
 
 
 def host_array(memory: Memory) -> np.ndarray:
-    """The elements of host memory as an array of a type of their size; keep the owner alive meanwhile."""
+    """Host memory as an array with elements of the same size; the caller keeps the owner alive."""
     reach = [(n - 1) * s for n, s in zip(memory.shape, memory.strides_bytes, strict=True)]
     if 0 in memory.shape:
         return np.empty(memory.shape, _CARRIERS[memory.item_bytes])

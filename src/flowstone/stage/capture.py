@@ -1,33 +1,33 @@
 """Capture: from live memory and a plan to segments on their way to the store.
 
-**Windows.** The engine cuts each segment into windows of one request. While an arena block is free, the next window is
-copied into it and is captured; when none is, it waits for one. All threads of the engine and the arena give way to
-others: lower processor and I/O priority.
+**Windows.** The engine divides each segment into windows of one request. A window is captured by copying it into a
+free arena block; if none is free, the engine waits for one. All threads of the engine and the arena run at low
+processor and I/O priority.
 
-**Files.** Capture needs none: it begins before the segments have their size, where those are reserved by another thread
-than the caller's, and what is captured meanwhile stays in the arena.
+**Files.** Capture needs no files: if another thread reserves the segments, capture begins before they have their size,
+and captured windows stay in the arena until then.
 
-**Early and lazy.** Each piece is one or the other, a column of the plan. Early ones come first, and `save` returns when
-they are captured. Lazy are, from 64 KiB on, the parameters of modules and the state of optimizers, if an optimizer is
-in the state, whose step then waits (`fence.py`); with `fence="manual"` every piece from 64 KiB on.
+**Early and lazy.** Each piece is one or the other, a column of the plan. Early pieces come first, and `save` returns
+when they are captured. Lazy are, from 64 KiB on, the parameters of modules and the state of optimizers, if the state
+has an optimizer, whose step then waits (`fence.py`); with `fence="manual"` every piece from 64 KiB on.
 
-**The overlap budget.** Before anything waits, lazy windows hold no more blocks than a full queue needs, and begin no
-faster than would have them all captured when CAPTURE_SHARE_OF_LEISURE of the shortest of the last four times from
-`save` to fence have passed. Anything that waits (fence, `captured`, `committed`, `wait`, `load`, `close`, the end of
-the script) ends that: what is left is copied at the speed of memory as far as the arena has room, after that at the
-device's. A fence that had to wait is told as the event `Fenced`, and makes the arena grow for the next one, while no
-save uses it. `write_bytes_per_s` caps early and lazy bytes alike, whoever waits.
+**The overlap budget.** While no thread waits, lazy windows use no more blocks than a full queue needs, and start at a
+rate that has them all captured after CAPTURE_SHARE_OF_OVERLAP of the shortest of the last four times from `save` to
+fence. Any wait (fence, `captured`, `committed`, `wait`, `load`, `close`, the end of the script) ends that: the rest is
+copied at the speed of memory while the arena has room, then at the device's. A fence that had to wait emits the event
+`Fenced`, and the arena grows for the next one while no save uses it. `write_bytes_per_s` limits early and lazy bytes
+alike, in any case.
 
-**What escapes the fence** is found by tensors' version counters (`state/counters.py`), and by the engine
-(`native/mutation_detector.h`): by the pages that were written, where the kernel tells them and it is worth its cost,
-else by a few lines of every chunk of a lazy piece, copied when the save starts (on a device the current stream gathers
-them). A window is digested in its block, so that file and digest agree whatever happens to the source. A difference is
-a fault of that job, so an error in its receipt: that save fails with `StateChangedError`, which names the tensors, and
-the checkpoint before it stays the newest.
+**Changes that escape the fence** are detected by tensors' version counters (`state/counters.py`), and by the engine
+(`native/mutation_detector.h`): by written pages, where the kernel reports them at acceptable cost; else by comparing a
+few lines of every chunk of a lazy piece with copies from the start of the save (on a device, the current stream gathers
+them). A window is digested in its block, so file and digest agree whatever happens to the source. A difference is a
+fault of that job, an error in its receipt: the save fails with `StateChangedError`, which names the tensors, and the
+previous checkpoint stays the newest.
 
-**Memory that goes away** meanwhile is one more such fault. Nothing keeps a storage's memory where it was, so the kernel
-copies it (`native/live_memory.h`), and says where there is nothing any more; and when all is captured the storages are
-asked whether they still have it (`moved.py`).
+**Memory that goes away** in the meantime is one more such fault. A storage may free or move its memory at any time, so
+the kernel copies it (`native/live_memory.h`), and reports unmapped addresses; once all is captured, each storage is
+checked for whether it still has the memory (`moved.py`).
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class Staged(msgspec.Struct, frozen=True, eq=False):
 
     offsets  file offset of each piece's bytes, in plan order
     headers  the digest of each segment's header
-    places   where the pieces lie
-    sources  what else the writers read from: keep both until captured
-    streams  of the devices that some of it lies on: that memory is read when they come to it
+    places   the memory of the pieces
+    sources  further memory that the writers read: keep both alive until captured
+    streams  of the devices that hold some pieces; that memory is read when the streams reach the copies
     """
 
     writing: Writing
@@ -72,7 +72,7 @@ class Staged(msgspec.Struct, frozen=True, eq=False):
 
 
 class Headers:
-    """The headers of a plan's segments, and their digests; encoded again only where offsets have changed."""
+    """The headers of a plan's segments, and their digests; encoded again only if offsets have changed."""
 
     def __init__(self) -> None:
         self._offsets: NDArray[np.uint64] | None = None
@@ -80,7 +80,7 @@ class Headers:
 
     @property
     def are_known(self) -> bool:
-        """Whether a save has gone by this plan."""
+        """Whether a save has used this plan already."""
         return self._offsets is not None
 
     def of(self, plan: WritePlan, offsets: NDArray[np.uint64]) -> tuple[tuple[bytes, ...], tuple[str, ...]]:
@@ -91,7 +91,7 @@ class Headers:
 
 
 class WriteTarget(msgspec.Struct, frozen=True, eq=False):
-    """Where segments are written: a directory of a store, through the blocks of an arena."""
+    """Where segments are written to: a directory of a store, through the blocks of an arena."""
 
     store: Store
     directory: str
@@ -102,17 +102,17 @@ def start_capture(
     target: WriteTarget, plan: WritePlan, places: Places, pace: Pace = UNPACED, known: Headers | None = None, *,
     seed: int = 0, reserved: bool = True,
 ) -> Staged:
-    """Start capturing what lies at `places` (parallel to the plan's pieces) into segments of `target`.
+    """Start capturing the memory `places` (parallel to the plan's pieces) into segments of `target`.
 
-    known     the headers of this very plan, as far as they were encoded before
-    seed      another one for each save: by it other lines are looked at
+    known     headers of this very plan that an earlier save has encoded
+    seed      different for each save, so that each samples other lines
     reserved  False: nothing is written before `writing.reserve()`
 
-    Returns without waiting; the memory must stay alive until `writing.wait_captured()` returns, and
-    unchanged, but for what is not lazy: that may change once `writing.wait_early()` returns. What lies on a
-    device is copied after what its current stream holds now, and may be changed by what that stream is given
-    after `writing.wait_queued()` (or, if it is not lazy, `wait_early`) and the `block_current` of its side stream.
-    Raises StorageError when the segments cannot be created.
+    Returns without waiting. The memory must stay alive until `writing.wait_captured()` returns, and unchanged too,
+    except that early pieces may change once `writing.wait_early()` returns. Device memory is copied after the work
+    that is in its current stream now; work that is put into that stream after `writing.wait_queued()` (for early
+    pieces: `wait_early`) and the side stream's `block_current` may change it.
+    Raises StorageError if the segments cannot be created.
     """
     store, directory, arena = target.store, target.directory, target.arena
     address, layout, layouts, device, streams, hosted = within_reach(places)
@@ -133,7 +133,7 @@ def start_capture(
         chunk=column(np.full(count, _native.NO_DIGEST, np.uint64), plan.chunk, np.uint64),
         layout=column(np.full(count, -1), layout, np.int64),
         layouts=layouts, chunks=plan.chunks,
-        # Headers are ours and do not change, but somebody who waits for everything waits for them, too.
+        # Headers are ours and do not change, but a thread that waits for everything waits for them too.
         lazy=column(np.full(count, plan.lazy.any()), plan.lazy, np.bool_),
         device=column(np.full(count, -1), device, np.int32), devices=[stream.native for stream in streams],
         samples=samples, seed=column(np.zeros(count), seeds, np.uint64), encoder=encoder_of(),
@@ -147,7 +147,7 @@ def start_capture(
 
 
 def _check_watched(writing: Writing, plan: WritePlan) -> None:
-    """Raise where every write was to be noticed, and cannot be: nothing is captured then."""
+    """Raise if every write was to be detected, and cannot be; then nothing is captured."""
     watched = writing.watched
     if not (watched.insisted and watched.sampled_bytes):
         return
@@ -176,10 +176,10 @@ def within_reach(places: Places, *, fetched_bytes_min: int = 1) -> tuple[
     NDArray[np.uint64], NDArray[np.int64], list[_native.GatherLayout], NDArray[np.int32], tuple[SideStream, ...],
     list[Memory],
 ]:
-    """Where the engine gets each piece from: address, how strided memory is gathered, and on which device.
+    """How the engine reads each piece: its address, how strided memory is gathered, and on which device.
 
-    Device memory that no side stream can copy as it lies, or of less than `fetched_bytes_min`, is brought to the host
-    here. The last is the memory that it was brought to: keep it alive.
+    Device memory that no side stream can copy as it is, or of less than `fetched_bytes_min`, is copied to the host
+    here. The last result is that host memory: keep it alive.
     """
     address, layout = places.address, np.full(len(places.address), -1, np.int64)
     device = np.full(len(places.address), -1, np.int32)
@@ -210,14 +210,14 @@ def within_reach(places: Places, *, fetched_bytes_min: int = 1) -> tuple[
 
 
 def _seeds(pieces: int, seed: int) -> NDArray[np.uint64]:
-    """Another one for each piece and save: lines that were not looked at in one are in another."""
+    """A seed for each piece and save, so that lines not sampled in one save are sampled in another."""
     return np.arange(pieces, dtype=np.uint64) + np.uint64((seed << 32) % (1 << 64))
 
 
 def _samples(
     at: int, stream: SideStream, plan: WritePlan, device: NDArray[np.int32], places: Places, seeds: NDArray[np.uint64]
 ) -> NDArray[np.uint8]:
-    """What the engine compares the lazy rows of device number `at` with: lines of each, in the order of rows."""
+    """The samples of the lazy rows on device number `at`, for the engine to compare: lines of each, in row order."""
     order = plan.order - len(plan.segments)
     order = order[order >= 0]  # the others are headers
     lazy = order[plan.lazy[order] & (device[order] == at)]
@@ -226,11 +226,11 @@ def _samples(
 
 
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""A type of each item size: copies between devices move bytes, whatever they mean."""
+"""A type for each item size: copies between devices move bytes, whatever their meaning."""
 
 
 def on_device(memory: Memory) -> torch.Tensor:
-    """The tensor that `memory`, owned by a storage, describes; of a carrier type of its item size."""
+    """The tensor that `memory`, owned by a storage, describes, with a carrier type of its item size."""
     assert isinstance(memory.owner, torch.UntypedStorage), "device memory is owned by its storage"
     start = (memory.address - memory.owner.data_ptr()) // memory.item_bytes
     strides = tuple(stride // memory.item_bytes for stride in memory.strides_bytes)
@@ -239,14 +239,14 @@ def on_device(memory: Memory) -> torch.Tensor:
 
 
 def host_twin(memory: Memory) -> Memory:
-    """Fresh, dense host memory of the same shape; its owner is the tensor."""
+    """New, dense host memory of the same shape; its owner is the tensor."""
     host = torch.empty(memory.shape, dtype=_CARRIERS[memory.item_bytes], device="cpu")  # whatever the default is
     strides = tuple(stride * memory.item_bytes for stride in host.stride())
     return Memory(host, host.data_ptr(), memory.shape, strides, memory.item_bytes)
 
 
 def host_copy(memory: Memory) -> Memory:
-    """Device memory's elements, in fresh host memory."""
+    """The elements of device memory, in new host memory."""
     twin = host_twin(memory)
     assert isinstance(twin.owner, torch.Tensor)
     twin.owner.copy_(on_device(memory))

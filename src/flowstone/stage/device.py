@@ -1,10 +1,10 @@
-"""Side streams: copies between a device and the host, beside the device's own work.
+"""Side streams: copies between a device and the host, concurrent with the device's other work.
 
-The engine queues them, from its own threads; here is what only the framework knows: in which order they come with
-what the caller has put on the device's current stream. The processor never touches a device's memory: a window with
-bytes of it is fetched into its arena block, and goes on as a copied one when the device calls back (`native/device.h`;
-docs/decisions/008). At the fence the processor waits until all is queued, the current stream until it is copied. A load
-is the reverse.
+The engine queues the copies, from its own threads. This module does the part that needs torch: it orders them
+relative to the work in the device's current stream. The CPU never touches device memory: a window with device bytes is
+fetched into its arena block, and continues like a copied one when the device calls back (`native/device.h`;
+docs/decisions/008). At the fence, the CPU waits until all copies are queued, and the current stream until they are
+done. A load does the reverse.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ _log = logging.getLogger(__name__)
 
 
 class SideStream(Protocol):
-    """One device's. Everything is said on the thread, and so about the current stream, of whoever saves or loads."""
+    """The side stream of one device. Call it on the thread that saves or loads: it refers to that current stream."""
 
     @property
     def native(self) -> _native.Device: ...
 
     def wait_current(self) -> None:
-        """Copies from now on wait for all that the current stream holds now."""
+        """Copies queued from now on wait for all work that is in the current stream now."""
 
     def block_current(self) -> None:
-        """What the current stream is given from now on waits for the copies that are queued now."""
+        """Work put into the current stream from now on waits for the copies that are queued now."""
 
     def sample(self, rows: Sequence[Memory], seeds: NDArray[np.uint64]) -> NDArray[np.uint8]:
-        """A few lines of each chunk of dense rows, as they are on the current stream: those at `lines_of`.
+        """A few lines of each chunk of dense rows, as the current stream sees them: those at `lines_of`.
 
-        The array is filled in before the first copy that comes after a `wait_current`. Rows have a line at least.
+        The array is filled before the first copy after a `wait_current`. Each row has at least one line.
         """
 
 
 def lines_of(rows: Sequence[Memory], seeds: NDArray[np.uint64]) -> list[NDArray[np.uint64]]:
-    """Where the sampled lines of each of the rows begin, in bytes from its start."""
+    """The offsets of the sampled lines of each row, in bytes from its start."""
     lengths = np.array([row_bytes(row) for row in rows], np.int64)
     counts = -(-lengths // CHUNK_BYTES) * _native.LINES_PER_CHUNK
     return np.split(_native.line_begins(lengths.astype(np.uint64), seeds), np.cumsum(counts)[:-1])
 
 
 class CudaStream:
-    """A CUDA stream. The copies are the driver's; torch's caching allocator is told of none of them, for whoever
-    queues them keeps their memory until they are made.
+    """A CUDA stream. The driver makes the copies; torch's caching allocator does not know of them, so the code that
+    queues them keeps their memory alive until they are done.
     """
 
     def __init__(self, name: str) -> None:
@@ -73,7 +73,7 @@ class CudaStream:
     def sample(self, rows: Sequence[Memory], seeds: NDArray[np.uint64]) -> NDArray[np.uint8]:
         with torch.cuda.device(self._device), torch.no_grad():
             lines = lines_of(rows, seeds)
-            # Pinned both ways: the processor does not wait for what the stream holds.
+            # Pinned both ways: then the CPU does not wait for the work in the stream.
             host = torch.from_numpy(np.concatenate(lines).astype(np.int64)).pin_memory()
             begins = host.to(self._device, non_blocking=True)
             found = torch.empty((len(begins), _native.LINE_BYTES), dtype=torch.uint8, device=self._device)
@@ -87,19 +87,19 @@ class CudaStream:
 
 
 def row_bytes(row: Memory) -> int:
-    """Length of dense memory."""
+    """Length of dense memory, in bytes."""
     return int(np.prod(row.shape, dtype=np.int64)) * row.item_bytes
 
 
 def _as_lines(row: Memory) -> torch.Tensor:
-    """Dense device memory as lines, one that begins with each byte: they overlap."""
+    """Dense device memory as overlapping lines, one beginning at each byte."""
     assert isinstance(row.owner, torch.UntypedStorage), "device memory is owned by its storage"
     start, shape = row.address - row.owner.data_ptr(), (row_bytes(row) - _native.LINE_BYTES + 1, _native.LINE_BYTES)
     return torch.empty(0, dtype=torch.uint8, device=row.device).set_(row.owner, start, shape, (1, 1))
 
 
 def as_on_this_thread(devices: Iterable[str]) -> Callable[[], AbstractContextManager[object]]:
-    """Makes a context in which the current streams of `devices` are what they are here and now, on any thread."""
+    """Makes a context in which any thread has the current streams of `devices` that this thread has now."""
     kinds = {device for device in devices if device.partition(":")[0] == "cuda"}
     current = [torch.cuda.current_stream(device) for device in sorted(kinds)]
 
@@ -113,7 +113,7 @@ def as_on_this_thread(devices: Iterable[str]) -> Callable[[], AbstractContextMan
 
 
 OPENERS: Mapping[str, Callable[[str], SideStream]] = MappingProxyType({"cuda": CudaStream})
-"""By the kind of device. Memory of other kinds is copied by torch, through host memory of its own."""
+"""By device type. Memory of other types is copied by torch, through host memory of its own."""
 
 
 class SideStreams:
@@ -124,7 +124,7 @@ class SideStreams:
         self._open: dict[str, SideStream | None] = {}
 
     def of(self, device: str) -> SideStream | None:
-        """The side stream of a device ("cuda:0"); None where there can be none."""
+        """The side stream of a device ("cuda:0"); None if that type has none."""
         with self._guard:
             if device not in self._open:
                 self._open[device] = _opened(device, self._openers)
@@ -137,7 +137,7 @@ def _streams() -> SideStreams:
 
 
 def side_stream(device: str) -> SideStream | None:
-    """The side stream of a device ("cuda:0"); None where there can be none."""
+    """The side stream of a device ("cuda:0"); None if that type has none."""
     return _streams().of(device)
 
 

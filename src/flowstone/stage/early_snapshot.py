@@ -1,6 +1,6 @@
-"""Early snapshot: copies of what must not wait, while it is not known yet which rank writes it.
+"""Early snapshot: copies of pieces that must not wait, made before it is known which rank writes them.
 
-Sources are live memory, which may go away meanwhile: the engine copies them, and says so (`native/live_memory.h`).
+Sources are live memory, which may go away meanwhile: the engine copies them and reports that (`native/live_memory.h`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from flowstone.stage.capture import host_copy, within_reach
 from flowstone.stage.device import row_bytes
 from flowstone.table.pieces import Memory, Pieces, Places
 
-_ALIGNED_BYTES = 64  # of each copy: the address of any element, and a line of the cache
+_ALIGNED_BYTES = 64  # alignment of each copy: fits any element type, and a cache line
 
 
 def snapshot(pieces: Pieces, places: Places, early: Sequence[int]) -> tuple[Places, list[int]]:
-    """The same places, except that the pieces at `early` are copied, and lie in memory of ours.
+    """The same places, except that the pieces at `early` are copied into memory of ours.
 
-    The second are those of them whose memory is not there any more: another thread has freed it meanwhile.
+    Also returns those of them whose memory is gone: another thread has freed it in the meantime.
     """
     address, apart, owners = places.address.copy(), dict(places.apart), list(places.owners)
     near: list[tuple[int, Memory]] = []
@@ -48,9 +48,9 @@ def snapshot(pieces: Pieces, places: Places, early: Sequence[int]) -> tuple[Plac
 
 
 def snapshot_one(memory: Memory, is_off: Callable[[], bool]) -> tuple[int, object] | None:
-    """A dense copy on the host: its address and owner. A part at a time; None once it `is_off`.
+    """A dense copy on the host: its address and owner. Copies in parts; returns None once `is_off()` is true.
 
-    raises  OSError  the memory is not there any more
+    raises  OSError  the memory is gone
     """
     if memory.device != "cpu":
         copied = host_copy(memory)

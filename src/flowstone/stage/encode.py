@@ -1,10 +1,10 @@
-"""Which encoder a capture uses: what becomes of a chunk between its capture and the file.
+"""The encoder of a capture: what is done to a chunk between its capture and the file.
 
-The engine captures a window into a block, has the encoder encode its chunks there, digests what is stored, and submits
-it (`native/write_job.h`). The encoder is asked once for each window. Identity, the only one that is offered, is never
-asked: chunks stay where the plan has put them. With any other one a window holds whole chunks, its place in the segment
-is assigned once their lengths are known, and the receipt says how each chunk is stored (`store.base.Encoded`): where,
-how long, by which codec, or not at all, as the base's chunk has the same bytes.
+The engine captures a window into a block, lets the encoder encode its chunks there, digests the stored bytes, and
+submits them (`native/write_job.h`). The encoder is called once per window. Identity, the only encoder so far, is never
+called: chunks stay where the plan has put them. With any other encoder, windows hold whole chunks, and the place of a
+window in the segment is assigned once the encoded lengths are known. The receipt then says how each chunk is stored
+(`store.base.Encoded`): its place, length and codec; or not at all, if the base's chunk has equal bytes.
 """
 
 from __future__ import annotations
@@ -19,5 +19,5 @@ _ENCODERS: Mapping[Codec, Callable[[], _native.Encoder]] = MappingProxyType({RAW
 
 
 def encoder_of(codec: Codec = RAW) -> _native.Encoder:
-    """The encoder that stores chunks by `codec`."""
+    """The encoder that stores chunks with `codec`."""
     return _ENCODERS[codec]()

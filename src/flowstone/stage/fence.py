@@ -1,7 +1,7 @@
-"""The fence: a change that an optimizer makes waits for what a save has not captured yet.
+"""The fence: a change by an optimizer waits for what a save has not captured yet.
 
-That is its step, and what else its class has methods for, as their names tell: `train` and `eval` (optimizers that are
-schedule-free have other weights for either), SAM's first and second step, swaps and averages.
+Fenced are its step, and other methods of its class with known names: `train` and `eval` (schedule-free optimizers
+swap weights there), SAM's first and second step, swaps and averages.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ _log = logging.getLogger("flowstone")
 
 
 class Fence:
-    """Hooks in front of what optimizers do. One set for each optimizer, however many saves it was in.
+    """Hooks that run before an optimizer's methods. One set per optimizer, in however many saves it was.
 
-    The hooks hold neither `wait`'s owner nor the optimizers alive, and are not part of what an
-    optimizer pickles, copies or saves.
+    The hooks keep neither `wait`'s owner nor the optimizers alive, and are not part of what an optimizer pickles,
+    copies or saves.
     """
 
     def __init__(self, wait: Callable[[], None]) -> None:
-        """`wait` is a bound method; it returns once the state may change, at once when nothing is under way."""
+        """`wait` is a bound method; it returns once the state may change, at once if no save is under way."""
         self._wait = weakref.WeakMethod(wait)
         self._guarded: dict[int, tuple[weakref.ref[object], list[Callable[[], None]]]] = {}
         self._told: set[str] = set()
 
     def guard(self, optimizers: Iterable[object]) -> None:
-        """From now on the next steps of these wait."""
+        """From now on the next steps of these optimizers wait."""
         self._guarded = {key: known for key, known in self._guarded.items() if known[0]() is not None}
         for optimizer in optimizers:
             known = self._guarded.get(id(optimizer))
-            if known is None or known[0]() is not optimizer:  # another one may have had its place
+            if known is None or known[0]() is not optimizer:  # another object may have got the same id
                 self._guarded[id(optimizer)] = weakref.ref(optimizer), list(self._put_around(optimizer))
 
     def tell(self, unguarded: Sequence[str]) -> None:
-        """Log, once, which optimizers could not be guarded: what they step has been captured before `save` returned."""
+        """Log once which optimizers could not be guarded: what they change was captured before `save` returned."""
         for name in unguarded:
             if name not in self._told:
                 self._told.add(name)
@@ -54,17 +54,17 @@ class Fence:
                 )
 
     def lift(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for _, undo in self._guarded.values():
             for one in undo:
                 one()
         self._guarded.clear()
 
     def _put_around(self, optimizer: object) -> Iterator[Callable[[], None]]:
-        """Put hooks around its methods; yields what takes them away."""
+        """Wrap its methods; yields functions that undo that."""
         names = {name for name in dir(type(optimizer)) if _CHANGES.search(name) and name[:1] != "_"}
         names -= set(dir(torch.optim.Optimizer))
-        step = vars(optimizer).get("step")  # that of a scheduler calls torch's; any other need not
+        step = vars(optimizer).get("step")  # a scheduler's wrapper calls torch's step; any other need not
         if takes_hook(optimizer):
             yield optimizer.register_step_pre_hook(_before_step(self._wait)).remove
         if not takes_hook(optimizer) or not (step is None or hasattr(step, "_wrapped_by_lr_sched")):
@@ -77,20 +77,20 @@ class Fence:
 
 
 class HeldBack:
-    """A method of one object that waits before it is called. An attribute of that object, which shadows its class's.
+    """A method of one object that waits before each call. An attribute of that object, hiding the class's method.
 
-    Where the object is copied or pickled with its attributes, the copy has the method as it was.
+    If the object is copied or pickled with its attributes, the copy has the original method.
     """
 
     def __init__(self, owner: object, name: str, wait: weakref.WeakMethod[Callable[[], None]]) -> None:
         self._owner, self._name, self._wait = weakref.ref(owner), name, wait
-        self._before = vars(owner).get(name)  # what somebody else has put there
+        self._before = vars(owner).get(name)  # an attribute that other code has set
 
     def put(self) -> None:
         vars(self._owner())[self._name] = self
 
     def take_away(self) -> None:
-        """Put back what was there before, unless somebody else has put something there since, which may call this."""
+        """Restore the previous attribute, unless other code has replaced ours since; its replacement may call ours."""
         fields = vars(self._owner()) if self._owner() is not None else {}
         if fields.get(self._name) is self:
             del fields[self._name]
@@ -107,7 +107,7 @@ class HeldBack:
         return self._method(*args, **named)
 
     @property
-    def __func__(self) -> HeldBack:  # schedulers bind what a bound method has of that name, and put it into our place
+    def __func__(self) -> HeldBack:  # schedulers bind the __func__ of a bound method, and put the result in our place
         return self
 
     def __get__(self, owner: object, kind: type | None = None) -> HeldBack:
@@ -134,14 +134,14 @@ def _itself(method: Any) -> Any:
 
 
 def _before_step(wait: weakref.WeakMethod[Callable[[], None]]) -> Callable[..., Any]:
-    # A compiled step breaks its graph here: waiting is for the interpreter.
+    # A compiled step breaks its graph here: only the interpreter can wait.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before_step(optimizer: object, args: tuple[Any, ...], named: dict[str, Any]) -> object:
         closure = args[1] if len(args) > 1 else named.get("closure")
         if closure is None or not type(optimizer).__module__.startswith("torch.optim."):
             _wait(wait)
             return None
-        # Torch's own change nothing before a closure has run, which is forward and backward: they need not wait.
+        # Torch's own optimizers change nothing before the closure has run, which is forward and backward.
         late = partial(_call_then_wait, closure, wait)
         return ((args[0], late, *args[2:]), named) if len(args) > 1 else (args, {**named, "closure": late})
 

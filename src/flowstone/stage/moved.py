@@ -1,4 +1,4 @@
-"""Moved: whether memory that was captured lazily is still where it was."""
+"""Moved: whether memory that was captured lazily is still in its place."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from flowstone.table.pieces import Places
 
 
 def moved(places: Places, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Those of `positions` whose storage has its memory elsewhere now, or none: shared, resized or freed in place.
+    """Those of `positions` whose storage now has other memory, or none: shared, resized or freed in place.
 
-    Nothing keeps a storage's memory where it was. What was freed may still be mapped, and hold what it held but for
-    the few bytes in which an allocator keeps its lists. About 0.2 microseconds for each.
+    A storage may move or free its memory at any time. Freed memory may still be mapped, and have its old content,
+    except for the few bytes in which an allocator keeps its lists. About 0.2 microseconds per piece.
     """
     storages = [places.owners[at] for at in positions.tolist()]
     owned = np.fromiter((isinstance(one, torch.UntypedStorage) for one in storages), np.bool_, len(storages))
-    if not owned.all():  # arrays do not move while somebody refers to them
+    if not owned.all():  # an array does not move while it is referenced
         return moved(places, positions[owned])
     begin = _column(map(torch.UntypedStorage.data_ptr, storages), len(storages))
     end = begin + _column(map(torch.UntypedStorage.nbytes, storages), len(storages))
@@ -29,7 +29,7 @@ def moved(places: Places, positions: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _has_address_of_owner(places: Places, position: int) -> bool:
-    """Whether the piece lies on the device of the storage that owns it: else their addresses have nothing in common."""
+    """Whether the piece is on the same device as the storage that owns it; else their addresses are unrelated."""
     memory, owner = places.apart.get(position), places.owners[position]
     return memory is None or (isinstance(owner, torch.UntypedStorage) and str(owner.device) == memory.device)
 

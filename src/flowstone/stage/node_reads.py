@@ -1,6 +1,6 @@
-"""Node reads: of what several ranks of a node want, each reads its part, and all copy it out of each other's rings.
+"""Node reads: of chunks that several ranks of a node need, each rank reads a part; all copy them from shared rings.
 
-    rank  reads batch k+1 into one half of its ring, while all take batch k out of the other halves
+    each rank reads batch k+1 into one half of its ring buffer, while all copy batch k from the other halves
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from flowstone.store.base import Reading, Store, finish_reading, stop_reading
 from flowstone.store.shared_ring import Announcement, Counter, PeerRing, RingReading, SharedRing
 
 _POLL_S = 0.0005  # a batch takes a hundred times as long
-_LOOK_S = 1.0  # between two looks whether the others live
+_LOOK_S = 1.0  # between two checks whether the other ranks are alive
 
 
 class LocalPeer(msgspec.Struct, frozen=True):
-    """A rank on this node, and where its ring is."""
+    """A rank on this node, and the location of its ring buffer."""
 
     rank: int
     announcement: Announcement
 
 
 class ReadRequest:
-    """This rank's ring, with what it wants to be read."""
+    """This rank's ring buffer, announcing the chunks that the rank needs."""
 
     def __init__(self, index: Index, plan: ReadPlan) -> None:
-        """Raises OSError where there can be no ring."""
+        """Raises OSError if there can be no ring buffer."""
         message = np.stack([plan.piece, plan.first, plan.last], axis=1).astype("<i8").tobytes()
-        # An extent's offset is that of its first byte, even where only later chunks of it are in the ring.
+        # An extent's offset refers to its first byte, even if only later chunks of it are in the ring buffer.
         room = max(BLOCK_BYTES + len(message), int(index.chunks.length.max(initial=0)))
         ring_at = -(-room // BLOCK_BYTES) * BLOCK_BYTES
         self.ring = SharedRing(message, ring_at=ring_at, ring_bytes=2 * RING_HALF_BYTES)
@@ -61,15 +61,15 @@ class ReadRequest:
 
 
 class NodeReads:
-    """One rank's side of it."""
+    """One rank's side of the shared reads."""
 
     def __init__(
         self, request: ReadRequest, peers: Sequence[LocalPeer], me: int, index: Index, plan: ReadPlan, *,
         deadline_s: float
     ) -> None:
-        """Open the rings of all `peers`, of which this rank is number `me`.
+        """Open the ring buffers of all `peers`; this rank is number `me` of them.
 
-        raises  OSError where that is refused
+        raises  OSError if the system refuses
         """
         self._request, self._peers, self._me, self._index, self._plan = request, peers, me, index, plan
         self._deadline_s = deadline_s
@@ -85,8 +85,8 @@ class NodeReads:
             )
             stack.callback(self._engine.close)
             wanted = [np.frombuffer(one.message, "<i8").reshape(-1, 3).astype(np.int64) for one in self._open]
-            self._filled_bytes = 0  # read from the store into rings, so far
-            self._filled_spans: list[_native.SpanColumns] = []  # of that
+            self._filled_bytes = 0  # read from the store into ring buffers, so far
+            self._filled_spans: list[_native.SpanColumns] = []  # of those reads
             self.assigned: ReaderAssignment = assign_readers(
                 wanted, me, index.chunks, half_bytes=RING_HALF_BYTES
             )
@@ -99,9 +99,9 @@ class NodeReads:
         self, store: Store, paths: Sequence[str], fill: Fill, arena: _native.Arena,
         on_progress: Callable[[int], None],
     ) -> Scattered:
-        """All of `fill`: what ranks read for each other, then what this rank alone wants. Blocks; see `scatter`.
+        """Read all of `fill`: first the shared chunks, then those that only this rank needs. Blocks; see `scatter`.
 
-        What fails here or on a peer is in the result, and ends it on all of them.
+        A failure here or on a peer is in the result, and ends the load on all peers.
         """
         parts: list[Scattered] = []
         filling: Reading | None = None
@@ -116,7 +116,7 @@ class NodeReads:
                     filling = self._begin_filling(batch, store, paths, arena)
                 self._end_filling(batch, filling, parts)
                 filling = None
-                self._await(Counter.TAKEN, batch)  # what was in the other half
+                self._await(Counter.TAKEN, batch)  # done with the batch before, which was in the half to be filled
                 if batch + 1 < self.assigned.batches:
                     filling = self._begin_filling(batch + 1, store, paths, arena)
                 self._await(Counter.FILLED, batch + 1)
@@ -142,7 +142,7 @@ class NodeReads:
         return self._joined(parts)
 
     def _begin_filling(self, batch: int, store: Store, paths: Sequence[str], arena: _native.Arena) -> Reading:
-        """Start reading this rank's part of a batch into its ring."""
+        """Start reading this rank's part of a batch into its ring buffer."""
         assigned, index = self.assigned, self._index
         runs = np.flatnonzero((assigned.batch == batch) & (assigned.reader == self._me))
         piece, first, last = assigned.piece[runs], assigned.first[runs], assigned.last[runs]
@@ -161,7 +161,7 @@ class NodeReads:
         self._request.ring.tell(Counter.FILLED, batch + 1)
 
     def _part(self, batch: int) -> tuple[ReadPlan, NDArray[np.int64]]:
-        """What this rank takes of a batch, and the runs that are that."""
+        """The part of the plan that this rank copies from a batch, and the runs that contain it."""
         rows, runs = self.assigned.wants
         now = self.assigned.batch[runs] == batch
         rows, runs = rows[now], runs[now]
@@ -170,7 +170,7 @@ class NodeReads:
     def _take(
         self, fill: Fill, runs: NDArray[np.int64], arena: _native.Arena, report: Callable[[int], None]
     ) -> Scattered:
-        """Copy runs out of the rings that they are in."""
+        """Copy runs out of the ring buffers."""
         assigned, part = self.assigned, fill.plan
         half = (assigned.batch[runs] % 2) * RING_HALF_BYTES
         ring_at = np.array([one.announcement.ring_at for one in self._peers], np.int64)[assigned.reader[runs]]
@@ -186,7 +186,7 @@ class NodeReads:
         return replace(found, bytes=0, shared_bytes=part.bytes)
 
     def _joined(self, parts: Sequence[Scattered]) -> Scattered:
-        """What several reads have done, as if it were one."""
+        """The results of several reads, as one."""
         error = next((part.receipt.error for part in parts if part.receipt.error is not None), None)
         written = sorted({position for part in parts for position in part.written})
         spans = [*self._filled_spans, *(columns for part in parts for columns in part.receipt.spans)]
@@ -196,7 +196,7 @@ class NodeReads:
         )
 
     def _await(self, counter: Counter, count: int) -> None:
-        """Until all peers have come so far. Raises RankError for one that fails, is gone, or is late."""
+        """Wait until all peers have counted so far. Raises RankError for a peer that fails, is gone, or is late."""
         since = looked = time.monotonic()
         while True:
             behind = [at for at, one in enumerate(self._open) if one.count(counter) < count]
@@ -223,7 +223,7 @@ class NodeReads:
 
 
 class _EndedError(Exception):
-    """What is wrong is among the parts."""
+    """Ends the loop; the failure itself is among the parts."""
 
 
 def _check(found: Scattered) -> None:

@@ -1,4 +1,4 @@
-"""Overlap: wanted pieces whose memory another one shares, so that both cannot be loaded."""
+"""Overlap: requested pieces that share memory with another one, so that both cannot be loaded."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from flowstone.stage.bounce import host_array
 from flowstone.table.pieces import Memory, Pieces, Places
 
 _PAIRS_MAX = 20_000  # of strided pieces that are compared two by two: 40 ms
-_WORK_MAX = 100_000  # of one comparison; no view that anybody makes takes a hundredth
+_WORK_MAX = 100_000  # of one comparison; views in real states take less than a hundredth
 
 
 def overlaps(pieces: Pieces, places: Places, index: Index, rows: Sequence[int]) -> list[tuple[int, int]]:
-    """Positions of pieces that share bytes with another one, each once, beside one that it shares them with.
+    """Pairs of positions: each piece that shares bytes with another one, once, and the one that it shares them with.
 
-    rows  of the index, parallel: the tensors that are to be loaded there
-    Pieces that are the very same bytes in memory, and in the checkpoint, are none. Views that interleave without
-    sharing a byte are none. Looks at addresses, never at memory; on devices, too.
+    rows  of the index, parallel: the tensors to be loaded there
+    Pieces that are the same bytes in memory, and in the checkpoint, do not count; nor do views that interleave without
+    sharing a byte. Looks only at addresses, also on devices; reads no memory.
     """
     length = _lengths(pieces, index, rows)
     low, space = places.address.astype(np.uint64), np.zeros(len(length), np.int64)
@@ -38,7 +38,7 @@ def overlaps(pieces: Pieces, places: Places, index: Index, rows: Sequence[int]) 
 
 
 def _lengths(pieces: Pieces, index: Index, rows: Sequence[int]) -> NDArray[np.uint64]:
-    """Bytes of each piece. What is whole, and stored as it is wanted, takes no look at the piece."""
+    """Length of each piece in bytes. A whole piece that is stored as requested needs no Piece record."""
     tensor = np.array(rows, np.int64)
     length: NDArray[np.uint64] = index.data_bytes[tensor].astype(np.uint64)
     stored = tuple(map(index.dtypes.__getitem__, rows))
@@ -50,14 +50,14 @@ def _lengths(pieces: Pieces, index: Index, rows: Sequence[int]) -> NDArray[np.ui
 
 
 def _reach(memory: Memory) -> tuple[int, int]:
-    """The addresses between which it lies."""
+    """The lowest and highest address of a piece, the latter exclusive."""
     reach = [(n - 1) * s for n, s in zip(memory.shape, memory.strides_bytes, strict=True) if n]
     below, above = sum(r for r in reach if r < 0), sum(r for r in reach if r > 0)
     return memory.address + below, memory.address + above + memory.item_bytes
 
 
 def _groups(here: NDArray[np.int64], low: NDArray[np.uint64], high: NDArray[np.uint64]) -> list[NDArray[np.int64]]:
-    """Those of `here` that lie, in part, between the addresses of others; each group apart from all else."""
+    """Those of `here` whose address range meets others', in groups; no two groups meet."""
     ordered = here[np.argsort(low[here], kind="stable")]
     reach = np.maximum.accumulate(high[ordered])
     clashes = low[ordered][1:] < reach[:-1]
@@ -70,10 +70,10 @@ def _shared(
     group: NDArray[np.int64], low: NDArray[np.uint64], high: NDArray[np.uint64], pieces: Pieces, places: Places,
     index: Index, rows: Sequence[int],
 ) -> list[tuple[int, int]]:
-    """Of a group, ordered by address: those that share bytes with an earlier one."""
+    """Of a group, ordered by address: pieces that share bytes with an earlier one."""
     members = group.tolist()
     memory = {at: places.memory(at, pieces[at]) for at in members}
-    last = np.searchsorted(low[group], high[group])  # those before it begin before one ends
+    last = np.searchsorted(low[group], high[group])  # those before it begin before this one ends
     if int((last - np.arange(len(members)) - 1).sum()) > _PAIRS_MAX:
         pairs: Iterable[tuple[int, int]] = _marked(members, memory)
     else:
@@ -89,11 +89,11 @@ def _shared(
 
 
 def _share(one: Memory, other: Memory) -> bool:
-    """Whether two whose addresses meet share a byte."""
+    """Whether two pieces with overlapping address ranges share a byte."""
     if one.contiguous and other.contiguous:
         return True
     try:
-        # numpy's stubs know two of the values that its documentation gives.
+        # numpy's stubs lack the other values that its documentation allows.
         return np.shares_memory(host_array(one), host_array(other), max_work=_WORK_MAX)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
@@ -102,16 +102,16 @@ def _share(one: Memory, other: Memory) -> bool:
 def _are_one(
     one: int, other: int, memory: dict[int, Memory], pieces: Pieces, index: Index, rows: Sequence[int]
 ) -> bool:
-    """Whether both are the same run of bytes, and stored as such: in whatever order they are loaded, both are right."""
+    """Whether both are the same run of bytes, and stored equal: then loading both in any order is correct."""
     a, b = memory[one], memory[other]
     same = a.contiguous and b.contiguous and _reach(a) == _reach(b)
     return same and not np.isin([one, other], pieces.parts).any() and index.same_bytes(rows[one], rows[other])
 
 
 def _marked(members: Sequence[int], memory: dict[int, Memory]) -> Iterator[tuple[int, int]]:
-    """Pairs that share bytes, of very many that interleave: by marking, in a map of their memory, who lies where.
+    """Pairs that share bytes, for very many interleaved views: mark each view's bytes in a map of their memory.
 
-    In time and memory by what they span, not by the number of pairs.
+    Takes time and memory by the range of addresses, not by the number of pairs.
     """
     bounds = [_reach(memory[at]) for at in members]
     begin = min(low for low, _ in bounds)
@@ -130,5 +130,5 @@ def _marked(members: Sequence[int], memory: dict[int, Memory]) -> Iterator[tuple
 
 
 def _spacing(memory: Memory, begin: int) -> list[int]:
-    """All distances in bytes by which its elements lie apart from each other and from `begin`."""
+    """All distances in bytes between its elements, and between `begin` and them."""
     return [memory.address - begin, memory.item_bytes, *(abs(s) for s in memory.strides_bytes)]

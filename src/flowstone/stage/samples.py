@@ -1,7 +1,7 @@
-"""Samples: a few lines of each of many pieces, as they are at one moment, and digests of those.
+"""Samples: a few lines of each of many pieces, as they are at one moment, and their digests.
 
-Equal pieces have equal ones, wherever they lie. On the host they are read at once, a batch; a device gathers them on
-its current stream, and nobody waits for that before the digests are asked for.
+Equal pieces have equal samples, on any device. Host memory is read at once, in one batch; a device gathers samples in
+its current stream, and only reading the digests waits for that.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from flowstone.table.pieces import Memory, Places
 
 
 class Samples(msgspec.Struct, frozen=True, eq=False):
-    """Of pieces, in the order in which they were asked for.
+    """Samples of pieces, in the order of the request.
 
-    host    digests of those on the host
-    far     rows of those on devices, whose lines are there once the streams have come to them
-    device  for each piece, whether it is one of these
+    host    digests of pieces in host memory
+    far     rows of pieces on devices, whose lines are available once the streams have gathered them
+    device  for each piece, whether it is on a device
     """
 
     host: NDArray[np.uint64]
@@ -31,7 +31,7 @@ class Samples(msgspec.Struct, frozen=True, eq=False):
     device: NDArray[np.bool_]
 
     def digests(self) -> NDArray[np.uint16]:
-        """Blocks until the devices have gathered theirs. Any thread."""
+        """The digests. Blocks until the devices have gathered their samples. Any thread."""
         found = np.zeros(len(self.device), np.uint64)
         found[~self.device] = self.host
         if self.far is not None:
@@ -42,10 +42,10 @@ class Samples(msgspec.Struct, frozen=True, eq=False):
 
 
 def take_samples(places: Places, rows: NDArray[np.int64], lengths: NDArray[np.uint64], *, seed: int) -> Samples:
-    """Sample the pieces at `rows` of what lies at `places`. `lengths`: theirs, in bytes.
+    """Sample the pieces at `rows` of `places`. `lengths`: of those pieces, in bytes.
 
-    seed    by it the lines lie where they do: the same for whoever compares, and another one each time that they do
-    raises  OSError  memory is not there any more
+    seed    chooses the lines: the same for all ranks that compare, different for each comparison
+    raises  OSError  memory is gone
     """
     address, layout, layouts, device, streams, hosted = within_reach(
         _some(places, rows), fetched_bytes_min=_native.LINE_BYTES
@@ -69,7 +69,7 @@ def take_samples(places: Places, rows: NDArray[np.int64], lengths: NDArray[np.ui
         )
 
     host = batch(~is_far).sample_digests()
-    del hosted  # kept until here
+    del hosted  # kept alive until here
     return Samples(host, batch(is_far) if streams else None, tuple(samples), streams, is_far)
 
 

@@ -1,7 +1,8 @@
-"""Scatter: from stored extents, verified chunk by chunk, into the memory that wants them.
+"""Scatter: copy stored extents, verified chunk by chunk, into the target memory.
 
-Through a few arena blocks, and then a chunk is copied only after it was verified; with `read_in_place` straight into
-the target where its address has the phase of the file, and then it is verified there (docs/decisions/003).
+By default through a few arena blocks: a chunk is copied only after it was verified. With `read_in_place`, straight into
+targets whose address has the file's phase (modulo 4096): those are verified after they were written
+(docs/decisions/003).
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ _AGAIN = "load again, or an older step, before saving"
 
 
 class Scattered(msgspec.Struct, frozen=True):
-    """What a read did.
+    """The result of a read.
 
-    written       positions of wanted pieces whose memory has changed
-    bad           (piece row in the index, chunk of that piece)
-    bytes         of the chunks that were read at the store
-    shared_bytes  of those that came out of windows, whoever has read them
+    written       positions of requested pieces whose memory has changed
+    bad           damaged chunks: (piece row in the index, chunk of that piece)
+    bytes         length of the chunks that were read from the store
+    shared_bytes  length of the chunks that came from ring buffers of any rank
     """
 
     receipt: ReadReceipt
@@ -42,15 +43,15 @@ class Scattered(msgspec.Struct, frozen=True):
 
     @property
     def failed(self) -> bool:
-        """Whether some of it is damaged, or could not be read."""
+        """Whether some chunk is damaged, or could not be read."""
         return bool(self.bad) or self.receipt.error is not None
 
 
 class Fill(msgspec.Struct, frozen=True, eq=False):
-    """What is read, and the memory that it fills.
+    """What to read, and the memory to fill.
 
-    wanted, places  the pieces that the plan's targets are, and where they lie: parallel
-    devices         those that places are on, by name. What lies there is dense, and none of it is in
+    wanted, places  the requested pieces, which the plan's targets refer to, and their memory: parallel
+    devices         those that the places are on, by name. Places on devices are dense, and none of them is in
                     `scattered_targets`
     """
 
@@ -64,7 +65,7 @@ class Fill(msgspec.Struct, frozen=True, eq=False):
 class Runs(msgspec.Struct, frozen=True, eq=False):
     """Runs of chunks [first, last) of stored pieces, as columns.
 
-    file, offset  where each piece's extent begins: of copies in rings of other ranks. None: where the chunk table says
+    file, offset  begin of each piece's extent, if it is in a rank's ring buffer. None: as the chunk table says
     """
 
     piece: NDArray[np.int64]
@@ -75,11 +76,11 @@ class Runs(msgspec.Struct, frozen=True, eq=False):
 
 
 class Targets(msgspec.Struct, frozen=True, eq=False):
-    """Where runs go, as columns.
+    """Targets of the runs, as columns.
 
-    address  of the extent's byte 0, or of the first element where there is a layout
-    layout   position among the layouts; -1: into one run of bytes
-    device   position among the devices; -1: on the host
+    address  of the extent's byte 0, or of the first element if there is a layout
+    layout   position among the layouts; -1: one run of bytes
+    device   position among the devices; -1: host memory
     """
 
     address: NDArray[np.uint64]
@@ -90,7 +91,7 @@ class Targets(msgspec.Struct, frozen=True, eq=False):
 
     @classmethod
     def dense(cls, address: NDArray[np.uint64]) -> Targets:
-        """On the host, each one run of bytes."""
+        """Targets in host memory, each one run of bytes."""
         return cls(address, np.full(len(address), -1, np.int64))
 
 
@@ -100,10 +101,10 @@ def scatter(
 ) -> Scattered:
     """Read a plan into memory. Blocks.
 
-    paths        in the store, of the segments, by id
-    on_progress  is told the bytes done, every POLL_S
-    Never raises for bad bytes or a failing store: that is in the result. Ctrl-C cancels, and is raised once no byte
-    moves any more.
+    paths        of the segments in the store, by id
+    on_progress  called with the bytes done, every POLL_S
+    Never raises for damaged bytes or a failing store: the result has those. Ctrl-C cancels the read, and is raised once
+    no byte moves any more.
     """
     plan = fill.plan
 
@@ -117,11 +118,11 @@ def scatter_by(
     read: Callable[[_native.ReadExtents], Reading], fill: Fill, runs: Runs,
     on_progress: Callable[[int], None] | None,
 ) -> Scattered:
-    """The same of what `read` reads. `runs`: those of the plan, in its order."""
+    """As `scatter`, for bytes that `read` reads. `runs`: those of the plan, in its order."""
     index, plan = fill.index, fill.plan
     try:
         reading = read(read_rows(index, runs, _targets(fill)))
-    except FlowstoneError as error:  # before the first byte
+    except FlowstoneError as error:  # before the first byte moved
         return Scattered(nothing_read(error), (), ())
     receipt = finish_reading(reading, on_progress)
     written = np.zeros(len(fill.wanted), np.bool_)
@@ -135,7 +136,7 @@ def nothing_read(error: FlowstoneError | None) -> ReadReceipt:
 
 
 def scattered_targets(index: Index, plan: ReadPlan, places: Places) -> set[int]:
-    """Positions of wanted pieces on devices that some stored piece fills otherwise than whole, as one run of bytes."""
+    """Positions of requested pieces on devices that a stored piece does not fill as a whole, in one run of bytes."""
     found: set[int] = set()
     far = {at for at, memory in places.apart.items() if memory.device != "cpu"}
     for row, common in plan.common.items() if far else ():
@@ -148,7 +149,7 @@ def scattered_targets(index: Index, plan: ReadPlan, places: Places) -> set[int]:
 
 
 def read_rows(index: Index, runs: Runs, targets: Targets) -> _native.ReadExtents:
-    """What the engine reads for these runs.
+    """The extents of these runs, for the engine.
 
     raises  UnsupportedFormatError  a chunk has a codec that this version does not know
     """
@@ -173,7 +174,7 @@ def locate_chunks(index: Index, receipt: ReadReceipt) -> tuple[tuple[int, int], 
 
 
 def raise_damage(found: Scattered, index: Index, wanted: Pieces, paths: Sequence[str], what: str) -> None:
-    """Raise what a receipt says went wrong, naming every tensor that was written; nothing if nothing did."""
+    """Raise the failure of a read, naming every tensor that was written; return if there is none."""
     if not found.failed:
         return
     written = tuple(wanted.names[position] for position in found.written)
@@ -197,14 +198,14 @@ def raise_damage(found: Scattered, index: Index, wanted: Pieces, paths: Sequence
     facts: dict[str, object] = {
         "cause": error.message, "range": error.facts.get("range", "unknown"), "changed": changed,
     }
-    if isinstance(error, StorageError) and not is_damage(error):  # the checkpoint may be as it was written
+    if isinstance(error, StorageError) and not is_damage(error):  # the checkpoint itself may be undamaged
         facts |= {"reason": error.facts.get("reason", "unknown"), "next": error.facts.get("next", _AGAIN)}
         raise StorageError(f"{what}: reading failed part of the way", errno=error.errno, **facts) from error
     raise DamagedError(f"{what}: reading failed part of the way", written=written, **facts, next=_AGAIN) from error
 
 
 def _targets(fill: Fill) -> Targets:
-    """Where each row of the plan goes. Most go whole into one run of bytes; the others are looked at one by one."""
+    """The target of each row of the plan. Most are whole and one run of bytes; the others are computed one by one."""
     index, plan, wanted, places = fill.index, fill.plan, fill.wanted, fill.places
     address, layout = places.address[plan.target], np.full(len(plan.target), -1, np.int64)
     layouts: list[_native.ScatterLayout] = []
@@ -213,7 +214,7 @@ def _targets(fill: Fill) -> Targets:
     for row in sorted({*plan.common, *strided}):
         piece, target = int(plan.piece[row]), int(plan.target[row])
         if (piece, target) not in made:
-            # Bytes land as they are stored; what casts has chosen the place for that.
+            # Bytes are written as stored; for a cast, the place is a bounce buffer of the stored type.
             one = replace(wanted[target], dtype=index.dtypes[int(index.tensor[piece])])
             common = plan.common.get(row, one.box)
             start, scattered = _part(index.box(piece), common, one.box, places.memory(target, one))
@@ -225,7 +226,7 @@ def _targets(fill: Fill) -> Targets:
 
 
 def _devices(plan: ReadPlan, places: Places, devices: Sequence[str]) -> NDArray[np.int32]:
-    """Each row's device; -1 for the host."""
+    """Each row's device number; -1 for the host."""
     found = np.full(len(places.address), -1, np.int32)
     if devices:
         for position, memory in places.apart.items():
@@ -235,7 +236,7 @@ def _devices(plan: ReadPlan, places: Places, devices: Sequence[str]) -> NDArray[
 
 
 def _part(stored: Box, common: Box, wanted: Box, memory: Memory) -> tuple[int, _native.ScatterLayout | None]:
-    """Where the region `common` of the stored box begins in the wanted box's memory, and how it lies there."""
+    """Where the region `common` of the stored box begins in the requested box's memory, and its layout there."""
     inside = common.within(wanted)
     address = memory.address + sum(o * s for o, s in zip(inside.offset, memory.strides_bytes, strict=True))
     if common == stored and _dense(common, memory):
@@ -248,6 +249,6 @@ def _part(stored: Box, common: Box, wanted: Box, memory: Memory) -> tuple[int, _
 
 
 def _dense(box: Box, memory: Memory) -> bool:
-    """Whether a box of this shape lies in the memory as one run of bytes, row-major."""
+    """Whether a box of this shape is one run of bytes in the memory, row-major."""
     part = Memory(None, 0, box.shape, memory.strides_bytes, memory.item_bytes)
     return part.contiguous

@@ -1,1 +1,1 @@
-"""Where checkpoints live: names, bytes, syncs and renames. Knows no torch, no plan."""
+"""Where checkpoints are stored: names, bytes, syncs and renames. Independent of torch and of plans."""

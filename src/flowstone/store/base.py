@@ -1,14 +1,14 @@
-"""What a store can do: four protocols, and the capabilities that say what they hold.
+"""The interface of a store: four protocols, and capabilities that say what a store guarantees.
 
-`Names`, `BulkBytes`, `Commit` and `Lock`; a `Store` is all of them. What needs less asks for less: a listing takes
-`Names`. Nothing asks what kind of store it has; what differs between stores is in `Capabilities`. Every store obeys one
-suite, tests/store/contract.py; docs/ARCHITECTURE.md says how to add one.
+`Names`, `BulkBytes`, `Commit` and `Lock`; a `Store` is all of them. Functions take the smallest one that they need: a
+listing takes `Names`. No code asks for the type of a store: differences between stores are in `Capabilities`. Every
+store passes one suite, tests/store/contract.py; docs/ARCHITECTURE.md says how to add one.
 
-Paths are names relative to the store's root, with "/" between them. What fails raises
-StorageError with operation, errno and path, FullError when space is the reason.
+Paths are names relative to the store's root, separated by "/". Failures raise StorageError with operation, errno and
+path; FullError if no space is left.
 
-What makes, writes, renames, syncs, removes or locks something follows no link in the store; what reads follows a link
-to a directory, never one to a file.
+Calls that create, write, rename, sync, remove or lock follow no link in the store; calls that read follow a link to a
+directory, never one to a file.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class FilePlan(msgspec.Struct, frozen=True):
 
 
 class Encoded(msgspec.Struct, frozen=True, eq=False):
-    """How chunks are stored by an encoder that is not identity, as columns with an entry for each chunk.
+    """How an encoder other than identity has stored chunks, as columns with one entry per chunk.
 
     offset, length  in bytes, in its segment
     codec           see format/codec.py
-    same            nothing is stored of it: the base's chunk has the same bytes
+    same            no byte is stored: the base's chunk has the same bytes
     file_bytes      of each segment
     """
 
@@ -54,12 +54,12 @@ class Encoded(msgspec.Struct, frozen=True, eq=False):
 
 
 class Receipt(msgspec.Struct, frozen=True):
-    """What a writer reports: digests of all chunks, or the error that ended it. Durable if no error.
+    """A writer's report: digests of all chunks, or the error that ended it. Without an error, everything is durable.
 
-    digests  of the chunks as they are stored
-    encoded  how they are stored; None: as they are, where the plan has put them
-    spans    what the engine's threads have done
-    synced   when making it durable began and ended, in seconds of the monotonic clock; None: it needed nothing
+    digests  of the chunks' stored bytes
+    encoded  how they are stored; None: unencoded, where the plan has put them
+    spans    recorded by the engine's threads
+    synced   begin and end of the sync, in seconds of the monotonic clock; None: none was needed
     """
 
     error: FlowstoneError | None
@@ -71,12 +71,12 @@ class Receipt(msgspec.Struct, frozen=True):
 
 
 class ReadReceipt(msgspec.Struct, frozen=True):
-    """What a reader reports.
+    """A reader's report.
 
-    error    why it ended early, if it did; DamagedError when a file ends before its extents do
+    error    why it ended early, if it did; DamagedError if a file ends before its extents do
     bad      positions, in the rows' digests, of chunks that differ from what was written
-    touched  per row: whether some byte of its target has been changed
-    spans    what the engine's threads have done
+    touched  for each row: whether any byte of its target has changed
+    spans    recorded by the engine's threads
     """
 
     error: FlowstoneError | None
@@ -90,11 +90,11 @@ class ReadReceipt(msgspec.Struct, frozen=True):
 
 
 class Pace(msgspec.Struct, frozen=True):
-    """What lazy capture may take until somebody waits for it, and what a save may take at most.
+    """Limits of lazy capture until a thread waits for it, and of a save in any case.
 
-    blocks       of the arena, at once; None for all
-    bytes_per_s  None for what the device gives
-    cap          in bytes per second, of everything, and whatever waits; None for what the device gives
+    blocks       of the arena, in use at once; None: all
+    bytes_per_s  None: as fast as the device
+    cap          limit in bytes per second for all bytes, also while a thread waits; None: no limit
     """
 
     blocks: int | None = None
@@ -106,10 +106,10 @@ UNPACED = Pace()
 
 
 class Watched(msgspec.Struct, frozen=True):
-    """How lazy rows are watched until they are captured: each write is noticed, or some of their bytes are compared.
+    """How lazy rows are watched until they are captured: every write is detected, or some of their bytes are compared.
 
-    insisted  the caller wants no samples
-    row       the first that is sampled, and why
+    insisted  the caller does not accept samples
+    row       the first sampled row, and the reason
     """
 
     exact_bytes: int
@@ -126,17 +126,17 @@ class Writing(Protocol):
     def watched(self) -> Watched: ...
 
     def reserve(self) -> None:
-        """Give the segments their full size, if nobody has, and begin to write what is captured already. Any thread.
+        """Give the segments their full size, unless that is done, and begin to write captured windows. Any thread.
 
-        Blocks as long as the file system does. What that refuses ends the write, and is in the receipt. Who does not
-        call it leaves it to `receipt`.
+        Blocks for as long as the file system does. If the system refuses, the write ends and the receipt has the error.
+        Without this call, `receipt` does it.
         """
 
     def wait_early(self) -> None:
-        """Block until no source that is not lazy will be read any more; until it is queued, if on a device."""
+        """Block until no early source will be read any more; for sources on a device, until the copy is queued."""
 
     def wait_queued(self) -> None:
-        """Block until no source on the host will be read any more, and every one on a device is queued."""
+        """Block until no source on the host will be read any more, and all copies from devices are queued."""
 
     def expedite(self) -> None:
         """Capture the rest as fast as memory and device allow; returns at once."""
@@ -145,10 +145,10 @@ class Writing(Protocol):
         """Block until no source will be read any more."""
 
     def receipt(self) -> Receipt:
-        """Block until everything is durable, or has failed. Frees what the write held; call once."""
+        """Block until everything is durable, or has failed. Frees the write's resources; call once."""
 
     def cancel(self) -> None:
-        """Start nothing new; the receipt then carries a CancelledError."""
+        """Start no new requests; the receipt then has a CancelledError."""
 
     @property
     def done_bytes(self) -> int: ...
@@ -169,9 +169,9 @@ class Reading(Protocol):
 
 
 def finish_reading(reading: Reading, on_progress: Callable[[int], None] | None = None) -> ReadReceipt:
-    """Wait for the end. `on_progress` is told the bytes done.
+    """Wait for the end. `on_progress` is called with the bytes done.
 
-    Whatever else ends the wait (Ctrl-C, a signal's handler that raises) stops the reading, and is raised once no byte
+    Any other exception that ends the wait (Ctrl-C, a signal handler's) stops the reading, and is raised once no byte
     moves any more.
     """
     try:
@@ -185,7 +185,7 @@ def finish_reading(reading: Reading, on_progress: Callable[[int], None] | None =
 
 
 def stop_reading(reading: Reading) -> None:
-    """Return once no byte moves any more, however often somebody tries to interrupt that."""
+    """Return once no byte moves any more, even if signals interrupt the wait repeatedly."""
     for _ in range(INTERRUPTS_MAX):
         try:
             reading.cancel()
@@ -196,15 +196,15 @@ def stop_reading(reading: Reading) -> None:
 
 
 class Capabilities(msgspec.Struct, frozen=True):
-    """What holds in a store. A checkpoint can be committed where `atomic_rename` or `conditional_put` does.
+    """What a store guarantees. It can commit checkpoints if `atomic_rename` or `conditional_put` holds.
 
-    atomic_rename      `rename` moves a directory with all that is in it, at once: before a crash or after it
-    conditional_put    of `put`, a reader sees all or nothing; of two for one name, one is refused
-    directory_sync     names are durable once `sync_directory` has returned
-    durable_on_return  names and small files are durable when the call that makes, moves or removes them returns
-    range_reads        `read` of a part costs as much as the part, not as the file
-    appends            a file that is there can be made longer
-    direct             bulk bytes can go past a page cache
+    atomic_rename      `rename` moves a directory with its content as a whole: a crash leaves it moved or not moved
+    conditional_put    readers see all of a `put` file or nothing; of two puts to one name, one is refused
+    directory_sync     names are durable after `sync_directory`
+    durable_on_return  names and small files are durable when the call that creates, moves or removes them returns
+    range_reads        the cost of a partial `read` depends on the part, not on the file
+    appends            an existing file can grow
+    direct             bulk bytes can bypass the page cache
     """
 
     atomic_rename: bool
@@ -217,55 +217,55 @@ class Capabilities(msgspec.Struct, frozen=True):
 
     @property
     def needs_sync(self) -> bool:
-        """Whether names become durable by `sync_directory`, and not before."""
+        """Whether names become durable only by `sync_directory`."""
         return self.directory_sync and not self.durable_on_return
 
 
 class Names(Protocol):
-    """What is there, and the bytes of small files."""
+    """Names, and the content of small files."""
 
     @property
     def location(self) -> str:
-        """For people and messages."""
+        """The store's location, for people and messages."""
 
     def exists(self, path: str = "") -> bool:
-        """Whether there is something of that name. If that cannot be found out, it is a StorageError, not `False`."""
+        """Whether the name exists. Raises StorageError if that cannot be determined."""
 
     def is_link(self, path: str) -> bool:
-        """Whether there is a link to something else, which is somebody else's."""
+        """Whether the name is a link, which this store did not create."""
 
     def names(self, path: str = "") -> tuple[str, ...]:
         """Entries of a directory, sorted; empty when it does not exist."""
 
     def size(self, path: str) -> int: ...
     def stamp(self, path: str) -> str | None:
-        """What is another one once the file is; None where there is none."""
+        """A text that changes whenever the file is replaced; None if there is no file."""
 
     def read(
         self, path: str, *, offset: int = 0, length: int | None = None, bytes_max: int | None = None
     ) -> bytes:
-        """The `length` bytes of a file from `offset` on, fewer where it ends before; or all of them.
+        """`length` bytes of a file from `offset` on, fewer if the file ends earlier; None: all bytes.
 
-        raises  DamagedError where the file has more than `bytes_max`: before any of them is read
+        raises  DamagedError if the file has more than `bytes_max`: before any byte is read
         """
 
     def make_directory(self, path: str = "") -> None:
-        """Create a directory that is not there.
+        """Create a directory that does not exist.
 
-        The root is created with its parents where they are missing, and its way is durable on return.
+        The root is created with its missing parents, and its path is durable on return.
         """
 
     def remove(self, path: str) -> None:
-        """Remove a file, or a directory that is empty."""
+        """Remove a file or an empty directory."""
 
 
 class BulkBytes(Protocol):
-    """Segments: extents between memory and files, in batches, by the native engine or by what stands for it."""
+    """Segments: extents between memory and files, in batches, by the native engine or a replacement."""
 
     def free_bytes(self) -> int: ...
 
     def settings(self, direction: Direction) -> Settings:
-        """How bytes move here. An arena for this store has blocks of one request of that direction."""
+        """How bytes move here. An arena for this store has blocks of that direction's request length."""
 
     def write(
         self, files: Sequence[FilePlan], rows: _native.WriteExtents, arena: _native.Arena, pace: Pace = UNPACED, *,
@@ -273,9 +273,9 @@ class BulkBytes(Protocol):
     ) -> Writing:
         """Create the segments with their full size and start writing them; returns without waiting.
 
-        reserved  False: they get their size by `Writing.reserve`, and nothing is written before that
+        reserved  False: `Writing.reserve` gives them their size, and nothing is written before that
 
-        Requests are no longer than a block of the arena. A segment whose name is taken is refused.
+        Requests are at most as long as a block of the arena. An existing segment is refused.
         """
 
     def read_extents(
@@ -284,45 +284,47 @@ class BulkBytes(Protocol):
     ) -> Reading:
         """Start reading and checking extents of the files at `paths`; returns without waiting.
 
-        wanted_bytes  of all chunks in `rows`: by it the settings choose
-        stop_at_bad   start nothing new once a digest differs; else read on and report all that do
-        past_cache    where it can be done, whatever was tuned: what is asked for is what the device holds
+        wanted_bytes  length of all chunks in `rows`: the settings depend on it
+        stop_at_bad   start no new requests once a digest differs; else read on and report all that differ
+        past_cache    bypass the page cache if possible, whatever was tuned, to check what the device holds
         """
 
     def reads_past_cache(self, path: str, wanted_bytes: int) -> bool:
-        """Whether a read of so many bytes, this file's among them, goes past the page cache: each asks the device."""
+        """Whether a read of that many bytes, this file's among them, bypasses the page cache: each rank reads the
+        device.
+        """
 
 
 class Commit(Protocol):
-    """What makes a checkpoint appear, at once and durably (docs/ORDERING.md)."""
+    """Calls that make a checkpoint appear, atomically and durably (docs/ORDERING.md)."""
 
     def put(self, path: str, data: bytes) -> None:
-        """Write a small file that is not there, and sync it. Its name is durable once the directory is synced."""
+        """Write a new small file, and sync it. Its name is durable once the directory is synced."""
 
     def rename(self, source: str, target: str) -> None:
-        """Move a file to a name that is free; a directory with all that is in it, where `atomic_rename` holds.
+        """Move a file to a free name; with `atomic_rename`, also a directory with its content.
 
-        At once where that holds; elsewhere a crash may leave the file under both names.
+        Atomic if `atomic_rename` holds; else a crash may leave the file under both names.
         """
 
     def sync_directory(self, path: str = "") -> None:
-        """Make the directory's entries durable. Called where `Capabilities.needs_sync` alone."""
+        """Make the directory's entries durable. Only called if `Capabilities.needs_sync`."""
 
 
 class Lock(Protocol):
-    """One writer: a lock, or a lease."""
+    """One writer per store: a lock, or a lease."""
 
     def lock(self, holder: str) -> None:
-        """Become the one writer, until `unlock` or the death of the process; LockedError names who is."""
+        """Become the one writer, until `unlock` or the end of the process; LockedError names the current one."""
 
     def check_lock(self) -> None:
-        """Raise LockedError unless this is the one writer still: before what only that may do."""
+        """Raise LockedError unless this is still the one writer. Called before what only the writer may do."""
 
     def unlock(self) -> None: ...
 
 
 class Store(Names, BulkBytes, Commit, Lock, Protocol):
-    """One run's checkpoints."""
+    """The store of one run's checkpoints."""
 
     @property
     def capabilities(self) -> Capabilities: ...
@@ -334,11 +336,11 @@ PROTOCOLS: tuple[type, ...] = (Names, BulkBytes, Commit, Lock, Store)
 
 
 def lacks(candidate: object) -> Mapping[str, tuple[str, ...]]:
-    """What an object has not of a store, by protocol; empty for a store."""
+    """The methods of a store that an object lacks, by protocol; empty for a store."""
     found = {one.__name__: tuple(name for name in members(one) if not hasattr(candidate, name)) for one in PROTOCOLS}
     return {protocol: missing for protocol, missing in found.items() if missing}
 
 
 def members(protocol: type) -> tuple[str, ...]:
-    """The names of what a protocol asks for by itself."""
+    """The names of the methods that a protocol itself declares."""
     return tuple(name for name in vars(protocol) if not name.startswith("_"))

@@ -1,6 +1,6 @@
-"""Directories of a store, by descriptors: what is written, locked or removed is reached through no link.
+"""Directories of a store, by descriptor: writes, locks and removals never go through a link.
 
-A path is looked up anew for each call, and somebody may put a link in its way meanwhile; a descriptor stays what it is.
+A path is resolved at each call, and a link may have been put there in between; a descriptor always stays the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 @contextmanager
 def directory(root: Path, path: str = "") -> Iterator[int]:
-    """A descriptor of the directory at `path` in `root`, which itself may be a link, as its user likes.
+    """A descriptor of the directory at `path` in `root`. The root itself may be a link.
 
     raises  OSError, ELOOP for a link
     """
@@ -34,7 +34,7 @@ def directory(root: Path, path: str = "") -> Iterator[int]:
 
 @contextmanager
 def parent(root: Path, path: str) -> Iterator[int]:
-    """The same of the directory that the entry at `path` lies in."""
+    """A descriptor of the directory that contains the entry at `path`."""
     with directory(root, path.rpartition("/")[0]) as fd:
         yield fd
 
@@ -42,14 +42,14 @@ def parent(root: Path, path: str) -> Iterator[int]:
 def _inside(opened: Descriptors, name: str, fd: int) -> int:
     try:
         return opened.open(name, _DIRECTORY | os.O_NOFOLLOW, fd)
-    except NotADirectoryError:  # as Linux says of a link, too
+    except NotADirectoryError:  # Linux raises this for a link, too
         if is_link(name, at=fd):
             raise OSError(errno.ELOOP, "a symbolic link") from None
         raise
 
 
 def is_link(path: Path | str, at: int | None = None) -> bool:
-    """Whether a symbolic link is there."""
+    """Whether the entry is a symbolic link."""
     try:
         os.readlink(path, dir_fd=at)
     except FileNotFoundError:
@@ -62,16 +62,16 @@ def is_link(path: Path | str, at: int | None = None) -> bool:
 
 
 def is_there(path: Path, *, follow: bool = False) -> bool:
-    """Whether there is an entry of that name. If that cannot be found out, it is an OSError, not `False`.
+    """Whether there is an entry of that name. Raises OSError if that cannot be determined.
 
-    follow  whether a link has to lead somewhere; one on the way to the entry has, always
+    follow  whether a link at the end must have a target; links on the way to the entry always must
     """
     try:
         os.stat(path, follow_symlinks=follow)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
-        if error.errno != errno.ELOOP:  # links that lead in a circle lead nowhere
+        if error.errno != errno.ELOOP:  # circular links lead nowhere
             raise
         return False
     return True

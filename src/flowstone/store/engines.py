@@ -1,7 +1,7 @@
-"""The choice of engine: by which engine one store's bytes move, and past the page cache or through it.
+"""The choice of engine: which engine moves a store's bytes, and whether they bypass the page cache.
 
-Settings say which; what they name is probed at first use. What the system refuses later on is given up for a slower
-way, for good and with one warning; the bytes on disk are the same. What the options insist on is not given up.
+The settings say which; what they name is probed at first use. If the system refuses it later, a slower way is used from
+then on, with one warning; the bytes on disk are the same. What the caller's options demand is not replaced.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from flowstone.store.settings import Settings, find_settings
 
 _log = logging.getLogger("flowstone")
 
-# A ring, or its threads, may be too much for this kernel or this container and a smaller one not.
+# A ring, or its threads, may be too much for this kernel or container where a smaller one is not.
 _TOO_MUCH = (errno.ENOMEM, errno.EINVAL, errno.EAGAIN)
 _ALLOW = 'allow it (kernel.io_uring_disabled, the container\'s seccomp profile), or use backend="auto"'
-# How a request comes back when the ring is refused: by a seccomp filter, a security module, a restriction, a limit
-# on threads (the kernel's own for the ring). The same can be said of a file; then the other engine meets it again.
+# Errors of a request if the ring is refused: by a seccomp filter, a security module, a restriction, a limit on threads
+# (the kernel's own for the ring). A file may give the same errors; then the other engine gets them again.
 _RING_REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errno.ECANCELED)
 
 
 class RunningEngine(msgspec.Struct, frozen=True, eq=False):
-    """An engine at work for one direction.
+    """An engine running for one direction.
 
-    queue_depth    less than was asked for where the system refused that
+    queue_depth    smaller than requested if the system refused that
     request_bytes  the longest request
-    settings       what it was chosen by
+    settings       by which it was chosen
     """
 
     engine: _native.Engine
@@ -49,19 +49,19 @@ class RunningEngine(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def insists(self) -> bool:
-        """Whether the caller has said that it must be this backend."""
+        """Whether the caller's options demand this backend."""
         return "backend" in self.settings.explicit
 
 
 class EngineChoice:
-    """See above. Safe from any thread; nothing is probed before it is asked for."""
+    """Chooses and starts the engines of one store. Safe from any thread; probes nothing before the first call."""
 
     def __init__(self, root: Path, options: EngineOptions) -> None:
         self.options = options
         self.root = root
         self._guard = Lock()
         self._settings: Mapping[Direction, Settings] | None = None
-        self._engines: dict[tuple[str, int, int, int], tuple[_native.Engine, int]] = {}  # by what was asked for
+        self._engines: dict[tuple[str, int, int, int], tuple[_native.Engine, int]] = {}  # key: what was requested
         self._retired: list[_native.Engine] = []
         self._ring_refused = False
         self._write_alignment: int | None = None
@@ -75,13 +75,13 @@ class EngineChoice:
     # The engines
 
     def running(self, direction: Direction, request_bytes: int | None = None) -> RunningEngine:
-        """The engine for a direction, started if need be; directions that are tuned alike share one.
+        """The engine for a direction, started if necessary; directions with equal tuning share one.
 
-        request_bytes  the longest request, where a tight budget has smaller blocks
-        raises         StorageError when none of those allowed can start
+        request_bytes  the longest request, if a tight budget has smaller blocks
+        raises         StorageError if none of the allowed engines can start
         """
         settings = self.settings(direction)
-        # Requests of reads are said job by job, so that both directions may share an engine.
+        # Reads give their request length per job, so that both directions may share an engine.
         longest = self.settings("write").tuning.request_bytes
         if request_bytes is not None:
             longest = min(longest, request_bytes)
@@ -110,7 +110,7 @@ class EngineChoice:
             return self._start_within("posix", tuning, request_bytes)
 
     def _start_within(self, backend: str, tuning: Tuning, request_bytes: int) -> tuple[_native.Engine, int]:
-        """With the queue depth that was asked for or, where that is too much, half of it, and so on down to one."""
+        """Start with the requested queue depth or, if that is too much, half of it, and so on down to one."""
         asked_for = (backend, tuning.queue_depth, request_bytes, tuning.workers)
         if asked_for in self._engines:
             return self._engines[asked_for]
@@ -139,7 +139,7 @@ class EngineChoice:
     # Past the page cache or through it
 
     def alignment_to_write(self, direct: Direct) -> int:
-        """BLOCK_BYTES when O_DIRECT is wanted and works here with real aligned buffers, else 1.
+        """BLOCK_BYTES if O_DIRECT is wanted and works here with real aligned buffers, else 1.
 
         raises  OSError, StorageError
         """
@@ -154,10 +154,10 @@ class EngineChoice:
             return self._write_alignment
 
     def takes_direct(self, fd: int) -> bool:
-        """Whether this very file takes an aligned block of zeros at its beginning, past the page cache.
+        """Whether this very file accepts an aligned block of zeros at its beginning with O_DIRECT.
 
-        Some systems accept O_DIRECT at open and refuse it here, and a file is not always where the probe
-        was. No means that the next files are written through the page cache too.
+        Some systems accept O_DIRECT at open and refuse it here; the file may also be on another file system than the
+        probed directory. If not, the next files are written through the page cache too.
         """
         if _moves_block(os.pwritev, fd):
             return True
@@ -167,9 +167,9 @@ class EngineChoice:
         return False
 
     def open_to_read(self, path: Path, direct: Direct, owner: Descriptors) -> tuple[int, int]:
-        """A descriptor, the last that `owner` has, and its alignment; direct where a real aligned read succeeds.
+        """A descriptor, the last one in `owner`, and its alignment; with O_DIRECT if a real aligned read succeeds.
 
-        raises  OSError  a descriptor that `owner` may have by then is his to close
+        raises  OSError  `owner` closes a descriptor that it may have by then
         """
         if direct != "off" and self._read_alignment != 1:
             try:
@@ -198,12 +198,12 @@ class EngineChoice:
         if not already:
             _log.warning("%s refuses O_DIRECT writes; going on through the page cache", self.root)
 
-    # What is refused on the way
+    # When the system refuses something later
 
     def give_up(self, running: RunningEngine, fault: _native.Fault, *, direct: bool) -> str | None:
-        """Take in how a job ended. What will be done instead from now on; None if that is the same as before.
+        """Take note of how a job failed. Returns what will be done instead from now on; None if nothing changes.
 
-        running  the engine that the job ran on
+        running  the engine that ran the job
         direct   whether its files were open with O_DIRECT
         """
         if direct and fault.errno == errno.EINVAL and self.options.direct == "auto":
@@ -220,11 +220,11 @@ class EngineChoice:
         return None
 
     def _retire(self, running: RunningEngine, reason: str) -> None:
-        """Give up io_uring. Other jobs may still be running on its engines."""
+        """Stop using io_uring. Other jobs may still run on its engines."""
         with self._guard:
             kept = {asked: made for asked, made in self._engines.items() if asked[0] != "io_uring"}
             if running.engine not in [engine for engine, _ in self._engines.values()]:
-                return  # another job on the same engine was here first
+                return  # another job on the same engine did this first
             self._retired += [engine for asked, (engine, _) in self._engines.items() if asked not in kept]
             self._engines, self._ring_refused = kept, True
         _log.warning("io_uring is refused (%s); going on with POSIX threads", reason)
@@ -238,17 +238,17 @@ class EngineChoice:
             engine.close()
 
     def forget(self) -> None:
-        """In a forked child: the threads are gone, and whoever held the lock with them."""
+        """In a forked child: the threads are gone; if one of them held the lock, it stays locked, so replace it."""
         self._guard, self._engines, self._retired = Lock(), {}, []
 
 
 def open_file(path: Path, owner: Descriptors, flags: int = 0) -> int:
-    """A descriptor to read a regular file by. No link is followed; what blocks or never ends is not opened.
+    """A read-only descriptor of a regular file. Follows no link; opens nothing that could block or never end.
 
-    owner   has it, also where that is refused; to close (descriptors.py)
+    owner   owns and closes it, even if this call raises (descriptors.py)
     raises  OSError  ELOOP for a link, EISDIR for a directory, ENXIO for a pipe, a socket, a device
     """
-    # A link could lead out of the checkpoint, and to open a pipe without a writer blocks; nothing of ours is either.
+    # A link could lead out of the checkpoint, and opening a pipe without a writer blocks; we create neither.
     fd = owner.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | flags)
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
@@ -260,7 +260,7 @@ def open_file(path: Path, owner: Descriptors, flags: int = 0) -> int:
 def _moves_block(call: Callable[[int, list[mmap.mmap], int], int], fd: int) -> bool:
     """Whether `call` moves one aligned block at the start of a file open with O_DIRECT.
 
-    Only EINVAL is about alignment. Any other error comes again when the bytes are wanted.
+    Only EINVAL concerns alignment. Any other error will come again when the bytes are read.
     """
     with mmap.mmap(-1, BLOCK_BYTES) as block:
         try:

@@ -1,4 +1,4 @@
-"""What a forked child must not keep: descriptors hold locks, and the space of files that are removed."""
+"""What a forked child must close: descriptors keep locks, and the space of removed files."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from weakref import WeakSet
 
 class Forgetful(Protocol):
     def forget(self) -> None:
-        """In a forked child: close the copies of descriptors. Threads are gone, and whoever held a lock with them."""
+        """In a forked child: close the copies of descriptors. The threads are gone; locks that they held stay locked.
+        """
 
 
 def forget_in_children(owner: Forgetful) -> None:
-    """Have `owner.forget()` called in each child that is forked while it lives."""
+    """Call `owner.forget()` in each child that is forked while `owner` lives."""
     _owners().add(owner)
 
 

@@ -1,4 +1,4 @@
-"""The engine's jobs as a store's Writing and Reading: what is alike wherever the bytes come to lie."""
+"""The engine's jobs as a store's Writing and Reading: the part that is the same for all stores."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from flowstone.store.base import Encoded, ReadReceipt, Receipt, Watched
 from flowstone.store.os_errors import explain
 from flowstone.store.settings import Settings
 
-GAP_BYTES = 64 * KIB  # of padding that is cheaper to write than to split a request at
+GAP_BYTES = 64 * KIB  # padding up to this length is cheaper to write than a further request
 
 
 class WriteWaits:
-    """What is asked of a Writing while its `_job` moves bytes."""
+    """The waiting methods of a Writing, for its native `_job`."""
 
     _job: _native.WriteJob
     _watch: Watch
@@ -50,14 +50,14 @@ class WriteWaits:
 
     def wait_captured(self) -> None:
         while not self._job.wait_captured(POLL_S):
-            pass  # returns to Python in between, so that Ctrl-C is heard
+            pass  # returns to Python in between, so that Ctrl-C works
 
     def _wait(self) -> None:
         while not self._job.wait(POLL_S):
             pass
 
     def _io(self, backend: str, settings: Settings, *, alignment: int, request_bytes: int, depth: int) -> IoRecord:
-        """How the segments were written, for the manifest; once the job has ended."""
+        """How the segments were written, for the manifest; call it once the job has ended."""
         job, watched = self._job, self.watched
         return IoRecord(
             backend=backend, alignment=alignment, request_bytes=request_bytes, queue_depth=depth,
@@ -78,9 +78,9 @@ class WriteWaits:
 
 
 class JobWriting(WriteWaits):
-    """A Writing of one job, into files of a store at `root` that have their size and need no sync.
+    """A Writing of one job, into files of a store at `root` that already have their size and need no sync.
 
-    files  what it keeps open until it is dropped
+    files  kept open until this is dropped
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class JobWriting(WriteWaits):
         self._root, self._job, self._settings, self._watch, self._files = root, job, settings, watch, files
 
     def reserve(self) -> None:
-        """They have it."""
+        """Nothing to do: the files have their size."""
 
     def receipt(self) -> Receipt:
         self._wait()
@@ -100,7 +100,7 @@ class JobWriting(WriteWaits):
 
 
 class JobReading:
-    """A Reading of one job, of a store at `root`; `files` are what it keeps open until it is dropped."""
+    """A Reading of one job, of a store at `root`; `files` are kept open until this is dropped."""
 
     def __init__(self, root: Path, job: _native.ReadJob, files: object = None) -> None:
         self._root, self._job, self._files = root, job, files
@@ -129,7 +129,7 @@ class JobReading:
 
 
 def capture_error(root: Path, fault: _native.Fault) -> FlowstoneError:
-    """The state, not the store, has failed that save; or the system, which did not copy it."""
+    """The error of a save that failed because of the state, or because the system did not copy it; not of the store."""
     if fault.errno not in (0, errno.EFAULT):
         return explain(root, "copy the state for", fault.errno, fault.path, reach=reach(fault))
     gone = fault.errno == errno.EFAULT
@@ -140,7 +140,7 @@ def capture_error(root: Path, fault: _native.Fault) -> FlowstoneError:
 
 
 def write_error(root: Path, job: _native.WriteJob) -> FlowstoneError | None:
-    """Why a write has ended early, if it has."""
+    """Why a write ended early; None if it did not."""
     fault = job.fault
     if fault is not None and fault.operation == "capture":
         return capture_error(root, fault)
@@ -150,7 +150,7 @@ def write_error(root: Path, job: _native.WriteJob) -> FlowstoneError | None:
 
 
 def read_error(root: Path, fault: _native.Fault | None, *, cancelled: bool) -> FlowstoneError | None:
-    """Why a reading has ended early, if it has."""
+    """Why a read ended early; None if it did not."""
     if fault is not None and fault.operation == "end of file":
         return DamagedError(
             f"{fault.path} became shorter while it was read", range=reach(fault),
@@ -162,5 +162,5 @@ def read_error(root: Path, fault: _native.Fault | None, *, cancelled: bool) -> F
 
 
 def reach(fault: _native.Fault) -> str:
-    """The range of a fault, in words."""
+    """The range of a fault, as text."""
     return f"bytes {fault.offset}..{fault.offset + fault.length}"

@@ -35,9 +35,9 @@ _CAPABILITIES = Capabilities(
 
 
 class LocalStore:
-    """See store.base.Store. Nothing is created or probed before the first write.
+    """See store.base.Store. Creates and probes nothing before the first write.
 
-    system  what the disk is changed by; tests put a simulation there
+    system  the calls that change the disk; tests put a simulation there
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class LocalStore:
     def size(self, path: str) -> int:
         with self._translated("stat", path):
             found = os.stat(self.root / path, follow_symlinks=False)
-            if stat.S_ISLNK(found.st_mode):  # as `read` refuses it, rather than as a file of another size
+            if stat.S_ISLNK(found.st_mode):  # refuse it as `read` does, rather than as a file of another size
                 raise OSError(errno.ELOOP, "a symbolic link")
             return found.st_size
 
@@ -105,7 +105,7 @@ class LocalStore:
                 if offset:
                     file.seek(offset)
                 rest = max(0, size - offset)
-                # Not more than there is: the memory for all that may come is taken before the first byte has.
+                # Read no more than the file has: Python allocates the requested length before the first byte arrives.
                 return _read_all(file, rest if length is None else min(length, rest))
             finally:
                 opened.close()
@@ -122,15 +122,15 @@ class LocalStore:
             self._sync_way_to_root()
 
     def _sync_way_to_root(self) -> None:
-        """Sync the entries that lead to the root, found ones too: who made them may have died before the sync."""
+        """Sync the entries that lead to the root, existing ones too: their creator may have died before its sync."""
         device = os.stat(self.root).st_dev
         for at in self.root.parents:
             if os.stat(at).st_dev != device:
-                return  # a mount point was here before us
+                return  # a mount point existed before us
             try:
                 self.system.sync_directory(at)
             except PermissionError:
-                return  # safe: a directory that we cannot open is not one that a job of ours has made
+                return  # safe: a job of ours cannot have created a directory that we cannot open
 
     def sync_directory(self, path: str = "") -> None:
         with self._translated("fsync", path), directory(self.root, path) as fd:
@@ -182,7 +182,7 @@ class LocalStore:
         self, files: Sequence[FilePlan], rows: _native.WriteExtents, arena: _native.Arena, pace: Pace = UNPACED, *,
         reserved: bool = True,
     ) -> LocalWriting:
-        from flowstone.store.local_io import LocalWriting  # needs numpy, which a listing does without
+        from flowstone.store.local_io import LocalWriting  # imported here: it needs numpy, which a listing does not
 
         return LocalWriting(self.system, self._engines, files, rows, arena, pace, reserved=reserved)
 
@@ -209,12 +209,12 @@ class LocalStore:
         return alignment > 1
 
     def close(self) -> None:
-        """Stop the engines and give the lock back."""
+        """Stop the engines and release the lock."""
         self._engines.close()
         self.unlock()
 
     def forget(self) -> None:
-        """In a forked child: threads are gone and the lock is the parent's; drop both, touch neither."""
+        """In a forked child: the threads are gone and the lock is the parent's; drop both, release neither."""
         self._engines.forget()
         self.unlock()
 
@@ -226,7 +226,7 @@ class LocalStore:
         return self._engines.settings(direction)
 
     def backend(self) -> str:
-        """The engine that writes, "io_uring" or "posix"; starts it."""
+        """The engine for writes, "io_uring" or "posix"; starts it."""
         return self._engines.running("write").engine.backend
 
     def _translated(
@@ -236,7 +236,7 @@ class LocalStore:
 
 
 def _read_all(file: FileIO, length: int) -> bytes:
-    """The next `length` bytes, fewer only where the file ends before them."""
+    """The next `length` bytes, fewer only if the file ends before them."""
     parts = []
     while length and (part := file.read(length)):
         parts.append(part)

@@ -1,4 +1,4 @@
-"""Local I/O: bulk bytes of a local store on their way: segments being written, extents being read."""
+"""Local I/O: the bulk bytes of a local store: segments being written, extents being read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from flowstone.store.system import System
 
 
 class LocalWriting(WriteWaits):
-    """Segments of one save; owns their descriptors. Starts at once, raises what the system refuses before that."""
+    """Segments of one save; owns their descriptors. Starts at once; raises if the system refuses to create them."""
 
     def __init__(
         self, system: System, engines: EngineChoice, files: Sequence[FilePlan], rows: _native.WriteExtents,
@@ -36,9 +36,9 @@ class LocalWriting(WriteWaits):
         self._bytes = sum(file.bytes for file in files)
         self._direct = engines.settings("write").direct_at(self._bytes)
         self._opened = OpenFiles()
-        self._reserving = Lock()  # of whoever does it; around the next
+        self._reserving = Lock()  # held while reserving; guards the next
         self._reserved = reserved
-        self._refusal: BaseException | None = None  # of that
+        self._refusal: BaseException | None = None  # the exception of `reserve`
         try:
             for file in files:
                 self._create(file)
@@ -46,7 +46,7 @@ class LocalWriting(WriteWaits):
                 self._reserve_files()
             self._running = engines.running("write", arena.block_bytes)
             natives = [(opened.native(), file.bytes) for opened, file in zip(self._opened, files, strict=True)]
-            # These files are this job's alone, so that gaps between slots may be written as zeros.
+            # Only this job has these files, so gaps between slots may be written as zeros.
             with translated(self._root, "begin to write into", "", remedy=MORE_THREADS):
                 self._job = self._running.engine.write(
                     arena, natives, rows, gap_bytes=GAP_BYTES,
@@ -75,14 +75,14 @@ class LocalWriting(WriteWaits):
                     self._opened.go_through_cache(number)
 
     def reserve(self) -> None:
-        if self._reserving.acquire(blocking=False):  # else somebody is at it
+        if self._reserving.acquire(blocking=False):  # else another thread is reserving
             try:
                 self._reserve_once()
             finally:
                 self._reserving.release()
 
     def _reserve_once(self) -> None:
-        """With the lock held. What is refused ends the job, and is the receipt's."""
+        """Call with the lock held. A refusal ends the job, and is in the receipt."""
         if self._reserved:
             return
         self._reserved = True
@@ -98,7 +98,7 @@ class LocalWriting(WriteWaits):
 
     def receipt(self) -> Receipt:
         with self._reserving:
-            self._reserve_once()  # if nobody has come to it yet
+            self._reserve_once()  # unless another thread has done it
         self._wait()
         alignment = self._alignment
         begin = time.monotonic()
@@ -116,7 +116,7 @@ class LocalWriting(WriteWaits):
 
     @property
     def _alignment(self) -> int:
-        """Of all segments: once one is not written directly, no later one is."""
+        """The alignment of all segments: once one cannot be written with O_DIRECT, none of them is."""
         return min((opened.alignment for opened in self._opened), default=1)
 
     def _error(self) -> FlowstoneError | None:
@@ -144,11 +144,11 @@ class LocalWriting(WriteWaits):
 
 
 class LocalReading:
-    """Extents of one load; owns the descriptors. Starts at once, raises what the system refuses before that.
+    """Extents of one load; owns the descriptors. Starts at once; raises if the system refuses to open the files.
 
-    Opens only what is read. Of many files so many at a time as may be open (READ_FILES_MAX), one batch after the other.
-    Reading changes nothing on disk: when direct I/O or the engine is refused on the way, everything is
-    read again, in the way that is left.
+    Opens only files that are read; if there are more than may be open at once (READ_FILES_MAX), in batches.
+    Reading changes nothing on disk: if direct I/O or the engine is refused on the way, everything is read again, in
+    the remaining way.
     """
 
     def __init__(
@@ -158,17 +158,17 @@ class LocalReading:
         self._root, self._engines, self._paths, self._rows, self._arena = engines.root, engines, paths, rows, arena
         self._direct, self._stop_at_bad = direct, stop_at_bad
         self._files = rows.files
-        self._read_files = 0  # of those
+        self._read_files = 0  # number of files done
         self._opened = OpenFiles()
         self._job: _native.ReadJob | None = None
         self._sums = _Sums()
-        self._summed: _native.ReadJob | None = None  # the last that is in them
-        self._refusal: FlowstoneError | None = None  # of another attempt, or of the next files
+        self._summed: _native.ReadJob | None = None  # the last job included there
+        self._refusal: FlowstoneError | None = None  # the error of another attempt, or of the next files
         self._cancelled = self._ended = False
         self._begin()
 
     def _begin(self) -> None:
-        """Open the files whose turn it is, and start to read them."""
+        """Open the next batch of files, and start to read them."""
         try:
             self._running = self._engines.running("read")
             self._open()
@@ -183,7 +183,7 @@ class LocalReading:
             if self._cancelled:  # meanwhile, by another thread
                 self._job.cancel()
         except BaseException:
-            if self._job is not None:  # it may be the new one, if somebody has interrupted us just here
+            if self._job is not None:  # the new job, if an interrupt came right here
                 self._job.cancel()
                 while not self._job.wait(POLL_S):
                     pass
@@ -201,7 +201,7 @@ class LocalReading:
             except StorageError as error:
                 if error.errno not in (errno.EMFILE, errno.ENFILE) or len(self._opened) < 2:
                     raise
-                self._opened.close(leave=len(self._opened) // 2)  # others in this process need some, too
+                self._opened.close(leave=len(self._opened) // 2)  # leave descriptors to the rest of this process
                 return
             self._opened.add(self._root / path, fd, alignment)
 
@@ -216,7 +216,8 @@ class LocalReading:
         return self._ended
 
     def _goes_on(self, job: _native.ReadJob) -> bool:
-        """Whether another job is on its way, now that this one has ended: for the next files, or for the same again."""
+        """Whether another job was started now that this one has ended: for the next files, or for the same ones again.
+        """
         fault, direct = job.fault, any(opened.alignment > 1 for opened in self._opened)
         stopped = self._cancelled or job.cancelled
         if not stopped and fault is not None and self._engines.give_up(self._running, fault, direct=direct) is not None:
@@ -256,7 +257,7 @@ class LocalReading:
 
 
 class _Sums:
-    """What the jobs of one reading have done, all together."""
+    """Totals over all jobs of one reading."""
 
     def __init__(self) -> None:
         self.done_bytes = 0
@@ -266,7 +267,7 @@ class _Sums:
         self._spans: list[_native.SpanColumns] = []
 
     def give_up(self, job: _native.ReadJob) -> None:
-        """What it has read is read again."""
+        """Do not count a job whose extents are read again."""
         self._touched = job.touched if self._touched is None else self._touched | job.touched
         self._spans.append(job.spans)
 
@@ -288,7 +289,7 @@ class _Sums:
 
 
 def _files_max() -> int:
-    """How many files a reading may have open: others in this process need descriptors, too."""
+    """How many files a reading may have open, leaving descriptors to the rest of this process."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return READ_FILES_MAX if limit == resource.RLIM_INFINITY else max(1, min(READ_FILES_MAX, limit // 4))
 

@@ -1,4 +1,4 @@
-"""The lock of a store's one writer: a file that is locked, as long as the process lives."""
+"""The lock of a store's one writer: a file that is locked while the process lives."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from flowstone.store.system import System
 LOCK_NAME = "flowstone.lock"
 _ANEW = f"remove {LOCK_NAME}: it must be a plain file, and the next save creates it"
 _NO_FILE = {errno.ELOOP: _ANEW, errno.EISDIR: _ANEW, errno.ENXIO: _ANEW}
-_TRIES = 16  # to lock a file that others replace meanwhile
+_TRIES = 16  # to lock a file that other processes replace meanwhile
 
 
 class WriterLock:
-    """Of the store at `root`. flock dies with the process, and with the last copy of the descriptor: forked children
-    close theirs (store/forks.py), so that they do not keep it.
+    """The lock of the store at `root`. flock is released with the last copy of the descriptor: forked children close
+    theirs (store/forks.py), so that they do not keep it.
 
-    The file tells who holds it, and a token by which the holder knows its own.
+    The file names the holder, and has a token by which the holder recognises its own file.
     """
 
     def __init__(self, root: Path, system: System) -> None:
@@ -33,7 +33,7 @@ class WriterLock:
         self._said = b""
 
     def take(self, holder: str) -> None:
-        """Raises LockedError, which names who has it. Does nothing where it is held already."""
+        """Take the lock. Raises LockedError, which names the holder. Does nothing if it is held already."""
         if self._fd is not None:
             return
         with translated(self._root, "lock", LOCK_NAME), directory(self._root) as at:
@@ -56,7 +56,7 @@ class WriterLock:
         self._fd = fd
 
     def _locked(self, at: int) -> int | None:
-        """A descriptor of the file, with the lock; None where the file is another one by then."""
+        """A locked descriptor of the file; None if the file was replaced meanwhile."""
         with translated(self._root, "lock", LOCK_NAME, remedies=_NO_FILE):
             fd = self._system.create(self._root / LOCK_NAME, os.O_RDWR | os.O_NONBLOCK, at)
             try:
@@ -80,15 +80,15 @@ class WriterLock:
         return fd
 
     def _replaced(self, fd: int, at: int) -> int:
-        """A file of its own in the place of one that has another name, too: what is written there is not ours alone.
+        """Replace a lock file that has a second name by a new file: a lock on it would affect the other name too.
 
-        Copies of a store that are made of hard links have it, and those would lock each other out.
+        Copies of a store made of hard links share the file, and would lock each other out.
         """
         draft = self._root / f".{LOCK_NAME}-{secrets.token_hex(8)}"
         own = self._system.create(draft, os.O_RDWR | os.O_EXCL, at)
         try:
             fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._system.rename(draft, self._root / LOCK_NAME, at, at)  # while nobody else has the old one's lock
+            self._system.rename(draft, self._root / LOCK_NAME, at, at)  # while we hold the old file's lock
         except BaseException:
             os.close(own)
             raise
@@ -96,13 +96,14 @@ class WriterLock:
         return own
 
     def check(self) -> None:
-        """Raise LockedError unless it is held still: leases run out, machines freeze, files are removed by hand."""
+        """Raise LockedError unless the lock is still held: leases expire, machines freeze, files are removed by hand.
+        """
         fd = self._fd
         if fd is None:
             raise LockedError(f"the lock of {self._root} is not held", next="report this: it is a mistake in Flowstone")
         with translated(self._root, "look for the lock in", ""), directory(self._root) as at:
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no change, unless it was lost
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # changes nothing, unless the lock was lost
                 lost = None if _is_at(fd, at) else f"{LOCK_NAME} was removed or replaced"
                 if lost is None and os.pread(fd, len(self._said) + 1, 0) != self._said:
                     lost = f"{_holder(fd)} has taken it since"
@@ -123,7 +124,7 @@ class WriterLock:
 
 
 def _is_at(fd: int, at: int) -> bool:
-    """Whether the directory has this very file under the lock's name."""
+    """Whether the lock's name in the directory still refers to this very file."""
     try:
         found = os.stat(LOCK_NAME, dir_fd=at, follow_symlinks=False)
     except FileNotFoundError:
@@ -132,8 +133,8 @@ def _is_at(fd: int, at: int) -> bool:
 
 
 def _holder(fd: int) -> str:
-    """Who has written itself down in the file."""
+    """The holder's name in the file."""
     try:
         return os.pread(fd, 1000, 0).decode(errors="replace").partition("\n")[0].strip() or "unknown"
     except OSError:
-        return "unknown"  # safe: only a fact less in the message
+        return "unknown"  # safe: the message only lacks one fact

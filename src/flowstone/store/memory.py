@@ -1,7 +1,7 @@
-"""A store in the memory of this process, complete: for simulations and examples, and to see what a store has to do.
+"""A complete store in the memory of this process: for simulations and examples, and as a short example of a store.
 
-Each file is an anonymous one (memfd_create(2)), so the engine captures, digests, writes and reads as on a disk. It
-costs a descriptor, and is freed once neither a name nor a job has it. Nothing outlives the process.
+Each file is anonymous (memfd_create(2)), so the engine captures, digests, writes and reads as on a disk. A file costs
+a descriptor, and is freed once it has no name and no job uses it. Nothing outlives the process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flowstone.store.system import System
 
 
 class _File:
-    """An anonymous file of a fixed size; `number` is no other file's."""
+    """An anonymous file of a fixed size; `number` is unique."""
 
     def __init__(self, number: int, path: str, size_bytes: int, content: bytes = b"") -> None:
         self.number, self.path, self.size_bytes = number, path, size_bytes
@@ -45,14 +45,14 @@ class _File:
     def read(self, begin: int, end: int) -> bytes:
         parts = []
         while begin < end:
-            parts.append(os.pread(self._fd, end - begin, begin))  # of 2 GiB at most
+            parts.append(os.pread(self._fd, end - begin, begin))  # 2 GiB per call at most
             begin += len(parts[-1])
         return b"".join(parts)
 
 
 @dataclass(slots=True, eq=False)
 class Contents:
-    """What stores have in common that are open at once, as several processes have a directory."""
+    """Content shared by stores that are open at once, as several processes share a directory."""
 
     files: dict[str, _File] = field(default_factory=dict)
     directories: set[str] = field(default_factory=set)
@@ -65,8 +65,8 @@ class Contents:
 class MemoryStore:
     """See store.base.Store.
 
-    contents       of another store, to open that once more; None for a new one
-    atomic_rename  False: it is one that puts conditionally and cannot rename a directory, as object stores are
+    contents       of another store, to open the same content again; None for a new store
+    atomic_rename  False: act as an object store, with conditional put and without renaming directories
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class MemoryStore:
 
     def write(
         self, files: Sequence[FilePlan], rows: _native.WriteExtents, arena: _native.Arena, pace: Pace = UNPACED, *,
-        reserved: bool = True,  # the memory is taken here in any case
+        reserved: bool = True,  # the memory is allocated here in any case
     ) -> JobWriting:
         made = [self._create("create", plan.path, plan.bytes) for plan in files]
         settings, engine = self.settings("write"), self._engine(arena)
@@ -224,7 +224,7 @@ class MemoryStore:
         return False
 
     def close(self) -> None:
-        """Stop the engines and give the lock back. The contents stay, for a store that is opened with them."""
+        """Stop the engines and release the lock. The contents stay, for a store that is opened with them."""
         with self.contents.guard:
             engines, self._engines = tuple(self._engines.values()), {}
         for engine in engines:

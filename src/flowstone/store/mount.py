@@ -1,4 +1,4 @@
-"""The mount that a directory is on, with its machine and kernel. What was measured there holds only there."""
+"""The mount of a directory, with machine and kernel. Measurements are valid only on the same ones."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _MOUNTS = Path("/proc/self/mountinfo")
 
 
 class Mount(msgspec.Struct, frozen=True):
-    """A mount of a machine.
+    """A mount on a machine.
 
-    machine  a digest: of machine-id(5), which is not to be told, or the host's name; and of the number of processors
+    machine  a digest of machine-id(5), which is private, or else the host's name; and of the number of processors
     kernel   its release
-    device   what is mounted: "/dev/nvme0n1p1", "server:/export", "tmpfs"
+    device   the mounted device: "/dev/nvme0n1p1", "server:/export", "tmpfs"
     """
 
     machine: str
@@ -34,7 +34,7 @@ class Mount(msgspec.Struct, frozen=True):
         return f"{self.file_system} on {self.device}, mounted at {self.mount_point}"
 
     def differences(self, other: Mount) -> list[str]:
-        """What `other` is another one of, for people."""
+        """The fields in which `other` differs, for people."""
         if self.machine != other.machine:
             return ["another machine"]
         pairs = {
@@ -46,7 +46,7 @@ class Mount(msgspec.Struct, frozen=True):
 
 
 def mount_of(path: Path) -> Mount:
-    """The mount of `path`, or of its nearest existing parent. Raises StorageError when the mount cannot be told."""
+    """The mount of `path`, or of its nearest existing parent. Raises StorageError if it cannot be determined."""
     device, mount_point, file_system = _mount(_existing(path))
     return Mount(
         machine=_machine(), kernel=platform.release(), device=device, mount_point=mount_point, file_system=file_system
@@ -54,7 +54,7 @@ def mount_of(path: Path) -> Mount:
 
 
 def _existing(path: Path) -> Path:
-    # os.path, not Path: what may not be looked at is none, rather than an error.
+    # os.path, not Path: a parent that may not be examined counts as missing, rather than raising.
     return Path(os.path.realpath(next(at for at in (path.absolute(), *path.absolute().parents) if os.path.exists(at))))
 
 
@@ -62,14 +62,14 @@ def _machine() -> str:
     try:
         identity = _MACHINE_ID.read_text().strip()
     except OSError:
-        identity = ""  # safe: containers often have none, and the name stands in for it
+        identity = ""  # safe: containers often have none; then the host's name is used
     return digest(f"{identity or platform.node()} {platform.machine()} {os.cpu_count()}".encode())
 
 
 def _mount(path: Path) -> tuple[str, str, str]:
-    """(device, mount point, file system) of the mount that holds `path`: the last one on the longest way to it.
+    """(device, mount point, file system) of the mount that holds `path`: the last line with the longest mount point.
 
-    Not by st_dev, which names no line of the table on btrfs and other systems of several volumes.
+    Not by st_dev, which matches no line of the table on btrfs and other file systems of several volumes.
     """
     best: tuple[str, str, str] | None = None
     try:
@@ -87,10 +87,10 @@ def _mount(path: Path) -> tuple[str, str, str]:
             best = _plain(device), str(mount_point), file_system
     if best is None:
         raise StorageError(f"cannot find the mount of {path}", found=f"no line for it in {_MOUNTS}")
-    shown = [name.encode(errors="replace").decode() for name in best]  # JSON has no room for what is no text
+    shown = [name.encode(errors="replace").decode() for name in best]  # JSON cannot hold names that are not text
     return shown[0], shown[1], shown[2]
 
 
 def _plain(field: str) -> str:
-    """mountinfo writes blanks and backslashes as octal numbers."""
+    """Undo the octal escapes that mountinfo writes for blanks and backslashes."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)

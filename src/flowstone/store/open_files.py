@@ -1,4 +1,4 @@
-"""The files that a job reads or writes by."""
+"""The open files of a job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flowstone.store.forks import forget_in_children
 
 @dataclass(frozen=True, slots=True)
 class OpenFile:
-    """alignment > 1: open with O_DIRECT, which needs it."""
+    """An open file. alignment > 1: open with O_DIRECT, which needs it."""
 
     path: Path
     fd: int
@@ -27,7 +27,7 @@ class OpenFile:
 
 
 class OpenFiles:
-    """Owns the descriptors. Forked children close theirs: what is removed keeps its space until the last is closed.
+    """Owns the descriptors. Forked children close theirs: a removed file keeps its space while any copy is open.
 
     descriptors  of the files, and of one that is about to be added
     """
@@ -38,7 +38,7 @@ class OpenFiles:
         forget_in_children(self)
 
     def add(self, path: Path, fd: int, alignment: int) -> None:
-        """`fd` is the last of `descriptors`, or is one from now on."""
+        """Add a file. `fd` is already the last of `descriptors`, or is added to them."""
         if len(self.descriptors) == len(self._files):
             self.descriptors.take(fd)
         self._files.append(OpenFile(path, fd, alignment))
@@ -50,7 +50,7 @@ class OpenFiles:
         return len(self._files)
 
     def go_through_cache(self, number: int) -> None:
-        """Have O_DIRECT no more for the file that was added as that number. Raises OSError."""
+        """Turn O_DIRECT off for file number `number`. Raises OSError."""
         file = self._files[number]
         fcntl.fcntl(file.fd, fcntl.F_SETFL, fcntl.fcntl(file.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
         self._files[number] = OpenFile(file.path, file.fd, 1)

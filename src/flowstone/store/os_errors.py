@@ -1,4 +1,4 @@
-"""OS errors: the only module that translates an errno into an error of ours, with what to do next."""
+"""OS errors: the only module that translates an errno into one of our errors, with what to do next."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def explain(
     root: Path, operation: str, code: int, path: str, *, reach: str = "", needed_bytes: int | None = None,
     remedy: str | None = None,
 ) -> StorageError:
-    """What the refusal `code` (an errno) of `operation` on `path` means to the user of the store at `root`.
+    """The error for the refusal `code` (an errno) of `operation` on `path`, for the user of the store at `root`.
 
-    reach         the range of the file, in words
-    needed_bytes  what was to be written in all, where that is known
-    remedy        what to do next, where the caller knows better than the errno tells
+    reach         the range in the file, as text
+    needed_bytes  the total to be written, if known
+    remedy        what to do next, if the caller knows better than the errno
     """
     facts: dict[str, object] = {"reason": f"{os.strerror(code)} ({errno.errorcode.get(code, code)})"}
     if reach:
@@ -60,9 +60,9 @@ def translated(
     root: Path, operation: str, path: str, *, needed_bytes: int | None = None, remedy: str | None = None,
     remedies: Mapping[int, str] = MappingProxyType({}),
 ) -> Iterator[None]:
-    """Turn an OSError or a MemoryError into a StorageError that says what was being done, and to what in the store.
+    """Turn an OSError or a MemoryError into a StorageError that names the operation and the path in the store.
 
-    remedy, remedies  what to do next, of any errno and of some, where the caller knows better than that alone tells
+    remedy, remedies  what to do next, for any errno and for some, if the caller knows better
     """
     try:
         yield
@@ -78,8 +78,8 @@ def _room(root: Path) -> dict[str, object]:
     try:
         found = os.statvfs(root)
     except OSError:
-        return {"free": "unknown"}  # safe: only a fact less in the message
+        return {"free": "unknown"}  # safe: the message only lacks one fact
     room: dict[str, object] = {"free": f"{found.f_bavail * found.f_frsize} bytes"}
-    if found.f_files and not found.f_favail:  # else a full disk with room on it is a riddle
+    if found.f_files and not found.f_favail:  # explains "disk full" on a disk with free bytes
         room["inodes"] = "none free: the file system takes no more files"
     return room

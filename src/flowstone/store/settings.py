@@ -1,9 +1,9 @@
-"""How a store moves bytes, resolved: what the caller says, else what was tuned for here, else the defaults.
+"""How a store moves bytes, resolved: the caller's options, else the tuning for this mount, else the defaults.
 
-Once for each direction; directions that are tuned alike share an engine. Tuned is what the store's `tuning.json` says,
-else the user's file for the mount, each believed only on the machine, kernel and mount where `flowstone bench tune`
-measured it (docs/decisions/005). Whether bytes go past the page cache also depends on how many they are. The manifest
-tells what held.
+Once for each direction; directions with equal tuning share an engine. The tuning is the store's `tuning.json`, else the
+user's file for the mount; each is used only on the machine, kernel and mount where `flowstone bench tune` measured it
+(docs/decisions/005). Whether bytes bypass the page cache also depends on their number. The manifest records the
+settings that were used.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ DEFAULTS: Mapping[Direction, Tuning] = {"write": WRITE_DEFAULTS, "read": READ_DE
 class Settings(msgspec.Struct, frozen=True):
     """How one direction moves its bytes.
 
-    tuning    what holds; backend "auto" is resolved when an engine starts
-    direct    what the caller says of the page cache; "auto": see `direct_at`
-    origin    of what the caller left open: "tuned" or "default"; "explicit" when nothing was
+    tuning    settings in use; backend "auto" is resolved when an engine starts
+    direct    the caller's option for the page cache; "auto": see `direct_at`
+    origin    of the options that the caller did not give: "tuned" or "default"; "explicit" if all were given
     explicit  the options that the caller gave, by name
     """
 
@@ -37,7 +37,7 @@ class Settings(msgspec.Struct, frozen=True):
     explicit: tuple[str, ...]
 
     def direct_at(self, total_bytes: int) -> Direct:
-        """What holds for a save or load of `total_bytes`: "on" must work, "auto" is tried, "off" is the page cache."""
+        """The mode for a save or load of `total_bytes`: "on" must work, "auto" is tried, "off" uses the page cache."""
         start = self.tuning.direct_from_bytes
         if self.direct == "auto" and (start is None or total_bytes < start):
             return "off"
@@ -45,7 +45,7 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 def find_settings(root: Path, options: EngineOptions) -> Mapping[Direction, Settings]:
-    """The settings of the store at `root`, for each direction. Files are looked at only for what is left open."""
+    """The settings of the store at `root`, for each direction. Reads tuning files only if options are missing."""
     settled = {direction: resolve(direction, options, None) for direction in DEFAULTS}
     if all(settings.origin == "explicit" for settings in settled.values()):
         return settled

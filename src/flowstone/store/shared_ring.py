@@ -1,10 +1,10 @@
-"""Shared rings: memory that the ranks of a node share. Its owner fills it, the others copy out of it.
+"""Shared rings: memory that the ranks of a node share. The owner of a ring fills it, the others copy out of it.
 
-An anonymous file, so it is freed with the last process that has it open, however those end.
+A ring is an anonymous file, so it is freed when the last process that has it open ends, in any way.
 
-    counters  of the owner: batches FILLED, batches TAKEN out of all rings; FAILED: if it cannot go on, one more than
-              the number of the rank that is the cause
-    message   what the owner wants to be read, once
+    counters  written by the owner: batches FILLED; batches TAKEN out of all rings; FAILED: 0, or one more than the
+              number of the rank that caused the failure
+    message   the chunks that the owner needs, written once
     ring      two halves, filled in turn
 """
 
@@ -37,10 +37,10 @@ class Counter(IntEnum):
 
 
 class Announcement(msgspec.Struct, frozen=True):
-    """Where a process finds another one's ring.
+    """Where a process finds another process's ring.
 
-    inode    that it is the one that was meant
-    ring_at  where in it the ring begins
+    inode    to check that it is the right file
+    ring_at  offset of the ring in it
     """
 
     pid: int
@@ -52,19 +52,19 @@ class Announcement(msgspec.Struct, frozen=True):
 
 
 def node() -> str:
-    """Equal for processes that may share rings: one boot of one machine, one space of process numbers."""
+    """Equal for processes that can share rings: same boot of the same machine, same PID namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:  # hidden from us, and so are other processes
+    except OSError:  # hidden from this process, and so are other processes
         return f"{socket.gethostname()}/{os.getpid()}"
 
 
 class SharedRing:
-    """One that this process owns. `address`: of its ring."""
+    """A ring that this process owns. `address`: of the ring's memory."""
 
     def __init__(self, message: bytes, *, ring_at: int, ring_bytes: int) -> None:
-        """`ring_at`, a multiple of BLOCK_BYTES, lies behind the message. Touches no memory of the ring.
+        """`ring_at`, a multiple of BLOCK_BYTES, is after the message. Touches no memory of the ring.
 
         raises  OSError
         """
@@ -73,7 +73,7 @@ class SharedRing:
         self._fd = os.memfd_create("flowstone-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self._fd, ring_at + ring_bytes)
-            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # who has mapped it may touch all of it
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # so mapped pages stay accessible
             os.pwrite(self._fd, message, _MESSAGE_AT)
             self._head = mmap.mmap(self._fd, BLOCK_BYTES)
             self._ring = mmap.mmap(self._fd, ring_bytes, offset=ring_at)
@@ -86,7 +86,7 @@ class SharedRing:
         self.announcement = Announcement(os.getpid(), self._fd, inode, len(message), ring_at, ring_bytes)
 
     def tell(self, counter: Counter, value: int) -> None:
-        """Set a counter: what was put into the ring before is there for who sees it."""
+        """Set a counter. A process that sees the new value also sees what was put into the ring before."""
         self._counters[counter] = value
 
     def close(self) -> None:
@@ -97,10 +97,10 @@ class SharedRing:
 
 
 class PeerRing:
-    """Another process's, or our own: `file` is what the engine reads it by."""
+    """The ring of another process, or our own: the engine reads it through `file`."""
 
     def __init__(self, announcement: Announcement) -> None:
-        """Raises OSError where this process may not look into that one."""
+        """Raises OSError if this process may not open the other's descriptor."""
         self._pid = announcement.pid
         self._fd = os.open(f"/proc/{announcement.pid}/fd/{announcement.fd}", os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -122,7 +122,7 @@ class PeerRing:
         return int(self._counters[counter])
 
     def is_alive(self) -> bool:
-        """Whether the owner's process is; one that has ended, and that nobody has asked how, is not."""
+        """Whether the owner's process is alive; a zombie is not."""
         try:
             state = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
@@ -137,7 +137,7 @@ class PeerRing:
 
 
 class RingReading(JobReading):
-    """Extents on their way out of rings; a store's Reading."""
+    """Extents being copied out of rings; a store's Reading."""
 
     def __init__(self, job: _native.ReadJob) -> None:
         super().__init__(Path(), job)

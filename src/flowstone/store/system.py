@@ -1,4 +1,4 @@
-"""The calls by which a local store changes a disk, each a method, so that tests/sim can stand in between."""
+"""The calls by which a local store changes a disk, each a method, so that tests/sim can replace them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from flowstone import _native
 
 
 class System:
-    """The operating system, as LocalStore writes to it. Failures are OSErrors.
+    """The operating system, as LocalStore writes to it. Failures raise OSError.
 
-    An entry is reached by the descriptor `at` of the directory that it lies in, where that is given, and by its whole
-    path else; `path` is the whole one. No link is followed at its end.
+    An entry is reached by the descriptor `at` of its directory, if given, else by its whole path; `path` is always the
+    whole path. A link at the end is not followed.
 
-    Bulk bytes are missing here: the native engine writes them to descriptors from `create`,
-    between `reserve` and `sync`. Reads are missing too: they change nothing.
+    Bulk bytes are missing here: the native engine writes them to descriptors from `create`, between `reserve` and
+    `sync`. Reads are missing too: they change nothing.
     """
 
     def make_directory(self, path: Path, at: int | None = None) -> None:
         os.mkdir(_reached(path, at), dir_fd=at)
 
     def create(self, path: Path, flags: int, at: int | None = None) -> int:
-        """Open for writing, and create where it is missing. The descriptor is the caller's to close."""
+        """Open for writing; create the file if missing. The caller closes the descriptor."""
         flags |= os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         return os.open(_reached(path, at), flags, 0o644, dir_fd=at)
 
@@ -36,7 +36,7 @@ class System:
         rest = memoryview(content)
         while rest:
             written = os.write(fd, rest)
-            if not written:  # it would be so for ever
+            if not written:  # else this would loop for ever
                 raise OSError(errno.EIO, "the system wrote nothing")
             rest = rest[written:]
 
@@ -45,7 +45,7 @@ class System:
         os.fsync(fd)
 
     def sync_directory(self, path: Path, fd: int | None = None) -> None:
-        """Make a directory's entries durable; by its own descriptor `fd`, where that is given."""
+        """Make a directory's entries durable; by its own descriptor `fd`, if given."""
         if fd is not None:
             os.fsync(fd)
             return

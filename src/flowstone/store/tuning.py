@@ -1,7 +1,7 @@
-"""tuning.json: what `flowstone bench tune` found, beside a store's marker or, for a whole mount, with the user's files.
+"""tuning.json: results of `flowstone bench tune`, beside a store's marker or, for a whole mount, in the user's files.
 
-It is advice, believed only where it was measured. What cannot be believed is passed over with a
-warning that says what to do: a wrong tuning must cost speed at most, never a training job.
+They are advice, used only where they were measured. A file that cannot be used is ignored, with a warning that says
+what to do: a wrong tuning may cost speed, but never a training job.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _log = logging.getLogger("flowstone")
 
 
 class TuningFile(msgspec.Struct, frozen=True, kw_only=True):
-    """Checksummed JSON. `trial_bytes` were moved in each trial; a direction is null where the defaults are as good."""
+    """Checksummed JSON. `trial_bytes`: moved in each trial; a direction is null if the defaults are as good."""
 
     tuning: int = TUNING_VERSION
     created: str
@@ -47,7 +47,7 @@ def encode_tuning(file: TuningFile) -> bytes:
 
 
 def decode_tuning(data: bytes, *, path: str) -> TuningFile:
-    """Digest, then version, then fields and their ranges. Raises DamagedError or UnsupportedFormatError."""
+    """Check digest, version, fields and their ranges. Raises DamagedError or UnsupportedFormatError."""
     text = verify_checksum(data, path=path)
     try:
         version = msgspec.json.decode(text, type=_Version).tuning
@@ -61,9 +61,9 @@ def decode_tuning(data: bytes, *, path: str) -> TuningFile:
 
 
 def find_tuning(root: Path) -> Mapping[Direction, Tuning | None]:
-    """What the store at `root` is to use where it is not told otherwise: its own file, else the mount's, else nothing.
+    """The tuning for the store at `root`: its own file, else the mount's, else none.
 
-    Each file that is there and not believed is a logged warning.
+    Logs a warning for each existing file that is not used.
     """
     nothing: Mapping[Direction, Tuning | None] = {"write": None, "read": None}
     own = root / TUNING_NAME
@@ -83,21 +83,21 @@ def find_tuning(root: Path) -> Mapping[Direction, Tuning | None]:
 
 
 def user_file(mount: Mount) -> Path | None:
-    """The user's file for a mount; None where this user has no directory for configuration."""
+    """The user's file for a mount; None if this user has no configuration directory."""
     folder = _user_folder()
     key = "\0".join((mount.machine, mount.device, mount.mount_point, mount.file_system))
     return None if folder is None else folder / f"tuning-{digest(key.encode())}.json"
 
 
 def _user_folder() -> Path | None:
-    """By the XDG base directory specification: a relative path counts as none."""
+    """The XDG configuration directory; a relative path is ignored, as the XDG specification says."""
     given = os.environ.get("XDG_CONFIG_HOME", "")
     if os.path.isabs(given):
         return Path(given) / "flowstone"
     try:
         return Path.home() / ".config" / "flowstone"
     except RuntimeError:
-        return None  # no home: some containers run as a user whom nobody knows
+        return None  # no home: some containers run as a user without an account
 
 
 def _believed(path: Path, here: Mount, root: Path) -> TuningFile | None:
@@ -123,7 +123,7 @@ def _believed(path: Path, here: Mount, root: Path) -> TuningFile | None:
 
 
 def _read(path: Path) -> bytes | None:
-    """The file's content; None where there is none. Never waits, as on a pipe of that name it would."""
+    """The file's content; None if there is none. Never blocks, not even if a pipe has that name."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""Wrappers: stores around a store, which trace its calls, fail them, or make them again."""
+"""Wrappers: stores around a store that trace its calls, make them fail, or retry them."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ _log = logging.getLogger("flowstone")
 
 
 class Wrapper:
-    """A store that does what `inner` does. A subclass overrides single verbs; or `_call`, which is around each.
+    """A store that forwards to `inner`. A subclass overrides single methods; or `_call`, which wraps each of them.
 
-    A write and a read of extents are two calls: "write" and "read_extents" start them, "written" and "read_through" are
-    their receipts, an error among them.
+    A write and a read of extents count as two calls: "write" and "read_extents" start them, "written" and
+    "read_through" are their receipts, with any error.
     """
 
     def __init__(self, inner: Store) -> None:
         self.inner = inner
 
     def _call(self, verb: str, path: str, act: Callable[[], T]) -> T:
-        """What the call of `verb` on `path` gives: `act` makes it."""
+        """The result of the call of `verb` on `path`; `act` makes the call."""
         return act()
 
     @property
@@ -165,11 +165,11 @@ class _WrappedReading:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call that has ended.
+    """A finished call.
 
-    verb   the method; see Wrapper for those of bulk bytes
-    bytes  that it has moved, where it tells
-    error  what it raised, or has in its receipt
+    verb   the method; for bulk bytes, see Wrapper
+    bytes  moved by it, if known
+    error  raised by it, or in its receipt
     """
 
     verb: str
@@ -180,7 +180,7 @@ class Call:
 
 
 class Traced(Wrapper):
-    """Tells `on_call` each call once it has ended, on the thread that made it."""
+    """Passes each finished call to `on_call`, on the thread that made it."""
 
     def __init__(
         self, inner: Store, on_call: Callable[[Call], None], clock: Callable[[], float] = time.monotonic
@@ -216,11 +216,11 @@ def _moved_bytes(found: object) -> int:
 
 
 class Faulty(Wrapper):
-    """Fails calls. `before` and `after` are told each verb and path, and give an error or None.
+    """Makes calls fail. `before` and `after` get each verb and path, and return an error or None.
 
-    before  the call is not made, and raises it
-    after   the call is made, and its answer is lost; not asked of what starts bulk bytes, which has none yet
-    A receipt carries what either gives; by then no byte moves any more.
+    before  the call is not made, and the error is raised
+    after   the call is made, and its result is lost; not used for calls that only start bulk bytes
+    A receipt contains the error of either; no byte moves any more by then.
     """
 
     def __init__(
@@ -255,12 +255,12 @@ _TRANSIENT = frozenset({
 
 
 class Retrying(Wrapper):
-    """Makes a call again that has failed for a reason that may pass, if it is one that may be made twice.
+    """Repeats a call that failed for a reason that may pass, if the call may be repeated.
 
-    What creates, moves or removes is made once: the first attempt may have done it, though its answer was lost.
+    Calls that create, move or remove are made once: the first attempt may have succeeded, though its result was lost.
 
-    attempts       of one call, in all
-    first_delay_s  before the second; each later one is twice as long, up to `delay_s_max`
+    attempts       per call, in all
+    first_delay_s  before the second attempt; each later delay is twice as long, up to `delay_s_max`
     """
 
     def __init__(

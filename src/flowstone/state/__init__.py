@@ -1,18 +1,18 @@
-"""The state layer: what the user hands over <-> named pieces of memory and plain objects.
+"""The state layer: converts between the user's objects and named pieces of memory plus plain objects.
 
-`describe` takes a state apart for a save; `prepare` finds the places for a load, and the
-Restoration that it returns finishes what bytes alone cannot restore.
+`describe` takes a state apart for a save. `prepare` finds the target memory for a load; the Restoration that it returns
+then restores everything that is not tensor bytes.
 
-Every value has one kind: `registry.py` is the table, `kinds/` has a file for each, with both directions side by side,
-and `walk.py` is the one recursion that goes through them. Kinds write into what a pass hands them (`scan.py`,
-`saving.py`, `loading.py`); tensors go into the sink (`sink.py`) by columns. An object of a registered type, or a tensor
-that is made of tensors, is described by its Provider: `provider.py` is the protocol, `providers.py` who serves which
-type, `provider_session.py` holds a provider to its contract, `split.py` is the provider of tensor subclasses. Why there
-are two ways: docs/decisions/007.
+Every value has one kind. `registry.py` is the table of kinds, `kinds/` has one file for each with both directions side
+by side, and `walk.py` is the one recursion that goes through a state. Kinds write into the object of the current pass
+(`scan.py`, `saving.py`, `loading.py`); tensors go into the sink (`sink.py`) as columns. An object of a registered type,
+or a tensor that is made of tensors, is described by its Provider: `provider.py` is the protocol, `providers.py` finds
+the provider of a type, `provider_session.py` checks that a provider keeps its contract, `split.py` is the provider of
+tensor subclasses. docs/decisions/007 says why there are two mechanisms.
 
-A flattened tensor is a range of elements (`flat.py`), cut into boxes as it enters the sink. `fsdp.py` reads such
-ranges from FSDP1's tables, `Flat` declares them. To the optimizer's half of the walk a flat parameter is all that lies
-in it: `optimizer_view.Member` says where. `zero.py` knows who keeps the state of a ZeroRedundancyOptimizer.
+A flattened tensor is a range of elements (`flat.py`), which is converted to boxes when it enters the sink. `fsdp.py`
+reads such ranges from FSDP1's tables, `Flat` declares them. For an optimizer, a flat parameter stands for all
+parameters in it: `optimizer_view.Member` says where each is. `zero.py` finds the state of a ZeroRedundancyOptimizer.
 """
 
 from flowstone.state.counters import CounterCheck, Counters

@@ -1,4 +1,4 @@
-"""Constants of torch and numpy that a checkpoint keeps by name, alone and in keys."""
+"""Constants of torch and numpy that a checkpoint stores by name, as values and in keys."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def named(value: object) -> Named | None:
 def value_of(constant: Named, path: str) -> object:
     """The constant of that name, in this torch and numpy.
 
-    raises  UnsupportedFormatError when they have none, DamagedError for text that never was one
+    raises  UnsupportedFormatError if they have none, DamagedError for a text that cannot be such a name
     """
     kind, text = constant.kind, constant.text
     if kind in ("torch.dtype", "torch.layout", "torch.memory_format"):
@@ -43,7 +43,7 @@ def value_of(constant: Named, path: str) -> object:
         try:
             return torch.device(text)
         except RuntimeError:
-            pass  # a device that this torch has never heard of: refused below
+            pass  # a device type that this torch does not know: refused below
     elif kind == "torch.Size":
         if not re.fullmatch(r"([0-9]{1,18}(,[0-9]{1,18})*)?", text):
             raise DamagedError(f"the object '{path}' is not a torch.Size", found=text, next="run `flowstone verify`")
@@ -52,7 +52,7 @@ def value_of(constant: Named, path: str) -> object:
         try:
             return np.dtype(text)
         except TypeError:
-            pass  # of a later numpy, or another machine: refused below
+            pass  # from a later numpy, or another machine: refused below
     raise UnsupportedFormatError(
         f"the object '{path}' is a constant that this torch and numpy do not have",
         found=f"{kind} {text}",
@@ -61,7 +61,7 @@ def value_of(constant: Named, path: str) -> object:
 
 
 def stored_key(key: object, place: Place) -> object:
-    """A dict key or a set's member: a plain, hashable value."""
+    """A dict key or a set's member as a plain, hashable value."""
     if type(key) is str or type(key) is int:
         return key
     if type(key) is tuple:
@@ -76,7 +76,7 @@ def stored_key(key: object, place: Place) -> object:
 
 
 def constant_free(value: object, path: str) -> object:
-    """A key, a leaf or a set, with this library's own constants in place of their names."""
+    """A key, a leaf or a set, with constants of this torch and numpy in place of their names."""
     if isinstance(value, Named):
         return value_of(value, path)
     if type(value) in (set, frozenset, tuple):

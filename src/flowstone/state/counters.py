@@ -1,7 +1,7 @@
-"""Version counters: torch counts the in-place operations on a tensor, and all views of it share the count.
+"""Version counters: torch counts the in-place operations on a tensor; all views of a tensor share the count.
 
-A counter that has moved between `save` and the end of the capture is a change that no fence held back, however few
-elements it was of. One that has not moved proves nothing: fused kernels, `.data` and numpy move none.
+A counter that moved between `save` and the end of the capture shows a change that escaped the fence, even of a single
+element. A counter that did not move proves nothing: fused kernels, `.data` and numpy do not move it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from flowstone.table.pieces import Layout
 
 
 class Counters:
-    """What has been counted of the tensors of a state, since it was described. Columns, one row for each tensor.
+    """The version counters of a state's tensors, read when it was described. Columns, one row for each tensor.
 
-    tensors  every one that was come by; kept, so that it is the same ones that are asked again
-    owners   the storage that each lay in, and `address` where
-    counted  what each had counted when it was described
-    piece    position of the piece that each is, or is a further name of
+    tensors  every tensor in the state; kept alive, so that the same objects are read again
+    owners   the storage of each at that time, and `address` its address
+    counted  the counter of each at that time
+    piece    position of the piece that each tensor is, or is an alias of
     """
 
     def __init__(
@@ -37,16 +37,16 @@ class Counters:
 
     @classmethod
     def none(cls) -> Counters:
-        """Of nothing that anybody may change."""
+        """Counters of no tensors."""
         return cls((), (), np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.int64))
 
     def begin(self, late: NDArray[np.bool_]) -> None:
-        """Watch those pieces that are captured late. A second call changes nothing."""
+        """Watch the pieces that are captured late. A second call changes nothing."""
         if self._rows is None:
             self._rows = np.flatnonzero(late[self.piece])
 
     def moved(self) -> NDArray[np.int64]:
-        """Rows of tensors that have been changed in place meanwhile."""
+        """Rows of tensors that have been changed in place since."""
         assert self._rows is not None, "what has not begun has not moved"
         now = versions_of([self.tensors[row] for row in self._rows.tolist()])
         moved: NDArray[np.int64] = self._rows[now != self._counted[self._rows]]
@@ -54,17 +54,19 @@ class Counters:
 
 
 class CounterCheck:
-    """Whether a save's sources were changed before they were captured, as far as counters tell. Any thread may ask."""
+    """Whether a save's sources changed before they were captured, according to version counters. Any thread may call.
+    """
 
     def __init__(self, counters: Counters, layout: Layout, late: NDArray[np.bool_], guarded: Sequence[bool]) -> None:
-        """`late`: which pieces are captured after `save` has returned; `guarded`: which nobody may change till then."""
+        """`late`: pieces captured after `save` has returned; `guarded`: those of them that must not change until then.
+        """
         self._lock = threading.Lock()
         self._counters: Counters | None = counters
         self._layout, self._late, self._guarded = layout, late, guarded
         self._changed: tuple[str, ...] = ()
 
     def changed(self) -> tuple[str, ...]:
-        """The names of what has changed. Looks when it is first asked, and lets the tensors go then."""
+        """The names of changed tensors. The first call compares, and then drops the references to the tensors."""
         with self._lock:
             if self._counters is not None:
                 found = sorted(set(self._changes(self._counters)))
@@ -73,10 +75,10 @@ class CounterCheck:
             return self._changed
 
     def _changes(self, counters: Counters) -> Iterator[int]:
-        """Positions of pieces.
+        """Positions of changed pieces.
 
-        All views of a storage count together. Where most of it is nothing that is guarded (a corner of a pool;
-        parameters and gradients in one buffer), somebody has written there: that tells nothing of the piece.
+        All views of a storage share its counters' moves. If most of a storage is not guarded (a corner of a pool;
+        parameters and gradients in one buffer), the write was probably there, and says nothing about the piece.
         """
         rows = [row for row in counters.moved().tolist() if self._late[counters.piece[row]]]
         if not rows:
@@ -86,7 +88,7 @@ class CounterCheck:
             owner, address, piece = counters.owners[row], int(counters.address[row]), int(counters.piece[row])
             held = owner.nbytes() if isinstance(owner, torch.UntypedStorage) else 0
             begin = owner.data_ptr() if isinstance(owner, torch.UntypedStorage) else address
-            if begin <= address < begin + held:  # else it is no longer where it was
+            if begin <= address < begin + held:  # else the tensor has other memory now
                 inside = (counters.address >= np.uint64(begin)) & (counters.address < np.uint64(begin + held))
                 if 2 * int(guarded[distinct(counters.piece[inside])].sum()) <= held:
                     continue

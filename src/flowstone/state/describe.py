@@ -20,16 +20,16 @@ def describe(
 ) -> Described:
     """Describe everything in `state`, as `rank` holds it.
 
-    known   the layout of an earlier description; it is the result's own, the very object, where nothing differs
-    whole   nobody else has a part of it: tensors of which this process holds a part are refused, too
-    frozen  what earlier descriptions have seen of parameters that nobody owns; sees it anew
-    copied_bytes_max  where the layout is not the known one, what is captured early has to be copied; if that is more
-            than so many bytes, parameters that may change at any time are captured late, too
-    raises  UnsupportedStateError, naming the path, for what cannot be stored;
-            CollisionError when two paths make one name
+    known   the layout of an earlier description; the result has this very object if nothing differs
+    whole   no other rank has a part of the state: tensors of which this process holds only a part are refused
+    frozen  what earlier saves have found about parameters that no optimizer owns; updated here
+    copied_bytes_max  if the layout differs from `known`, pieces captured early are copied first; if that exceeds this
+            number of bytes, parameters that may change at any time are captured late too
+    raises  UnsupportedStateError, naming the path, for an object that cannot be stored;
+            CollisionError if two paths make the same name
 
-    Calls the state_dict() of what has one; copies no tensor (but conjugate and negative views),
-    changes nothing. Memory in the result is the user's and kept alive by it.
+    Calls state_dict() of objects that have it; copies no tensor (except conjugate and negative views), changes
+    nothing. The result refers to the user's memory and keeps it alive.
     """
     check_sections(state)
     saving = Saving(scan(state, rank), Sink(whole=whole))
@@ -49,7 +49,7 @@ def describe(
 
 
 def describe_walk(saving: Saving) -> DescribeWalk:
-    """The pass that describes, for one description."""
+    """The describing pass, for one description."""
 
     def act(kind: Kind, value: object, place: Place, role: Role = Role.OTHER, /) -> object:
         return kind.describe(value, place, saving, role)

@@ -1,4 +1,4 @@
-"""Fitting: plain values go into the very containers that they replace."""
+"""Fitting: put plain values into the existing containers that they replace."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from collections.abc import Callable, Mapping
 
 
 class Fitting:
-    """Puts plain values into the containers that they replace: whoever holds those sees the change.
+    """Puts plain values into the containers that they replace, so that other references to those see the change.
 
-    A container that stands in two places of the state takes one value; where the other place was
-    saved with a different one, it gets a container of its own.
+    A container that occurs at two places of the state takes one value; if the other place was saved with a different
+    value, it gets a new container.
     """
 
     def __init__(self) -> None:
         self._taken: dict[int, tuple[object, object]] = {}
 
     def fit(self, target: object, value: object) -> object:
-        """`value`, in `target` and the containers inside it as far as types agree."""
+        """Put `value` into `target` and the containers inside it, as far as the types agree; returns the result."""
         if type(target) is not type(value) or type(target) not in _FILL:
             return value
         if id(target) in self._taken:
             return target if self._taken[id(target)][1] == value else value
-        # A copy: what goes into the target is fitted, and must not change what we compare with.
+        # A copy: the value is changed while it is fitted into the target, but later calls compare with the original.
         self._taken[id(target)] = (target, copy.copy(value))
         _FILL[type(target)](self, target, value)
         return target

@@ -1,7 +1,7 @@
-"""Flattened tensors: what of each tensor lies in a 1-D one that holds many of them, laid end to end.
+"""Flattened tensors: which part of each tensor is in a 1-D tensor that holds many of them, laid end to end.
 
-A rank's part of such a one begins and ends anywhere. So what it holds of a tensor is a range of its elements, in the
-order in which they lie in memory: a few boxes of it, each dense. Nobody has to gather the rest.
+A rank's part of such a tensor begins and ends anywhere. So of each tensor it holds a range of elements, in the order
+of memory: a few boxes, each dense. They are saved as boxes, without gathering the rest.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from flowstone.state.shards import flat_boxes
 
 
 class Range(msgspec.Struct, frozen=True):
-    """`length` elements, from `begin` on, of a tensor of `shape`, as they follow each other in memory.
+    """`length` elements, from `begin` on, of a tensor of `shape`, consecutive in memory.
 
-    order  the tensor's dimensions, outermost first: as they come where it lay row-major
+    order  the tensor's dimensions, outermost first; 0, 1, ... if it was row-major
     """
 
     shape: tuple[int, ...]
@@ -33,11 +33,13 @@ class Range(msgspec.Struct, frozen=True):
 
     @property
     def absent(self) -> bool:
-        """Whether others hold all of it. A tensor without elements is on every rank."""
+        """Whether other ranks hold all of it. A tensor without elements is on every rank."""
         return self.length == 0 and math.prod(self.shape) > 0
 
     def cut(self, local: torch.Tensor) -> list[Shard]:
-        """The boxes that the range consists of, in `local`, which holds its elements; of any shape if that is all."""
+        """The boxes of the range, as views of `local`, which holds its elements; of any shape if that is the whole
+        tensor.
+        """
         assert local.numel() == self.length, "a range is as long as what holds it"
         local = local.detach()
         if not math.prod(self.shape):
@@ -56,35 +58,35 @@ class Range(msgspec.Struct, frozen=True):
 
 
 class Span(msgspec.Struct, frozen=True):
-    """What of the tensor called `name` lies in a flat one: that `range` of it, from element `at` on."""
+    """The part of the tensor called `name` that is in a flat one: its `range`, from the flat one's element `at` on."""
 
     name: str
     at: int
     range: Range
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Its elements in a tensor laid out as the flat one is."""
+        """Its elements in a tensor with the flat one's layout."""
         return flat.detach()[self.at : self.at + self.range.length]
 
 
 class FlatHome(NamedTuple):
-    """A flat parameter: this rank's elements of it, and what lies in them, under full paths."""
+    """A flat parameter: this rank's elements of it, and the tensors in it, under full paths."""
 
     local: torch.Tensor
     spans: tuple[Span, ...]
 
 
 class Flat:
-    """`tensor` is a part of tensors that were laid end to end, each row-major; other parts lie on other ranks.
+    """`tensor` is a part of tensors that were laid end to end, each row-major; other ranks hold the other parts.
 
-    tensor   1-D. What the members do not reach, behind the last, is padding: neither saved nor loaded
+    tensor   1-D. Elements after the last member are padding: neither saved nor loaded
     members  name and shape of every tensor, in order, the same on all ranks; a name of None: padding between them
-    begin    the element of all that is the first of `tensor`
+    begin    position of `tensor`'s first element in the whole flat tensor
 
-    In a state it is its members, each under its own name below the place of this. An optimizer that has `tensor` for
-    a parameter (optimizers that are sharded by elements: ZeRO, arXiv 1910.02054) has slots of the members.
+    A state with a Flat has its members, each under its own name below the Flat's place. For an optimizer that has
+    `tensor` as a parameter (sharded by elements: ZeRO, arXiv 1910.02054), slots belong to the members.
 
-    raises  UnsupportedStateError for what is no such tensor, or for names that are none
+    raises  UnsupportedStateError for a tensor that is not 1-D, and for invalid names
     """
 
     __slots__ = ("begin", "members", "spans", "tensor")

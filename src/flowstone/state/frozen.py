@@ -1,8 +1,8 @@
-"""Frozen parameters: those that no optimizer of the state owns, in a model of which others are trained.
+"""Frozen parameters: those that no optimizer of the state owns, in a model where others are trained.
 
-The next step does not wait for a change of them, which may come at any time: they are averages, momentum encoders and
-target networks as well as frozen weights. So they are captured before `save` returns, until it is seen that nobody
-changes them: then they are as good as owned.
+They may be frozen weights, but also averages, momentum encoders or target networks, which change at any time without
+waiting for a fence. So they are captured before `save` returns, until several saves have found them unchanged: from
+then on they are treated like parameters that an optimizer owns.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from flowstone.state.tensors import versions_of
 from flowstone.table.pieces import Pieces, Places
 
 Sample = Callable[[Pieces, Places], NDArray[np.uint16]]
-"""A digest of a few lines of each piece, the same lines each time."""
+"""Digests of a few lines of each piece, the same lines at every call."""
 
 
 class Frozen:
-    """What has been seen of parameters that nobody owns, from save to save.
+    """What saves have found about parameters that no optimizer owns.
 
-    One that has moved, or was changed, between any two of them, is never taken for frozen: what an average does not
-    change in one interval, it changes in the next.
+    One that has changed or moved between any two saves never counts as frozen: an average that does not change in one
+    interval changes in the next.
     """
 
     def __init__(self, sample: Sample) -> None:
         self._sample = sample
         self._names: tuple[str, ...] = ()
         self._seen: tuple[NDArray[np.uint64], NDArray[np.int64]] | None = None
-        self._samples: NDArray[np.uint16] | None = None  # of the first save; none once they have been compared
+        self._samples: NDArray[np.uint16] | None = None  # of the first save; None once they have been compared
         self._still = np.zeros(0, np.bool_)
 
     def forget(self) -> None:
-        """What is where, and how often it was changed, means nothing any more: a load has written to all of it."""
+        """Drop all addresses, counters and samples: a load has written to the parameters."""
         self._names, self._seen = (), None
 
     def among(self, pieces: Pieces, places: Places, tensors: Sequence[torch.Tensor]) -> NDArray[np.bool_]:
-        """Which of these have stayed as they were since they were first seen, at one save before at least.
+        """Which of these tensors have not changed since an earlier save, at least one.
 
-        A counter that has not moved proves nothing, but a few lines of each tell of an update of every element.
+        A counter that did not move proves nothing, but samples of each tensor show an update of every element.
         """
         address, counted = places.address, versions_of(tensors)
         if self._seen is None or self._names != pieces.names:
             self._samples, self._still = self._sample(pieces, places), np.ones(len(pieces), np.bool_)
             self._seen = address, counted
-            self._names = pieces.names  # last: what is interrupted before this is begun anew
+            self._names = pieces.names  # last: if interrupted before this line, the next save begins anew
             return np.zeros(len(pieces), np.bool_)
         self._still &= (address == self._seen[0]) & (counted == self._seen[1])
         if self._samples is not None:

@@ -1,8 +1,8 @@
 """FSDP1: the flat parameters that a FullyShardedDataParallel makes of the module that it wraps.
 
-The only place that knows torch's private names of it (as 2.13 has them); FSDP2 is DTensors, and needs none of this.
-What a rank holds is read from the wrapper's own tables. So neither it nor its state_dict() is asked to gather
-anything: the hooks that would are set aside.
+Only this module uses torch's private names for it (as of torch 2.13); FSDP2 uses DTensors and needs none of this. A
+rank's part is read from the wrapper's own tables, so nothing is gathered: the wrapper's state_dict() hooks, which would
+gather, are disabled meanwhile.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _HOOKS_OF = "torch.distributed.fsdp._state_dict_utils"
 _HOOKS = (
     "_state_dict_pre_hooks", "_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"
 )
-_FLAT_PARAM = "_flat_param"  # the name under which a flat parameter takes the place of the originals
+_FLAT_PARAM = "_flat_param"  # the attribute under which a flat parameter replaces the originals
 
 
 class Unit(msgspec.Struct, frozen=True, eq=False):
     """One flat parameter.
 
-    flat       the parameter itself, whose data is now this, now that
-    local      this rank's elements: what the optimizer steps, and every forward is gathered from
-    spans      of each original parameter, by its name in the module
-    originals  parallel: the parameters that an optimizer has; None where it has `flat` (use_orig_params=False)
+    flat       the parameter itself, whose data changes between the local shard and the gathered whole
+    local      this rank's elements: the optimizer steps these, and every forward gathers from them
+    spans      one for each original parameter, by its name in the module
+    originals  parallel: the parameters that an optimizer has; None if it has `flat` (use_orig_params=False)
     ties       further names of original parameters -> the name among the spans
     """
 
@@ -45,10 +45,10 @@ class Unit(msgspec.Struct, frozen=True, eq=False):
 
 
 class Wrapped:
-    """A module in which there are FullyShardedDataParallels, one or many.
+    """A module that contains one or more FullyShardedDataParallels.
 
     units  their flat parameters
-    names  of all that was flattened
+    names  of all flattened parameters
     """
 
     def __init__(self, wrappers: Sequence[tuple[str, torch.nn.Module]], place: Place) -> None:
@@ -62,10 +62,10 @@ class Wrapped:
                 self._dtypes.setdefault(strip_wrappers(prefix + name), dtype)
             handle = _private(wrapper, "_handle")
             if handle is None:
-                continue  # there was nothing left to make flat
+                continue  # no parameter was left to flatten
             unit = _unit(handle, prefix, place)
             first = units.setdefault(id(handle), unit)
-            if first is not unit:  # a module in two places
+            if first is not unit:  # a module at two places
                 again = {mine.name: own.name for mine, own in zip(unit.spans, first.spans, strict=True)}
                 again |= {name: again[target] for name, target in unit.ties.items()}
                 units[id(handle)] = Unit(first.flat, first.local, first.spans, first.originals, {**first.ties, **again})
@@ -75,7 +75,7 @@ class Wrapped:
         self.names = frozenset([*spans, *(name for unit in self.units for name in unit.ties)])
 
     def holds(self, key: str, value: object, place: Place) -> bool:
-        """Whether an entry of the module's state_dict() stands for what is among the units."""
+        """Whether an entry of the module's state_dict() stands for a parameter in the units."""
         if key.rpartition(".")[2] == _FLAT_PARAM or strip_wrappers(key) in self.names:
             return True
         if getattr(value, "_fsdp_flattened", False):
@@ -83,14 +83,14 @@ class Wrapped:
         return False
 
     def dtype_saved(self, name: str, value: object) -> torch.dtype | None:
-        """The dtype that a buffer had before mixed precision gave it another one; None where it has it still."""
+        """The dtype of a buffer before mixed precision changed it; None if it was not changed."""
         own = self._dtypes.get(name)
         cast = isinstance(value, torch.Tensor) and value.is_floating_point() and own not in (None, value.dtype)
         return own if cast else None
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Without the hooks by which a FullyShardedDataParallel gathers parameters around (load_)state_dict()."""
+        """Disables the hooks with which a FullyShardedDataParallel gathers parameters around (load_)state_dict()."""
         kept: list[tuple[dict[str, Any], str, Any]] = []
         try:
             for wrapper in self._wrappers.values():
@@ -108,7 +108,7 @@ class Wrapped:
                 fields[table] = hooks
 
     def forget_gathered(self) -> None:
-        """Free what was gathered from other values than the local shards hold now; the next forward gathers anew."""
+        """Free gathered parameters whose local shards have changed since; the next forward gathers anew."""
         for handle in self._handles:
             gathered = handle is not None and hasattr(handle.flat_param, "_full_param_padded")
             if gathered and handle.uses_sharded_strategy and not handle.needs_unshard():
@@ -118,10 +118,10 @@ class Wrapped:
 
 
 def wrapped(module: torch.nn.Module, place: Place) -> Wrapped | None:
-    """What FSDP1 has made of a module; None where it has not. Costs nothing where nobody has imported it.
+    """The FSDP1 tables of a module; None if it has none. Costs nothing if FSDP1 was never imported.
 
-    raises  UnsupportedStateError, by name, inside of summon_full_params(), for flat parameters that are shards of
-            shards (FSDP1 over tensor parallelism), and where torch has other tables than are known
+    raises  UnsupportedStateError, by name: inside of summon_full_params(), for flat parameters that are shards of
+            shards (FSDP1 over tensor parallelism), and if this torch's tables differ from the known ones
     """
     known = imported("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
     if known is None:
@@ -134,7 +134,7 @@ def wrapped(module: torch.nn.Module, place: Place) -> Wrapped | None:
 
 
 def _unit(handle: Any, prefix: str, place: Place) -> Unit:
-    """The flat parameter of `handle`, whose wrapper's own key begins all of its names."""
+    """The flat parameter of `handle`; `prefix`, the wrapper's own key, begins all of its names."""
     flat = _private(handle, "flat_param")
     names = [strip_wrappers(prefix + name) for name in _private(flat, "_fqns")]
     if _private(handle, "_training_state").name == "SUMMON_FULL_PARAMS":
@@ -158,14 +158,14 @@ def _unit(handle: Any, prefix: str, place: Place) -> Unit:
         _name(prefix, tie.module_name, tie.param_name): _name(prefix, tie.prim_module_name, tie.prim_param_name)
         for tie in _private(flat, "_shared_param_infos")
     }
-    local = getattr(flat, "_local_shard", None)  # there from the first forward on
+    local = getattr(flat, "_local_shard", None)  # exists from the first forward on
     unit = Unit(flat, flat.data if local is None else local, tuple(spans), _private(flat, "_params"), ties)
     _check_memory(unit, place)
     return unit
 
 
 def _check_memory(unit: Unit, place: Place) -> None:
-    """An original parameter that has got memory of its own is copied from there at the next forward, not before."""
+    """Refuse an original parameter with new memory of its own: FSDP copies that only at the next forward."""
     own = unit.local.untyped_storage().data_ptr()
     for span, original in zip(unit.spans, unit.originals or unit.spans, strict=True):
         if isinstance(original, torch.Tensor) and original.numel() and original.untyped_storage().data_ptr() != own:
@@ -177,9 +177,9 @@ def _check_memory(unit: Unit, place: Place) -> None:
 
 
 def reshard(module: torch.nn.Module) -> None:
-    """Give a module of FSDP2 the parameters that its optimizer has, as its own state_dict() does.
+    """Make a module of FSDP2 use the parameters that its optimizer has, as its own state_dict() does.
 
-    After a forward without a backward it may still have the gathered ones, which are other tensors.
+    After a forward without a backward, it may still have the gathered ones, which are different tensors.
     """
     kind = imported("torch.distributed.fsdp", "FSDPModule")
     if kind is not None:
@@ -193,7 +193,7 @@ def _name(prefix: str, module: str, parameter: str) -> str:
 
 
 def _order(shape: Sequence[int], strides: Sequence[int], name: str) -> tuple[int, ...]:
-    """The dimensions of a dense tensor, outermost first: it is laid flat as it lay in memory."""
+    """The dimensions of a dense tensor, outermost first; flattening keeps the order of memory."""
     order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
     reach = 1
     for dim in reversed(order):
@@ -207,7 +207,7 @@ def _order(shape: Sequence[int], strides: Sequence[int], name: str) -> tuple[int
 
 
 def _is_theirs(hook: object) -> bool:
-    # By its module: torch wraps the functions that it registers, and has other ones in each version.
+    # Identified by module: torch wraps the functions that it registers, differently in each version.
     return getattr(hook, "__module__", None) == _HOOKS_OF
 
 

@@ -1,8 +1,8 @@
-"""Optimizers inside of others: who keeps the state that a wrapper shows, and who makes the changes behind it.
+"""Optimizers inside of others: which object holds the state that a wrapper shows, and which objects must wait.
 
-Wrappers add something to a step (Accelerate, Lightning, Fabric, a schedule), containers step several optimizers
-(torchtitan). Both are saved as what is inside of them, so that each loads what the other has saved; and the fence is
-put around all of them, so that it does not matter whose step is called.
+Wrappers add something to a step (Accelerate, Lightning, Fabric, a schedule); containers step several optimizers
+(torchtitan). Both are saved as the optimizers inside, so that a checkpoint of one loads into the other. The fence
+guards all of them, so that it works whichever step is called.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _PACKED = frozenset({"state", "param_groups"})  # the keys of torch's own state_
 _DEPTH_MAX = 8
 
 Core: TypeAlias = "torch.optim.Optimizer | Joined"
-"""Whoever keeps state by parameter."""
+"""An object that holds state by parameter."""
 
 
 def is_optimizer(value: object, depth: int = _DEPTH_MAX) -> bool:
-    """Whether `value` steps parameters: one of torch's optimizers, or an object around some."""
+    """Whether `value` steps parameters: a torch optimizer, or an object around some."""
     if isinstance(value, torch.optim.Optimizer):
         return True
     verbs = callable(getattr(value, "step", None)) and callable(getattr(value, "zero_grad", None))
@@ -34,9 +34,9 @@ def is_optimizer(value: object, depth: int = _DEPTH_MAX) -> bool:
 
 
 def _inside(value: object, depth: int = _DEPTH_MAX) -> tuple[tuple[object, ...], bool]:
-    """The optimizers right inside of one, by the usual names of attributes, and whether it contains several.
+    """The optimizers directly inside of `value`, by the usual attribute names, and whether it contains several.
 
-    Where there is no usual name: torch's optimizers among all attributes.
+    If there is no usual name: torch's optimizers among all attributes.
     """
     fields = getattr(value, "__dict__", {}) if depth else {}
     for name in (*_SEVERAL, *_ONE):
@@ -53,7 +53,7 @@ def _inside(value: object, depth: int = _DEPTH_MAX) -> tuple[tuple[object, ...],
 
 
 def guards_of(value: object) -> tuple[object, ...]:
-    """An optimizer and all inside of it: whose calls a fence has to hold back. None, if some cannot be held back."""
+    """An optimizer and all inside of it whose methods the fence must guard. Empty if one of them cannot be guarded."""
     found: dict[int, object] = {}
     waiting = [value]
     while waiting:
@@ -66,14 +66,14 @@ def guards_of(value: object) -> tuple[object, ...]:
 
 
 def takes_hook(optimizer: object) -> TypeGuard[torch.optim.Optimizer]:
-    """Whether torch calls hooks before its step: not that of one that was never initialized as torch's."""
+    """Whether torch calls hooks before its step: not if the base class's __init__ was never called."""
     if not isinstance(optimizer, torch.optim.Optimizer) or "_optimizer_step_pre_hooks" not in vars(optimizer):
         return False
     return bool(getattr(type(optimizer).step, "hooked", False))
 
 
 def _can_be_guarded(optimizer: object) -> bool:
-    """Whether there is a hook to be had, or a method of the very object can be replaced."""
+    """Whether it has step hooks, or a method of the object can be replaced."""
     if takes_hook(optimizer):
         return True
     try:
@@ -84,14 +84,14 @@ def _can_be_guarded(optimizer: object) -> bool:
 
 
 def stepped_by(optimizer: object) -> list[torch.Tensor]:
-    """The parameters that it steps."""
+    """The parameters that an optimizer steps."""
     return [parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]]
 
 
 def core_of(value: object) -> Core | None:
-    """Who keeps the state of an optimizer: itself, or what is inside of it. May call state_dict().
+    """The object that holds an optimizer's state: itself, or one inside of it. May call state_dict().
 
-    None where its state_dict() has a form of its own: that is saved like any other object's.
+    None if its state_dict() has a different form: then it is saved like any other object with a state_dict().
     """
     own = value if isinstance(value, torch.optim.Optimizer) else None
     inner, contains = _inside(value)
@@ -106,7 +106,7 @@ def core_of(value: object) -> Core | None:
 
 
 def base_of(value: object, core: Core) -> Core | None:
-    """Whoever keeps state inside of an optimizer that has a `core` of its own, and does not show it: as SAM's base."""
+    """An optimizer inside of one with its own `core` that has state which the outer one does not show: SAM's base."""
     inner = _inside(value)[0]
     if core is not value or not inner:
         return None
@@ -131,7 +131,7 @@ def _only_contains(value: object, count: int) -> bool:
 
 
 def _only_shows(value: object, inner: object) -> bool:
-    """Whether a wrapper's state is that of the optimizer inside, and nothing more."""
+    """Whether a wrapper's state is exactly that of the optimizer inside."""
     if _is_thin(value):
         return True
     fields = vars(value)
@@ -144,7 +144,7 @@ def _only_shows(value: object, inner: object) -> bool:
 
 
 def _is_thin(value: object) -> bool:
-    """Whether a wrapper changes nothing by itself, as its type tells: Accelerate's, and those of one object."""
+    """Whether a wrapper's step needs no guard of its own, by its type: Accelerate's, and subclasses made around one."""
     inner, contains = _inside(value)
     if len(inner) != 1 or contains or not isinstance(value, torch.optim.Optimizer):
         return False
@@ -155,7 +155,8 @@ def _is_thin(value: object) -> bool:
 
 
 class Joined:
-    """Several optimizers as one: their groups in a row, their state in one mapping. To be described and restored."""
+    """Several optimizers as one: their groups concatenated, their state in one mapping. For describing and restoring.
+    """
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         self.parts = tuple(parts)
@@ -166,7 +167,7 @@ class Joined:
         return [group for part in self.parts for group in part.param_groups]
 
     def state_dict(self) -> dict[str, object]:
-        """As one optimizer of all these groups would have it. Raises ValueError where that cannot be."""
+        """The state_dict() of one optimizer with all these groups. Raises ValueError if it cannot be formed."""
         state: dict[object, object] = {}
         groups: list[dict[str, object]] = []
         for part, first in zip(self.parts, self._firsts(), strict=True):
@@ -178,7 +179,7 @@ class Joined:
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, tree: Mapping[str, object]) -> None:
-        """Give each its groups and its parameters' state."""
+        """Give each optimizer its groups and its parameters' state."""
         state = cast("dict[int, object]", tree["state"])
         groups = list(cast("list[dict[str, object]]", tree["param_groups"]))
         for part, first in zip(self.parts, self._firsts(), strict=True):
@@ -189,7 +190,7 @@ class Joined:
             part.load_state_dict({"state": mine, "param_groups": own})
 
     def _firsts(self) -> Iterator[int]:
-        """The number of each one's first parameter."""
+        """The number of each optimizer's first parameter."""
         counts = [sum(len(group["params"]) for group in part.param_groups) for part in self.parts]
         return itertools.accumulate(counts[:-1], initial=0)
 
@@ -208,7 +209,7 @@ class _JoinedState(MutableMapping[Any, Any]):
 
     def __getitem__(self, key: object) -> object:
         state = self._of(key)
-        if key not in state:  # which a defaultdict would make
+        if key not in state:  # a defaultdict would create the entry
             raise KeyError(key)
         return state[key]
 
@@ -226,5 +227,5 @@ class _JoinedState(MutableMapping[Any, Any]):
 
 
 def parts_of(core: Core) -> tuple[torch.optim.Optimizer, ...]:
-    """The optimizers that it consists of."""
+    """The torch optimizers in it."""
     return core.parts if isinstance(core, Joined) else (core,)

@@ -1,7 +1,7 @@
-"""A kind: what a value of a state is to the library, and how it is saved and loaded, both directions side by side.
+"""A kind: how the library treats a type of values: how they are saved and loaded, both directions side by side.
 
-The walk (`walk.py`) finds the kind of each value of the caller's state and calls one of its verbs. A kind writes what
-it knows into what it is handed (`Scan`, `Saving`, `Loading`), and goes on below by their `walk`, a plain callable.
+The walk (`walk.py`) finds the kind of each value of the caller's state and calls one of its methods. A kind writes
+what it finds into the object of the pass (`Scan`, `Saving`, `Loading`), and descends by calling that object's `walk`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from flowstone.state.sink import Role
 
 
 class Kind(ABC):
-    """One kind of values. Holds no state of any: there is one instance of each kind, in the table of `registry.py`.
+    """One kind of values. Stateless: there is one instance of each kind, in the table of `registry.py`.
 
-    types      exactly these types are of this kind: looked up before any kind is asked what it recognises
-    bases      so is what is derived from these, unless an earlier kind of the table recognises it
-    nests      values hold values: the walk refuses one that contains itself, or lies too deep
-    one_value  an object that stands in two places of a state can be restored to one value only
-    replaceable  values are replaced by what is stored, unless they hold what is written in place
-    provided   a Provider has the word: what it saves is a `Provided`
+    types      values of exactly these types are of this kind; looked up before any `recognises` is called
+    bases      values of derived types are too, unless an earlier kind of the table recognises them
+    nests      values contain values: the walk refuses one that contains itself, or is nested too deep
+    one_value  an object that occurs at two places of a state can be restored to one value only
+    replaceable  values are replaced by stored ones, unless they contain something that is written in place
+    provided   a Provider describes the values: what it saves is a `Provided`
     """
 
     types: frozenset[type] = frozenset()
@@ -34,31 +34,31 @@ class Kind(ABC):
     provided = False
 
     def recognises(self, value: object) -> bool:
-        """Whether `value`, whose type is none of `types`, is of this kind. Cheap: it is asked in every pass."""
+        """Whether `value`, whose type is not in `types`, is of this kind. Must be cheap: every pass calls it."""
         return isinstance(value, self.bases)
 
     def own_types(self) -> frozenset[type]:
-        """The types that no provider may take over."""
+        """The types for which no provider can be registered."""
         return self.types.union(self.bases)
 
     def find(self, value: object, place: Place, scan: Scan) -> bool:
-        """Enter what others have to know of `value` before anything is described; calls into none of it.
+        """Enter into `scan` what other kinds need to know of `value`. Calls no method of it.
 
-        returns  whether it is live: written in place, or holds what is
+        returns  whether it is live: written in place, or contains a value that is
         """
         return True
 
     @abstractmethod
     def describe(self, value: object, place: Place, saving: Saving, role: Role) -> object:
-        """Enter the tensors of `value` into the sink; the object that stands for it in the checkpoint.
+        """Enter the tensors of `value` into the sink. Returns the object that represents it in the checkpoint.
 
-        role  what a tensor is to whatever holds it
+        role  of a tensor, in the object that contains it
         """
 
     @abstractmethod
     def restore(self, value: object, node: object, place: Place, loading: Loading) -> Replacement | None:
-        """Plan to restore `value` from the stored `node`, or MISSING: in place, or by what is to take its place."""
+        """Plan to restore `value` from the stored `node`, or MISSING: in place, or by a value that replaces it."""
 
     def takes_state(self, value: object) -> bool:
-        """Whether all there is of `value` goes through its load_state_dict()."""
+        """Whether `value` is restored only through its load_state_dict()."""
         return False

@@ -1,4 +1,4 @@
-"""Live tensors: a module's own ones, told from those that its state_dict() made."""
+"""Live tensors: tells a module's own tensors from those that its state_dict() creates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flowstone.state import tensors
 
 
 class Live:
-    """Tells a module's own tensors from those that its state_dict() made."""
+    """Tells a module's own tensors from those that its state_dict() creates."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
@@ -20,7 +20,7 @@ class Live:
         return self.own(value) is not None
 
     def own(self, value: object) -> torch.Tensor | None:
-        """The module's tensor that is written into by writing into `value`."""
+        """The module's tensor that a write into `value` changes."""
         if not isinstance(value, torch.Tensor):
             return None
         if id(value) in self._ids:
@@ -28,7 +28,7 @@ class Live:
         if tensors.uninitialized(value) or type(value) is not torch.Tensor:
             return None
         if self._memory is None:
-            # Only where state_dict() detaches: a whole module's worth of addresses is not free.
+            # Computed only if state_dict() detaches: addresses of a whole module's tensors take time.
             self._memory = {_identity(own): own for own in reversed(_own_tensors(self._module))}
         identity = _identity(value)
         return None if identity is None else self._memory.get(identity)
@@ -47,5 +47,5 @@ def _identity(tensor: torch.Tensor) -> tuple[object, ...] | None:
         return None
     try:
         return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-    except RuntimeError:  # uninitialized, or a subclass without memory: nobody's memory
+    except RuntimeError:  # uninitialized, or a subclass without memory
         return None

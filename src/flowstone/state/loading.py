@@ -1,4 +1,4 @@
-"""One restoration being planned, as kinds see it: wanted memory, differences, and what is left to do after bytes."""
+"""One restoration being planned, as kinds see it: requested memory, differences, and actions after the bytes."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from flowstone.state.sink import Role, Sink
 from flowstone.table.pieces import Layout, Memory, Places
 
 Replacement = Callable[[], object]
-"""Makes, once all bytes are in place, the value that takes another's place in its container."""
+"""Makes the value that replaces another one in its container, once all bytes are in place."""
 
 RestoreWalk: TypeAlias = Callable[[object, Place, object], "Replacement | None"]
-"""Plans to restore a value of whatever kind from the stored node at its place."""
+"""Plans to restore a value of any kind from the stored node at its place."""
 
 
 class Loading:
-    """One restoration being planned: takes wanted memory, differences and late actions.
+    """One restoration being planned: collects requested memory, differences and later actions.
 
     scan    what the state contains
-    stored  what the checkpoint holds
-    walk    plans to restore what is below a value
-    plain   an object of the state as a checkpoint would have it; refuses tensors
-    sink    takes the memory that is wanted
+    stored  the content of the checkpoint
+    walk    plans to restore the values inside of a value
+    plain   an object of the state in the form that a checkpoint has; refuses tensors
+    sink    collects the requested memory
     """
 
     walk: RestoreWalk
@@ -60,21 +60,22 @@ class Loading:
         return self.scan.parameters()
 
     def differ(self, kind: DifferenceKind, name: str, expected: str, found: str) -> None:
-        """Note that state and checkpoint do not fit each other."""
+        """Note a difference between state and checkpoint."""
         self.differences.append(Difference(kind, name, expected, found))
 
     def differ_extra(self, extra: Mapping[str, object], names: Collection[str], place: Place) -> None:
-        """Stored entries that a value does not have. Tensors among them are reported with all others."""
+        """Note stored entries that a value does not have. Tensors among them are reported with all other tensors."""
         for name, item in extra.items():
             if name not in names and not refers_to_tensors(item):
                 self.differ("unexpected", f"{place.name}.{name}", "nothing of that name", kind_of(item))
 
     def later(self, phase: Phase, action: Callable[[], None]) -> None:
-        """Do `action` in `finish`."""
+        """Run `action` in `finish`."""
         self.actions[phase].append(action)
 
     def check_once(self, value: object, node: object, place: Place) -> None:
-        """An object in two places of the state can take one value only: both were saved with the same."""
+        """Check that an object at two places of the state was saved with the same value at both: it can take only one.
+        """
         first = self._places.setdefault(id(value), (place, node))
         if first[0] is place or node is MISSING or first[1] is MISSING:
             return
@@ -83,7 +84,7 @@ class Loading:
             self.differ("kind", place.name, f"as in '{first[0].name}', which is the same object", "another value")
 
     def want(self, place: Place, made: torch.Tensor | np.ndarray) -> None:
-        """Want memory of our own making."""
+        """Request memory that the library has allocated."""
         self.new_bytes += made.nbytes
         if isinstance(made, torch.Tensor):
             self.sink.enter(place, made)
@@ -91,7 +92,7 @@ class Loading:
             self.sink.add_array(place, made)
 
     def named(self, node: object, place: Place) -> Place:
-        """Where a wanted tensor is stored: by its own name; per rank, by the name of the rank that saved it."""
+        """The place under which a tensor is stored: its own; per rank, that of the rank that saved it."""
         if place.rank is not None and isinstance(node, TensorRef):
             return place.called(self.stored.rename(node.name), place.key)
         return place
@@ -99,17 +100,17 @@ class Loading:
     def into_tensor(
         self, tensor: torch.Tensor, node: object, place: Place, *, within: Shard | Range | None = None
     ) -> None:
-        """Want a tensor's elements in its own memory, which has to hold each of them by itself."""
+        """Request a tensor's elements, in its own memory. Refuses memory in which elements overlap."""
         self.written.append(tensor)
         self.sink.enter(self.named(node, place), tensor, within=within)
 
     def into_boxes(self, tensor: torch.Tensor, held: Sequence[Shard], node: object, place: Place) -> None:
-        """Want what this rank holds of a tensor that says itself which boxes that is."""
+        """Request the boxes that this rank holds of a sharded tensor."""
         self.written.append(tensor)
         self.sink.enter_boxes(self.named(node, place), held, tensor, Role.OTHER)
 
     def into_copy(self, tensor: torch.Tensor, dtype: torch.dtype, node: object, place: Place) -> None:
-        """Want a tensor's elements in another dtype; they are cast when all are in place."""
+        """Request a tensor's elements in another dtype; they are cast when all are in place."""
         aside = torch.empty_like(tensor, dtype=dtype, requires_grad=False)
         self.into_tensor(aside, node, place)
         self.later(Phase.VALUES, partial(_copy_into, tensor, aside))
@@ -117,12 +118,12 @@ class Loading:
     def into_tensors(
         self, place: Place, keys: Sequence[object], names: Sequence[str], values: Sequence[torch.Tensor]
     ) -> None:
-        """Want the elements of tensors of one place, that no rank keeps for itself, each in its own memory."""
+        """Request tensors of one place that is not per rank, each in its own memory."""
         self.written += values
         self.sink.enter_all(place, keys, names, values)
 
     def close(self) -> tuple[Layout, Places]:
-        """What is wanted, once everything has been. Tensors that only note their sign get their values later."""
+        """The requested pieces and memory, once all are known. Lazily negated or conjugated tensors are set later."""
         columns = self.sink.look(hold=False)
         apart = {}
         for position in columns.odd:
@@ -138,7 +139,7 @@ class Loading:
         return layout, places
 
     def into_array(self, array: np.ndarray, node: object, place: Place, *, within: Shard | None = None) -> None:
-        """Want an array's elements in its own memory."""
+        """Request an array's elements in its own memory."""
         place = self.named(node, place)
         dtype = tensors.check_array(array, place.name)
         if not array.flags.writeable:

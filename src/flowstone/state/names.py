@@ -1,4 +1,4 @@
-"""Names: where a value lies in the state, as a dotted path that a checkpoint keeps."""
+"""Names: the place of a value in the state, as a dotted path that is stored in checkpoints."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from flowstone.format.objects import key_text, unsupported
 WRAPPERS = frozenset({
     "_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module", "_original_module",
 })
-"""Components that wrappers put into the names of what they wrap, the last two Fabric's; a checkpoint does not care."""
+"""Components that wrappers add to names, the last two Fabric's; checkpoints omit them."""
 _WRAPPERS = re.compile(rf"(?:^|(?<=\.))(?:{'|'.join(sorted(WRAPPERS))})\.")
 
 PLAIN_KEYS = frozenset({str, int})
-"""Types of keys that stand for themselves, and whose text is their component of a name."""
+"""Types of keys that are stored as they are, and whose text is their component of a name."""
 
 
 class Place(NamedTuple):
@@ -28,19 +28,19 @@ class Place(NamedTuple):
     key: object
     parent: Place | None
     depth: int
-    rank: int | None  # whose value it is, when every rank keeps its own
+    rank: int | None  # set for per-rank values: the rank whose value it is
 
     def child(self, key: object) -> Place:
         """The place of `self[key]`."""
         return Place(f"{self.name}.{key_text(key)}", key, self, self.depth + 1, self.rank)
 
     def called(self, name: str, key: object) -> Place:
-        """A place inside this one that has a name of its own, and is reached by `key`."""
+        """A place inside this one with a name of its own, reached by `key`."""
         return Place(name, key, self, self.depth + 1, self.rank)
 
     @property
     def path(self) -> str:
-        """The keys, as one would write them; tells places of the same name apart."""
+        """The keys as Python code; distinguishes places of the same name."""
         keys: list[object] = []
         place: Place | None = self
         while place is not None:
@@ -50,35 +50,35 @@ class Place(NamedTuple):
 
 
 def names_below(name: str, keys: Sequence[object]) -> list[str]:
-    """The names of the places that `keys` lead to from the place called `name`."""
+    """The names of the values at `keys`, in the container called `name`."""
     if PLAIN_KEYS.issuperset(map(type, keys)):
         return [f"{name}.{key}" for key in keys]
     return [f"{name}.{key_text(key)}" for key in keys]
 
 
 def section_place(section: str, rank: int | None = None) -> Place:
-    """The place of a section; `rank` when it is kept per rank."""
+    """The place of a section; `rank` if it is per rank."""
     return Place(section if rank is None else f"{section}@{rank}", section, None, 0, rank)
 
 
 def check_shared(place: Place, value: object) -> None:
-    """Raise UnsupportedStateError for a part of a tensor in what each rank keeps for itself."""
+    """Raise UnsupportedStateError for a shard inside of a per-rank value."""
     if place.rank is not None:
         raise unsupported(place.name, value, "is a shard, but fs.PerRank takes whole values", "remove PerRank")
 
 
 def strip_wrappers(key: str) -> str:
-    """A module's dotted key without the components that wrappers add, so that wrapped and bare agree."""
+    """A module's dotted key without components that wrappers add, so that wrapped and bare modules agree."""
     return _WRAPPERS.sub("", key) if "module." in key or "_orig_mod." in key else key
 
 
 def valid_name(name: str) -> bool:
-    """Whether an index can hold `name`: UTF-8, no NUL."""
+    """Whether an index can store `name`: UTF-8, no NUL."""
     return "\0" not in name and valid_text(name)
 
 
 def check_sections(state: object) -> tuple[str, ...]:
-    """The state's section names; raises UnsupportedStateError for one that cannot be a section."""
+    """The state's section names; raises UnsupportedStateError for an invalid one."""
     if not isinstance(state, Mapping):
         raise UnsupportedStateError(
             "the state is not a mapping", found=type(state).__qualname__, next='pass {"model": model, ...}'

@@ -1,4 +1,4 @@
-"""New values: built anew from a stored object, for what cannot be written in place."""
+"""New values: built from a stored object, for values that cannot be written in place."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Placement = Callable[[StoredTensor], "torch.device | str"]
 
 
 class NewValues:
-    """New memory for the tensors that one object refers to; the same name, or a tied one, twice is one tensor.
+    """New memory for the tensors that one object refers to; a name that occurs twice, or a tied one, is one tensor.
 
-    First `want` every node, before any byte is read; then, with all bytes in place, `build` them.
+    First call `want` with every node, before any byte is read; then, with all bytes in place, `build`.
     """
 
     def __init__(self, loading: Loading, placement: Placement | None = None) -> None:
@@ -36,7 +36,7 @@ class NewValues:
         self._names: dict[str, str] = {}
 
     def want(self, node: object, place: Place) -> None:
-        """Allocate what `node` refers to, and enter it as wanted. Missing tensors become differences."""
+        """Allocate the tensors that `node` refers to, and request them. Missing tensors become differences."""
         if isinstance(node, TensorRef):
             self._want_ref(node, place)
         elif isinstance(node, Provided):
@@ -49,7 +49,7 @@ class NewValues:
             for i, item in enumerate(node):
                 self.want(item, place.child(i))
         else:
-            constant_free(node, place.name)  # for its errors: `build` comes too late for them
+            constant_free(node, place.name)  # only for its errors, which must come before bytes are read
 
     def _want_provided(self, node: Provided, place: Place) -> None:
         served = PROVIDERS.of_kind(node.kind)
@@ -98,7 +98,8 @@ class NewValues:
         return np.empty(stored.shape, stored.dtype.name)
 
     def build(self, node: object, path: str) -> object:
-        """The value of a node that was wanted. Containers are new, constants this library's own."""
+        """The value of a node that was passed to `want`. Containers are new, constants those of this torch and numpy.
+        """
         kind = type(node)
         if kind is TensorRef:
             return self._built_ref(cast("TensorRef", node))

@@ -1,4 +1,4 @@
-"""Stored nodes: what an object of a checkpoint is, asked of what stands for it."""
+"""Stored nodes: what kind of object a node of a checkpoint is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flowstone.format.objects import Named, Provided, TensorRef
 
 
 def refers_to_tensors(node: object) -> bool:
-    """Whether a stored object holds tensors or arrays (long bytes are plain values)."""
+    """Whether a stored object contains tensors or arrays (long bytes are plain values)."""
     if isinstance(node, TensorRef):
         return node.kind in ("tensor", "ndarray")
     if isinstance(node, Provided):
@@ -19,7 +19,7 @@ def refers_to_tensors(node: object) -> bool:
 
 
 def without_tensors(node: object) -> object:
-    """The plain part of a stored object, for comparing what two places were saved with."""
+    """A stored object without its tensors, for comparing the values of two places."""
     if isinstance(node, TensorRef):
         return node.kind
     if isinstance(node, Provided):
@@ -30,7 +30,7 @@ def without_tensors(node: object) -> object:
 
 
 def kind_of(node: object) -> str:
-    """What a stored object is, in words for a difference."""
+    """The type of a stored object, as text for a difference."""
     if isinstance(node, TensorRef):
         return f"a {node.kind}"
     if isinstance(node, Provided):

@@ -1,7 +1,7 @@
-"""Whether a stored optimizer can be of the live one's kind: by what groups and slots hold, never by a class's name.
+"""Whether a stored optimizer fits the live one: decided by the content of groups and slots, never by class names.
 
-A subclass, or a class of another name, whose state is laid out alike is of one kind. What a newer version adds or drops
-is not held against either: only numbers count, as every release adds flags; and a difference has to go both ways.
+A subclass, or a class of another name, with the same layout of state fits. Additions and removals of newer versions are
+allowed: only numeric settings count, since every release adds flags; and both sides must have one that the other lacks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _REQUIRED: Mapping[type, frozenset[str]] = {
     optim.ASGD: frozenset({"eta", "ax"}), optim.RMSprop: frozenset({"square_avg"}),
     optim.Rprop: frozenset({"prev", "step_size"}),
 }
-"""Slots that torch's own optimizers look up once a parameter has any: without one, the next step is a KeyError."""
+"""Slots that torch's own optimizers expect once a parameter has any: without one, the next step raises KeyError."""
 
 _EVERYBODYS = frozenset({"lr", "weight_decay", "step"})
 _OF_SCHEDULERS = frozenset({"initial_lr", "base_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"})
@@ -33,9 +33,9 @@ _OF_SCHEDULERS = frozenset({"initial_lr", "base_lr", "max_lr", "min_lr", "base_m
 def mismatch(
     optimizer: object, view: OptimizerView, stored: StoredOptimizer, stored_slots: Collection[str]
 ) -> tuple[str, str] | None:
-    """What the live optimizer and the stored one are, where they are of two kinds.
+    """How the live optimizer and the stored one differ, as (expected, found); None if they fit.
 
-    stored_slots  the names of slots that the stored one has of its parameters
+    stored_slots  names of the slots that are stored for its parameters
     """
     mine, theirs = _live_numbers(optimizer, view), _stored_numbers(stored.groups)
     kept = set(stored_slots)
@@ -47,7 +47,7 @@ def mismatch(
     by_slots = bool(live and kept and not live & kept - _EVERYBODYS)
     needed = _required(type(optimizer))
     if needed and any(options.get("amsgrad") for options in view.options) and "amsgrad" not in stored_keys:
-        needed |= {"max_exp_avg_sq"}  # a flag that the stored groups would have turned off
+        needed |= {"max_exp_avg_sq"}  # a flag that the stored groups would turn off
     by_needs = bool(kept and needed - kept)
     if not (lacking and foreign) and not by_slots and not by_needs:
         return None
@@ -55,16 +55,16 @@ def mismatch(
 
 
 def _required(kind: type) -> frozenset[str]:
-    """What a class needs of each parameter's state, where the step that looks it up is torch's own."""
+    """The slots that a class needs for each parameter, if its step is torch's own."""
     known = next((base for base in kind.__mro__ if base in _REQUIRED), None)
-    # Torch puts wrappers around each class's step when its first instance is made.
+    # Torch wraps each class's step when its first instance is made.
     if known is None or inspect.unwrap(kind.step) is not inspect.unwrap(known.step):  # type: ignore[attr-defined]
         return frozenset()
     return _REQUIRED[known]
 
 
 def _live_numbers(optimizer: object, view: OptimizerView) -> set[str]:
-    """What the class defines for its groups, and is a number in all of them."""
+    """The settings that the class defines for its groups, if they are numbers in all groups."""
     defined = set(getattr(optimizer, "defaults", ()))
     groups = [{key for key, value in options.items() if _is_number(value)} for options in view.options]
     return set.intersection(defined, *groups) - _EVERYBODYS if groups else set()
@@ -76,7 +76,7 @@ def _stored_numbers(groups: Iterable[StoredGroup]) -> set[str]:
 
 
 def _is_number(value: object) -> bool:
-    """Also two of them, or one in a tensor; no flag, as which a bool or None serves."""
+    """Whether a setting is a number, a pair of them, or one in a tensor; bool and None are flags, not numbers."""
     if isinstance(value, tuple | list):
         return bool(value) and all(map(_is_number, value))
     return isinstance(value, int | float | torch.Tensor | TensorRef) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""Optimizers, rebuilt: slots and groups follow the checkpoint, never a dummy step, never a cast."""
+"""Rebuild optimizers: slots and groups follow the checkpoint; without a dummy step, without a cast."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ Built = Callable[[], object]
 
 @dataclass(eq=False)
 class Rebuild:
-    """An optimizer's state in the making: what each slot and setting will be."""
+    """An optimizer's future state: the value of each slot and setting."""
 
     loading: Loading
     optimizer: Core
     view: OptimizerView
     place: Place
     slots: dict[str, dict[object, Built]] = field(default_factory=dict)  # by path of the parameter
-    kept: dict[str, set[object]] = field(default_factory=dict)  # by path: slots whose own tensors take the bytes
+    kept: dict[str, set[object]] = field(default_factory=dict)  # by path: slots that are read into their own tensors
     options: dict[int, dict[str, Built]] = field(default_factory=dict)  # by index of the optimizer's group
     shared: Built = dict
     extra: Built = dict
     _keeps_all: bool = False  # every slot stays the tensor that it is
-    _on_device: dict[str, bool] = field(default_factory=dict)  # by path: do scalar slots live with the parameter
-    _flat: dict[tuple[int, object], torch.Tensor] = field(default_factory=dict)  # by owner and slot: new ones
-    _agreed: dict[tuple[int, object], tuple[str, object]] = field(default_factory=dict)  # the same: listed ones
+    _on_device: dict[str, bool] = field(default_factory=dict)  # by path: are scalar slots on the parameter's device
+    _flat: dict[tuple[int, object], torch.Tensor] = field(default_factory=dict)  # by owner and slot: new flat tensors
+    _agreed: dict[tuple[int, object], tuple[str, object]] = field(default_factory=dict)  # the same: listed values
 
     @cached_property
     def _by_path(self) -> dict[str, Member]:
@@ -62,7 +62,7 @@ class Rebuild:
         return by_owner
 
     def _find(self, *paths: str) -> Member | None:
-        """The member at the first of `paths` that is one; a tied parameter has several."""
+        """The member at the first of `paths` that exists; a tied parameter has several paths."""
         for path in paths:
             member = self._by_path.get(self.loading.parameters.first(path))
             if member is not None:
@@ -70,10 +70,10 @@ class Rebuild:
         return None
 
     def match_groups(self, stored: list[StoredGroup]) -> None:
-        """Pair groups that have the same members, in whatever order; then those of which only some are here."""
+        """Pair groups that have the same members, in any order; then groups of which only some members are here."""
         rename = self.loading.stored.rename
         if [list(map(rename, group.params)) for group in stored] == list(map(list, self.view.paths)):
-            for i, group in enumerate(stored):  # as it nearly always is
+            for i, group in enumerate(stored):  # the usual case
                 self._want_options(i, group.options)
             return
         waiting: dict[frozenset[str], list[int]] = {}
@@ -93,8 +93,8 @@ class Rebuild:
         self._match_parts(parts, sorted(i for left in waiting.values() for i in left))
 
     def _match_parts(self, stored: list[tuple[int, StoredGroup, list[Member | None]]], waiting: list[int]) -> None:
-        """Pair groups by those of the stored members that are here. The others are differences, where no other rank
-        has them; so is each group left over.
+        """Pair groups by the stored members that are on this rank. Members that no other rank has are differences; so
+        is each group without a partner.
         """
         for i, group, found in stored:
             here = {member.home.path for member in found if member is not None}
@@ -116,7 +116,7 @@ class Rebuild:
         self.loading.differ("missing" if kind == "missing" else "unexpected", name, expected, found)
 
     def _want_options(self, i: int, options: Mapping[object, object]) -> None:
-        """Settings follow the checkpoint, whole; a tensor that fits is kept and written into."""
+        """Settings follow the checkpoint completely; a tensor that fits is kept and written into."""
         place = self.place.child("param_groups").child(i)
         on_device = bool(options.get("capturable")) or bool(options.get("fused"))
         self._on_device.update(dict.fromkeys(self.view.paths[i], on_device))
@@ -150,22 +150,22 @@ class Rebuild:
         self.loading.into_tensor(tensor, ref, place.called(name, place.key), within=within)
 
     def want_same_slots(self, slots: SlotColumns) -> None:
-        """Want all slots in place: those that are stored are just those that are here."""
+        """Request all slots in place: the stored ones are exactly those that the optimizer has."""
         names, keys, values = slots
         self.loading.into_tensors(self.place, keys, names, values)
         self._keeps_all = True
 
     def want_slots(self, listed: Mapping[str, Mapping[object, object]], named: Iterable[str]) -> None:
-        """Want all that is stored of parameters, in place where the optimizer has it, else anew.
+        """Request all stored slots, in place if the optimizer has them, else in new memory.
 
-        named  the names of stored slots, which tell what they are, unless they are among the `listed` ones
+        named  names of stored slots, which say parameter and slot, unless those are among `listed`
         """
         if self.place.rank is None:
             self._want_named_slots(listed, named)
         self._want_listed_slots(listed)
 
     def _want_named_slots(self, listed: Mapping[str, Mapping[object, object]], named: Iterable[str]) -> None:
-        """Slots that are told by their tensors' names alone."""
+        """Request slots that are identified by their tensors' names alone."""
         stored = self.loading.stored
         prefix = f"{self.place.name}.state."
         known = {stored.rename(name) for slots in listed.values() for name in _names_in(slots)}
@@ -175,12 +175,12 @@ class Rebuild:
         before, member = "", None
         for name in [name for name in named if name not in known]:
             head, _, slot = name.rpartition(".")
-            if head != before:  # a parameter's slots follow each other
+            if head != before:  # a parameter's slots are consecutive
                 path, before = head[len(prefix) :], head
                 member = self._find(path, stored.rename(path))
                 kept = set() if member is None else self.kept.setdefault(member.home.path, set())
             if member is None or not member.here:
-                continue  # wanted by another rank; or by nobody, which is reported with all such tensors
+                continue  # another rank requests it; if none does, it is reported as unexpected
             current = member.slots.get(slot)
             if type(current) in tensors.DENSE_TYPES and member.home.held is None:
                 names.append(name)
@@ -192,7 +192,8 @@ class Rebuild:
         self.loading.into_tensors(self.place, keys, names, values)
 
     def _want_slot(self, member: Member, slot: object, name: str, stored: StoredTensor) -> None:
-        """A tensor slot: the optimizer's own where there is one, else a new one of the stored form."""
+        """Request a tensor slot: into the optimizer's own tensor if it exists, else into a new one of the stored form.
+        """
         place = self.place.called(name, (member.home.path, slot))
         parameter, held = member.parameter, member.home.held
         current = member.slots.get(slot)
@@ -214,7 +215,7 @@ class Rebuild:
         self.slots.setdefault(member.home.path, {})[slot] = _constant(current)
 
     def _new(self, member: Member, slot: object, stored: StoredTensor) -> torch.Tensor:
-        """A slot that is not there yet, as the parameter lies if it is of the parameter's shape."""
+        """A new slot; with the parameter's layout if it has the parameter's shape."""
         parameter, held = member.parameter, member.home.held
         if is_dtensor(parameter) and stored.shape == tuple(parameter.shape):
             return torch.empty_like(parameter, dtype=tensors.torch_dtype(stored.dtype), requires_grad=False)
@@ -225,7 +226,7 @@ class Rebuild:
         device = self._device(member, slot, stored)
         if member.flat is not None:
             known = self._flat.get((id(member.owner), slot))
-            if known is None:  # one for all that lies in the flat parameter, and zero where that is padding
+            if known is None:  # one for the whole flat parameter, zero in the padding
                 known = tensors.empty(stored.dtype, member.flat.shape if same else stored.shape, device=device).zero_()
                 self._flat[id(member.owner), slot] = known
             return known
@@ -233,7 +234,9 @@ class Rebuild:
         return tensors.empty(stored.dtype, shape, device=device, strides=_strides_like(parameter) if same else None)
 
     def _follows(self, member: Member, slot: object, stored: StoredTensor) -> bool:
-        """Whether a slot has an element for each of the parameter's. Of a scalar one, others in its flat one tell."""
+        """Whether a slot has one element per element of the parameter. For a scalar, other members of its flat one
+        decide.
+        """
         held = cast("Range", member.home.held)
         if held.shape:
             return stored.shape == held.shape
@@ -244,14 +247,14 @@ class Rebuild:
         return slot != "step" and stored.shape == ()
 
     def _device(self, member: Member, slot: object, stored: StoredTensor) -> torch.device | str:
-        """With the parameter; but counters of steps on the CPU, unless a kernel reads them (as torch has it)."""
+        """The parameter's device; but the CPU for step counters, unless a kernel reads them (as in torch)."""
         counter = slot == "step" or (stored.shape == () and member.parameter.dim() > 0)
         if counter and not self._on_device.get(member.home.path, False):
             return "cpu"
         return member.parameter.device
 
     def _want_listed_slots(self, listed: Mapping[str, Mapping[object, object]]) -> None:
-        """Slots that are numbers, None, nested containers; and tensors whose names do not tell."""
+        """Request slots that are numbers, None, nested containers; and tensors whose names do not identify them."""
         stored = self.loading.stored
         new_values: dict[str, NewValues] = {}
         for path, slots in listed.items():
@@ -283,7 +286,7 @@ class Rebuild:
                     self.slots.setdefault(key, {})[slot] = _building(anew, node, place)
 
     def _agrees(self, member: Member, slot: object, node: object, place: Place) -> bool:
-        """Whether a listed slot is to be restored: here, and once for all that lies in a flat parameter."""
+        """Whether to restore a listed slot: on this rank, and once for all members of a flat parameter."""
         if member.span is None:
             return member.here
         first, known = self._agreed.setdefault((id(member.owner), slot), (place.name, node))
@@ -293,7 +296,7 @@ class Rebuild:
         return first == place.name
 
     def want_rest(self, shared: object, extra: object) -> None:
-        """State of no parameter, and what a subclass adds."""
+        """Request state that belongs to no parameter, and entries that a subclass adds."""
         new_values = NewValues(self.loading)
         inside = self.place.child("state")
         new_values.want(shared, inside)
@@ -302,7 +305,7 @@ class Rebuild:
         self.extra = _building(new_values, extra, self.place)
 
     def apply(self) -> None:
-        """Put everything in; through load_state_dict() only where a subclass or a hook has one of its own."""
+        """Set the whole state; load_state_dict() is called only if a subclass overrides it or has a hook."""
         if _loads_itself(self.view.state_owner):
             self._hand_over()
             return
@@ -325,21 +328,21 @@ class Rebuild:
         self._apply_options(state_owner)
 
     def _is_as_it_was(self, state: Mapping[object, object]) -> bool:
-        """Whether the optimizer has all slots already: its state_dict() shows the very dictionaries of its state."""
+        """Whether the optimizer has all slots already: its state_dict() contains the very dictionaries of its state."""
         if not self._keeps_all or self.view.whole_slots is None:
             return False
         owners = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
         return all(map(is_, map(state.get, owners), self.view.whole_slots))
 
     def _apply_options(self, *optimizers: Core) -> None:
-        """Give the groups their settings: those of the optimizer, and of one that does its work."""
+        """Set the groups' settings, in the optimizer and in the one that does its work."""
         for i, options in self.options.items():
             built = {key: make() for key, make in options.items()}
             for one in {id(one): one for one in (self.optimizer, *optimizers)}.values():
                 one.param_groups[i].update(built)
 
     def _built(self, members: Sequence[Member]) -> dict[object, object]:
-        """What the slots of an optimizer's own parameter will be: `members` are what it is, or what lies in it."""
+        """The future slots of an optimizer's own parameter. `members`: the parameter itself, or those in a flat one."""
         built: dict[object, object] = {}
         for member in members:
             if self._keeps_all:
@@ -351,7 +354,7 @@ class Rebuild:
         return built
 
     def _hand_over(self) -> None:
-        """Give the optimizer the state_dict() that it would have had, in the order of its parameters now."""
+        """Call load_state_dict() with the state_dict() of the checkpoint, in the present order of parameters."""
         state: dict[object, object] = {}
         groups: list[dict[str, object]] = []
         state_owner, number = self.view.state_owner, 0
@@ -384,7 +387,7 @@ class Rebuild:
             self._apply_options()
 
     def _undo_casts(self, given: Mapping[object, object]) -> None:
-        """Torch's own load_state_dict() casts slots to the parameter's dtype: put back those that it changed."""
+        """Torch's own load_state_dict() casts slots to the parameter's dtype: set those that it changed again."""
         state_owner = self.view.state_owner
         owned = [parameter for group in state_owner.param_groups for parameter in group["params"]]
         for number, parameter in enumerate(owned):
@@ -396,7 +399,7 @@ class Rebuild:
 
 
 def _loads_itself(optimizer: Core) -> bool:
-    """Whether load_state_dict() does more than torch's, which casts slots to the parameter's dtype."""
+    """Whether load_state_dict() does more than torch's own, which casts slots to the parameter's dtype."""
     hooked = any(vars(part).get(name) for part in parts_of(optimizer) for name in _LOAD_HOOKS)
     return hooked or _overrides_load(optimizer)
 
@@ -412,7 +415,7 @@ _LOAD_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_di
 
 
 def _strides_like(parameter: torch.Tensor) -> tuple[int, ...] | None:
-    """The strides that zeros_like() would give: the parameter's own where it is dense in some order."""
+    """The strides that zeros_like() would give: the parameter's own if it is dense in some order."""
     if type(parameter) not in tensors.DENSE_TYPES:
         return None
     return torch.empty_like(parameter, device="meta", requires_grad=False).stride()
@@ -437,6 +440,6 @@ def _building(new_values: NewValues, node: object, place: Place) -> Built:
 
 
 def _listing(paths: Sequence[str]) -> str:
-    """A group's members, the first few by name."""
+    """A group's members, as text with the first few names."""
     shown = ", ".join(sorted(paths)[:3])
     return f"a group of {len(paths)}: {shown}{', ...' if len(paths) > 3 else ''}"

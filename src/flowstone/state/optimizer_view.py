@@ -1,15 +1,15 @@
-"""Optimizer views: what an optimizer holds by parameter, and what a checkpoint has stored of one.
+"""Optimizer views: an optimizer's state by parameter, and the stored state of one.
 
-An optimizer's object:
+The stored object of an optimizer:
 
     {"param_groups": [{"params": [path, ...], "options": {...}}, ...],
      "state":  {path: {slot: value}},    every slot that is not a dense tensor under a plain name
      "shared": {key: value},             state that belongs to no parameter
      "extra":  {key: value},             what a subclass adds to its state_dict()
-     "base":   {...}}                    the same of one inside that it does not show (SAM's), if there is one
+     "base":   {...}}                    the same for an inner optimizer that it does not show (SAM's), if any
 
-A slot that is a tensor, and whose key is text without a dot, is in no list: the tensor's name,
-`<optimizer>.state.<path>.<slot>`, says all. So a million slots cost the objects nothing.
+A slot that is a tensor, and whose key is a string without a dot, is not listed: the tensor's name,
+`<optimizer>.state.<path>.<slot>`, identifies it. So a million slots add nothing to the objects.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from flowstone.state.slot_columns import SlotColumns, slot_columns
 from flowstone.state.zero import local_optimizer
 
 NOT_OPTIONS = frozenset({"params", "param_names"})
-"""Keys of a group that belong to the order of its members, not to its settings."""
+"""Keys of a group that describe the order of its members, not its settings."""
 
 
 class StoredGroup(msgspec.Struct, frozen=True):
@@ -55,7 +55,7 @@ class StoredOptimizer(msgspec.Struct, frozen=True):
 
 
 def stored_optimizer(node: object) -> StoredOptimizer | None:
-    """The entries of a stored object, or None when it is no optimizer's."""
+    """The entries of a stored object, or None if it is not an optimizer's."""
     match node:
         case {"param_groups": list(groups), "state": dict(listed), "shared": dict(shared), "extra": dict(extra)}:
             found = []
@@ -75,14 +75,14 @@ _NO_SLOTS: _Slots = MappingProxyType({})
 
 
 class Member(NamedTuple):
-    """A parameter in a group, as one optimizer sees it: its own, or one that lies in a flat one of its own.
+    """A parameter in a group, as one optimizer sees it: its own, or one inside of a flat parameter of its own.
 
-    parameter  as it lies here
+    parameter  as it is on this rank
     slots      of the optimizer's own parameter
-    owner      that one
-    span       where in a flat one it lies
-    flat       this rank's elements of that
-    here       whether this rank has state for it, or leaves all of that to others; all in a flat one have that one's
+    owner      the optimizer's own parameter
+    span       where it is in the flat one, if it is in one
+    flat       this rank's elements of the flat one
+    here       whether this rank has its state; False: other ranks have. Equal for all members of a flat parameter
     """
 
     parameter: torch.Tensor
@@ -94,7 +94,9 @@ class Member(NamedTuple):
     here: bool = True
 
     def part_of(self, slot: object) -> object:
-        """What of a slot is this parameter's: its own elements of one as long as the flat one, all of any other."""
+        """This parameter's part of a slot: its own elements, if the slot is as long as the flat one; else the whole
+        slot.
+        """
         if self.span is None or self.flat is None or not isinstance(slot, torch.Tensor):
             return slot
         return self.span.of(slot) if slot.shape == self.flat.shape else slot
@@ -111,9 +113,9 @@ class OptimizerView:
     options      parallel: the settings of each group
     shared       state that belongs to no parameter
     extra        further entries of state_dict()
-    state_owner  the optimizer that has the state: itself, except where the state is sharded among ranks
-    whole_slots  of each member, one group after the other, where all are whole parameters, and here. None where some
-                 are not: then only the members tell what a slot is
+    state_owner  the optimizer that has the state: itself, unless the state is sharded among ranks
+    whole_slots  of each member, one group after the other, if all are whole parameters and on this rank. None if not:
+                 then only the members identify a slot
     """
 
     paths: tuple[Sequence[str], ...]
@@ -126,17 +128,18 @@ class OptimizerView:
 
     @cached_property
     def groups(self) -> _Groups:
-        """The members, parallel to optimizer.param_groups. A record of each: a description of whole ones needs none."""
+        """The members, parallel to optimizer.param_groups, as records; describing whole parameters does not need them.
+        """
         return self._make_groups()
 
     def columns(self, name: str) -> SlotColumns | None:
-        """All slots, below `name`, where each can be told by that: those of whole parameters, under plain keys."""
+        """All slots, below `name`, if names identify all of them: slots of whole parameters, under plain keys."""
         if self.whole_slots is None:
             return None
         return slot_columns(name, chain.from_iterable(self.paths), self.whole_slots)
 
     def slots(self) -> Iterable[Mapping[object, object]]:
-        """Those of each member."""
+        """The slots of each member."""
         return (member.slots for member in self.members()) if self.whole_slots is None else self.whole_slots
 
     def members(self) -> Iterator[Member]:
@@ -145,7 +148,7 @@ class OptimizerView:
 
 
 def core_at(value: object, place: Place) -> Core | None:
-    """The optimizer that owns the state of a value, if it is an optimizer or an object around some; see `core_of`."""
+    """The optimizer that holds a value's state, if it is an optimizer or an object around some; see `core_of`."""
     if not is_optimizer(value):
         return None
     try:
@@ -155,7 +158,7 @@ def core_at(value: object, place: Place) -> Core | None:
 
 
 def base_at(value: object, core: Core, place: Place) -> Core | None:
-    """Whoever keeps state inside of it that it does not show; see `base_of`."""
+    """An inner optimizer that holds state which the outer one does not show; see `base_of`."""
     try:
         return None if local_optimizer(core, place) is not None else base_of(value, core)
     except Exception as error:
@@ -163,15 +166,15 @@ def base_at(value: object, core: Core, place: Place) -> Core | None:
 
 
 def view_of(optimizer: Core, parameters: Parameters, place: Place) -> OptimizerView:
-    """Read an optimizer through its own state_dict(), whose tensors are the live ones unless it says otherwise.
+    """Read an optimizer through its own state_dict(), which contains the live tensors, except where a subclass copies.
 
-    raises  UnsupportedStateError for a parameter without a name, CollisionError for two of one name
+    raises  UnsupportedStateError for a parameter without a name, CollisionError for two of the same name
     """
     local = local_optimizer(optimizer, place)
     state_owner = optimizer if local is None else local
     packed, state, numbers = _packed(state_owner, place)
     packed_groups = cast("list[dict[str, object]]", packed["param_groups"])
-    if local is not None:  # whose own settings follow those of the whole one at the next step
+    if local is not None:  # its settings are copied from the whole optimizer at the next step
         packed_groups, numbers = optimizer.param_groups, _spread(optimizer, state_owner, numbers)
     slots = [list(map(state.pop, of, repeat(_NO_SLOTS))) for of in numbers]
     options = tuple({k: v for k, v in group.items() if k not in NOT_OPTIONS} for group in packed_groups)
@@ -189,7 +192,7 @@ def view_of(optimizer: Core, parameters: Parameters, place: Place) -> OptimizerV
 
 
 def _whole_paths(optimizer: Core, parameters: Parameters) -> tuple[Sequence[str], ...] | None:
-    """The paths of all members, group by group, where each is a whole parameter, and no two have one name."""
+    """The paths of all members, group by group, if each is a whole parameter, and no two have the same name."""
     groups = [group["params"] for group in optimizer.param_groups]
     paths = parameters.whole(list(chain.from_iterable(groups)))
     if paths is None or len(set(paths)) < len(paths):
@@ -212,9 +215,9 @@ def _members(
     optimizer: Core, parameters: Parameters, slots: Sequence[Sequence[_Slots]], here: Sequence[Sequence[bool]],
     place: Place,
 ) -> _Groups:
-    """The members of each group: its parameters, and in the place of a flat one what lies in it.
+    """The members of each group: its parameters; in place of a flat one, the parameters in it.
 
-    slots, here  of each parameter; whether this rank keeps them
+    slots, here  of each parameter; whether this rank has them
     """
     groups: list[tuple[Member, ...]] = []
     for i, group in enumerate(optimizer.param_groups):
@@ -249,13 +252,13 @@ def _packed(
     return packed, state, numbers
 
 
-_ELSEWHERE = object()  # the number of a parameter whose state another rank keeps
+_ELSEWHERE = object()  # the number of a parameter whose state is on another rank
 
 
 def _spread(
     whole: Core, state_owner: Core, numbers: list[list[object]]
 ) -> list[list[object]]:
-    """The state owner's numbers of the whole optimizer's parameters."""
+    """For the whole optimizer's parameters, the numbers that the state owner gives them."""
     known = {
         id(parameter): number
         for group, of in zip(state_owner.param_groups, numbers, strict=True)
@@ -267,13 +270,13 @@ def _spread(
 def _flat_member(
     owner: torch.Tensor, slots: Mapping[object, object], flat: torch.Tensor, span: Span, *, here: bool
 ) -> Member:
-    """What lies at `span` of the flat parameter `owner`."""
+    """The member at `span` of the flat parameter `owner`."""
     home = Home(span.name, span.range)
     return Member(span.of(flat), home, slots, owner, span, flat, here)
 
 
 def _check_paths(groups: Sequence[Sequence[Member]], place: Place) -> None:
-    """Two parameters of one name could not be told apart."""
+    """Refuse two parameters of the same name, which could not be told apart."""
     paths = [member.home.path for group in groups for member in group]
     if len(set(paths)) == len(paths):
         return
@@ -290,7 +293,7 @@ def _check_paths(groups: Sequence[Sequence[Member]], place: Place) -> None:
 
 
 def _home_by_name(group: Mapping[str, object], i: int, j: int, place: Place) -> Home:
-    """A parameter that is nowhere in the state goes by the name that the group gives it."""
+    """The home of a parameter that is nowhere in the state: it has the name that the group gives it."""
     names = group.get("param_names")
     if isinstance(names, list) and j < len(names) and isinstance(names[j], str):
         return Home(names[j], None)

@@ -15,7 +15,9 @@ from flowstone.state.records import Shard
 
 
 class Home(NamedTuple):
-    """Where a parameter lives in the state: its full path, and what of it is here, where its type does not tell."""
+    """The place of a parameter in the state: its full path, and its box or range on this rank, if its type does not
+    say.
+    """
 
     path: str
     held: Shard | Range | None
@@ -29,7 +31,7 @@ class Parameters:
         self._owned: list[torch.Tensor] = []
         self._held: dict[str, Shard | Range] = dict(shards)
         self._flats: dict[int, FlatHome] = {}
-        self._ties: dict[str, str] = {}  # of those in flat parameters
+        self._ties: dict[str, str] = {}  # of parameters in flat ones
 
     def add(self, paths: Sequence[str], owned: Sequence[torch.Tensor]) -> None:
         """Enter parameters, each under its path."""
@@ -37,11 +39,12 @@ class Parameters:
         self._owned += owned
 
     def add_flat(self, parameter: torch.Tensor, local: torch.Tensor, spans: tuple[Span, ...]) -> None:
-        """Enter a flat parameter: `local` is what of it is here, and `spans` say by full paths what that is."""
+        """Enter a flat parameter: `local` is this rank's part, and `spans` list its members by full paths."""
         self._flats[id(parameter)] = FlatHome(local, spans)
 
     def add_wrapped(self, base: str, fsdp: Wrapped) -> None:
-        """Enter the parameters that FSDP1 has flattened, of the module at `base`: as its optimizer has them."""
+        """Enter the parameters that FSDP1 has flattened, of the module at `base`, in the form that its optimizer has.
+        """
         for unit in fsdp.units:
             spans = spans_below(base, unit.spans)
             ties = {f"{base}.{name}": f"{base}.{target}" for name, target in unit.ties.items()}
@@ -61,25 +64,25 @@ class Parameters:
         return None if path is None else Home(path, self._held.get(path))
 
     def whole(self, parameters: Sequence[torch.Tensor]) -> list[str] | None:
-        """The paths of parameters that are all whole tensors of the state; None where some are not. In few calls."""
+        """The paths of parameters that are all whole tensors of the state; None if some are not. Fast for many."""
         if self._flats or self._held:
             return None
         paths = list(map(self._path_of.get, map(id, parameters)))
         return None if None in paths else cast("list[str]", paths)
 
     def flat(self, parameter: torch.Tensor) -> FlatHome | None:
-        """What lies in a flat parameter; None for any other."""
+        """The members of a flat parameter; None for any other parameter."""
         return self._flats.get(id(parameter))
 
     def first(self, path: str) -> str:
-        """The path that names the parameter at `path`; `path` itself where there is none."""
+        """The path that names the parameter at `path`; `path` itself if there is none."""
         path = self._ties.get(path, path)
         found = self._by_path.get(path)
         return path if found is None else self._path_of[id(found)]
 
     @cached_property
     def _path_of(self) -> dict[int, str]:
-        # The last of equal keys stays in a dict: backwards, that is the first.
+        # A dict keeps the last of equal keys; in reverse order, that is the first path.
         return dict(zip(map(id, reversed(self._owned)), reversed(self._paths), strict=True))
 
     @cached_property

@@ -1,4 +1,4 @@
-"""A provider session: what a provider says of one object, and the chunks that it gives, checked one after the other."""
+"""A provider session: a provider's description of one object, and its chunks, each checked as it is taken."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _Result = TypeVar("_Result")
 class ProviderSession:
     """An object's description, and its chunks, taken one after the other.
 
-    parts, objects  what the provider describes, checked
+    parts, objects  the provider's description, checked
     split           full names of tensors that lie in several boxes
     """
 
@@ -75,14 +75,14 @@ class ProviderSession:
         self.served.promises.note(self.value, parts)
 
     def place_of(self, part: AnyPart) -> Place:
-        """Where a part lies: all boxes of a tensor in one place."""
+        """The place of a part: all boxes of a tensor have the same."""
         inner = self._places.get(part.name)
         if inner is None:
             inner = self._places[part.name] = self.place.called(f"{self.place.name}.{part.name}", part.name)
         return inner
 
     def memory(self, *, writable: bool = False) -> Iterator[tuple[Part, torch.Tensor | np.ndarray]]:
-        """Each part with its memory, which is as described; `writable` when bytes are to go into it."""
+        """Each part with its memory, checked against the description; `writable` if bytes are to be written into it."""
         chunks = self.called("chunks", lambda: iter(self.served.provider.chunks(self.value)))
         self._chunks = chunks
         for at, part in enumerate(self.parts):
@@ -103,7 +103,7 @@ class ProviderSession:
         return chunk
 
     def end(self) -> None:
-        """Nothing may be left."""
+        """Check that no chunk is left."""
         assert self._chunks is not None, "chunks are taken in order"
         chunks = self._chunks
         if self.called("chunks", lambda: next(chunks, MISSING)) is not MISSING:
@@ -111,13 +111,13 @@ class ProviderSession:
             self.refuse("gives too many chunks", f"{described}, one for each part", "more", "correct its chunks()")
 
     def close(self) -> None:
-        """Take no more of them."""
+        """Close the generator."""
         close = getattr(self._chunks, "close", None)
         if close is not None:
             self.called("chunks", close)
 
     def called(self, method: str, call: Callable[[], _Result]) -> _Result:
-        """What the provider's code returns; what it raises is an error that says whose it is."""
+        """The result of the provider's code; an exception in it becomes an error that names the provider."""
         try:
             return call()
         except Exception as error:
@@ -128,7 +128,7 @@ class ProviderSession:
             ) from error
 
     def checked(self, what: str, call: Callable[[object, Place], object], value: object, inner: Place) -> object:
-        """A small object as the state layer describes it."""
+        """A small object in the form that the state layer stores."""
         try:
             return call(value, inner)
         except StateError as error:
@@ -164,7 +164,7 @@ def _check_part(session: ProviderSession, part: Part) -> None:
 
 
 def _check_names(session: ProviderSession, parts: Mapping[str, list[Part]]) -> None:
-    """Names are told apart; one name for several parts is that of boxes that share no element."""
+    """Check that names are distinct; parts of the same name must be boxes that do not overlap."""
     names = set(parts)
     for one in session.objects:
         if one.name in names:
@@ -183,7 +183,7 @@ def _check_names(session: ProviderSession, parts: Mapping[str, list[Part]]) -> N
 
 
 def _overlap(boxes: list[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that share an element. By the first dimension, where blocks follow each other."""
+    """Two boxes that overlap. Compared along the first dimension, where blocks usually follow each other."""
     ordered = sorted(boxes, key=lambda box: box.offset)
     for at, box in enumerate(ordered):
         for other in ordered[at + 1 :]:
@@ -195,7 +195,7 @@ def _overlap(boxes: list[Box]) -> tuple[Box, Box] | None:
 
 
 def _promise(part: AnyPart) -> object:
-    """What of a part's description stays as it is for as long as the object lives."""
+    """The items of a part's description that may not change while the object lives."""
     if isinstance(part, ObjectPart):
         return part.constant
     return part.dtype, len(part.shape) if part.resizable else part.shape, part.lazy, part.resizable
@@ -208,7 +208,7 @@ def _words(part: AnyPart) -> str:
 
 
 def _as_described(session: ProviderSession, part: Part, chunk: object, writable: bool) -> torch.Tensor | np.ndarray:
-    """A chunk as a tensor or an array, of the described dtype and shape."""
+    """A chunk as a tensor or an array, checked for the described dtype and shape."""
     shape = part.shape if part.box is None else part.box.shape
     expected = f"{part.dtype} {shape}"
     if isinstance(chunk, torch.Tensor):
@@ -227,7 +227,7 @@ def _as_described(session: ProviderSession, part: Part, chunk: object, writable:
 def _of_buffer(
     session: ProviderSession, part: Part, shape: tuple[int, ...], chunk: object, writable: bool
 ) -> torch.Tensor | np.ndarray:
-    """Memory with the buffer protocol, seen as what the part says it is."""
+    """Memory with the buffer protocol, viewed as the part describes it."""
     try:
         view = memoryview(chunk)  # type: ignore[arg-type]
         if not view.c_contiguous:

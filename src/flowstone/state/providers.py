@@ -1,4 +1,4 @@
-"""Providers in force: which of them describes the objects of which type."""
+"""The registered providers: which of them describes the objects of a type."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Served(msgspec.Struct, frozen=True, eq=False):
-    """A provider at work: for which type, and what checkpoints call its objects."""
+    """A provider, the type for which it is registered, and the name of its objects in checkpoints."""
 
     own: type
     provider: Provider[object]
@@ -33,17 +33,17 @@ class Served(msgspec.Struct, frozen=True, eq=False):
 
 
 class Promises:
-    """What each object of a provider's has been described as, for as long as the object lives.
+    """The last description of each object with a provider, kept while the object lives.
 
-    Tensors are left out: `torch.utils.swap_tensors` makes others of them under their identity, and
-    refuses those that somebody watches. So are objects that cannot be watched.
+    Tensors are left out: `torch.utils.swap_tensors` changes what their identity stands for, and refuses tensors with
+    weak references. So are objects that cannot have weak references.
     """
 
     def __init__(self) -> None:
         self._by_id: dict[int, tuple[weakref.ref[object], dict[str, AnyPart]]] = {}
 
     def before(self, value: object) -> Mapping[str, AnyPart]:
-        """The parts that `value` was described with, by name; none the first time."""
+        """The parts in the last description of `value`, by name; empty the first time."""
         watched, parts = self._by_id.get(id(value), (None, {}))
         return parts if watched is not None and watched() is value else {}
 
@@ -59,18 +59,18 @@ class Promises:
 
 
 class Registration(Generic[T]):
-    """A provider in force for a type, until `remove()` is called, or to the end of a `with` block."""
+    """A registered provider of a type, until `remove()` is called, or to the end of a `with` block."""
 
     def __init__(self, providers: Providers, served: Served) -> None:
         self._providers, self._served = providers, served
 
     @property
     def kind(self) -> str:
-        """What checkpoints call the objects."""
+        """The name of the objects in checkpoints."""
         return self._served.kind
 
     def remove(self) -> None:
-        """End it. Checkpoints that were saved meanwhile need it again to be loaded. Harmless when called twice."""
+        """End the registration. Checkpoints saved meanwhile need it again at load. A second call does nothing."""
         self._providers.remove(self._served)
 
     def __enter__(self) -> Registration[T]:
@@ -83,16 +83,16 @@ class Registration(Generic[T]):
 
 
 class Providers:
-    """Providers by type. There is one: types are the process's, and so is what is known of them."""
+    """Providers by type. There is one instance: types belong to the process, and so does their registration."""
 
     def __init__(self) -> None:
         self._by_type: dict[type, Served] = {}
         self._by_kind: dict[str, Served] = {}
 
     def add(self, own: type, provider: object, built_in: Collection[type]) -> Served:
-        """Put a provider in force. Raises ProviderError for what cannot be one, or not for that type.
+        """Register a provider. Raises ProviderError for an object that is none, or does not fit the type.
 
-        built_in  types that no provider may take over
+        built_in  types for which no provider can be registered
         """
         if not isinstance(own, type):
             raise ProviderError(f"{own!r} is not a type to register a provider for", next="give its class")
@@ -128,7 +128,7 @@ class Providers:
             del self._by_type[served.own], self._by_kind[served.kind]
 
     def of_type(self, own: type) -> Served | None:
-        """The registered provider of the most derived base of `own` that has one."""
+        """The registered provider of the most derived base class of `own` that has one."""
         if self._by_type:
             for base in own.__mro__:
                 if base in self._by_type:
@@ -136,7 +136,7 @@ class Providers:
         return None
 
     def of_kind(self, kind: str) -> Served | None:
-        """The registered provider of what a checkpoint calls `kind`."""
+        """The registered provider whose objects are called `kind` in checkpoints."""
         return self._by_kind.get(kind)
 
 
@@ -144,7 +144,7 @@ PROVIDERS = Providers()
 
 
 def served_tensor(value: object) -> Served | None:
-    """Which provider describes a tensor that does not lie in memory as it is: a registered one, or its parts' own."""
+    """The provider of a tensor that is not plain memory: a registered one, or the one of its type's own protocol."""
     own = type(value)
     if own in DENSE_TYPES or not issubclass(own, torch.Tensor):
         return None
@@ -152,7 +152,7 @@ def served_tensor(value: object) -> Served | None:
 
 
 def split_by_itself(own: type) -> Served | None:
-    """The provider that a type of tensors made of tensors has without a registration."""
+    """The provider that a tensor type made of tensors has without registration."""
     if not splits(own):
         return None
     return Served(own, cast("Provider[object]", SplitTensor(own)), type_name(own), Promises())

@@ -1,4 +1,4 @@
-"""What the state layer hands over, and the two wrappers that a user puts around values."""
+"""Records that the state layer returns, and the two wrappers that a user puts around values."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ DifferenceKind: TypeAlias = Literal["missing", "unexpected", "shape", "dtype", "
 
 
 Redistribute: TypeAlias = Callable[[list[object], int, int], object]
-"""What each of the ranks that saved had, our rank, and the number of ranks: what is to be ours."""
+"""Called with the values of all ranks that saved, this rank, the number of ranks; returns this rank's value."""
 
 
 class PerRank:
-    """A value that every rank keeps for itself, such as its generators; `value` is replaced at load.
+    """A value that each rank has for itself, such as its generators; `value` is replaced at load.
 
-    redistribute  called where another number of ranks loads than saved, as `redistribute(states, rank, ranks)`:
-                  `states` is what each of them had, in the order of ranks, as plain values (of an object with
-                  state_dict, that); what it returns is loaded here. It runs on every rank, and has to distribute the
-                  states alike on all. Without it rank r takes what rank r mod N of the N that saved had
+    redistribute  called if the number of ranks differs from the save's, as `redistribute(states, rank, ranks)`:
+                  `states` are the ranks' values in rank order, as plain values (for an object with state_dict, that);
+                  the returned one is loaded here. It runs on every rank, and must divide the states in the same way
+                  on all. Without it, rank r takes the value of rank r mod N of the N that saved
     """
 
     __slots__ = ("redistribute", "value")
@@ -49,7 +49,7 @@ class PerRank:
 
 
 class Shard:
-    """`tensor` is the box at `offset` of a global tensor of `shape`, whose other parts lie on other ranks."""
+    """`tensor` is the box at `offset` of a global tensor of `shape`; other ranks hold the other parts."""
 
     __slots__ = ("offset", "shape", "tensor")
 
@@ -80,16 +80,16 @@ class Shard:
 
 
 class Described(msgspec.Struct, frozen=True, eq=False):
-    """A state, taken apart. The memory is the user's: valid until the state is changed.
+    """A state, taken apart. The memory is the user's: valid until the state changes.
 
-    layout      what there is: pieces, aliases, and which of them are lazy
-    places      parallel to its pieces: where each lies
-    optimizers  every optimizer of the state, and inside of those: each may change lazy pieces in its step
+    layout      the pieces, the aliases, and which pieces are lazy
+    places      parallel to its pieces: the memory of each
+    optimizers  every optimizer of the state, inner ones too: each may change lazy pieces in its step
     unguarded   names of optimizers that cannot be made to wait: nothing that they change is lazy
-    counters    of what lies there, by which changes that escape the fence are found
+    counters    version counters of the tensors, which show changes that escape the fence
 
-    What is not bytes comes by `objects` and `per_rank`. Providers make theirs when these are first asked for:
-    ask once the bytes of the pieces move, and before the state changes.
+    Values that are not tensors are in `objects` and `per_rank`. Providers create theirs at the first access:
+    access them once the bytes of the pieces move, and before the state changes.
     """
 
     layout: Layout
@@ -103,19 +103,21 @@ class Described(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def objects(self) -> Mapping[str, object]:
-        """Section to plain values, with TensorRef and Named leaves; none of it is the user's. Raises ProviderError."""
+        """Section to plain values, with TensorRef and Named leaves; copies, not the user's objects. Raises
+        ProviderError.
+        """
         self._fill_in()
         return self._objects
 
     @property
     def per_rank(self) -> Mapping[str, object]:
-        """The same for sections that this rank keeps for itself."""
+        """The same for per-rank sections."""
         self._fill_in()
         return self._per_rank
 
     def _fill_in(self) -> None:
         while self._late:
-            self._late[0]()  # stays where it is when it fails: nobody gets objects that lack something
+            self._late[0]()  # stays in the list if it fails, so that incomplete objects are never returned
             self._late.popleft()
 
     @property
@@ -132,7 +134,7 @@ class Described(msgspec.Struct, frozen=True, eq=False):
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
-    """What the index says about a tensor."""
+    """The index entry of a tensor."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -143,15 +145,15 @@ def _same(name: str) -> str:
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """What a checkpoint holds, as far as restoring needs it before any byte is read.
+    """The content of a checkpoint, as far as restoring needs it before any byte is read.
 
-    tensors   by name after renames; aliases are there as names of their own
+    tensors   by name after renames; aliases are included as names of their own
     objects   section -> decoded value, with TensorRef and Named leaves (names before renames)
     per_rank  the same, this rank's entries
     rename    stored tensor name -> name after the rename rules
-    tied      alias -> the name it shares memory with, both after renames; lets containers that are
-              built anew share what was shared
-    by_rank   as `per_rank`, of every rank that saved
+    tied      alias -> the name with which it shares memory, both after renames; so that new containers share what
+              was shared
+    by_rank   as `per_rank`, for every rank that saved
     """
 
     tensors: Mapping[str, StoredTensor]
@@ -163,16 +165,16 @@ class Stored(msgspec.Struct, frozen=True):
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """One way in which state and checkpoint do not fit each other."""
+    """One difference between state and checkpoint."""
 
     kind: DifferenceKind
     name: str
-    expected: str  # by the state
+    expected: str  # in the state
     found: str  # in the checkpoint
 
 
 class Phase(enum.IntEnum):
-    """The order of what finishes a restoration. Whoever may draw random numbers comes before generators."""
+    """The order of actions that finish a restoration. Code that may draw random numbers runs before generators."""
 
     VALUES = 0
     MODULES = 1
@@ -182,7 +184,7 @@ class Phase(enum.IntEnum):
 
 
 class Missing(enum.Enum):
-    """No stored object stands where one was looked for; None is a value."""
+    """No stored object exists at a place; None is a value."""
 
     MISSING = 0
 

@@ -1,4 +1,4 @@
-"""The registry: the table of all kinds, and the one of providers, by which users add types of their own."""
+"""The registry: the table of all kinds, and the table of providers, with which users add types of their own."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ P = TypeVar("P", bound="type[Provider]")  # type: ignore[type-arg]
 
 
 class Kinds:
-    """Kinds in order: the first that recognises a value has it, unless its very type is in the `types` of one."""
+    """Kinds in order: a value belongs to the first that recognises it, unless its exact type is in one's `types`."""
 
     def __init__(self, *kinds: Kind) -> None:
         self._kinds = kinds
@@ -47,7 +47,7 @@ class Kinds:
 
 
 KINDS = Kinds(
-    Provided(),  # before all that is derived from: a registered provider has the word
+    Provided(),  # before all kinds that go by base class: a registered provider has precedence
     TensorSubclass(),
     DTensor(),
     Tensor(),
@@ -67,12 +67,12 @@ KINDS = Kinds(
 
 
 def built_in() -> frozenset[type]:
-    """Types that no provider may take over: checkpoints say what they are in words of their own."""
+    """Types for which no provider can be registered: checkpoints store them in forms of their own."""
     return frozenset({object, type}.union(*(kind.own_types() for kind in KINDS)))
 
 
 def kind_of(value: object) -> Kind:
-    """The kind of a value of the state; Plain also for what turns out to be unsupported."""
+    """The kind of a value of the state; Plain also for a value that turns out to be unsupported."""
     return KINDS.of(value)
 
 
@@ -81,13 +81,13 @@ def register_provider(own: type[T], provider: Provider[T]) -> Registration[T]: .
 @overload
 def register_provider(own: type[T]) -> Callable[[P], P]: ...
 def register_provider(own: type[T], provider: Provider[T] | None = None) -> Registration[T] | Callable[[P], P]:
-    """Let `provider` describe and restore all objects of type `own`, and of those derived from it.
+    """Let `provider` describe and restore all objects of type `own`, and of types derived from it.
 
-    The provider of the most derived type has the word, registered or built in. Registered for the process: do it
-    where the module that needs it is imported, before a save and before a load. Without `provider` this
-    is a decorator for a Provider's class, of which it makes the one instance.
+    The provider of the most derived type has precedence, registered or built in. A registration is for the process:
+    do it where the module that needs it is imported, before a save and before a load. Without `provider`, this is a
+    decorator for a Provider's class, of which it creates one instance.
 
-    raises  ProviderError  no provider; a type that is built in, or has one; a kind that is taken
+    raises  ProviderError  not a provider; a type that is built in, or has one; a kind that is taken
     """
     if not isinstance(own, type):
         raise ProviderError(

@@ -1,4 +1,4 @@
-"""Restore: find the memory that a checkpoint's tensors go to, and plan what bytes cannot restore."""
+"""Restore: find the target memory of a checkpoint's tensors, and plan the restoration of all other values."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from flowstone.table.pieces import Alias, Pieces, Places
 
 
 class Restoration:
-    """Where a checkpoint's bytes go, how the state differs from it, and what is left to do after.
+    """The target memory of a checkpoint's bytes, the differences from the state, and the actions after the bytes.
 
-    pieces, places  wanted tensors and where their bytes go, each memory once; memory is the user's, or
-                    new and owned by this object until `finish`
-    aliases         further wanted names of memory that is among the pieces
+    pieces, places  requested tensors and their target memory, each memory once; it is the user's, or new and owned
+                    by this object until `finish`
+    aliases         further requested names of memory that is among the pieces
     differences     between the state's and the checkpoint's objects; tensors are not compared here
-    sections        of the state: what was asked for
-    new_bytes       of memory among these that is new
-    notes           what is left out or kept on purpose, for the report
-    remedies        what to do about differences whose cause is known
+    sections        of the state
+    new_bytes       length of the new memory among the places
+    notes           what was deliberately left out or kept, for the report
+    remedies        how to resolve differences with a known cause
     """
 
     def __init__(self, loading: Loading, sections: tuple[str, ...]) -> None:
@@ -54,10 +54,10 @@ class Restoration:
         self._finished = False
 
     def finish(self) -> None:
-        """Apply everything that is not bytes. Call once, with every wanted byte in place and verified.
+        """Restore everything that is not tensor bytes. Call once, with every requested byte in place and verified.
 
-        Values and containers first, then modules, optimizers, other objects in the state's order,
-        generators last. Raises StateError when an object's own load_state_dict() raises.
+        Values and containers come first, then modules, optimizers, other objects in the state's order, generators
+        last. Raises StateError if an object's own load_state_dict() raises.
         """
         assert not self._finished, "a restoration finishes once"
         self._finished = True
@@ -68,10 +68,10 @@ class Restoration:
 
 
 def prepare(state: Mapping[str, object], stored: Stored, *, rank: int = 0, ranks: int = 1) -> Restoration:
-    """Plan to restore `state` from what a checkpoint says it holds, on `rank` of `ranks`.
+    """Plan to restore `state` from the checkpoint content `stored`, on `rank` of `ranks`.
 
-    raises  UnsupportedStateError for memory that cannot be written, CollisionError when two paths
-            make one name, FormatError for objects that cannot be what they say
+    raises  UnsupportedStateError for memory that cannot be written, CollisionError if two paths make the same name,
+            FormatError for stored objects that contradict themselves
 
     Changes nothing: the state is as before until bytes are written into the returned memory.
     """
@@ -87,7 +87,7 @@ def prepare(state: Mapping[str, object], stored: Stored, *, rank: int = 0, ranks
 
 
 def _set_walks(loading: Loading) -> None:
-    """Hand the passes to the restoration: the one that plans it, and one that describes plain objects to compare."""
+    """Give the restoration its two passes: one that plans it, and one that describes plain objects for comparison."""
 
     def act(kind: Kind, value: object, place: Place, node: object) -> Replacement | None:
         if isinstance(node, Provided) and not kind.provided:
@@ -104,7 +104,7 @@ def _set_walks(loading: Loading) -> None:
 
 
 def _unprovided(value: object, node: Provided) -> str:
-    """What a provider saved, where none has the word now."""
+    """The difference for an object that a provider saved, if no provider is registered for it now."""
     served = PROVIDERS.of_kind(node.kind)
     if served is None:
         return f"{nodes.kind_of(node)}, whose provider is not registered: call register_provider() before load()"
@@ -112,7 +112,7 @@ def _unprovided(value: object, node: Provided) -> str:
 
 
 def _per_rank(loading: Loading, section: str, holder: PerRank, rank: int, ranks: int) -> None:
-    """Plan a section that every rank keeps for itloading."""
+    """Plan a per-rank section."""
     if section in loading.stored.objects and section not in loading.stored.per_rank:
         loading.differ("kind", section, "each rank's own value (fs.PerRank)", "one value for all ranks")
         return
@@ -126,7 +126,7 @@ def _per_rank(loading: Loading, section: str, holder: PerRank, rank: int, ranks:
 
 
 def _redistribute(loading: Loading, section: str, holder: PerRank, rank: int, ranks: int) -> None:
-    """Plan to let a hook make our value, of what every rank that saved had."""
+    """Plan to let `redistribute` make this rank's value from those of all ranks that saved."""
     value, place, kind = holder.value, section_place(section, rank), kind_of(holder.value)
     if not (kind.takes_state(value) or (kind.replaceable and id(value) not in loading.scan.live)):
         raise unsupported(
@@ -155,7 +155,7 @@ def _redistribute(loading: Loading, section: str, holder: PerRank, rank: int, ra
 
 
 def _section(loading: Loading, section: str, value: object, state: Mapping[str, object]) -> None:
-    """Plan a section that all ranks share."""
+    """Plan a section that is equal on all ranks."""
     if section in loading.stored.per_rank and section not in loading.stored.objects:
         loading.differ("kind", section, "one value for all ranks", "each rank's own value (fs.PerRank)")
         return
@@ -168,8 +168,9 @@ def _section(loading: Loading, section: str, value: object, state: Mapping[str, 
 
 
 def _count_as_written(written: Sequence[torch.Tensor]) -> None:
-    """Bytes went in behind autograd's back: a graph that saved the old values has to notice."""
+    """Increment version counters: bytes were written without autograd, and a graph that saved the values must notice.
+    """
     try:
         torch.autograd.graph.increment_version(written)
-    except RuntimeError:  # some are inference tensors, which have no version; to count the others twice is harmless
+    except RuntimeError:  # inference tensors have no version; counting the others twice is harmless
         torch.autograd.graph.increment_version([one for one in written if not one.is_inference()])

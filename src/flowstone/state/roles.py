@@ -10,24 +10,24 @@ from flowstone.state.sink import Role
 
 
 class Roles:
-    """What the tensors of one module are in the state."""
+    """The roles of one module's tensors."""
 
     def __init__(self, stepped: Set[int], restless: Set[int], tensors: Iterable[torch.Tensor]) -> None:
-        """`stepped`: ids of what optimizers of the state step; `restless`: of what changes without a step, too.
+        """`stepped`: ids of tensors that optimizers of the state step; `restless`: of those that also change otherwise.
 
-        Of parameters that nobody steps, those may be frozen that lie in a model of which others are trained. A model
-        without any of these is a copy that is kept up in other ways: an average, a teacher, a target.
+        Parameters without an optimizer may be frozen if others of the same model are trained. A model without trained
+        parameters is a copy that changes in other ways: an average, a teacher, a target.
         """
         self._stepped = stepped - restless
         self._restless = restless
         self._unowned = Role.PARAMETER if stepped.isdisjoint(map(id, tensors)) else Role.UNOWNED
 
     def of(self, tensor: torch.Tensor, is_parameter: bool) -> Role:
-        """What one tensor is."""
+        """The role of one tensor."""
         return self.of_all([tensor], [is_parameter])[0]
 
     def of_all(self, tensors: Sequence[torch.Tensor], are_parameters: Iterable[bool]) -> list[Role]:
-        """What each is, a thousand in few calls."""
+        """The role of each tensor, with few calls for thousands."""
         roles = [
             Role.STEPPED if id(one) in self._stepped else self._unowned if is_parameter else Role.BUFFER
             for one, is_parameter in zip(tensors, are_parameters, strict=True)

@@ -1,4 +1,4 @@
-"""One description under way, as kinds see it: where tensors go, and what else of the state they have to know."""
+"""One description under way, as kinds see it: where tensors go, and what kinds need to know of the whole state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flowstone.table.pieces import Layout, Places
 
 
 class DescribeWalk(Protocol):
-    """Describes a value of whatever kind: its tensors go into the sink, the object that stands for it comes back."""
+    """Describes a value of any kind: enters its tensors into the sink, and returns the object that represents it."""
 
     def __call__(self, value: object, place: Place, role: Role = Role.OTHER, /) -> object: ...
 
@@ -30,8 +30,8 @@ class Saving:
 
     scan  what the state contains
     sink  takes tensors
-    walk  describes what is below a value
-    late  what fills in the small objects of providers, once bytes move: then the sink takes objects only
+    walk  describes the values inside of a value
+    late  functions that fill in providers' small objects, once bytes move; the sink then accepts objects only
     """
 
     walk: DescribeWalk
@@ -46,13 +46,13 @@ class Saving:
 
     @cached_property
     def stepped(self) -> frozenset[int]:
-        """Identities of parameters that optimizers of the state change, and nothing else, after they have waited."""
+        """Ids of parameters that change only in steps of the state's optimizers, which wait at the fence."""
         return frozenset(map(id, chain.from_iterable(map(stepped_by, self.scan.optimizers))))
 
     def close(
         self, known: Layout | None, frozen: Frozen | None = None, copied_bytes_max: int | None = None
     ) -> tuple[Layout, Places, Counters]:
-        """What was entered, once everything has been."""
+        """The layout, places and counters, once all has been entered."""
         columns = self.sink.look(hold=True)
         apart = {at: tensors.memory_of(tensors.resolved(self.sink.tensors[at])) for at in columns.odd}
         self.sink.objects_only = True

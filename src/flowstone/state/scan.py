@@ -1,4 +1,4 @@
-"""The scan: what a state contains, found in one pass before anything is described or restored."""
+"""The scan: what a state contains, found in one pass before any value is described or restored."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from flowstone.state.records import Shard
 from flowstone.state.trees import Tree, tree_of
 
 FindWalk: TypeAlias = Callable[[object, Place], bool]
-"""Enters what a value of whatever kind holds; whether it is live."""
+"""Scans a value of any kind; returns whether it is live."""
 
 
 class Scan:
-    """What a state contains, found without calling into any of it. Kinds fill it in, each its own part.
+    """What a state contains, found without calling any of its methods. Each kind fills in its part.
 
-    walk     enters what is below a value
+    walk     scans the values inside of a value
     modules  of the state, with their places
-    tensors  those outside of modules: of each place the keys that lead on to them, None when it is a tensor's own
-    shards   path -> the shard that lies there
+    tensors  those outside of modules: for each place the keys of its tensors, None for a single tensor
+    shards   path -> the shard there
     flats    flat tensors that the user has declared
-    live     ids of containers that hold, at any depth, something to write in place
-    guards      by identity: see `optimizers`
-    unguarded   names of those that cannot be made to wait
+    live     ids of containers that contain, at any depth, something to write in place
+    guards      by id: see `optimizers`
+    unguarded   names of optimizers that cannot be made to wait
     """
 
     walk: FindWalk
@@ -48,17 +48,17 @@ class Scan:
 
     @property
     def optimizers(self) -> tuple[object, ...]:
-        """All optimizers that are to wait before they change anything, those inside of others, too."""
+        """All optimizers that must wait before they change anything, inner ones too."""
         return tuple(self.guards.values())
 
     def tree(self, module: torch.nn.Module) -> Tree | None:
-        """The tree below a module of the state, walked once."""
+        """The tree below a module of the state; computed once."""
         if id(module) not in self._trees:
             self._trees[id(module)] = tree_of(module)
         return self._trees[id(module)]
 
     def wrapped(self, module: torch.nn.Module, place: Place) -> Wrapped | None:
-        """What FSDP1 has made of a module of the state, whose hooks keep it from being an ordinary tree."""
+        """The FSDP1 tables of a module of the state; such a module is not an ordinary tree, because of FSDP's hooks."""
         if id(module) not in self._wrapped:
             self._wrapped[id(module)] = wrapped(module, place) if self.tree(module) is None else None
         return self._wrapped[id(module)]
@@ -88,7 +88,7 @@ class Scan:
 
 
 def global_name(place: Place) -> str:
-    """A place's name without its rank: what it is called on every rank."""
+    """A place's name without its rank, the same on every rank."""
     return place.name if place.rank is None else place.name.replace(f"@{place.rank}", "", 1)
 
 

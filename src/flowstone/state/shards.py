@@ -1,7 +1,7 @@
 """Shards: which boxes of a global tensor one rank's local tensor holds.
 
-A DTensor is a list of boxes, not one: where a dimension is split twice in an order that its mesh does not have
-(`_StridedShard`: FSDP over tensor parallelism), what is one block of memory is several regions of the tensor. So is a
+A DTensor is a list of boxes, not one: if a dimension is split twice, in another order than the mesh's
+(`_StridedShard`: FSDP over tensor parallelism), one block of local memory is several regions of the tensor. So is a
 range of a flattened tensor (FSDP1, ZeRO).
 """
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]
-"""Half-open ranges of one dimension, disjoint, in the order in which a local tensor holds them."""
+"""Half-open ranges of one dimension, disjoint, in the order of the local tensor."""
 
 
 class Split(msgspec.Struct, frozen=True):
-    """One dimension's split over one dimension of a mesh: into `parts`, as torch.chunk does; ours is number `mine`.
+    """The split of one dimension over one mesh dimension: into `parts`, as torch.chunk does; this rank has `mine`.
 
-    factor  the dimension is cut into so many first, and every one of them split: ours of each, one after the other
+    factor  the dimension is first divided into that many, and each of them is split: this rank has its part of each
     """
 
     parts: int
@@ -41,7 +41,7 @@ class Split(msgspec.Struct, frozen=True):
 
 @lru_cache(maxsize=4096)
 def runs_of(length: int, splits: tuple[Split, ...]) -> Runs:
-    """What is left of a dimension of `length` after one split after the other."""
+    """The ranges left of a dimension of `length` after all splits."""
     runs: Runs = ((0, length),)
     for split in splits:
         held = sum(stop - begin for begin, stop in runs)
@@ -51,9 +51,9 @@ def runs_of(length: int, splits: tuple[Split, ...]) -> Runs:
 
 
 def boxes_of(shape: Sequence[int], splits: Sequence[tuple[Split, ...]]) -> Iterator[tuple[Box, Box]]:
-    """The regions of a tensor of `shape` that are held, and where each lies in the local tensor. In local order.
+    """The regions of a tensor of `shape` that this rank holds, with their places in the local tensor, in local order.
 
-    splits  of each dimension
+    splits  for each dimension
     """
     runs = [runs_of(length, of) for length, of in zip(shape, splits, strict=True)]
     starts = [list(itertools.accumulate((stop - begin for begin, stop in of), initial=0)) for of in runs]
@@ -65,9 +65,9 @@ def boxes_of(shape: Sequence[int], splits: Sequence[tuple[Split, ...]]) -> Itera
 
 
 def flat_boxes(shape: Sequence[int], begin: int, stop: int) -> Iterator[tuple[Box, int]]:
-    """Elements [begin, stop) of a row-major tensor as boxes, and at which element of the range each begins.
+    """Elements [begin, stop) of a row-major tensor as boxes, each with its first element's position in the range.
 
-    In order, each one dense: at most 2 x ndim - 1 of them.
+    In order; each is dense; at most 2 x ndim - 1 of them.
     """
     if not 0 <= begin <= stop <= math.prod(shape):
         raise ValueError(f"elements {begin}..{stop} do not lie in a tensor of shape {tuple(shape)}")
@@ -79,11 +79,11 @@ def flat_boxes(shape: Sequence[int], begin: int, stop: int) -> Iterator[tuple[Bo
 
 
 def _longest(shape: Sequence[int], at: int, stop: int) -> Box:
-    """The largest box that begins at element `at`, is dense, and ends at `stop` or before."""
+    """The largest dense box that begins at element `at` and does not pass `stop`."""
     inner = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     offset = [at // inner[dim] % shape[dim] for dim in range(len(shape))]
     for dim in range(len(shape)):
-        rest = (stop - at) // inner[dim]  # whole rows of this dimension that are still wanted
+        rest = (stop - at) // inner[dim]  # whole rows of this dimension that remain
         if rest and not any(offset[dim + 1 :]):
             count = min(rest, shape[dim] - offset[dim])
             return Box(tuple(offset), (*(1,) * dim, count, *shape[dim + 1 :]))
@@ -91,7 +91,7 @@ def _longest(shape: Sequence[int], at: int, stop: int) -> Box:
 
 
 def _chunks(begin: int, stop: int, parts: int) -> Iterator[tuple[int, int]]:
-    """As torch.chunk cuts: all of one size, but for the last; there may be fewer than `parts`."""
+    """The ranges of torch.chunk: all of one size, except the last; there may be fewer than `parts`."""
     size = -(-(stop - begin) // parts)
     while begin < stop:
         yield begin, min(begin + size, stop)
@@ -99,12 +99,12 @@ def _chunks(begin: int, stop: int, parts: int) -> Iterator[tuple[int, int]]:
 
 
 def _chunk(whole: tuple[int, int], parts: int, number: int) -> list[tuple[int, int]]:
-    """The one chunk; nothing where there are not so many."""
+    """The chunk of that number; empty if there are fewer."""
     return list(itertools.islice(_chunks(*whole, parts), number, number + 1))
 
 
 def _slice(runs: Runs, begin: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Elements [begin, stop) of what the runs hold together."""
+    """Elements [begin, stop) of the concatenated ranges."""
     before = 0
     for low, high in runs:
         first, last = max(begin - before, 0), min(stop - before, high - low)
@@ -114,7 +114,7 @@ def _slice(runs: Runs, begin: int, stop: int) -> Iterator[tuple[int, int]]:
 
 
 def _joined(runs: Runs) -> Runs:
-    """The same with neighbours made one."""
+    """The same elements, with adjacent ranges merged."""
     joined: list[tuple[int, int]] = []
     for begin, stop in runs:
         if joined and joined[-1][1] == begin:
@@ -125,17 +125,17 @@ def _joined(runs: Runs) -> Runs:
 
 
 def is_dtensor(value: object) -> bool:
-    """Whether a value is a DTensor, and no subclass, which may mean something else by its placements."""
+    """Whether a value is exactly a DTensor; a subclass may give its placements another meaning."""
     return type(value) is imported("torch.distributed.tensor", "DTensor")
 
 
 def shards_of(tensor: DTensor, name: str) -> list[Shard]:
-    """What this rank holds of a DTensor, in boxes; nothing where it has no part in the mesh, or an empty one.
+    """The boxes of a DTensor that this rank holds; none if the rank is not in the mesh, or its part is empty.
 
-    A tensor without elements is held all the same: whoever has a part in its mesh holds a box without any.
+    A tensor without elements still has a box: each rank in its mesh holds an empty one.
 
-    raises  UnsupportedStateError for a placement that is no shard and no replica (Partial), and where the local tensor
-            is not what the placements say
+    raises  UnsupportedStateError for a placement that is neither shard nor replica (Partial), and if the local tensor
+            does not fit the placements
     """
     from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
@@ -172,7 +172,7 @@ def shards_of(tensor: DTensor, name: str) -> list[Shard]:
 def _local(tensor: DTensor) -> torch.Tensor:
     with torch.no_grad():
         local = tensor.to_local()
-    wait = getattr(local, "wait", None)  # of a tensor that a collective is still to fill
+    wait = getattr(local, "wait", None)  # of a tensor that a collective has yet to fill
     return wait() if wait is not None else local
 
 

@@ -1,7 +1,7 @@
-"""The sink: every tensor that a walk over the state came by, with its name and its memory.
+"""The sink: every tensor that a walk over the state finds, with its name and its memory.
 
-Tensors are entered as they are, and looked into all at once when the walk is over: a state has
-tens of thousands of them, and what a column costs is mostly the first look at each.
+Tensors are first collected, and examined all at once when the walk is over: a state has tens of thousands of them, and
+most of the cost of a column is the first access to each tensor.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from flowstone.table.pieces import Alias, Layout, Memory, Pieces, Places, Tensor
 
 
 class Role(enum.IntEnum):
-    """What a tensor is in the state: by that it is known when it may change, and whose it is where ranks differ."""
+    """What a tensor is in the state: decides when it may change, and whose value is saved if ranks differ."""
 
     OTHER = enum.auto()  # may change at any time
-    STEPPED = enum.auto()  # changes only after the fence: in a step of an optimizer of the state
-    UNOWNED = enum.auto()  # a parameter of a model that is trained, and no optimizer's: frozen, if nobody changes it
-    PARAMETER = enum.auto()  # any other, may change at any time: an average, or one that its module changes by itself
-    BUFFER = enum.auto()  # may change at any time; each rank may have its own, and the lowest has the word
+    STEPPED = enum.auto()  # changes only after the fence: in the step of one of the state's optimizers
+    UNOWNED = enum.auto()  # a trained model's parameter without an optimizer: frozen if it never changes
+    PARAMETER = enum.auto()  # any other; may change at any time: an average, or changed by its module
+    BUFFER = enum.auto()  # may change at any time; each rank may have its own; the lowest rank's is saved
 
 
-_NO_TENSOR = torch.empty(0)  # stands where memory was entered without a tensor
+_NO_TENSOR = torch.empty(0)  # placeholder for memory that was entered without a tensor
 
 
 class Sink:
     """Takes entries in order. The same memory under a second name becomes an alias."""
 
     def __init__(self, *, objects_only: bool = False, whole: bool = False) -> None:
-        """One of `objects_only` takes no tensors: what is described then is written while bytes already move.
+        """With `objects_only`, refuses tensors: for values described while bytes already move.
 
-        whole  parts of tensors are refused: nobody else holds the rest
+        whole  refuse parts of tensors: no other rank saves the rest
         """
         self.objects_only, self._whole = objects_only, whole
         self.names: list[str] = []
@@ -66,11 +66,11 @@ class Sink:
     def enter(
         self, place: Place, tensor: torch.Tensor, *, within: Shard | Range | None = None, role: Role = Role.OTHER
     ) -> None:
-        """Enter a tensor under the place's name; `within`: what of a larger one it is."""
+        """Enter a tensor under the place's name; `within`: its part of a larger tensor."""
         if self.objects_only:
             raise unsupported(place.name, tensor, "is a tensor, or as large as one", "describe it as a Part")
         if isinstance(within, Range):
-            # Even one box: on another rank it may be several, and what is tied here has to be tied there.
+            # Even for one box: another rank may have several, and aliases must be the same on all ranks.
             self.split.add(place.name)
             self.enter_boxes(place, within.cut(tensor), tensor, role)
             return
@@ -82,11 +82,11 @@ class Sink:
         self._roles.append(role)
 
     def tie(self, place: Place, target: str) -> None:
-        """Enter the place's name as a further one of the tensor called `target`, in however many boxes that is."""
+        """Enter the place's name as an alias of the tensor called `target`, in however many boxes that is."""
         self._tied.append((place, target))
 
     def enter_boxes(self, place: Place, held: Sequence[Shard], tensor: torch.Tensor, role: Role) -> None:
-        """Enter what this rank holds of a larger tensor: nothing, or a box, or several."""
+        """Enter the boxes that this rank holds of a larger tensor: none, one or several."""
         check_shared(place, tensor)
         if self._whole and not held:
             raise _part(place.name, "no element of it")
@@ -99,7 +99,7 @@ class Sink:
         self, place: Place, keys: Sequence[object], names: Sequence[str], values: Sequence[torch.Tensor], *,
         roles: Sequence[Role] = (),
     ) -> None:
-        """Enter tensors of one place, each under its own of the `names`, and reached by its own of the `keys`."""
+        """Enter tensors of one place, each with its own entry of `names` and of `keys`."""
         if names:
             if self.objects_only:
                 self.enter(place.called(names[0], keys[0]), values[0])
@@ -128,20 +128,20 @@ class Sink:
         return place if keys is None else place.called(self.names[position], keys[position - start])
 
     def look(self, *, hold: bool) -> tensors.Columns:
-        """Look into every tensor; see `tensors.columns`."""
+        """Examine every tensor; see `tensors.columns`."""
         return tensors.columns(self.tensors, self.names, hold=hold)
 
     def close(
         self, columns: tensors.Columns, apart: Mapping[int, Memory], known: Layout | None = None,
         frozen: Frozen | None = None, copied_bytes_max: int | None = None,
     ) -> tuple[Layout, Places, NDArray[np.int64]]:
-        """The layout of all entries, where each piece lies, and which piece each entry is, or is a further name of.
+        """The layout of all entries, the memory of each piece, and for each entry the piece that it is, or an alias of.
 
-        apart   the memory of each of the columns' odd tensors
-        known   a layout from before: returned itself when it is still the layout; if not, with as much of it as is
-        frozen  what has been seen of parameters that nobody owns
+        apart   the memory of the columns' odd tensors
+        known   an earlier layout: returned itself if nothing differs; if not, equal columns of it are reused
+        frozen  what earlier saves have found about parameters that no optimizer owns
         copied_bytes_max  see `describe`
-        raises  CollisionError when two places have one name, UnsupportedStateError for what is no name
+        raises  CollisionError if two places have the same name, UnsupportedStateError for an invalid name
         """
         dtypes, shapes, address = list(columns.dtypes), list(columns.shapes), columns.address.copy()
         owners = list(columns.owners)
@@ -172,12 +172,12 @@ class Sink:
             self._check_names()
             if copied_bytes_max is not None:
                 layout = msgspec.structs.replace(layout, lazy=_within_budget(pieces, roles, lazy, copied_bytes_max))
-        else:  # whose names have been checked
+        else:  # their names have been checked
             layout = known if known.lazy == lazy else msgspec.structs.replace(known, lazy=lazy)
         return layout, places, self._pieces_of(ties)
 
     def _kept_roles(self, kept: Sequence[int], ties: Mapping[int, int]) -> NDArray[np.uint8]:
-        """The role of each piece. What one of its names allows may happen to it under any."""
+        """The role of each piece: OTHER if its names have different roles, except that a BUFFER stays one."""
         roles = np.frombuffer(bytes(self._roles), np.uint8)
         if not ties:
             return roles
@@ -190,7 +190,7 @@ class Sink:
     def _lazy(
         self, roles: NDArray[np.uint8], kept: Sequence[int], pieces: Pieces, places: Places, frozen: Frozen | None
     ) -> tuple[bool, ...]:
-        """Which pieces may be captured late: those that optimizers step, and those that are frozen."""
+        """Which pieces may be captured late: those that optimizers step, and frozen ones."""
         lazy = roles == Role.STEPPED
         unowned = np.flatnonzero(roles == Role.UNOWNED).tolist()
         unowned = [at for at in unowned if pieces[at].bytes >= PACKED_BELOW_BYTES]
@@ -207,7 +207,7 @@ class Sink:
         return position
 
     def _boxed(self, tensors: TensorColumns) -> Pieces:
-        """The pieces, with the global shapes and the boxes of those that are shards."""
+        """The pieces, with the global shapes and boxes of those that are shards."""
         if not self._within:
             return Pieces(tensors)
         shapes, parts = list(tensors.shapes), {}
@@ -222,7 +222,7 @@ class Sink:
         self, dtypes: Sequence[DType], shapes: Sequence[tuple[int, ...]], address: NDArray[np.uint64],
         memory: Mapping[int, Memory],
     ) -> dict[int, int]:
-        """Entries that are the same elements in memory as an earlier one, and which."""
+        """Entries that are the same elements in memory as an earlier entry, and that entry."""
         ordered = np.sort(address)
         again = ordered[1:][ordered[1:] == ordered[:-1]]
         ties: dict[int, int] = {}
@@ -231,7 +231,7 @@ class Sink:
         seen: dict[tuple[object, ...], int] = {}
         for position in np.flatnonzero(np.isin(address, again)).tolist():
             if 0 in shapes[position] or self.names[position] in self.split:
-                continue  # an alias names a whole tensor, no box of one
+                continue  # an alias names a whole tensor, not a box
             one = memory.get(position) or tensors.memory_of(self.tensors[position])
             shard = self._within.get(position)
             box = None if shard is None else (shard.shape, shard.offset)
@@ -265,13 +265,13 @@ class Sink:
             )
 
     def _are_boxes(self, one: int, other: int) -> bool:
-        """Whether two entries of one name are boxes that one object holds of one tensor."""
+        """Whether two entries of the same name are boxes of one tensor that one object holds."""
         boxed = one in self._within and other in self._within and self.names[one] in self.split
         return boxed and self.place(one).parent is self.place(other).parent
 
 
 def _check_whole(pieces: Pieces) -> None:
-    """Raise UnsupportedStateError for the first tensor of which only a part is here."""
+    """Raise UnsupportedStateError for the first tensor of which this rank holds only a part."""
     held: dict[str, int] = {}
     for at, elements in zip(pieces.parts.tolist(), pieces.part_elements().tolist(), strict=True):
         held[pieces.names[at]] = held.get(pieces.names[at], 0) + elements
@@ -290,9 +290,9 @@ def _part(name: str, found: str) -> UnsupportedStateError:
 def _within_budget(
     pieces: Pieces, roles: NDArray[np.uint8], lazy: Sequence[bool], copied_bytes_max: int
 ) -> tuple[bool, ...]:
-    """Where copies of all that is captured early would take more than that: without those of parameters.
+    """If copies of all early pieces would exceed the limit: `lazy`, with parameters captured late too.
 
-    A change of these before they are captured is found, and fails that save by name.
+    A change of these before their capture is detected, fails that save, and names them.
     """
     copied_bytes = int(pieces.lengths()[~np.array(lazy, np.bool_)].sum())
     if copied_bytes <= copied_bytes_max:

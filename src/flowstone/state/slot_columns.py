@@ -1,4 +1,4 @@
-"""Slots of whole parameters, a thousand in few calls: what they are called, and the tensors that they are."""
+"""Slots of whole parameters, with few calls for thousands: their names and tensors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from flowstone.state.tensors import DENSE_TYPES
 
 
 class SlotColumns(NamedTuple):
-    """Slots, one parameter's after the other's.
+    """Slots, parameter by parameter.
 
-    names   full ones
-    keys    path and slot of each, which lead to it
+    names   full names
+    keys    path and slot of each: the keys that lead to it
     values  parallel
     """
 
@@ -26,10 +26,10 @@ class SlotColumns(NamedTuple):
 def slot_columns(
     name: str, paths: Iterable[str], slots: Sequence[Mapping[object, object]]
 ) -> SlotColumns | None:
-    """The slots of all members of an optimizer; None where one has to be looked at by itself: no dense tensor, or
-    not told by its name.
+    """The slots of all members of an optimizer; None if one must be handled by itself: not a dense tensor, or not
+    identified by its name.
 
-    name   what slots are below: `<optimizer>.state`
+    name   prefix of the slots: `<optimizer>.state`
     paths  of the members; `slots` of each
 
     450 parameters of AdamW: 0.4 ms, where looking at each slot takes 1.0.
@@ -54,12 +54,12 @@ def slot_columns(
 
 
 def implicit(key: object) -> bool:
-    """Whether a tensor's name alone tells the slot."""
+    """Whether a tensor's name alone identifies the slot."""
     return type(key) is str and "." not in key
 
 
 class _SlotKeys(Sequence[object]):
-    """The keys that lead to slots, made of their names: only an error asks for one."""
+    """The keys of slots, computed from their names: only error messages need them."""
 
     def __init__(self, names: Sequence[str], skipped: int) -> None:
         self._names, self._skipped = names, skipped

@@ -1,8 +1,8 @@
-"""Tensor subclasses that are made of tensors: split into them, and put together again.
+"""Tensor subclasses that are made of tensors: take them apart, and put them together again.
 
-Torch's own protocol says how: `__tensor_flatten__` names the component tensors and gives a context,
-`__tensor_unflatten__` makes the tensor of both. Quantised weights, fp8 with scales, and the states of
-optimizers with few bits are such types.
+Torch's own protocol says how: `__tensor_flatten__` names the component tensors and gives a context;
+`__tensor_unflatten__` creates the tensor from both. Quantised weights, fp8 with scales, and the states of optimizers
+with few bits are such types.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from flowstone.format.objects import Named
 from flowstone.state import tensors
 from flowstone.state.provider import AnyPart, ObjectPart, Part, Provider
 
-# Nested tensors, whose shape is no numbers; and all that torch has for jobs of several ranks (DTensors, tensors that
-# wait for a collective, one tensor for all ranks), whose parts are not what they hold. By names, as newer versions
-# bring more of them, in modules of their own, and to take one for its parts would save it wrongly.
+# Excluded: nested tensors, whose shape is not numeric; and torch's types for jobs of several ranks (DTensors, tensors
+# that wait for a collective, one tensor for all ranks), whose components are not their whole content. By module name,
+# since newer versions add types, which would be saved wrongly by their components.
 _APART = ("torch.nested.", "torch.distributed.")
 _OUTER, _STRIDES = "outer", "outer_strides"
-_ENUM, _RECORD = "enum", "record"  # what a context may hold, for comparison only: no file makes such values
+_ENUM, _RECORD = "enum", "record"  # content of a context, for comparison only: no file creates such values
 
 
 def splits(own: type) -> bool:
-    """Whether tensors of type `own` are made of tensors."""
+    """Whether tensors of type `own` consist of tensors."""
     return (
         issubclass(own, torch.Tensor)
         and own not in tensors.DENSE_TYPES
@@ -40,13 +40,12 @@ def splits(own: type) -> bool:
 class SplitTensor(Provider[torch.Tensor]):
     """The provider of tensors of type `own`, which has `__tensor_flatten__` and `__tensor_unflatten__`.
 
-    Every such tensor is saved and restored by it, without registration: its components are parts, each in
-    its own memory; type, shape, dtype and context are compared. It has to be registered only so that tensors
-    can be made where none is there at load (the slots of a fresh optimizer, a loader's tree):
-    `register_provider(Own, SplitTensor(Own))`.
+    It saves and restores every such tensor, without registration: the components are parts, each in its own memory;
+    type, shape, dtype and context are compared. Register it only to create tensors that do not exist at load (the slots
+    of a fresh optimizer, values of a loader): `register_provider(Own, SplitTensor(Own))`.
 
-    A context of plain values, constants of torch, enumerations and dataclasses is understood; derive and
-    change `context_of` for another. Of one with enumerations and dataclasses no tensor is made.
+    Supports a context of plain values, torch constants, enumerations and dataclasses; for others, derive a class and
+    override `context_of`. With enumerations or dataclasses in the context, tensors are not created.
     """
 
     def __init__(self, own: type[torch.Tensor]) -> None:
@@ -55,7 +54,7 @@ class SplitTensor(Provider[torch.Tensor]):
         self._own = own
 
     def context_of(self, value: torch.Tensor) -> object:
-        """What `__tensor_flatten__` gives besides the components' names, as plain values."""
+        """The context from `__tensor_flatten__`, as plain values."""
         return _plain(flatten(value)[1])
 
     def describe(self, value: torch.Tensor) -> Sequence[AnyPart]:
@@ -69,7 +68,7 @@ class SplitTensor(Provider[torch.Tensor]):
         yield list(value.stride())
 
     def restore(self, value: torch.Tensor, found: Mapping[str, object]) -> None:
-        """Nothing is left to do: the components hold the bytes."""
+        """Nothing to do: the bytes are in the components already."""
 
     def create(self, found: Mapping[str, object]) -> torch.Tensor:
         outer = cast("dict[str, object]", found[_OUTER])
@@ -77,7 +76,7 @@ class SplitTensor(Provider[torch.Tensor]):
         return unflatten(self._own, inner, outer["context"], outer["shape"], found[_STRIDES])
 
     def refuses(self, outer: object) -> str | None:
-        """Why no tensor can be made of what a checkpoint says; None where one can."""
+        """Why no tensor can be created from the stored context; None if one can."""
         match outer:
             case {"type": kind, "context": context, "shape": tuple(), "inner": dict(inner)}:
                 if kind != type_name(self._own):
@@ -115,7 +114,7 @@ def unflatten(
 
 
 def empty_like(value: torch.Tensor) -> torch.Tensor:
-    """A tensor such as `value`, of components in memory of their own with undefined elements."""
+    """A tensor like `value`, whose components have memory of their own with undefined elements."""
     if not splits(type(value)):
         return torch.empty_like(value, requires_grad=False)
     names, context = flatten(value)
@@ -124,7 +123,7 @@ def empty_like(value: torch.Tensor) -> torch.Tensor:
 
 
 def _components(value: torch.Tensor, above: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The dense tensors that `value` is made of, at any depth, by dotted names."""
+    """The dense tensors of which `value` consists, at any depth, by dotted names."""
     for name in flatten(value)[0]:
         inner = getattr(value, name)
         if splits(type(inner)):
@@ -134,12 +133,12 @@ def _components(value: torch.Tensor, above: str = "") -> Iterator[tuple[str, tor
 
 
 def type_name(own: type) -> str:
-    """A type as errors and checkpoints call it."""
+    """A type's name in errors and checkpoints."""
     return f"{own.__module__}.{own.__qualname__}"
 
 
 def _plain(context: object) -> object:
-    """A context in which enumerations and dataclasses stand by their names, for comparison."""
+    """A context with the names of enumerations and dataclasses in place of the values, for comparison."""
     if isinstance(context, enum.Enum):
         return Named(_ENUM, f"{type_name(type(context))}.{context.name}")
     if dataclasses.is_dataclass(context) and not isinstance(context, type):
@@ -153,7 +152,7 @@ def _plain(context: object) -> object:
 
 
 def _without_value(node: object) -> Named | None:
-    """The first name in a stored context for which there is no value."""
+    """The first name in a stored context that cannot be turned into a value."""
     if isinstance(node, Named):
         return node if node.kind in (_ENUM, _RECORD) else None
     inside = node.values() if isinstance(node, dict) else node if isinstance(node, (list, tuple)) else ()

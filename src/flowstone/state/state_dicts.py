@@ -1,8 +1,8 @@
-"""What `state_dict()` returned, in the place of the object that it came from: the idiom of torch.save.
+"""A `state_dict()`'s result in place of the object itself: the idiom of torch.save.
 
-It is saved, and loaded back into such dicts. But nothing of it is lazy, and an optimizer's slots are named by numbers,
-which say what they are only together with the order of parameters. A stored one is loaded into the optimizer itself by
-that order, as `Optimizer.load_state_dict` does it, once everything that can be compared has been.
+It is saved, and loaded back into such dicts. But none of it is lazy, and an optimizer's slots have numbers as
+names, which mean something only together with the order of parameters. A stored one can be loaded into the optimizer
+itself by that order, as `Optimizer.load_state_dict` does, after everything that can be compared has been compared.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from flowstone.state.optimizer_view import (
 )
 
 _log = logging.getLogger("flowstone")
-_DEPTH_MAX = 3  # containers that are looked into: {"trainer": {"optimizers": [...]}}
-_ITEMS_MAX = 100  # of each
+_DEPTH_MAX = 3  # containers that are searched: {"trainer": {"optimizers": [...]}}
+_ITEMS_MAX = 100  # of each container
 
 
 def is_optimizers(value: object) -> bool:
-    """Whether it is what an optimizer's state_dict() returns, or what a checkpoint holds of that."""
+    """Whether it is the result of an optimizer's state_dict(), or the stored form of one."""
     if not isinstance(value, Mapping) or not {"state", "param_groups"} <= value.keys():
         return False
     groups = value["param_groups"]
@@ -46,11 +46,11 @@ def is_optimizers(value: object) -> bool:
 
 
 def found_in(state: Mapping[str, object], *, modules: bool = True) -> str:
-    """Where in a state the state_dict() of an optimizer lies, or of a module, for a message; "" for nowhere."""
+    """For a message: where in a state the state_dict() of an optimizer or a module is; "" if there is none."""
     if modules and isinstance(state, OrderedDict) and hasattr(state, "_metadata"):
         return "the state itself is the state_dict() of a module"
     if not isinstance(state, Mapping):
-        return ""  # what that is, is told where it is described
+        return ""  # the description reports the error
     found = [one for one in _found_below(state, "state", 0) if modules or one.endswith("an optimizer")]
     return ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
 
@@ -69,7 +69,7 @@ def _found_below(value: object, path: str, depth: int) -> Iterator[str]:
 
 @cache
 def warn_of_save(found: str) -> None:
-    """Say once what is better than what was `found_in` the state of a save."""
+    """Log once that saving the object itself is better than the state_dict() `found` in the state."""
     _log.warning(
         "%s. All of it is captured before save() returns, and an optimizer's state is named by numbers. Pass the "
         'objects themselves: save(step, {"model": model, "optimizer": optimizer}); load() takes the same',
@@ -88,7 +88,7 @@ def warn_of_load(found: str) -> None:
 
 
 def wrapped_sections(state: Mapping[str, object], objects: Mapping[str, object]) -> tuple[str, ...]:
-    """Sections of modules of which a state_dict() is stored, with names of wrappers in its keys (`module.weight`)."""
+    """Sections of modules for which a state_dict() is stored, with wrappers' names in its keys (`module.weight`)."""
     return tuple([
         section for section, node in objects.items()
         if isinstance(state.get(section), torch.nn.Module) and type(node) in (dict, OrderedDict)
@@ -104,13 +104,13 @@ def _is_wrapped(keys: list[object]) -> bool:
 
 
 def is_fresh(value: object, node: object) -> bool:
-    """Whether a state_dict() has no state yet for parameters of which the stored one has some."""
+    """Whether a state_dict() has no state yet for parameters that have some in the stored one."""
     mine, theirs = cast("dict[str, dict[object, object]]", value), cast("dict[str, dict[object, object]]", node)
     return bool(theirs["state"]) and not mine["state"]
 
 
 def is_lost_on(loading: Loading, value: object, node: object, place: Place) -> bool:
-    """Whether what is stored of an optimizer has no place in the state_dict() that is to take it."""
+    """Whether the state_dict() in the state has no room for the stored optimizer state."""
     itself = f"pass the optimizer itself as {place.path}, not its state_dict()"
     if stored_optimizer(node) is not None:
         loading.differ("kind", place.name, "the state_dict() of an optimizer", "an optimizer")
@@ -122,10 +122,10 @@ def is_lost_on(loading: Loading, value: object, node: object, place: Place) -> b
 
 
 def translate(loading: Loading, node: object, view: OptimizerView, place: Place) -> StoredOptimizer | None:
-    """What a stored state_dict() says of the optimizer whose `view` it is loaded into.
+    """The entries of a stored state_dict(), for the optimizer of `view` into which it is loaded.
 
-    By names, where both have them; else by order, where all counts and shapes agree. What does not is entered as a
-    difference, and the result is None.
+    Matched by names, if both have them; else by order, if all counts and shapes agree. Disagreements are entered as
+    differences, and the result is None.
     """
     stored = cast("dict[str, list[dict[object, object]]]", node)
     groups, slots = stored["param_groups"], cast("dict[object, dict[object, object]]", stored["state"])
@@ -167,7 +167,7 @@ def _options(group: Mapping[object, object]) -> dict[object, object]:
 def _by_name(
     loading: Loading, groups: list[dict[object, object]], view: OptimizerView, place: Place
 ) -> list[tuple[object, Member]] | None:
-    """Numbers of stored parameters with the members of their names; None where some have no name that tells."""
+    """Numbers of stored parameters with the members of the same names; None if some have no usable name."""
     pairs: list[tuple[object, Member]] = []
     by_path = {member.home.path: member for member in view.members()}
     for group in groups:
@@ -187,7 +187,7 @@ def _by_name(
 
 
 def _check_shapes(loading: Loading, slots: Mapping[object, object], member: Member, place: Place) -> None:
-    """A slot has its parameter's shape, or is a single number: else nobody could tell that it is this parameter's."""
+    """Check that each slot has its parameter's shape, or is a single number: a wrong match would not show otherwise."""
     held = member.home.held
     shape = tuple(member.parameter.shape if held is None else held.shape)
     for key, node in slots.items():

@@ -1,4 +1,4 @@
-"""Tensors and arrays as memory: the only place that looks inside them."""
+"""Tensors and arrays as memory: the only module that examines their inside."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _NUMPY_NAMES = frozenset(
     + [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 )
 DENSE_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
-"""Types of tensors that lie in memory as they are; subclasses may not."""
+"""Tensor types that are plain memory; subclasses may not be."""
 _ARRAY_TYPES = (np.ndarray, np.memmap)
 _COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
-_LOW = np.uint64(1 << 40)  # memory nearly always lies above, and no storage was ever this long
+_LOW = np.uint64(1 << 40)  # memory is nearly always above, and no storage is this long
 _dtype, _is_cpu, _version = attrgetter("dtype"), attrgetter("is_cpu"), attrgetter("_version")
-_UNKNOWN = -1  # the version of inference tensors, which count nothing
-_BLOCK = 256  # tensors whose own records stay in the processor's cache while they are looked at
+_UNKNOWN = -1  # the version of inference tensors, which have no counter
+_BLOCK = 256  # tensors whose own records stay in the CPU cache while they are examined
 _CONVERT = "convert it to a dense tensor (to_dense(), dequantize(), full_tensor(), ...), or leave it out of the state"
 
 
 def dtype_of(tensor: torch.Tensor) -> DType:
-    """The piece dtype of a tensor; raises UnsupportedStateError for a quantized one."""
+    """The piece dtype of a tensor; raises UnsupportedStateError for a quantized tensor."""
     try:
         return TORCH_DTYPES[tensor.dtype]
     except KeyError:
@@ -44,7 +44,7 @@ def dtype_of(tensor: torch.Tensor) -> DType:
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    """The inverse of `dtype_of`; raises UnsupportedStateError where this torch lacks the type."""
+    """The inverse of `dtype_of`; raises UnsupportedStateError if this torch lacks the type."""
     try:
         return _TORCH_OF[dtype.name]
     except KeyError:
@@ -70,16 +70,16 @@ def empty(
 
 
 def over(raw: np.ndarray, dtype: DType, shape: Sequence[int]) -> torch.Tensor:
-    """The tensor whose elements are the bytes of `raw`, an array of uint8."""
+    """A tensor over the bytes of `raw`, an array of uint8."""
     if not raw.size:
         return empty(dtype, shape)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that it may be read-only: whoever writes has to ask
+        warnings.simplefilter("ignore", UserWarning)  # that it may be read-only: callers that write check it
         return torch.from_numpy(raw).view(torch_dtype(dtype)).view(tuple(shape))
 
 
 def memory_of(tensor: torch.Tensor) -> Memory:
-    """Where a dense tensor's elements lie. The owner is its storage, which outlives `tensor.data = other`."""
+    """The memory of a dense tensor. The owner is its storage, which outlives `tensor.data = other`."""
     item_bytes = tensor.element_size()
     return Memory(
         tensor.untyped_storage(),
@@ -92,13 +92,13 @@ def memory_of(tensor: torch.Tensor) -> Memory:
 
 
 class Columns(msgspec.Struct, frozen=True, eq=False):
-    """What tensors are, one row each.
+    """Properties of tensors, one row each.
 
     address  of element (0, ..., 0)
     owners   keep the memory alive
-    versions counts of in-place operations, see `versions_of`; only where memory is held
-    odd      positions of those whose elements are not one run of host bytes in row-major order,
-             or whose memory holds other values than they show; ascending
+    versions version counters, see `versions_of`; only with `hold`
+    odd      positions of tensors whose elements are not one run of host bytes in row-major order, or whose memory
+             holds other values than they show (conjugate, negative); ascending
     """
 
     dtypes: Sequence[DType]
@@ -110,15 +110,14 @@ class Columns(msgspec.Struct, frozen=True, eq=False):
 
 
 def columns(tensors: Sequence[torch.Tensor], names: Sequence[str], *, hold: bool) -> Columns:
-    """Look at each tensor once.
+    """Examine each tensor once.
 
-    hold    let storages own the memory, which outlive `tensor.data = other`, instead of the tensors
+    hold    let storages own the memory, which outlive `tensor.data = other`, instead of tensors
     raises  UnsupportedStateError, by name, for a tensor that `check_tensor` refuses
 
-    What `check_tensor` asks is answered by less: a tensor that is sparse, opaque or nested has no address
-    or no shape and raises, only complex ones are conjugate, and where there is no memory (meta and zero
-    tensors, freed storages) the address is null, or as far from it as the tensor is into its storage:
-    those of low addresses are asked one by one.
+    The checks of `check_tensor` are done more cheaply: a tensor that is sparse, opaque or nested has no address or no
+    shape and raises; only complex tensors are conjugate; and without memory (meta and zero tensors, freed storages)
+    the address is null, or the tensor's offset in its storage: so tensors at low addresses are checked one by one.
     """
     dtypes: list[torch.dtype] = []
     shapes: list[tuple[int, ...]] = []
@@ -135,12 +134,12 @@ def columns(tensors: Sequence[torch.Tensor], names: Sequence[str], *, hold: bool
             own = list(map(_dtype, block))
             found = np.fromiter(map(torch.Tensor.data_ptr, block), np.uint64, len(block))
             dtypes += own
-            # Of equal ones one is kept: each is an object for the garbage collector to look at, and they are few.
+            # of equal shapes one is kept: each tuple is an object for the garbage collector
             sizes = list(map(torch.Tensor.size, block))
             shapes.extend(map(distinct.setdefault, sizes, sizes))
             owners.extend(map(torch.Tensor.untyped_storage, block) if hold else block)
             address[start : start + len(block)] = found
-            if hold:  # here, where each tensor is at hand: 0.2 ms of 1,800, and 0.6 in a pass of its own
+            if hold:  # here, while each tensor is cached: 0.2 ms of 1,800, and 0.6 in a pass of its own
                 versions[start : start + len(block)] = versions_of(block)
             usual = all(map(torch.Tensor.is_contiguous, block)) and all(map(_is_cpu, block))
             if not usual or any(map(torch.Tensor.is_neg, block)) or not _COMPLEX.isdisjoint(own):
@@ -155,7 +154,7 @@ def columns(tensors: Sequence[torch.Tensor], names: Sequence[str], *, hold: bool
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> NDArray[np.int64]:
-    """The version counter of each tensor: torch counts the in-place operations on it and on all views of it."""
+    """The version counter of each tensor: torch counts the in-place operations on it and on all its views."""
     try:
         return np.fromiter(map(_version, tensors), np.int64, len(tensors))
     except RuntimeError:
@@ -167,7 +166,7 @@ def _is_odd(tensor: torch.Tensor) -> bool:
 
 
 def check_tensor(tensor: torch.Tensor, name: str) -> DType:
-    """The dtype of a tensor whose elements lie in memory, each by itself; else UnsupportedStateError."""
+    """The dtype of a tensor whose elements are in memory, without overlap; else raises UnsupportedStateError."""
     dtype = TORCH_DTYPES.get(tensor.dtype)
     if (
         type(tensor) in DENSE_TYPES
@@ -181,7 +180,7 @@ def check_tensor(tensor: torch.Tensor, name: str) -> DType:
 
 
 def _refusal(tensor: torch.Tensor, name: str) -> UnsupportedStateError:
-    """Why `check_tensor` refuses, most telling cause first."""
+    """The reason why `check_tensor` refuses, the most informative one first."""
     if uninitialized(tensor):
         return unsupported(name, tensor, "is not initialized", "run one forward pass before saving or loading")
     if type(tensor) not in DENSE_TYPES:
@@ -196,12 +195,12 @@ def _refusal(tensor: torch.Tensor, name: str) -> UnsupportedStateError:
 
 
 def uninitialized(tensor: torch.Tensor) -> bool:
-    """Whether it is a lazy module's parameter or buffer, before its first pass."""
+    """Whether it is a lazy module's parameter or buffer, before the first forward."""
     return isinstance(tensor, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer))
 
 
 def resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or a copy whose memory holds the values, where conjugation or sign is only noted."""
+    """The tensor itself; or a copy with the actual values, if conjugation or sign is only a flag."""
     return tensor.detach().resolve_conj().resolve_neg() if deferred(tensor) else tensor
 
 
@@ -211,7 +210,7 @@ def deferred(tensor: torch.Tensor) -> bool:
 
 
 def check_array(array: np.ndarray, name: str) -> DType:
-    """The dtype of a numpy array of plain native numbers; else UnsupportedStateError."""
+    """The dtype of a numpy array of plain native numbers; else raises UnsupportedStateError."""
     if type(array) in _ARRAY_TYPES and array.dtype.isnative and array.dtype.name in _NUMPY_NAMES:
         return DTYPES[array.dtype.name]
     if type(array) not in _ARRAY_TYPES:
@@ -225,23 +224,23 @@ def check_array(array: np.ndarray, name: str) -> DType:
 
 
 def array_memory(array: np.ndarray) -> Memory:
-    """Where an array's elements lie; strides may be negative."""
+    """The memory of an array; strides may be negative."""
     return Memory(array, array.__array_interface__["data"][0], array.shape, array.strides, array.itemsize)
 
 
 def ascending(array: np.ndarray) -> np.ndarray:
-    """The array itself, or a copy where an axis runs backwards: memory is always read upwards."""
+    """The array itself, or a copy if an axis runs backwards: memory is always read upwards."""
     return array.copy(order="C") if any(stride < 0 for stride in array.strides) else array
 
 
 def overlaps_itself(memory: Memory) -> bool:
     """Whether two elements may share bytes, so that writing one changes the other.
 
-    Sufficient, not necessary: says yes to interleavings that no common view makes.
+    Conservative: also True for interleavings that no common view makes.
     """
     if memory.contiguous:
         return False
-    reach = memory.item_bytes  # bytes that the dimensions so far span
+    reach = memory.item_bytes  # bytes spanned by the dimensions so far
     for stride, length in sorted(zip(memory.strides_bytes, memory.shape, strict=True)):
         if length > 1:
             if stride < reach:

@@ -1,7 +1,7 @@
-"""Module trees: what state_dict() and named_parameters() of an ordinary module say, found in one walk.
+"""Module trees: state_dict() and named_parameters() of an ordinary module, computed in one walk.
 
-Torch's own walks cost two calls and a dictionary for every module, several times a save. This one
-is for trees in which every module leaves state_dict() as torch wrote it; others are asked.
+Torch's own walks cost two calls and a dictionary for every module, several times a save. This one is for trees in
+which every module has torch's own state_dict(); for others state_dict() is called.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from flowstone.state.names import WRAPPERS
 from flowstone.state.tensors import DENSE_TYPES
 
-_DEPTH_MAX = 500  # beyond, torch's own recursion has the word
+_DEPTH_MAX = 500  # deeper trees are left to torch's own recursion
 _METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
 _TABLES = ("_parameters", "_buffers", "_modules")
 
@@ -24,10 +24,10 @@ class Tree(msgspec.Struct, frozen=True, eq=False):
 
     keys        as state_dict() has them
     names       the same without wrappers
-    values      the module's very tensors
+    values      the module's own tensors
     parameters  per entry: whether it is registered as a parameter
-    dense       whether all values are tensors that lie in memory as they are
-    restless    ids of parameters that change without a step, see `restless_in`
+    dense       whether all values are tensors in plain memory
+    restless    ids of parameters that also change without a step, see `restless_in`
     """
 
     keys: Sequence[str]
@@ -39,7 +39,7 @@ class Tree(msgspec.Struct, frozen=True, eq=False):
 
 
 def tree_of(module: torch.nn.Module) -> Tree | None:
-    """The tree below `module`; None when some module in it has a state_dict() of its own, hooks, or extra state."""
+    """The tree below `module`; None if a module in it has a state_dict() of its own, hooks, or extra state."""
     keys: list[str] = []
     names: list[str] = []
     values: list[torch.Tensor] = []
@@ -56,7 +56,7 @@ def tree_of(module: torch.nn.Module) -> Tree | None:
         if may_be_restless[kind]:
             restless |= restless_in(one)
         if not ordinary[kind] or depth > _DEPTH_MAX or "state_dict" in fields or "_save_to_state_dict" in fields:
-            return None  # also where a single module has one of its own
+            return None  # also if a single module has one of its own
         own, buffers, inner = fields.get("_parameters"), fields.get("_buffers"), fields.get("_modules")
         if type(own) is not dict or type(buffers) is not dict or type(inner) is not dict:
             return None
@@ -65,7 +65,7 @@ def tree_of(module: torch.nn.Module) -> Tree | None:
         for name, value in own.items():
             if value is not None:
                 if "." in name:
-                    return None  # torch allows none; what they come to, state_dict() says
+                    return None  # torch allows none; state_dict() shows the result
                 keys.append(prefix + name)
                 names.append(bare + name)
                 values.append(value)
@@ -93,7 +93,7 @@ _RESTLESS = (torch.nn.Embedding, torch.nn.EmbeddingBag, torch.optim.swa_utils.Av
 
 
 def restless_in(module: torch.nn.Module) -> set[int]:
-    """Ids of the parameters of one module that its own methods change: in a forward, or with an average.
+    """Ids of the parameters of one module that its own methods change: in a forward, or by averaging.
 
     `max_norm` renormalises rows of an embedding whenever they are looked up.
     """

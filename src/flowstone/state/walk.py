@@ -1,8 +1,8 @@
 """The walk: the one recursion over the objects of a state.
 
-Three passes go over a state: one finds what it contains, one describes it, one plans to restore it. Each is a `Walk`,
-which tells the kind of a value and has it act; a kind goes on below by calling the walk that it was handed. A value
-that contains itself, or lies too deep, is refused here, whatever its kind and whichever pass comes to it first.
+Three passes go over a state: one scans its content, one describes it, one plans to restore it. Each is a `Walk`, which
+finds the kind of a value and calls that kind's method; a kind descends by calling the walk that it was given. A value
+that contains itself, or is nested too deep, is refused here, whatever its kind, by the first pass that reaches it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Walk(Generic[P, T]):
-    """One pass. To be called with a value and its place, and with what else the pass is told of it."""
+    """One pass. Called with a value, its place, and further arguments of the pass."""
 
     def __init__(self, act: Callable[Concatenate[Kind, object, Place, P], T]) -> None:
         """`act`: what the pass does with a value, once its kind is known."""
@@ -30,9 +30,9 @@ class Walk(Generic[P, T]):
         self._open: set[int] = set()
 
     def __call__(self, value: object, place: Place, *given: P.args, **named: P.kwargs) -> T:
-        """What the pass makes of `value`, and of all below.
+        """The result of the pass for `value` and all values inside.
 
-        raises  UnsupportedStateError for what contains itself, or is nested too deep
+        raises  UnsupportedStateError for a value that contains itself, or is nested too deep
         """
         kind = kind_of(value)
         if not kind.nests:
@@ -48,9 +48,9 @@ class Walk(Generic[P, T]):
 
 
 def scan(state: Mapping[str, object], rank: int) -> Scan:
-    """The first pass: what the state contains, found without calling into any of it.
+    """The first pass: what the state contains, found without calling any of its methods.
 
-    raises  UnsupportedStateError for containers that contain themselves or lie too deep, and for PerRank below the top
+    raises  UnsupportedStateError for containers that contain themselves or are too deep, and for PerRank below the top
     """
     found = Scan()
 

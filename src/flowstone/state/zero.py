@@ -1,6 +1,6 @@
-"""ZeroRedundancyOptimizer: an optimizer of all parameters, whose state each rank keeps for some of them.
+"""ZeroRedundancyOptimizer: an optimizer of all parameters, whose state each rank has for some of them.
 
-The only place that knows torch's names of it. Its own state_dict() is no use: it wants all ranks' state on one first.
+Only this module uses torch's names for it. Its own state_dict() does not help: it first gathers all ranks' state.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from flowstone.state.names import Place
 
 
 def local_optimizer(optimizer: object, place: Place) -> torch.optim.Optimizer | None:
-    """The optimizer that does this rank's share of a ZeroRedundancyOptimizer's work; None for any other optimizer.
+    """The optimizer that does this rank's part of a ZeroRedundancyOptimizer's work; None for any other optimizer.
 
-    Its groups are parallel to the whole one's, and hold the parameters of which this rank keeps the state.
+    Its groups are parallel to the whole optimizer's, and contain the parameters whose state this rank has.
     """
     known = imported("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer")
     if known is None or not isinstance(optimizer, known):

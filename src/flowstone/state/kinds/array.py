@@ -1,4 +1,4 @@
-"""Arrays of numpy."""
+"""Numpy arrays."""
 
 from __future__ import annotations
 

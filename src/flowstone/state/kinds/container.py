@@ -1,4 +1,4 @@
-"""Dictionaries, lists and tuples: what they hold is described and restored item by item."""
+"""Dictionaries, lists and tuples: described and restored item by item."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TYPES = frozenset({dict, OrderedDict, list, tuple})
 
 
 class Container(Kind):
-    """May hold values of any kind."""
+    """A container; may hold values of any kind."""
 
     types = _TYPES
     nests = True
@@ -42,7 +42,7 @@ class Container(Kind):
             return True
         live = False
         for key, item in _items_of(value):
-            # Plain leaves are the many; a place is made only for what may matter.
+            # Most items are plain leaves: create a place only for the others.
             if type(item) not in plain.TYPES and scan.walk(item, place.child(key)):
                 live = True
         if live:
@@ -54,7 +54,7 @@ class Container(Kind):
         if only is not None:
             return _references(value, place, saving, *only)
         walk = saving.walk
-        # Values that stand for themselves are the many: neither a place nor a call is made for them.
+        # Most items are immutable values: create no place and make no call for them.
         if isinstance(value, dict):
             return _container_type(value, saving)([
                 (
@@ -75,7 +75,7 @@ class Container(Kind):
         return plain.restore(value, node, place, loading)
 
     def _item_by_item(self, value: object, node: object, place: Place, loading: Loading) -> Replacement | None:
-        """A container with something to write in place: strict about its keys."""
+        """Restore a container with something to write in place: its keys must match."""
         mapping = isinstance(value, dict)
         if state_dicts.is_optimizers(value) and state_dicts.is_lost_on(loading, value, node, place):
             return None
@@ -109,7 +109,7 @@ class Container(Kind):
 def _references(
     value: object, place: Place, saving: Saving, keys: Sequence[object], values: Sequence[torch.Tensor]
 ) -> object:
-    """What stands for a container of nothing but tensors, which are entered."""
+    """The object for a container that holds only tensors, which are entered."""
     names = names_below(place.name, keys)
     saving.sink.enter_all(place, keys, names, values)
     references = tensor_refs(names)
@@ -121,14 +121,14 @@ def _references(
 
 
 def _container_type(value: object, saving: Saving) -> type[dict[object, object]]:
-    """What stands for a dict: a MergePoint, where its items are restored one by one."""
+    """The type that represents a dict: a MergePoint, if its items are restored one by one."""
     if type(value) is OrderedDict:
         return OrderedDict
     return MergePoint if id(value) in saving.scan.live else dict
 
 
 def _only_tensors(value: object) -> tuple[Sequence[object], Sequence[torch.Tensor]] | None:
-    """The keys and the tensors of a container that holds nothing else, and is not empty."""
+    """The keys and tensors of a container that holds only tensors, and is not empty; else None."""
     items = list(value.values()) if isinstance(value, dict) else cast("Sequence[object]", value)
     if not items or type(items[0]) not in DENSE_TYPES or not DENSE_TYPES.issuperset(map(type, items)):
         return None
@@ -137,25 +137,25 @@ def _only_tensors(value: object) -> tuple[Sequence[object], Sequence[torch.Tenso
 
 
 def _items_of(value: object) -> Iterable[tuple[object, object]]:
-    """Keys and items of a container, positions being a sequence's keys."""
+    """Keys and items of a container; the keys of a sequence are positions."""
     if isinstance(value, dict):
         return cast("Iterable[tuple[object, object]]", value.items())
     return enumerate(cast("Iterable[object]", value))
 
 
 def _by_key(node: object, place: Place) -> dict[object, object]:
-    """A stored container's items by the keys that the state's own container would have."""
+    """A stored container's items, by the keys of the state's own container."""
     if node is MISSING:
         return {}
     return {constant_free(key, place.name): item for key, item in _items_of(node)}
 
 
 def _beside(node: object, keys: Sequence[object], place: Place) -> dict[object, object]:
-    """A stored container's items that are not at one of `keys`, which are a container's of the same kind."""
+    """A stored container's items with other keys than `keys`."""
     if isinstance(node, (list, tuple)):
         return dict(list(enumerate(node))[len(keys) :])
     if isinstance(node, dict) and PLAIN_KEYS.issuperset(map(type, node)) and list(node) == keys:
-        return {}  # as it nearly always is
+        return {}  # the usual case
     wanted = set(keys)
     return {key: item for key, item in _by_key(node, place).items() if key not in wanted}
 

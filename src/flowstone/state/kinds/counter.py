@@ -1,4 +1,4 @@
-"""Counters: a dictionary of numbers, of a type of its own."""
+"""collections.Counter: a dictionary of numbers, with a type of its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flowstone.state.sink import Role
 
 
 class Counter(Kind):
-    """What was counted, by key."""
+    """Counts, by key."""
 
     types = frozenset({collections.Counter})
     nests = True

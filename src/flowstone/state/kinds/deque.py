@@ -1,4 +1,4 @@
-"""Deques: described item by item, and built anew."""
+"""Deques: described item by item, and created anew at load."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flowstone.state.sink import Role
 
 
 class Deque(Kind):
-    """A line of values, tensors among them, too; nothing of it is written in place."""
+    """A deque of values, which may be tensors; none of them is written in place."""
 
     types = frozenset({collections.deque})
     nests = True

@@ -1,4 +1,4 @@
-"""DTensors: their placements on a mesh say which boxes of them this rank holds (`shards.py`)."""
+"""DTensors: their placements on a mesh say which boxes this rank holds (`shards.py`)."""
 
 from __future__ import annotations
 

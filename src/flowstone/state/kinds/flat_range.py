@@ -16,7 +16,7 @@ from flowstone.state.sink import Role
 
 
 class FlatRange(Kind):
-    """A flat tensor, saved as its members."""
+    """A flat tensor, stored as its members."""
 
     bases = (flat.Flat,)
 
@@ -26,7 +26,7 @@ class FlatRange(Kind):
         return True
 
     def describe(self, value: object, place: Place, saving: Saving, role: Role) -> dict[str, object]:
-        """Enter the members. Their names say all, as those of a module's parameters do."""
+        """Enter the members. Their names identify them, as for a module's parameters."""
         declared = cast("flat.Flat", value)
         role = Role.STEPPED if id(declared.tensor) in saving.stepped else role
         for span in declared.spans:

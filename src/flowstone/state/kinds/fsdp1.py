@@ -1,7 +1,7 @@
-"""What FSDP1 has made of a module: flat parameters, described and restored as the originals that lie in them.
+"""Modules wrapped by FSDP1: flat parameters, described and restored as the original parameters in them.
 
-No row of the table of kinds: to the walk it is a module, and only the module's own tree tells that there is more to it
-(`kinds/module.py`). What of a flat parameter is here is read by `fsdp.py`.
+Not in the table of kinds: for the walk it is a module, and only the module's own tree shows that it is wrapped
+(`kinds/module.py`). `fsdp.py` reads which part of a flat parameter is on this rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flowstone.state.saving import Saving
 
 
 def describe(fsdp: Wrapped, place: Place, saving: Saving, roles: Roles) -> None:
-    """Enter what this rank holds of parameters that FSDP1 has flattened."""
+    """Enter this rank's part of parameters that FSDP1 has flattened."""
     for unit in fsdp.units:
         for span, own in zip(unit.spans, unit.originals or repeat(unit.flat), strict=False):
             inner = place.called(f"{place.name}.{span.name}", span.name)
@@ -27,7 +27,7 @@ def describe(fsdp: Wrapped, place: Place, saving: Saving, roles: Roles) -> None:
 
 
 def restore(fsdp: Wrapped, place: Place, loading: Loading) -> None:
-    """Want what this rank holds of them, in the memory that every forward is gathered from."""
+    """Request this rank's part of them, into the memory from which every forward gathers."""
     for unit in fsdp.units:
         for span in unit.spans:
             inner = place.called(f"{place.name}.{span.name}", span.name)

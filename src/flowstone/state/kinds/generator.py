@@ -1,4 +1,4 @@
-"""Generators: of random numbers, each restored to the very state that it was saved in."""
+"""Random number generators, each restored to exactly the saved state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ProcessGenerators:
 
 
 class Generator(Kind):
-    """A generator, or all that belong to the process. Restored last: everything else may draw from it."""
+    """A generator, or all that belong to the process. Restored last: all other actions may draw from it."""
 
     bases = (torch.Generator, random.Random, ProcessGenerators)
     one_value = True
@@ -60,13 +60,13 @@ class Generator(Kind):
 
 
 def _numpy_types() -> tuple[type, ...]:
-    """Numpy's classes of generators. It imports them when they are first used, which a load without any need not."""
+    """Numpy's generator classes. Numpy imports them at first use, so that a load without generators does not."""
     found = (imported("numpy.random", name) for name in ("Generator", "RandomState", "BitGenerator"))
     return tuple(one for one in found if one is not None)
 
 
 def rng() -> PerRank:
-    """The generators of this process, as a section that every rank keeps for itself.
+    """The generators of this process, as a per-rank section.
 
     python's `random`, numpy's global one, torch's on the CPU and on every GPU that is in use.
     """
@@ -74,7 +74,7 @@ def rng() -> PerRank:
 
 
 def state_of(generator: object, name: str) -> object:
-    """The state of a generator as a tree of plain values, tensors and arrays of its own."""
+    """The state of a generator as a tree of plain values, and new tensors and arrays."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, np.random.Generator):
@@ -94,7 +94,7 @@ def state_of(generator: object, name: str) -> object:
 
 
 def restore(generator: object, state: object) -> None:
-    """Put a generator into a state from `state_of`, of the same kind of generator."""
+    """Set a generator to a state from `state_of`, of the same type of generator."""
     if isinstance(generator, torch.Generator):
         generator.set_state(cast("torch.Tensor", state))
     elif isinstance(generator, np.random.Generator):
@@ -126,17 +126,17 @@ def _restore_process(state: dict[str, object]) -> None:
 
 
 def cuda_count() -> int:
-    """How many GPUs this process can restore a generator of."""
+    """For how many GPUs this process can restore a generator."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _python_global() -> random.Random:
-    """The instance behind the functions of `random`, which are its bound methods."""
+    """The instance whose bound methods are the functions of `random`."""
     return cast("random.Random", random.random.__self__)  # type: ignore[attr-defined]
 
 
 def _python_state(generator: random.Random, name: str) -> dict[str, object]:
-    """`getstate()` is (version, 624 words and a position, next gauss); the words go into an array."""
+    """`getstate()` is (version, 624 words and a position, next gauss); the words become an array."""
     try:
         version, words, gauss = generator.getstate()
         table = np.array(words, np.uint32)
@@ -151,17 +151,17 @@ def _restore_python(generator: random.Random, state: dict[str, object]) -> None:
 
 
 _POSITIONS: Mapping[object, int] = {"pos": 624, "buffer_pos": 4}
-"""Where a generator of numpy is in its table: of MT19937, of Philox."""
+"""Limits of a numpy generator's position in its table: of MT19937, of Philox."""
 
 
 def fits(current: object, node: object, stored: Stored) -> bool:
-    """Whether a stored object has the form of a generator's present state, so that `restore` accepts it."""
+    """Whether a stored object has the form of a generator's current state, so that `restore` accepts it."""
     if isinstance(current, (torch.Tensor, np.ndarray)):
         if not isinstance(node, TensorRef):
             return False
         found = stored.tensors.get(stored.rename(node.name))
         name = str(current.dtype).removeprefix("torch.")
-        # A missing tensor is reported as such.
+        # A missing tensor is reported separately.
         return found is None or (found.dtype.name == name and found.shape == tuple(current.shape))
     if isinstance(current, dict):
         if not isinstance(node, dict) or current.keys() != node.keys():
@@ -173,7 +173,7 @@ def fits(current: object, node: object, stored: Stored) -> bool:
 def _fits_entry(key: object, current: object, node: object, stored: Stored) -> bool:
     if key == "bit_generator" or key == "version":
         return current == node
-    if key in _POSITIONS:  # numpy reads its table there, unchecked
+    if key in _POSITIONS:  # numpy would read its table there, unchecked
         return type(node) is int and 0 <= node <= _POSITIONS[key]
     if key == "cuda":
         return isinstance(node, list) and all(isinstance(one, TensorRef) and one.kind == "tensor" for one in node)
@@ -181,13 +181,13 @@ def _fits_entry(key: object, current: object, node: object, stored: Stored) -> b
 
 
 def devices_missing(node: object) -> int:
-    """How many GPUs' generators are stored, and cannot be restored here."""
+    """The number of GPUs whose generators are stored, and cannot be restored here."""
     saved = node.get("cuda") if isinstance(node, dict) else None
     return max(0, len(saved) - cuda_count()) if isinstance(saved, list) else 0
 
 
 def label(state: object, generator: object) -> str:
-    """A generator's type as a difference tells it."""
+    """A generator's type, as text for a difference."""
     own = state.get("bit_generator") if isinstance(state, dict) else None
     return f"the state of {own}" if isinstance(own, str) else f"the state of {type(generator).__name__}"
 

@@ -31,11 +31,11 @@ from flowstone.state.sink import Role
 from flowstone.state.split import empty_like, splits
 from flowstone.state.trees import restless_in
 
-_EXTRA_STATE = "_extra_state"  # torch's key for get_extra_state(): of any type, and free to change its shape
+_EXTRA_STATE = "_extra_state"  # torch's key for get_extra_state(): a value of any type and changing shape
 
 
 class Module(Kind):
-    """A module: all at once where its tree is ordinary and dense, else entry by entry of its state_dict()."""
+    """A module: handled as a whole if its tree is ordinary and dense, else entry by entry of its state_dict()."""
 
     bases = (torch.nn.Module,)
     one_value = True
@@ -45,7 +45,7 @@ class Module(Kind):
         return True
 
     def describe(self, value: object, place: Place, saving: Saving, role: Role) -> MergePoint:
-        """Enter a module's tensors; returns what else its state_dict() holds, by stripped key."""
+        """Enter a module's tensors. Returns the other entries of its state_dict(), by stripped key."""
         module = cast("torch.nn.Module", value)
         tree = saving.scan.tree(module)
         if tree is None or not tree.dense or place.rank is not None:
@@ -56,7 +56,7 @@ class Module(Kind):
         return MergePoint()
 
     def restore(self, value: object, node: object, place: Place, loading: Loading) -> None:
-        """Want a module's tensors in their own memory, and plan to hand it the rest of its entries."""
+        """Request a module's tensors in their own memory, and plan to load its other entries."""
         module = cast("torch.nn.Module", value)
         if node is not MISSING and not isinstance(node, dict):
             loading.differ("kind", place.name, "a module", kind_of(node))
@@ -75,10 +75,10 @@ class Module(Kind):
 
 
 def _describe_entries(module: torch.nn.Module, place: Place, saving: Saving) -> MergePoint:
-    """Enter what is in its state_dict(), one entry after the other.
+    """Enter the entries of its state_dict(), one by one.
 
-    Tensors that are no parameter or buffer's own memory (made by a state_dict hook, or extra state)
-    stand in the result as references, so that a reader can tell them; so do those that a provider describes.
+    Tensors that are not a parameter's or buffer's own memory (made by a state_dict hook, or extra state) are
+    references in the result, so that a reader can tell them apart; so are tensors that a provider describes.
     """
     fsdp = saving.scan.wrapped(module, place)
     restless = frozenset[int]().union(*map(restless_in, module.modules()))
@@ -98,7 +98,7 @@ def _describe_entries(module: torch.nn.Module, place: Place, saving: Saving) -> 
         held = live.own(value)
         role = Role.OTHER if held is None else roles.of(held, isinstance(held, torch.nn.Parameter))
         node = saving.walk(value, inner, role)
-        # Of its own tensors the names tell; but another rank may take this entry, and could not tell them by these.
+        # Names identify its own tensors, but not for another rank that takes this per-rank entry.
         if held is None or type(node) is not TensorRef or place.rank is not None:
             extra[name] = node
     return extra
@@ -107,7 +107,7 @@ def _describe_entries(module: torch.nn.Module, place: Place, saving: Saving) -> 
 def _restore_entries(
     module: torch.nn.Module, extra: Mapping[str, object], place: Place, loading: Loading
 ) -> None:
-    """Want what is in its state_dict(), one entry after the other; `extra`: what is stored of it besides tensors."""
+    """Request the entries of its state_dict(), one by one; `extra`: its stored values that are not tensors."""
     fsdp = loading.scan.wrapped(module, place)
     if fsdp is not None:
         fsdp1.restore(fsdp, place, loading)
@@ -146,7 +146,7 @@ def _restore_entries(
 
 
 def _tensor_aside(loading: Loading, value: torch.Tensor, node: object, place: Place) -> Callable[[], object]:
-    """Want a tensor like `value` in memory of its own."""
+    """Request a tensor like `value` in new memory."""
     if splits(type(value)) and served_tensor(value) is not None:
         split = empty_like(value)
         loading.walk(split, place, node)
@@ -159,9 +159,9 @@ def _tensor_aside(loading: Loading, value: torch.Tensor, node: object, place: Pl
 
 
 def state_dict(module: torch.nn.Module, place: Place, fsdp: Wrapped | None = None) -> Mapping[str, object]:
-    """The module's state_dict(), with its very parameters where it lets us have them.
+    """The module's state_dict(), with its own parameter objects where possible.
 
-    fsdp  what FSDP1 has made of it: its flat parameters are then left out
+    fsdp  its FSDP1 tables, if any: flat parameters are then left out
     """
     plain = type(module).state_dict is torch.nn.Module.state_dict
     with nullcontext() if fsdp is None else fsdp.alone():
@@ -181,9 +181,9 @@ def state_dict(module: torch.nn.Module, place: Place, fsdp: Wrapped | None = Non
 def load_entries(
     module: torch.nn.Module, entries: Mapping[str, object], metadata: object, place: Place, fsdp: Wrapped | None = None
 ) -> None:
-    """Hand a module those entries that no write into memory restores."""
+    """Load those entries of a module that cannot be written in place."""
     given = OrderedDict(entries)
-    # Modules read their version from here; without it they would take the entries for old ones.
+    # Modules read their version from the metadata; without it they would treat the entries as an old version's.
     given._metadata = metadata  # type: ignore[attr-defined]
     try:
         with nullcontext() if fsdp is None else fsdp.alone():

@@ -1,6 +1,6 @@
 """Optimizers, and objects around some: slots under their parameters' names, groups by their members.
 
-`optimizer_view.py` shows the object that is stored, and reads both sides; `optimizer_rebuild.py` puts one together.
+`optimizer_view.py` defines the stored object, and reads both sides; `optimizer_rebuild.py` restores an optimizer.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from flowstone.state.tensors import DENSE_TYPES
 class Optimizer(Stateful):
     """One of torch's optimizers, or a wrapper or container of some that has a state_dict().
 
-    One whose state_dict() has a form of its own is saved like any other object.
+    One whose state_dict() has a different form is saved like any other object with a state_dict().
     """
 
     bases = (torch.optim.Optimizer,)
@@ -85,7 +85,7 @@ class Optimizer(Stateful):
 
 
 def _describe(optimizer: Core, place: Place, saving: Saving) -> MergePoint:
-    """Enter an optimizer's tensors; returns its object, as `optimizer_view` shows it."""
+    """Enter an optimizer's tensors. Returns its object, as `optimizer_view` defines it."""
     view = view_of(optimizer, saving.parameters, place)
     inside = place.child("state")
     guarded = {id(one) for one in saving.scan.optimizers}
@@ -117,10 +117,10 @@ def _describe(optimizer: Core, place: Place, saving: Saving) -> MergePoint:
 
 
 class _Slots:
-    """Enters the slots of one parameter after the other; those that their names tell, many at a time."""
+    """Enters slots, parameter by parameter; those identified by names, many at a time."""
 
     def __init__(self, saving: Saving, inside: Place, *, lazy: bool) -> None:
-        """`lazy`: only steps that have waited before change them."""
+        """`lazy`: they change only in steps that wait at the fence."""
         self._saving, self._inside = saving, inside
         self._role = Role.STEPPED if lazy else Role.OTHER
         self._keys: list[object] = []
@@ -133,7 +133,7 @@ class _Slots:
         self._saving.sink.enter_all(self._inside, keys, names, values, roles=[self._role] * len(names))
 
     def describe(self, member: Member) -> dict[object, object]:
-        """Enter a parameter's slots; returns those that have to be listed."""
+        """Enter a parameter's slots. Returns those that must be listed."""
         listed: dict[object, object] = {}
         inside, (path, held) = self._inside, member.home
         base = f"{inside.name}.{path}."
@@ -144,7 +144,7 @@ class _Slots:
                 continue
             if not implicit(slot) or type(value) not in DENSE_TYPES:
                 if not member.here:
-                    continue  # whoever has the parameter lists it: a load leaves what is here as it was
+                    continue  # the rank that has the parameter lists it: a load leaves this one unchanged
                 self.enter()
                 plain = stored_key(slot, inside)
                 inner = inside.child(path).child(plain)
@@ -168,12 +168,12 @@ class _Slots:
                 self._keys.append(key)
                 self._values.append(value)  # type: ignore[arg-type]
             if inside.rank is not None:
-                # Another rank may take this entry, and could not tell the slots from the names.
+                # Names do not identify slots for another rank that takes this per-rank entry.
                 listed[slot] = TensorRef(name, "tensor")
         return listed
 
     def enter(self) -> None:
-        """Enter what has been collected: before anything else is, so that pieces stay in the state's order."""
+        """Enter the collected slots; call it before entering others, so that pieces stay in the state's order."""
         roles = [self._role] * len(self._names)
         self._saving.sink.enter_all(self._inside, self._keys, self._names, self._values, roles=roles)
         self._keys, self._names, self._values = [], [], []
@@ -188,7 +188,7 @@ def _no_match(name: str) -> UnsupportedStateError:
 
 
 def _restore(optimizer: Core, node: object, place: Place, loading: Loading) -> None:
-    """Want an optimizer's tensors, existing ones in place; plan to put slots and settings into it."""
+    """Request an optimizer's tensors, existing ones in place; plan to set its slots and settings."""
     if node is MISSING:
         loading.differ("missing", place.name, "an optimizer", "nothing of that name")
         return
@@ -227,9 +227,9 @@ def _restore(optimizer: Core, node: object, place: Place, loading: Loading) -> N
 def _same_slots(view: OptimizerView, listed: Mapping[str, object], named: Collection[str], place: Place) -> (
     SlotColumns | None
 ):
-    """All slots, where those that are stored are just those that are here: as in a job that goes on.
+    """All slots, if the stored ones are exactly those of the optimizer, as in a job that resumes.
 
-    listed  what is stored of slots that no name tells; `named`: the names of all others
+    listed  stored slots that no name identifies; `named`: the names of all others
     """
     columns = view.columns(f"{place.name}.state") if place.rank is None and not listed else None
     if columns is None or len(columns.names) != len(named) or set(columns.names) != set(named):

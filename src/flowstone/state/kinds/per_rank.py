@@ -1,4 +1,4 @@
-"""`fs.PerRank`: a section that every rank keeps for itself. `describe` and `prepare` open it; it is none below them."""
+"""`fs.PerRank`: a section with one value per rank. `describe` and `prepare` unwrap it; elsewhere it is refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flowstone.state.sink import Role
 
 
 class PerRank(Kind):
-    """One that is not a section of the state."""
+    """A PerRank that is not a section of the state."""
 
     bases = (records.PerRank,)
 

@@ -1,4 +1,4 @@
-"""Values of their own: numbers, text, bytes, sets, constants of torch and numpy, scalars of numpy, slices."""
+"""Plain values: numbers, text, bytes, sets, constants of torch and numpy, scalars of numpy, slices."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from flowstone.state.sink import Role
 from flowstone.table.dtype import DTYPES
 
 BYTES_INLINE_MAX = 64 * 1024
-"""Longer bytes lie in a tensor: objects are read whole, as text, whenever a checkpoint is opened."""
+"""Longer bytes are stored as a tensor: objects are read whole, as text, whenever a checkpoint is opened."""
 
 IMMUTABLE = frozenset({type(None), bool, int, float, complex, str, range})
-"""Types of values that stand for themselves."""
+"""Types of values that need no copy."""
 
 TYPES = IMMUTABLE | {bytes, bytearray}
-"""Types of values that hold none, and are nothing to anyone else."""
+"""Types of values that contain no others, and that no other kind handles."""
 
 
 class Plain(Kind):
-    """A value of its own. The last kind of the table: what nothing else recognises is refused here, by name."""
+    """A plain value. The last kind of the table: it refuses, by name, a value that no other kind recognises."""
 
     types = TYPES | {set, frozenset, slice}
     replaceable = True
@@ -44,7 +44,7 @@ class Plain(Kind):
         return False
 
     def describe(self, value: object, place: Place, saving: Saving, role: Role) -> object:
-        """Immutable ones as they are, others copied, constants by name."""
+        """Immutable values as they are, others copied, constants by name."""
         kind = type(value)
         if kind in IMMUTABLE:
             return value
@@ -55,7 +55,7 @@ class Plain(Kind):
         named = constants.named(value)
         if named is not None:
             return named
-        objects.encode(value, place.name)  # scalars of numpy, slices; refuses everything else
+        objects.encode(value, place.name)  # scalars of numpy, slices; refuses all other values
         return value
 
     def restore(self, value: object, node: object, place: Place, loading: Loading) -> Replacement | None:
@@ -65,9 +65,9 @@ class Plain(Kind):
 def restore(
     value: object, node: object, place: Place, loading: Loading, *, holds_tensors: bool = False
 ) -> Replacement | None:
-    """Plan to replace a value, or what containers hold, by what is stored.
+    """Plan to replace a value, or a container's content, by the stored one.
 
-    holds_tensors  tensors among it are made anew. Else the state does not want them, which is reported with all others
+    holds_tensors  create its tensors anew. Else the state does not request them, which is reported with all others
     """
     if node is MISSING:
         loading.differ("missing", place.name, kind_of(value), "nothing of that name")
@@ -82,7 +82,7 @@ def restore(
 def _bytes(value: bytes | bytearray, place: Place, saving: Saving) -> object:
     if len(value) <= BYTES_INLINE_MAX:
         return type(value)(value)
-    # A copy of a bytearray: an exported buffer would keep the user from resizing it.
+    # A copy of a bytearray: an exported buffer would prevent the user from resizing it.
     array = np.frombuffer(bytes(value), np.uint8)
     saving.sink.add(place, DTYPES["uint8"], tensors.array_memory(array))
     return TensorRef(place.name, "bytes" if type(value) is bytes else "bytearray")

@@ -1,5 +1,5 @@
-"""Objects of a registered Provider: its description is checked, its chunks enter the sink, its small objects are taken
-while bytes move already; at load all of it is compared before anything changes.
+"""Objects with a registered Provider: its description is checked, its chunks enter the sink, and its small objects
+are taken while bytes already move; a load compares all of it before anything changes.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from flowstone.state.sink import Role
 
 
 class Provided(Kind):
-    """An object that a provider describes. Of a tensor, an optimizer may own it, and it has a role as a whole."""
+    """An object that a provider describes. If it is a tensor, it has a role as a whole: an optimizer may own it."""
 
     one_value = True
     provided = True
 
     def served(self, value: object) -> Served | None:
-        """The provider of a value; None for what is of another kind."""
+        """The provider of a value; None if it has none."""
         return PROVIDERS.of_type(type(value))
 
     def recognises(self, value: object) -> bool:
@@ -58,9 +58,9 @@ class Provided(Kind):
 
 
 def describe(served: Served, value: object, place: Place, saving: Saving, role: Role) -> objects.Provided:
-    """Enter an object's parts; its small objects are filled in later, by what is put into `saving.late`.
+    """Enter an object's parts; a function in `saving.late` fills in its small objects later.
 
-    role  what the object is to whatever holds it
+    role  of the object, in the object that contains it
     """
     session = ProviderSession(served, value, place)
     found = objects.Provided(served.kind, {}, {})
@@ -82,7 +82,7 @@ def describe(served: Served, value: object, place: Place, saving: Saving, role: 
 
 
 def _describe_objects(saving: Saving, session: ProviderSession, found: objects.Provided) -> None:
-    """Take an object's small objects. All tensors have been entered, and bytes move: no more can come."""
+    """Take an object's small objects. All tensors have been entered, and bytes move: no more tensors may come."""
     for part, value in session.values():
         found.objects[part.name] = session.checked(
             f"gives '{part.name}' a value that cannot be stored", saving.walk, value, session.place_of(part)
@@ -91,7 +91,7 @@ def _describe_objects(saving: Saving, session: ProviderSession, found: objects.P
 
 
 def restore(served: Served, value: object, node: object, place: Place, loading: Loading) -> None:
-    """Want an object's parts in its own memory, or anew; plan to hand it the rest."""
+    """Request an object's parts in its own memory, or in new memory; plan to pass it the rest."""
     if not isinstance(node, objects.Provided) or node.kind != served.kind:
         stored = loading.stored.tensors
         found = kind_of(node) if node is not MISSING else "a tensor" if place.name in stored else "nothing of that name"
@@ -114,7 +114,7 @@ def restore(served: Served, value: object, node: object, place: Place, loading: 
             loading.into_array(chunk, ref, inner, within=within)
     loading.sink.split.update(session.split)
     if isinstance(value, torch.Tensor):
-        loading.written.append(value)  # a graph that saved it has to notice, too
+        loading.written.append(value)  # a graph that saved it must notice the write too
     _compare_objects(loading, session, node)
     if place.rank is not None:
         for name in node.parts.keys() - {part.name for part in session.parts}:
@@ -126,7 +126,7 @@ def restore(served: Served, value: object, node: object, place: Place, loading: 
 
 
 def _fits(loading: Loading, part: Part, ref: object, inner: Place) -> bool:
-    """Whether a resizable part can take what is stored; if not, that is a difference."""
+    """Whether a resizable part can take the stored tensor; if not, note a difference."""
     name = loading.stored.rename(ref.name) if isinstance(ref, TensorRef) else inner.name
     found = loading.stored.tensors.get(name)
     if not isinstance(ref, TensorRef) or found is None:
@@ -142,7 +142,7 @@ def _fits(loading: Loading, part: Part, ref: object, inner: Place) -> bool:
 
 
 def _compare_objects(loading: Loading, session: ProviderSession, node: objects.Provided) -> None:
-    """Small objects that are not on both sides, and constants that are not equal, are differences."""
+    """Note differences: small objects that only one side has, and constants that are not equal."""
     names = {part.name for part in session.objects}
     for one in session.objects:
         if one.name not in node.objects:
@@ -165,7 +165,7 @@ def _compare_objects(loading: Loading, session: ProviderSession, node: objects.P
 
 
 def _apart(mine: object, stored: object) -> tuple[str, str]:
-    """Two nodes that differ, as a difference shows them: of dictionaries, at any depth, only what is not the same."""
+    """Two different nodes, for a difference: of dictionaries, at any depth, only the entries that differ."""
     if not (isinstance(mine, dict) and isinstance(stored, dict) and mine.keys() == stored.keys()):
         return f"{mine!r:.200}", f"{stored!r:.200}"
     inside = {name: _apart(mine[name], stored[name]) for name in mine if mine[name] != stored[name]}
@@ -178,12 +178,12 @@ def _apart(mine: object, stored: object) -> tuple[str, str]:
 def _hand_over(
     session: ProviderSession, new_values: NewValues, anew: Mapping[str, TensorRef], node: objects.Provided
 ) -> None:
-    """The provider's own part of a load, with every byte in place."""
+    """Call the provider's `restore`, with every byte in place."""
     place = session.place
     found = {name: new_values.build(ref, f"{place.name}.{name}") for name, ref in anew.items()}
     for part in session.objects:
         if part.constant:
-            continue  # the object has it
+            continue  # the object has that value already
         found[part.name] = new_values.build(node.objects[part.name], f"{place.name}.{part.name}")
     try:
         session.served.provider.restore(session.value, found)

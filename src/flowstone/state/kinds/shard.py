@@ -17,7 +17,7 @@ from flowstone.state.sink import Role
 
 
 class Shard(Kind):
-    """A tensor or an array, and where it lies in a larger one."""
+    """A tensor or an array, and its box in a larger one."""
 
     bases = (records.Shard,)
 

@@ -1,4 +1,4 @@
-"""Any other object with state_dict() and load_state_dict(): what it returns is described as the tree that it is."""
+"""Any other object with state_dict() and load_state_dict(): the returned tree is described."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _VERBS = ("state_dict", "load_state_dict")
 
 
 class Stateful(Kind):
-    """Saved by its state_dict(), loaded by its load_state_dict(), which runs last."""
+    """Saved by its state_dict(), restored by its load_state_dict(), which runs last."""
 
     one_value = True
 
@@ -45,7 +45,7 @@ class Stateful(Kind):
 
 
 def load_state(value: object, tree: object, place: Place) -> None:
-    """Hand an object its state."""
+    """Call an object's load_state_dict()."""
     try:
         value.load_state_dict(tree)  # type: ignore[attr-defined]
     except Exception as error:

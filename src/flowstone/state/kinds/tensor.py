@@ -1,4 +1,4 @@
-"""Tensors that lie in memory as they are."""
+"""Tensors in plain memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flowstone.state.tensors import DENSE_TYPES
 
 
 class Tensor(Kind):
-    """A dense tensor. Types of tensors that no other kind recognises come here, too: the sink refuses them by name."""
+    """A dense tensor. Also tensor types that no other kind recognises: the sink refuses them by name."""
 
     types = DENSE_TYPES
     bases: tuple[type, ...] = (torch.Tensor,)

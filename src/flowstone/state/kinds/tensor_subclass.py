@@ -1,4 +1,4 @@
-"""Tensors that are made of tensors, whose type no registered provider has: split into these, see `split.py`."""
+"""Tensors that are made of tensors, of a type without a registered provider: taken apart, see `split.py`."""
 
 from __future__ import annotations
 

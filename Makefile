@@ -1,13 +1,15 @@
 # make demo and make test do all the set-up they need; nothing else has to be run first.
-#   URING=auto|on|off   io_uring backend: if liburing is there (default), must be, or POSIX threads only
+#   URING=on|off        io_uring backend (default), or POSIX threads only
 #   PYTHON=python3.11   the interpreter that the environment is made of
 PYTHON ?= python3.11
-URING ?= auto
+URING ?= on
 VENV := .venv
 BIN := $(VENV)/bin
 INTEGRATIONS := .venv-integrations
-SYSTEM_PACKAGES := liburing-dev libxxhash-dev libzstd-dev
-NATIVE_SOURCES := CMakeLists.txt $(shell find native -type f)
+# Warnings are errors here alone: who builds a release has another compiler, with other warnings.
+BUILD_OPTIONS = --config-settings=cmake.define.FLOWSTONE_URING=$(URING) \
+    --config-settings=cmake.define.FLOWSTONE_TESTING=ON --config-settings=cmake.define.FLOWSTONE_WERROR=ON
+NATIVE_SOURCES := CMakeLists.txt $(shell find native third_party -type f)
 
 .PHONY: demo test test-integrations bench bench-full bench-ranks bench-interference bench-scale soak check check-native setup clean
 .DELETE_ON_ERROR:
@@ -72,7 +74,7 @@ soak: setup
 setup: $(VENV)/installed
 
 $(VENV)/system: Makefile tools/system_packages.sh
-	URING=$(URING) sh tools/system_packages.sh $(SYSTEM_PACKAGES) doctest-dev
+	sh tools/system_packages.sh doctest-dev
 	mkdir -p $(VENV) && touch $@
 
 $(VENV)/tools: pyproject.toml $(VENV)/system
@@ -84,8 +86,7 @@ $(VENV)/tools: pyproject.toml $(VENV)/system
 # The build's options are part of the file's name, so that another URING= builds again.
 $(VENV)/installed: $(VENV)/tools $(VENV)/uring-$(URING) $(NATIVE_SOURCES)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --quiet --no-build-isolation \
-	    --config-settings=cmake.define.FLOWSTONE_URING=$(shell echo $(URING) | tr a-z A-Z) \
-	    --config-settings=cmake.define.FLOWSTONE_TESTING=ON --editable .
+	    $(BUILD_OPTIONS) --editable .
 	touch $@
 
 $(INTEGRATIONS)/tools: pyproject.toml $(VENV)/system
@@ -97,8 +98,7 @@ $(INTEGRATIONS)/tools: pyproject.toml $(VENV)/system
 
 $(INTEGRATIONS)/installed: $(INTEGRATIONS)/tools $(VENV)/uring-$(URING) $(NATIVE_SOURCES)
 	PATH="$(CURDIR)/$(INTEGRATIONS)/bin:$$PATH" $(INTEGRATIONS)/bin/python -m pip install --quiet --no-build-isolation \
-	    --config-settings=cmake.define.FLOWSTONE_URING=$(shell echo $(URING) | tr a-z A-Z) \
-	    --config-settings=cmake.define.FLOWSTONE_TESTING=ON \
+	    $(BUILD_OPTIONS) \
 	    --config-settings=build-dir=$(INTEGRATIONS)/build --editable .
 	touch $@
 

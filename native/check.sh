@@ -6,7 +6,7 @@
 # plain    release build, both backends
 # address  AddressSanitizer and UndefinedBehaviorSanitizer
 # thread   ThreadSanitizer
-# posix    release build without io_uring: what a machine without liburing gets
+# posix    release build without io_uring: what `make URING=off` builds
 #
 # The tests write a few hundred MB to TMPDIR (or /tmp); O_DIRECT is tested where it is allowed there.
 set -eu
@@ -14,14 +14,14 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 [ $# -gt 0 ] || set -- plain address thread posix
 for kind in "$@"; do
     case $kind in
-        plain) options="" ;;
+        plain) options="-DFLOWSTONE_URING=ON" ;;
         posix) options="-DFLOWSTONE_URING=OFF" ;;
-        address | thread) options="-DFLOWSTONE_SANITIZE=$kind" ;;
+        address | thread) options="-DFLOWSTONE_URING=ON -DFLOWSTONE_SANITIZE=$kind" ;;
         *) echo "check.sh: unknown build '$kind' (plain, address, thread, posix)" >&2; exit 2 ;;
     esac
     build="$root/build/native-$kind"
     # shellcheck disable=SC2086  # no option holds a space
-    cmake -S "$root" -B "$build" -DFLOWSTONE_NATIVE_TESTS=ON $options >/dev/null
+    cmake -S "$root" -B "$build" -DFLOWSTONE_NATIVE_TESTS=ON -DFLOWSTONE_WERROR=ON $options >/dev/null
     cmake --build "$build" --parallel 2
     echo "== $kind"
     if [ "$kind" = thread ]; then

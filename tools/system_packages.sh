@@ -1,13 +1,9 @@
 #!/bin/sh
 # Install the named Debian packages that are missing, if that can be done here; else say what to do.
-#   URING=off: liburing-dev is not needed
 set -eu
 
 present() { # the header or program that a package is wanted for, whoever installed it
     case $1 in
-    liburing-dev) echo '#include <liburing.h>' | c++ -E -x c++ - >/dev/null 2>&1 ;;
-    libxxhash-dev) echo '#include <xxhash.h>' | c++ -E -x c++ - >/dev/null 2>&1 ;;
-    libzstd-dev) echo '#include <zstd.h>' | c++ -E -x c++ - >/dev/null 2>&1 ;;
     doctest-dev) echo '#include <doctest/doctest.h>' | c++ -E -x c++ - >/dev/null 2>&1 ;;
     *) command -v "$1" >/dev/null 2>&1 ;;
     esac
@@ -15,7 +11,6 @@ present() { # the header or program that a package is wanted for, whoever instal
 
 missing=
 for package in "$@"; do
-    [ "$package" = liburing-dev ] && [ "${URING:-auto}" = off ] && continue
     present "$package" || missing="$missing $package"
 done
 [ -n "$missing" ] || exit 0
@@ -32,7 +27,6 @@ fi
 cat >&2 <<END
 These system packages are needed and could not be installed from here:$missing
   Debian, Ubuntu:  sudo apt-get install$missing
-  Fedora, RHEL:    sudo dnf install liburing-devel xxhash-devel libzstd-devel doctest-devel fio
-  without io_uring: make URING=off ...   (the POSIX engine; liburing is not needed then)
+  Fedora, RHEL:    sudo dnf install doctest-devel fio
 END
 exit 1

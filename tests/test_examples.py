@@ -1,0 +1,60 @@
+"""The programs of examples/, run as their first lines say."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+_WITHOUT_TORCH = "import runpy, sys; sys.modules['torch'] = None; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
+
+
+def run(*arguments: object) -> str:
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)], capture_output=True, text=True, check=False, timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def train(store: Path, steps: int) -> str:
+    return run(EXAMPLES / "train.py", store, "--steps", steps)
+
+
+def train_on_ranks(ranks: int, store: Path, steps: int) -> str:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    return run(*launch, EXAMPLES / "train_ddp.py", store, "--steps", steps)
+
+
+def test_training_that_resumes_equals_one_that_was_left_alone(tmp_path: Path) -> None:
+    begun = train(tmp_path / "resumed", 20)
+    resumed = train(tmp_path / "resumed", 40)
+    assert resumed.startswith("resumed after step 20\n")
+    assert begun + resumed.partition("\n")[2] == train(tmp_path / "alone", 40)
+
+
+def test_two_ranks_train_and_one_goes_on(tmp_path: Path) -> None:
+    assert "step 10: loss" in train_on_ranks(2, tmp_path, 10)
+    resumed = train_on_ranks(1, tmp_path, 20)
+    assert "resumed after step 10 on 1 ranks" in resumed
+    assert "step 20: loss" in resumed
+
+
+def test_a_checkpoint_is_inspected_without_torch(tmp_path: Path) -> None:
+    train(tmp_path, 10)
+    inspect = EXAMPLES / "inspect_checkpoint.py"
+    told = run("-c", _WITHOUT_TORCH, inspect, tmp_path, "--tensor", "model.0.bias", "--rows", "0:3")
+    assert f"step 10 at {tmp_path}" in told
+    assert "model.0.weight  float32  (256, 64)" in told
+    assert "step = 10" in told
+    assert re.search(r"\[ *-?\d\S* +-?\d\S* +-?\d\S*\]\s*$", told), "three numbers"
+
+
+def test_every_example_says_how_it_is_run() -> None:
+    programs = sorted(EXAMPLES.glob("*.py"))
+    assert programs
+    for program in programs:
+        assert f"examples/{program.name} runs/" in program.read_text().split('"""')[1]
+        assert len(program.read_text().splitlines()) <= 60, "an example is read in a minute"

@@ -197,6 +197,9 @@ class _Server:
         return b""
 
     def rename2(self, node: int, body: bytes) -> bytes:
+        (flags,) = struct.unpack_from("<I", body, 8)
+        if flags:  # as network file systems: no exchange of names
+            raise OSError(errno.EINVAL, "no flags")
         return self.rename(node, body, names_at=16)
 
     def opendir(self, node: int, body: bytes) -> bytes:

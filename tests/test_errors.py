@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
+
+import pytest
+
+import flowstone as fs
 from flowstone.errors import FlowstoneError
 
 
@@ -19,3 +24,20 @@ def test_what_a_file_or_a_name_holds_is_printed_at_a_length_that_a_person_reads(
 
 def test_what_is_short_is_printed_as_it_is() -> None:
     assert str(FlowstoneError("a" * 1000, expected="b")) == "a" * 1000 + "\n  expected    b"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        fs.DamagedError("bad", written=("w",), next="load"),
+        fs.StateChangedError("moved", path="p", offset=1, length=2, names=("w",)),
+        fs.RankError("gone", rank=3, phase="plan"), fs.MismatchError("not the same", differences=("a",)),
+        fs.FullError("full", errno=28, needed=5), fs.NoTensorError("no such tensor"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_travel_between_processes(error: fs.FlowstoneError) -> None:
+    found = pickle.loads(pickle.dumps(error))
+    assert type(found) is type(error)
+    assert str(found) == str(error)
+    assert vars(found) == vars(error)

@@ -53,6 +53,16 @@ class FlowstoneError(Exception):
             lines.extend(f"  {'':<11} {line}" for line in rest)
         super().__init__("\n".join(_shortened(line) for line in "\n".join(lines).split("\n")))
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """As it is, whichever arguments its class takes: jobs hand errors from rank to rank."""
+        return _copied, (type(self), self.args, self.__dict__)
+
+
+def _copied(kind: type[FlowstoneError], args: tuple[object, ...], state: dict[str, object]) -> FlowstoneError:
+    found = kind.__new__(kind, *args)
+    found.__dict__.update(state)
+    return found
+
 
 def _shortened(line: str) -> str:
     half = _LINE_LENGTH_MAX // 2

@@ -125,6 +125,20 @@ def publish(store: Store, draft: Draft, store_id: str, made: Publication) -> Man
 
     raises  LockedError if the store's lock was lost in the meantime
     """
+    manifest = record(store, draft, store_id, made)
+    if draft.is_in_place:
+        _put_last(store, draft, encode_manifest(manifest))
+        return manifest
+    # Only the one writer may go on: this job may have been frozen for longer than it keeps its lock.
+    store.check_lock()
+    store.rename(draft.directory, step_directory(draft.step))
+    # And the new name: without this sync a power loss can undo the rename.
+    sync(store)
+    return manifest
+
+
+def record(store: Store, draft: Draft, store_id: str, made: Publication) -> Manifest:
+    """All that makes a draft a checkpoint but its name, durably; of a draft in place, all but its manifest."""
     index, objects, totals = made.index, made.objects, made.totals
     for name, data in ((INDEX_NAME, index), (OBJECTS_NAME, objects)):
         store.put(inside(draft.directory, name), data)
@@ -135,17 +149,10 @@ def publish(store: Store, draft: Draft, store_id: str, made: Publication) -> Man
         objects=FileRow(OBJECTS_NAME, len(objects), chunk_digests(objects)),
         tensors=totals.tensors, pieces=totals.pieces, data_bytes=totals.data_bytes, io=made.io,
     )
-    if draft.is_in_place:
-        _put_last(store, draft, encode_manifest(manifest))
-        return manifest
-    store.put(inside(draft.directory, MANIFEST_NAME), encode_manifest(manifest))
-    # The entries too: a file whose name is not durable can vanish with a power loss.
-    sync(store, draft.directory)
-    # Only the one writer may go on: this job may have been frozen for longer than it keeps its lock.
-    store.check_lock()
-    store.rename(draft.directory, step_directory(draft.step))
-    # And the new name: without this sync a power loss can undo the rename.
-    sync(store)
+    if not draft.is_in_place:
+        store.put(inside(draft.directory, MANIFEST_NAME), encode_manifest(manifest))
+        # The entries too: a file whose name is not durable can vanish with a power loss.
+        sync(store, draft.directory)
     return manifest
 
 

@@ -150,7 +150,7 @@ class RankZero:
         columns = []
         for rank, one in enumerate(said):
             if rank > 0:  # rank 0 has written its own already
-                _check_visible(store, draft.directory, rank, one.segments)
+                check_visible(store, draft.directory, rank, one.segments)
             columns.append(one.segment + np.uint32(len(segments)))
             segments += [msgspec.structs.replace(row, id=len(segments) + at) for at, row in enumerate(one.segments)]
         index = self._index_of(_joined(columns))
@@ -162,7 +162,8 @@ class RankZero:
         replicated = {**said[0].replicated, **_merged_sections(apart)}
         return publish.publish(store, draft, store_id, publish.Publication(
             segments, index.frame.fill(offsets[index.piece_order], digests[index.chunk_order]), index.frame.totals,
-            join_objects(replicated, per_rank), _io_of(said), writer=f"flowstone {__version__}", ranks=len(said),
+            join_objects(replicated, per_rank), io_of([one.io for one in said]),
+            writer=f"flowstone {__version__}", ranks=len(said),
         ))
 
     def _index_of(self, segment: NDArray[np.uint32]) -> _GlobalIndex:
@@ -247,9 +248,8 @@ def _joined(columns: Sequence[NDArray[_Number]]) -> NDArray[_Number]:
     return columns[0] if len(columns) == 1 else np.concatenate(columns)
 
 
-def _io_of(said: Sequence[Written]) -> IoRecord:
+def io_of(records: Sequence[IoRecord]) -> IoRecord:
     """How all ranks have written, as far as they report it."""
-    records = [one.io for one in said]
 
     def total(counts: Sequence[int | None]) -> int | None:
         told = [count for count in counts if count is not None]
@@ -264,7 +264,7 @@ def _io_of(said: Sequence[Written]) -> IoRecord:
     )
 
 
-def _check_visible(store: Store, directory: str, rank: int, segments: Sequence[SegmentRow]) -> None:
+def check_visible(store: Store, directory: str, rank: int, segments: Sequence[SegmentRow]) -> None:
     """Check that rank 0 sees the files that another rank has written."""
     for row in segments:
         path = f"{directory}/{row.name}"

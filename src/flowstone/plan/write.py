@@ -93,7 +93,7 @@ def plan_writes(
     """
     pieces = Pieces.of(pieces)
     boxes = dict(pieces.part_boxes())
-    _check_tensors(pieces, boxes, alone=alone)
+    check_tensors(pieces, boxes, alone=alone)
     text = tuple(
         entry_text(entry_name(name, boxes[at], shape), dtype, boxes[at].shape) if at in boxes
         else entry_text(name, dtype, shape)
@@ -185,7 +185,7 @@ def _lay_out(
     return order, int(ends[-1]) if len(ends) else at
 
 
-def _check_tensors(pieces: Pieces, boxes: Mapping[int, Box], *, alone: bool) -> None:
+def check_tensors(pieces: Pieces, boxes: Mapping[int, Box], *, alone: bool) -> None:
     """Check: one dtype and shape per name, every element covered once, entry names distinct. `boxes`: of partial
     pieces.
     """

@@ -153,6 +153,32 @@ class LocalStore:
                 raise FileExistsError(errno.EEXIST, f"{target} exists")
             self.system.rename(self.root / source, self.root / target, at, target_at)
 
+    def replace(self, source: str, target: str, aside: str) -> str | None:
+        """Give the directory `source` the name `target`, whichever has it. All lie in the store's own directory.
+
+        returns  the name that has now what was at `target`; None where nothing was, or an empty directory
+
+        At once where the file system exchanges names. Elsewhere what was at `target` is called `aside` first, and a
+        crash may leave it so, with nothing at `target`.
+        """
+        with self._translated("rename", source), directory(self.root) as at:
+            if not is_there(self.root / target):
+                self.system.rename(self.root / source, self.root / target, at, at)
+                return None
+            if not os.listdir(self.root / target):
+                self.system.remove_directory(self.root / target, at)
+                self.system.rename(self.root / source, self.root / target, at, at)
+                return None
+            try:
+                self.system.exchange(self.root / source, self.root / target, at)
+                return source
+            except OSError as error:
+                if error.errno not in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+                    raise
+            self.system.rename(self.root / target, self.root / aside, at, at)
+            self.system.rename(self.root / source, self.root / target, at, at)
+            return aside
+
     def remove(self, path: str) -> None:
         with self._translated("remove", path), parent(self.root, path) as at:
             name = path.rpartition("/")[2]

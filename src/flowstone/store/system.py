@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from pathlib import Path
 
 from flowstone import _native
+
+_RENAME_EXCHANGE = 2  # linux/fs.h
 
 
 class System:
@@ -59,6 +62,18 @@ class System:
         os.rename(
             _reached(source, source_at), _reached(target, target_at), src_dir_fd=source_at, dst_dir_fd=target_at
         )
+
+    def exchange(self, one: Path, other: Path, at: int) -> None:
+        """Give each of two entries of a directory the name of the other, at once.
+
+        raises  OSError, ENOSYS or EINVAL where the kernel or the file system cannot
+        """
+        call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+        if call is None:
+            raise OSError(errno.ENOSYS, "this C library has no renameat2")
+        if call(at, os.fsencode(one.name), at, os.fsencode(other.name), _RENAME_EXCHANGE):
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
 
     def unlink(self, path: Path, at: int | None = None) -> None:
         os.unlink(_reached(path, at), dir_fd=at)

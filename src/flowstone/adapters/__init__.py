@@ -1,0 +1,1 @@
+"""Adapters: Flowstone behind the interfaces of others, thin. Nothing of the library imports them."""

@@ -1,0 +1,135 @@
+"""The coordinator's part of a save: what all ranks have written becomes one checkpoint, in the order of ORDERING.md."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from flowstone._version import __version__
+from flowstone.adapters.dcp.segments import RankReceipt
+from flowstone.adapters.dcp.target import Target
+from flowstone.commit import publish, removal
+from flowstone.commit.entries import new_superseded_directory, step_of
+from flowstone.commit.manifests import read_marker
+from flowstone.commit.read import encode_sections, join_objects
+from flowstone.errors import StorageError
+from flowstone.format.manifest import MARKER_NAME, Manifest, SegmentRow
+from flowstone.pipeline.rank_zero import check_visible, io_of
+from flowstone.plan.global_index import global_index
+from flowstone.plan.write import check_tensors
+from flowstone.store.local import LocalStore
+from flowstone.table.box import Box
+from flowstone.table.dtype import DTYPES
+from flowstone.table.pieces import Pieces, TensorColumns
+
+_log = logging.getLogger("flowstone")
+
+
+def begin(store: LocalStore, target: Target) -> None:
+    """Make an empty draft for the ranks to write into; what a dead save has left of one goes."""
+    store.make_directory()
+    check_lock(store, target)
+    if store.exists(target.draft_directory):
+        removal.empty(store, target.draft_directory)
+    publish.begin(store, target.step, _identity(target))
+
+
+def discard(store: LocalStore, target: Target) -> None:
+    """Remove a draft that is not to be published."""
+    if store.exists(target.draft_directory):
+        removal.empty(store, target.draft_directory)
+
+
+def _identity(target: Target) -> str:
+    return target.draft_directory.rpartition(f"{target.step:08d}-")[2]
+
+
+def check_lock(store: LocalStore, target: Target) -> None:
+    """Raise LockedError where the target lies in a store that a Checkpointer writes into."""
+    if store.exists(MARKER_NAME):
+        store.lock(_holder(target))
+        store.unlock()
+
+
+def _holder(target: Target) -> str:
+    return f"dcp.save to {target.name}"
+
+
+def commit(
+    store: LocalStore, target: Target, receipts: Sequence[RankReceipt], sections: Mapping[str, object]
+) -> Manifest:
+    """Publish what the ranks have written: durable on return, in the place of what was there.
+
+    sections  everything that is no tensor
+    raises    CoverageError, CollisionError, StorageError, LockedError
+    """
+    layouts = [_pieces_of(receipt) for receipt in receipts]
+    _check_whole(layouts)
+    segments: list[SegmentRow] = []
+    columns: list[NDArray[np.uint32]] = []
+    for receipt in receipts:
+        check_visible(store, target.draft_directory, receipt.rank, receipt.segments)
+        columns.append((receipt.segment + len(segments)).astype(np.uint32))
+        segments += [replace(row, id=len(segments) + at) for at, row in enumerate(receipt.segments)]
+    frame, piece_order, chunk_order = global_index(
+        [pieces.compact() for pieces in layouts], [np.arange(len(pieces)) for pieces in layouts], (),
+        np.concatenate(columns),
+    )
+    offsets = np.concatenate([receipt.offsets for receipt in receipts])
+    digests = np.concatenate([receipt.digests for receipt in receipts])
+    made = publish.Publication(
+        segments, frame.fill(offsets[piece_order], digests[chunk_order]), frame.totals,
+        join_objects(encode_sections(sections), {}), io_of([receipt.io for receipt in receipts]),
+        writer=f"flowstone {__version__}", ranks=len(receipts),
+    )
+    return _publish(store, target, made)
+
+
+def _publish(store: LocalStore, target: Target, made: publish.Publication) -> Manifest:
+    """The commit. In a store, its lock is held meanwhile."""
+    is_store = store.exists(MARKER_NAME)
+    if is_store:
+        store.lock(_holder(target))
+    try:
+        owner = read_marker(store).store if is_store and step_of(target.name) is not None else ""
+        draft = publish.Draft(target.step, secrets.token_hex(8), target.draft_directory)
+        manifest = publish.record(store, draft, owner, made)
+        replaced = store.replace(target.draft_directory, target.name, new_superseded_directory(target.step))
+        store.sync_directory()
+        if replaced is not None:  # only now: a rename that is not durable could bring it back
+            _remove(store, replaced)
+        return manifest
+    finally:
+        if is_store:
+            store.unlock()
+
+
+def _remove(store: LocalStore, replaced: str) -> None:
+    """Remove what was replaced. The new checkpoint is committed, whatever becomes of the old one."""
+    try:
+        removal.empty(store, replaced)
+    except StorageError as error:
+        _log.warning("the checkpoint that was replaced is in %s/%s: %s", store.location, replaced, error)
+
+
+def _pieces_of(receipt: RankReceipt) -> Pieces:
+    dtypes = tuple(DTYPES[name] for name in receipt.dtypes)
+    return Pieces(TensorColumns(receipt.names, dtypes, receipt.shapes), receipt.parts, receipt.boxes)
+
+
+def _check_whole(layouts: Sequence[Pieces]) -> None:
+    """Raise unless all ranks together write each element of each tensor once."""
+    boxes: dict[int, Box] = {}
+    at = 0
+    for pieces in layouts:
+        boxes |= {at + position: box for position, box in pieces.part_boxes()}
+        at += len(pieces)
+    columns = [(p.names, p.dtypes, p.shapes) for p in layouts]
+    names, dtypes, shapes = (tuple(one for part in column for one in part) for column in zip(*columns, strict=True))
+    joined = Pieces.cut(TensorColumns(names, dtypes, shapes), boxes)
+    check_tensors(joined, boxes, alone=True)

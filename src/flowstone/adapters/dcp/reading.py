@@ -1,0 +1,85 @@
+"""What a load plan names, read straight into the tensors of the state: the ranges that are wanted, and verified."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import torch
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+
+from flowstone.checkpoint import Checkpoint, no_tensor
+from flowstone.errors import MismatchError
+from flowstone.format.index import Index
+from flowstone.plan.read import plan_reads
+from flowstone.stage.arena import open_read_arena
+from flowstone.stage.bounce import choose_destinations
+from flowstone.stage.scatter import Fill, raise_damage, scatter, scattered_targets
+from flowstone.state import tensors
+from flowstone.store.base import Store
+from flowstone.table.box import Box
+from flowstone.table.pieces import Memory, Piece, Pieces, Places
+
+
+class _Wanted(msgspec.Struct, frozen=True, eq=False):
+    """One read item, and the tensor that it fills."""
+
+    item: ReadItem
+    target: torch.Tensor
+    piece: Piece
+    memory: Memory
+    row: int
+
+
+def read_tensors(checkpoint: Checkpoint, store: Store, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+    """Fill what the planner resolves the items to, and commit each. Blocks.
+
+    raises  DamagedError, which names what has changed; NoTensorError, MismatchError before anything has
+    """
+    index = checkpoint.index
+    wanted = [_wanted(index, item, planner) for item in items]
+    _fill(checkpoint, store, [one for one in wanted if one.piece.box.elements])
+    for one in wanted:
+        planner.commit_tensor(one.item, one.target)
+
+
+def _wanted(index: Index, item: ReadItem, planner: LoadPlanner) -> _Wanted:
+    name = item.storage_index.fqn
+    row = index.rows().get(name)
+    if row is None:
+        raise no_tensor(name, index.rows())
+    target = planner.resolve_tensor(item).detach()
+    dtype = tensors.check_tensor(target, name)
+    begin = item.storage_index.offset or (0,) * len(item.lengths)
+    offset = tuple(a + b for a, b in zip(begin, item.storage_offsets, strict=True))
+    box, shape = Box(offset, tuple(item.lengths)), index.shapes[row]
+    if tuple(target.shape) != box.shape or not box.inside(shape):
+        raise MismatchError(
+            f"{name!r} is stored with shape {shape}, and {box} of it is to go into a tensor of shape "
+            f"{tuple(target.shape)}", next="correct the planner, or the shape of that tensor",
+        )
+    return _Wanted(item, target, Piece(name, dtype, shape, box), tensors.memory_of(target), row)
+
+
+def _fill(checkpoint: Checkpoint, store: Store, wanted: Sequence[_Wanted]) -> None:
+    if not wanted:
+        return
+    index = checkpoint.index
+    pieces, places = Pieces.of([one.piece for one in wanted]), Places.of([one.memory for one in wanted])
+    rows = [one.row for one in wanted]
+    plan = plan_reads(index, pieces, rows)
+    found = choose_destinations(
+        pieces, places, [index.dtypes[row] for row in rows], scattered_targets(index, plan, places), verify_first=False
+    )
+    for stream in found.streams.values():
+        stream.wait_current()
+    devices = {name: stream.native for name, stream in found.streams.items()}
+    arena = open_read_arena(store)
+    try:
+        done = scatter(store, checkpoint.segment_paths, Fill(index, plan, pieces, found.places, devices), arena)
+    finally:
+        arena.close()
+    changed = msgspec.structs.replace(done, written=tuple(at for at in done.written if at not in found.bounced))
+    raise_damage(changed, index, pieces, checkpoint.segment_paths, f"cannot load {checkpoint.path}")
+    for buffer in found.bounced.values():
+        buffer.copy_back()

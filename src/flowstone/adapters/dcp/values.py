@@ -1,0 +1,59 @@
+"""Values of stored objects, made anew: what a planner is given in place of an object's bytes."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter, OrderedDict, deque
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+
+from flowstone.checkpoint import Checkpoint
+from flowstone.errors import UnsupportedStateError
+from flowstone.format.objects import Named, Provided, TensorRef
+from flowstone.state.constants import constant_free, value_of
+
+
+def bytes_of(checkpoint: Checkpoint, name: str, node: object) -> io.BytesIO:
+    """The stream that torch.save makes of an object's value: what planners read. No stored byte is in it unseen."""
+    stream = io.BytesIO()
+    torch.save(_value(checkpoint, node, name), stream)
+    stream.seek(0)
+    return stream
+
+
+def _value(checkpoint: Checkpoint, node: object, path: str) -> object:
+    """The value of a node. Its tensors are read, and verified."""
+    kind = type(node)
+    if isinstance(node, TensorRef):
+        return _referred(checkpoint, node)
+    if isinstance(node, Named):
+        return value_of(node, path)
+    if isinstance(node, Provided):
+        raise UnsupportedStateError(
+            f"'{path}' is an object of {node.kind}, which DCP cannot be given", next="load it by fs.Checkpointer"
+        )
+    if isinstance(node, dict):
+        pairs = [
+            (constant_free(key, path), _value(checkpoint, item, path))
+            for key, item in cast("Mapping[object, object]", node).items()
+        ]
+        if kind is Counter:
+            return Counter(dict(cast("list[tuple[object, int]]", pairs)))
+        return OrderedDict(pairs) if kind is OrderedDict else dict(pairs)
+    if isinstance(node, (list, tuple, deque)):
+        items = [_value(checkpoint, item, path) for item in node]
+        if isinstance(node, deque):
+            return deque(items, node.maxlen)
+        return tuple(items) if kind is tuple else items
+    return constant_free(node, path)
+
+
+def _referred(checkpoint: Checkpoint, ref: TensorRef) -> object:
+    if ref.kind == "tensor":
+        return checkpoint.read(ref.name)
+    array = checkpoint.read(ref.name, framework="numpy")
+    if ref.kind == "ndarray":
+        return array
+    return array.tobytes() if ref.kind == "bytes" else bytearray(array.tobytes())

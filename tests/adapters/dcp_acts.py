@@ -1,0 +1,186 @@
+"""What ranks do in the tests of the DCP adapter: saves and loads through torch.distributed.checkpoint alone."""
+
+from __future__ import annotations
+
+import copy
+import os
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import flowstone as fs
+from flowstone.adapters.dcp import FlowstoneReader, FlowstoneWriter
+
+ROWS = 37  # no multiple of any number of ranks
+
+
+def wholes() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return {name: torch.rand(ROWS, 24, generator=generator) for name in ("rows", "columns", "same", "few")} | {
+        "few": torch.arange(2.0)
+    }
+
+
+def sharded(zero: bool = False) -> dict[str, Any]:
+    """The same tensors on any number of ranks: in rows, in columns, on all, and one with fewer elements than ranks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    places = {"rows": Shard(0), "columns": Shard(1), "same": Replicate(), "few": Shard(0)}
+    return {
+        name: distribute_tensor(torch.zeros_like(whole) if zero else whole, mesh, [places[name]])
+        for name, whole in wholes().items()
+    }
+
+
+def same(state: dict[str, Any]) -> bool:
+    found = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in state.items()}
+    return all(torch.equal(found[name], whole) for name, whole in wholes().items())
+
+
+def save_sharded(rank: int, path: str) -> bool:
+    state = {"model": sharded(), "step": 7, "all": torch.full((3,), 2.0)}
+    dcp.save(state, storage_writer=FlowstoneWriter(path))
+    return True
+
+
+def load_sharded(rank: int, path: str, then: str = "") -> list[object]:
+    state = {"model": sharded(zero=True), "step": 0, "all": torch.zeros(3)}
+    dcp.load(state, storage_reader=FlowstoneReader(path))
+    if then:
+        dcp.save(state, storage_writer=FlowstoneWriter(then))
+    return [same(state["model"]), state["step"], state["all"].tolist()]
+
+
+def load_whole(rank: int, path: str) -> bool:
+    """Into plain tensors, of what ranks have saved in parts."""
+    state = {"model": {name: torch.zeros_like(whole) for name, whole in wholes().items()}}
+    dcp.load(state, storage_reader=FlowstoneReader(path))
+    return same(state["model"])
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 33), nn.Tanh(), nn.Linear(33, 4))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for at in range(steps):
+        optimizer.zero_grad()
+        model(torch.full((2, 16), 0.1 + at)).square().sum().backward()
+        optimizer.step()
+
+
+def full(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: full(item) for key, item in state.items()}
+    if isinstance(state, list):
+        return [full(item) for item in state]
+    return state.full_tensor() if isinstance(state, DTensor) else copy.deepcopy(state)
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def fsdp(rank: int, path: str) -> bool:
+    """FSDP2 with AdamW: saved, trained on, loaded into objects made anew, trained on: bit for bit the same."""
+    torch.manual_seed(1)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = net()
+        fully_shard(model, mesh=mesh)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    model, optimizer = made()
+    train(model, optimizer, 2)
+    states = get_state_dict(model, optimizer)
+    dcp.save({"model": states[0], "optim": states[1]}, storage_writer=FlowstoneWriter(path))
+    train(model, optimizer, 2)
+    expected = full(get_state_dict(model, optimizer)[0])
+
+    model, optimizer = made()
+    states = get_state_dict(model, optimizer)
+    into: dict[str, Any] = {"model": states[0], "optim": states[1]}
+    dcp.load(into, storage_reader=FlowstoneReader(path))
+    set_state_dict(model, optimizer, model_state_dict=into["model"], optim_state_dict=into["optim"])
+    train(model, optimizer, 2)
+    return equal(full(get_state_dict(model, optimizer)[0]), expected)
+
+
+def cached(rank: int, parent: str) -> list[object]:
+    """Three saves by cached plans: values, then a shape change in between."""
+    kept = {name: mock.patch.object(SavePlanner, name, {}) for name in vars(SavePlanner) if name.startswith("_cached")}
+    for one in kept.values():
+        one.start()
+    writer, found = FlowstoneWriter(), []
+    for step, rows in ((1, 4), (2, 4), (3, 6)):
+        state = {"mine": sharded()["rows"], "w": torch.full((rows, 2), float(step)), "step": step}
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        dcp.save(state, checkpoint_id=f"{parent}/step-{step}", storage_writer=writer, planner=planner)
+        into = {"mine": sharded(zero=True)["rows"], "w": torch.zeros(rows, 2), "step": 0}
+        dcp.load(into, checkpoint_id=f"{parent}/step-{step}", storage_reader=FlowstoneReader())
+        whole = into["mine"].full_tensor()
+        found.append([into["step"], into["w"].unique().tolist(), torch.equal(whole, wholes()["rows"])])
+    return found
+
+
+def refuse_one(rank: int, path: str, which: int) -> list[str]:
+    """The system refuses one rank its file: what every rank is told."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if rank == which:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    big = distribute_tensor(torch.ones(2, 1 << 19), init_device_mesh("cpu", (2,)), [Shard(0)])
+    try:
+        dcp.save({"big": big}, storage_writer=FlowstoneWriter(path))
+    except CheckpointException as error:
+        return [f"{at}:{type(one[0]).__name__}:{one[0]}" for at, one in error.failures.items()]
+    return []
+
+
+class DiesAt(dcp.DefaultSavePlanner):
+    """Kills its process when it is asked for the first tensor; the others are held up until they are killed."""
+
+    def __init__(self, which: int) -> None:
+        super().__init__()
+        self.which = which
+
+    def lookup_object(self, index: Any) -> Any:
+        if dist.get_rank() == self.which:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().lookup_object(index)
+
+
+def die_while_saving(rank: int, path: str, which: int) -> None:
+    state = {"model": {name: one.zero_() for name, one in sharded().items()}, "step": 8, "all": torch.zeros(3)}
+    Path(f"{path}.began-{rank}").touch()
+    dcp.save(state, storage_writer=FlowstoneWriter(path), planner=DiesAt(which))
+
+
+def differ(rank: int, store: str) -> str:
+    """Each rank is given another step of a store: it is told, and nothing is loaded."""
+    state = {"x": torch.zeros(2)}
+    try:
+        dcp.load(state, storage_reader=FlowstoneReader(f"{store}/step-{rank:08d}"))
+    except CheckpointException as error:
+        return " ".join(str(one[0]) for one in error.failures.values())
+    return "loaded"
+
+
+def opened(rank: int, path: str) -> int:
+    return fs.open(path).manifest.ranks

@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import sys
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ from hostile.oracle import Contents, contents_of, contents_on_disk, differences
 from hostile.states import OPTIMIZERS, Job, make_job
 
 _Result = TypeVar("_Result")
+LETS_GO_S = 5.0  # for threads that have ended a save to let go of what they hold
 ENDS_S = 20.0  # for a save to come to its end, once somebody waits
 
 
@@ -364,7 +366,9 @@ def play(drawn: Drawn, folders: tuple[Path, Path]) -> Verdict:
         sys.settrace(None)
         shutil.rmtree(root, ignore_errors=True)
     gc.collect()
-    left = descriptors() - opened
+    patience = time.monotonic() + LETS_GO_S
+    while (left := descriptors() - opened) and time.monotonic() < patience:
+        time.sleep(0.01)  # a thread that has told of its save's end may not have run since, to let go of its own
     if left:
         verdict.problems.append(f"{len(left)} descriptors were left open: {sorted(left)}")
     return verdict

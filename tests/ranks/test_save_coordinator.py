@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from interrupts import Struck, struck
 from processes import run
 from threads import Job
 
@@ -32,22 +34,33 @@ class _Held(dict[int, int]):
         found = super().get(key, default)
         if not self._between.ident:
             self._between.start()
-            self._between.join(0.2)  # it may have to wait for us
+            self._between.join()
         return found
 
 
+@pytest.mark.parametrize("heard", [2, 3, 5])
 @pytest.mark.parametrize("tried", [[], [7], [7, 7]])
-def test_no_two_tries_of_a_step_have_one_name_whichever_thread_counts(tried: Sequence[int]) -> None:
+def test_no_two_tries_of_a_step_have_one_name_whichever_thread_counts(tried: Sequence[int], heard: int) -> None:
     """The writer's thread learns how often others have tried, just as the caller begins another try."""
     coordinator = SaveCoordinator(Agreement(None, 0, 1), "host")
     names = [coordinator.begin_try(step) for step in (7, *tried)]
-    caller = threading.Thread(target=lambda: names.append(coordinator.begin_try(7)))
-    held = _Held(caller)
+    held = _Held(threading.Thread(target=lambda: coordinator._count_on(7, heard)))
     held.update(coordinator._tries)
     coordinator._tries = held
-    coordinator._count_on(7, 2)
-    caller.join()
-    names.append(coordinator.begin_try(7))
+    names += [coordinator.begin_try(7), coordinator.begin_try(7)]
+    assert len({*names}) == len(names), names
+    assert names[-1].number > heard, "nor the name of what another rank has tried"
+
+
+def test_a_call_that_is_interrupted_at_any_line_leaves_nothing_locked_that_another_needs() -> None:
+    """A lock would stay locked where the interrupt comes between the last line of a `with` and its end."""
+    coordinator = SaveCoordinator(Agreement(None, 0, 1), "host")
+    names = [coordinator.begin_try(7)]
+    for line in range(1, 20):
+        with contextlib.suppress(Struck):
+            struck(lambda: coordinator.begin_try(7), line, of=("save_coordinator.py",))
+        coordinator._count_on(7, line)
+        names.append(coordinator.begin_try(7))
     assert len({*names}) == len(names), names
 
 

@@ -125,8 +125,8 @@ MUTANTS = {
         "team_second_save", "error", start="rank-",
     ),
     "a_try_writes_into_the_draft_of_another": Mutant(
-        save_coordinator.SaveCoordinator, "begin_try", (("self._tries.get(step, 1) + 1", "1"),), "team_two_tries",
-        "freeze", start="index",
+        save_coordinator.SaveCoordinator, "begin_try", (("max(self._tries.get(step, 1), *heard, 1) + 1", "1"),),
+        "team_two_tries", "freeze", start="index",
     ),
     "retention_counts_what_is_not_committed_yet": Mutant(
         retention.Retention, "run",

@@ -11,7 +11,6 @@ group of one writes everything, and needs no agreement; it commits by the same m
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -81,9 +80,11 @@ class SaveCoordinator:
         self._rank_zero = RankZero(agreement.size) if agreement.rank == 0 else None
         # The identity of this run of the job, once all ranks know it; it never changes.
         self._job = "" if self._rank_zero is None else self._rank_zero.job
-        self._counting = threading.Lock()  # guards the next two
-        self._highest = -1  # highest step that was tried
-        self._tries: dict[int, int] = {}  # steps that were tried more than once
+        # Counted without a lock, which an interrupt could leave locked: one verb at a time changes the first two, and
+        # the writer's threads only add to the third.
+        self._highest = -1  # step that was tried
+        self._tries: dict[int, int] = {}  # of steps that were tried more than once
+        self._heard: set[tuple[int, int]] = set()  # a step, and how often another rank has tried it
 
     @property
     def knows_every_layout(self) -> bool:
@@ -106,29 +107,29 @@ class SaveCoordinator:
 
     def begin_try(self, step: int) -> Try:
         """Count this call of `save`."""
-        with self._counting:
-            if step > self._highest:
-                self._highest, tries = step, 1
-            else:
-                tries = self._tries[step] = self._tries.get(step, 1) + 1
+        if step > self._highest:
+            self._highest, tries = step, 1
+        else:
+            heard = [tries for other, tries in tuple(self._heard) if other == step]
+            tries = self._tries[step] = max(self._tries.get(step, 1), *heard, 1) + 1
         return Try(step, tries)
 
     def _count_on(self, step: int, tries: int) -> None:
-        """Note that another rank has tried `step` that often."""
-        with self._counting:
-            self._tries[step] = max(self._tries.get(step, 1), tries)
+        """Note that another rank has tried `step` that often. Any thread."""
+        self._heard.add((step, tries))
 
     def count_alike(self, phase: str, error: Exception | None) -> None:
         """Agree on the number of tries of each step: the highest of any rank. Different counts fail the next save.
 
         raises  `error`, or RankError for another rank's error
         """
-        with self._counting:
-            counted = _Tries(self._highest, dict(self._tries))
+        tried = dict(self._tries)
+        for step, tries in tuple(self._heard):
+            tried[step] = max(tried.get(step, 1), tries)
+        counted = _Tries(self._highest, tried)
         agreed = self._agreement.agree(phase, error or msgspec.msgpack.encode(counted), _most_tries)
         most = msgspec.msgpack.decode(agreed.common, type=_Tries)
-        with self._counting:
-            self._highest, self._tries = most.highest, most.tries
+        self._highest, self._tries = most.highest, most.tries
 
     def draft_name(self, this_try: Try) -> str:
         """The identity that the checkpoint will have: every rank computes it without asking."""

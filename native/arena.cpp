@@ -47,8 +47,8 @@ Arena::Arena(std::uint64_t budget_bytes, std::uint64_t block_bytes, Priority pri
     if (mapping_ == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "mmap of the arena");
     const auto start = reinterpret_cast<std::uintptr_t>(mapping_);
     base_ = reinterpret_cast<std::byte*>(round_up(start, huge_page_bytes));
-    // Both are advice: without huge pages touching is slower, and without DONTFORK a child only
-    // inherits pages that it never looks at.
+    // Both are hints: without huge pages touching is slower, and without DONTFORK a child merely inherits pages that it
+    // never reads.
     (void)::madvise(mapping_, mapping_bytes_, MADV_HUGEPAGE);
     (void)::madvise(mapping_, mapping_bytes_, MADV_DONTFORK);
     try {
@@ -63,7 +63,7 @@ Arena::Arena(std::uint64_t budget_bytes, std::uint64_t block_bytes, Priority pri
 }
 
 Arena::~Arena() {
-    // Jobs hold the arena, so no block can be out here.
+    // Jobs hold the arena, so no block can be in use here.
     if (!closed()) close();
 }
 
@@ -125,7 +125,7 @@ void Arena::pin(const Block& block, const std::shared_ptr<Device>& device) {
 }
 
 void Arena::wake() {
-    // Under the lock: a waiter between its test and its sleep would miss a bare notify.
+    // Under the lock: a waiter between its check and its sleep would miss the notification.
     const std::lock_guard lock(mutex_);
     available_.notify_all();
 }
@@ -134,7 +134,7 @@ void Arena::give_back(std::uint32_t index) {
     const std::lock_guard lock(mutex_);
     assert(!closed_ && free_ < touched_);
     free_locked(index);
-    available_.notify_all();  // whoever wakes may be one that must not take it
+    available_.notify_all();  // all: a single waiter might not be allowed to take the block
 }
 
 void Arena::enter() {
@@ -177,7 +177,7 @@ void Arena::touch_loop(const std::stop_token& stop, Priority priority) {
     assume(priority);
     std::unique_lock lock(mutex_);
     while (!stop.stop_requested()) {
-        // closed_ too: close() decides under the lock that no block is out, and none may appear later.
+        // closed_ too: close() checks under the lock that no block is in use, and none may appear later.
         if (!grown_.wait(lock, stop, [&] { return closed_ || may_touch_locked(); }) || closed_) return;
         const auto index = static_cast<std::uint32_t>(touched_);
         lock.unlock();

@@ -22,7 +22,7 @@ namespace flowstone {
 
 class Arena;
 
-/// One block in a job's hands; gives itself back. The arena outlives it (jobs hold the arena).
+/// One block in use by a job; its destructor gives it back. The arena outlives it (jobs hold the arena).
 class Block {
 public:
     Block() = default;
@@ -40,7 +40,7 @@ private:
     std::uint32_t index_ = 0;
 };
 
-/// A job's time in the arena: as long as it lasts, the arena cannot close.
+/// A job's registration with the arena: while one exists, the arena cannot close.
 class Stay {
 public:
     /// Throws std::invalid_argument once the arena is closed.
@@ -53,14 +53,15 @@ private:
     Arena& arena_;
 };
 
-/// Blocks of `block_bytes`, mapped at construction, touched once by a background thread as `grow`
-/// asks, reused (hottest first) until the arena closes.
+/// Blocks of `block_bytes`: mapped at construction, touched once by a background thread up to the size set by
+/// `grow`, reused (last used first) until the arena closes.
 ///
-/// Invariant: touched blocks = free blocks + blocks in jobs' hands; only touched blocks are handed out.
+/// Invariant: touched blocks = free blocks + blocks in use by jobs; only touched blocks are handed out.
 /// All members may be called from any thread.
 class Arena {
 public:
-    /// `priority` is the toucher's. Throws std::invalid_argument (sizes), std::system_error (no address space).
+    /// `priority` is that of the touching thread. Throws std::invalid_argument (sizes), std::system_error (no address
+    /// space).
     Arena(std::uint64_t budget_bytes, std::uint64_t block_bytes, Priority priority = Priority::normal);
     ~Arena();
     Arena(const Arena&) = delete;
@@ -71,14 +72,14 @@ public:
     std::uint64_t touched_bytes() const;
     std::uint64_t free_bytes() const;
 
-    /// Ask for `total_bytes` touched in all, never above the budget. Does not block. `when_idle`: only
-    /// while no job runs, for touching fresh pages takes processor time and memory bandwidth from it.
+    /// Ask for `total_bytes` of touched memory, at most the budget. Does not block. `when_idle`: touch only while no
+    /// job runs, because touching new pages takes processor time and memory bandwidth from the job.
     void grow(std::uint64_t total_bytes, bool when_idle = false);
 
-    /// What a waiter asks under the arena's lock, at every `wake`: it reads atomics, it takes no lock.
+    /// A waiter's condition, called under the arena's lock at every `wake`: it may read atomics, but take no lock.
     using Question = std::function<bool()>;
 
-    /// Blocks until a block is free and `may_take()`, or until `give_up()`; a block whenever there is one to take.
+    /// Blocks until a block is free and `may_take()`, or until `give_up()`. Returns a block if one could be taken.
     std::optional<Block> acquire(const Question& may_take, const Question& give_up);
     std::optional<Block> acquire(const Question& give_up) {
         return acquire([] { return true; }, give_up);
@@ -87,13 +88,14 @@ public:
     /// Blocks until `enough()`, or until the deadline.
     void wait(std::chrono::steady_clock::time_point deadline, const Question& enough);
 
-    /// Let `device` reach a block by itself, from its first use on until the arena closes. The block is in the caller's hands.
+    /// Let `device` access a block directly, from the first call until the arena closes. The caller must have the
+    /// block.
     void pin(const Block& block, const std::shared_ptr<Device>& device);
 
-    /// Make every waiter ask again.
+    /// Make every waiter check its condition again.
     void wake();
 
-    /// Stop the toucher and unmap. Throws std::invalid_argument while a job runs.
+    /// Stop the touching thread and unmap. Throws std::invalid_argument while a job runs.
     void close();
     bool closed() const;
 
@@ -119,14 +121,15 @@ private:
     mutable std::mutex mutex_;
     std::condition_variable_any grown_;     // the toucher waits here
     std::condition_variable available_;     // acquire waits here
-    // Last in, first out; each free block begins with the number of the next, so that giving one back takes no memory.
+    // Last in, first out; each free block begins with the next one's number, so that giving a block back allocates
+    // nothing.
     std::uint32_t first_free_ = 0;
     std::uint64_t free_ = 0;
     std::uint64_t touched_ = 0;             // blocks
     std::uint64_t wanted_ = 0;              // blocks
     std::uint64_t wanted_idle_ = 0;         // blocks, while no job runs
     std::size_t jobs_ = 0;
-    std::map<std::uint32_t, std::shared_ptr<Device>> pinned_;  // by whom; null: it was refused
+    std::map<std::uint32_t, std::shared_ptr<Device>> pinned_;  // by device; null: refused
     bool closed_ = false;
     std::jthread toucher_;
 };

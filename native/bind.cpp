@@ -1,4 +1,4 @@
-// The extension module flowstone._native: converts, and lets go of the interpreter lock. No policy.
+// The extension module flowstone._native: converts arguments, and releases the interpreter lock. No policy.
 // The contract is src/flowstone/_native.pyi.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -41,7 +41,7 @@ struct PyEncoder : Held<const Encoder> {};
 struct PyGather { Layout layout; };
 struct PyScatter { Layout layout; };
 
-/// A job's or engine's destructor waits for threads and devices: not with the interpreter lock.
+/// Destructors of jobs and engines wait for threads and devices, so they run without the interpreter lock.
 template <class T> struct Waiting : Held<T> {
     Waiting() = default;
     Waiting(const Waiting&) = default;
@@ -84,7 +84,7 @@ std::vector<std::shared_ptr<Device>> devices_of(const std::vector<const PyDevice
     return devices;
 }
 
-/// Lines in memory that stays the caller's.
+/// Lines in the caller's memory.
 std::vector<std::span<const Line>> lines_of(const std::vector<Array>& samples) {
     std::vector<std::span<const Line>> lines;
     for (const Array& one : samples) {
@@ -184,7 +184,7 @@ PyWriteJob start_write(const PyEngine& engine, const PyArena& arena,
     return job;
 }
 
-/// The numbers of the files that rows are in, ascending.
+/// The numbers of the files of the rows, ascending.
 std::vector<std::uint32_t> files_of(const ReadExtents& rows) {
     std::vector<bool> used;
     const auto use = [&used](std::uint32_t file) {
@@ -230,7 +230,7 @@ std::optional<Fault> run_plain_requests(const std::string& backend, const std::s
 }
 
 std::uint64_t digest_buffer(nb::object source) {
-    // The buffer protocol, rather than an array type, takes bytes too.
+    // The buffer protocol, rather than an array type, also accepts bytes.
     Py_buffer view;
     if (PyObject_GetBuffer(source.ptr(), &view, PyBUF_SIMPLE) != 0) throw nb::python_error();
     std::uint64_t digest = 0;
@@ -242,7 +242,7 @@ std::uint64_t digest_buffer(nb::object source) {
     return digest;
 }
 
-/// What both kinds of job share.
+/// The members that both kinds of job share.
 template <class Job> nb::class_<Job> bind_job(nb::module_& module, const char* name) {
     return nb::class_<Job>(module, name)
         .def("wait", [](const Job& job, double timeout_s) { const Unlocked unlocked; return job.held->wait(timeout_s); }, "timeout_s"_a)
@@ -430,7 +430,7 @@ NB_MODULE(_native, module) {
             const nb::object arguments = nb::make_tuple(failure.code().value(), failure.what());
             PyErr_SetObject(PyExc_OSError, arguments.ptr());
         } catch (const std::bad_alloc&) {
-            // Whoever explains what the system refuses explains this, too.
+            // Reported as an OS error, so that Python translates it like others.
             errno = ENOMEM;
             PyErr_SetFromErrno(PyExc_OSError);
         }

@@ -46,14 +46,14 @@ template <class Item> nb::object to_numpy(std::vector<Item> items) {
 }
 
 inline nb::object to_numpy_bool(const std::vector<bool>& flags) {
-    auto owned = std::make_unique<bool[]>(flags.size() + 1);  // + 1: numpy wants an address even for none
+    auto owned = std::make_unique<bool[]>(flags.size() + 1);  // + 1: numpy wants an address even for an empty array
     std::copy(flags.begin(), flags.end(), owned.get());
     bool* const data = owned.release();
     const nb::capsule owner(data, [](void* bytes) noexcept { delete[] static_cast<bool*>(bytes); });
     return nb::ndarray<nb::numpy, bool, nb::ndim<1>>(data, {flags.size()}, owner).cast();
 }
 
-/// Columns: offset, length, codec, whether it is the base's.
+/// Columns: offset, length, codec, whether the base's chunk is used.
 inline std::tuple<nb::object, nb::object, nb::object, nb::object> stored_columns(const std::vector<StoredChunk>& chunks) {
     std::vector<std::uint64_t> offset;
     std::vector<std::uint32_t> length;

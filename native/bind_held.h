@@ -1,4 +1,4 @@
-// What Python objects of ours hold. For bind.cpp, and for modules beside it that hand it objects of their own.
+// Shared pointers held by Python objects. For bind.cpp, and for modules that pass their own objects to it.
 #pragma once
 
 #include <unistd.h>
@@ -10,15 +10,15 @@
 
 namespace flowstone {
 
-// Python objects hold shared pointers of ours rather than be shared themselves: no thread of ours
-// ever drops a Python reference.
+// Python objects hold shared pointers to native objects, never the other way round: no native thread ever drops a
+// Python reference.
 template <class T> struct Held {
     Held(std::shared_ptr<T> shared = nullptr) : held(std::move(shared)) {}
     Held(const Held&) = default;
     Held(Held&&) noexcept = default;
     Held& operator=(const Held&) = delete;
-    /// In a forked child the threads behind these objects do not exist: joining them would hang,
-    /// so the child's copy is left to the end of its process.
+    /// In a forked child the threads of these objects do not exist: joining them would hang, so the child's copy is
+    /// leaked until the process ends.
     ~Held() {
         if (held != nullptr && inherited()) new std::shared_ptr<T>(std::move(held));
     }

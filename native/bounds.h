@@ -1,4 +1,4 @@
-// Every number the native core rests on, each with where it comes from.
+// Every constant of the native core, with its origin.
 #pragma once
 
 #include <cstddef>
@@ -6,24 +6,24 @@
 
 namespace flowstone {
 
-// Windows, slots and arena blocks are multiples of this (DESIGN.md, "Slots"). It is a multiple of
-// every O_DIRECT alignment we accept (512 or 4096), so a range that obeys it obeys the device.
+// Windows, slots and arena blocks are multiples of this (DESIGN.md, "Slots"). It is a multiple of every O_DIRECT
+// alignment that we accept (512 or 4096), so a range aligned to it is aligned for the device.
 inline constexpr std::uint64_t block_alignment_bytes = 4096;
 
 // The longest run that one digest covers (DESIGN.md, "chunk"). Chunks start at each extent's start.
 inline constexpr std::uint64_t chunk_bytes = std::uint64_t{1} << 20;
 
-// Pieces that what is read from live memory is looked at in, without a place of its own; a divisor of chunk_bytes.
+// Live memory without a buffer of its own is read and compared in parts of this length; a divisor of chunk_bytes.
 inline constexpr std::uint64_t look_bytes = std::uint64_t{256} << 10;
 
 // In WriteExtent::chunk: the row is written without digests.
 inline constexpr std::uint64_t no_digest = ~std::uint64_t{0};
 
-// In ReadExtent::address: read and check, keep nothing.
+// In ReadExtent::address: read and verify, then discard.
 inline constexpr std::uint64_t verify_only = 0;
 
-// Arena blocks start at huge-page boundaries and hold at least one: that is also room for one
-// chunk at any phase (1 MiB + 8 KiB), so reading needs no second rule.
+// Arena blocks start at huge-page boundaries and hold at least one huge page. One chunk at any alignment (1 MiB + 8
+// KiB) fits too, so reading needs no second limit.
 inline constexpr std::uint64_t huge_page_bytes = std::uint64_t{2} << 20;
 
 // The kernel moves at most 2 GiB - 4 KiB in one call (MAX_RW_COUNT); half of it is plenty.
@@ -35,18 +35,18 @@ inline constexpr std::size_t posix_threads_max = 16;
 // Offsets are signed in the system's calls.
 inline constexpr std::uint64_t file_bytes_max = (std::uint64_t{1} << 63) - block_alignment_bytes;
 
-// Where numpy and torch stop. No layout has as many loops: sides of 1 turn none, and 2^64 bytes have 63 halvings.
+// The limit of numpy and torch. No layout has as many loops: sides of 1 make none, and 2^64 bytes have 63 halvings.
 inline constexpr std::size_t dimensions_max = 64;
 
-// Reading straight into a target pays from here; below it, sharing a request with neighbours is better.
+// From here on, reading straight into a target is faster; below, sharing a request with neighbours is.
 inline constexpr std::uint64_t direct_read_bytes_min = std::uint64_t{256} << 10;
 
-// Chunks share one read across gaps that are no more than this part of what they need: one request less is
-// worth 64 KiB (30 us), yet whoever loads a part of a checkpoint reads at most 2 % more than that part.
+// Chunks share one read across gaps up to this part of their length: one request less is worth 64 KiB (30 us), yet a
+// load of a part of a checkpoint reads at most 2 % more than that part.
 inline constexpr std::uint64_t read_gap_part = 64;
 
-// Attempts in a row without progress (EAGAIN, EBUSY, a count below the alignment) before it is a
-// fault; pauses double from 10 us to 5 ms, so this is about half a second.
+// Attempts in a row without progress (EAGAIN, EBUSY, a count below the alignment) that count as a fault; pauses double
+// from 10 us to 5 ms, so this takes about half a second.
 inline constexpr int stalls_max = 100;
 
 constexpr std::uint64_t round_down(std::uint64_t value, std::uint64_t unit) { return value - value % unit; }

@@ -60,12 +60,13 @@ const Driver& driver() {
     return loaded;
 }
 
-/// Calls on a device's context, on a thread that may be at home in another one: it gets that back.
+/// Makes a device's context current on a thread that may have another one, and restores that at the end.
 class Visit {
 public:
     explicit Visit(Context context) {
-        pushed_ = driver().push_context(context) == 0;  // a failure is that of the call that follows, too
-        // Whoever records a CUDA graph on another thread need not have our calls in it, nor be refused for them.
+        pushed_ = driver().push_context(context) == 0;  // if it fails, the following call fails too
+        // Another thread may be recording a CUDA graph: our calls must not become part of it, nor be refused because of
+        // it.
         (void)driver().exchange_capture_mode(&capture_mode_);
     }
     ~Visit() {
@@ -81,7 +82,7 @@ private:
     int capture_mode_ = relaxed;
 };
 
-/// The stream is its maker's, and outlives this.
+/// The stream belongs to the code that made it, and outlives this.
 class CudaDevice final : public Device {
 public:
     CudaDevice(Stream stream, std::string name) : stream_(stream), name_(std::move(name)) {
@@ -103,10 +104,10 @@ public:
         const Visit visit(context_);
         auto* const waiting = new (std::nothrow) Done(std::move(done));
         if (waiting == nullptr) return done(driver().synchronize(stream_));
-        // Not cuLaunchHostFunc: that one is never called once the device has failed.
+        // Not cuLaunchHostFunc: it is never called once the device has failed.
         const Result error = driver().add_callback(stream_, &call, waiting, 0);
         if (error == 0) return;
-        (void)driver().synchronize(stream_);  // until nothing moves any more, whatever else is wrong
+        (void)driver().synchronize(stream_);  // until no byte moves any more, whatever the result
         call(stream_, error, waiting);
     }
 
@@ -117,12 +118,12 @@ public:
 
     void unpin(std::byte* memory) override {
         const Visit visit(context_);
-        (void)driver().unpin(memory);  // fails only when the driver has let go of everything before
+        (void)driver().unpin(memory);  // fails only if the driver has released everything already
     }
 
     std::string name() const override { return name_; }
 
-    /// By number: a callback must not ask the driver for the name.
+    /// Only the number: a callback must not call the driver for the name.
     std::string describe(int error) const override { return "CUDA error " + std::to_string(error); }
 
 private:

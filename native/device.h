@@ -1,4 +1,4 @@
-// Memory that the processor cannot reach: an accelerator's.
+// Memory that the CPU cannot access: an accelerator's.
 #pragma once
 
 #include <cstddef>
@@ -11,36 +11,36 @@
 
 namespace flowstone {
 
-/// One queue of copies between a device and the host; they are made in the order they were queued in.
-/// Addresses on the device are the device's own. Any thread.
+/// One queue of copies between a device and the host, made in the order in which they were queued. Device addresses are
+/// the device's own. Any thread.
 class Device {
 public:
-    /// How the copies went: 0, or an error number of the device's own.
+    /// The result of the copies: 0, or an error number of the device's own.
     using Done = std::function<void(int error)>;
 
     virtual ~Device() = default;
 
-    /// Queue one copy. 0, or the device's error: then nothing is queued. Blocks only where the host's memory
-    /// is not pinned. Both places stay as they are until a later `then` has called back.
+    /// Queue one copy. Returns 0, or the device's error: then nothing is queued. Blocks only if the host memory is not
+    /// pinned. Both memories must stay valid until a later `then` has called back.
     virtual int to_host(std::byte* target, std::uint64_t source, std::uint64_t bytes) = 0;
     virtual int from_host(std::uint64_t target, const std::byte* source, std::uint64_t bytes) = 0;
 
-    /// Call `done` exactly once, whatever happens, when everything queued so far is over: on a thread of the
-    /// device's, or inside `then`. It must not block, nor use the device.
+    /// Call `done` exactly once, in any case, when everything queued so far is over: on a thread of the device's, or
+    /// inside `then`. It must not block, nor use the device.
     virtual void then(Done done) = 0;
 
-    /// Let the device reach host memory by itself, until `unpin` before it is unmapped. False where that is
-    /// refused: copies then take a detour.
+    /// Let the device access host memory directly, until `unpin`, which must come before unmapping. False if refused:
+    /// then the driver copies through memory of its own.
     virtual bool pin(std::byte*, std::uint64_t) { return false; }
     virtual void unpin(std::byte*) {}
 
     /// "cuda:0"
     virtual std::string name() const = 0;
-    /// What an error number means, in the device's words.
+    /// The device's text for an error number.
     virtual std::string describe(int error) const = 0;
 };
 
-/// A copy between `device` and memory for [offset, offset + length) of a file has failed.
+/// The fault: a copy between `device` and memory for [offset, offset + length) of a file has failed.
 inline Fault device_fault(const Device& device, int error, const File& file, std::uint64_t offset, std::uint64_t length) noexcept {
     try {
         return {"copy from or to " + device.name() + " (" + device.describe(error) + ")", EIO, file.path, offset, length};
@@ -49,8 +49,8 @@ inline Fault device_fault(const Device& device, int error, const File& file, std
     }
 }
 
-/// Copies on the CUDA stream `stream` (a CUstream). The driver is loaded when asked for: nothing links to it.
-/// Throws std::system_error (ENOSYS) where there is no driver, or it knows no such stream.
+/// Copies on the CUDA stream `stream` (a CUstream). The driver is loaded at the first call: nothing links to it.
+/// Throws std::system_error (ENOSYS) if there is no driver, or it does not know the stream.
 std::shared_ptr<Device> make_cuda_device(std::uintptr_t stream, std::string name);
 
 }  // namespace flowstone

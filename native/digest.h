@@ -10,7 +10,7 @@ namespace flowstone {
 
 std::uint64_t xxh3_64(const void* bytes, std::size_t length);
 
-/// Of bytes that come bit by bit.
+/// A digest of bytes that arrive in parts.
 class Digester {
 public:
     Digester();

@@ -28,7 +28,7 @@ template <class Each> void for_chunks(const WriteExtent& row, Each each) {
     }
 }
 
-/// Those of a window, which holds whole ones.
+/// The chunks of a window of whole chunks.
 std::vector<CapturedChunk> captured_chunks(const WriteExtents& rows, const WriteWindow& window, std::byte* image,
                                            std::span<const std::uint64_t> digests) {
     std::vector<CapturedChunk> chunks;

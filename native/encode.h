@@ -1,4 +1,4 @@
-// Windows of whole chunks, encoded and appended to their file as their length becomes known.
+// Windows of whole chunks, encoded and appended to their file once their length is known.
 #pragma once
 
 #include <cstdint>
@@ -11,18 +11,18 @@
 
 namespace flowstone {
 
-/// Check what an encoder needs of rows: those without digests fill the first blocks of their file. Throws
+/// Check rows for use with an encoder: rows without digests must fill the first blocks of their file. Throws
 /// std::invalid_argument.
 void check_encodable(const WriteExtents& rows);
 
 /// Windows for an encoder: of whole chunks, as many as `window_bytes` and gaps up to `gap_bytes` allow, at least one
-/// (`appended`); and what has no digests, to be written where it is planned.
+/// (`appended`); and the rows without digests, written where they are planned.
 std::vector<WriteWindow> plan_chunk_windows(const WriteExtents& rows, std::uint64_t window_bytes, std::uint64_t gap_bytes);
 
-/// How every chunk of a job is stored that keeps it where it is planned.
+/// How chunks are stored in a job without an encoder: every chunk where it is planned.
 std::vector<StoredChunk> planned_chunks(const WriteExtents& rows);
 
-/// Encodes captured windows, and gives each its place in its file: behind what is there. Any thread.
+/// Encodes captured windows, and assigns each its place in its file: after what is there. Any thread.
 class Appender {
 public:
     /// A range of a file, in blocks.
@@ -33,14 +33,14 @@ public:
 
     Appender(const WriteExtents& rows, std::size_t files);
 
-    /// Encode a window whose image is `image`. What is stored of it ends up one chunk behind the other at the image's start,
-    /// padded with zeros to a block; that range of the image belongs to the range of the file that this returns. `digests`
-    /// then are those of what is stored. `room` has chunk_bytes.
+    /// Encode a window whose image is `image`. The stored chunks end up consecutive at the image's start, padded with
+    /// zeros to a block; they go to the returned range of the file. `digests` are then those of the stored bytes.
+    /// `room` has chunk_bytes.
     Range append(const WriteWindow& window, std::byte* image, std::byte* room, std::span<std::uint64_t> digests);
 
-    /// Of each chunk; complete once all windows are appended.
+    /// How each chunk is stored; complete once all windows are appended.
     const std::vector<StoredChunk>& stored() const { return stored_; }
-    /// Where each file ends.
+    /// The end of each file.
     std::vector<std::uint64_t> file_ends() const;
 
 private:

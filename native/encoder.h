@@ -1,4 +1,4 @@
-// Encoding: what becomes of a chunk between its capture and its file.
+// Encoding: what is done to a chunk between its capture and its file.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@ namespace flowstone {
 
 inline constexpr std::uint8_t codec_raw = 0;
 
-/// A whole chunk in a block, as it was captured.
+/// A whole chunk in a block, as captured.
 struct CapturedChunk {
     std::uint64_t number;  // among the job's chunks
     std::byte* bytes;
@@ -18,9 +18,9 @@ struct CapturedChunk {
     std::uint64_t digest;  // of these bytes
 };
 
-/// What an encoder makes of a chunk.
-/// stored  its first `length` bytes where it lay, which `codec` reads; as captured, if that is codec_raw
-/// same    nothing is stored: the base's chunk of that number holds the same bytes
+/// The result of encoding a chunk.
+/// stored  the first `length` bytes of its memory, which `codec` decodes; unchanged, if that is codec_raw
+/// same    nothing is stored: the base's chunk of that number has the same bytes
 struct Encoded {
     enum class Kind : std::uint8_t { stored, same };
     Kind kind = Kind::stored;
@@ -28,25 +28,25 @@ struct Encoded {
     std::uint32_t length = 0;
 };
 
-/// How a chunk is stored: in its file, from `offset` on; nowhere, if it is the base's.
+/// How a chunk is stored: in its file, from `offset` on; or not at all, if it is the base's.
 struct StoredChunk {
     std::uint64_t offset = 0;
     Encoded encoded;
 };
 
-/// Shared by a job's workers, which call it at the same time.
+/// Shared by a job's workers, which call it concurrently.
 class Encoder {
 public:
     virtual ~Encoder() = default;
-    /// Whether chunks are stored as they are captured, where the plan has put them. Then `encode` is never called, and
-    /// nobody pays for it. Else places are given as lengths become known, and windows hold whole chunks.
+    /// Whether chunks are stored as captured, where the plan has put them. Then `encode` is never called, at no cost.
+    /// Otherwise places are assigned as lengths become known, and windows hold whole chunks.
     virtual bool is_identity() const { return false; }
-    /// Encode the chunks of one window in place: `encoded[i]` says what has become of `chunks[i]`, which grows no longer.
-    /// `room` has chunk_bytes for the call. May throw std::bad_alloc, which fails the job.
+    /// Encode the chunks of one window in place: `encoded[i]` describes the result for `chunks[i]`, which may not grow.
+    /// `room` has chunk_bytes, for use during the call. May throw std::bad_alloc, which fails the job.
     virtual void encode(std::span<const CapturedChunk> chunks, std::span<Encoded> encoded, std::byte* room) const = 0;
 };
 
-/// Chunks are stored as they are.
+/// Stores chunks unchanged.
 std::shared_ptr<const Encoder> identity_encoder();
 
 }  // namespace flowstone

@@ -98,7 +98,7 @@ void Engine::close() {
     }
     for (const std::weak_ptr<Job>& running : jobs)
         if (const std::shared_ptr<Job> job = running.lock()) job->wait(forever_s);
-    // Finished jobs have let go of the machine, so its threads stop here.
+    // Finished jobs have released the machine, so its threads stop here.
     machine.workers.reset();
     machine.backend.reset();
     const std::lock_guard lock(mutex_);

@@ -1,7 +1,7 @@
-// The way in: one queue to the device, a few workers, and the jobs that run on them.
+// The entry point: one queue to the device, a few workers, and the jobs that run on them.
 //
-// write_plan, read_plan turn rows into windows; write_job, read_job run those on the workers and a backend (uring,
-// posix), whose one contract is in backend.h.
+// write_plan and read_plan turn rows into windows; write_job and read_job run those on the workers and a backend (uring
+// or posix), whose common interface is in backend.h.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@ struct TargetFile {
     std::uint64_t bytes = 0;
 };
 
-/// Jobs of one engine share its queue and workers, and may run at once. Any thread.
+/// Jobs of one engine share its queue and workers, and may run concurrently. Any thread.
 class Engine {
 public:
     /// Throws std::invalid_argument (options), std::system_error (the backend cannot start).
@@ -41,8 +41,8 @@ public:
 
     std::string backend() const { return backend_name_; }
 
-    /// Start a job; throw std::invalid_argument for wrong rows, a closed engine, or an arena whose
-    /// blocks are smaller than a request.
+    /// Start a job; throws std::invalid_argument for invalid rows, a closed engine, or an arena whose blocks are
+    /// smaller than a request.
     std::shared_ptr<WriteJob> write(std::shared_ptr<Arena> arena, const std::vector<TargetFile>& files,
                                     std::shared_ptr<const WriteExtents> rows, const WriteOptions& options);
     std::shared_ptr<ReadJob> read(std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<const File>> files,
@@ -59,7 +59,7 @@ private:
     std::mutex mutex_;
     Machine machine_;  // empty once closed
     std::vector<std::weak_ptr<Job>> jobs_;
-    std::shared_ptr<const WrittenPages> written_pages_;  // open between jobs
+    std::shared_ptr<const WrittenPages> written_pages_;  // kept open between jobs
 };
 
 }  // namespace flowstone

@@ -7,13 +7,13 @@
 namespace flowstone {
 namespace {
 
-/// The pages that belong to nobody but the row.
+/// The pages that contain only bytes of the row.
 Reach whole_pages(const WriteExtent& row) {
     return {round_up(row.address, page_bytes()), round_down(row.address + row.length, page_bytes())};
 }
 
-/// What is left of the row, cut where captures are looked at in parts: rows lie at the same phase in the file as in memory,
-/// and windows are whole blocks of it. Empty ones among them.
+/// The rest of the row, divided where captures are compared in parts: rows have the same alignment in the file as in
+/// memory, and windows are whole blocks of the file. Some may be empty.
 std::array<RowBytes, 3> ends_of(const WriteExtent& row) {
     const Reach own = whole_pages(row);
     const std::uint64_t tail = own.end - row.address, piece = round_down(row.length, look_bytes);
@@ -21,7 +21,7 @@ std::array<RowBytes, 3> ends_of(const WriteExtent& row) {
     return {{{0, own.begin - row.address}, {tail, cut}, {cut, row.length}}};
 }
 
-/// Why a lazy row cannot be watched, whatever the system can; null if it can.
+/// The reason why a lazy row cannot be watched on any system; null if it can.
 const char* unfit(const WriteExtent& row) {
     if (row.device != on_host) return "on a device";
     if (row.layout != contiguous) return "strided";
@@ -29,7 +29,7 @@ const char* unfit(const WriteExtent& row) {
     return whole_pages(row).begin >= whole_pages(row).end ? "less than a page" : nullptr;
 }
 
-/// Our own rows (headers) have no digests, and nobody else knows where they are.
+/// Our own rows (headers) have no digests, and no other code has their addresses.
 bool is_watched(const WriteExtent& row) { return row.lazy && row.length != 0 && row.chunk != no_digest; }
 
 const char* reason_of(PageWatch::Held held) {
@@ -121,7 +121,7 @@ std::optional<RowBytes> ExtentPages::settle(std::size_t row_index, std::uint64_t
     const Reach own = whole_pages(row);
     const std::uint64_t low = std::max(row.address + begin, own.begin), high = std::min(row.address + end, own.end);
     if (low >= high) return std::nullopt;
-    // A page that two windows share is looked at by both.
+    // A page that two windows share is checked by both.
     const std::optional<Reach> found = pages_->first_written({round_down(low, page_bytes()), round_up(high, page_bytes())});
     pages_->let_go(low, high);
     if (!found) return std::nullopt;

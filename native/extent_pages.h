@@ -1,4 +1,4 @@
-// Rows whose every byte is watched, by the pages that they fill and by digests of their ends.
+// Rows of which every byte is watched, by the pages that they fill and by digests of their ends.
 #pragma once
 
 #include <array>
@@ -19,49 +19,49 @@ namespace flowstone {
 /// Which lazy rows are watched exactly; the others are sampled.
 enum class Watching : std::uint8_t {
     samples,    // none
-    automatic,  // those in huge pages, and small_pages_max bytes of others: another lot at each save
-    exact,      // all that can be
+    automatic,  // those in huge pages, and small_pages_bytes_max bytes of others: a different part at each save
+    exact,      // all that can be watched
 };
 
 /// What automatic watching may protect in small pages: under a millisecond of a save (bench/watching.py).
 inline constexpr std::uint64_t small_pages_bytes_max = std::uint64_t{64} << 20;
 
-/// Bytes of a row, from its start.
+/// A range of bytes of a row, from its start.
 struct RowBytes {
     std::uint64_t begin;
     std::uint64_t end;
 };
 
-/// A row's whole pages are protected; a page that it shares with others is nothing to go by, so its own bytes there are
-/// digested, at the save and when they are captured. All members but the constructor: any thread.
+/// A row's whole pages are protected. A page that it shares with other memory shows nothing about the row, so the row's
+/// bytes in it are digested, at the save and again when they are captured. All members but the constructor: any thread.
 class ExtentPages {
 public:
-    /// From now on. Rows on the host, lazy, contiguous and with digests are watched where the system allows it.
+    /// Watch from now on: rows on the host that are lazy, contiguous and have digests, where the system allows it.
     ExtentPages(const WriteExtents& rows, Watching watching);
-    /// Before anything else: what is not in whole pages. gone(row, bytes, error) for what is not there.
+    /// Read the parts that are not whole pages; call it first. gone(row, bytes, error) reports memory that is gone.
     void read_ends(LiveAccess& live, const std::function<void(std::size_t, const RowBytes&, int)>& gone);
 
     bool holds(std::size_t row) const { return !ends_at_.empty() && ends_at_[row] != none; }
     std::uint64_t exact_bytes() const { return exact_bytes_; }
 
-    /// Whoever has it keeps what the next one needs ready (PageWatch::open); null where nothing is held.
+    /// Keeps the system's part ready for the next save (PageWatch::open); null if no row is held.
     std::shared_ptr<const WrittenPages> open() const { return pages_ ? pages_->pages() : nullptr; }
 
-    /// The first lazy row that is not held, and why.
+    /// The first lazy row that is not held, and the reason.
     struct Left {
         std::size_t row;
         std::string reason;
     };
     const std::optional<Left>& left() const { return left_; }
 
-    // Of rows that are held:
+    // For rows that are held:
 
-    /// Bytes [begin, end) of the row were captured as `bytes`: where they are not what they were, as far as the ends tell.
-    /// They begin and end with a block of the file, a piece of a chunk, or the row.
+    /// Bytes [begin, end) of the row were captured as `bytes`: returns a range that differs from the save's begin,
+    /// according to the ends' digests. Each bound is that of a block of the file, a part of a chunk, or the row.
     std::optional<RowBytes> compare(std::size_t row, std::uint64_t begin, std::uint64_t end, const std::byte* bytes) const;
-    /// Bytes [begin, end) of the row will not be read again: where their pages were written since the save. Once for each.
+    /// Bytes [begin, end) of the row will not be read again: returns pages written since the save. Call once per range.
     std::optional<RowBytes> settle(std::size_t row, std::uint64_t begin, std::uint64_t end);
-    /// Nothing will be read again.
+    /// No row will be read again.
     void let_go() { pages_ ? pages_->let_go() : void(); }
 
 private:

@@ -1,4 +1,4 @@
-// The fault injector: how tests make system calls fail. Nothing of it is in a build that is not for tests.
+// The fault injector, with which tests make system calls fail. Not compiled into builds that are not for tests.
 #pragma once
 
 #include <cstddef>
@@ -9,17 +9,17 @@ namespace flowstone {
 
 enum class Direction { read, write };
 
-/// What happens to the next attempt: an error instead of the call, or a call that is really short.
+/// What happens to the next attempt: an error instead of the call, or a call with a shortened length.
 struct InjectedFault {
     int error = 0;
     std::uint64_t bytes_max = UINT64_MAX;
 };
 
 #ifdef FLOWSTONE_TESTING
-/// Asked before every system call with the range it is about. Any thread.
+/// Called before every system call, with its range. Any thread.
 using FaultInjector = std::function<InjectedFault(Direction direction, std::uint64_t offset, std::uint64_t length)>;
 #else
-/// None.
+/// Injects nothing.
 struct FaultInjector {
     FaultInjector(std::nullptr_t = nullptr) {}
     explicit operator bool() const { return false; }

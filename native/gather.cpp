@@ -1,4 +1,4 @@
-// Layout::gather: strided memory that may go away, by as few calls of the kernel as its shape allows.
+// Layout::gather: strided memory that may go away, with as few system calls as its shape allows.
 #include <algorithm>
 #include <array>
 #include <bitset>
@@ -13,7 +13,7 @@
 namespace flowstone {
 namespace {
 
-// A run of its own costs the kernel about what it costs to copy so many bytes that nobody asked for (50 ns).
+// One more run costs the kernel about as much as copying this many unneeded bytes (50 ns).
 constexpr std::uint64_t run_worth_bytes = 512;
 
 struct Loop {
@@ -22,7 +22,7 @@ struct Loop {
     std::int64_t memory_stride;  // bytes
 };
 
-/// Nested loops over runs, whole on both sides. Outermost first.
+/// Nested loops over runs, contiguous on both sides. Outermost first.
 struct Nest {
     std::array<Loop, dimensions_max + 1> loops;
     std::size_t depth = 0;
@@ -31,7 +31,7 @@ struct Nest {
     std::byte* packed = nullptr;
 
     Nest() = default;
-    /// Its own loops alone: a handful, where there is room for all that there may be.
+    /// Copies only the loops in use: a handful, of the room for the maximum.
     Nest(const Nest& other)
         : depth(other.depth), run_bytes(other.run_bytes), memory(other.memory), packed(other.packed) {
         std::copy_n(other.loops.begin(), depth, loops.begin());
@@ -41,7 +41,7 @@ struct Nest {
     void add(const Loop& loop) { loops[depth++] = loop; }
 };
 
-/// Calls visit(offset by the first strides, by the second) for all turns of `loops`.
+/// Calls visit(packed offset, memory offset) for all iterations of `loops`.
 template <class Visit> void turn(std::span<const Loop> loops, std::int64_t packed, std::int64_t memory, Visit visit) {
     if (loops.empty()) return visit(packed, memory);
     const Loop& loop = loops.front();
@@ -49,9 +49,9 @@ template <class Visit> void turn(std::span<const Loop> loops, std::int64_t packe
         turn(loops.subspan(1), packed, memory, visit);
 }
 
-/// What one call brings to the bounce room: tiles, each a span of memory that holds runs with little in between.
+/// What one call copies to the bounce buffer: tiles, each a span of memory that contains runs with small gaps.
 struct Tiles {
-    std::bitset<dimensions_max + 1> inside;  // loops that turn inside of a tile
+    std::bitset<dimensions_max + 1> inside;  // loops that are iterated inside of a tile
     std::uint64_t span_bytes = 0;
     std::uint64_t count = 1;
     std::int64_t below = 0;  // bytes of a tile before its first run
@@ -62,7 +62,7 @@ public:
     explicit Gather(LiveAccess& live) : live_(live) {}
 
     int copy(Nest nest);
-    /// Runs that are worth a place in a list each, and lie end to end in packed order.
+    /// Copy runs that are worth a list entry each, and are consecutive in packed order.
     int copy_runs(const Nest& nest);
 
 private:
@@ -72,7 +72,7 @@ private:
     LiveAccess& live_;
 };
 
-/// Loops of short strides first: they make a tile, as long as what they pass over is shorter than a run is worth.
+/// Loops with short strides first: they form a tile, while the gaps are shorter than a run is worth.
 Tiles Gather::tile(const Nest& nest, std::array<std::size_t, dimensions_max + 1>& order) {
     for (std::size_t d = 0; d < nest.depth; ++d) order[d] = d;
     const auto stride = [&](std::size_t d) { return static_cast<std::uint64_t>(std::abs(nest.loops[d].memory_stride)); };
@@ -100,7 +100,7 @@ int Gather::copy(Nest nest) {
         std::array<std::size_t, dimensions_max + 1> order;  // as many as the nest has loops
         const Tiles tiles = tile(nest, order);
         if (tiles.count <= LiveAccess::runs_max && tiles.count * tiles.span_bytes <= LiveAccess::bounce_bytes) return copy_tiles(nest, tiles);
-        // Too much at once: two halves, of the loop that reaches farthest.
+        // Too much for one call: divide the outermost loop in two.
         std::size_t at = nest.depth;
         while (at > 0 && nest.loops[order[at - 1]].count == 1) --at;
         assert(at > 0);
@@ -117,7 +117,7 @@ int Gather::copy(Nest nest) {
 int Gather::copy_tiles(const Nest& nest, const Tiles& tiles) {
     std::array<Loop, dimensions_max + 1> outside;  // the first `outer` of them
     std::size_t outer = 0;
-    Nest bounced = nest;  // the same runs, where they lie in the bounce room
+    Nest bounced = nest;  // the same runs, at their place in the bounce buffer
     std::uint64_t tile_stride = tiles.span_bytes;
     for (std::size_t d = nest.depth; d-- > 0;) {
         if (tiles.inside[d]) continue;
@@ -125,7 +125,7 @@ int Gather::copy_tiles(const Nest& nest, const Tiles& tiles) {
         outside[outer++] = {nest.loops[d].count, static_cast<std::int64_t>(tile_stride), nest.loops[d].memory_stride};
         tile_stride *= nest.loops[d].count;
     }
-    std::reverse(outside.begin(), outside.begin() + static_cast<std::ptrdiff_t>(outer));  // as they lie in the bounce room
+    std::reverse(outside.begin(), outside.begin() + static_cast<std::ptrdiff_t>(outer));  // their order in the bounce buffer
     std::size_t count = 0;
     turn(std::span(outside.data(), outer), 0, 0, [&](std::int64_t, std::int64_t memory) {
         live_.runs()[count++] = {const_cast<std::byte*>(nest.memory + memory - tiles.below), tiles.span_bytes};
@@ -161,7 +161,8 @@ int Gather::copy_runs(const Nest& nest) {
 
 }  // namespace
 
-/// Cuts a packed range into nests: at each loop a part of its first turn, whole turns, and a part of its last one.
+/// Divides a packed range into nests: for each loop a part of its first iteration, whole iterations, a part of its
+/// last.
 struct Layout::Cut {
     const Layout& layout;
     Gather& gather;
@@ -186,7 +187,7 @@ struct Layout::Cut {
         return (*this)(level + 1, 0, rest, at(last));
     }
 
-    /// `turns` whole turns of a loop, or (behind the innermost) one run.
+    /// `turns` whole iterations of a loop, or (inside the innermost) one run.
     int take(std::size_t level, std::uint64_t turns, std::uint64_t run_bytes, const std::byte* memory) {
         Nest nest;
         nest.run_bytes = run_bytes;

@@ -1,4 +1,4 @@
-// I/O extents: what a caller asks for, each a byte range of a file and where it lies in memory.
+// I/O extents: what a caller requests: byte ranges of files, and their memory.
 #pragma once
 
 #include <algorithm>
@@ -15,19 +15,20 @@
 
 namespace flowstone {
 
-inline constexpr std::int64_t contiguous = -1;  // the layout of a row that lies in one run of memory
-inline constexpr std::int32_t on_host = -1;     // the device of a row that lies in the processor's memory
+inline constexpr std::int64_t contiguous = -1;  // the layout of a row in one run of memory
+inline constexpr std::int32_t on_host = -1;     // the device of a row in host memory
 
-/// A few bytes of a lazy row as they were when the save began: one cache line, so one miss.
+/// A few bytes of a lazy row, as they were when the save began: one cache line, so one cache miss.
 using Line = std::array<std::byte, 64>;
 inline constexpr std::uint64_t lines_per_chunk = 4;  // 20,000 misses for 5 GB: about a millisecond
 
-/// The mixing of SplitMix64: what becomes of neighbours has nothing to do with each other.
+/// The mixing function of SplitMix64: results for neighbouring numbers are unrelated.
 std::uint64_t scattered(std::uint64_t number);
 
-/// Where line number `line` of a row begins: by `seed` somewhere in its quarter of its chunk, each place as likely as any
-/// other, or in the last quarter that there is where the row ends before that.
-/// Invariant: a line is whole, where the row has as many bytes, and begins at a multiple of its length or ends with the row.
+/// The begin of line number `line` of a row: chosen by `seed`, uniformly in its quarter of its chunk; in the row's last
+/// quarter, if the row ends before that.
+/// Invariant: a line is whole, if the row has as many bytes, and begins at a multiple of its length or ends with the
+/// row.
 std::uint64_t line_begin(std::uint64_t row_bytes, std::uint64_t line, std::uint64_t seed);
 
 /// `length` bytes at `offset` of file number `file`, taken from `address`.
@@ -40,7 +41,7 @@ struct WriteExtent {
     std::uint32_t file;
     bool lazy = false;  // may be captured after the caller has gone on; its source is watched
     std::int32_t device = on_host;  // whose memory `address` is in; a device's rows are contiguous
-    std::uint64_t seed = 0;  // of where its lines lie: another one for each row and save
+    std::uint64_t seed = 0;  // chooses its lines: different for each row and save
 
     std::uint64_t end() const { return offset + length; }
     const std::byte* source() const { return reinterpret_cast<const std::byte*>(address); }
@@ -52,10 +53,10 @@ struct WriteExtents {
     std::vector<Layout> layouts;  // gather
     std::uint64_t chunks = 0;     // length of the job's digests
     std::vector<std::shared_ptr<Device>> devices = {};
-    // Of each device's lazy rows, in order: lines_per_chunk of every chunk. On the host; there when the first copy
-    // from that device is, and until all is captured.
+    // For each device, its lazy rows' lines, in order: lines_per_chunk for every chunk. In host memory; valid from the
+    // first copy from that device until all is captured.
     std::vector<std::span<const Line>> samples = {};
-    // What becomes of chunks before they are stored. Null: identity.
+    // What is done to chunks before they are stored. Null: identity.
     std::shared_ptr<const Encoder> encoder = nullptr;
 
     bool keeps_places() const { return encoder == nullptr || encoder->is_identity(); }
@@ -90,7 +91,7 @@ struct ReadExtents {
     std::vector<Layout> layouts;  // scatter
     std::vector<std::uint64_t> digests;
     std::vector<std::shared_ptr<Device>> devices = {};
-    std::vector<ChunkPlace> stored = {};  // of each digest; none: every chunk at its logical place in its extent
+    std::vector<ChunkPlace> stored = {};  // for each digest; empty: every chunk is at its logical place in its extent
 
     ChunkPlace place_of(const ReadExtent& row, std::uint64_t chunk) const {
         if (!stored.empty()) return stored[row.chunk + chunk];
@@ -99,7 +100,7 @@ struct ReadExtents {
     }
 };
 
-/// Check what a plan rests on: the invariants above and all indices; throws std::invalid_argument
+/// Check the invariants above and all indices, on which plans rely; throws std::invalid_argument
 /// naming the first row that breaks one. `file_bytes` are the planned sizes.
 void check_extents(const WriteExtents& rows, std::span<const std::uint64_t> file_bytes);
 void check_extents(const ReadExtents& rows, std::size_t file_count);

@@ -21,7 +21,7 @@ bool Job::wait_until(double timeout_s, const bool& state) {
         changed_.wait(lock, reached);
         return true;
     }
-    // NaN and negative numbers ask without waiting.
+    // NaN and negative numbers check without waiting.
     const std::chrono::duration<double> timeout(timeout_s > 0 ? timeout_s : 0);
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::nanoseconds>(timeout);
     return changed_.wait_until(lock, deadline, reached);

@@ -1,4 +1,4 @@
-// What a write and a read have in common: windows under way, the first failure, the wait.
+// The common part of writes and reads: windows under way, the first failure, the waits.
 #pragma once
 
 #include <atomic>
@@ -20,7 +20,7 @@
 
 namespace flowstone {
 
-/// What jobs run on. A job lets go of it when it finishes (workers first: they use the backend).
+/// Shared resources of jobs. A job releases them when it finishes (workers first: they use the backend).
 struct Machine {
     std::shared_ptr<Backend> backend;
     std::shared_ptr<Workers> workers;
@@ -29,12 +29,12 @@ struct Machine {
     Priority priority = Priority::normal;
 };
 
-/// A window of a job, on its way from stage to stage: its workers run one after the other of the job's members. What a stage
-/// has no memory for ends the window (`abandon`), and with it the job.
+/// A window of a job, passed from stage to stage: workers call the job's members one after the other. If a stage has no
+/// memory, the window ends (`abandon`), and with it the job.
 template <class Owner, class Window> struct Staged : Task {
     using Stage = void (Owner::*)(const std::shared_ptr<Window>& window, LiveAccess& live);
 
-    /// To be posted: `window` is this.
+    /// Prepare a stage for posting; `window` must be this window.
     Task& at(Owner& job, Stage stage, std::shared_ptr<Window> window) noexcept {
         job_ = &job;
         stage_ = stage;
@@ -56,13 +56,13 @@ template <class Owner, class Window> struct Staged : Task {
 private:
     Owner* job_ = nullptr;
     Stage stage_ = nullptr;
-    std::shared_ptr<Window> self_;  // while it waits for its turn
+    std::shared_ptr<Window> self_;  // while it is queued
 };
 
-/// A coordinator thread (the derived class's) begins windows; workers and the backend end them.
+/// A coordinator thread (in the derived class) begins windows; workers and the backend end them.
 ///
-/// Invariant: a window that has begun ends exactly once, whatever happens; after the coordinator has
-/// stopped feeding and the last window has ended, no thread and no device touches the job's memory.
+/// Invariant: a window that has begun ends exactly once, in any case; after the coordinator has stopped feeding and the
+/// last window has ended, no thread and no device touches the job's memory.
 class Job {
 public:
     Job(const Job&) = delete;
@@ -70,13 +70,13 @@ public:
 
     /// Whether the job has finished, after at most `timeout_s` (any number; infinity is no limit).
     bool wait(double timeout_s);
-    /// Begin nothing new. Does not block; any thread.
+    /// Begin no new windows. Does not block; any thread.
     void cancel();
 
     std::uint64_t done_bytes() const { return done_bytes_.load(); }
     std::uint64_t copied_bytes() const { return copied_bytes_.load(); }
     std::uint64_t requests() const { return requests_.load(); }
-    /// What took how long; complete once it has finished.
+    /// The durations of its phases; complete once it has finished.
     std::vector<PhaseSpan> spans() const { return spans_.all(); }
     std::optional<Fault> fault() const;
     bool cancelled() const { return cancelled_.load(); }
@@ -86,31 +86,33 @@ protected:
     ~Job() = default;
 
     bool stopping() const { return stopping_.load(); }
-    /// Stop feeding; the cause is recorded by the caller.
+    /// Stop feeding; the caller has recorded the cause.
     void stop();
-    /// The first failure stops the job; later ones are its echoes.
+    /// The first failure stops the job; later ones are its consequences, and are dropped.
     void take_outcome(Outcome outcome);
     void take_outcome(Fault fault) { take_outcome(Outcome{std::move(fault), false}); }
-    /// There was no memory to go on with.
+    /// The fault: no memory to continue.
     Fault no_memory() const { return flowstone::no_memory(files_.empty() ? nullptr : files_.front()->path); }
 
     /// Blocks until fewer than `windows_max` windows are under way, or the job is stopping.
     void wait_for_room(std::uint32_t windows_max);
-    /// `reads_source`: all are not queued before `queue_sources`, and not captured before `release_sources` after it.
+    /// `reads_source`: the window counts as not queued until `queue_sources`, then as not captured until
+    /// `release_sources`.
     void begin_window(bool reads_source);
     void queue_sources();
     void release_sources();
-    /// How many windows must be captured before the caller goes on; each is released once, before its sources are.
+    /// How many windows must be captured before the caller may go on; each calls `release_early` once, before
+    /// `release_sources`.
     void expect_early(std::size_t windows);
     void release_early();
     void end_window();
     /// The coordinator begins no more windows.
     void end_feeding();
-    /// The coordinator's last words: blocks until every window has ended, then lets `wait` return.
+    /// The coordinator's last call: blocks until every window has ended, then lets `wait` return.
     void finish();
 
-    /// The coordinator's life: its priority, then `begin_all`, which begins windows and may throw std::bad_alloc between
-    /// them, then `finish`.
+    /// The body of the coordinator thread: set its priority, call `begin_all`, which begins windows and may throw
+    /// std::bad_alloc between them, then call `finish`.
     template <class Begin> void coordinate(Begin begin_all) {
         assume(machine_.priority);
         try {
@@ -124,9 +126,9 @@ protected:
         finish();
     }
 
-    /// The coordinator's first words. `now`: the files are as they stay.
+    /// The coordinator's first call. `now`: the files will not change any more.
     void register_files(bool now = true) { registered_ = std::make_unique<Registered>(machine_.backend, files_, now); }
-    /// Files from any thread, blocks from the coordinator's.
+    /// Files may be registered from any thread, blocks from the coordinator's only.
     Registered& registered() { return *registered_; }
 
     bool wait_until_captured(double timeout_s) { return wait_until(timeout_s, captured_); }
@@ -136,7 +138,7 @@ protected:
     Machine machine_;
     const std::shared_ptr<Arena> arena_;
     const std::vector<std::shared_ptr<const File>> files_;
-    std::optional<Stay> stay_;  // until it has finished, or could not begin
+    std::optional<Stay> stay_;  // until it has finished, or failed to begin
     std::atomic<bool> stopping_{false};
     std::atomic<std::uint64_t> done_bytes_{0};
     std::atomic<std::uint64_t> copied_bytes_{0};

@@ -120,7 +120,7 @@ std::vector<std::uint64_t> Layout::locate(std::uint64_t begin) const {
     for (std::size_t d = 0; d < loops_.size(); ++d) {
         const std::uint64_t quotient = rest / loops_[d].packed_stride;
         if (quotient >= loops_[d].count) {
-            // `begin` lies behind this whole part of the box: its last run is the nearest before.
+            // `begin` is behind this whole part of the box: its last run is the nearest one before.
             for (; d < loops_.size(); ++d) index[d] = loops_[d].count - 1;
             break;
         }

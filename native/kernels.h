@@ -24,7 +24,7 @@ class LiveAccess;
 /// Invariant: runs in loop order lie at ascending, disjoint packed offsets.
 class Layout {
 public:
-    /// All of an array of `shape`: packed is dense. Throws std::invalid_argument.
+    /// The layout of a whole array of `shape`: packed is dense. Throws std::invalid_argument.
     static Layout whole(std::uint64_t item_bytes, std::span<const std::uint64_t> shape,
                         std::span<const std::int64_t> strides_bytes);
 
@@ -34,14 +34,14 @@ public:
                       std::span<const std::uint64_t> offset, std::span<const std::uint64_t> shape,
                       std::span<const std::int64_t> strides_bytes);
 
-    /// Length of the packed array, the bytes outside the box included.
+    /// Length of the packed array, including the bytes outside the box.
     std::uint64_t packed_bytes() const { return packed_bytes_; }
 
-    /// packed[0 .. end - begin) = packed bytes [begin, end), out of live memory; of a layout that is `whole`.
-    /// 0, or what LiveAccess::read says; `packed` then holds anything. (gather.cpp)
+    /// Copy packed bytes [begin, end), read from live memory, to packed[0 .. end - begin); for a layout that is
+    /// `whole`. Returns 0, or the error of LiveAccess::read; `packed` is then undefined. (gather.cpp)
     int gather(std::uint64_t begin, std::uint64_t end, const std::byte* memory, std::byte* packed, LiveAccess& live) const;
 
-    /// The reverse: the box's bytes that lie in packed bytes [begin, end) go to memory.
+    /// The reverse: copy the box's bytes in packed bytes [begin, end) to memory.
     void scatter(std::uint64_t begin, std::uint64_t end, const std::byte* packed, std::byte* memory) const;
 
 private:
@@ -51,7 +51,7 @@ private:
         std::int64_t memory_stride;   // bytes
     };
     struct Range;  // one call's view: [begin, end) and both sides' pointers
-    struct Cut;    // of a packed range, to gather
+    struct Cut;    // a packed range divided into nests, for gather
 
     void add_loop(Loop loop);
     void merge_run();

@@ -17,7 +17,7 @@ constexpr std::uint64_t mapping_bytes = 2 * huge_page_bytes;    // one huge page
 
 // What is read, its copy, and what is read next, in an L2 cache of 1 MiB.
 constexpr std::uint64_t piece_bytes = std::uint64_t{256} << 10;
-// As many lines are asked for ahead as a digest of so many bytes gives them time to come: the copy then finds them.
+// Lines are prefetched this far ahead: a digest of so many bytes gives them time to arrive before the copy.
 constexpr std::uint64_t step_bytes = 2048;
 constexpr std::uint64_t line_bytes = 64;
 
@@ -25,7 +25,7 @@ void fetch_ahead(const std::byte* begin, const std::byte* end) {
     for (; begin < end; begin += line_bytes) __builtin_prefetch(begin, 0, 2);  // never faults
 }
 
-std::atomic<LiveAccess*> kept{nullptr};  // between two that were lent; reachable for ever, so freed at no exit
+std::atomic<LiveAccess*> kept{nullptr};  // kept between two loans; reachable for ever, so never freed at exit
 
 bool is_refusal(int error) { return error == ENOSYS || error == EPERM || error == EACCES || error == ENOMEM; }
 
@@ -37,7 +37,7 @@ LiveAccess::LiveAccess(Way way) : self_(::getpid()), way_(way) {
     mapping_ = ::mmap(nullptr, mapping_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapping_ == MAP_FAILED) throw std::bad_alloc();
     room_ = reinterpret_cast<std::byte*>(round_up(reinterpret_cast<std::uintptr_t>(mapping_), huge_page_bytes));
-    (void)::madvise(mapping_, mapping_bytes, MADV_HUGEPAGE);  // advice: without huge pages it is slower
+    (void)::madvise(mapping_, mapping_bytes, MADV_HUGEPAGE);  // a hint: without huge pages it is slower
     (void)::madvise(mapping_, mapping_bytes, MADV_DONTFORK);
 }
 
@@ -57,13 +57,13 @@ int LiveAccess::read(std::byte* out, std::span<const iovec> runs) noexcept {
     std::uint64_t bytes = 0;
     for (const iovec& run : runs) bytes += run.iov_len;
     if (bytes == 0) return 0;
-    // A write into "another" process, which we are. The kernel looks up and pins the pages of that side one by one, and
-    // follows the other with plain loads that may fault. So the former is our side, huge pages, and the latter the caller's:
-    // the other way round, by process_vm_readv, costs twice as much.
+    // A write into "another" process, which is this one. The kernel looks up and pins the pages of the remote side one
+    // by one, and reads the local side with plain loads that may fault. So the remote side is our buffer, in huge
+    // pages, and the local side the caller's memory: the other way round, with process_vm_readv, costs twice as much.
     const iovec ours{out, bytes};
     const ssize_t written = ::process_vm_writev(self_, runs.data(), runs.size(), &ours, 1, 0);
     if (written == static_cast<ssize_t>(bytes)) return 0;
-    if (written >= 0) return EFAULT;  // it stops where it meets what is not there
+    if (written >= 0) return EFAULT;  // it stops at unmapped memory
     if (!is_refusal(errno)) return errno;
     if (errno != ENOMEM) way_ = Way::memory_file;
     return read_by_file(out, runs);
@@ -119,7 +119,7 @@ bool LiveAccess::is_own() const noexcept { return self_ == ::getpid(); }
 
 LentAccess::LentAccess() : live_(kept.exchange(nullptr)) {
     if (live_ && live_->is_own()) return;
-    (void)live_.release();  // a parent's: what lies at its addresses here is another's
+    (void)live_.release();  // a parent's: its addresses mean something else in this process
     live_ = std::make_unique<LiveAccess>();
 }
 

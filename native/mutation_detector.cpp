@@ -69,7 +69,7 @@ void MutationDetector::read_lines(LiveAccess& live) {
             const Spot spot{i, begin, line_end(row, begin)};
             if (!batch.empty() && (!batch.has_room() || batch.end() != next->data() || row.layout != contiguous)) flush();
             if (row.layout == contiguous) {
-                // Each misses every cache there is: they are fetched while the list is made, which never faults.
+                // Each line misses every cache: prefetch, which never faults, while the list is made.
                 __builtin_prefetch(row.source() + spot.begin);
                 batch.add(next->data(), row.source() + spot.begin, spot.end - spot.begin, spot);
             } else if (const int error = copy_row(rows_, row, spot.begin, spot.end, next->data(), live)) {

@@ -1,4 +1,4 @@
-// The mutation detector: whether sources are still what they were when the save began.
+// The mutation detector: whether sources have changed since the save began.
 #pragma once
 
 #include <cstdint>
@@ -14,11 +14,11 @@
 
 namespace flowstone {
 
-/// Rows captured after the caller went on must not have changed by then. The means:
-///   pages    every write is noticed, where the system tells of them (extent_pages.h)
-///   samples  else a few lines of every chunk of a lazy row, copied when the save starts, compared with what
-///            was captured
-///   splits   a chunk that is split between two windows is digested by the first and captured in part by the second;
+/// Rows that are captured after the caller went on must not have changed by then. The methods:
+///   pages    every write is detected, where the system reports written pages (extent_pages.h)
+///   samples  otherwise a few lines of every chunk of a lazy row are copied when the save starts, and compared with
+///            the captured bytes
+///   splits   a chunk that is split between two windows is digested by the first and partly captured by the second;
 ///            both note a digest of that part
 /// All members but the constructor: any thread.
 class MutationDetector {
@@ -26,36 +26,36 @@ public:
     /// Reads the samples of rows on the host from their sources.
     explicit MutationDetector(const WriteExtents& rows, Watching watching = Watching::samples);
 
-    /// Of the samples of a row, as they were at first.
+    /// The digest of a row's samples, as first read.
     std::uint64_t sample_digest(std::size_t row) const;
 
-    /// The job captures row bytes [begin, end), counted from the row's start, as `bytes`.
+    /// Row bytes [begin, end), counted from the row's start, were captured as `bytes`: compare them.
     void compare(std::size_t row, std::uint64_t begin, std::uint64_t end, const std::byte* bytes);
 
-    /// Row bytes [begin, the end of their chunk) as one of the two windows that meet there saw them.
+    /// Note the digest of row bytes [begin, the end of their chunk), as one of the two windows that meet there read
+    /// them.
     void note_split(std::size_t row, std::uint64_t begin, std::uint64_t digest) noexcept;
 
-    /// The job captures row bytes [begin, end), and nothing of them will be read from the source again.
+    /// Row bytes [begin, end) were captured, and will not be read from the source again.
     void settle(std::size_t row, std::uint64_t begin, std::uint64_t end);
-    /// Nothing will be read again.
+    /// No row will be read again.
     void let_go() { pages_.let_go(); }
 
-    /// Which rows are watched exactly.
+    /// The rows that are watched exactly.
     const ExtentPages& pages() const { return pages_; }
-    /// Bytes of the others that are watched.
+    /// The number of bytes in rows that are watched by samples.
     std::uint64_t sampled_bytes() const { return sampled_bytes_; }
 
-    /// Row bytes [begin, end) are found to have changed; or, with an `error`, not to be there any more (EFAULT), or not to be
-    /// compared (ENOMEM).
+    /// Row bytes [begin, end) have changed; or, with an `error`, are gone (EFAULT), or could not be compared (ENOMEM).
     void report(std::size_t row, std::uint64_t begin, std::uint64_t end, int error = 0);
 
     struct Change {
         std::size_t row;
         std::uint64_t begin;  // bytes, from the row's start
         std::uint64_t end;
-        int error;  // errno, where they could not be read
+        int error;  // errno, if they could not be read
     };
-    /// The first that was found.
+    /// The first reported change.
     std::optional<Change> change() const;
 
 private:
@@ -71,8 +71,9 @@ private:
     std::optional<Change> change_;
 };
 
-/// For each row a digest of a few lines of it, read now; samples of rows on a device are there already. Rows of equal
-/// bytes have equal ones, wherever they lie. All rows are to be lazy. Throws std::system_error (EFAULT) where one is not there.
+/// For each row a digest of a few of its lines, read now; samples of rows on a device exist already. Rows of equal
+/// bytes have equal digests, in any memory. All rows must be lazy. Throws std::system_error (EFAULT) if a row's memory
+/// is gone.
 std::vector<std::uint64_t> sample_digests(const WriteExtents& rows);
 
 }  // namespace flowstone

@@ -1,4 +1,4 @@
-// Ops that wait for a place in flight.
+// Ops that wait to be submitted.
 #pragma once
 
 #include <memory>
@@ -9,8 +9,9 @@
 
 namespace flowstone {
 
-/// First in, first out. They are its links, so that waiting takes no memory. Not locked: its backend does that.
-/// Invariant: empty when it is destroyed.
+/// First in, first out. The ops are the list's links, so that queueing allocates nothing. Not locked: the backend
+/// locks.
+/// Invariant: empty at destruction.
 class OpQueue {
 public:
     void push(std::unique_ptr<Transfer> transfer) {
@@ -30,10 +31,10 @@ public:
 
 private:
     Transfer* first_ = nullptr;
-    Transfer* last_ = nullptr;  // of those there are
+    Transfer* last_ = nullptr;  // valid if first_ is not null
 };
 
-/// Whether the op's job wants no more of it; only an op that has not begun may be dropped.
+/// Whether the op's job has stopped; only an op that has not begun may be dropped.
 inline bool is_unwanted(const Op& op) { return op.stopping != nullptr && op.stopping->load(); }
 
 }  // namespace flowstone

@@ -13,11 +13,11 @@
 namespace flowstone {
 namespace {
 
-// What is in huge pages up to so many bytes beside them counts as such: the ends of a long tensor.
+// Memory beside huge pages, up to this part of them, counts as huge: the ends of a long tensor.
 constexpr std::uint64_t ends_part = 16;
-// After so many looks without a huge page one block is passed over, after twice as many two, and so on.
+// After this many checks without a huge page, skip one block; after twice as many, two, and so on.
 constexpr std::uint64_t looks_in_vain = 16;
-// Watches between two tries of what could not be protected.
+// Watches between two tries of memory that could not be protected.
 constexpr std::uint64_t tried_anew = 64;
 
 std::uint64_t block_of(std::uint64_t address) { return address / huge_page_bytes; }
@@ -34,7 +34,7 @@ template <class Each> void for_blocks(const Reach& reach, Each each) {
     }
 }
 
-/// Those that overlap or touch as one; ascending.
+/// Merge reaches that overlap or touch; ascending.
 std::vector<Reach> merged(std::vector<Reach> reaches) {
     std::sort(reaches.begin(), reaches.end(), [](const Reach& a, const Reach& b) { return a.begin < b.begin; });
     std::vector<Reach> whole;
@@ -47,7 +47,7 @@ std::vector<Reach> merged(std::vector<Reach> reaches) {
     return whole;
 }
 
-/// The huge pages that lie in the blocks of `wanted`. What is passed over counts as small.
+/// The huge pages in the blocks of `wanted`. Skipped blocks count as small pages.
 std::vector<Reach> find_huge(const WrittenPages& pages, std::vector<Reach> wanted) {
     for (Reach& reach : wanted) reach = whole_blocks(reach);
     std::vector<Reach> huge;
@@ -64,11 +64,11 @@ std::vector<Reach> find_huge(const WrittenPages& pages, std::vector<Reach> wante
 
 }  // namespace
 
-/// What all watches of one process share. A forked child has none of its parent's.
+/// State shared by all watches of one process. A forked child does not use its parent's.
 struct PageWatch::Process {
     struct Holders {
         std::uint32_t count = 0;
-        Reach reach{~std::uint64_t{0}, 0};  // of all that ever held it since it had none
+        Reach reach{~std::uint64_t{0}, 0};  // of all watches that held it since it was last free
     };
 
     const pid_t id = ::getpid();
@@ -77,7 +77,7 @@ struct PageWatch::Process {
     std::size_t users = 0;
     std::unordered_map<std::uint64_t, Holders> blocks;  // by number
     std::vector<PageWatch*> watches;
-    // What could not be protected, from where to where: it costs milliseconds to find out. Now and then it is tried anew.
+    // Begin -> end of memory that could not be protected: finding out costs milliseconds. Tried again now and then.
     std::unordered_map<std::uint64_t, std::uint64_t> not_own;
     std::uint64_t begun = 0;  // watches
 
@@ -88,7 +88,7 @@ namespace {
 
 std::atomic<WrittenPages*> closed_in_children{nullptr};
 
-/// A child is to be rid of them whoever forks it, whatever locks were held.
+/// A child must close them whichever code forks it, and whatever locks are held.
 void close_in_child() {
     if (WrittenPages* const pages = closed_in_children.exchange(nullptr)) pages->forget();
 }
@@ -107,7 +107,7 @@ PageWatch::Process& PageWatch::process() {
     static std::atomic<Process*> current{nullptr};
     Process* known = current.load();
     while (known == nullptr || known->id != ::getpid()) {
-        // A parent's is left where it is: one of its threads may hold the mutex for ever. So is nobody's at the exit.
+        // A parent's is leaked: one of its threads may hold the mutex for ever. Nor is this process's freed at exit.
         auto* const made = new Process;
         if (current.compare_exchange_strong(known, made)) return *made;
         delete made;
@@ -157,13 +157,13 @@ PageWatch::PageWatch(const std::vector<Reach>& wanted, std::uint64_t small_bytes
         count(wanted);
         forget(wanted, failed);
         process_->watches.push_back(this);
-    } catch (...) {  // no memory: nothing of what was counted would be let go of
+    } catch (...) {  // no memory: undo the counts, which would never be released
         let_go_of(counted_);
         throw;
     }
 }
 
-/// Under the mutex. By what it costs: `yes` for what is to be protected.
+/// Under the mutex. Decides by cost: `yes` for what is to be protected.
 void PageWatch::choose(const std::vector<Reach>& wanted, const std::vector<std::size_t>& order, std::uint64_t small_bytes_max,
                        std::uint64_t turn) {
     auto run = huge_.begin();
@@ -179,7 +179,7 @@ void PageWatch::choose(const std::vector<Reach>& wanted, const std::vector<std::
         const std::size_t i = (n + turn) % wanted.size();
         const auto known = process_->not_own.find(wanted[i].begin);
         const bool was_refused = known != process_->not_own.end() && known->second == wanted[i].end;
-        if (was_refused && small_bytes_max != unlimited_bytes) continue;  // who insists on all of it has it tried anew
+        if (was_refused && small_bytes_max != unlimited_bytes) continue;  // with no limit, try refused memory again
         const bool is_cheap = small[i] <= wanted[i].bytes() / ends_part;
         held_[i] = is_cheap || small[i] <= room ? Held::yes : Held::beyond_limit;
         if (!is_cheap && held_[i] == Held::yes) room -= small[i];
@@ -191,13 +191,13 @@ bool PageWatch::is_huge(std::uint64_t address) const {
     return found != huge_.end() && found->begin <= address;
 }
 
-/// A huge page is protected whole: a part of it would split it.
+/// A huge page is protected as a whole: protecting a part would split it.
 Reach PageWatch::widened(const Reach& reach) const {
     const Reach blocks = whole_blocks(reach);
     return {is_huge(reach.begin) ? blocks.begin : reach.begin, is_huge(reach.end - 1) ? blocks.end : reach.end};
 }
 
-/// Under the mutex. What cannot be protected, also not after it was prepared, is `not_own`, and returned.
+/// Under the mutex. Memory that cannot be protected, even after preparing it, becomes `not_own`, and is returned.
 std::vector<std::size_t> PageWatch::protect(const std::vector<Reach>& wanted, const std::vector<std::size_t>& order) {
     std::vector<Reach> chosen;
     for (const std::size_t i : order)
@@ -225,7 +225,7 @@ std::vector<std::size_t> PageWatch::protect(const std::vector<Reach>& wanted, co
     return not_own;
 }
 
-/// Under the mutex. What others that hold some of it have not looked at yet is told them.
+/// Under the mutex. Reports writes that are cleared by this to other watches that hold some of the memory.
 int PageWatch::protect_reach(const Reach& reach) {
     std::vector<PageWatch*> others;
     for (PageWatch* other : process_->watches) {
@@ -243,7 +243,7 @@ int PageWatch::protect_reach(const Reach& reach) {
     return error;
 }
 
-/// Under the mutex: the blocks of what is held, and how much of each.
+/// Under the mutex: count the held blocks, and how much of each is held.
 void PageWatch::count(const std::vector<Reach>& wanted) {
     struct Part {
         std::uint64_t number;
@@ -274,7 +274,7 @@ void PageWatch::count(const std::vector<Reach>& wanted) {
     }
 }
 
-/// Under the mutex: what could not be protected may be so in parts, which nobody would let go of.
+/// Under the mutex: memory that failed may be protected in parts, which would never be released otherwise.
 void PageWatch::forget(const std::vector<Reach>& wanted, const std::vector<std::size_t>& failed) {
     for (const std::size_t i : failed) {
         process_->not_own[wanted[i].begin] = wanted[i].end;
@@ -313,13 +313,13 @@ void PageWatch::let_go(std::uint64_t begin, std::uint64_t end) {
 }
 
 void PageWatch::let_go() {
-    if (ended_.exchange(true) || process_->id != ::getpid()) return;  // a child has none of it
+    if (ended_.exchange(true) || process_->id != ::getpid()) return;  // a forked child has none of it
     const std::lock_guard lock(process_->mutex);
     let_go_of(blocks_.size());
     std::erase(process_->watches, this);
 }
 
-/// Under the mutex. Of the first `count` blocks; without memory, which there may be none of.
+/// Under the mutex. Of the first `count` blocks; allocates nothing, as there may be no memory.
 void PageWatch::let_go_of(std::size_t count) {
     Reach free{0, 0};
     for (std::size_t i = 0; i < count; ++i)
@@ -327,7 +327,7 @@ void PageWatch::let_go_of(std::size_t count) {
     if (free.bytes() != 0) pages_->unprotect(free);
 }
 
-/// Under the mutex, once for each block: adds it to `free`, which is unprotected when it does not go on there.
+/// Under the mutex, once for each block: adds it to `free`, which is unprotected first if the block is not adjacent.
 void PageWatch::release(const Block& block, Reach& free) {
     const auto found = process_->blocks.find(block.number);
     if (--found->second.count != 0) return;

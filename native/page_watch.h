@@ -1,4 +1,4 @@
-// Memory that is watched for writes, page by page, by all jobs of this process.
+// Watching memory for writes, page by page, shared by all jobs of this process.
 #pragma once
 
 #include <atomic>
@@ -12,50 +12,50 @@
 
 namespace flowstone {
 
-/// From its construction on every write into the memory that it holds is noticed, whoever makes it, until that memory is
-/// let go of. Several may hold the same memory: none hides a write from another, and a page is unprotected when the last
-/// one has let go of all of its block (2 MiB, so that no huge page is split).
+/// From construction on, every write into the memory that it holds is detected, by any thread, until that memory is
+/// released. Several watches may hold the same memory: none hides a write from another. A page is unprotected when the
+/// last watch has released all of its block (2 MiB, so that no huge page is split).
 ///
-/// Pages in small pages cost more to protect than to sample (bench/watching.py), those in huge ones next to nothing; so
-/// one may say how many bytes of the former to hold.
+/// Small pages cost more to protect than to sample (bench/watching.py), huge ones almost nothing; so the caller may
+/// limit the bytes in small pages.
 class PageWatch {
 public:
-    /// The system's calls, for all watches of this process: open as long as somebody has what this returns, so that what is
-    /// watched again and again is made ready for it once. Null where the system refuses: `refusal` says why.
+    /// The system's calls, shared by all watches of this process: open while the result is referenced, so that memory
+    /// that is watched repeatedly is prepared once. Null if the system refuses: `refusal` has the reason.
     static std::shared_ptr<const WrittenPages> open(std::string& refusal);
-    /// Why nothing can be held; empty where it can.
+    /// The reason why no memory can be held; empty if it can.
     static std::string refusal();
     static constexpr std::uint64_t unlimited_bytes = ~std::uint64_t{0};
 
-    /// `wanted` are whole pages. small_bytes_max: so much of them that is not in huge pages is held, beside the ends of
-    /// what is; `turn` says where to begin.
+    /// `wanted` are whole pages. small_bytes_max: limit of the bytes held in small pages, not counting the ends of rows
+    /// in huge pages; `turn` selects where to begin.
     PageWatch(const std::vector<Reach>& wanted, std::uint64_t small_bytes_max, std::uint64_t turn);
     ~PageWatch();
     PageWatch(const PageWatch&) = delete;
     PageWatch& operator=(const PageWatch&) = delete;
 
     enum class Held : std::uint8_t { yes, beyond_limit, not_own };
-    /// By the order of `wanted`; not_own: others can write it unseen, or the system refuses.
+    /// By the order of `wanted`; not_own: other processes can write it undetected, or the system refuses.
     Held held(std::size_t wanted) const { return held_[wanted]; }
 
-    // Of what is held; any thread:
+    // For held memory; any thread:
 
-    /// The first pages of the reach that were written. What lies there may be another mapping by now: that is written, too.
+    /// The first written pages of the reach. If another mapping is there by now, that counts as written too.
     std::optional<Reach> first_written(const Reach& reach) const;
-    /// Addresses [begin, end), whole pages or not: each of them once, when writes to it are none of ours any more.
+    /// Release addresses [begin, end), whole pages or not; each address once, when later writes do not matter any more.
     void let_go(std::uint64_t begin, std::uint64_t end);
-    /// All of it.
+    /// Release everything.
     void let_go();
 
-    /// What `open` gave; null where nothing is held.
+    /// The result of `open`; null if no memory is held.
     const std::shared_ptr<const WrittenPages>& pages() const { return pages_; }
 
 private:
     struct Process;
     struct Block {
         std::uint64_t number;
-        Reach reach;               // that is protected in it, and perhaps other pages between those
-        std::atomic<std::uint64_t> left;  // bytes that are not let go of
+        Reach reach;               // protected in this block, possibly with other pages in between
+        std::atomic<std::uint64_t> left;  // bytes that are not released
 
         Block(std::uint64_t n, const Reach& r, std::uint64_t bytes) : number(n), reach(r), left(bytes) {}
         Block(Block&& other) noexcept : number(other.number), reach(other.reach), left(other.left.load()) {}
@@ -78,8 +78,8 @@ private:
     std::vector<Reach> huge_;  // runs of whole huge pages, ascending
     std::vector<Held> held_;
     std::vector<Block> blocks_;   // ascending
-    std::size_t counted_ = 0;     // of them, by the process
-    std::vector<Reach> written_;  // found by others that came later; under the process's mutex
+    std::size_t counted_ = 0;     // of them, counted by the process
+    std::vector<Reach> written_;  // found by later watches; under the process's mutex
     std::atomic<bool> ended_{false};
 };
 

@@ -10,7 +10,7 @@
 namespace flowstone {
 namespace {
 
-// A third of the processor time of a thread that competes at the normal level; all of what nobody wants.
+// A third of the processor time of a competing thread at normal priority; all time that is otherwise idle.
 constexpr int background_nice = 5;
 constexpr int nice_max = 19;
 
@@ -22,7 +22,7 @@ constexpr int ioprio_best_effort_lowest = (2 << 13) | 7;
 
 void assume(Priority priority) {
     if (priority == Priority::normal) return;
-    // Both calls are about one thread here, whatever their names say. A job may already run at low priority.
+    // Both calls apply to one thread here, despite their names. A job may already run at low priority.
     const auto self = static_cast<id_t>(::syscall(SYS_gettid));
     errno = 0;
     const int nice = ::getpriority(PRIO_PROCESS, self);

@@ -1,12 +1,12 @@
-// Whose work comes first.
+// Thread priorities.
 #pragma once
 
 namespace flowstone {
 
-/// A thread that works beside training gives way to it. Nobody can take that back without privileges.
+/// A thread that works beside training yields to it. Without privileges, a thread cannot raise its priority again.
 enum class Priority { normal, background };
 
-/// Set the calling thread's. Advice: where the system refuses, the thread stays as it is.
+/// Set the calling thread's priority. A hint: if the system refuses, nothing changes.
 void assume(Priority priority);
 
 }  // namespace flowstone

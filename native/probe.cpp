@@ -15,14 +15,14 @@
 namespace flowstone {
 namespace {
 
-/// A file that has no name any more and closes itself.
+/// A file that is already unlinked, and closes itself.
 class ScratchFile {
 public:
     explicit ScratchFile(const std::string& directory) {
         std::string path = directory + "/.flowstone-probe-XXXXXX";
         fd_ = ::mkostemp(path.data(), O_CLOEXEC);
         if (fd_ < 0) throw std::system_error(errno, std::generic_category(), path);
-        // Reopened under its name: O_DIRECT at open is what a segment asks for.
+        // Reopened by name: segments, too, are opened with O_DIRECT.
         direct_fd_ = ::open(path.c_str(), O_RDWR | O_DIRECT | O_CLOEXEC | O_NOFOLLOW);
         ::unlink(path.c_str());
     }
@@ -40,10 +40,10 @@ private:
     int direct_fd_ = -1;
 };
 
-/// One block written at its own alignment in the file and in memory, and read back.
+/// Write one block at its own alignment in file and memory, and read it back.
 bool moves_blocks_of(const ScratchFile& file, std::uint32_t alignment) {
     const AlignedBytes memory = allocate_aligned(4 * block_alignment_bytes);
-    // Not better aligned than asked for: one unit past a 4 KiB boundary.
+    // No better aligned than requested: one unit past a 4 KiB boundary.
     std::byte* const written = memory.get() + alignment;
     std::byte* const read = memory.get() + 2 * block_alignment_bytes + alignment;
     std::memset(memory.get(), 0, 4 * block_alignment_bytes);
@@ -57,10 +57,10 @@ bool moves_blocks_of(const ScratchFile& file, std::uint32_t alignment) {
 
 bool has_io_uring() {
     try {
-        make_uring_backend(1);  // which asks the kernel for something
+        make_uring_backend(1);  // this calls the kernel
         return true;
     } catch (const std::system_error&) {
-        return false;  // whatever the reason, the other backend works
+        return false;  // for any reason: the other backend works
     }
 }
 

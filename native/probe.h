@@ -1,4 +1,4 @@
-// What this machine and a directory's file system really do.
+// What this machine and a directory's file system actually support.
 #pragma once
 
 #include <cstdint>
@@ -6,15 +6,15 @@
 
 namespace flowstone {
 
-/// Whether a real ring starts and moves a NOP. False in a build without io_uring.
+/// Whether a real ring starts and completes a NOP. False in a build without io_uring.
 bool has_io_uring();
 
-/// The least alignment with which O_DIRECT wrote and read back a real temporary file, 0 where none
-/// did. Throws std::system_error if the directory cannot be written. Blocks.
+/// The smallest alignment with which O_DIRECT wrote and read back a real temporary file; 0 if none did. Throws
+/// std::system_error if the directory cannot be written. Blocks.
 std::uint32_t probe_direct(const std::string& directory);
 
-/// Give an empty file its size, with its blocks reserved where the file system can; sparse elsewhere.
-/// Never writes data to emulate a reservation. Throws std::system_error (ENOSPC: the space is not there).
+/// Give an empty file its size, with blocks reserved if the file system can; else sparse.
+/// Never writes data to emulate a reservation. Throws std::system_error (ENOSPC: not enough space).
 void reserve_file(int fd, std::uint64_t size_bytes);
 
 }  // namespace flowstone

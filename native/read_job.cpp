@@ -20,7 +20,7 @@ struct ReadJob::Window final : Staged<ReadJob, Window> {
     AlignedBytes tail;
     std::int64_t begun_ns = 0;
     std::vector<bool> used;                // devices that copy out of the block
-    std::vector<Device::Done> copied;      // what each device that is used will call; made before it is
+    std::vector<Device::Done> copied;      // one callback per device in use; made before the first copy
     std::atomic<std::size_t> storing{0};  // devices
 };
 
@@ -50,7 +50,7 @@ std::vector<bool> ReadJob::touched() const {
     return touched;
 }
 
-/// The coordinator: windows in file order, as many under way as keep queue and workers busy.
+/// The coordinator: begins windows in file order, as many at once as keep queue and workers busy.
 void ReadJob::begin_all() {
     register_files();
     plan_ = plan_reads(*rows_, machine_.request_bytes, options_.in_place);
@@ -82,7 +82,7 @@ void ReadJob::post(const std::shared_ptr<Window>& window, Stage stage) noexcept 
     machine_.workers->post(window->at(*this, stage, window));
 }
 
-/// Devices copy out of pinned blocks alone.
+/// Devices copy only from pinned blocks.
 bool ReadJob::is_mapped(const ReadWindow& planned) const {
     const auto is_far = [this](const WantedChunk& chunk) { return rows_->rows[chunk.row].device != on_host; };
     return files_[planned.file]->mapped != 0 && !std::any_of(plan_.chunks.begin() + static_cast<std::ptrdiff_t>(planned.first),
@@ -158,7 +158,7 @@ void ReadJob::end_op(const std::shared_ptr<Window>& window, const Outcome& outco
     }
 }
 
-/// Every chunk of an arrived window: checked where it lies, then (from the arena) stored.
+/// For every chunk of an arrived window: verify it in place, then (from the arena) store it.
 void ReadJob::deliver(const std::shared_ptr<Window>& window, LiveAccess&) {
     const ReadWindow& planned = *window->planned;
     const std::int64_t begin_ns = now_ns();
@@ -170,7 +170,7 @@ void ReadJob::deliver(const std::shared_ptr<Window>& window, LiveAccess&) {
         const WantedChunk& chunk = plan_.chunks[i];
         const std::byte* bytes = arrived(*window, chunk);
         if (!check(chunk, bytes)) continue;
-        // Once one chunk is bad the load has failed: report the others, but change no more memory.
+        // Once one chunk is bad the load has failed: report further ones, but change no more memory.
         if (!in_place && !damaged_.load()) store(*window, chunk, bytes);
         (in_place ? direct_bytes_ : copied_bytes_) += chunk.length;
         done_bytes_ += chunk.length;
@@ -180,7 +180,7 @@ void ReadJob::deliver(const std::shared_ptr<Window>& window, LiveAccess&) {
     end(window);
 }
 
-/// From its first copy on a device has to be waited for: all that takes is there before that.
+/// After its first copy a device must be waited for: allocate everything that needs before.
 void ReadJob::expect_stored(const std::shared_ptr<Window>& window) {
     window->used.resize(rows_->devices.size(), false);
     window->copied.reserve(rows_->devices.size());
@@ -192,7 +192,7 @@ void ReadJob::expect_stored(const std::shared_ptr<Window>& window) {
         });
 }
 
-/// The block is given back when no device copies out of it any more.
+/// The block is given back when no device copies from it any more.
 void ReadJob::end(const std::shared_ptr<Window>& window) {
     window->storing = 1 + static_cast<std::size_t>(std::count(window->used.begin(), window->used.end(), true));
     for (std::size_t i = 0; i < window->copied.size(); ++i) {
@@ -208,7 +208,7 @@ void ReadJob::stored(const std::shared_ptr<Window>& window) {
     end_window();  // last: the job may be gone after it
 }
 
-/// There was no memory to deliver it with.
+/// There was no memory to deliver it.
 void ReadJob::abandon(const std::shared_ptr<Window>& window) {
     take_outcome(no_memory());
     end(window);

@@ -1,4 +1,4 @@
-// Bytes on their way into memory, each chunk checked against its digest.
+// Reading into memory, with each chunk verified against its digest.
 #pragma once
 
 #include <atomic>
@@ -14,17 +14,17 @@
 
 namespace flowstone {
 
-/// stop_at_bad    after the first bad chunk nothing new is read, and no more memory changes
-/// in_place       read straight into targets at the phase of the file, instead of through the arena
-/// request_bytes  the longest window; 0 for the engine's
+/// stop_at_bad    after the first bad chunk, start no new reads, and change no more memory
+/// in_place       read straight into targets with the file's alignment, instead of through the arena
+/// request_bytes  the longest window; 0: the engine's
 struct ReadOptions {
     bool stop_at_bad = true;
     bool in_place = true;
     std::uint64_t request_bytes = 0;
 };
 
-/// What is for a device is queued to be copied there out of its block, once it has been checked. What lies in mapped
-/// memory is checked there, and goes to its target without a block.
+/// A verified chunk for a device is queued to be copied there from its block. Chunks in mapped memory are verified
+/// there, and copied to their target without a block.
 /// Targets stay alive until wait() has returned true; rows, files and arena are the job's.
 /// The destructor cancels and waits.
 ///
@@ -32,18 +32,18 @@ struct ReadOptions {
 /// a row's touched flag is set before the first byte of its target can change.
 class ReadJob final : public Job {
 public:
-    /// Starts at once. `rows` have passed check_extents; the arena's blocks hold a request. Rows of files that are null
-    /// are left out.
+    /// Starts at once. `rows` have passed check_extents; the arena's blocks hold a request. Rows of null files are left
+    /// out.
     ReadJob(Machine machine, std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<const File>> files,
             std::shared_ptr<const ReadExtents> rows, const ReadOptions& options);
     ~ReadJob();
 
     /// Indices of the digests that did not match so far, ascending.
     std::vector<std::uint64_t> bad_chunks() const;
-    /// Per row.
+    /// For each row.
     std::vector<bool> touched() const;
     std::uint64_t requested_bytes() const { return requested_bytes_.load(); }
-    /// Read straight into targets; the others are `copied_bytes`.
+    /// Bytes read straight into targets; the others are `copied_bytes`.
     std::uint64_t direct_bytes() const { return direct_bytes_.load(); }
 
 private:

@@ -33,7 +33,7 @@ bool is_in_phase(const ReadExtent& row) {
 class Planner {
 public:
     Planner(const ReadExtents& rows, std::uint64_t request_bytes, bool in_place)
-        // Read in place, a run of chunks is one range of the file: so they lie as in the row.
+        // In place, a run of chunks is read as one range of the file, so it must be consecutive there as in the row.
         : rows_(rows), in_place_(in_place && rows.stored.empty()), limit_(std::max(request_bytes, chunk_bytes + 2 * block_alignment_bytes)) {}
 
     ReadPlan plan() {
@@ -51,7 +51,7 @@ public:
 private:
     bool fits(std::uint64_t begin, std::uint64_t end) const { return block_ceil(end) - block_floor(begin) <= limit_; }
 
-    /// End of the chunks from `at` on that could be one direct window.
+    /// End of the chunks from `at` on that can be one direct window.
     std::size_t direct_run(std::size_t at) const {
         const WantedChunk& first = plan_.chunks[at];
         if (!in_place_ || !is_in_phase(rows_.rows[first.row])) return at;
@@ -67,7 +67,7 @@ private:
         return last > first && plan_.chunks[last - 1].end() - plan_.chunks[first].begin >= direct_read_bytes_min;
     }
 
-    /// End of the chunks from `at` on that share one arena block. It stops where a direct window can begin.
+    /// End of the chunks from `at` on that share one arena block. Stops where a direct window can begin.
     std::size_t shared_run(std::size_t at) const {
         const WantedChunk& first = plan_.chunks[at];
         std::uint64_t end = first.end();
@@ -77,7 +77,7 @@ private:
         for (; last < plan_.chunks.size(); ++last) {
             const WantedChunk& next = plan_.chunks[last];
             if (next.file != first.file || !fits(first.begin, std::max(end, next.end()))) break;
-            // Blocks that only this gap would have read; those at its ends are read in any case.
+            // Blocks that are read only because of this gap; those at its ends are read in any case.
             const std::uint64_t gap = std::max(block_floor(next.begin), block_ceil(end)) - block_ceil(end);
             needed += next.length;
             skipped += gap;

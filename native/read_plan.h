@@ -1,4 +1,4 @@
-// From rows to reads: which file ranges to ask for, and which chunks lie in them. Pure.
+// From rows to reads: which file ranges to read, and which chunks are in them. Pure.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace flowstone {
 
-/// One wanted chunk: chunk number `number` of row number `row`, which is stored in file range [begin, begin + length).
+/// One requested chunk: chunk number `number` of row number `row`, stored in file range [begin, begin + length).
 struct WantedChunk {
     std::uint64_t begin;
     std::uint32_t length;
@@ -17,7 +17,7 @@ struct WantedChunk {
     std::uint32_t number;
 
     std::uint64_t end() const { return begin + length; }
-    /// Which byte of the row its first one is.
+    /// The position of its first byte in the row.
     std::uint64_t logical_begin() const { return number * chunk_bytes; }
 };
 
@@ -38,8 +38,8 @@ struct ReadPlan {
     std::vector<ReadWindow> windows;
 };
 
-/// Windows are at most max(request_bytes, one chunk at any phase) long. in_place: long runs whose target
-/// lies at the phase of the file go straight into it; else everything goes through the arena.
+/// Windows are at most max(request_bytes, one chunk at any alignment) long. in_place: long runs whose target has the
+/// file's alignment are read straight into it; everything else goes through the arena.
 ReadPlan plan_reads(const ReadExtents& rows, std::uint64_t request_bytes, bool in_place = true);
 
 }  // namespace flowstone

@@ -1,4 +1,4 @@
-// What a job has told the backend of, so that it need not be looked up for every request.
+// A job's registrations with the backend, so that the system need not look things up for every request.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@
 
 namespace flowstone {
 
-/// Registers files (`with_files`) when made, and an arena block when the job holds it for the second time: pinning
-/// costs what one request costs without it, so it pays for blocks that come again. `block` is one thread's.
+/// Registers files (`with_files`) at construction, and an arena block when the job gets it for the second time: pinning
+/// costs about one request, so it pays off for blocks that are reused. `block` may be called by one thread only.
 class Registered {
 public:
     Registered(std::shared_ptr<Backend> backend, const std::vector<std::shared_ptr<const File>>& files, bool with_files)
@@ -23,7 +23,7 @@ public:
         for (std::size_t i = 0; i < files.size(); ++i)
             if (files[i] != nullptr) files_[i] = backend_->register_file(files[i]->fd);
     }
-    /// No op may be under way any more.
+    /// No op may be under way.
     ~Registered() {
         for (const int slot : files_)
             if (slot >= 0) backend_->unregister_file(slot);
@@ -43,7 +43,7 @@ public:
 
 private:
     static constexpr std::size_t files_max = 16;  // a job of many files makes few requests to each
-    static constexpr int unregistered = std::numeric_limits<int>::min();  // no -errno is that
+    static constexpr int unregistered = std::numeric_limits<int>::min();  // never an -errno
 
     std::shared_ptr<Backend> backend_;
     std::vector<int> files_;

@@ -20,7 +20,7 @@ std::unique_ptr<Backend> make_backend(const std::string& name, std::uint32_t que
     throw std::invalid_argument("backend must be 'io_uring', 'posix' or 'sync', not '" + name + "'");
 }
 
-/// The requests' memory as few long ranges, each told to the backend.
+/// The requests' memory as a few long ranges, each registered with the backend.
 class Ranges {
 public:
     Ranges(Backend& backend, const std::vector<PlainRequest>& rows) : backend_(backend) {
@@ -28,7 +28,7 @@ public:
         std::sort(sorted.begin(), sorted.end(), [](const auto& a, const auto& b) { return a.address < b.address; });
         for (const PlainRequest& row : sorted) {
             const std::uint64_t end = row.address + row.length;
-            // The kernel takes ranges of up to 1 GiB.
+            // The kernel accepts ranges of up to 1 GiB.
             if (!ranges_.empty() && row.address <= ranges_.back().end && end - ranges_.back().begin <= request_bytes_max)
                 ranges_.back().end = std::max(ranges_.back().end, end);
             else
@@ -72,7 +72,7 @@ private:
     std::vector<Range> ranges_;
 };
 
-/// How many are not done yet, and the first fault.
+/// The number of requests that are not done yet, and the first fault.
 class Tally {
 public:
     explicit Tally(std::size_t count) : left_(count) {}

@@ -1,4 +1,4 @@
-// Plain requests, as a study of a device makes them: no plan, no digests, no arena.
+// Plain requests, for studies of a device: no plan, no digests, no arena.
 #pragma once
 
 #include <cstdint>
@@ -26,8 +26,8 @@ struct PlainRequests {
     bool register_memory = false;
 };
 
-/// Move all of them in order, at most `queue_depth` in flight, through a backend made for the purpose
-/// ("io_uring", "posix", "sync"). Blocks until all are done or one has failed; that fault is the result.
+/// Move all of them in order, at most `queue_depth` in flight, through a backend of its own ("io_uring", "posix",
+/// "sync"). Blocks until all are done or one has failed; returns that fault.
 ///
 /// Throws std::invalid_argument (arguments), std::system_error (the backend cannot start, or memory
 /// cannot be registered).

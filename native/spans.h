@@ -1,4 +1,4 @@
-// When a job's threads did what, and with how many bytes: recorded always, for traces.
+// When a job's threads did what, with how many bytes: always recorded, for traces.
 #pragma once
 
 #include <array>
@@ -15,7 +15,7 @@ namespace flowstone {
 /// capture  a window is copied into its block and digested
 /// encode   its chunks are encoded, if that is not identity, and digested again
 /// write    its requests are with the backend
-/// read     the same
+/// read     its requests are with the backend
 /// deliver  its chunks are verified and scattered to their targets
 enum class Phase : std::uint8_t { capture, encode, write, read, deliver };
 inline constexpr std::size_t phases = 5;
@@ -24,7 +24,7 @@ struct PhaseSpan {
     std::int64_t begin_ns = 0;  // of the monotonic clock
     std::int64_t end_ns = 0;
     std::uint64_t bytes = 0;
-    std::uint32_t thread = 0;  // the system's number of it
+    std::uint32_t thread = 0;  // thread id
     Phase phase = Phase::capture;
 };
 
@@ -32,21 +32,22 @@ inline std::int64_t now_ns() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-/// The spans of one job. What one costs: two looks at the clock, about 50 ns, for a window of megabytes.
+/// The spans of one job. A span costs two readings of the clock, about 50 ns, for a window of megabytes.
 class Spans {
 public:
-    /// Room for `count` spans, but no more than 65,536 of 40 bytes: all others of a phase become one. Before the first `add`.
+    /// Reserve `count` spans, at most 65,536 of 40 bytes: further ones of a phase become one. Call before the first
+    /// `add`.
     /// Throws std::bad_alloc.
     void expect(std::size_t count);
-    /// One has ended, now, on this thread. Any thread.
+    /// A span has ended now, on this thread. Any thread.
     void add(Phase phase, std::int64_t begin_ns, std::uint64_t bytes) noexcept;
-    /// Once no thread adds any more.
+    /// Call it once no thread adds any more.
     std::vector<PhaseSpan> all() const;
 
 private:
     std::unique_ptr<PhaseSpan[]> room_;
     std::size_t size_ = 0;
-    std::atomic<std::size_t> count_{0};  // also of those that found no room
+    std::atomic<std::size_t> count_{0};  // also counts those that found no room
     mutable std::mutex rest_mutex_;
     std::array<PhaseSpan, phases> rest_{};
 };

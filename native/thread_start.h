@@ -1,4 +1,4 @@
-// Threads that are started together, or not at all.
+// Threads that are all started, or none.
 #pragma once
 
 #include <condition_variable>
@@ -12,8 +12,8 @@
 
 namespace flowstone {
 
-/// The first thing that a thread does. False where it has no memory for what the C++ runtime keeps for each thread that
-/// throws: asked for when something is thrown, that would end the process.
+/// A thread's first call. False if there is no memory for what the C++ runtime allocates per throwing thread: allocated
+/// at the first throw, its lack would end the process.
 inline bool settle_in() noexcept {
     constexpr std::size_t enough_bytes = std::size_t{64} << 10;
     void* volatile const room = std::malloc(enough_bytes);
@@ -23,9 +23,9 @@ inline bool settle_in() noexcept {
     return true;
 }
 
-/// `count` threads that run `body(number)`. Where the system has too few, or no memory for them, `stop()` makes those that
-/// run return, and the exception goes on (std::system_error, std::bad_alloc): a thread that nobody asks to stop is waited
-/// for without end.
+/// `count` threads that run `body(number)`. If the system has too few threads, or no memory for them, `stop()` makes
+/// the running ones return, and the exception propagates (std::system_error, std::bad_alloc); without `stop()`, joining
+/// them would never end.
 template <class Body, class Stop>
 std::vector<std::jthread> start_threads(std::size_t count, Body body, Stop stop) {
     std::mutex mutex;
@@ -39,7 +39,7 @@ std::vector<std::jthread> start_threads(std::size_t count, Body body, Stop stop)
         told.notify_one();
     };
     std::vector<std::jthread> threads;
-    // They use what lies here until all have told.
+    // The threads use these variables until all have reported.
     const auto listen = [&] {
         std::unique_lock lock(mutex);
         told.wait(lock, [&] { return settled == threads.size(); });

@@ -45,7 +45,7 @@ Transfer::Next Transfer::settle(ssize_t result) {
     const auto count = static_cast<std::uint64_t>(result);
     if (is_read && moved_ + count >= op_->needed_bytes) return Next::finished;
     if (moved_ + count >= op_->length()) return Next::finished;
-    // O_DIRECT takes aligned offsets only: what lies past the last boundary is done again.
+    // O_DIRECT needs aligned offsets: bytes past the last boundary are moved again.
     const std::uint64_t kept = round_down(count, std::max<std::uint32_t>(op_->file->alignment, 1));
     if (kept == 0) return stall(is_read ? 0 : EIO);
     moved_ += kept;
@@ -57,7 +57,7 @@ unsigned Transfer::pause_us() const { return stalls_ == 0 ? 0 : std::min(10U << 
 
 Transfer::Next Transfer::stall(int error) {
     if (++stalls_ <= stalls_max) return Next::again;
-    // A count below the alignment, again and again: the file ends inside this block.
+    // Repeatedly a count below the alignment: the file ends inside this block.
     return error == 0 ? end_of_file() : fail(error);
 }
 

@@ -1,4 +1,4 @@
-// One op on its way: what is left to move, and what a system call's result means.
+// One op under way: what is left to move, and the meaning of a system call's result.
 #pragma once
 
 #include <sys/types.h>
@@ -13,36 +13,36 @@
 
 namespace flowstone {
 
-/// Both backends share it, so that they agree on every odd result. One thread at a time; a backend
-/// that hands it between threads through the kernel uses `publish` and `observe`.
+/// Shared by both backends, so that they treat every odd result alike. One thread at a time; a backend that passes it
+/// between threads through the kernel uses `publish` and `observe`.
 ///
 /// Order of calls: attempt -> (system call, unless injected) -> settle, until settle says finished,
 /// then complete.
 class Transfer {
 public:
-    /// Throws std::bad_alloc; nothing takes memory after that.
+    /// Throws std::bad_alloc; no other member allocates.
     Transfer(std::unique_ptr<Op> op, const FaultInjector* injector);
 
     /// The list for the next system call, at most IOV_MAX parts; valid until the next attempt.
     std::span<const iovec> attempt();
-    /// A test's error to take as the call's result instead of calling, or 0.
+    /// A test's error, to be used as the call's result instead of calling; or 0.
     int injected() const { return injected_.error; }
 
     enum class Next { again, finished };
-    /// Take in a result: bytes moved, or -errno. `again`: pause for `pause_us`, then attempt.
+    /// Process a result: bytes moved, or -errno. `again`: pause for `pause_us`, then attempt.
     Next settle(ssize_t result);
     /// Microseconds to wait before the next attempt; grows while nothing moves.
     unsigned pause_us() const;
 
-    /// Tells the op's owner. The transfer is of no more use.
+    /// Calls the op's `done`. The transfer must not be used afterwards.
     void complete() { op_->done({std::move(fault_), false}); }
-    /// The same for one that never began, and is not wanted any more.
+    /// The same for an op that never began, because its job has stopped.
     void drop() { op_->done({std::nullopt, true}); }
 
     const Op& op() const { return *op_; }
     std::uint64_t offset() const { return op_->offset + moved_; }
 
-    Transfer* next = nullptr;  // its queue's
+    Transfer* next = nullptr;  // the next one in its queue
 
     /// A happens-before edge that the kernel provides but no tool can see.
     void publish() { handed_over_.store(true, std::memory_order_release); }

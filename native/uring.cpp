@@ -21,11 +21,11 @@
 namespace flowstone {
 namespace {
 
-// What a completion's user_data can be besides a Transfer's address.
+// Values of a completion's user_data other than a Transfer's address.
 constexpr std::uint64_t stop_mark = 0;
 constexpr std::uint64_t forgotten_mark = 1;
 
-// Enough for any arena whose blocks are reused; a table entry costs eight bytes.
+// Enough for any arena whose blocks are reused; an entry costs eight bytes.
 constexpr unsigned memory_slots = 1024;
 constexpr unsigned file_slots = 64;
 constexpr __u64 untagged = 0;
@@ -33,14 +33,15 @@ constexpr int not_begun = -1;
 
 unsigned at(int slot) { return static_cast<unsigned>(slot); }
 
-/// The slots of one of the ring's tables that are free.
+/// The free slots of one of the ring's tables.
 class Slots {
 public:
     void open(unsigned count) {
         for (unsigned slot = count; slot > 0; --slot) free_.push_back(static_cast<int>(slot - 1));
     }
 
-    /// A slot for which `update` returned 1 (entries changed), or -errno. A limit once met is not met again and again.
+    /// A slot for which `update` returned 1 (entries changed), or -errno. After a limit is met once, it is not tried
+    /// again.
     template <class Update> int fill(Update update) {
         const std::lock_guard lock(mutex_);
         if (free_.empty()) return -ENOSYS;
@@ -68,10 +69,10 @@ class UringBackend final : public Backend {
 public:
     UringBackend(std::uint32_t queue_depth, FaultInjector injector, Priority priority)
         : queue_depth_(queue_depth), injector_(std::move(injector)) {
-        // One entry more than the depth, for the bell that stops the reaper.
+        // One entry more than the depth, for the event that stops the reaper.
         const int error = ::io_uring_queue_init(queue_depth + 1, &ring_, 0);
         if (error < 0) throw std::system_error(-error, std::generic_category(), "io_uring_queue_init");
-        // Kernels before 5.19 have no sparse tables: there nothing can be registered.
+        // Kernels before 5.19 have no sparse tables: nothing can be registered there.
         if (::io_uring_register_buffers_sparse(&ring_, memory_slots) == 0) memory_.open(memory_slots);
         if (::io_uring_register_files_sparse(&ring_, file_slots) == 0) files_.open(file_slots);
         bell_ = ::eventfd(0, EFD_CLOEXEC);
@@ -133,7 +134,7 @@ private:
         if (bell_ >= 0) ::close(bell_);
     }
 
-    /// Hand the next attempt to the kernel, trying until something takes it. The caller has taken a place in flight for it.
+    /// Give the next attempt to the kernel, retrying until it is accepted. The caller has reserved a place in flight.
     void launch(Transfer* transfer) {
         for (;;) {
             const int error = try_launch(transfer);
@@ -143,7 +144,7 @@ private:
         }
     }
 
-    /// 0 once the kernel has it (the reaper may already be done with it), otherwise errno.
+    /// 0 once the kernel has it (the reaper may already be done with it), else errno.
     int try_launch(Transfer* transfer) {
         const std::span<const iovec> list = transfer->attempt();
         if (transfer->injected() != 0) return transfer->injected();
@@ -174,8 +175,7 @@ private:
         return flush(entry);
     }
 
-    /// Submit the one entry; one that the kernel would not take becomes a NOP that the next
-    /// submission carries along.
+    /// Submit the one entry; if the kernel does not accept it, it becomes a NOP that the next submission includes.
     int flush(io_uring_sqe* entry) {
         int taken = 0;
         do taken = ::io_uring_submit(&ring_);
@@ -186,8 +186,8 @@ private:
         return taken == 0 ? EAGAIN : -taken;
     }
 
-    /// The ring's first entry tells when the bell is rung: the reaper then wakes also where the kernel takes no more
-    /// entries. 0, or errno.
+    /// The ring's first entry completes when the event is signalled: then the reaper wakes even if the kernel accepts
+    /// no more entries. Returns 0, or errno.
     int listen() {
         const std::lock_guard lock(submit_mutex_);
         io_uring_sqe* const entry = ::io_uring_get_sqe(&ring_);
@@ -206,7 +206,7 @@ private:
         reaper_ = std::jthread([this, priority] {
             name_this_thread("fs-uring");
             assume(priority);
-            // Listening begins here: what a thread has asked the kernel for ends with it.
+            // Called on this thread: requests of a thread end with it.
             const int error = settle_in() ? listen() : ENOMEM;
             began_ = error;
             began_.notify_one();
@@ -221,8 +221,8 @@ private:
             io_uring_cqe* completion = nullptr;
             const int error = ::io_uring_wait_cqe(&ring_, &completion);
             if (error < 0) {
-                // Nothing has been consumed: ask again. Where the kernel is not to be asked any more (seccomp), what it
-                // was asked before still completes, in memory that we share with it.
+                // Nothing was consumed: try again. Even if the kernel may not be called any more (seccomp), earlier
+                // requests still complete, in memory that we share with it.
                 if (error != -EINTR && error != -EAGAIN) ::usleep(1000);
                 if (stopping_) return;
                 continue;
@@ -242,14 +242,14 @@ private:
         launch(transfer);
     }
 
-    /// The owner first: a fault then drops its waiting ops, instead of each failing inside the other.
+    /// Call the owner first: after a fault it drops its waiting ops, instead of each failing inside the other.
     void finish(Transfer* transfer) {
         const std::unique_ptr<Transfer> finished(transfer);
         finished->complete();
         begin_next();
     }
 
-    /// Pass the finished op's place to a waiting one.
+    /// Give the finished op's place to a waiting one.
     void begin_next() {
         for (;;) {
             std::unique_ptr<Transfer> next;

@@ -1,4 +1,4 @@
-// Stands in for uring.cpp in a build without io_uring.
+// Replaces uring.cpp in a build without io_uring.
 #include <cerrno>
 #include <system_error>
 

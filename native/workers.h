@@ -14,10 +14,10 @@
 
 namespace flowstone {
 
-/// What a worker does next. It is its own place in the queue, so that posting it takes no memory.
+/// A worker's next piece of work. It is its own link in the queue, so that posting it allocates nothing.
 class Task {
 public:
-    /// `live` is what the thread copies live memory with.
+    /// `live`: the thread's access to live memory.
     virtual void run(LiveAccess& live) noexcept = 0;
 
 protected:
@@ -39,7 +39,7 @@ public:
     Workers(const Workers&) = delete;
     Workers& operator=(const Workers&) = delete;
 
-    /// Does not block. The task stays where it is until it has begun to run, and is in the queue once.
+    /// Does not block. The task must stay valid until it has begun to run, and may be queued once.
     void post(Task& task) noexcept;
     std::size_t count() const { return threads_.size(); }
 
@@ -50,9 +50,9 @@ private:
     std::mutex mutex_;
     std::condition_variable posted_;
     Task* first_ = nullptr;
-    Task* last_ = nullptr;  // of those there are
+    Task* last_ = nullptr;  // valid if first_ is not null
     bool stopping_ = false;
-    std::vector<std::unique_ptr<LiveAccess>> live_;  // one each
+    std::vector<std::unique_ptr<LiveAccess>> live_;  // one for each thread
     std::vector<std::jthread> threads_;
 };
 

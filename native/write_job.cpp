@@ -26,14 +26,14 @@ std::vector<WriteWindow> ordered_windows(const WriteExtents& rows, std::uint64_t
 
 }  // namespace
 
-/// A block of the arena, and what is written of it.
+/// A block of the arena, and the data written from it.
 struct WriteJob::Window final : Staged<WriteJob, Window> {
     WriteWindow planned{};
     Block block;
     int memory_slot = -1;                  // of the block
-    std::byte* rest = nullptr;             // of what was fetched: see fetch_run; null: nothing was
+    std::byte* rest = nullptr;             // of the fetched bytes: see fetch_run; null: none were fetched
     std::vector<bool> used;                // devices that copy into the block
-    std::vector<Device::Done> copied;      // what each device that is used will call; made before it is
+    std::vector<Device::Done> copied;      // one callback per device in use; made before the first copy
     std::atomic<std::size_t> fetching{0};  // devices
     std::vector<std::unique_ptr<Op>> ops;  // until they are submitted
     std::atomic<std::size_t> ops_left{0};
@@ -43,7 +43,7 @@ struct WriteJob::Window final : Staged<WriteJob, Window> {
     bool released = false;
 };
 
-/// When the next lazy window is due at `bytes_per_s`; time that nothing was written in is not made up for.
+/// When the next lazy window is due at `bytes_per_s`; idle time is not made up for.
 class WriteJob::Pace {
 public:
     explicit Pace(std::uint64_t bytes_per_s) : bytes_per_s_(bytes_per_s) {}
@@ -101,9 +101,10 @@ void WriteJob::files_ready() {
     arena_->wake();
 }
 
-/// The coordinator: each window in its turn, once it is due and has a block.
+/// The coordinator: begins each window in order, once it is due and has a block.
 void WriteJob::begin_all() {
-    // Files that are still being made ready may change under a registered number; that saves 0.1 us of a request's 4 ms.
+    // Files that are not ready may still change under a registered number; registering saves 0.1 us of a request's 4
+    // ms.
     register_files(options_.files_ready);
     const std::uint64_t window_bytes = this->window_bytes();
     const std::vector<WriteWindow> windows = ordered_windows(*rows_, window_bytes, options_.gap_bytes);
@@ -111,14 +112,14 @@ void WriteJob::begin_all() {
     Pace cap(options_.cap_bytes_per_s);
     expect_early(static_cast<std::size_t>(std::count_if(windows.begin(), windows.end(), [](const WriteWindow& w) { return !w.lazy; })));
     spans_.expect(spans_per_window * windows.size());
-    // How far the arena grows is the caller's policy; with nothing at all nothing would ever move.
+    // The caller decides how far the arena grows; but without any block nothing would ever move.
     if (!windows.empty() && arena_->touched_bytes() == 0) arena_->grow(2 * arena_->block_bytes());
     for (const WriteWindow& window : windows) {
         if (window.lazy) arena_->wait(pace.due(), [this] { return expedite_ || stopping(); });
         arena_->wait(cap.due(), [this] { return stopping(); });
         std::optional<Block> block = acquire_block(window.lazy);
         if (stopping()) break;
-        assert(block);  // the arena stays open while the job is in it
+        assert(block);  // the arena stays open while the job uses it
         pace.began(window_bytes);
         cap.began(window_bytes);
         begin(window, std::move(*block));
@@ -126,7 +127,7 @@ void WriteJob::begin_all() {
     if (stopping()) detector_.let_go();  // also of windows that never began
 }
 
-/// A block for the next window, once one is free and the window may have it; nothing when the job stops.
+/// A block for the next window, once one is free and the window may take it; none when the job stops.
 std::optional<Block> WriteJob::acquire_block(bool lazy) {
     const std::uint32_t blocks = std::max(options_.blocks, 1U);
     return arena_->acquire([&] { return !lazy || expedite_ || lazy_under_way_ < blocks; }, [this] { return stopping(); });
@@ -146,26 +147,26 @@ void WriteJob::post(const std::shared_ptr<Window>& window, Stage stage) noexcept
     machine_.workers->post(window->at(*this, stage, window));
 }
 
-/// A block also has room for the rest of a chunk that a fetched window cuts.
+/// Leaves room in a block for the rest of a chunk that a fetched window cuts.
 std::uint64_t WriteJob::window_bytes() const {
     if (rows_->devices.empty()) return machine_.request_bytes;
     return std::min(machine_.request_bytes, arena_->block_bytes() - chunk_bytes);
 }
 
-/// Queue what lies on devices, and copy what lies beside it on the host.
+/// Queue copies from devices, and copy the window's bytes on the host.
 void WriteJob::fetch(const std::shared_ptr<Window>& window, LiveAccess& live) {
     expect_fetched(window);
     try {
         queue_copies(*window, live);
     } catch (const std::bad_alloc&) {
-        take_outcome(no_memory());  // and then wait for those that are queued
+        take_outcome(no_memory());  // then wait for the queued ones
     }
     take_change();
     queue(*window);
     await_fetched(window);
 }
 
-/// From its first copy on a device has to be waited for: all that takes is there before that.
+/// After its first copy a device must be waited for: allocate everything that needs before.
 void WriteJob::expect_fetched(const std::shared_ptr<Window>& window) {
     window->used.resize(rows_->devices.size(), false);
     window->copied.reserve(rows_->devices.size());
@@ -191,7 +192,7 @@ void WriteJob::queue_copies(Window& window, LiveAccess& live) {
             fetch_run(*rows_, run, window.block.bytes() + (run.begin - window.planned.begin), window.rest, queue_copy, detector_, live);
 }
 
-/// Go on when all is there that was queued, also if it went wrong: until then the block is the devices'.
+/// Continue when all queued copies are over, even failed ones: until then devices use the block.
 void WriteJob::await_fetched(const std::shared_ptr<Window>& window) {
     window->fetching = 1 + static_cast<std::size_t>(std::count(window->used.begin(), window->used.end(), true));
     for (std::size_t i = 0; i < window->used.size(); ++i) {
@@ -237,7 +238,7 @@ void WriteJob::capture(const std::shared_ptr<Window>& window, LiveAccess& live) 
     submit(window, std::move(ops));
 }
 
-/// What is written of a window, each by one request; of one that is appended, all of it.
+/// The written parts of a window, one request each; an appended window is one part.
 std::vector<WriteRun> WriteJob::runs_of(const WriteWindow& window) const {
     return window.appended ? std::vector{window} : split_runs(*rows_, window, options_.gap_bytes);
 }
@@ -255,7 +256,7 @@ std::unique_ptr<Op> WriteJob::make_op(const std::shared_ptr<Window>& window, std
     return op;
 }
 
-/// Now, or once the files are ready.
+/// Submit now, or once the files are ready.
 void WriteJob::submit(const std::shared_ptr<Window>& window, std::vector<std::unique_ptr<Op>> ops) {
     {
         const std::lock_guard lock(held_mutex_);
@@ -269,24 +270,24 @@ void WriteJob::submit(const std::shared_ptr<Window>& window, std::vector<std::un
     hand_over(window);
 }
 
-/// Files are ready, or the job stops: then nobody else comes for those that are held.
+/// Files are ready, or the job stops: submit the held windows; no other call will.
 void WriteJob::hand_over_held() {
     std::vector<std::shared_ptr<Window>> windows;
     {
         const std::lock_guard lock(held_mutex_);
         windows.swap(held_);
     }
-    // On the workers: they live as long as what is submitted on them.
+    // On the workers: they live as long as ops that are submitted on them.
     for (const std::shared_ptr<Window>& window : windows) post(window, &WriteJob::begin_held);
 }
 
-/// The coordinator, once it has begun all.
+/// Called by the coordinator, once it has begun all windows.
 void WriteJob::await_files() {
     while (!files_ready_ && !stopping()) arena_->wait(Clock::now() + std::chrono::hours(1), [this] { return files_ready_ || stopping(); });
     hand_over_held();
 }
 
-/// An op that cannot be submitted has ended, like any other.
+/// An op that cannot be submitted counts as ended, like any other.
 void WriteJob::hand_over(const std::shared_ptr<Window>& window) {
     std::vector<std::unique_ptr<Op>> ops = std::move(window->ops);
     window->ops_left = ops.size();
@@ -322,7 +323,7 @@ void WriteJob::take_change() {
     take_outcome(Fault{"capture", change->error, files_[row.file]->path, row.offset + change->begin, change->end - change->begin});
 }
 
-/// Nothing on the host is read for it any more, and nothing more of a device is queued.
+/// The window reads no more from the host, and queues no more copies from devices.
 void WriteJob::queue(Window& window) {
     if (std::exchange(window.queued, true)) return;
     if (!window.planned.lazy) release_early();
@@ -331,7 +332,7 @@ void WriteJob::queue(Window& window) {
 
 void WriteJob::release(Window& window) {
     if (std::exchange(window.released, true)) return;
-    if (stopping()) detector_.let_go();  // nobody asks any more, and what comes next is not to pay for it
+    if (stopping()) detector_.let_go();  // no result is needed any more; do not make later writes pay for it
     queue(window);
     release_sources();
 }

@@ -1,4 +1,4 @@
-// Bytes on their way to files.
+// Writing to files.
 #pragma once
 
 #include <atomic>
@@ -15,13 +15,12 @@
 
 namespace flowstone {
 
-/// gap_bytes  runs of untouched blocks between two rows, up to this long, are written as zero; longer
-///            ones are left as they are
-/// blocks     how many arena blocks lazy windows may hold at once, until `expedite`; at least one
+/// gap_bytes  untouched blocks between two rows, up to this length, are written as zero; longer runs are skipped
+/// blocks     how many arena blocks lazy windows may use at once, until `expedite`; at least one
 /// bytes_per_s  how fast lazy windows may begin, until `expedite`; 0 is no limit
-/// cap_bytes_per_s  how fast any window may begin, whoever waits; 0 is no limit
+/// cap_bytes_per_s  how fast any window may begin, also while a thread waits; 0 is no limit
 /// watching  how lazy sources are watched for changes
-/// files_ready  false: nothing is written before `files_ready`
+/// files_ready  false: nothing is written before the call of `files_ready`
 struct WriteOptions {
     std::uint64_t gap_bytes = 0;
     std::uint32_t blocks = UINT32_MAX;
@@ -34,16 +33,16 @@ struct WriteOptions {
 /// Sources stay alive and unchanged until captured; rows, files and arena are the job's.
 /// The destructor cancels and waits.
 ///
-/// Windows with a row that is not lazy come first, as fast as they can. The others follow within
-/// `options`, until somebody waits for them. What lies on a device is queued to be copied into a block, and goes on
-/// like everything else once it is there. A lazy source that has changed before it was captured is a
-/// fault ("capture", with the place in the file), never a silent mixture; so is one that is not there any more (EFAULT).
+/// Windows with a row that is not lazy come first, as fast as possible. The others follow within the limits of
+/// `options`, until a thread waits for them. Rows on a device are queued to be copied into a block, and continue like
+/// others once they are there. A lazy source that changed before it was captured is a fault ("capture", with the place
+/// in the file), never a silent mixture; so is memory that is gone (EFAULT).
 ///
-/// A window is captured into a block, encoded, digested and submitted. With an encoder that is not identity, it holds whole
-/// chunks, and gets its place in the file once their lengths are known.
+/// A window is captured into a block, encoded, digested and submitted. With an encoder other than identity, it holds
+/// whole chunks, and gets its place in the file once their lengths are known.
 ///
-/// Capture does not need the files: as long as they are not ready, windows are captured as far as the arena has room, and
-/// their ops wait.
+/// Capture does not need the files: until they are ready, windows are captured while the arena has room, and their ops
+/// wait.
 class WriteJob final : public Job {
 public:
     /// Starts at once. `rows` have passed check_extents; the arena's blocks hold a request.
@@ -51,15 +50,15 @@ public:
              std::shared_ptr<const WriteExtents> rows, const WriteOptions& options);
     ~WriteJob();
 
-    /// Whether no source on the host of a row that is not lazy will be read any more, and those on devices are
-    /// queued, after at most `timeout_s`.
+    /// Whether no early source on the host will be read any more, and those on devices are queued, after at most
+    /// `timeout_s`.
     bool wait_early(double timeout_s) { return wait_until_early(timeout_s); }
-    /// What has been captured may be written. Does not block; any thread.
+    /// Captured windows may be written from now on. Does not block; any thread.
     void files_ready();
-    /// From now on capture as fast as memory and device allow: somebody waits. Does not block; any thread.
+    /// Capture as fast as memory and device allow from now on, because a thread waits. Does not block; any thread.
     void expedite();
     /// Whether no source on the host will be read any more, and all on devices are queued, after at most `timeout_s`.
-    /// What a device does after what its queue holds now may then change them.
+    /// Work that a device does after its present queue may then change them.
     bool wait_queued(double timeout_s) { return wait_until_queued(timeout_s); }
     /// Whether no source will be read any more, after at most `timeout_s`.
     bool wait_captured(double timeout_s) { return wait_until_captured(timeout_s); }
@@ -68,13 +67,13 @@ public:
     const std::vector<std::uint64_t>& digests() const { return digests_; }
     /// How each chunk is stored; complete when the digests are.
     std::vector<StoredChunk> stored() const { return appender_ ? appender_->stored() : planned_chunks(*rows_); }
-    /// Where each file ends, where an encoder decided it; empty: where it was planned.
+    /// The end of each file, if an encoder decided it; empty: as planned.
     std::vector<std::uint64_t> file_ends() const { return appender_ ? appender_->file_ends() : std::vector<std::uint64_t>(); }
     /// How lazy sources are watched.
     const MutationDetector& detector() const { return detector_; }
 
 private:
-    struct Window;  // one on its way
+    struct Window;  // one window under way
     class Pace;     // at which lazy windows begin
 
     using Stage = void (WriteJob::*)(const std::shared_ptr<Window>& window, LiveAccess& live);
@@ -109,7 +108,7 @@ private:
     const WriteOptions options_;
     std::vector<std::uint64_t> digests_;
     MutationDetector detector_;
-    std::optional<Appender> appender_;  // unless chunks keep their places
+    std::optional<Appender> appender_;  // none: chunks keep their planned places
     std::atomic<bool> expedite_{false};
     std::atomic<std::uint32_t> lazy_under_way_{0};
     std::atomic<bool> files_ready_;

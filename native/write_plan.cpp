@@ -48,7 +48,7 @@ template <class Each> void for_chunks(const WriteExtents& rows, std::size_t row_
     }
 }
 
-/// Row bytes, or a report that they are not there.
+/// Read row bytes, or report that they are gone.
 bool read_row(const WriteExtents& rows, std::size_t row, std::uint64_t begin, std::uint64_t end, std::byte* out, MutationDetector& detector,
               LiveAccess& live) {
     const int error = copy_row(rows, rows.rows[row], begin, end, out, live);
@@ -56,7 +56,7 @@ bool read_row(const WriteExtents& rows, std::size_t row, std::uint64_t begin, st
     return error == 0;
 }
 
-/// Makes a run's image. What is short is copied by the batch; a chunk is digested while it is in the cache.
+/// Makes a run's image. Short parts are copied in batches; a chunk is digested while it is in the cache.
 class Capture {
 public:
     Capture(const WriteExtents& rows, const std::byte* fetched, std::span<std::uint64_t> digests, MutationDetector& detector, LiveAccess& live)
@@ -66,7 +66,7 @@ public:
     Capture& operator=(const Capture&) = delete;
 
     void gap(std::byte* image, std::uint64_t bytes) {
-        // Zeros are read like sources, so that the batch goes on across them.
+        // Zeros are read like sources, so that a batch can continue across them.
         if (!batch_.empty() && batch_.has_room() && image == batch_.end() && bytes <= sizeof zeros)
             batch_.add(image, zeros, bytes, {});
         else
@@ -92,7 +92,7 @@ private:
         const std::byte* image = nullptr;  // null: a gap
     };
     static constexpr std::uint64_t short_bytes = std::uint64_t{64} << 10;
-    static constexpr std::uint64_t batch_bytes = std::uint64_t{256} << 10;  // in the cache with what it comes from
+    static constexpr std::uint64_t batch_bytes = std::uint64_t{256} << 10;  // in the cache together with its sources
     static constexpr std::byte zeros[block_alignment_bytes] = {};
 
     void flush() {
@@ -105,7 +105,7 @@ private:
         });
     }
 
-    /// The part is in its place.
+    /// The part is in the image.
     void take(const ChunkShare& part, const std::byte* image) {
         if (rows_.rows[part.row].chunk == no_digest) return;
         const std::uint64_t bytes = part.high - part.low;
@@ -123,7 +123,7 @@ private:
         finish(part, image, digester);
     }
 
-    /// The digester has seen the part: it also sees what of the chunk lies beyond the run.
+    /// The digester has read the part: it also reads the rest of the chunk beyond the run.
     void finish(const ChunkShare& part, const std::byte* image, Digester& digester) {
         if (part.starts_here() && !part.ends_here()) {
             const std::byte* rest = fetched_;
@@ -161,7 +161,7 @@ std::size_t first_row_after(const WriteExtents& rows, const WriteRun& run, std::
     return static_cast<std::size_t>(found - rows.rows.begin());
 }
 
-/// Walk the rows of [begin, end) in order: `gap(low, high)` for bytes of no row, `share(row index, span)` for the others.
+/// Walk [begin, end) in order: `gap(low, high)` for bytes of no row, `share(row index, span)` for a row's.
 template <class Gap, class Share>
 void walk(const WriteExtents& rows, const WriteRun& run, std::uint64_t begin, std::uint64_t end, Gap gap, Share share) {
     std::uint64_t cursor = begin;
@@ -196,7 +196,7 @@ std::vector<WriteWindow> plan_windows(const WriteExtents& rows, std::uint64_t re
     std::vector<WriteWindow> windows;
     const std::vector<WriteExtent>& all = rows.rows;
     std::uint32_t file = 0;
-    std::uint64_t planned = 0;  // in `file`: blocks before it are in a window
+    std::uint64_t planned = 0;  // in `file`: earlier blocks are in a window already
     for (std::size_t i = 0; i < all.size();) {
         if (all[i].file != file) file = all[i].file, planned = 0;
         if (all[i].length == 0 || block_ceil(all[i].end()) <= planned) {
@@ -214,7 +214,7 @@ std::vector<WriteWindow> plan_windows(const WriteExtents& rows, std::uint64_t re
             lazy = lazy && all[last].lazy;
         }
         windows.push_back({all[i].file, begin, end, i, last, lazy});
-        planned = end;  // a row that goes on past the window comes again, the others are passed over
+        planned = end;  // a row that continues past the window comes again; the others are skipped
     }
     return windows;
 }
@@ -255,7 +255,7 @@ void fetch_run(const WriteExtents& rows, const WriteRun& run, std::byte* image, 
             const std::uint64_t low = span.low - row.offset;
             const std::uint64_t high = span.high - row.offset;
             get(i, low, high, image + (span.low - run.begin));
-            // Of a chunk that began before the run, the rest is another window's.
+            // If a chunk began before the run, its rest belongs to another window.
             const std::uint64_t chunk = round_down(high, chunk_bytes);
             if (row.chunk != no_digest && high < row.length && chunk < high && chunk >= low)
                 get(i, high, std::min(chunk + chunk_bytes, row.length), rest);

@@ -1,4 +1,4 @@
-// From rows to windows: which file ranges one request writes, and how they are captured.
+// From rows to windows: which file range each request writes, and how it is captured.
 // Pure but for the capture functions, which read sources; safe from any thread.
 #pragma once
 
@@ -13,10 +13,10 @@
 
 namespace flowstone {
 
-/// A 4096-aligned range of one file, at most request_bytes long. Rows [first_row, last_row) are
-/// those that touch it (among them perhaps empty ones).
-/// Invariant: the windows of a plan are disjoint, ascending, and begin and end with a touched block. (Those that are
-/// appended begin and end with a chunk, and keep to no block.)
+/// A 4096-aligned range of one file, at most request_bytes long. Rows [first_row, last_row) are those that overlap it
+/// (possibly with empty ones among them).
+/// Invariant: the windows of a plan are disjoint, ascending, and begin and end with a touched block. (Appended windows
+/// begin and end with a chunk, and are not aligned to blocks.)
 struct WriteWindow {
     std::uint32_t file;
     std::uint64_t begin;
@@ -24,7 +24,7 @@ struct WriteWindow {
     std::size_t first_row;
     std::size_t last_row;
     bool lazy = false;  // all its rows are
-    bool appended = false;  // whole chunks, whose place in the file is known once they are encoded (encode.h)
+    bool appended = false;  // whole chunks, placed in the file once they are encoded (encode.h)
 };
 
 /// The part of a window that one request writes: no gap of untouched blocks longer than gap_bytes.
@@ -32,38 +32,39 @@ using WriteRun = WriteWindow;
 
 std::vector<WriteWindow> plan_windows(const WriteExtents& rows, std::uint64_t request_bytes);
 
-/// Whether a row of the window lies on a device.
+/// Whether a row of the window is on a device.
 bool needs_fetch(const WriteExtents& rows, const WriteWindow& window);
 
 std::vector<WriteRun> split_runs(const WriteExtents& rows, const WriteWindow& window, std::uint64_t gap_bytes);
 
-// Sources are live memory: what is not there any more is reported to `detector`, and is then anything in the image.
+// Sources are live memory: bytes that are gone are reported to `detector`, and are undefined in the image.
 
-/// Row bytes [begin, end), counted from the row's start, to `out`. The row is on the host. 0, or why not (LiveAccess::read).
+/// Copy row bytes [begin, end), counted from the row's start, to `out`. The row is on the host. Returns as
+/// LiveAccess::read.
 int copy_row(const WriteExtents& rows, const WriteExtent& row, std::uint64_t begin, std::uint64_t end, std::byte* out, LiveAccess& live);
 
-/// The same of row number `row`, for who has nothing to copy with. Throws std::invalid_argument where there is no such part.
+/// The same for row number `row`, without a LiveAccess of the caller's. Throws std::invalid_argument for an invalid
+/// part.
 int copy_part(const WriteExtents& rows, std::size_t row, std::uint64_t begin, std::uint64_t end, std::byte* out);
 
-/// Make `image` the run's exact bytes, gaps zero, and digest every chunk that starts in the run
-/// (also where it goes on past the run's end). What is digested is the image, not the source, so the
-/// digests are those of what will be written whatever happens to the source; `detector` is told what was seen.
-/// `rest` is null, or fetch_run has filled both.
+/// Fill `image` with the run's exact bytes, gaps as zero, and digest every chunk that starts in the run (also if it
+/// continues past the run's end). The image is digested, not the source, so the digests are those of the written bytes
+/// whatever happens to the source; `detector` gets what was read. `rest` is null, or fetch_run has filled both.
 void capture_run(const WriteExtents& rows, const WriteRun& run, std::byte* image, const std::byte* rest,
                  std::span<std::uint64_t> digests, MutationDetector& detector, LiveAccess& live);
 
-/// To copy `bytes` from a row on a device, later; until then their place must stay.
+/// Copies `bytes` from a row on a device, later; their memory must stay valid until then.
 using Fetch = std::function<void(const WriteExtent& row, std::uint64_t begin, std::uint64_t bytes, std::byte* out)>;
 
-/// All that capture_run will look at: the run's bytes into `image`, and those of the chunk that goes on past its end into
-/// `rest`, with room for a chunk. Rows on the host are copied, those on devices are left to `fetch`.
+/// Fetch all that capture_run will read: the run's bytes into `image`, and the rest of the chunk that continues past
+/// its end into `rest`, which has room for a chunk. Rows on the host are copied, those on devices are left to `fetch`.
 void fetch_run(const WriteExtents& rows, const WriteRun& run, std::byte* image, std::byte* rest, const Fetch& fetch, MutationDetector& detector,
                LiveAccess& live);
 
-/// The sources of the run will not be read again: `detector` looks for what changed them until now.
+/// The sources of the run will not be read again: `detector` checks for changes until now.
 void settle_run(const WriteExtents& rows, const WriteRun& run, MutationDetector& detector);
 
-/// Source bytes in the run.
+/// Bytes from sources in the run.
 std::uint64_t row_bytes(const WriteExtents& rows, const WriteRun& run);
 
 }  // namespace flowstone

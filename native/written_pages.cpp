@@ -19,13 +19,13 @@
 namespace flowstone {
 namespace {
 
-// The kernel's interfaces, by hand: the headers of most systems are older than Linux 6.7. They never change.
+// The kernel's interfaces, declared here: the headers of most systems are older than Linux 6.7. They never change.
 
 struct UffdApi { std::uint64_t api, features, ioctls; };
 struct UffdRegister { std::uint64_t start, length, mode, ioctls; };
 struct UffdWriteProtect { std::uint64_t start, length, mode; };
 
-constexpr int uffd_user_mode_only = 1;  // what needs no privilege
+constexpr int uffd_user_mode_only = 1;  // works without privileges
 constexpr std::uint64_t uffd_api = 0xAA;
 constexpr std::uint64_t feature_wp_unpopulated = 1U << 13;
 constexpr std::uint64_t feature_wp_async = 1U << 15;
@@ -57,7 +57,7 @@ Scan scan_of(const Reach& reach) {
     return scan;
 }
 
-/// Descriptors, closed with it.
+/// File descriptors, closed at destruction.
 struct Descriptor {
     int number = -1;
     ~Descriptor() {
@@ -77,10 +77,10 @@ std::string read_whole(const char* path) {
     return text;
 }
 
-/// A mapping, as one line of /proc/self/maps has it: "begin-end rw-p offset device inode name".
+/// A mapping, from one line of /proc/self/maps: "begin-end rw-p offset device inode name".
 struct Mapping {
     Reach reach;
-    bool is_own;  // nobody else has page tables that lead there, and no file does
+    bool is_own;  // no other process has page tables for it, and no file is behind it
 };
 
 std::vector<Mapping> read_mappings() {
@@ -107,7 +107,7 @@ std::vector<Mapping> read_mappings() {
 // Half of what Linux allows a process by default (vm.max_map_count): the rest is the caller's.
 constexpr std::size_t mappings_max = 32'768;
 
-/// Where the mappings may be cut: at huge pages, or a cut would split one.
+/// Bounds at which mappings may be cut: at huge pages, since another cut would split one.
 Reach widened(const Reach& reach, const Reach& within) {
     return {std::max(round_down(reach.begin, huge_page_bytes), within.begin), std::min(round_up(reach.end, huge_page_bytes), within.end)};
 }
@@ -146,7 +146,7 @@ void WrittenPages::forget() {
     faults_ = pagemap_ = -1;
 }
 
-/// Whether one written page of three is told from the others, of which one was never touched.
+/// Whether one written page of three is distinguished from the others, one of which was never touched.
 bool WrittenPages::works() const {
     const std::uint64_t page = page_bytes();
     void* const memory = ::mmap(nullptr, 3 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -174,14 +174,14 @@ int WrittenPages::check_ours(const Reach& reach) const {
     scan.flags = scan_only_prepared;
     scan.all_of = is_prepared;
     if (::ioctl(pagemap_, scan_call, &scan) < 0) return errno;
-    // To register what is ours once more changes nothing; what is another's is refused.
+    // Registering our own memory again changes nothing; another userfaultfd's is refused.
     return register_reach(reach) ? 0 : errno;
 }
 
 int WrittenPages::set_protection(const Reach& reach, std::uint64_t mode) const {
     UffdWriteProtect call{reach.begin, reach.bytes(), mode};
     while (::ioctl(faults_, uffd_write_protect_call, &call) != 0)
-        if (errno != EAGAIN) return errno;  // somebody forks: soon
+        if (errno != EAGAIN) return errno;  // another thread forks: try again soon
     return 0;
 }
 
@@ -197,7 +197,7 @@ int WrittenPages::protect(const Reach& reach, bool huge) const {
 
 int WrittenPages::protect(const Reach& reach, std::vector<Reach>& written) const {
     std::array<Region, 256> regions;
-    // Where the walk ends in an error, what it has found on the way is lost: so ask first whether all is prepared.
+    // If the scan ends with an error, its results so far are lost: so check first that all is prepared.
     if (const int error = check_ours(reach)) return error;
     for (std::uint64_t at = reach.begin; at < reach.end;) {
         Scan scan = scan_of({at, reach.end});
@@ -222,7 +222,7 @@ int WrittenPages::protect(const Reach& reach, std::vector<Reach>& written) const
 
 void WrittenPages::unprotect(const Reach& reach) const {
     if (check_ours(reach) == 0 && set_protection(reach, 0) == 0) return;
-    // Something in between is not ours, or has gone, and what lies behind it was left out: page runs that still are.
+    // Something in between is not ours, or is gone, and the rest was skipped: protect page runs that still are ours.
     std::array<Region, 64> regions;
     for (std::uint64_t at = reach.begin; at < reach.end;) {
         Scan scan = scan_of({at, reach.end});
@@ -242,14 +242,14 @@ std::optional<Reach> WrittenPages::first_written(const Reach& reach) const {
     std::array<Region, 2> regions{};
     Scan scan = scan_of(reach);
     scan.flags = scan_only_prepared;
-    // Asked for are the others, for of what is not there any more nothing is told: as they were, in memory or swapped out.
+    // Scan for unwritten pages, since unmapped ones are not reported: those unchanged, in memory or swapped out.
     scan.inverted = is_written;
     scan.all_of = is_written;
     scan.any_of = is_present | is_swapped;
     scan.regions = reinterpret_cast<std::uint64_t>(regions.data());
     scan.region_count = regions.size();
     const int count = ::ioctl(pagemap_, scan_call, &scan);
-    if (count <= 0) return reach;  // another mapping lies there, or nothing
+    if (count <= 0) return reach;  // another mapping is there, or none
     if (regions[0].start > reach.begin) return Reach{reach.begin, regions[0].start};
     if (regions[0].end >= reach.end) return std::nullopt;
     return Reach{regions[0].end, count > 1 ? regions[1].start : reach.end};
@@ -270,7 +270,7 @@ std::uint64_t WrittenPages::first_small(const Reach& reach) const {
 std::vector<bool> WrittenPages::prepare(std::span<const Reach> reaches) const {
     const std::vector<Mapping> mappings = read_mappings();
     std::vector<bool> ready(reaches.size(), false);
-    std::vector<Reach> wanted(mappings.size(), Reach{~std::uint64_t{0}, 0});  // of each mapping: from the first to the last
+    std::vector<Reach> wanted(mappings.size(), Reach{~std::uint64_t{0}, 0});  // for each mapping: from the first to the last reach
     const auto first_at = [&](std::uint64_t address) {
         return std::partition_point(mappings.begin(), mappings.end(), [&](const Mapping& m) { return m.reach.end <= address; });
     };
@@ -285,7 +285,7 @@ std::vector<bool> WrittenPages::prepare(std::span<const Reach> reaches) const {
             own = {std::min(own.begin, whole.begin), std::max(own.end, whole.end)};
         }
     }
-    std::size_t count = mappings.size();  // that there may be by now: to register the middle of one cuts it in three
+    std::size_t count = mappings.size();  // upper bound of the mappings: registering the middle of one cuts it in three
     for (const Reach& own : wanted) {
         if (own.begin >= own.end) continue;
         if ((count += 2) <= mappings_max && register_reach(own)) continue;

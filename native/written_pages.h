@@ -1,5 +1,6 @@
-// Which pages of this process's memory somebody has written, by the kernel's word: userfaultfd's write protection, in the
-// mode in which the kernel itself takes it away at the first write, and PAGEMAP_SCAN, which tells where. Linux 6.7 on.
+// Which pages of this process's memory were written, as the kernel reports it: userfaultfd's write protection, in the
+// mode in which the kernel itself lifts it at the first write, and PAGEMAP_SCAN, which lists written pages. Linux 6.7
+// on.
 #pragma once
 
 #include <sys/types.h>
@@ -22,39 +23,40 @@ struct Reach {
     bool overlaps(const Reach& other) const { return begin < other.end && other.begin < end; }
 };
 
-/// The system's calls, for the process that opened them: descriptors that a child inherits speak of its parent's memory.
-/// Reads of protected memory cost nothing; the first write to each page of it costs a fault, and splits a huge page.
+/// The system's calls, for the process that opened them: descriptors inherited by a child refer to its parent's memory.
+/// Reading protected memory costs nothing; the first write to each page costs a fault, and splits a huge page.
 class WrittenPages {
 public:
-    /// Opens them, and tries them on memory of its own. Null where the system refuses: `refusal` says why.
+    /// Opens them, and tests them on memory of its own. Null if the system refuses: `refusal` has the reason.
     static std::unique_ptr<WrittenPages> open(std::string& refusal);
-    /// Memory that was prepared is as it was before.
+    /// Restores prepared memory to normal.
     ~WrittenPages();
-    /// In a forked child: closes its copies, which would keep the parent's memory prepared for as long as it lives.
+    /// In a forked child: closes its copies, which would keep the parent's memory prepared while the child lives.
     void forget();
     WrittenPages(const WrittenPages&) = delete;
     WrittenPages& operator=(const WrittenPages&) = delete;
 
-    /// Forget what was written in the reach, and notice from now on. Returns errno: not all of it is prepared, perhaps.
-    /// `huge`: it lies in huge pages, for which another call is faster, and flushes the processors' caches once for all.
+    /// Clear the reach's written marks, and detect writes from now on. Returns errno; then a part may be unprotected.
+    /// `huge`: it is in huge pages, for which another call is faster, and flushes the TLBs only once.
     int protect(const Reach& reach, bool huge) const;
-    /// The same, and adds what had been written since, or is not there any more, to `written`: nothing falls in between.
+    /// The same, and adds pages that had been written since, or are gone, to `written`; no write is missed in between.
     int protect(const Reach& reach, std::vector<Reach>& written) const;
-    /// Writes cost nothing again. Memory that has gone is passed over.
+    /// Writes cost nothing again. Unmapped memory is skipped.
     void unprotect(const Reach& reach) const;
-    /// The first pages that somebody has written since they were protected, or that are not there any more.
+    /// The first pages that were written since they were protected, or are gone.
     std::optional<Reach> first_written(const Reach& reach) const;
-    /// Where the first page begins that is not part of a huge one; the end where there is none.
+    /// The begin of the first page that is not part of a huge one; the end if there is none.
     std::uint64_t first_small(const Reach& reach) const;
 
-    /// Makes memory ready to be protected, for as long as it is mapped and this is open: for each reach, whether all of it is. It is not where
-    /// others may write it by page tables of their own (shared with other processes, of a file).
+    /// Prepares memory for protection, while it is mapped and this is open. Returns for each reach whether all of it is
+    /// prepared; not if others may write it through their own page tables (shared with other processes, or of a file).
     std::vector<bool> prepare(std::span<const Reach> reaches) const;
 
 private:
     WrittenPages(int faults, int pagemap) : faults_(faults), pagemap_(pagemap) {}
     bool register_reach(const Reach& reach) const;
-    /// Errno where the reach is not prepared, or by another userfaultfd of this process: no call that protects asks whose.
+    /// Errno if the reach is not prepared, or by another userfaultfd of this process: the calls that protect do not
+    /// check.
     int check_ours(const Reach& reach) const;
     int set_protection(const Reach& reach, std::uint64_t mode) const;
     bool works() const;
@@ -63,10 +65,10 @@ private:
     int pagemap_;
 };
 
-/// The size of a page that is not huge.
+/// The size of a small page.
 std::uint64_t page_bytes();
 
-/// Whether the kernel is merging equal pages of this process (KSM), which looks like a write.
+/// Whether the kernel merges equal pages of this process (KSM), which looks like a write.
 bool pages_are_merged();
 
 }  // namespace flowstone

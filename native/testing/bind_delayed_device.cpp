@@ -1,4 +1,4 @@
-// The extension module delayed_device, which is built for the tests alone: a device for flowstone._native.
+// The extension module delayed_device, built for the tests only: a device for flowstone._native.
 #include <nanobind/nanobind.h>
 
 #include <chrono>
@@ -22,7 +22,7 @@ struct PyDelayedDevice : PyDevice {
 
 NB_MODULE(delayed_device, module) {
     using flowstone::DelayedDevice, flowstone::PyDelayedDevice, flowstone::PyDevice;
-    nb::module_::import_("flowstone._native");  // which knows devices
+    nb::module_::import_("flowstone._native");  // which declares Device
     nb::class_<PyDelayedDevice, PyDevice>(module, "DelayedDevice")
         .def("__init__", [](PyDelayedDevice* self, std::uint64_t memory_bytes, double delay_s) {
             const std::chrono::microseconds delay(static_cast<std::int64_t>(delay_s * 1e6));

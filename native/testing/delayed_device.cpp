@@ -29,7 +29,7 @@ DelayedDevice::DelayedDevice(std::uint64_t bytes, std::chrono::microseconds dela
     ::close(fd);
     if (inside == MAP_FAILED || outside_ == MAP_FAILED) refuse("mmap");
     inside_ = static_cast<std::byte*>(inside);
-    thread_ = std::jthread([this](const std::stop_token& stop) { run(stop); });  // where that fails, so does the test
+    thread_ = std::jthread([this](const std::stop_token& stop) { run(stop); });  // if it fails, the test fails too
 }
 
 DelayedDevice::~DelayedDevice() {
@@ -102,7 +102,7 @@ bool DelayedDevice::push(Item& item) {
     try {
         queue_.push_back(std::move(item));
     } catch (const std::bad_alloc&) {
-        return false;  // and the item is as it was
+        return false;  // the item is unchanged
     }
     changed_.notify_all();
     return true;

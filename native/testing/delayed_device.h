@@ -1,4 +1,4 @@
-// A device made of host memory, for tests where there is no other.
+// A device made of host memory, for tests on machines without one.
 #pragma once
 
 #include <chrono>
@@ -11,14 +11,13 @@
 
 namespace flowstone {
 
-/// Its memory lies twice in the address space: at `address`, where touching it is a fault that ends the
-/// process, as a pointer of a real device may be; and at `inside`, for whoever plays the device's own kernels.
-/// A thread makes the copies, in order, each after a delay.
+/// Its memory is mapped twice: at `address`, where an access kills the process, as with a pointer of a real device; and
+/// at `inside`, for tests that play the device's own kernels. A thread makes the copies, in order, each after a delay.
 class DelayedDevice final : public Device {
 public:
     /// Throws std::system_error.
     DelayedDevice(std::uint64_t bytes, std::chrono::microseconds delay);
-    /// Makes what is queued.
+    /// Makes the queued copies.
     ~DelayedDevice() override;
     DelayedDevice(const DelayedDevice&) = delete;
     DelayedDevice& operator=(const DelayedDevice&) = delete;
@@ -26,9 +25,9 @@ public:
     std::uint64_t address() const { return reinterpret_cast<std::uint64_t>(outside_); }
     std::byte* inside() const { return inside_; }
 
-    /// Begin nothing, until `hold(false)`.
+    /// Begin no copies, until `hold(false)`.
     void hold(bool held);
-    /// Let every copy fail from now on, but for the next `copies`.
+    /// Make every copy fail from now on, except the next `copies`.
     void fail_after(std::uint64_t copies);
     /// Copies made so far.
     std::uint64_t copies() const;
@@ -49,11 +48,11 @@ private:
         std::uint64_t bytes;
         Done done;
     };
-    /// False where there is no memory for one more; the item then stays.
+    /// False if there is no memory for one more; the item is then unchanged.
     bool push(Item& item);
     void run(const std::stop_token& stop);
     void perform(Item& item);
-    /// The memory behind an address of the device's; throws std::logic_error for what is not wholly its own.
+    /// The memory behind a device address; throws std::logic_error for a range that is not wholly the device's.
     std::byte* behind(std::uint64_t address, std::uint64_t bytes) const;
 
     const std::uint64_t bytes_;
@@ -63,9 +62,9 @@ private:
     mutable std::mutex mutex_;
     std::condition_variable_any changed_;
     std::deque<Item> queue_;
-    bool busy_ = false;  // with one that is not in the queue any more
+    bool busy_ = false;  // with an item that was already taken from the queue
     bool held_ = false;
-    int error_ = 0;  // of a copy that failed: sticky, as a real device's is
+    int error_ = 0;  // of a failed copy: sticky, as on a real device
     std::uint64_t copies_ = 0;
     std::uint64_t copies_left_ = UINT64_MAX;
     std::uint64_t pinned_bytes_ = 0;

@@ -202,7 +202,7 @@ class Bench:
         pieces = pieces_of(target.held(self._task.ranks // 2))
         with self._phase("open index"):
             table = decode_index(index, segments=rows, path=INDEX_NAME)
-        elsewhere = set(table.names)
+        elsewhere = set(table.tensors.names)
         with self._phase("load plan"):
             requested = Requested(pieces, (), ("model", "optimizer"))
             found = match(requested, Available(table, table.rows()), (), elsewhere=elsewhere)

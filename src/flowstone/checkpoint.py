@@ -60,17 +60,20 @@ class TensorTable(Mapping[str, TensorEntry]):
     """All tensors of a checkpoint by name, aliases included, in stored order."""
 
     def __init__(self, index: Index) -> None:
-        self._index = index
+        self._index, self._tensors = index, index.tensors
         self._rows = index.rows()
 
     def __getitem__(self, name: str) -> TensorEntry:
         if name not in self._rows:
             raise no_tensor(name, self._rows)
-        index, row = self._index, self._rows[name]
+        index, tensors, row = self._index, self._tensors, self._rows[name]
         pieces = index.pieces_of(row)
         length = int(index.chunks.length[pieces.start : pieces.stop].sum())
-        alias_of = None if index.names[row] == name else index.names[row]
-        return TensorEntry(name, index.dtypes[row].name, index.shapes[row], length, len(pieces), alias_of)
+        stored = tensors.names[row]
+        return TensorEntry(
+            name, tensors.dtypes[row].name, tensors.shapes[row], length, len(pieces),
+            None if stored == name else stored,
+        )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)
@@ -148,7 +151,7 @@ class Checkpoint:
                 BudgetError    there is not enough memory for it
         """
         row = self._row(name)
-        shape, dtype = self.index.shapes[row], self.index.dtypes[row]
+        shape, dtype = self.index.tensors.shapes[row], self.index.tensors.dtypes[row]
         box, result_shape = to_box(box, shape, name)
         wanted = Pieces.of([Piece(name, dtype, shape, box)])
         plan = plan_reads(self.index, wanted, [row])  # before memory is allocated: raises if a part is not stored

@@ -207,6 +207,13 @@ def _twice(columns: Columns) -> None:
     columns["tensor.name"] = np.frombuffer(bytes(columns["tensor.name"]).replace(b"many.1", b"many.2"), np.uint8)
 
 
+def _immense_without_elements(columns: Columns) -> None:
+    entry = {"tensor.name": [ord("z")], "tensor.name_bytes": [1], "tensor.dtype": [0], "tensor.ndim": [2],
+             "tensor.shape": [1 << 63, 0]}
+    for name, more in entry.items():
+        columns[name] = np.append(columns[name], np.array(more, columns[name].dtype))
+
+
 def _edit(name: str, change: Callable[[np.ndarray], object]) -> Callable[[Columns], None]:
     def apply(columns: Columns) -> None:
         changed = change(columns[name])
@@ -240,6 +247,8 @@ def _set(name: str, at: int, value: int) -> Callable[[Columns], None]:
         (_set("tensor.name", 0, 0xFF), "codec can't decode byte"),
         (_set("alias.tensor", 0, 99), "an alias names no tensor"),
         (_set("tensor.shape", 0, 1 << 62), "too many elements"),
+        (_set("tensor.shape", 0, 1 << 63), "too many elements"),
+        (_immense_without_elements, "too many elements"),
         (_edit("chunk.digest", lambda c: c[:-1]), "the chunk columns do not match the pieces"),
         (_edit("piece.segment", lambda c: c[:-1]), "the piece columns differ in length"),
         (_flip_dtypes, "unknown dtypes ['quaternion']"),

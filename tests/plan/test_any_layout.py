@@ -133,7 +133,7 @@ def load(case: Case, disk: Disk, rank: int) -> None:
     total = 0
     for row in range(len(plan.piece)):
         piece, target = int(plan.piece[row]), int(plan.target[row])
-        box = index.box(piece)
+        box = index.pieces.box(piece)
         length = int(index.chunks.length[piece])
         known = fetched.setdefault(
             (piece, target), (np.full(length, POISON, np.uint8), np.zeros(length, bool), plan.common.get(row, box))
@@ -151,7 +151,7 @@ def load(case: Case, disk: Disk, rank: int) -> None:
         times = np.zeros(one.box.shape, int)
         for (piece, target), (data, there, region) in fetched.items():
             if target == at:
-                source, within = index.box(piece), inside(region.within(one.box))
+                source, within = index.pieces.box(piece), inside(region.within(one.box))
                 lies = inside(region.within(source))
                 shape = (*source.shape, one.dtype.item_bytes)
                 assert there.reshape(shape)[lies].all(), "a chunk that is needed is not read"

@@ -52,9 +52,9 @@ def test_every_piece_is_listed_as_a_loop_would(held: list[Pieces]) -> None:
         pieces = boxes(one)
         for position in of.tolist():
             wanted.setdefault(pieces[position][0], []).append((rank, pieces[position][1]))
-    assert set(index.names) == {name for one in held for name in one.names}
-    for row, name in enumerate(index.names):
-        found = [(int(index.chunks.segment[piece]), index.box(piece)) for piece in index.pieces_of(row)]
+    assert set(index.tensors.names) == {name for one in held for name in one.names}
+    for row, name in enumerate(index.tensors.names):
+        found = [(int(index.chunks.segment[piece]), index.pieces.box(piece)) for piece in index.pieces_of(row)]
         assert found == wanted[name]
         length = [int(index.chunks.length[piece]) for piece in index.pieces_of(row)]
         assert length == [4 * box.elements for _, box in wanted[name]]
@@ -79,7 +79,7 @@ def test_chunks_keep_their_digests_when_pieces_are_put_in_order() -> None:
 
     held = [rank("ba", rest=False), rank("cb", rest=True)]
     index = decoded(held, [np.array([0, 1]), np.array([0, 1])], [Alias("tied", "a")])
-    assert index.names == ("b", "a", "c")
+    assert index.tensors.names == ("b", "a", "c")
     assert index.aliases == (("tied", 1),)
     # Chunks before: b's first box 0, a 1 and 2, c none, b's second box 3.
     assert index.chunks.digest.tolist() == [0, 3, 1, 2]
@@ -111,7 +111,7 @@ def test_a_tensor_may_occur_twice_on_a_rank() -> None:
     found = assign_writers(held)
     assert [of.tolist() for of in found.writes] == [[0, 1, 2, 3]] * 2
     index = decoded(held, found.writes)
-    assert [str(index.box(piece)) for piece in range(8)] == ["[0:2]", "[4:6]", "[2:4]", "[6:8]"] * 2
+    assert [str(index.pieces.box(piece)) for piece in range(8)] == ["[0:2]", "[4:6]", "[2:4]", "[6:8]"] * 2
 
 
 @settings(deadline=None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -19,7 +19,7 @@ from flowstone.plan.write import data_offsets, plan_writes
 from flowstone.table.box import Box
 from flowstone.table.chunks import Chunks
 from flowstone.table.dtype import DTYPES
-from flowstone.table.pieces import Piece
+from flowstone.table.pieces import Piece, Pieces
 
 ITEM_BYTES = 16  # few elements to a chunk keep the brute-force reference small
 PER_CHUNK = CHUNK_BYTES // ITEM_BYTES
@@ -95,7 +95,7 @@ def test_copies_fill_the_wanted_box_as_slicing_would(case: tuple[tuple[int, ...]
     plan = plan_reads(index, [Piece("w", DTYPES["float32"], shape, wanted)], [0])
     target, times = np.full(wanted.shape, -1), np.zeros(wanted.shape, int)
     for row, piece in enumerate(plan.piece.tolist()):
-        box = index.box(piece)
+        box = index.pieces.box(piece)
         common = plan.common.get(row, wanted)
         extent = whole[tuple(map(slice, box.offset, box.end))]
         inner, outer = common.within(box), common.within(wanted)
@@ -111,7 +111,11 @@ def test_copies_fill_the_wanted_box_as_slicing_would(case: tuple[tuple[int, ...]
 def test_a_region_that_nobody_stored_is_named() -> None:
     index = stored((4, 4), [Box((0, 0), (2, 4)), Box((2, 0), (2, 4))])
     first = Chunks(*(getattr(index.chunks, name)[:1] for name in ("segment", "offset", "length", "digest")))
-    half = replace(index, tensor=index.tensor[:1], boxes=index.boxes[:4], chunks=first)
+    pieces = index.pieces
+    half = replace(
+        index, chunks=first,
+        pieces=Pieces(pieces.tensors, pieces.parts[:1], pieces.boxes[:4], rows=pieces.tensor[:1]),
+    )
     with pytest.raises(CoverageError) as caught:
         plan_reads(half, [Piece("w", DTYPES["float32"], (4, 4), Box((1, 1), (3, 2)))], [0])
     assert caught.value.message == "cannot load 'w': [2:4,1:3] is in no stored piece"
@@ -124,10 +128,10 @@ def plainly(index: Index, wanted: list[Piece], rows: list[int]) -> list[tuple[in
     found = []
     for position, (piece, row) in enumerate(zip(wanted, rows, strict=True)):
         for at in index.pieces_of(row):
-            box = index.box(at)
+            box = index.pieces.box(at)
             region = box.intersect(piece.box)
             if region is not None:
-                item_bytes = index.dtypes[row].item_bytes
+                item_bytes = index.tensors.dtypes[row].item_bytes
                 for first, last in chunk_runs(box.shape, region.within(box), item_bytes):
                     found.append((at, position, first, last, None if box == region == piece.box else region))
     return found
@@ -162,7 +166,7 @@ def test_a_plan_of_many_tensors_reads_what_loops_over_records_would(case: tuple[
     columns = (plan.piece.tolist(), plan.target.tolist(), plan.first.tolist(), plan.last.tolist())
     for row, (piece, target, first, last) in enumerate(zip(*columns, strict=True)):
         common = plan.common.get(row)
-        is_all = common == index.box(piece) == wanted[target].box
+        is_all = common == index.pieces.box(piece) == wanted[target].box
         told.add((piece, target, first, last, None if is_all else common))
     assert told == set(plainly(index, wanted, rows))
     assert len(plan.piece) == len(told)
@@ -171,8 +175,6 @@ def test_a_plan_of_many_tensors_reads_what_loops_over_records_would(case: tuple[
 def test_an_overlap_in_a_forged_index_does_not_pass_for_what_is_missing() -> None:
     """As many elements as are wanted, but not each of them."""
     index = stored((6,), [Box((0,), (2,)), Box((2,), (2,)), Box((4,), (2,))])
-    names = [field.name for field in fields(Index) if field.init]
-    columns = {name: getattr(index, name) for name in names}
-    forged = Index(**columns | {"boxes": np.array([0, 2, 0, 2, 4, 2], np.uint64)})
+    forged = replace(index, pieces=replace(index.pieces, boxes=np.array([0, 2, 0, 2, 4, 2])))
     with pytest.raises(CoverageError, match=r"\[2:4\] is in no stored piece"):
         plan_reads(forged, [Piece("w", DTYPES["float32"], (6,), Box((0,), (6,)))], [0])

@@ -108,12 +108,12 @@ def test_the_index_groups_pieces_by_tensor_and_keeps_their_digests() -> None:
     plan = plan_writes(pieces)
     offsets = data_offsets(plan, np.zeros(4, np.uint64))
     index = index_of(plan, offsets, np.arange(100, 106, dtype=np.uint64), [Alias("tied", "y")])
-    assert (index.names, index.aliases) == (("x", "y", "none"), (("tied", 1),))
+    assert (index.tensors.names, index.aliases) == (("x", "y", "none"), (("tied", 1),))
     assert index.chunks.digest.tolist() == [100, 101, 103, 104, 105, 102]
     assert index.chunks.stored_lengths().tolist() == [mib, 1, mib, mib, mib - 1, 8]
-    assert index.tensor.tolist() == [0, 0, 1, 2]
+    assert index.pieces.tensor.tolist() == [0, 0, 1, 2]
     assert index.chunks.first.tolist() == [0, 2, 5, 6, 6]
-    assert [index.box(p) for p in range(4)] == [pieces[i].box for i in (0, 3, 1, 2)]
+    assert [index.pieces.box(p) for p in range(4)] == [pieces[i].box for i in (0, 3, 1, 2)]
 
 
 def test_shards_that_disagree_about_their_tensor_are_refused() -> None:

@@ -96,8 +96,7 @@ class _Stored:
     """As much of an index as is looked at. No two tensors are stored alike."""
 
     def __init__(self, pieces: Pieces) -> None:
-        self.dtypes = pieces.dtypes
-        self.data_bytes = np.array([piece.bytes for piece in pieces], np.int64)
+        self.tensors = pieces.tensors
 
     def same_bytes(self, one: int, other: int) -> bool:
         return one == other

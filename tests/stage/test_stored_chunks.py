@@ -62,8 +62,8 @@ def wanted_of(index: Index) -> list[Piece]:
     """A part of the long one, in chunks 2 to 4, and all of the short one."""
     box = Box((CHUNK_BYTES // 2,), (CHUNK_BYTES // 2 + 1,))
     row = index.rows()
-    shapes = index.shapes[row["m.long"]], index.shapes[row["m.short"]]
-    dtype = index.dtypes[row["m.long"]]
+    shapes = index.tensors.shapes[row["m.long"]], index.tensors.shapes[row["m.short"]]
+    dtype = index.tensors.dtypes[row["m.long"]]
     return [Piece("m.long", dtype, shapes[0], box), Piece("m.short", dtype, shapes[1], Box.whole(shapes[1]))]
 
 
@@ -145,7 +145,7 @@ def test_raw_chunks_are_read_from_wherever_they_are_stored(checkpoint: fs.Checkp
     assert torch.equal(torch.as_tensor(found), torch.arange(LONG, dtype=torch.int32)[box.offset[0] : box.end[0]])
     second[0] ^= 1  # the last chunk of the last piece lies first
     (segment.parent / "second.safetensors").write_bytes(second)
-    last = checkpoint.index.names[-1]
+    last = checkpoint.index.tensors.names[-1]
     with pytest.raises(fs.DamagedError, match="stored bytes are not what was written") as caught:
         checkpoint.read(last)
     assert "bytes 0.." in str(caught.value.facts["damaged"])

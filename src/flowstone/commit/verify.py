@@ -63,7 +63,7 @@ class _Runs(msgspec.Struct, frozen=True, eq=False):
         reach = f"bytes {begin}..{begin + int(self.length[at])}"
         if piece < 0:
             return f"padding, {reach}"
-        return f"tensor {index.names[int(index.tensor[piece])]!r}, chunk {int(self.chunk[at])}, {reach}"
+        return f"tensor {index.tensors.names[int(index.pieces.tensor[piece])]!r}, chunk {int(self.chunk[at])}, {reach}"
 
 
 def verify(
@@ -135,13 +135,14 @@ def _check_entries(store: Store, directory: str, row: SegmentRow, index: Index, 
         return
     expected, chunks = {}, index.chunks
     pieces = np.flatnonzero(chunks.segment == row.id)
-    whole = (index.box_bytes == index.data_bytes[index.tensor])[pieces]
+    rows, length = index.pieces.tensor[pieces], chunks.length[pieces].astype(np.int64)
+    whole = length == index.tensors.lengths[rows]
     begins = chunks.offset[pieces].astype(np.int64) - start
-    columns = (pieces, index.tensor[pieces], whole, begins, begins + chunks.length[pieces].astype(np.int64))
+    columns = pieces, rows, whole, begins, begins + length
     for piece, tensor, is_whole, begin, end in zip(*(column.tolist() for column in columns), strict=True):
-        name, dtype, shape = index.names[tensor], index.dtypes[tensor], index.shapes[tensor]
+        name, dtype, shape = index.tensors.names[tensor], index.tensors.dtypes[tensor], index.tensors.shapes[tensor]
         if not is_whole or 0 in shape:
-            box = index.box(piece)
+            box = index.pieces.box(piece)
             name, shape = entry_name(name, box, shape), box.shape
         expected[name] = (dtype.stored, (*shape, dtype.item_bytes) if dtype.as_bytes else shape, begin, end)
     found = {e.name: (e.dtype, e.shape, e.begin, e.end) for e in entries.values() if not e.name.startswith(PAD_PREFIX)}

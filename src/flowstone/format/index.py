@@ -7,10 +7,9 @@ vector operations. See docs/FORMAT.md, Index, for each column's meaning.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, pairwise, repeat
-from operator import attrgetter
+from itertools import pairwise
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
@@ -21,9 +20,9 @@ from flowstone.config import NAME_BYTES_MAX, NDIM_MAX
 from flowstone.errors import DamagedError
 from flowstone.format.manifest import SegmentRow
 from flowstone.format.segment import LENGTH_BYTES, METADATA_KEY, parse_header
-from flowstone.table.box import Box
-from flowstone.table.chunks import CODEC_RAW, Chunks
-from flowstone.table.dtype import DTYPES, DType
+from flowstone.table.chunks import CODEC_RAW, Chunks, run_starts
+from flowstone.table.dtype import DTYPES
+from flowstone.table.pieces import Pieces, TensorColumns
 
 U64 = NDArray[np.uint64]
 Part: TypeAlias = bytes | memoryview
@@ -42,55 +41,28 @@ _SAFETENSORS = {"<u8": "U64", "<u4": "U32", "<u2": "U16", "u1": "U8"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rows:
-    """All that an index says. Positions: T tensors, A aliases, P pieces.
+class Index:
+    """The content of an index file, and columns that follow from it.
 
-    names, dtypes, ndim  per tensor
-    sides                all shapes, one behind the other
-    aliases                (name, tensor row)
-    tensor                 per piece: its tensor's row, ascending
-    boxes                  per piece: ndim offsets, then ndim lengths, one piece behind the other
-    chunks                 where the bytes of the pieces lie, and their digests
+    pieces       of all ranks, grouped by tensor; every piece has its own box, whole ones too
+    aliases      (name, tensor row)
+    chunks       the extents of the pieces, and the digests of their chunks
+    tensors      of the pieces
+    first_piece  of each tensor, then the number of pieces
     """
 
-    names: tuple[str, ...]
-    dtypes: tuple[DType, ...]
-    ndim: NDArray[np.int64]
-    sides: U64
+    pieces: Pieces
     aliases: tuple[tuple[str, int], ...]
-    tensor: NDArray[np.int64]
-    boxes: U64
     chunks: Chunks
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Index(Rows):
-    """All rows of one checkpoint, and what follows from them."""
-
-    first_piece: NDArray[np.int64] = field(init=False)  # per tensor, T + 1 entries
-    first_box: NDArray[np.int64] = field(init=False)  # per piece, P + 1 entries, into boxes
-    shapes: tuple[tuple[int, ...], ...] = field(init=False)  # per tensor
-    first_side: NDArray[np.int64] = field(init=False)  # per tensor, T + 1 entries, into sides
-    data_bytes: NDArray[np.int64] = field(init=False)  # per tensor, of the whole of it
-    box_bytes: NDArray[np.int64] = field(init=False)  # per piece, of its box
+    tensors: TensorColumns = field(init=False)
+    first_piece: NDArray[np.int64] = field(init=False)
     _rows: Mapping[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        item = np.fromiter(map(attrgetter("item_bytes"), self.dtypes), np.int64, len(self.dtypes))
-        set_ = object.__setattr__
-        set_(self, "shapes", _shapes(self.sides, self.ndim))
-        set_(self, "first_side", _starts(self.ndim))
-        set_(self, "data_bytes", _products(self.sides, self.first_side[:-1], self.ndim) * item)
-        set_(self, "first_piece", np.searchsorted(self.tensor, np.arange(len(self.names) + 1)))
-        ndim, item = self.ndim[self.tensor], item[self.tensor]
-        set_(self, "first_box", _starts(2 * ndim))
-        set_(self, "box_bytes", _products(self.boxes, self.first_box[:-1] + ndim, ndim) * item)
-        set_(self, "_rows", dict(zip(self.names, range(len(self.names)), strict=True)) | dict(self.aliases))
-
-    def box(self, piece: int) -> Box:
-        numbers = self.boxes[self.first_box[piece] : self.first_box[piece + 1]].tolist()
-        half = len(numbers) // 2
-        return Box(tuple(numbers[:half]), tuple(numbers[half:]))
+        set_, names = object.__setattr__, self.pieces.tensors.names
+        set_(self, "tensors", self.pieces.tensors)
+        set_(self, "first_piece", np.searchsorted(self.pieces.tensor, np.arange(len(names) + 1)))
+        set_(self, "_rows", dict(zip(names, range(len(names)), strict=True)) | dict(self.aliases))
 
     def rows(self) -> Mapping[str, int]:
         """Every name, aliases included, to its tensor's row."""
@@ -103,21 +75,6 @@ class Index(Rows):
         """Whether two tensors are known to be the same bytes, in row-major order, whatever their shapes are."""
         a, b = self.pieces_of(one), self.pieces_of(other)
         return one == other or (len(a) == 1 and self.chunks.same_bytes(a, b))
-
-
-def _starts(counts: NDArray[Any]) -> NDArray[np.int64]:
-    starts = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts, out=starts[1:])
-    return starts
-
-
-def _products(numbers: U64, starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The product of each run of `counts` numbers, the first at its `starts`; an empty one (of a scalar) is 1."""
-    products = np.ones(len(counts), np.int64)
-    for dim in range(int(counts.max(initial=0))):
-        has = counts > dim
-        products[has] *= numbers[starts[has] + dim].astype(np.int64)
-    return products
 
 
 class Totals(msgspec.Struct, frozen=True):
@@ -143,24 +100,27 @@ class Frame(msgspec.Struct, frozen=True, eq=False):
         return b"".join((*before, _as(offset, "<u8").data, *between, _as(digest, "<u8").data, *behind))
 
 
-def frame_of(index: Rows) -> Frame:
-    """All of an index file that does not depend on where pieces lie, and on digests. Keeps the columns, not a copy."""
-    kinds = sorted({dtype.name for dtype in index.dtypes})
+def frame_of(pieces: Pieces, aliases: Sequence[tuple[str, int]], chunks: Chunks) -> Frame:
+    """All of an index file that does not depend on where pieces lie, and on digests. Keeps the columns, not a copy.
+
+    pieces, aliases, chunks  as in Index
+    """
+    tensors = pieces.tensors
+    kinds = sorted({dtype.name for dtype in tensors.dtypes})
     position = {name: at for at, name in enumerate(kinds)}
-    names = [name.encode() for name in index.names]
-    aliases, chunks = [name.encode() for name, _ in index.aliases], index.chunks
+    names, tied = [name.encode() for name in tensors.names], [name.encode() for name, _ in aliases]
     columns: dict[str, object] = {
         "tensor.name": np.frombuffer(b"".join(names), np.uint8),
         "tensor.name_bytes": list(map(len, names)),
-        "tensor.dtype": [position[dtype.name] for dtype in index.dtypes],
-        "tensor.ndim": index.ndim, "tensor.shape": index.sides,
-        "alias.name": np.frombuffer(b"".join(aliases), np.uint8),
-        "alias.name_bytes": list(map(len, aliases)),
-        "alias.tensor": [row for _, row in index.aliases],
-        "piece.tensor": index.tensor, "piece.box": index.boxes, "piece.segment": chunks.segment,
+        "tensor.dtype": [position[dtype.name] for dtype in tensors.dtypes],
+        "tensor.ndim": tensors.ndim, "tensor.shape": tensors.sides,
+        "alias.name": np.frombuffer(b"".join(tied), np.uint8),
+        "alias.name_bytes": list(map(len, tied)),
+        "alias.tensor": [row for _, row in aliases],
+        "piece.tensor": pieces.tensor, "piece.box": pieces.numbers(), "piece.segment": chunks.segment,
         "piece.bytes": chunks.length, "chunk.bytes": chunks.stored_lengths(), "chunk.codec": chunks.codecs(),
     }
-    variable = {"piece.offset": len(index.tensor), "chunk.digest": len(chunks.digest)}
+    variable = {"piece.offset": len(pieces), "chunk.digest": len(chunks.digest)}
     header: dict[str, object] = {METADATA_KEY: {"flowstone": "1", "dtypes": " ".join(kinds)}}
     parts: list[list[Part]] = [[]]
     at = 0
@@ -179,7 +139,7 @@ def frame_of(index: Rows) -> Frame:
     text += b" " * (-len(text) % 8)
     parts[0][:0] = [len(text).to_bytes(LENGTH_BYTES, "little"), text]
     before, between, behind = map(tuple, parts)
-    totals = Totals(len(index.names), len(index.tensor), int(chunks.length.sum()))
+    totals = Totals(len(names), len(pieces), int(chunks.length.sum()))
     return Frame((before, between, behind), totals)
 
 
@@ -239,19 +199,29 @@ def _assemble(columns: dict[str, NDArray[np.generic]], kinds: list[str]) -> Inde
         raise ValueError("the tensor columns differ in length")
     if tensor.min(initial=0) < 0 or tensor.max(initial=-1) >= len(names) or (tensor[1:] < tensor[:-1]).any():
         raise ValueError("piece.tensor is not ascending within the tensors")
-    if int((2 * ndim[tensor]).sum()) != len(columns["piece.box"]):
-        raise ValueError("piece.box has the wrong length")
+    dtypes = tuple(map([DTYPES[kind] for kind in kinds].__getitem__, columns["tensor.dtype"].tolist()))
+    tensors = TensorColumns.with_sides(names, dtypes, ndim, _own(columns["tensor.shape"], np.int64))
     return Index(
-        names=names,
-        dtypes=tuple(map([DTYPES[kind] for kind in kinds].__getitem__, columns["tensor.dtype"].tolist())),
-        ndim=ndim, sides=_own(columns["tensor.shape"], np.uint64),
+        pieces=_pieces(tensors, tensor, columns),
         aliases=tuple(zip(aliases, columns["alias.tensor"].tolist(), strict=True)),
-        tensor=tensor, boxes=_own(columns["piece.box"], np.uint64),
         chunks=Chunks(
             _own(columns["piece.segment"], np.uint32), _own(columns["piece.offset"], np.uint64),
             _own(columns["piece.bytes"], np.uint64), _own(columns["chunk.digest"], np.uint64),
         ),
     )
+
+
+def _pieces(tensors: TensorColumns, tensor: NDArray[np.int64], columns: Mapping[str, NDArray[Any]]) -> Pieces:
+    """The pieces of these tensors, checked. Raises ValueError."""
+    if {len(columns[f"piece.{name}"]) for name in ("segment", "offset", "bytes")} != {len(tensor)}:
+        raise ValueError("the piece columns differ in length")
+    pieces = Pieces(tensors, np.arange(len(tensor)), _own(columns["piece.box"], np.int64), rows=tensor)
+    if int(pieces.starts[-1]) != len(pieces.boxes):
+        raise ValueError("piece.box has the wrong length")
+    _check_boxes(pieces)
+    if (pieces.lengths() != columns["piece.bytes"]).any():
+        raise ValueError("the length of an extent does not match its box")
+    return pieces
 
 
 def _own(column: NDArray[Any], kind: type[_Number]) -> NDArray[_Number]:
@@ -264,36 +234,19 @@ def _names(text: NDArray[np.generic], lengths: NDArray[np.generic]) -> tuple[str
     sizes = lengths.astype(np.int64)
     if sizes.max(initial=0) > NAME_BYTES_MAX or int(sizes.sum()) != len(text):
         raise ValueError("names and their lengths disagree")
-    data, ends = text.tobytes(), _starts(sizes).tolist()
+    data, ends = text.tobytes(), run_starts(sizes).tolist()
     if data.isascii():  # cutting text costs half of cutting bytes and decoding each
         whole = data.decode()
         return tuple([whole[a:b] for a, b in pairwise(ends)])
     return tuple([data[a:b].decode() for a, b in pairwise(ends)])
 
 
-def _shapes(sides: NDArray[np.generic], ndim: NDArray[np.int64]) -> tuple[tuple[int, ...], ...]:
-    """The shapes that lie one behind the other in `sides`: those of each number of dimensions at once."""
-    starts = _starts(ndim)[:-1]
-    streams: dict[int, Iterator[tuple[int, ...]]] = {}
-    for count in np.flatnonzero(np.bincount(ndim)).tolist():
-        at = starts[ndim == count]
-        columns = [sides[at + dim].tolist() for dim in range(count)]
-        streams[count] = zip(*columns, strict=True) if count else repeat(())
-    if len(streams) == 1:
-        (stream,) = streams.values()
-        return tuple(islice(stream, len(ndim)))
-    return tuple([next(streams[count]) for count in ndim.tolist()])
-
-
 def _check(index: Index, columns: Mapping[str, NDArray[np.generic]], segments: Sequence[SegmentRow]) -> None:
-    """Each fact that a plan relies on. Raises ValueError."""
-    if {len(columns[f"piece.{name}"]) for name in ("segment", "offset", "bytes")} != {len(index.tensor)}:
-        raise ValueError("the piece columns differ in length")
-    _check_boxes(index)
+    """Check what plans rely on, except for the boxes. Raises ValueError."""
     _check_chunks(index.chunks, columns["chunk.bytes"], columns["chunk.codec"])
-    if len(index.rows()) != len(index.names) + len(index.aliases):
+    if len(index.rows()) != len(index.tensors.names) + len(index.aliases):
         raise ValueError("a name occurs twice")
-    if any(row >= len(index.names) for _, row in index.aliases):
+    if any(row >= len(index.tensors.names) for _, row in index.aliases):
         raise ValueError("an alias names no tensor")
     _check_extents(index.chunks, segments)
 
@@ -308,19 +261,19 @@ def _check_chunks(chunks: Chunks, stored: NDArray[np.generic], codec: NDArray[np
         raise ValueError("a chunk's stored length does not fit its extent")
 
 
-def _check_boxes(index: Index) -> None:
-    ndim = np.diff(index.first_box) // 2
+def _check_boxes(pieces: Pieces) -> None:
+    """Raise ValueError for a box outside its tensor."""
+    boxes, sides, tensor = pieces.boxes.view(np.uint64), pieces.tensors.sides.view(np.uint64), pieces.tensor
+    first_side, ndim = run_starts(pieces.tensors.ndim), np.diff(pieces.starts) // 2
     for dim in range(int(ndim.max(initial=0))):
         has = ndim > dim
-        offsets = index.boxes[index.first_box[:-1][has] + dim]
-        lengths = index.boxes[index.first_box[:-1][has] + ndim[has] + dim]
-        limits = index.sides[index.first_side[index.tensor[has]] + dim]
+        offsets = boxes[pieces.starts[:-1][has] + dim]
+        lengths = boxes[pieces.starts[:-1][has] + ndim[has] + dim]
+        limits = sides[first_side[tensor[has]] + dim]
         if (offsets > limits).any() or (lengths > limits - offsets).any():
             raise ValueError("a box lies outside its tensor")
-    if _is_immense(index.sides, index.first_side[:-1], index.ndim):
+    if sides.max(initial=0) >= 1 << 63 or _is_immense(sides, first_side[:-1], pieces.tensors.ndim):
         raise ValueError("a tensor has too many elements")  # and products of lengths would wrap
-    if (index.box_bytes != index.chunks.length.astype(np.int64)).any():
-        raise ValueError("the length of an extent does not match its box")
 
 
 def _is_immense(sides: U64, starts: NDArray[np.int64], ndim: NDArray[np.int64]) -> bool:

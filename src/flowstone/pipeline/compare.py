@@ -138,8 +138,8 @@ class _Tensors(Mapping[str, StoredTensor]):
         self._index, self._rows = index, rows
 
     def __getitem__(self, name: str) -> StoredTensor:
-        row = self._rows[name]
-        return StoredTensor(self._index.dtypes[row], self._index.shapes[row])
+        row, tensors = self._rows[name], self._index.tensors
+        return StoredTensor(tensors.dtypes[row], tensors.shapes[row])
 
     def __contains__(self, name: object) -> bool:
         return name in self._rows
@@ -154,7 +154,7 @@ class _Tensors(Mapping[str, StoredTensor]):
 def _stored(checkpoint: Checkpoint, names: Mapping[str, int], rules: Sequence[Rule], rank: int) -> Stored:
     """What the state layer needs to know about a checkpoint before a byte is read."""
     index, content = checkpoint.index, checkpoint.contents
-    tied = {rename(alias, rules): rename(index.names[row], rules) for alias, row in index.aliases}
+    tied = {rename(alias, rules): rename(index.tensors.names[row], rules) for alias, row in index.aliases}
     return Stored(
         tensors=_Tensors(index, names), objects=content.replicated,
         per_rank={section: values[rank % len(values)] for section, values in content.per_rank.items() if values},

@@ -94,12 +94,13 @@ def explain(checkpoint: Checkpoint, state: Mapping[str, object], *, rules: Rule 
     index, names, pieces = checkpoint.index, found.names, found.restoration.pieces
     matched, differences = _compared(found, ranks)
     rows = [names.get(name) for name in pieces.names]
-    fitting = [at for at, row in enumerate(rows) if row is not None and index.shapes[row] == tuple(pieces.shapes[at])]
+    shapes = index.tensors.shapes
+    fitting = [at for at, row in enumerate(rows) if row is not None and shapes[row] == tuple(pieces.shapes[at])]
     wanted = pieces.take(fitting)
     stored = [row for row in (rows[at] for at in fitting) if row is not None]
     plan = plan_reads(index, wanted, stored)
-    cast = [at for at, row in enumerate(stored) if index.dtypes[row] != wanted.dtypes[at]]
-    converted = sum(wanted[at].box.elements * index.dtypes[stored[at]].item_bytes for at in cast)
+    cast = [at for at, row in enumerate(stored) if index.tensors.dtypes[row] != wanted.dtypes[at]]
+    converted = sum(wanted[at].box.elements * index.tensors.dtypes[stored[at]].item_bytes for at in cast)
     initialised = () if matched is None else matched.initialised
     used = {*pieces.names, *(alias.name for alias in found.restoration.aliases)}
     asked = found.restoration.sections

@@ -238,7 +238,7 @@ def plan_load(
     matched = compare(found, elsewhere, unwanted)
     wanted = restoration.pieces.take(matched.wanted)
     plan = plan_reads(index, wanted, matched.rows)
-    stored = tuple(map(index.dtypes.__getitem__, matched.rows))
+    stored = tuple(map(index.tensors.dtypes.__getitem__, matched.rows))
     places = restoration.places.take(matched.wanted)
     destinations = choose_destinations(
         wanted, places, stored, scattered_targets(index, plan, places), verify_first=verify_first

@@ -247,6 +247,7 @@ def pack(layout: Layout) -> PackedLayout:
 
 def packed(pieces: Pieces, aliases: list[tuple[str, str]]) -> PackedLayout:
     assert pieces.kinds is not None, "each distinct box once"
+    assert pieces.rows is None, "a rank has one piece for each of its tensors"
     dtypes, shapes = [dtype.name for dtype in pieces.dtypes], list(map(tuple, pieces.shapes))
     tensors = PackedTensors(list(pieces.names), dtypes, shapes, sorted(pieces.tensors.buffers))
     return PackedLayout(

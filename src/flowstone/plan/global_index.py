@@ -1,7 +1,7 @@
-"""The global index: all pieces that the ranks of a job write, as the rows of one index, grouped by tensor.
+"""The global index: all pieces that the ranks of a job write, as the pieces of one index, grouped by tensor.
 
-Column by column, and never a record for a piece: there may be tens of millions. The columns of boxes are filled a
-million rows at a time, from the few distinct boxes of each rank.
+Column by column, and never a record for a piece: there may be tens of millions. They share the few distinct boxes of
+each rank.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from flowstone.format.index import Frame, Rows, frame_of
+from flowstone.format.index import Frame, frame_of
 from flowstone.plan.layout_groups import WHOLE, LayoutGroup, Tensors, layout_groups
 from flowstone.table.box import padding_mask
 from flowstone.table.chunks import Chunks
 from flowstone.table.pieces import Alias, Pieces
 
-_BATCH_ROWS = 1 << 20
 _SHORT_MAX = np.iinfo(np.uint16).max
 
 
@@ -39,21 +38,27 @@ def global_index(
     order = by_tensor(tensor, len(tensors.names))
     counts = np.bincount(tensor, minlength=len(tensors.names))
     del tensor
-    box = box[order]
+    pieces = _pieces(tensors, found, np.repeat(np.arange(len(counts)), counts), box[order])
+    del box
+    chunks = Chunks.to_come(segment[order], pieces.lengths())
+    row = {name: at for at, name in enumerate(tensors.names)}
+    tied = [(alias.name, row[alias.target]) for alias in aliases]
+    return frame_of(pieces, tied, chunks), order, chunks_in_order(chunks, order)
+
+
+def _pieces(
+    tensors: Tensors, found: Sequence[LayoutGroup], rows: NDArray[np.int64], box: NDArray[np.int32]
+) -> Pieces:
+    """The pieces with tensors `rows` and boxes `box`, which are numbered as in `_written`."""
+    width = int(tensors.ndim.max(initial=0))
     boxes = np.concatenate([tensors.whole(width), *(_all_boxes(group) for group in found)])
     ndim = np.concatenate([tensors.ndim, *(np.tile(group.ndim, len(group.boxes)) for group in found)])
-    elements = np.where(np.arange(width) < ndim[:, None], boxes[:, width:], 1).prod(axis=1).astype(np.uint64)
-    length = elements[box] * np.repeat(tensors.item_bytes.astype(np.uint64), counts)
-    chunks = Chunks.to_come(segment[order], length)
-    row = {name: at for at, name in enumerate(tensors.names)}
-    rows = Rows(
-        names=tensors.names, dtypes=tensors.dtypes, ndim=tensors.ndim,
-        sides=tensors.sides.astype(np.uint64),
-        aliases=tuple((alias.name, row[alias.target]) for alias in aliases),
-        tensor=np.repeat(np.arange(len(counts)), counts), boxes=_flat(boxes.astype(np.uint64), ndim, box),
-        chunks=chunks,
-    )
-    return frame_of(rows), order, chunks_in_order(chunks, order)
+    used = np.zeros(len(boxes), np.bool_)  # some boxes are of pieces that other ranks write
+    used[box] = True
+    if not used[len(tensors.names) :].any():
+        return Pieces(tensors, rows=rows)
+    numbers = boxes[used][padding_mask(ndim[used], width)]
+    return Pieces(tensors, np.arange(len(box)), numbers, (np.cumsum(used) - 1)[box], rows)
 
 
 def by_tensor(tensor: NDArray[np.integer], tensors: int) -> NDArray[np.int64]:
@@ -95,19 +100,3 @@ def _written(
 def _all_boxes(group: LayoutGroup) -> NDArray[np.int64]:
     """Of each variant of a layout group, one behind the other."""
     return group.boxes.reshape(len(group.boxes) * len(group.ndim), group.boxes.shape[2])
-
-
-def _flat(boxes: NDArray[np.uint64], ndim: NDArray[np.int64], box: NDArray[np.int32]) -> NDArray[np.uint64]:
-    """The boxes without their padding, one behind the other, of each piece the one of that number."""
-    mask = padding_mask(ndim, boxes.shape[1] // 2)
-    flat = np.empty(int(sum(2 * ndim[part].sum() for part in _batches(box))), np.uint64)
-    at = 0
-    for part in _batches(box):
-        numbers = boxes[part][mask[part]]
-        flat[at : at + len(numbers)] = numbers
-        at += len(numbers)
-    return flat
-
-
-def _batches(box: NDArray[np.int32]) -> Sequence[NDArray[np.int32]]:
-    return [box[at : at + _BATCH_ROWS] for at in range(0, len(box), _BATCH_ROWS)]

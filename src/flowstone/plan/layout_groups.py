@@ -44,6 +44,7 @@ class Tensors(TensorColumns):
         buffers: set[int] = set()
         others: set[int] = set()
         for rank, one in enumerate(layouts):
+            assert one.rows is None, "a rank has one piece for each of its tensors"
             if id(one.tensors) not in rows:
                 found = rows[id(one.tensors)] = _enter(one.tensors, rank, known, dtypes, shapes)
                 is_buffer = np.zeros(len(found), np.bool_)

@@ -141,13 +141,13 @@ def _compare(pieces: Pieces, rows: Sequence[int | None], index: Index, rules: Se
             else:
                 found.faults.append(f"missing     {piece.name}: {_described(piece)}, is not in the checkpoint")
             continue
-        if index.shapes[row] != piece.shape:
-            found.faults.append(f"shape       {piece.name}: wanted {piece.shape}, stored {index.shapes[row]}")
-        if index.dtypes[row] != piece.dtype:
+        if index.tensors.shapes[row] != piece.shape:
+            found.faults.append(f"shape       {piece.name}: wanted {piece.shape}, stored {index.tensors.shapes[row]}")
+        if index.tensors.dtypes[row] != piece.dtype:
             if allowed(rules, Cast, piece.name):
                 found.cast.append(piece.name)
             else:
-                stored = index.dtypes[row].name
+                stored = index.tensors.dtypes[row].name
                 found.faults.append(f"dtype       {piece.name}: wanted {piece.dtype.name}, stored {stored}")
     return found
 
@@ -164,14 +164,15 @@ def _unexpected(requested: Requested, available: Available, elsewhere: Container
 
 def _suspects(pieces: Pieces, rows: Sequence[int | None], index: Index) -> list[int]:
     """Positions of the pieces that are not stored as requested, ascending."""
-    stored = [row for row in rows if row is not None]
+    stored, tensors = [row for row in rows if row is not None], index.tensors
     if len(stored) == len(rows):
-        shapes, dtypes = map(index.shapes.__getitem__, stored), map(index.dtypes.__getitem__, stored)
+        shapes, dtypes = map(tensors.shapes.__getitem__, stored), map(tensors.dtypes.__getitem__, stored)
         if (tuple(shapes), tuple(dtypes)) == (pieces.shapes, pieces.dtypes):
             return []
+    requested = zip(rows, pieces.shapes, pieces.dtypes, strict=True)
     return [
-        position for position, row in enumerate(rows)
-        if row is None or (index.shapes[row], index.dtypes[row]) != (pieces.shapes[position], pieces.dtypes[position])
+        position for position, (row, shape, dtype) in enumerate(requested)
+        if row is None or (tensors.shapes[row], tensors.dtypes[row]) != (shape, dtype)
     ]
 
 
@@ -207,8 +208,8 @@ def _equal(index: Index, one: int, other: int) -> bool:
 
     def content(row: int) -> object:
         pieces = index.pieces_of(row)
-        boxes = slice(int(index.first_box[pieces.start]), int(index.first_box[pieces.stop]))
-        return index.dtypes[row], index.boxes[boxes].tolist()
+        boxes = slice(int(index.pieces.starts[pieces.start]), int(index.pieces.starts[pieces.stop]))
+        return index.tensors.dtypes[row], index.pieces.boxes[boxes].tolist()
 
     same = content(one) == content(other)
     return same and index.chunks.same_bytes(index.pieces_of(one), index.pieces_of(other))

@@ -47,7 +47,7 @@ def plan_reads(index: Index, wanted: Sequence[Piece], rows: Sequence[int]) -> Re
     begin = index.first_piece[tensor]
     alone = index.first_piece[tensor + 1] == begin + 1
     begin[~alone] = 0  # of a tensor without pieces, it could lie behind the last one
-    same = alone if len(index.tensor) == 0 else alone & (index.chunks.length[begin] == index.data_bytes[tensor])
+    same = alone & (index.chunks.length[begin] == index.tensors.lengths[tensor]) if len(index.pieces) else alone
     same[wanted.parts] = False
     target = np.flatnonzero(same)
     piece = begin[target]
@@ -81,10 +81,10 @@ def part_of(
 class _Cover(msgspec.Struct, frozen=True, eq=False):
     """The rows of a plan that fill one wanted piece. `piece`: the number among the pieces of its tensor.
 
-    stored  the boxes of that tensor, as they lie in the index
+    stored  the boxes of its tensor's pieces
     """
 
-    stored: NDArray[np.uint64]
+    stored: NDArray[np.int64]
     piece: NDArray[np.int64]
     first: NDArray[np.int64]
     last: NDArray[np.int64]
@@ -95,7 +95,8 @@ class _Covers:
     """Finds what fills a wanted piece. Most tensors of one shape are stored alike and wanted alike: found once."""
 
     def __init__(self, index: Index, wanted: Pieces) -> None:
-        self._index, self._wanted = index, wanted
+        self._index, self._tensors, self._wanted = index, index.tensors, wanted
+        self._stored, self._starts = index.pieces.boxes, index.pieces.starts
         numbers, starts = wanted.part_numbers()
         data, ends = numbers.tobytes(), (starts * numbers.itemsize).tolist()
         runs = zip(wanted.parts.tolist(), pairwise(ends), strict=True)
@@ -104,10 +105,10 @@ class _Covers:
         self._runs: dict[tuple[object, ...], tuple[tuple[int, int], ...]] = {}
 
     def __call__(self, position: int, row: int) -> _Cover:
-        index = self._index
-        shape, item = index.shapes[row], index.dtypes[row].item_bytes
+        index, tensors = self._index, self._tensors
+        shape, item = tensors.shapes[row], tensors.dtypes[row].item_bytes
         begin, stop = index.first_piece[row], index.first_piece[row + 1]
-        stored = index.boxes[index.first_box[begin] : index.first_box[stop]]
+        stored = self._stored[self._starts[begin] : self._starts[stop]]
         known = self._known.setdefault((shape, item, self._boxes.get(position), int(stop - begin)), [])
         for cover in known:
             if np.array_equal(cover.stored, stored):
@@ -116,10 +117,10 @@ class _Covers:
         known.append(found)
         return found
 
-    def _cover(self, wanted: Piece, stored: NDArray[np.uint64], count: int, item_bytes: int) -> _Cover:
+    def _cover(self, wanted: Piece, stored: NDArray[np.int64], count: int, item_bytes: int) -> _Cover:
         """What fills a wanted piece. Raises CoverageError where that is not everything."""
         ndim = len(wanted.shape)
-        boxes = stored.astype(np.int64).reshape(count, 2 * ndim)
+        boxes = stored.reshape(count, 2 * ndim)
         offset, sides = boxes[:, :ndim], boxes[:, ndim:]
         low = np.maximum(offset, wanted.box.offset)
         high = np.minimum(offset + sides, wanted.box.end)

@@ -99,7 +99,7 @@ def plan_writes(
         else entry_text(name, dtype, shape)
         for at, (name, dtype, shape) in enumerate(zip(pieces.names, pieces.dtypes, pieces.shapes, strict=True))
     )
-    item = pieces.tensors.item_bytes
+    item = pieces.tensors.item_bytes[pieces.tensor]
     length = pieces.lengths()
     slotted = length >= PACKED_BELOW_BYTES
     late = slotted & np.array(lazy, np.bool_) if len(lazy) else np.zeros(len(pieces), np.bool_)

@@ -40,8 +40,8 @@ def overlaps(pieces: Pieces, places: Places, index: Index, rows: Sequence[int]) 
 def _lengths(pieces: Pieces, index: Index, rows: Sequence[int]) -> NDArray[np.uint64]:
     """Length of each piece in bytes. A whole piece that is stored as requested needs no Piece record."""
     tensor = np.array(rows, np.int64)
-    length: NDArray[np.uint64] = index.data_bytes[tensor].astype(np.uint64)
-    stored = tuple(map(index.dtypes.__getitem__, rows))
+    length: NDArray[np.uint64] = index.tensors.lengths[tensor].astype(np.uint64)
+    stored = tuple(map(index.tensors.dtypes.__getitem__, rows))
     cast = [] if stored == pieces.dtypes else [at for at, dtype in enumerate(stored) if dtype != pieces.dtypes[at]]
     if len(pieces.parts) or cast:
         apart = np.array([*pieces.parts.tolist(), *cast], np.int64)

@@ -142,7 +142,7 @@ def scattered_targets(index: Index, plan: ReadPlan, places: Places) -> set[int]:
     for row, common in plan.common.items() if far else ():
         target = int(plan.target[row])
         if target in far and target not in found and not (
-            common == index.box(int(plan.piece[row])) and _dense(common, places.apart[target])
+            common == index.pieces.box(int(plan.piece[row])) and _dense(common, places.apart[target])
         ):
             found.add(target)
     return found
@@ -154,7 +154,7 @@ def read_rows(index: Index, runs: Runs, targets: Targets) -> _native.ReadExtents
     raises  UnsupportedFormatError  a chunk has a codec that this version does not know
     """
     chunks, piece = index.chunks, runs.piece
-    chunks.check_codecs(piece, runs.first, runs.last, index.names, index.tensor[piece], CODECS)
+    chunks.check_codecs(piece, runs.first, runs.last, index.tensors.names, index.pieces.tensor[piece], CODECS)
     assert chunks.stored is None or runs.offset is None, "a ring holds extents as they are"
     stored = None if chunks.stored is None else (chunks.stored.segment, chunks.stored.offset, chunks.stored.length)
     return _native.ReadExtents(
@@ -184,9 +184,9 @@ def raise_damage(found: Scattered, index: Index, wanted: Pieces, paths: Sequence
         rows, numbers = np.array(found.bad, np.int64).T
         segments, begins = index.chunks.stored_at(rows, numbers)
         stops = begins + index.chunks.stored_bytes(rows, numbers, numbers + 1)
-        columns = index.tensor[rows], numbers, begins, stops, segments
+        columns = index.pieces.tensor[rows], numbers, begins, stops, segments
         for tensor, chunk, begin, stop, segment in zip(*(column.tolist() for column in columns), strict=True):
-            lines.append(f"{index.names[tensor]!r}, chunk {chunk}, bytes {begin}..{stop} of {paths[segment]}")
+            lines.append(f"{index.tensors.names[tensor]!r}, chunk {chunk}, bytes {begin}..{stop} of {paths[segment]}")
         raise DamagedError(
             f"{what}: stored bytes are not what was written", written=written, damaged="\n".join(lines),
             changed=changed, next="load an older step, or use load(..., fallback=True)",
@@ -215,9 +215,9 @@ def _targets(fill: Fill) -> Targets:
         piece, target = int(plan.piece[row]), int(plan.target[row])
         if (piece, target) not in made:
             # Bytes are written as stored; for a cast, the place is a bounce buffer of the stored type.
-            one = replace(wanted[target], dtype=index.dtypes[int(index.tensor[piece])])
+            one = replace(wanted[target], dtype=index.tensors.dtypes[int(index.pieces.tensor[piece])])
             common = plan.common.get(row, one.box)
-            start, scattered = _part(index.box(piece), common, one.box, places.memory(target, one))
+            start, scattered = _part(index.pieces.box(piece), common, one.box, places.memory(target, one))
             made[piece, target] = (start, -1 if scattered is None else len(layouts))
             layouts += [] if scattered is None else [scattered]
         address[row], layout[row] = made[piece, target]

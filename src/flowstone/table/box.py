@@ -71,12 +71,15 @@ class Box:
         return "[" + ",".join(f"{o}:{e}" for o, e in zip(self.offset, self.end, strict=True)) + "]"
 
 
-def products(numbers: NDArray[np.integer], starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+def products(numbers: NDArray[np.int64], starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """The product of each run of `counts` numbers from `starts` on; 1 for an empty run (a scalar's)."""
     found = np.ones(len(counts), np.int64)
     for dim in range(int(counts.max(initial=0))):
-        has = counts > dim
-        found[has] *= numbers[starts[has] + dim].astype(np.int64)
+        has = np.flatnonzero(counts > dim)
+        if len(has) == len(counts):
+            found *= numbers[starts + dim]
+        else:
+            found[has] *= numbers[starts[has] + dim]
     return found
 
 

@@ -176,6 +176,13 @@ def first_chunks(length: U64) -> Rows:
     return first
 
 
+def run_starts(counts: Rows) -> Rows:
+    """Where each run of `counts` numbers begins in their concatenation, and where the last one ends."""
+    starts = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=starts[1:])
+    return starts
+
+
 def spread(begin: Rows, counts: Rows) -> Rows:
     """Concatenated ranges: `counts` consecutive numbers from each `begin`."""
     return np.repeat(begin - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))

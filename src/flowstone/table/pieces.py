@@ -1,10 +1,14 @@
-"""Pieces: the parts of a state that one rank holds, as columns that every other layer reads.
+"""Pieces: the parts of a state that one rank holds, or all ranks have stored, as columns that every other layer reads.
 
 A *tensor* is a global name with a dtype and a shape. A *box* is a region of it, in elements.
-A *piece* is the box of a tensor that one rank holds. Independent of torch, files and ranks.
+A *piece* is the box of a tensor that one rank holds, or has stored. Independent of torch, files and ranks.
 
-A state has tens of thousands of pieces, so they are passed as columns: `Pieces` describes them, `Places` has their
-addresses. A `Layout` is everything about a state that stays the same from save to save.
+A state has tens of thousands of pieces, so they are passed as columns. There are three records, by lifetime:
+
+    Pieces  names, dtypes, shapes, boxes, and which are buffers; kept between saves, shared by ranks, sent, and stored
+            as an index
+    Layout  pieces, aliases, and which are lazy; plans are made from it, and kept until it changes
+    Places  addresses, and the owners that keep the memory alive; for one save, or one load
 """
 
 from __future__ import annotations
@@ -13,19 +17,23 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise, repeat
 from operator import attrgetter
-from typing import TypeAlias, overload
+from typing import TypeAlias, TypeVar, overload
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from flowstone.table.box import Box, padding_mask, products
-from flowstone.table.chunks import spread
+from flowstone.table.chunks import run_starts, spread
 from flowstone.table.dtype import DType
 
 Numbers: TypeAlias = NDArray[np.int64]
+_Value = TypeVar("_Value")
+
+_BATCH_PIECES = 1 << 14
+"""`Pieces.numbers` fills so many at a time: the rows of a batch stay in a core's cache."""
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -96,6 +104,20 @@ class Block(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(memory, address=address, shape=tuple(shape))
 
 
+def _shapes(sides: Numbers, ndim: Numbers) -> tuple[tuple[int, ...], ...]:
+    """The shapes that are concatenated in `sides`; all of one number of dimensions at once."""
+    starts = np.cumsum(ndim) - ndim
+    streams: dict[int, Iterator[tuple[int, ...]]] = {}
+    for count in np.flatnonzero(np.bincount(ndim)).tolist():
+        at = starts[ndim == count]
+        columns = [sides[at + dim].tolist() for dim in range(count)]
+        streams[count] = zip(*columns, strict=True) if count else repeat(())
+    if len(streams) == 1:
+        (stream,) = streams.values()
+        return tuple(islice(stream, len(ndim)))
+    return tuple([next(streams[count]) for count in ndim.tolist()])
+
+
 def _none() -> Numbers:
     return np.zeros(0, np.int64)
 
@@ -130,10 +152,24 @@ class TensorColumns:
     def item_bytes(self) -> Numbers:
         return np.fromiter(map(attrgetter("item_bytes"), self.dtypes), np.int64, len(self.dtypes))
 
-    @property
+    @cached_property
     def sides(self) -> Numbers:
         """All shapes, concatenated."""
         return np.array([side for shape in self.shapes for side in shape], np.int64)
+
+    @cached_property
+    def lengths(self) -> Numbers:
+        """The length of each whole tensor in bytes."""
+        return products(self.sides, np.cumsum(self.ndim) - self.ndim, self.ndim) * self.item_bytes
+
+    @classmethod
+    def with_sides(
+        cls, names: tuple[str, ...], dtypes: tuple[DType, ...], ndim: Numbers, sides: Numbers
+    ) -> TensorColumns:
+        """Tensors whose shapes are concatenated in `sides`."""
+        found = cls(names, dtypes, _shapes(sides, ndim))
+        found.__dict__.update(ndim=ndim, sides=sides)  # known: no need to compute them from the shapes
+        return found
 
     def take(self, positions: Sequence[int]) -> TensorColumns:
         """The tensors at `positions`."""
@@ -148,15 +184,19 @@ class TensorColumns:
 class Pieces(Sequence[Piece]):
     """Pieces as columns; Piece and Box records are created on access.
 
-    parts  positions of pieces that are not their whole tensor, ascending; whole pieces have no entry in `boxes`
+    parts  positions of the pieces that have a box, ascending; the others are their whole tensor, without an entry in
+           `boxes`
     boxes  ndim offsets, then ndim lengths, in elements; all boxes concatenated
     kinds  for each part the number of its box; every box is used; None: each part has its own
+    rows   for each piece the position of its tensor, if a tensor may have several pieces (those of all ranks);
+           None: one piece for each tensor, in order
     """
 
     tensors: TensorColumns
     parts: Numbers = field(default_factory=_none)
     boxes: Numbers = field(default_factory=_none)
     kinds: Numbers | None = None
+    rows: Numbers | None = None
 
     @classmethod
     def of(cls, pieces: Sequence[Piece]) -> Pieces:
@@ -177,32 +217,50 @@ class Pieces(Sequence[Piece]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        return self.tensors.names
+        return self._of_each(self.tensors.names)
 
     @property
     def dtypes(self) -> tuple[DType, ...]:
-        return self.tensors.dtypes
+        return self._of_each(self.tensors.dtypes)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        return self.tensors.shapes
+        """Of the global tensors."""
+        return self._of_each(self.tensors.shapes)
+
+    @property
+    def tensor(self) -> Numbers:
+        """For each piece the position of its tensor."""
+        return np.arange(len(self.tensors.names)) if self.rows is None else self.rows
+
+    def _of_each(self, column: tuple[_Value, ...]) -> tuple[_Value, ...]:
+        return column if self.rows is None else tuple(map(column.__getitem__, self.rows.tolist()))
+
+    def _part_rows(self, parts: Numbers) -> Numbers:
+        """For each of these parts the position of its tensor."""
+        if self.rows is None:
+            return parts
+        return self.rows if len(parts) == len(self.rows) else self.rows[parts]
 
     @cached_property
     def starts(self) -> Numbers:
         """Where each box begins in `boxes`, and where the last one ends."""
         if not len(self.parts):
             return np.zeros(1, np.int64)
-        ndim = self.tensors.ndim[self.parts]
-        if self.kinds is not None:
-            of_kind = np.zeros(int(self.kinds.max(initial=-1)) + 1, np.int64)
-            of_kind[self.kinds] = ndim
-            ndim = of_kind
-        return np.concatenate([np.zeros(1, np.int64), np.cumsum(2 * ndim)])
+        if self.kinds is None:
+            ndim = self.tensors.ndim[self._part_rows(self.parts)]
+        else:
+            parts = np.zeros(int(self.kinds.max()) + 1, np.int64)
+            parts[self.kinds] = self.parts  # one of each
+            ndim = self.tensors.ndim[self.rows[parts] if self.rows is not None else parts]
+        return run_starts(2 * ndim)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Pieces):
             return NotImplemented
         same = self.tensors == other.tensors and np.array_equal(self.parts, other.parts)
+        if self.rows is not None or other.rows is not None:
+            same = same and np.array_equal(self.tensor, other.tensor)
         return same and (not len(self.parts) or np.array_equal(self.part_numbers()[0], other.part_numbers()[0]))
 
     __hash__ = None  # type: ignore[assignment]
@@ -215,20 +273,28 @@ class Pieces(Sequence[Piece]):
         if isinstance(position, slice):
             return tuple(self[at] for at in range(len(self))[position])
         at = range(len(self))[position]
-        shape = tuple(self.shapes[at])
-        return Piece(self.names[at], self.dtypes[at], shape, self.part(at) or Box.whole(shape))
+        row = at if self.rows is None else int(self.rows[at])
+        shape = tuple(self.tensors.shapes[row])
+        return Piece(self.tensors.names[row], self.tensors.dtypes[row], shape, self.part(at) or Box.whole(shape))
 
     def __iter__(self) -> Iterator[Piece]:
         return (self[at] for at in range(len(self)))
 
     def __len__(self) -> int:
-        return len(self.names)
+        return len(self.tensors.names if self.rows is None else self.rows)
+
+    def box(self, position: int) -> Box:
+        """The box of the piece at `position`."""
+        row = position if self.rows is None else int(self.rows[position])
+        return self.part(position) or Box.whole(self.tensors.shapes[row])
 
     def part(self, position: int) -> Box | None:
         """The box of the piece at `position`; None if it is its whole tensor."""
-        row = int(self.parts.searchsorted(position)) if len(self.parts) else 0
-        if row == len(self.parts) or self.parts[row] != position:
-            return None
+        row = position
+        if len(self.parts) < len(self):
+            row = int(self.parts.searchsorted(position)) if len(self.parts) else 0
+            if row == len(self.parts) or self.parts[row] != position:
+                return None
         kind = row if self.kinds is None else int(self.kinds[row])
         numbers = self.boxes[self.starts[kind] : self.starts[kind + 1]].tolist()
         return Box(tuple(numbers[: len(numbers) // 2]), tuple(numbers[len(numbers) // 2 :]))
@@ -248,29 +314,54 @@ class Pieces(Sequence[Piece]):
         """The boxes of the parts, one per part, and where each begins."""
         if self.kinds is None:
             return self.boxes, self.starts
-        counts = 2 * self.tensors.ndim[self.parts]
-        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+        counts = 2 * self.tensors.ndim[self._part_rows(self.parts)]
+        starts = run_starts(counts)
         return self.boxes[spread(self.starts[:-1][self.kinds], counts)], starts
 
     def part_elements(self) -> Numbers:
         """The number of elements of each part."""
-        numbers, starts = self.part_numbers()
-        ndim = np.diff(starts) // 2
-        return products(numbers, starts[:-1] + ndim, ndim)
+        ndim = np.diff(self.starts) // 2
+        found = products(self.boxes, self.starts[:-1] + ndim, ndim)
+        return found if self.kinds is None else found[self.kinds]
 
     def lengths(self) -> NDArray[np.uint64]:
         """The length of each piece in bytes."""
-        elements = list(map(math.prod, self.shapes))
-        for at, n in zip(self.parts.tolist(), self.part_elements().tolist(), strict=True):
-            elements[at] = n  # as Python ints first: the whole tensor may have too many for an int64
-        return np.array(elements, np.uint64) * self.tensors.item_bytes.astype(np.uint64)
+        found = self.part_elements() * self.tensors.item_bytes[self._part_rows(self.parts)]
+        if len(self.parts) < len(self):
+            # A tensor that is split may have more elements than an int64 counts; its number is replaced here.
+            whole = self.tensors.lengths[self.tensor]
+            whole[self.parts] = found
+            found = whole
+        return found.view(np.uint64)
+
+    def numbers(self) -> Numbers:
+        """The boxes of all pieces, whole ones too, concatenated."""
+        if self.kinds is None and len(self.parts) == len(self):
+            return self.boxes
+        tensors = len(self.tensors.names)
+        ndim = np.concatenate([self.tensors.ndim, np.diff(self.starts) // 2])
+        width = int(ndim.max(initial=0))
+        mask = padding_mask(ndim, width)
+        boxes = np.zeros(mask.shape, np.int64)  # first the whole of each tensor, then the boxes of parts
+        boxes[:tensors, width:][mask[:tensors, width:]] = self.tensors.sides
+        boxes[tensors:][mask[tensors:]] = self.boxes
+        box = self.tensor.astype(np.int32)
+        box[self.parts] = tensors + (np.arange(len(self.parts)) if self.kinds is None else self.kinds)
+        flat = np.empty(int(2 * np.bincount(box, minlength=len(ndim)) @ ndim), np.int64)
+        at = 0
+        for begin in range(0, len(box), _BATCH_PIECES):
+            some = box[begin : begin + _BATCH_PIECES]
+            numbers = boxes.take(some, axis=0)[mask.take(some, axis=0)]
+            flat[at : at + len(numbers)] = numbers
+            at += len(numbers)
+        return flat
 
     def take(self, positions: Sequence[int], blocks: Sequence[Block] = ()) -> Pieces:
         """The pieces at `positions` (ascending, repeated for blocks); of some of them only blocks."""
         if len(positions) == len(self) and not blocks:
             return self
-        tensors = self.tensors.take(positions)
         old = np.asarray(positions, np.int64)
+        tensors = self.tensors.take(positions if self.rows is None else self.rows[old].tolist())
         row = np.searchsorted(self.parts, old)
         parts = np.flatnonzero(np.append(self.parts, -1)[row] == old)
         row = row[parts]
@@ -285,9 +376,10 @@ class Pieces(Sequence[Piece]):
         assert self.kinds is None, "compact already"
         if not len(self.parts):
             return replace(self, kinds=self.parts)
-        shapes = {shape: at for at, shape in enumerate(dict.fromkeys(self.shapes))}
-        shape = np.array([shapes[self.shapes[at]] for at in self.parts.tolist()], np.int64)
-        ndim = self.tensors.ndim[self.parts]
+        shapes = {shape: at for at, shape in enumerate(dict.fromkeys(self.tensors.shapes))}
+        of_each = self.shapes
+        shape = np.array([shapes[of_each[at]] for at in self.parts.tolist()], np.int64)
+        ndim = self.tensors.ndim[self._part_rows(self.parts)]
         mask = padding_mask(ndim, int(ndim.max(initial=0)))
         rows = np.zeros(mask.shape, np.int64)
         rows[mask] = self.boxes

@@ -193,12 +193,13 @@ def metadata_of(index: Index, names: Mapping[str, str], leaves: Leaves) -> Metad
 
     names  of tensors: in DCP, and in the index
     """
-    rows = index.rows()
+    rows, tensors = index.rows(), index.tensors
     known: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     for name, stored in names.items():
         row = rows[stored]
         known[name] = TensorStorageMetadata(
-            TensorProperties(dtype=torch_dtype(index.dtypes[row])), torch.Size(index.shapes[row]), _chunks(index, row)
+            TensorProperties(dtype=torch_dtype(tensors.dtypes[row])), torch.Size(tensors.shapes[row]),
+            _chunks(index, row),
         )
     known |= {name: BytesStorageMetadata() for name in leaves.objects}
     planner_data = dict(leaves.paths) if leaves.paths is not None else leaves.planner_data
@@ -215,7 +216,7 @@ def _in_order(
 
 
 def _chunks(index: Index, row: int) -> list[ChunkStorageMetadata]:
-    boxes = (index.box(piece) for piece in index.pieces_of(row))
+    boxes = (index.pieces.box(piece) for piece in index.pieces_of(row))
     return [ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape)) for box in boxes]
 
 

@@ -52,7 +52,7 @@ def _wanted(index: Index, item: ReadItem, planner: LoadPlanner) -> _Wanted:
     dtype = tensors.check_tensor(target, name)
     begin = item.storage_index.offset or (0,) * len(item.lengths)
     offset = tuple(a + b for a, b in zip(begin, item.storage_offsets, strict=True))
-    box, shape = Box(offset, tuple(item.lengths)), index.shapes[row]
+    box, shape = Box(offset, tuple(item.lengths)), index.tensors.shapes[row]
     if tuple(target.shape) != box.shape or not box.inside(shape):
         raise MismatchError(
             f"{name!r} is stored with shape {shape}, and {box} of it is to go into a tensor of shape "
@@ -69,7 +69,8 @@ def _fill(checkpoint: Checkpoint, store: Store, wanted: Sequence[_Wanted]) -> No
     rows = [one.row for one in wanted]
     plan = plan_reads(index, pieces, rows)
     found = choose_destinations(
-        pieces, places, [index.dtypes[row] for row in rows], scattered_targets(index, plan, places), verify_first=False
+        pieces, places, [index.tensors.dtypes[row] for row in rows], scattered_targets(index, plan, places),
+        verify_first=False,
     )
     for stream in found.streams.values():
         stream.wait_current()

@@ -17,12 +17,13 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import flowstone as fs
-from flowstone.adapters.dcp import FlowstoneReader, FlowstoneWriter
+from flowstone.adapters.dcp import FlowstoneReader, FlowstoneStager, FlowstoneWriter
 
 ROWS = 37  # no multiple of any number of ranks
 
@@ -184,3 +185,42 @@ def differ(rank: int, store: str) -> str:
 
 def opened(rank: int, path: str) -> int:
     return fs.open(path).manifest.ranks
+
+
+def save_async(rank: int, parent: str, kind: str) -> list[bool]:
+    """Each state is overwritten as soon as async_save has returned."""
+    writer, found = FlowstoneWriter(), []
+    for step in (1, 2, 3):
+        state = {"model": sharded(), "step": step}
+        saved: Any = dcp.async_save(
+            state, checkpoint_id=f"{parent}/step-{step}", storage_writer=writer,
+            async_checkpointer_type=AsyncCheckpointerType(kind),
+        )
+        for one in state["model"].values():
+            one.to_local().zero_()
+        saved.result()
+        into = {"model": sharded(zero=True), "step": 0}
+        dcp.load(into, storage_reader=FlowstoneReader(f"{parent}/step-{step}"))
+        found.append(same(into["model"]) and into["step"] == step)
+    return found
+
+
+def fail_async(rank: int, path: str) -> str:
+    os.mkdir(path)
+    Path(path, "mine.txt").touch()
+    saved: Any = dcp.async_save({"x": torch.ones(2)}, storage_writer=FlowstoneWriter(path))
+    error = saved.exception()
+    kinds = {base.__name__ for one in error.failures.values() for base in type(one[0]).__mro__}
+    return f"{sorted(kinds)} {error}"
+
+
+def save_in_background(rank: int, path: str) -> list[object]:
+    stager, state = FlowstoneStager(in_background=True), {"x": torch.ones(2), "step": 4}
+    both: Any = dcp.async_save(state, storage_writer=FlowstoneWriter(path), async_stager=stager)
+    both.staging_completion.result()
+    state["x"].zero_()
+    both.upload_completion.result()
+    stager.close()
+    into = {"x": torch.zeros(2), "step": 0}
+    dcp.load(into, storage_reader=FlowstoneReader(path))
+    return [into["step"], into["x"].tolist()]

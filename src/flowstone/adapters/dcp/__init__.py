@@ -9,6 +9,7 @@ the lines to change, and what differs.
 """
 
 from flowstone.adapters.dcp.reader import FlowstoneReader
+from flowstone.adapters.dcp.stager import FlowstoneStager
 from flowstone.adapters.dcp.writer import FlowstoneWriter
 
-__all__ = ["FlowstoneReader", "FlowstoneWriter"]
+__all__ = ["FlowstoneReader", "FlowstoneStager", "FlowstoneWriter"]

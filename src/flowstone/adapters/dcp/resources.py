@@ -15,6 +15,7 @@ from flowstone.adapters.dcp.claim import Claim
 from flowstone.adapters.dcp.layout import sections_of
 from flowstone.adapters.dcp.options import WriterOptions
 from flowstone.adapters.dcp.segments import Held, RankReceipt, SegmentWriter, held_nothing
+from flowstone.adapters.dcp.stager import FlowstoneStager
 from flowstone.adapters.dcp.target import Target
 from flowstone.errors import FlowstoneError
 from flowstone.stage.arena import open_write_arena
@@ -30,10 +31,17 @@ class Resources:
     def __init__(self) -> None:
         self._store: LocalStore | None = None
         self._arena: _native.Arena | None = None
+        self._stager: FlowstoneStager | None = None
         self._segments = SegmentWriter()
         self._target: Target | None = None
         self._is_alone = False
         self._abandon: weakref.finalize[..., Any] | None = None
+
+    @property
+    def stager(self) -> FlowstoneStager:
+        if self._stager is None:
+            self._stager = FlowstoneStager()
+        return self._stager
 
     @property
     def store(self) -> LocalStore:
@@ -48,7 +56,7 @@ class Resources:
     def open(self, target: Target, options: WriterOptions) -> None:
         """Get ready to write to `target`."""
         if self._store is None or self._store.root != target.parent:
-            self.close()
+            self._close_store()
             self._store = LocalStore(target.parent, options.engine)
         if self._arena is None:
             self._arena = open_write_arena(self._store, options.budget_bytes)
@@ -102,8 +110,14 @@ class Resources:
             self._abandon = None
 
     def close(self) -> None:
-        """Give the memory and the engine back."""
+        """Give memory and engine back."""
         self.discard_draft()
+        if self._stager is not None:
+            self._stager.close()
+            self._stager = None
+        self._close_store()
+
+    def _close_store(self) -> None:
         if self._arena is not None:
             self._arena.close()
             self._arena = None

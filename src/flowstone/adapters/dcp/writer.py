@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -38,7 +38,8 @@ class FlowstoneWriter(StorageWriter):
     accept_pickled   keep bytes that a planner of the user's makes of objects as they are, instead of refusing them
     engine           how bytes move
 
-    A writer that is kept for all saves keeps its memory, engine and plan. Without them it may be pickled.
+    A writer that is kept for all saves keeps its memory, engine and plan. Without them it may be pickled. It stages
+    for `dcp.async_save` by a FlowstoneStager of its own; `close` gives the memory back.
     """
 
     def __init__(
@@ -77,6 +78,25 @@ class FlowstoneWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return is_local(checkpoint_id)
+
+    # What dcp.async_save asks of a stager, which a writer is where it is given no other
+
+    _synchronize_after_execute = False
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        return self._synchronize_after_execute
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A copy of the state in memory that is kept from save to save. See FlowstoneStager."""
+        return cast("dict[str, Any]", self._resources.stager.stage(state_dict))
+
+    def synchronize_staging(self) -> None:
+        """Nothing: `stage` has copied all when it returns."""
+
+    def close(self) -> None:
+        """Give memory and engine back. The next save takes them anew."""
+        self._resources.close()
 
     # In the order in which DCP calls them
 

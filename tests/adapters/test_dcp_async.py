@@ -1,0 +1,131 @@
+"""dcp.async_save through Flowstone: staging, both executors, memory that is used again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from processes import run
+from torch import nn
+from torch.distributed.checkpoint.staging import AsyncStager
+
+import flowstone as fs
+from flowstone.adapters.dcp import FlowstoneStager, FlowstoneWriter
+
+ACTS = "adapters.dcp_acts"
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+
+
+def addresses(state: dict[str, torch.Tensor]) -> set[int]:
+    return {one.data_ptr() for one in state.values()}
+
+
+def test_a_writer_and_a_stager_are_stagers() -> None:
+    assert isinstance(FlowstoneWriter("x"), AsyncStager)
+    assert isinstance(FlowstoneStager(), AsyncStager)
+
+
+def test_a_staged_state_is_the_same_and_stays_so() -> None:
+    state: dict[str, Any] = {
+        "w": nn.Parameter(torch.arange(6.0).reshape(2, 3)), "t": torch.arange(6.0).reshape(2, 3).T,
+        "conj": torch.tensor([1 + 2j]).conj(), "none": torch.zeros(0, 2), "scalar": torch.tensor(4),
+        "more": OrderedDict(a=[torch.ones(2), {"k": (1, torch.ones(1))}]), "plain": {"list": [1, 2]},
+    }
+    staged: Any = FlowstoneStager().stage(state)
+    with torch.no_grad():
+        state["w"].zero_()
+        state["t"].zero_()
+        state["more"]["a"][0].zero_()
+    state["plain"]["list"].append(3)
+    assert staged["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert type(staged["w"]) is torch.Tensor
+    assert staged["t"].tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert staged["conj"].tolist() == [1 - 2j]
+    assert (tuple(staged["none"].shape), int(staged["scalar"])) == ((0, 2), 4)
+    assert type(staged["more"]) is OrderedDict
+    assert staged["more"]["a"][0].tolist() == [1, 1]
+    assert staged["more"]["a"][1]["k"][1].tolist() == [1]
+    assert staged["plain"] == {"list": [1, 2]}
+
+
+def test_memory_is_used_again_once_nothing_holds_it() -> None:
+    stager, state = FlowstoneStager(), {f"x{at}": torch.full((1000,), float(at)) for at in range(3)}
+    first: Any = stager.stage(state)
+    second: Any = stager.stage(state)  # while the first is in use
+    used = addresses(first), addresses(second)
+    assert not used[0] & used[1]
+    kept = first["x1"]
+    del first
+    with pytest.raises(fs.BudgetError, match="earlier saves hold all staging memory"):
+        FlowstoneStager._staged(stager_with(stager, deadline_s=0.05), state)
+    del kept
+    assert addresses(stager.stage(state)) == used[0]
+    assert all(bool((one == at).all()) for at, one in enumerate(second.values()))
+
+
+def stager_with(stager: FlowstoneStager, *, deadline_s: float) -> FlowstoneStager:
+    stager._deadline_s = deadline_s
+    return stager
+
+
+def test_a_state_that_grows_gets_more_memory_and_a_budget_bounds_it() -> None:
+    stager = FlowstoneStager(budget_bytes=1 << 20)
+    for size in (10, 1 << 16, 10):
+        staged: Any = stager.stage({"x": torch.full((size,), 3.0)})
+        assert bool((staged["x"] == 3).all())
+        del staged
+    assert len(stager._buffers) == 1
+    with pytest.raises(fs.BudgetError, match="does not fit into its budget"):
+        stager.stage({"x": torch.zeros(1 << 19)})
+
+
+def test_staging_waits_for_memory_that_an_earlier_save_uses() -> None:
+    stager, state = FlowstoneStager(), {"x": torch.ones(10)}
+    held = [stager.stage(state), stager.stage(state)]
+    threading.Timer(0.2, held.clear).start()
+    begin = time.monotonic()
+    stager.stage(state)
+    assert time.monotonic() - begin > 0.1
+
+
+def test_a_kind_of_tensor_that_cannot_be_staged_is_named() -> None:
+    class Odd(torch.Tensor):
+        pass
+
+    with pytest.raises(fs.UnsupportedStateError, match=r"'a\.b' is a kind of tensor that cannot be staged"):
+        FlowstoneStager().stage({"a": {"b": torch.ones(2).as_subclass(Odd)}})
+
+
+def test_staging_in_the_background_is_a_future() -> None:
+    stager = FlowstoneStager(in_background=True)
+    future: Any = stager.stage({"x": torch.ones(3)})
+    stager.synchronize_staging()
+    assert future.result()["x"].tolist() == [1, 1, 1]
+    stager.close()
+    with pytest.raises(fs.ClosedError):
+        stager.stage({"x": torch.ones(3)})
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_asynchronous_saves_hold_what_the_state_was(kind: str, tmp_path: Path) -> None:
+    """Two ranks, three saves each by one writer; the state changes as soon as async_save has returned."""
+    assert run(2, ACTS, "save_async", str(tmp_path), kind) == [[True, True, True]] * 2
+    assert [fs.open(tmp_path / f"step-{step}").objects["step"] for step in (1, 2, 3)] == [1, 2, 3]
+    assert all(fs.open(tmp_path / f"step-{step}").verify().sound for step in (1, 2, 3))
+
+
+def test_a_failure_in_the_background_is_in_the_future(tmp_path: Path) -> None:
+    (told,) = run(1, ACTS, "fail_async", str(tmp_path / "x"))
+    assert "FlowstoneError" in str(told)
+    assert "holds files that are no part of a Flowstone checkpoint" in str(told)
+
+
+def test_a_background_stager_gives_both_futures(tmp_path: Path) -> None:
+    assert run(1, ACTS, "save_in_background", str(tmp_path / "step-4")) == [[4, [1.0, 1.0]]]

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from processes import run
 from torch import nn
 from torch.distributed.checkpoint.staging import AsyncStager

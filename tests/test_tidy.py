@@ -23,6 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "table": {"config", "errors"},  # the length of a chunk
     "rules": {"errors"},
     "arguments": {"config", "errors", "rules", "store"},  # what an object lacks of a store
+    "assemble": {"errors", "format"},
     "regions": {"arguments", "errors", "table"},
     "runtime": {"errors", "events"},
     "format": {"config", "errors", "table", "_native"},
@@ -32,13 +33,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "state": {"config", "errors", "table", "format"},
     "commit": {"config", "errors", "table", "format", "store", "_native"},
     "ranks": {"config", "errors"},
-    "checkpoint": _BASE | {"arguments", "regions", "format", "plan", "store", "stage", "commit", "state"},
+    "checkpoint": _BASE | {"arguments", "assemble", "regions", "format", "plan", "store", "stage", "commit", "state"},
     "pipeline": _BASE
     | {"arguments", "runtime", "format", "plan", "store", "stage", "commit", "state", "ranks", "checkpoint", "_native"},
-    "checkpointer": _BASE
+    "state_dict_verbs": _BASE
     | {"arguments", "runtime", "store", "commit", "state", "ranks", "checkpoint", "pipeline"},
     "adapters": _BASE
     | {"format", "plan", "store", "stage", "commit", "state", "checkpoint", "pipeline", "_native"},
+    "checkpointer": _BASE
+    | {"state_dict_verbs", "arguments", "runtime", "store", "commit", "state", "ranks", "checkpoint", "pipeline"},
     "cli": _BASE
     | {"arguments", "runtime", "format", "store", "commit", "checkpoint", "flowstone_demo", "flowstone_study"},
     "__init__": _BASE | {"checkpoint", "checkpointer", "pipeline", "state"},

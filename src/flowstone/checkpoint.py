@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import html
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import numpy as np
 
 from flowstone.arguments import step_number, to_store
+from flowstone.assemble import assemble, needs_rank, no_section, tensor_names
 from flowstone.commit import catalog
 from flowstone.commit import read as contents
 from flowstone.commit.entries import step_directory
@@ -24,6 +26,7 @@ from flowstone.errors import (
     ArgumentError,
     BudgetError,
     DamagedError,
+    FlowstoneError,
     NoCheckpointError,
     NoTensorError,
     UnsupportedStateError,
@@ -36,12 +39,14 @@ from flowstone.stage.arena import open_read_arena
 from flowstone.stage.scatter import Fill, raise_damage, scatter
 from flowstone.store.base import Store
 from flowstone.store.local import LocalStore
+from flowstone.table.box import Box
 from flowstone.table.dtype import DType
 from flowstone.table.pieces import Memory, Piece, Pieces, Places
 
 if TYPE_CHECKING:
     import torch
 
+_SHOWN = 20  # tensors in a notebook's table
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,55 @@ def no_tensor(name: object, names: Iterable[str], **facts: object) -> NoTensorEr
     return NoTensorError(
         f"no tensor {name!r} in this checkpoint{hint}", **facts, next="`list(checkpoint.tensors)` gives all names"
     )
+
+
+class StoredTensor:
+    """A tensor of a checkpoint. Nothing of it is read before it is indexed, and only what is asked for."""
+
+    def __init__(self, checkpoint: Checkpoint, entry: TensorEntry) -> None:
+        self._checkpoint, self.entry = checkpoint, entry
+
+    @property
+    def name(self) -> str:
+        return self.entry.name
+
+    @property
+    def dtype(self) -> str:
+        return self.entry.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.entry.shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self.entry.shape)
+
+    def __getitem__(self, region: Region) -> torch.Tensor:
+        """That part of it, verified, in fresh memory: as `Checkpoint.read` takes a box."""
+        return self._checkpoint.read(self.name, region)
+
+    def numpy(self, region: Region = None) -> np.ndarray:
+        """All of it, or a part, as an array. Needs no torch."""
+        return self._checkpoint.read(self.name, region, framework="numpy")
+
+    def __array__(self, dtype: object = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError("what is read from a checkpoint is always a copy")
+        found = self.numpy()
+        return found if dtype is None else found.astype(cast("Any", dtype), copy=False)
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("a tensor without dimensions has no length")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        """Refused: a read for each row of a tensor would be slow, and never meant."""
+        raise TypeError(f"{self.name!r} is not read row by row; write [...] for all of it, or [a:b] for some rows")
+
+    def __repr__(self) -> str:
+        return f"<StoredTensor {self.name!r} {self.dtype} {self.shape}>"
 
 
 class Checkpoint:
@@ -151,19 +205,94 @@ class Checkpoint:
                 BudgetError    there is not enough memory for it
         """
         row = self._row(name)
-        shape, dtype = self.index.tensors.shapes[row], self.index.tensors.dtypes[row]
-        box, result_shape = to_box(box, shape, name)
-        wanted = Pieces.of([Piece(name, dtype, shape, box)])
-        plan = plan_reads(self.index, wanted, [row])  # before memory is allocated: raises if a part is not stored
-        result, memory = _fresh(dtype, box.shape, framework)
-        fill = Fill(self.index, plan, wanted, Places.of([memory]))
+        box, result_shape = to_box(box, self.index.tensors.shapes[row], name)
+        result = self._read([row], [name], [box], framework)[0]
+        return result if result_shape == box.shape else result.reshape(result_shape)
+
+    def _read(
+        self, rows: Sequence[int], names: Sequence[str], boxes: Sequence[Box], framework: str
+    ) -> list[torch.Tensor | np.ndarray]:
+        """Boxes of tensors, each in fresh memory, read at once; every chunk verified."""
+        index = self.index
+        wanted = Pieces.of([
+            Piece(name, index.tensors.dtypes[row], index.tensors.shapes[row], box)
+            for name, row, box in zip(names, rows, boxes, strict=True)
+        ])
+        plan = plan_reads(index, wanted, rows)  # before memory is allocated: raises if a part is not stored
+        made = [_fresh(index.tensors.dtypes[row], box.shape, framework) for row, box in zip(rows, boxes, strict=True)]
+        fill = Fill(index, plan, wanted, Places.of([memory for _, memory in made]))
         arena = open_read_arena(self._store)
         try:
             found = scatter(self._store, self.segment_paths, fill, arena)
         finally:
             arena.close()
-        raise_damage(found, self.index, wanted, self.segment_paths, f"cannot read {name!r} of {self.path}")
-        return result if result_shape == box.shape else result.reshape(result_shape)
+        what = repr(names[0]) if len(names) == 1 else f"{len(names)} tensors"
+        raise_damage(found, index, wanted, self.segment_paths, f"cannot read {what} of {self.path}")
+        return [result for result, _ in made]
+
+    def state_dict(
+        self, section: str | None = None, *, rank: int | None = None, by_name: bool = False
+    ) -> dict[str, Any]:
+        """What `state_dict()` of the object saved as `section` returned, in fresh memory; every chunk verified.
+
+        A module's has names below the section, without wrappers' prefixes; an optimizer's numbers its parameters in the
+        order of its groups, as `Optimizer.load_state_dict` takes it. A container of modules has a dict for each.
+        Tied tensors are one tensor. Values that a provider saved are dicts of "kind", "parts" and "objects".
+
+        section  None: a dict of all sections, those that each rank has its own of only if `rank` is given
+        rank     whose value, of a section that each rank has its own of
+        by_name  an optimizer's parameters have their names instead, as `set_optimizer_state_dict` takes them
+
+        raises   NoTensorError  no such section (also a KeyError)
+                 ArgumentError  each rank has its own of that section, and `rank` says no rank of these
+                 DamagedError   stored bytes are not what was written
+                 BudgetError    there is no memory for it
+        """
+        per_rank = self.contents.per_rank
+        known = list(dict.fromkeys([*self.objects, *per_rank]))
+        if section is not None:
+            if section not in known:
+                raise no_section(section, known)
+            return cast("dict[str, Any]", self._section(section, rank, by_name=by_name))
+        wanted = [name for name in known if name not in per_rank or rank is not None]
+        return {name: self._section(name, rank, by_name=by_name) for name in wanted}
+
+    def _section(self, section: str, rank: int | None, *, by_name: bool) -> object:
+        """One section, its tensors read at once."""
+        from flowstone.state.constants import value_of  # here: the rest of a Checkpoint needs no torch
+
+        stored, place = self.objects.get(section), section
+        if section in self.contents.per_rank:
+            own = self.contents.per_rank[section]
+            if rank is None or not 0 <= rank < len(own):
+                raise needs_rank(section, len(own))
+            stored, place = own[rank], f"{section}@{rank}"
+        rows, stored_as = self.index.rows(), self.index.tensors
+        names = [name for name in tensor_names(rows, place, stored) if _belongs(name, place, self.objects)]
+        distinct = list(dict.fromkeys(rows[name] for name in names))  # tied ones are read once
+        boxes = [Box.whole(stored_as.shapes[row]) for row in distinct]
+        read = self._read(distinct, [stored_as.names[row] for row in distinct], boxes, "torch") if distinct else []
+        by_row = dict(zip(distinct, read, strict=True))
+        tensors = {name: by_row[rows[name]] for name in names}
+        return assemble(place, stored, tensors, lambda named: value_of(named, section), by_name=by_name)
+
+    def keys(self) -> KeysView[str]:
+        """The names of all tensors, aliases included, in stored order."""
+        return self.tensors.keys()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        """A tensor, of which nothing is read before it is indexed: `checkpoint["model.wte.weight"][0:128]`.
+
+        raises  NoTensorError  no such tensor (also a KeyError)
+        """
+        self._row(name)
+        return StoredTensor(self, self.tensors[name])
 
     def _row(self, name: str) -> int:
         """The index row of a tensor; NoTensorError lists similar names."""
@@ -199,7 +328,25 @@ class Checkpoint:
         return tuple(inside(self._directory, row.name) for row in self.manifest.segments)
 
     def __repr__(self) -> str:
-        return f"<Checkpoint step {self.step} in {self.path}>"
+        size = f"{self.manifest.data_bytes / 1e9:.3g} GB"
+        return f"<Checkpoint step {self.step} in {self.path}: {self.manifest.tensors} tensors, {size}>"
+
+    def _repr_html_(self) -> str:
+        """A table of the largest tensors, for notebooks; only the line of `repr` where the index cannot be read."""
+        line = f"<p><code>{html.escape(repr(self))}</code></p>"
+        try:
+            largest = sorted(self.tensors.values(), key=lambda entry: -entry.bytes)
+        except FlowstoneError as error:
+            return f"{line}<p>{html.escape(str(error).partition(chr(10))[0])}</p>"
+        rows = "".join(
+            f"<tr><td>{html.escape(one.name)}</td><td>{one.dtype}</td><td>{one.shape}</td>"
+            f"<td>{one.bytes / 1e6:,.3f}</td></tr>"
+            for one in largest[:_SHOWN]
+        )
+        rest = len(largest) - _SHOWN
+        more = f"<p>and {rest} smaller ones: list(checkpoint.tensors)</p>" if rest > 0 else ""
+        head = "<tr><th>tensor</th><th>dtype</th><th>shape</th><th>MB</th></tr>"
+        return f"{line}<table>{head}{rows}</table>{more}"
 
 
 def open_checkpoint(
@@ -234,6 +381,14 @@ def open_checkpoint(
     return Checkpoint(store, step_directory(found_step), options, newest)
 
 
+def _belongs(name: str, place: str, sections: Iterable[str]) -> bool:
+    """Whether a tensor is of this section, and of none whose name begins with this one's and a dot."""
+    return not any(
+        len(other) > len(place) and other.startswith(place) and (name == other or name.startswith(f"{other}."))
+        for other in sections
+    )
+
+
 def _fresh(dtype: DType, shape: tuple[int, ...], framework: str) -> tuple[torch.Tensor | np.ndarray, Memory]:
     if framework == "torch":
         from flowstone.state import tensors  # the one place where a reader needs torch
@@ -264,4 +419,4 @@ def _no_memory(dtype: DType, shape: tuple[int, ...]) -> BudgetError:
     )
 
 
-__all__ = ["Checkpoint", "TensorEntry", "TensorTable", "Verified", "open_checkpoint"]
+__all__ = ["Checkpoint", "StoredTensor", "TensorEntry", "TensorTable", "Verified", "open_checkpoint"]

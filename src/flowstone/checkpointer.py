@@ -28,6 +28,7 @@ from flowstone.runtime.telling import Teller
 from flowstone.runtime.turns import Turn, one_at_a_time
 from flowstone.runtime.writer_lock import caller
 from flowstone.state import Frozen
+from flowstone.state_dict_verbs import StateDictVerbs
 from flowstone.store.base import Store
 from flowstone.store.local import LocalStore
 from flowstone.trace import Spans
@@ -35,7 +36,7 @@ from flowstone.trace import Spans
 _log = logging.getLogger("flowstone")
 
 
-class Checkpointer:
+class Checkpointer(StateDictVerbs):
     """Saves a training state into the store at `path` while training goes on, and loads it back.
 
     path               a directory, or an open Store, which this closes; other files in the directory are left alone
@@ -90,8 +91,8 @@ class Checkpointer:
         self._turn.on_interrupt = self._group.agreement.leave_call
         emit.quiet = self._group.rank > 0
         self._end = Ending(self.close)
-        seen, outcome = Frozen(first_samples), LoadOutcome()
-        shared = Shared(self._store, engine, self._group, self._turn, emit, seen, outcome)
+        frozen = Frozen(first_samples)
+        shared = Shared(self._store, engine, self._group, self._turn, emit, frozen, LoadOutcome())
         self._loads, self._saves = Loads(shared), Saves(shared, options, self._store_writer, self, self._end)
         self._closed = False
 
@@ -245,6 +246,3 @@ class Checkpointer:
             if error is None:
                 raise
             _log.error("closing failed too, after another error: %s", failure)  # do not mask the first error
-
-    def _check_open(self) -> None:
-        calls.check_open(self._store.location, closed=self._closed, pid=self._pid)

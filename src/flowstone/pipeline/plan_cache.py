@@ -16,7 +16,8 @@ from flowstone.stage.capture import Headers
 from flowstone.state import Described
 from flowstone.table.pieces import Layout, Places
 
-FenceMode: TypeAlias = Literal["auto", "manual"]
+FenceMode: TypeAlias = Literal["auto", "manual", "now"]
+"""Who says when the state may change: steps of its optimizers, the caller, or `save` by returning."""
 Waiter: TypeAlias = Literal["nobody", "optimizers", "caller"]
 """What waits for the capture before it changes lazily captured pieces."""
 
@@ -61,7 +62,7 @@ def plan_save(
 
 
 def waiter_of(described: Described, fence: FenceMode) -> Waiter:
-    optimizers: Waiter = "optimizers" if described.optimizers else "nobody"
+    optimizers: Waiter = "optimizers" if described.optimizers and fence == "auto" else "nobody"
     return "caller" if fence == "manual" else optimizers
 
 

@@ -1,0 +1,103 @@
+"""Saving and loading state dicts: what frameworks hand over in the place of modules and optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from flowstone import arguments as calls
+from flowstone.checkpoint import Checkpoint
+from flowstone.commit.entries import step_directory
+from flowstone.config import EngineOptions
+from flowstone.errors import ArgumentError, FlowstoneError
+from flowstone.rules import Rule
+from flowstone.runtime.turns import Turn, one_at_a_time
+from flowstone.state import unpack
+from flowstone.trace import Spans
+
+if TYPE_CHECKING:
+    from flowstone.pipeline.futures import Save
+    from flowstone.pipeline.load import LoadReport, Loads
+    from flowstone.pipeline.save import Saves
+    from flowstone.ranks import RankGroup
+    from flowstone.store.base import Store
+
+
+class StateDictVerbs:
+    """The verbs of a Checkpointer for state dicts.
+
+    A state dict is a dict of sections, as for `save` and `load`, in which modules and optimizers are replaced by what
+    their `state_dict()`, or torch.distributed.checkpoint.state_dict's `get_model_state_dict` and
+    `get_optimizer_state_dict` (flattened or not), returned. They are saved under the names that the objects have:
+    either loads what the other has saved, and DTensors are cut anew for any number of ranks.
+    """
+
+    _store: Store
+    _turn: Turn
+    _group: RankGroup
+    _saves: Saves
+    _loads: Loads
+    _pid: int
+    _closed: bool
+
+    @one_at_a_time
+    def save_state_dict(self, step: int, state_dict: Mapping[str, object]) -> Save:
+        """Save `state_dict` as `step`. Every tensor is captured before this returns, so that any may change at once.
+
+        An optimizer's `state_dict()` that numbers its parameters, and gives no `param_names`, is saved under numbers.
+        Raises what `save` raises.
+        """
+        spans = Spans("save", step, self._group.rank)
+        self._check_open()
+        spans.step, state_dict, _ = calls.to_save(step, state_dict, "auto")
+        return self._saves.save(spans.step, unpack(_checked(state_dict)).state, "now", spans)
+
+    @one_at_a_time
+    def load_state_dict(
+        self,
+        state_dict: Mapping[str, object],
+        *,
+        step: int | None = None,
+        rules: Rule | Sequence[Rule] = (),
+        verify_first: bool = False,
+        fallback: bool = False,
+    ) -> LoadReport:
+        """Load the newest checkpoint, or that of `step`, into the tensors of `state_dict`, in place. Strict.
+
+        Plain values are replaced in the dicts, and slots of an optimizer that has none yet are made. What was loaded is
+        to be handed to `load_state_dict()` or `set_optimizer_state_dict()` where the dict is no view of the object's
+        own state. Parameters of an optimizer that are numbered in `state_dict` are matched by their order.
+
+        Arguments are those of `load`, and it raises what that raises.
+        """
+        self._check_open()
+        flags = {"verify_first": verify_first, "fallback": fallback}
+        state_dict, step, rules = calls.to_load(state_dict, step, rules, flags)
+        self._saves.await_all()
+        unpacked = unpack(_checked(state_dict), self._stored(step))
+        report = self._loads.load_newest(step, unpacked.state, rules, verify_first=verify_first, fallback=fallback)
+        unpacked.pack()
+        return report
+
+    def _check_open(self) -> None:
+        calls.check_open(self._store.location, closed=self._closed, pid=self._pid)
+
+    def _stored(self, step: int | None) -> Mapping[str, object]:
+        """The objects of the checkpoint that is going to be loaded; none where that fails: the load says why."""
+        try:
+            if step is None:
+                found = self._loads.newest()
+                return {} if found is None else found.objects
+            return Checkpoint(self._store, step_directory(step), EngineOptions()).objects
+        except FlowstoneError:
+            return {}
+
+
+def _checked(state_dict: object) -> Mapping[str, object]:
+    """The state dict itself; ArgumentError for what has no sections."""
+    if not isinstance(state_dict, Mapping):
+        raise ArgumentError(
+            f"{calls.shown(state_dict)} is no state dict", expected="a dict of sections",
+            next='write {"model": model.state_dict()}, or give the objects themselves to save() and load()',
+        )
+    return state_dict

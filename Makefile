@@ -1,17 +1,23 @@
 # make demo and make test do all the set-up they need; nothing else has to be run first.
 #   URING=on|off        io_uring backend (default), or POSIX threads only
 #   PYTHON=python3.11   the interpreter that the environment is made of
+#   WHEEL_PYTHONS="python3.11 python3.12"  what `make wheel` builds with: 3.12 makes the wheel of 3.12 and all later
+#   MACHINE=aarch64     the processor that it builds for; default: this one's
 PYTHON ?= python3.11
 URING ?= on
+WHEEL_PYTHONS ?= python3.11 python3.12
+MACHINE ?= $(shell uname -m)
 VENV := .venv
 BIN := $(VENV)/bin
 INTEGRATIONS := .venv-integrations
+WHEEL := .venv-wheel
+WHEELS := $(WHEEL)/built-$(MACHINE)-$(shell echo $(WHEEL_PYTHONS) | tr ' ' -)
 # Warnings are errors here alone: who builds a release has another compiler, with other warnings.
 BUILD_OPTIONS = --config-settings=cmake.define.FLOWSTONE_URING=$(URING) \
     --config-settings=cmake.define.FLOWSTONE_TESTING=ON --config-settings=cmake.define.FLOWSTONE_WERROR=ON
 NATIVE_SOURCES := CMakeLists.txt $(shell find native third_party -type f)
 
-.PHONY: demo test test-integrations bench bench-full bench-ranks bench-interference bench-scale soak check check-native setup clean
+.PHONY: demo test test-integrations test-wheels test-oldest-torch wheel bench bench-full bench-ranks bench-interference bench-scale soak check check-native setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -30,6 +36,23 @@ test: setup check
 # asks for must not draw in another build of it.
 test-integrations: $(INTEGRATIONS)/installed
 	$(INTEGRATIONS)/bin/python -m pytest tests/integrations
+
+# dist/: the source distribution, and from it a wheel for each of WHEEL_PYTHONS, repaired and audited.
+wheel: $(WHEELS)
+
+$(WHEELS): $(WHEEL)/installed tools/wheel.py README.md $(NATIVE_SOURCES) $(shell find src -name '*.py*' -not -name '*.pyc')
+	$(WHEEL)/bin/python tools/wheel.py --out dist --machine $(MACHINE) $(WHEEL_PYTHONS)
+	touch $@
+
+# The wheels where there is nothing: no compiler, no network, no PATH. What of this needs no wheel is in `make test`.
+test-wheels: setup wheel
+	FLOWSTONE_DIST=dist $(BIN)/python -m pytest tests/wheels
+
+# The oldest torch, in a bare Debian 13 that this makes under build/: needs root. A part of the tests, those of one rank;
+# several ranks are the demo's.
+test-oldest-torch: wheel
+	sh tools/oldest_torch.sh dist build/debian-13 tests/test_checkpointer.py tests/test_load.py tests/test_lazy.py \
+	    tests/test_threads.py tests/test_examples.py tests/state
 
 check: setup
 	$(BIN)/ruff check .
@@ -102,9 +125,15 @@ $(INTEGRATIONS)/installed: $(INTEGRATIONS)/tools $(VENV)/uring-$(URING) $(NATIVE
 	    --config-settings=build-dir=$(INTEGRATIONS)/build --editable .
 	touch $@
 
+$(WHEEL)/installed: pyproject.toml
+	test -x $(WHEEL)/bin/python || $(PYTHON) -m venv $(WHEEL)
+	$(WHEEL)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(WHEEL)/bin/python -m pip install --quiet --group wheel
+	touch $@
+
 $(VENV)/uring-$(URING): $(VENV)/system
 	rm -f $(VENV)/uring-*
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(INTEGRATIONS) build
+	rm -rf $(VENV) $(INTEGRATIONS) $(WHEEL) build dist

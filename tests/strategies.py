@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from flowstone.table.dtype import DTYPES
 
-TORCH_DTYPES = [getattr(torch, name) for name in DTYPES]
+# Older torch lacks the newest.
+TORCH_DTYPES = [getattr(torch, name) for name in DTYPES if hasattr(torch, name)]
 NUMPY_DTYPES = [
     np.dtype(name)
     for name in DTYPES

@@ -20,6 +20,13 @@ def kills(form: RankDemoSize) -> tuple[RankKill, RankKill, None]:
     )
 
 
+def runs_here() -> bool:
+    """Whether FSDP2 runs on CPUs: that of torch 2.6 records events on streams, which its CPUs have only by name."""
+    import torch
+
+    return hasattr(torch.cpu.Stream, "record_event")
+
+
 def rank_runs(order: RankOrder, work: Path, show: Callable[[str], None]) -> Iterator[RankRun]:
     """The training on ever fewer ranks, from the newest committed step each time. Raises DiedError.
 

@@ -139,6 +139,9 @@ def _act_four(screen: Screen, order: RankOrder, work: Path) -> list[Claim]:
         f"FSDP2 over gloo; {form.steps} steps, a save every {form.save_every}; "
         "and without kills on each number of ranks",
     )
+    if not across.runs_here():
+        screen.say("left out: FSDP2 of this torch runs on GPUs alone; install a later torch")
+        return []
     runs = []
     for run in across.rank_runs(order, work, screen.live):
         screen.say(across.told(run, form))

@@ -64,7 +64,7 @@ def meet() -> type[Training]:
         return Training
     from flowstone_demo.sharded import Sharded  # FSDP2 takes a second to import
 
-    store = TCPStore(os.environ["MASTER_ADDR"], port, None, False)
+    store = TCPStore(os.environ["MASTER_ADDR"], port, None, False, use_libuv=False)
     timeout = timedelta(seconds=COLLECTIVE_MAX_S)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     return Sharded

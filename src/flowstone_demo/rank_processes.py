@@ -112,7 +112,8 @@ def run_ranks(order: RankOrder, log: Path, run: RankRun, kill: RankKill | None, 
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in the stubs; only this needs torch
 
     # As under torchrun: no rank keeps what they meet at, so that it outlives each of them.
-    meeting = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    # Without libuv, which some builds of torch lack (Debian's).
+    meeting = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, use_libuv=False)
     with ExitStack() as stack:
         processes = [
             stack.enter_context(

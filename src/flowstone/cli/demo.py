@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from flowstone.cli.output import AsJson, print_json
+from flowstone.cli.output import AsJson, errors_reported, print_json
+from flowstone.errors import FlowstoneError
 
 
 def demo(
@@ -18,6 +20,10 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Train a GPT, kill it again and again, resume, compare bit for bit. Exit status 0 if every claim held."""
+    with errors_reported(as_json):
+        if find_spec("torch") is None:
+            install = "pip install 'flowstone[torch]'"
+            raise FlowstoneError("the demo trains with torch, which is not installed", next=install)
     from rich.console import Console
 
     from flowstone_demo import acts, claims  # only this verb needs it

@@ -42,9 +42,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"format", "plan", "store", "stage", "commit", "state", "checkpoint", "pipeline", "_native"},
     "checkpointer": _BASE
     | {"state_dict_verbs", "arguments", "runtime", "store", "commit", "state", "ranks", "checkpoint", "pipeline"},
+    "convert": _BASE | {"arguments", "format", "plan", "store", "commit", "checkpoint", "_native"},
     "cli": _BASE
-    | {"arguments", "runtime", "format", "store", "commit", "checkpoint", "flowstone_demo", "flowstone_study"},
-    "__init__": _BASE | {"checkpoint", "checkpointer", "pipeline", "state"},
+    | {"arguments", "runtime", "format", "store", "commit", "checkpoint", "convert", "flowstone_demo",
+       "flowstone_study"},
+    "__init__": _BASE | {"checkpoint", "checkpointer", "convert", "pipeline", "state"},
     "__main__": {"cli"},
     "flowstone_study": _BASE | {"runtime", "format", "plan", "store", "stage", "commit", "checkpoint", "_native"},
     "flowstone_demo": {"flowstone", "events", "commit"},  # the names of what a killed save leaves
@@ -213,7 +215,10 @@ def test_functions_and_files_stay_short(folder: str) -> None:
 
 
 PARAMETERS_MAX = 7
-OPTIONS = {("checkpointer.py", "__init__"), ("bench.py", "io"), ("writer.py", "__init__")}
+OPTIONS = {
+    ("checkpointer.py", "__init__"), ("bench.py", "io"), ("writer.py", "__init__"), ("export.py", "export"),
+    ("import_.py", "import_"), ("importing.py", "import_checkpoint"),
+}
 """Whose parameters are the options of the public face, each with a default, named by the caller."""
 
 

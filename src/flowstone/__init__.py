@@ -60,6 +60,8 @@ if TYPE_CHECKING:
     from flowstone.checkpoint import Checkpoint
     from flowstone.checkpoint import open_checkpoint as open
     from flowstone.checkpointer import Checkpointer
+    from flowstone.convert.export import ExportReport, export
+    from flowstone.convert.importing import ImportReport, import_checkpoint
     from flowstone.pipeline.explain import Explanation, Source, explain
     from flowstone.pipeline.futures import Save
     from flowstone.pipeline.load import LoadReport
@@ -82,7 +84,9 @@ _LATER = {
     "Box": "flowstone.table.box",
     "Checkpoint": "flowstone.checkpoint",
     "Checkpointer": "flowstone.checkpointer",
+    "ExportReport": "flowstone.convert.export",
     "Explanation": "flowstone.pipeline.explain",
+    "ImportReport": "flowstone.convert.importing",
     "LoadReport": "flowstone.pipeline.load",
     "Save": "flowstone.pipeline.futures",
     "Flat": "flowstone.state",
@@ -98,6 +102,8 @@ _LATER = {
     "Trace": "flowstone.trace",
     "SplitTensor": "flowstone.state",
     "explain": "flowstone.pipeline.explain",
+    "export": "flowstone.convert.export",
+    "import_checkpoint": "flowstone.convert.importing",
     "open": "flowstone.checkpoint",
     "register_provider": "flowstone.state",
     "rng": "flowstone.state",
@@ -137,12 +143,14 @@ __all__ = [
     "EngineOptions",
     "Event",
     "Explanation",
+    "ExportReport",
     "FellBack",
     "Fenced",
     "Flat",
     "FlowstoneError",
     "FormatError",
     "FullError",
+    "ImportReport",
     "Init",
     "Keep",
     "LeftAlone",
@@ -186,6 +194,8 @@ __all__ = [
     "Written",
     "__version__",
     "explain",
+    "export",
+    "import_checkpoint",
     "open",
     "register_provider",
     "rng",

@@ -14,11 +14,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from flowstone.cli.output import errors_reported, make_console, print_json
-from flowstone.config import GIB, KIB, MIB
+from flowstone.cli.output import errors_reported, make_console, parse_size, print_json
+from flowstone.config import MIB
 from flowstone.runtime.progress import terminal_steps
 
-_UNITS = {"": 1, "kib": KIB, "mib": MIB, "gib": GIB, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _BYTES_MIN = 8 * MIB  # shorter runs are too fast to measure
 
 
@@ -41,10 +40,7 @@ app = typer.Typer(cls=_Bench, help="Measure what a file system can do.", no_args
 
 
 def _parse_bytes(text: str) -> int:
-    found = re.fullmatch(r"([0-9.]+)\s*([a-z]*)", text.strip().lower())
-    if not found or found[2] not in _UNITS:
-        raise typer.BadParameter(f"{text!r} is not a size; write 256MiB or 2GB")
-    size = int(float(found[1]) * _UNITS[found[2]])
+    size = parse_size(text)
     if size < _BYTES_MIN:
         raise typer.BadParameter(f"{text} is less than 8 MiB, too little to measure")
     return size

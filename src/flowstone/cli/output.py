@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from flowstone.config import GIB, KIB, MIB
 from flowstone.errors import FlowstoneError, StorageError
 
 if TYPE_CHECKING:
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
 
 Step = Annotated[int | None, typer.Option("--step", help="The step; default: the newest.")]
 StorePath = Annotated[Path, typer.Argument(metavar="PATH", help="A store, or one checkpoint's own directory.")]
+Section = Annotated[str, typer.Option("--section", help="Of the state; '' for all, where names are whole.")]
+Skips = Annotated[list[str] | None, typer.Option("--skip", metavar="PATTERN", help="Leave out what matches; repeat.")]
+CastTo = Annotated[str | None, typer.Option("--dtype", help="Convert floating-point tensors: bf16, f16, f32.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
@@ -76,6 +81,17 @@ def size_text(count: object) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.1f} TB"
+
+
+_UNITS = {"": 1, "kib": KIB, "mib": MIB, "gib": GIB, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+def parse_size(text: str) -> int:
+    """A size with a unit, as people write it. Raises what typer shows."""
+    found = re.fullmatch(r"([0-9.]+)\s*([a-z]*)", text.strip().lower())
+    if not found or found[2] not in _UNITS or found[1].count(".") > 1 or found[1] == ".":
+        raise typer.BadParameter(f"{text!r} is not a size; write 256MiB or 2GB")
+    return int(float(found[1]) * _UNITS[found[2]])
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from flowstone.commit import removal
 from flowstone.commit.durable import sync
@@ -59,13 +59,15 @@ def find(store: Names, step: int | None) -> int:
 
 def sweep(
     store: Store, on_removed: Callable[[str, str, StorageError | None], None],
-    on_left: Callable[[str, str], None] | None = None,
+    on_left: Callable[[str, str], None] | None = None, spared: Collection[str] = (),
 ) -> None:
     """Remove what dead writers left: torn saves and unfinished deletions. Needs the lock.
 
     on_left  called with each name that is kept because this store did not write it, and the reason
+    spared   entries that this writer goes on with
     """
-    leftovers = [entry for entry in map(parse, store.names()) if entry is not None and _leftover(store, entry)]
+    names = [name for name in store.names() if name not in spared]
+    leftovers = [entry for entry in map(parse, names) if entry is not None and _leftover(store, entry)]
     if leftovers:
         # The rename that made it a leftover may not be durable: without this sync a power loss
         # could give a half-removed directory its step's name back.

@@ -13,7 +13,9 @@ from flowstone.store.lock import LOCK_NAME
 from flowstone.store.tuning import TUNING_NAME
 
 SAVING, DELETING, SUPERSEDED, MEASURING = ".saving-", ".deleting-", ".superseded-", ".flowstone-tuning-"
+IMPORT_JOURNAL = ".flowstone-import-"
 _TEMPORARY = {
+    IMPORT_JOURNAL: "an import that never finished",
     f".{MARKER_NAME}-": "a marker that was never put in place",
     ".flowstone-probe-": "a probe for direct I/O that never finished",
     f".{TUNING_NAME}-": "a tuning that was never put in place",
@@ -104,6 +106,11 @@ def new_measuring_directory() -> str:
 def new_temporary_file(name: str) -> str:
     """A temporary name for the marker, the tuning or the lock, before it is renamed."""
     return f".{name}-{secrets.token_hex(8)}"
+
+
+def import_journal(step: int) -> str:
+    """The journal of an import that is to become that step."""
+    return f"{IMPORT_JOURNAL}{step:08d}"
 
 
 def left_directories(removed: Entry) -> tuple[str, str]:

@@ -1,0 +1,112 @@
+"""A target beside its place until it is whole: a draft directory, its journal, and the rename that ends it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from flowstone.convert.journal import Journal
+from flowstone.convert.layout import Layout
+from flowstone.errors import ArgumentError, StorageError
+from flowstone.store.os_errors import translated
+from flowstone.store.system import System
+
+_DRAFT, _JOURNAL = "flowstone-draft", "flowstone-journal"
+
+
+class Draft:
+    """Of a target at `path`: the directory that it will be, or the one file.
+
+    directory  where its files are written
+    journal    says how much of them is durable
+    """
+
+    def __init__(self, path: Path, *, is_file: bool) -> None:
+        self.path = Path(os.path.abspath(path))
+        if not self.path.name:
+            raise ArgumentError(f"{path} cannot be a target", next="give the path of a new directory")
+        self._is_file = is_file
+        self.directory = self.path.parent / f".{self.path.name}.{_DRAFT}"
+        self._journal_path = self.path.parent / f".{self.path.name}.{_JOURNAL}"
+        self.journal = Journal(self._journal_path)
+        self._system = System()
+
+    def begin(self, plan: str, windows: int) -> bool:
+        """Lock the target, and go on with an earlier draft of the plan, or begin anew; whether all is done already.
+
+        windows  of the whole plan
+
+        raises  StorageError where something else is at the target; LockedError
+        """
+        parent = self.path.parent
+        with translated(parent, "make", str(parent)):
+            parent.mkdir(parents=True, exist_ok=True)
+        is_taken = self._is_taken()
+        if is_taken and not self._journal_path.is_file():
+            self._refuse()
+        self.journal.open()
+        is_same = self.journal.begun is not None and self.journal.begun.plan == plan
+        if is_taken:
+            durable = self.journal.durable
+            if is_same and durable and durable[-1].windows == windows and not self._has_files():
+                return True  # a crash came between the rename and the end of the journal
+            self._refuse()
+        if not is_same or not self.directory.is_dir():
+            self._clear()
+            with translated(parent, "make", self.directory.name):
+                self._system.make_directory(self.directory)
+            self.journal.begin(plan, self.directory.name)
+        return False
+
+    def _has_files(self) -> bool:
+        return self.directory.is_dir() and any(os.scandir(self.directory))
+
+    def _is_taken(self) -> bool:
+        with translated(self.path.parent, "look at", self.path.name):
+            if not os.path.lexists(self.path):
+                return False
+            return self._is_file or not self.path.is_dir() or self.path.is_symlink() or any(os.scandir(self.path))
+
+    def _refuse(self) -> None:
+        what = "there is something" if self._is_file or not self.path.is_dir() else "the directory is not empty"
+        raise StorageError(
+            f"cannot export to {self.path}: {what}", errno=errno.EEXIST, next="give a new path, or remove it first"
+        )
+
+    def _clear(self) -> None:
+        """Remove an earlier draft, which has nothing but files of ours in it."""
+        with translated(self.path.parent, "remove", self.directory.name):
+            if not self.directory.is_dir():
+                return
+            for entry in list(os.scandir(self.directory)):
+                os.unlink(entry.path)
+            self.directory.rmdir()
+
+    def put(self, documents: Mapping[str, bytes]) -> None:
+        """Write small files into the draft, and make them durable."""
+        for name, content in documents.items():
+            with translated(self.directory, "write", name, needed_bytes=len(content)):
+                fd = self._system.create(self.directory / name, os.O_WRONLY | os.O_TRUNC)
+                try:
+                    self._system.write(fd, content)
+                    self._system.sync(fd)
+                finally:
+                    os.close(fd)
+
+    def finish(self, layout: Layout) -> None:
+        """Give the target its name: durable on return."""
+        parent = self.path.parent
+        with translated(parent, "rename", self.directory.name):
+            self._system.sync_directory(self.directory)
+            source = self.directory / layout.files[0].name if self._is_file else self.directory
+            self._system.rename(source, self.path)
+            self._system.sync_directory(parent)
+        self.end()
+
+    def end(self) -> None:
+        """Nothing is left to do: the journal goes, and what is left of the draft."""
+        if self._is_file:
+            self._clear()
+        self.journal.remove()

@@ -1,0 +1,121 @@
+"""Export: a checkpoint of ours, or of any format that can be read, becomes one that other programs read."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from flowstone.checkpoint import Checkpoint
+from flowstone.convert.cast import cast_target
+from flowstone.convert.copy import BUDGET_BYTES_DEFAULT, copy, resumable, window_bytes, windows
+from flowstone.convert.draft import Draft
+from flowstone.convert.layout import plan_digest
+from flowstone.convert.mapping import Mapped, check_objects, check_rules, choose, documents_of
+from flowstone.convert.opening import open_source
+from flowstone.convert.source import Source
+from flowstone.convert.targets.hf import lay_out_hf
+from flowstone.errors import ArgumentError
+from flowstone.rules import Rule
+
+Format = Literal["hf"]
+FORMATS: tuple[str, ...] = ("hf",)
+
+SHARD_BYTES_DEFAULT = 5 * 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """What an export did.
+
+    tensors  their names in the target
+    tied     further names of tensors, which are stored once: (name, the name it is stored under)
+    cast     names of those whose values were converted
+    skipped  names that a rule left out, of tensors and of other values
+    resumed_bytes  of `bytes`, what an earlier, unfinished export had written
+    """
+
+    path: str
+    format: str
+    files: tuple[str, ...]
+    tensors: tuple[str, ...]
+    tied: tuple[tuple[str, str], ...]
+    cast: tuple[str, ...]
+    skipped: tuple[str, ...]
+    bytes: int
+    resumed_bytes: int
+    seconds: float
+
+
+def export(
+    checkpoint: str | os.PathLike[str] | Checkpoint, path: str | os.PathLike[str], *, to: Format = "hf",
+    step: int | None = None, section: str | None = "model", dtype: str | None = None,
+    rules: Rule | Sequence[Rule] = (), shard_bytes: float = SHARD_BYTES_DEFAULT,
+    documents: str | os.PathLike[str] | None = None, budget_bytes: int = BUDGET_BYTES_DEFAULT,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> ExportReport:
+    """Write the tensors of a checkpoint's section for other programs, in bounded memory. Blocks.
+
+    Killed and called again with the same arguments, it goes on where the last durable window ended; the target appears
+    under its name once it is whole and durable.
+
+    checkpoint   a store (its newest step, or `step`), a checkpoint, or what `import_checkpoint` reads
+    to           "hf": a directory of safetensors files, which `from_pretrained` loads
+    section      whose tensors, by their names below it; None: all, by their whole names
+    dtype        floating-point tensors are converted to it: "bfloat16" ("bf16"), "float16", "float32", "float64"
+    rules        fs.Rename and fs.Skip, of names as the checkpoint has them
+    shard_bytes  of tensors in one file, at most
+    documents    a directory whose configuration and tokenizer go beside the tensors
+    budget_bytes of memory for bytes on their way
+    on_progress  is told the bytes done and the bytes in all
+
+    raises  MismatchError for values that have no place in the target, StorageError where something else is at `path`,
+            DamagedError, UnsupportedFormatError, ArgumentError, ...
+    """
+    begun = time.monotonic()
+    if to not in FORMATS:
+        raise ArgumentError(f"to={to!r} is no known format", expected=", ".join(FORMATS), next="give one of them")
+    source = open_source(checkpoint, step)
+    known = check_rules(rules)
+    wanted = None if source.is_flat else section
+    mapped = choose(source, wanted, known, cast_target(dtype))
+    lost = check_objects(source, wanted, known, to)
+    beside = documents_of(source, None if documents is None else Path(documents))
+    layout, index = lay_out_hf(mapped.outputs, int(shard_bytes))
+    draft = Draft(Path(path), is_file=False)
+    texts = {**beside, **index}
+    window = window_bytes(budget_bytes)
+    resumed = layout.bytes
+    try:
+        if draft.begin(plan_digest(source, layout, [to, window, texts]), len(windows(layout, window))):
+            draft.end()
+        else:
+            draft.journal.durable = resumable(layout, draft.journal, draft.directory, window)
+            copied = copy(
+                source, layout, draft.directory, draft.journal, budget_bytes=budget_bytes, on_progress=on_progress
+            )
+            resumed = copied.resumed_bytes
+            draft.put(texts)
+            draft.finish(layout)
+    finally:
+        draft.journal.close()
+    files = (*(file.name for file in layout.files), *texts)
+    return _report(draft.path, to, files, mapped, lost, (layout.bytes, resumed, time.monotonic() - begun))
+
+
+def _report(
+    path: Path, to: str, files: tuple[str, ...], mapped: Mapped, lost: tuple[str, ...],
+    measured: tuple[int, int, float],
+) -> ExportReport:
+    total, resumed, seconds = measured
+    return ExportReport(
+        path=str(path), format=to, files=files, tensors=tuple(one.name for one in mapped.outputs),
+        tied=tuple((alias.name, alias.target) for alias in mapped.aliases), cast=mapped.cast,
+        skipped=(*mapped.skipped, *lost), bytes=total, resumed_bytes=resumed, seconds=seconds,
+    )
+
+
+__all__ = ["ExportReport", "Source", "export"]

@@ -1,0 +1,236 @@
+"""Any run of a tensor's elements, from wherever its boxes lie: read in batches of bounded size, verified, cut, cast."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from flowstone import _native
+from flowstone.config import CHUNK_BYTES
+from flowstone.convert.cast import cast_into
+from flowstone.convert.file_io import AlignedMemory, Reads, Run, room
+from flowstone.convert.layout import Output
+from flowstone.convert.source import Source, StoredBox, reach_elements, row_major
+from flowstone.errors import BudgetError, DamagedError
+from flowstone.table.box import Box
+
+_CARRIERS: dict[int, np.dtype[Any]] = {
+    1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64),
+    16: np.dtype(np.complex128),
+}
+"""A type of each item size: copies move bytes, whatever they mean."""
+_SPARSE = 4  # a part is cut where it would read so many times what it needs
+
+
+class Wanted(msgspec.Struct, frozen=True, eq=False):
+    """Bytes [begin, end) of a whole tensor as the target has it, row-major, and the memory that they fill."""
+
+    output: Output
+    begin: int
+    end: int
+    memory: NDArray[np.uint8]
+
+
+class _Part(msgspec.Struct, frozen=True, eq=False):
+    """A region that a stored box holds, and the elements that it fills, as an array of the target's carriers."""
+
+    output: Output
+    stored: StoredBox
+    region: Box
+    target: NDArray[np.generic]
+
+
+class _Read(msgspec.Struct, frozen=True, eq=False):
+    """A part, the bytes to read for it, and where its first element lies in them."""
+
+    part: _Part
+    run: Run
+    skipped_bytes: int
+
+
+class Fetcher:
+    """Fills memory from a source. `memory_bytes` bound what is read at once, and so the staging memory."""
+
+    def __init__(self, source: Source, memory_bytes: int) -> None:
+        self._source = source
+        self._reads = Reads(source.files)
+        self._staging = AlignedMemory(memory_bytes)
+        self._memory_bytes = memory_bytes
+        if self._part_bytes < 2 * CHUNK_BYTES:
+            raise BudgetError(
+                f"a window of {memory_bytes} bytes is too small to read through", next="raise budget_bytes to 64 MiB"
+            )
+
+    @property
+    def _part_bytes(self) -> int:
+        """The most that one part may read."""
+        return self._memory_bytes - room(0)
+
+    def fetch(self, wanted: Sequence[Wanted]) -> None:
+        """Fill the memory of each. Blocks.
+
+        raises  DamagedError for a chunk that is not what was written, or a file that ends early; StorageError
+        """
+        batch: list[_Read] = []
+        taken = 0
+        for read in self._all_reads(wanted):
+            needed = room(read.run.end - read.run.begin)
+            if batch and taken + needed > self._memory_bytes:
+                self._run(batch)
+                batch, taken = [], 0
+            batch.append(read)
+            taken += needed
+        if batch:
+            self._run(batch)
+
+    def close(self) -> None:
+        """Close the source's files."""
+        self._reads.close()
+
+    def _all_reads(self, wanted: Sequence[Wanted]) -> Iterator[_Read]:
+        for one in wanted:
+            item = one.output.dtype.item_bytes
+            if one.begin % item or one.end % item:
+                yield from self._ragged(one)
+            else:
+                yield from self._reads_of(one)
+
+    def _ragged(self, one: Wanted) -> Iterator[_Read]:
+        """Of a window that cuts elements in two: those elements apart, through memory of their own."""
+        item = one.output.dtype.item_bytes
+        first, last = -(-one.begin // item) * item, one.end // item * item
+        edges = {one.begin // item * item, last} if first <= last else {one.begin // item * item}
+        for begin in sorted(edges):
+            low, high = max(one.begin, begin), min(one.end, begin + item)
+            if low < high and (low, high) != (begin, begin + item):
+                whole = np.zeros(item, np.uint8)
+                self._run(list(self._reads_of(Wanted(one.output, begin, begin + item, whole))))
+                one.memory[low - one.begin : high - one.begin] = whole[low - begin : high - begin]
+        if first < last:
+            yield from self._reads_of(Wanted(one.output, first, last, one.memory[first - one.begin : last - one.begin]))
+
+    def _reads_of(self, one: Wanted) -> Iterator[_Read]:
+        item = one.output.dtype.item_bytes
+        elements = one.memory.view(_CARRIERS[item])
+        tensor = one.output.tensor
+        at = 0
+        for box in linear_boxes(tensor.shape, one.begin // item, one.end // item):
+            target = elements[at : at + box.elements].reshape(box.shape)
+            at += box.elements
+            for stored in tensor.boxes:
+                common = box.intersect(stored.box) if box.shape else box
+                if common is not None:
+                    inside = common.within(box)
+                    where = tuple(slice(o, end) for o, end in zip(inside.offset, inside.end, strict=True))
+                    yield from self._cut(_Part(one.output, stored, common, target[where] if where else target))
+
+    def _cut(self, part: _Part) -> Iterator[_Read]:
+        """A part as it is read: whole, or in two halves, and so on, where it is too long, or mostly gaps."""
+        read, useful = self._read_of(part), part.region.elements * part.output.tensor.dtype.item_bytes
+        length = read.run.end - read.run.begin
+        if length <= self._part_bytes and (length <= _SPARSE * useful or length <= 2 * CHUNK_BYTES):
+            yield read
+            return
+        dim = _dimension_to_cut(part)
+        if dim is None:
+            yield read
+            return
+        half = part.region.shape[dim] // 2
+        for begin, end in ((0, half), (half, part.region.shape[dim])):
+            offset, shape = list(part.region.offset), list(part.region.shape)
+            offset[dim] += begin
+            shape[dim] = end - begin
+            where = tuple(slice(begin, end) if d == dim else slice(None) for d in range(len(shape)))
+            yield from self._cut(
+                _Part(part.output, part.stored, Box(tuple(offset), tuple(shape)), part.target[where])
+            )
+
+    def _read_of(self, part: _Part) -> _Read:
+        stored, tensor = part.stored, part.output.tensor
+        item, strides = tensor.dtype.item_bytes, _strides(stored)
+        inside = part.region.within(stored.box)
+        begin = sum(o * s for o, s in zip(inside.offset, strides, strict=True)) * item
+        end = begin + reach_elements(part.region.shape, strides) * item
+        first, last = begin, end
+        if stored.first_chunk is not None:  # digests are of whole chunks
+            length = stored.box.elements * item
+            first, last = begin // CHUNK_BYTES * CHUNK_BYTES, min(length, -(-end // CHUNK_BYTES) * CHUNK_BYTES)
+        run = Run(stored.file, stored.offset_bytes + first, stored.offset_bytes + last)
+        return _Read(part, run, begin - first)
+
+    def _run(self, batch: Sequence[_Read]) -> None:
+        for read, found in zip(batch, self._reads.read([read.run for read in batch], self._staging), strict=True):
+            if read.part.stored.first_chunk is not None:
+                self._verify(read, found)
+            _copy(read, found)
+
+    def _verify(self, read: _Read, found: NDArray[np.uint8]) -> None:
+        stored, digests = read.part.stored, self._source.digests
+        assert digests is not None, "boxes have digests where the source has some"
+        assert stored.first_chunk is not None, "what has no digest is not verified"
+        first = (read.run.begin - stored.offset_bytes) // CHUNK_BYTES
+        for number, begin in enumerate(range(0, len(found), CHUNK_BYTES), first):
+            if _native.xxh3_64(found[begin : begin + CHUNK_BYTES]) != int(digests[stored.first_chunk + number]):
+                at = read.run.begin + begin
+                raise DamagedError(
+                    f"{self._source.files[stored.file].path} is damaged: {read.part.output.tensor.name!r}, "
+                    f"chunk {number}, is not what was written",
+                    range=f"bytes {at}..{at + min(CHUNK_BYTES, len(found) - begin)}",
+                    next="restore the file from a copy, or convert another step",
+                )
+
+
+def linear_boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
+    """The boxes that elements [begin, end) of a row-major tensor are, in order: at most two for each dimension."""
+    if begin >= end:
+        return []
+    if not shape:
+        return [Box((), ())]
+    inner = math.prod(shape[1:])
+    row, first = divmod(begin, inner)
+    last_row, rest = divmod(end, inner)
+    if row == last_row:
+        return [_under(row, box) for box in linear_boxes(shape[1:], first, rest)]
+    found = []
+    if first:
+        found += [_under(row, box) for box in linear_boxes(shape[1:], first, inner)]
+        row += 1
+    if row < last_row:
+        found.append(Box((row, *(0 for _ in shape[1:])), (last_row - row, *shape[1:])))
+    if rest:
+        found += [_under(last_row, box) for box in linear_boxes(shape[1:], 0, rest)]
+    return found
+
+
+def _under(row: int, box: Box) -> Box:
+    return Box((row, *box.offset), (1, *box.shape))
+
+
+def _dimension_to_cut(part: _Part) -> int | None:
+    """That in which the region reaches farthest; None for a single element."""
+    reach = [(n - 1) * s for n, s in zip(part.region.shape, _strides(part.stored), strict=True)]
+    longest = max(range(len(reach)), key=lambda dim: (reach[dim], part.region.shape[dim]), default=None)
+    return None if longest is None or part.region.shape[longest] < 2 else longest
+
+
+def _strides(stored: StoredBox) -> tuple[int, ...]:
+    return stored.strides if stored.strides is not None else row_major(stored.box.shape)
+
+
+def _copy(read: _Read, found: NDArray[np.uint8]) -> None:
+    part, tensor = read.part, read.part.output.tensor
+    item = tensor.dtype.item_bytes
+    reach = reach_elements(part.region.shape, _strides(part.stored)) * item
+    raw = found[read.skipped_bytes : read.skipped_bytes + reach]
+    values: NDArray[np.generic] = np.ndarray(
+        part.region.shape, _CARRIERS[item], raw.data, 0, tuple(s * item for s in _strides(part.stored))
+    )
+    if part.output.dtype is tensor.dtype:
+        part.target[...] = values
+    else:
+        cast_into(part.target, values, tensor.dtype, part.output.dtype)

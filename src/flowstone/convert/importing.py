@@ -1,0 +1,213 @@
+"""Import: a checkpoint of another program becomes an ordinary checkpoint of a store of ours."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flowstone.arguments import step_number, store_path
+from flowstone.commit import catalog, publish
+from flowstone.commit.entries import import_journal, saving_directory, step_directory
+from flowstone.commit.locations import check_no_checkpoint
+from flowstone.commit.manifests import inside, read_manifest
+from flowstone.convert.cast import cast_target
+from flowstone.convert.copy import BUDGET_BYTES_DEFAULT, Copied, copy, resumable, window_bytes
+from flowstone.convert.file_io import QUEUE_DEPTH, REQUEST_BYTES, backend
+from flowstone.convert.journal import Journal
+from flowstone.convert.layout import plan_digest
+from flowstone.convert.mapping import DOCUMENTS_SECTION, Mapped, check_rules, choose
+from flowstone.convert.opening import open_source
+from flowstone.convert.source import Source
+from flowstone.convert.targets.flowstone import StepLayout, io_record, lay_out_step, publish_step
+from flowstone.errors import ArgumentError, CollisionError, StepExistsError, StorageError
+from flowstone.format.manifest import INDEX_NAME, MANIFEST_NAME, MARKER_NAME, OBJECTS_NAME
+from flowstone.rules import Rule, Skip
+from flowstone.store.local import LocalStore
+from flowstone.table.pieces import Alias
+
+
+@dataclass(frozen=True, slots=True)
+class ImportReport:
+    """What an import did.
+
+    kind     of what was imported: "safetensors", ...
+    tensors  their names in the checkpoint
+    tied     further names of tensors, which are stored once: (name, the name it is stored under)
+    cast     names of those whose values were converted
+    skipped  names that a rule left out
+    resumed_bytes  of `bytes`, what an earlier, unfinished import had written
+    """
+
+    path: str
+    step: int
+    kind: str
+    tensors: tuple[str, ...]
+    tied: tuple[tuple[str, str], ...]
+    cast: tuple[str, ...]
+    skipped: tuple[str, ...]
+    bytes: int
+    resumed_bytes: int
+    seconds: float
+
+
+def import_checkpoint(
+    source: str | os.PathLike[str], store: str | os.PathLike[str], *, step: int = 0, section: str = "model",
+    dtype: str | None = None, rules: Rule | Sequence[Rule] = (), budget_bytes: int = BUDGET_BYTES_DEFAULT,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> ImportReport:
+    """Make a checkpoint of a store of what another program has saved, in bounded memory. Blocks.
+
+    Killed and called again with the same arguments, it goes on where the last durable window ended; the checkpoint
+    appears once it is whole and durable.
+
+    source   safetensors: one file, or a directory with shards and their index
+    store    a directory; made where it is missing
+    step     of the new checkpoint; above every one that is there
+    section  where the tensors of a file that knows no sections belong: `<section>.<name>`
+    dtype    floating-point tensors are converted to it: "bfloat16" ("bf16"), "float16", "float32", "float64"
+    rules    fs.Rename and fs.Skip, of names as the source has them
+    budget_bytes  of memory for bytes on their way
+    on_progress   is told the bytes done and the bytes in all
+
+    raises  StepExistsError, LockedError, DamagedError, UnsupportedFormatError, NotAStoreError, ArgumentError, ...
+    """
+    begun = time.monotonic()
+    opened = open_source(source)
+    known = check_rules(rules)
+    wanted = step_number(step, verb="import")
+    if not section or "@" in section or section.startswith("__") or "\0" in section:
+        raise ArgumentError(f"{section!r:.60} cannot name a section", next="give a name without '@' and NUL")
+    mapped = _in_sections(opened, choose(opened, None, known, cast_target(dtype)), section)
+    layout = lay_out_step(mapped.outputs, mapped.aliases)
+    objects = _objects(opened, section, known)
+    target = LocalStore(store_path(Path(store)))
+    try:
+        copied = _Import(target, wanted, opened, layout, objects).run(budget_bytes, on_progress)
+    finally:
+        target.close()
+    return ImportReport(
+        path=f"{target.location}/{step_directory(wanted)}", step=wanted, kind=opened.kind,
+        tensors=tuple(one.name for one in mapped.outputs),
+        tied=tuple((alias.name, alias.target) for alias in mapped.aliases), cast=mapped.cast, skipped=mapped.skipped,
+        bytes=layout.layout.bytes, resumed_bytes=copied.resumed_bytes, seconds=time.monotonic() - begun,
+    )
+
+
+def _in_sections(source: Source, mapped: Mapped, section: str) -> Mapped:
+    """The same, below a section where the source knows none."""
+    if not source.is_flat:
+        return mapped
+    from msgspec.structs import replace
+
+    outputs = tuple(replace(one, name=f"{section}.{one.name}") for one in mapped.outputs)
+    aliases = tuple(Alias(f"{section}.{alias.name}", f"{section}.{alias.target}") for alias in mapped.aliases)
+    cast = tuple(f"{section}.{name}" for name in mapped.cast)
+    return Mapped(outputs, aliases, mapped.skipped, cast)
+
+
+def _objects(source: Source, section: str, rules: Sequence[Rule]) -> Mapping[str, object]:
+    """What the checkpoint holds besides tensors."""
+    skips = [rule for rule in rules if isinstance(rule, Skip)]
+    found = {name: value for name, value in source.objects.items() if not any(rule.allows(name) for rule in skips)}
+    if source.is_flat:
+        found.setdefault(section, {})
+    if source.documents:
+        if DOCUMENTS_SECTION in found:
+            raise CollisionError(
+                f"the section {DOCUMENTS_SECTION!r} is taken: it has the model's documents", next="name another section"
+            )
+        found[DOCUMENTS_SECTION] = dict(source.documents)
+    return found
+
+
+class _Import:
+    """One import into a store, of which it is the one writer meanwhile."""
+
+    def __init__(
+        self, store: LocalStore, step: int, source: Source, layout: StepLayout, objects: Mapping[str, object]
+    ) -> None:
+        self._store, self._step, self._source, self._layout, self._objects = store, step, source, layout, objects
+        self._journal = Journal(store.root / import_journal(step))
+
+    def run(self, budget_bytes: int, on_progress: Callable[[int, int], None] | None) -> Copied:
+        store = self._store
+        check_no_checkpoint(store)
+        window = window_bytes(budget_bytes)
+        plan = plan_digest(self._source, self._layout.layout, ["step", self._step, window, sorted(self._objects)])
+        if not store.exists(MARKER_NAME):
+            store.make_directory()
+        store.lock(f"process {os.getpid()} on {socket.gethostname()}, an import of {self._source.location}")
+        self._journal.open()
+        try:
+            store_id = publish.open_store(store)
+            if self._is_done(plan):
+                return self._end(Copied((), 0, self._layout.layout.bytes))
+            self._check_step()
+            draft = self._draft(plan)
+            directory = store.root / draft.directory
+            self._journal.durable = resumable(self._layout.layout, self._journal, directory, window)
+            copied = copy(
+                self._source, self._layout.layout, directory, self._journal, budget_bytes=budget_bytes,
+                on_progress=on_progress,
+            )
+            for name in (INDEX_NAME, OBJECTS_NAME, MANIFEST_NAME):  # of an earlier try that ended here
+                if store.exists(inside(draft.directory, name)):
+                    store.remove(inside(draft.directory, name))
+            io = io_record(backend(), REQUEST_BYTES, QUEUE_DEPTH, copied.bytes)
+            publish_step(self._layout, copied.checks, self._objects, store, draft, store_id, io)
+            return self._end(copied)
+        finally:
+            self._journal.close()
+
+    def _end(self, copied: Copied) -> Copied:
+        self._journal.remove()
+        return copied
+
+    def _is_done(self, plan: str) -> bool:
+        """Whether an earlier import of the same plan was published, and died before it removed its journal."""
+        begun = self._journal.begun
+        if begun is None or begun.plan != plan or self._step not in catalog.steps(self._store):
+            return False
+        name = saving_directory(self._step, read_manifest(self._store, step_directory(self._step)).id)
+        return begun.draft == name
+
+    def _check_step(self) -> None:
+        existing = catalog.steps(self._store)
+        if existing and self._step <= existing[-1]:
+            self._journal.remove()
+            raise StepExistsError(
+                f"cannot import as step {self._step} into {self._store.location}", found=f"newest step {existing[-1]}",
+                next=f"give a later one: --step {existing[-1] + 1}",
+            )
+        if self._store.exists(step_directory(self._step)):
+            self._journal.remove()
+            raise StepExistsError(
+                f"cannot import as step {self._step} into {self._store.location}",
+                found=f"{step_directory(self._step)}, which is not a checkpoint", next="move it away",
+            )
+
+    def _draft(self, plan: str) -> publish.Draft:
+        """The draft that the journal speaks of, if it is of this plan and there still; else a new one."""
+        store, begun = self._store, self._journal.begun
+        journal = import_journal(self._step)
+        if begun is not None and begun.plan == plan and store.exists(begun.draft) and not store.is_link(begun.draft):
+            self._sweep((begun.draft, journal))
+            return publish.Draft(self._step, begun.draft.rpartition("-")[2], begun.draft)
+        self._sweep((journal,))
+        draft = publish.begin(store, self._step, secrets.token_hex(8))
+        self._journal.begin(plan, draft.directory)
+        return draft
+
+    def _sweep(self, spared: Collection[str]) -> None:
+        def removed(name: str, why: str, error: StorageError | None) -> None:
+            del name, why, error  # as a save does: what cannot be removed is tried again by the next writer
+
+        catalog.sweep(self._store, removed, spared=spared)
+
+
+__all__ = ["ImportReport", "import_checkpoint"]

@@ -1,0 +1,46 @@
+"""What a path is: the format of a checkpoint, told by its files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from flowstone.checkpoint import Checkpoint, open_checkpoint
+from flowstone.commit.entries import step_of
+from flowstone.convert.source import Source
+from flowstone.convert.sources.flowstone import read_flowstone
+from flowstone.convert.sources.safetensors import is_safetensors, read_safetensors
+from flowstone.errors import ArgumentError, NotAStoreError
+from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME
+
+
+def open_source(path: str | os.PathLike[str] | Checkpoint, step: int | None = None) -> Source:
+    """The checkpoint at `path`, of whatever format, ready to be read.
+
+    step    of a store of ours; None: the newest
+
+    raises  NotAStoreError where nothing there is known; ArgumentError; what the format's reader raises
+    """
+    if isinstance(path, Checkpoint):
+        return read_flowstone(path)
+    place = Path(path).expanduser()
+    if _is_ours(place):
+        return read_flowstone(open_checkpoint(place, step))
+    if step is not None:
+        raise ArgumentError(f"{place} is no store of Flowstone, and has no steps", next="leave out the step")
+    if not place.exists():
+        raise NotAStoreError(f"there is nothing at {place}", next="check the path")
+    if is_safetensors(place):
+        return read_safetensors(place)
+    raise NotAStoreError(
+        f"{place} is no checkpoint that Flowstone knows",
+        expected="a store or checkpoint of Flowstone, safetensors (one file, or a directory with its index)",
+        next="check the path",
+    )
+
+
+def _is_ours(place: Path) -> bool:
+    if not place.is_dir():
+        return False
+    names = os.listdir(place)
+    return MARKER_NAME in names or MANIFEST_NAME in names or any(step_of(name) is not None for name in names)

@@ -1,0 +1,142 @@
+"""A checkpoint of any format as a table: which tensors it has, and where the bytes of each box lie in its files."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from flowstone.errors import CollisionError, DamagedError, UnsupportedFormatError
+from flowstone.plan.coverage import check_tiling
+from flowstone.store.os_errors import translated
+from flowstone.table.box import Box
+from flowstone.table.dtype import DType
+from flowstone.table.pieces import Alias
+
+
+class StoredBox(msgspec.Struct, frozen=True):
+    """A box of a tensor in a file.
+
+    file          position among the source's files
+    offset_bytes  of the element (0, ..., 0)
+    strides       in elements, where the box is not stored row-major and dense
+    first_chunk   position of the digest of its first chunk of CHUNK_BYTES; None: nothing vouches for the bytes
+    """
+
+    box: Box
+    file: int
+    offset_bytes: int
+    strides: tuple[int, ...] | None = None
+    first_chunk: int | None = None
+
+
+class SourceTensor(msgspec.Struct, frozen=True):
+    """A tensor by its global name, and the boxes that fill it."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    boxes: tuple[StoredBox, ...]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.item_bytes
+
+
+class SourceFile(msgspec.Struct, frozen=True):
+    """A file that bytes are read from, as it was when the source was opened; `path` has no links in it."""
+
+    path: str
+    bytes: int
+    changed_ns: int
+
+
+class Source(msgspec.Struct, frozen=True, eq=False):
+    """A checkpoint that is ready to be read: everything about it is known and checked but the tensors' bytes.
+
+    kind      "flowstone", "safetensors", "torch", "dcp"
+    location  for people
+    tensors   in the order in which they are best read
+    objects   section -> value, of what is no tensor; a TensorRef stands where a tensor lies
+    per_rank  section -> one value for each rank
+    documents  small files beside the tensors (a model's configuration, a tokenizer), by name
+    is_flat   the tensors are those of one module, by its own names: they belong to no section yet
+    digests   XXH3-64 of chunks, where something vouches for bytes
+    """
+
+    kind: str
+    location: str
+    files: tuple[SourceFile, ...]
+    tensors: tuple[SourceTensor, ...]
+    aliases: tuple[Alias, ...] = ()
+    objects: Mapping[str, object] = msgspec.field(default_factory=dict)
+    per_rank: Mapping[str, Sequence[object]] = msgspec.field(default_factory=dict)
+    documents: Mapping[str, bytes] = msgspec.field(default_factory=dict)
+    is_flat: bool = False
+    digests: NDArray[np.uint64] | None = None
+
+
+def source_file(path: Path) -> SourceFile:
+    """The file at `path`, behind links if there are any: caches keep their files behind links."""
+    with translated(path.parent, "look at", path.name):
+        real = path.resolve(strict=True)
+        found = os.stat(real)
+    return SourceFile(str(real), found.st_size, found.st_mtime_ns)
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides, in elements, of a dense tensor."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def reach_elements(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """How many elements lie between the first and the last element of a box, both included; 0 for an empty one."""
+    if 0 in shape:
+        return 0
+    return sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + 1
+
+
+def check_source(source: Source) -> Source:
+    """The source itself, if it is whole: names differ, boxes fill their tensors, extents lie inside of their files.
+
+    raises  CollisionError, CoverageError, DamagedError, UnsupportedFormatError
+    """
+    _check_names([*(tensor.name for tensor in source.tensors), *(alias.name for alias in source.aliases)])
+    for tensor in source.tensors:
+        whole = len(tensor.boxes) == 1 and tensor.boxes[0].box == Box.whole(tensor.shape)
+        if not whole:
+            check_tiling(tensor.name, tensor.shape, [stored.box for stored in tensor.boxes])
+        for stored in tensor.boxes:
+            _check_extent(source, tensor, stored)
+    return source
+
+
+def _check_names(names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise CollisionError(
+                f"two tensors of the checkpoint are called {name!r}", next="rename one of them with a Rename rule"
+            )
+        seen.add(name)
+
+
+def _check_extent(source: Source, tensor: SourceTensor, stored: StoredBox) -> None:
+    file = source.files[stored.file]
+    strides = stored.strides if stored.strides is not None else row_major(stored.box.shape)
+    if any(stride < 0 for stride in strides):
+        raise UnsupportedFormatError(
+            f"{tensor.name!r} in {file.path} runs backwards in memory", found=f"strides {strides}",
+            next="save a contiguous copy of it",
+        )
+    end = stored.offset_bytes + reach_elements(stored.box.shape, strides) * tensor.dtype.item_bytes
+    if stored.offset_bytes < 0 or end > file.bytes:
+        raise DamagedError(
+            f"{file.path} is too short for {tensor.name!r}", expected=f"at least {end} bytes",
+            found=f"{file.bytes} bytes", next="copy or download the file again",
+        )

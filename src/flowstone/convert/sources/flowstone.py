@@ -1,0 +1,44 @@
+"""A checkpoint of ours as a source: the pieces of any number of ranks, with the digests that vouch for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flowstone.checkpoint import Checkpoint
+from flowstone.convert.source import Source, SourceTensor, StoredBox, check_source, source_file
+from flowstone.errors import ArgumentError, UnsupportedFormatError
+from flowstone.table.pieces import Alias
+
+
+def read_flowstone(checkpoint: Checkpoint) -> Source:
+    """What a checkpoint holds; index, objects and the segments' headers are verified.
+
+    raises  DamagedError, StorageError; ArgumentError where it lies in no directory
+    """
+    checkpoint.check()
+    directory = Path(checkpoint.path)
+    if not directory.is_dir():
+        raise ArgumentError(
+            f"{checkpoint.path} is no directory, and only such checkpoints can be converted",
+            next="copy the checkpoint into a directory first",
+        )
+    index = checkpoint.index
+    chunks, held = index.chunks, index.tensors
+    if chunks.stored is not None:
+        raise UnsupportedFormatError(
+            f"{checkpoint.path} is stored with a codec, which conversion does not decode",
+            next="load it, and save it without one",
+        )
+    segments, offsets, firsts = chunks.segment.tolist(), chunks.offset.tolist(), chunks.first.tolist()
+    tensors = tuple(
+        SourceTensor(name, held.dtypes[row], tuple(held.shapes[row]), tuple(
+            StoredBox(index.pieces.box(at), segments[at], offsets[at], None, firsts[at]) for at in index.pieces_of(row)
+        ))
+        for row, name in enumerate(held.names)
+    )
+    objects = checkpoint.contents
+    return check_source(Source(
+        "flowstone", checkpoint.path, tuple(source_file(directory / row.name) for row in checkpoint.manifest.segments),
+        tensors, tuple(Alias(name, held.names[row]) for name, row in index.aliases),
+        dict(objects.replicated), dict(objects.per_rank), digests=chunks.digest,
+    ))

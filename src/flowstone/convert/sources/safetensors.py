@@ -1,0 +1,188 @@
+"""Safetensors files as a source: one, or a directory as Hugging Face writes it, with shards and their index."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from flowstone.config import HEADER_BYTES_MAX, MIB
+from flowstone.convert.source import Source, SourceFile, SourceTensor, StoredBox, check_source, source_file
+from flowstone.errors import DamagedError, NotAStoreError, UnsupportedFormatError
+from flowstone.format.segment import LENGTH_BYTES, Entry, parse_header
+from flowstone.store.os_errors import translated
+from flowstone.table.box import Box
+from flowstone.table.dtype import DTYPES, DType
+
+INDEX_SUFFIX = ".safetensors.index.json"
+_INDEX_BYTES_MAX = 256 * MIB
+_DOCUMENTS = (".json", ".txt", ".model", ".jinja")  # a model's configuration, and its tokenizer
+_DOCUMENTS_BYTES_MAX = 64 * MIB
+_STORED: Mapping[str, DType] = {dtype.stored: dtype for dtype in DTYPES.values() if not dtype.as_bytes}
+_FOREIGN: Mapping[str, DType] = {"F8_E8M0": DTYPES["float8_e8m0fnu"]}  # of later versions of that format
+
+
+class _Index(msgspec.Struct):
+    """What a shard index says. `metadata` may say anything."""
+
+    weight_map: dict[str, str]
+
+
+def is_safetensors(path: Path) -> bool:
+    """Whether there is such a file, or a directory of such files."""
+    if path.is_dir():
+        return any(name.endswith((".safetensors", INDEX_SUFFIX)) for name in os.listdir(path))
+    return path.name.endswith(".safetensors")
+
+
+def read_safetensors(path: Path) -> Source:
+    """What the file, or the directory, holds.
+
+    raises  DamagedError, NotAStoreError, UnsupportedFormatError, StorageError
+    """
+    directory = path if path.is_dir() else path.parent
+    names, weight_map = _shards(path) if path.is_dir() else ((path.name,), None)
+    files, tensors = [], dict[str, SourceTensor]()
+    for number, name in enumerate(names):
+        file, found = _read_file(directory / name, number)
+        files.append(file)
+        for tensor in found:
+            if weight_map is not None and weight_map.get(tensor.name, name) != name:
+                continue  # the index says which of two shards holds it
+            if tensor.name in tensors:
+                raise DamagedError(
+                    f"two files of {directory} hold {tensor.name!r}", found=f"{name} and an earlier one",
+                    next="remove the one that does not belong to this checkpoint",
+                )
+            tensors[tensor.name] = tensor
+    _check_map(directory, weight_map, tensors, files)
+    documents = read_documents(directory) if path.is_dir() else {}
+    return check_source(Source(
+        "safetensors", str(path), tuple(files), tuple(tensors.values()), documents=documents, is_flat=True
+    ))
+
+
+def _shards(directory: Path) -> tuple[tuple[str, ...], Mapping[str, str] | None]:
+    """The files to read, and which tensor is in which, where an index says so."""
+    names = sorted(os.listdir(directory))
+    indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    files = tuple(name for name in names if name.endswith(".safetensors"))
+    if len(indexes) > 1:
+        raise UnsupportedFormatError(
+            f"{directory} has several checkpoints", found=", ".join(indexes[:5]), next="give the directory of one"
+        )
+    if not indexes:
+        if len(files) > 1:
+            raise NotAStoreError(
+                f"{directory} has {len(files)} safetensors files and no index",
+                expected=f"one file, or model{INDEX_SUFFIX}", found=", ".join(files[:5]),
+                next="give one of the files, or download the index, too",
+            )
+        return files, None
+    path = directory / indexes[0]
+    with translated(directory, "read", indexes[0]):
+        if path.stat().st_size > _INDEX_BYTES_MAX:
+            raise DamagedError(f"{path} is too long", expected=f"at most {_INDEX_BYTES_MAX} bytes", next="check it")
+        text = path.read_bytes()
+    try:
+        weight_map = msgspec.json.decode(text, type=_Index).weight_map
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(
+            f"{path} is no index of shards: {error!s:.200}", next="copy or download the file again"
+        ) from error
+    shards = tuple(dict.fromkeys(weight_map.values()))
+    strange = [name for name in shards if "/" in name or name in ("", ".", "..") or "\0" in name]
+    if strange:
+        raise DamagedError(f"{path} names a file elsewhere", found=repr(strange[0]), next="do not use it")
+    missing = [name for name in shards if not (directory / name).is_file()]
+    if missing:
+        raise DamagedError(
+            f"{directory} lacks {len(missing)} of {len(shards)} shards", missing=", ".join(missing[:5]),
+            next="copy or download them",
+        )
+    return shards, weight_map
+
+
+def _read_file(path: Path, number: int) -> tuple[SourceFile, list[SourceTensor]]:
+    file = source_file(path)
+    with translated(path.parent, "read", path.name), open(file.path, "rb") as opened:
+        start = opened.read(LENGTH_BYTES)
+        length = int.from_bytes(start, "little")
+        if len(start) < LENGTH_BYTES or length > min(HEADER_BYTES_MAX * 2, file.bytes):
+            raise DamagedError(
+                f"{path} is no safetensors file, or its beginning is torn", found=f"{file.bytes} bytes",
+                next="copy or download the file again",
+            )
+        header = start + opened.read(length)
+    entries, _, begin = parse_header(header, path=str(path))
+    end = begin + max((entry.end for entry in entries.values()), default=0)
+    if end != file.bytes:
+        raise DamagedError(
+            f"{path} is {'torn' if end > file.bytes else 'longer than its header says'}", expected=f"{end} bytes",
+            found=f"{file.bytes} bytes", next="copy or download the file again",
+        )
+    ordered = sorted(entries.values(), key=lambda entry: entry.begin)
+    return file, [_tensor(entry, path, number, begin) for entry in ordered if not entry.name.startswith("__pad__.")]
+
+
+def _tensor(entry: Entry, path: Path, number: int, begin: int) -> SourceTensor:
+    dtype = _STORED.get(entry.dtype) or _FOREIGN.get(entry.dtype)
+    if dtype is None:
+        raise UnsupportedFormatError(
+            f"{entry.name!r} in {path} has the unknown type {entry.dtype!r:.40}", expected=", ".join(sorted(_STORED)),
+            next="use a later version of flowstone",
+        )
+    tensor = SourceTensor(entry.name, dtype, entry.shape, (
+        StoredBox(Box.whole(entry.shape), number, begin + entry.begin),
+    ))
+    if tensor.bytes != entry.end - entry.begin:
+        raise DamagedError(
+            f"{entry.name!r} in {path} contradicts itself", expected=f"{tensor.bytes} bytes for shape {entry.shape}",
+            found=f"{entry.end - entry.begin} bytes", next="copy or download the file again",
+        )
+    return tensor
+
+
+def _check_map(
+    directory: Path, weight_map: Mapping[str, str] | None, tensors: Mapping[str, SourceTensor], files: list[SourceFile]
+) -> None:
+    if weight_map is None:
+        return
+    missing = [name for name in weight_map if name not in tensors]
+    extra = [name for name in tensors if name not in weight_map]
+    if missing or extra:
+        raise DamagedError(
+            f"the index of {directory} and its {len(files)} shards disagree",
+            missing=", ".join(missing[:5]) or "nothing", not_in_the_index=", ".join(extra[:5]) or "nothing",
+            next="copy or download index and shards again, all of one revision",
+        )
+
+
+def read_documents(directory: Path) -> Mapping[str, bytes]:
+    """Small files beside the tensors, which belong to the model."""
+    found: dict[str, bytes] = {}
+    left = _DOCUMENTS_BYTES_MAX
+    for name in sorted(os.listdir(directory)):
+        path = directory / name
+        if not name.endswith(_DOCUMENTS) or name.endswith(INDEX_SUFFIX) or name.startswith(".") or not path.is_file():
+            continue
+        with translated(directory, "read", name):
+            left -= path.stat().st_size
+            if left < 0:
+                raise UnsupportedFormatError(
+                    f"the documents beside the tensors of {directory} are too long",
+                    expected=f"at most {_DOCUMENTS_BYTES_MAX} bytes in all", next="move the longest of them elsewhere",
+                )
+            found[name] = path.read_bytes()
+    return found
+
+
+def encode_index(weight_map: Mapping[str, str], total_bytes: int) -> bytes:
+    """A shard index, as Hugging Face writes it."""
+    return (
+        json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}, indent=2)
+        + "\n"
+    ).encode()

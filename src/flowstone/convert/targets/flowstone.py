@@ -1,0 +1,93 @@
+"""A checkpoint of ours as a target: segments laid out as a save lays them out, then index, objects and manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from flowstone._version import __version__
+from flowstone.commit.publish import Draft, Publication, publish
+from flowstone.commit.read import encode_sections, join_objects
+from flowstone.config import BLOCK_BYTES, CHUNK_BYTES
+from flowstone.convert.layout import Extent, Layout, Output, TargetFile
+from flowstone.format.digest import digest
+from flowstone.format.manifest import IoRecord, Manifest, SegmentRow
+from flowstone.format.segment import encode_header
+from flowstone.plan.global_index import global_index
+from flowstone.plan.write import SegmentPlan, WritePlan, data_offsets, plan_writes
+from flowstone.store.base import Store
+from flowstone.table.box import Box
+from flowstone.table.chunks import spread
+from flowstone.table.pieces import Alias, Piece
+
+
+class StepLayout(msgspec.Struct, frozen=True, eq=False):
+    """The segments of a checkpoint to be; `layout` is what is copied, the rest is what the index is made of."""
+
+    layout: Layout
+    plan: WritePlan
+    offsets: NDArray[np.uint64]
+    headers: tuple[bytes, ...]
+    aliases: tuple[Alias, ...]
+
+
+def lay_out_step(outputs: Sequence[Output], aliases: Sequence[Alias]) -> StepLayout:
+    """As one rank would save these tensors. Raises CollisionError for names that a segment cannot hold."""
+    pieces = [Piece(one.name, one.dtype, one.tensor.shape, Box.whole(one.tensor.shape)) for one in outputs]
+    plan = plan_writes(pieces)
+    offsets = data_offsets(plan, np.zeros(len(pieces), np.uint64))
+    headers = tuple(_header(plan, segment, offsets) for segment in plan.segments)
+    files = tuple(
+        TargetFile(segment.name, segment.bytes, (
+            Extent(0, len(header), literal=header),
+            *(Extent(int(offsets[at]), int(plan.length[at]), output=at) for at in segment.pieces),
+        ))
+        for segment, header in zip(plan.segments, headers, strict=True)
+    )
+    return StepLayout(Layout(tuple(outputs), files, "chunks"), plan, offsets, headers, tuple(aliases))
+
+
+def _header(plan: WritePlan, segment: SegmentPlan, offsets: NDArray[np.uint64]) -> bytes:
+    moving = segment.pieces[: segment.slotted]
+    rows = ((plan.text[at], int(offsets[at]), int(plan.length[at])) for at in moving)
+    return encode_header(rows, header_bytes=segment.header_bytes, file_bytes=segment.bytes, packed=segment.packed)
+
+
+def publish_step(
+    step: StepLayout, checks: Sequence[int], objects: Mapping[str, object], store: Store, draft: Draft, store_id: str,
+    io: IoRecord,
+) -> Manifest:
+    """Commit what was copied: `checks` are the digests of chunks in the order of the files. Durable on return."""
+    plan = step.plan
+    frame, order, chunks = global_index(
+        [plan.pieces], [np.arange(len(plan.pieces))], step.aliases, plan.segment
+    )
+    segments = [
+        SegmentRow(number, None, segment.name, segment.bytes, segment.header_bytes, digest(header))
+        for number, (segment, header) in enumerate(zip(plan.segments, step.headers, strict=True))
+    ]
+    return publish(store, draft, store_id, Publication(
+        segments=segments, index=frame.fill(step.offsets[order], _by_piece(plan, checks)[chunks]), totals=frame.totals,
+        objects=join_objects(encode_sections(objects), {}), io=io, writer=f"flowstone {__version__}", ranks=1,
+    ))
+
+
+def _by_piece(plan: WritePlan, checks: Sequence[int]) -> NDArray[np.uint64]:
+    """The digests of chunks in the order of pieces, of those in the order of the files."""
+    order = np.array([at for segment in plan.segments for at in segment.pieces], np.int64)
+    counts = -(-plan.length.astype(np.int64) // CHUNK_BYTES)[order]
+    found = np.zeros(plan.chunks, np.uint64)
+    assert len(checks) == plan.chunks, "every chunk was digested on its way"
+    found[spread(plan.chunk.astype(np.int64)[order], counts)] = np.array(checks, np.uint64)
+    return found
+
+
+def io_record(backend: str, request_bytes: int, queue_depth: int, copied_bytes: int) -> IoRecord:
+    """How the segments were written, for the manifest."""
+    return IoRecord(
+        backend=backend, alignment=BLOCK_BYTES, request_bytes=request_bytes, queue_depth=queue_depth,
+        copied_bytes=copied_bytes,
+    )

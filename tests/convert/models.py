@@ -1,0 +1,50 @@
+"""A model with every kind of tensor, and how tests of conversion compare such."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+import flowstone as fs
+
+STEP = 5
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """Every kind of tensor that a model may hold: types, sizes, no elements, no dimensions, tied."""
+    noise = torch.Generator().manual_seed(0)
+    found = {
+        "embed": torch.randn(301, 1000, generator=noise),
+        "half": torch.randn(7, 3, generator=noise).to(torch.bfloat16),
+        "f16": torch.randn(33, generator=noise).to(torch.float16),
+        "double": torch.randn(5, 5, generator=noise, dtype=torch.float64),
+        "scalar": torch.tensor(3.5),
+        "empty": torch.zeros(0, 4),
+        "f8": torch.randn(1000, 1300, generator=noise).to(torch.float8_e4m3fn),
+        "long": torch.randn(2_500_003, generator=noise),
+        "ints": torch.arange(-4, 5, dtype=torch.int8),
+        "flags": torch.tensor([True, False, True]),
+        "deep": torch.randn(2, 3, 5, 7, 11, generator=noise),
+        **{f"small.{number}": torch.randn(number + 1, 9, generator=noise) for number in range(300)},
+    }
+    return found | {"head": found["embed"]}
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    """The bytes of a tensor, row-major."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert raw(found[name]) == raw(tensor), name
+
+
+def read_all(store: Path, prefix: str = "model.") -> dict[str, torch.Tensor]:
+    """Every tensor of a section of the newest checkpoint, which is verified first."""
+    checkpoint = fs.open(store)
+    assert checkpoint.verify().extra == ()
+    return {name.removeprefix(prefix): checkpoint.read(name) for name in checkpoint.tensors if name.startswith(prefix)}

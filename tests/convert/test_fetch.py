@@ -1,0 +1,85 @@
+"""Any bytes of a tensor come from any boxes, in any order in memory, through memory of any size."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowstone.config import MIB
+from flowstone.convert.fetch import Fetcher, Wanted, linear_boxes
+from flowstone.convert.layout import Output
+from flowstone.convert.source import Source, SourceTensor, StoredBox, source_file
+from flowstone.table.box import Box
+from flowstone.table.dtype import DTYPES
+
+shapes = st.lists(st.integers(1, 6), min_size=0, max_size=5).map(tuple)
+
+
+@given(shapes, st.data())
+def test_linear_boxes_are_the_elements_in_their_order(shape: tuple[int, ...], draw: st.DataObject) -> None:
+    count = math.prod(shape)
+    begin = draw.draw(st.integers(0, count))
+    end = draw.draw(st.integers(begin, count))
+    numbers = np.arange(count).reshape(shape)
+    found = linear_boxes(shape, begin, end)
+    parts = [numbers[tuple(slice(o, e) for o, e in zip(box.offset, box.end, strict=True))].ravel() for box in found]
+    assert np.concatenate([np.zeros(0, int), *parts]).tolist() == list(range(begin, end))
+    assert len(found) <= 2 * len(shape) + 1
+
+
+def cut(draw: st.DataObject, box: Box, depth: int = 0) -> list[Box]:
+    """Boxes that fill a box, however they lie."""
+    dims = [dim for dim, n in enumerate(box.shape) if n > 1]
+    if not dims or depth > 3 or not draw.draw(st.booleans()):
+        return [box]
+    dim = draw.draw(st.sampled_from(dims))
+    at = draw.draw(st.integers(1, box.shape[dim] - 1))
+    low, high, offset = list(box.shape), list(box.shape), list(box.offset)
+    low[dim], high[dim] = at, box.shape[dim] - at
+    offset[dim] += at
+    return cut(draw, Box(box.offset, tuple(low)), depth + 1) + cut(draw, Box(tuple(offset), tuple(high)), depth + 1)
+
+
+@settings(max_examples=150, deadline=None)
+@given(shapes, st.sampled_from([1, 2, 4, 8, 16]), st.data())
+def test_any_bytes_come_from_any_boxes(
+    tmp_path_factory: pytest.TempPathFactory, shape: tuple[int, ...], item: int, draw: st.DataObject
+) -> None:
+    kind = {1: "int8", 2: "bfloat16", 4: "float32", 8: "int64", 16: "complex128"}[item]
+    values = np.random.default_rng(7).integers(0, 256, (*shape, item), np.uint8)
+    content, boxes = bytearray(draw.draw(st.integers(0, 40))), []
+    for box in cut(draw, Box.whole(shape)):
+        part = values[(*(slice(o, e) for o, e in zip(box.offset, box.end, strict=True)), slice(None))]
+        order = draw.draw(st.permutations(range(len(shape))))
+        stored = part.transpose((*order, len(shape)))
+        dense = [math.prod(stored.shape[at + 1 : -1]) for at in range(len(shape))]
+        strides = tuple(dense[order.index(dim)] for dim in range(len(shape)))
+        is_plain = list(order) == list(range(len(shape))) and draw.draw(st.booleans())
+        boxes.append(StoredBox(box, 0, len(content), None if is_plain else strides))
+        content += stored.tobytes() + bytes(draw.draw(st.integers(0, 9)))
+    path = tmp_path_factory.mktemp("fetch") / "file"
+    path.write_bytes(content)
+    tensor = SourceTensor("t", DTYPES[kind], shape, tuple(boxes))
+    begin = draw.draw(st.integers(0, values.size))
+    end = draw.draw(st.integers(begin, values.size))
+    found = np.zeros(end - begin, np.uint8)
+    fetcher = Fetcher(Source("test", "here", (source_file(path),), (tensor,)), 4 * MIB)
+    fetcher.fetch([Wanted(Output("t", tensor, tensor.dtype), begin, end, found)])
+    fetcher.close()
+    assert found.tobytes() == values.tobytes()[begin:end]
+
+
+def test_a_tensor_that_lies_transposed_goes_through_little_memory(tmp_path: Path) -> None:
+    values = np.random.default_rng(7).integers(0, 1 << 32, (1500, 2100), np.uint32)
+    path = tmp_path / "file"
+    path.write_bytes(values.T.tobytes())
+    tensor = SourceTensor("t", DTYPES["uint32"], (1500, 2100), (StoredBox(Box.whole((1500, 2100)), 0, 0, (1, 1500)),))
+    fetcher = Fetcher(Source("test", "here", (source_file(path),), (tensor,)), 4 * MIB)
+    found = np.zeros(values.nbytes, np.uint8)
+    fetcher.fetch([Wanted(Output("t", tensor, tensor.dtype), 0, values.nbytes, found)])
+    assert found.tobytes() == values.tobytes()

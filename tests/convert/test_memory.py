@@ -1,0 +1,55 @@
+"""A conversion takes the memory that it says, whatever the size of the checkpoint."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+MIB = 1 << 20
+BESIDE_BYTES = 40 * MIB  # of the budget: Python's own, headers, the engine's queues
+_CHILD = """
+import json, sys, threading
+import flowstone as fs
+from flowstone.cli.output import parse_size
+import flowstone.convert.importing, flowstone.convert.export
+def resident():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+before = resident()
+getattr(fs, sys.argv[1])(sys.argv[2], sys.argv[3], budget_bytes=int(sys.argv[4]))
+print(json.dumps([before, resident()]))
+"""
+
+
+def growth(verb: str, source: Path, target: Path, budget_bytes: int) -> int:
+    """By how much the most memory that a process has had grows by a conversion."""
+    command = [sys.executable, "-c", _CHILD, verb, str(source), str(target), str(budget_bytes)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    before, after = json.loads(done.stdout)
+    return after - before
+
+
+def convert_there_and_back(tmp_path: Path, total_bytes: int) -> None:
+    """Of 20 tensors of that many bytes in all."""
+    rows = total_bytes // 20 // 4 // 1024
+    save_file({f"layer.{number}": torch.full((rows, 1024), float(number)) for number in range(20)},
+              tmp_path / "model.safetensors")
+    budget = 64 * MIB
+    assert growth("import_checkpoint", tmp_path / "model.safetensors", tmp_path / "run", budget) < budget + BESIDE_BYTES
+    (tmp_path / "model.safetensors").unlink()
+    assert growth("export", tmp_path / "run", tmp_path / "hf", budget) < budget + BESIDE_BYTES
+
+
+def test_three_hundred_megabytes_go_through_sixty_four(tmp_path: Path) -> None:
+    convert_there_and_back(tmp_path, 300 * MIB)
+
+
+@pytest.mark.soak
+def test_two_gigabytes_go_through_sixty_four_megabytes(tmp_path: Path) -> None:
+    convert_there_and_back(tmp_path, 2048 * MIB)

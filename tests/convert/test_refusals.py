@@ -1,0 +1,194 @@
+"""What cannot be converted is refused by name, and before anything is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from forge import flip, place_of
+from models import tensors
+from safetensors.torch import save_file
+
+import flowstone as fs
+
+
+@pytest.fixture
+def sharded(saved: Path, tmp_path: Path) -> Path:
+    """A directory of three shards with their index."""
+    fs.export(saved, tmp_path / "hf", shard_bytes=3e6)
+    return tmp_path / "hf"
+
+
+def edit_index(directory: Path, change: Callable[[dict], object]) -> None:
+    path = directory / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(index)
+    path.write_text(json.dumps(index))
+
+
+def torn(directory: Path) -> None:
+    shard = sorted(directory.glob("*.safetensors"))[1]
+    os.truncate(shard, shard.stat().st_size - 1)
+
+
+def missing(directory: Path) -> None:
+    sorted(directory.glob("*.safetensors"))[1].unlink()
+
+
+def headless(directory: Path) -> None:
+    os.truncate(sorted(directory.glob("*.safetensors"))[0], 5)
+
+
+def unlisted(directory: Path) -> None:
+    edit_index(directory, lambda index: index["weight_map"].pop("ints"))
+
+
+def misplaced(directory: Path) -> None:
+    edit_index(directory, lambda index: index["weight_map"].update(long=index["weight_map"]["embed"]))
+
+
+def absent(directory: Path) -> None:
+    edit_index(directory, lambda index: index["weight_map"].update(other=index["weight_map"]["embed"]))
+
+
+def outside(directory: Path) -> None:
+    edit_index(directory, lambda index: index["weight_map"].update(long="../elsewhere.safetensors"))
+
+
+def nonsense(directory: Path) -> None:
+    (directory / "model.safetensors.index.json").write_text('{"weight_map": [1, 2]}')
+
+
+def without_index(directory: Path) -> None:
+    (directory / "model.safetensors.index.json").unlink()
+
+
+def shape(directory: Path) -> None:
+    shard = next(p for p in sorted(directory.glob("*.safetensors")) if b'"embed"' in p.read_bytes()[:100000])
+    content = shard.read_bytes()
+    assert content.count(b'"shape":[301,1000]') == 1
+    shard.write_bytes(content.replace(b'"shape":[301,1000]', b'"shape":[302,1000]'))
+
+
+def unknown_type(directory: Path) -> None:
+    shard = next(p for p in sorted(directory.glob("*.safetensors")) if b'"f8"' in p.read_bytes()[:100000])
+    shard.write_bytes(shard.read_bytes().replace(b'"F8_E4M3"', b'"F9_E4M4"'))
+
+
+@pytest.mark.parametrize(("harm", "said"), [
+    (torn, "is torn"), (missing, "lacks 1 of 3 shards"), (headless, "is torn"), (unlisted, "disagree"),
+    (misplaced, "disagree"), (absent, "disagree"), (outside, "elsewhere"), (nonsense, "is no index of shards"),
+    (without_index, "no index"), (shape, "'embed' .* contradicts itself"), (unknown_type, "unknown type 'F9_E4M4'"),
+])
+def test_a_source_that_is_not_whole_is_refused(
+    sharded: Path, tmp_path: Path, harm: Callable[[Path], None], said: str
+) -> None:
+    harm(sharded)
+    with pytest.raises(fs.FlowstoneError, match=said):
+        fs.import_checkpoint(sharded, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tensor_in_two_shards_without_a_word_in_the_index_is_refused(sharded: Path, tmp_path: Path) -> None:
+    name = json.loads((sharded / "model.safetensors.index.json").read_text())["weight_map"]["ints"]
+    shards = sorted(path.name for path in sharded.glob("*.safetensors"))
+    other = next(shard for shard in shards if shard != name)
+    save_file({"ints": tensors()["ints"]}, sharded / other)
+    with pytest.raises(fs.DamagedError, match="disagree"):
+        fs.import_checkpoint(sharded, tmp_path / "run")
+
+
+def test_damage_in_a_checkpoint_is_found_on_the_way_and_nothing_appears(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "run")
+    segment, begin = place_of(next((tmp_path / "run").glob("step-*")), "model.long")
+    flip(segment, begin + 5_000_000)
+    with pytest.raises(fs.DamagedError, match=r"'model.long', chunk 4, is not what was written"):
+        fs.export(tmp_path / "run", tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("there", ["file", "directory", "link"])
+def test_a_target_that_is_taken_is_left_alone(saved: Path, tmp_path: Path, there: str) -> None:
+    target = tmp_path / "hf"
+    if there == "file":
+        target.write_text("mine")
+    elif there == "directory":
+        target.mkdir()
+        (target / "notes").write_text("mine")
+    else:
+        (tmp_path / "elsewhere").mkdir()
+        target.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(fs.StorageError, match="cannot export to"):
+        fs.export(saved, target)
+    assert not list(tmp_path.glob(".*"))
+    assert there != "directory" or (target / "notes").read_text() == "mine"
+
+
+def test_an_empty_directory_may_be_the_target(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    fs.export(saved, tmp_path / "hf")
+    assert (tmp_path / "hf" / "model.safetensors").exists()
+
+
+def test_values_that_are_no_tensors_have_to_be_left_out_by_name(tmp_path: Path) -> None:
+    with fs.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, {"model": {"w": torch.zeros(3), "vocabulary": ["a"], "made": {"by": "us"}}})
+    with pytest.raises(fs.MismatchError, match="no place for 2 values") as caught:
+        fs.export(tmp_path / "run", tmp_path / "hf")
+    assert caught.value.differences == ("model.vocabulary", "model.made.by")
+    report = fs.export(tmp_path / "run", tmp_path / "hf", rules=[fs.Skip("model.made.*"), fs.Skip("model.vocabulary")])
+    assert report.skipped == ("model.vocabulary", "model.made.by")
+
+
+def test_types_that_safetensors_lacks_are_named(tmp_path: Path) -> None:
+    with fs.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, {"model": {"w": torch.zeros(3), "z": torch.zeros(3, dtype=torch.complex128)}})
+    with pytest.raises(fs.UnsupportedFormatError, match=r"z \(complex128\)"):
+        fs.export(tmp_path / "run", tmp_path / "hf")
+    assert fs.export(tmp_path / "run", tmp_path / "hf", rules=fs.Skip("*.z")).tensors == ("w",)
+
+
+def test_rules_that_make_one_name_of_two_are_refused(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(fs.CollisionError, match="two tensors of the target would be called 'half'"):
+        fs.export(saved, tmp_path / "hf", rules=fs.Rename("model.f16", "model.half"))
+
+
+def test_a_step_that_is_there_is_not_imported_over(saved: Path, sharded: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "run")
+    with pytest.raises(fs.StepExistsError, match="cannot import as step 5"):
+        fs.import_checkpoint(sharded, tmp_path / "run", step=5)
+    fs.import_checkpoint(sharded, tmp_path / "run", step=6)
+    assert fs.open(tmp_path / "run").step == 6
+
+
+def test_a_store_that_somebody_writes_into_is_left_alone(saved: Path, sharded: Path, tmp_path: Path) -> None:
+    with fs.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, {"step": 1}).committed.result()
+        with pytest.raises(fs.LockedError):
+            fs.import_checkpoint(sharded, tmp_path / "run", step=6)
+    assert not list((tmp_path / "run").glob(".*"))
+
+
+@pytest.mark.parametrize(("call", "error", "said"), [
+    (lambda s, t: fs.export(s, t, section="other"), fs.NoTensorError, "no tensor .* section 'other'"),
+    (lambda s, t: fs.export(s, t, dtype="int8"), fs.ArgumentError, "dtype 'int8'"),
+    (lambda s, t: fs.export(s, t, to="onnx"), fs.ArgumentError, "no known format"),
+    (lambda s, t: fs.export(s, t, budget_bytes=1 << 20), fs.BudgetError, "cannot work within"),
+    (lambda s, t: fs.export(s, t, rules=fs.Init("*")), fs.ArgumentError, "no rule of a conversion"),
+    (lambda s, t: fs.export(s, t, step=99), fs.NoCheckpointError, "step 99"),
+    (lambda s, t: fs.export(s / "nowhere", t), fs.NotAStoreError, "nothing at"),
+    (lambda s, t: fs.import_checkpoint(s.parent, t), fs.NotAStoreError, "no checkpoint that Flowstone knows"),
+    (lambda s, t: fs.import_checkpoint(s, t, section="a@b"), fs.ArgumentError, "cannot name a section"),
+    (lambda s, t: fs.import_checkpoint(s, t, step=-1), fs.ArgumentError, "step -1"),
+])
+def test_arguments_that_a_conversion_does_not_take(
+    saved: Path, tmp_path: Path, call: Callable[[Path, Path], object], error: type, said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        call(saved, tmp_path / "target")
+    assert not list(tmp_path.iterdir())

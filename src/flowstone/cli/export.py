@@ -25,8 +25,8 @@ from flowstone.runtime.progress import terminal_progress
 
 def export(
     source: Annotated[Path, typer.Argument(metavar="PATH", help="A store, or one checkpoint, of any known format.")],
-    target: Annotated[Path, typer.Argument(metavar="TARGET", help="A new directory.")],
-    to: Annotated[str, typer.Option("--to", help="hf: safetensors as Hugging Face reads them.")] = "hf",
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="A new directory, or file.")],
+    to: Annotated[str, typer.Option("--to", help="hf, torch or dcp.")] = "hf",
     step: Step = None,
     section: Section = "model",
     skip: Skips = None,

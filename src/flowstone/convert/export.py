@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,16 +13,17 @@ from flowstone.checkpoint import Checkpoint
 from flowstone.convert.cast import cast_target
 from flowstone.convert.copy import BUDGET_BYTES_DEFAULT, copy, resumable, window_bytes, windows
 from flowstone.convert.draft import Draft
-from flowstone.convert.layout import plan_digest
+from flowstone.convert.layout import Layout, plan_digest
 from flowstone.convert.mapping import Mapped, check_objects, check_rules, choose, documents_of
 from flowstone.convert.opening import open_source
-from flowstone.convert.source import Source
+from flowstone.convert.targets.dcp import lay_out_dcp
 from flowstone.convert.targets.hf import lay_out_hf
+from flowstone.convert.targets.torch_file import lay_out_torch
 from flowstone.errors import ArgumentError
 from flowstone.rules import Rule
 
-Format = Literal["hf"]
-FORMATS: tuple[str, ...] = ("hf",)
+Format = Literal["hf", "torch", "dcp"]
+FORMATS: tuple[str, ...] = ("hf", "torch", "dcp")
 
 SHARD_BYTES_DEFAULT = 5 * 10**9
 
@@ -63,7 +64,8 @@ def export(
     under its name once it is whole and durable.
 
     checkpoint   a store (its newest step, or `step`), a checkpoint, or what `import_checkpoint` reads
-    to           "hf": a directory of safetensors files, which `from_pretrained` loads
+    to           "hf": a directory of safetensors files, which `from_pretrained` loads; "torch": a file, which
+                 `torch.load` gives back as a state_dict; "dcp": a directory of torch.distributed.checkpoint
     section      whose tensors, by their names below it; None: all, by their whole names
     dtype        floating-point tensors are converted to it: "bfloat16" ("bf16"), "float16", "float32", "float64"
     rules        fs.Rename and fs.Skip, of names as the checkpoint has them
@@ -83,10 +85,10 @@ def export(
     wanted = None if source.is_flat else section
     mapped = choose(source, wanted, known, cast_target(dtype))
     lost = check_objects(source, wanted, known, to)
-    beside = documents_of(source, None if documents is None else Path(documents))
-    layout, index = lay_out_hf(mapped.outputs, int(shard_bytes))
-    draft = Draft(Path(path), is_file=False)
-    texts = {**beside, **index}
+    draft = Draft(Path(path), is_file=to == "torch")
+    layout, texts = _lay_out(to, mapped, draft.path.name, int(shard_bytes))
+    if to == "hf":
+        texts = {**documents_of(source, None if documents is None else Path(documents)), **texts}
     window = window_bytes(budget_bytes)
     resumed = layout.bytes
     try:
@@ -106,6 +108,15 @@ def export(
     return _report(draft.path, to, files, mapped, lost, (layout.bytes, resumed, time.monotonic() - begun))
 
 
+def _lay_out(to: Format, mapped: Mapped, name: str, shard_bytes: int) -> tuple[Layout, Mapping[str, bytes]]:
+    """The target's files, and the small ones that are written when those are durable."""
+    if to == "hf":
+        return lay_out_hf(mapped.outputs, shard_bytes)
+    if to == "dcp":
+        return lay_out_dcp(mapped.outputs, mapped.aliases, shard_bytes)
+    return lay_out_torch(mapped.outputs, mapped.aliases, name), {}
+
+
 def _report(
     path: Path, to: str, files: tuple[str, ...], mapped: Mapped, lost: tuple[str, ...],
     measured: tuple[int, int, float],
@@ -118,4 +129,4 @@ def _report(
     )
 
 
-__all__ = ["ExportReport", "Source", "export"]
+__all__ = ["ExportReport", "export"]

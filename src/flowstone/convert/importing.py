@@ -65,7 +65,7 @@ def import_checkpoint(
     Killed and called again with the same arguments, it goes on where the last durable window ended; the checkpoint
     appears once it is whole and durable.
 
-    source   safetensors: one file, or a directory with shards and their index
+    source   safetensors (a file, or a directory with its index), a file of torch.save, a directory of DCP
     store    a directory; made where it is missing
     step     of the new checkpoint; above every one that is there
     section  where the tensors of a file that knows no sections belong: `<section>.<name>`

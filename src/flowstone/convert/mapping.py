@@ -11,7 +11,7 @@ from flowstone.config import NAMES_TOLD
 from flowstone.convert.cast import CASTABLE
 from flowstone.convert.layout import Output
 from flowstone.convert.source import Source, SourceTensor
-from flowstone.errors import ArgumentError, CollisionError, MismatchError, NoTensorError
+from flowstone.errors import ArgumentError, CollisionError, MismatchError, NoTensorError, UnsupportedFormatError
 from flowstone.format.objects import TensorRef
 from flowstone.plan.match import rename
 from flowstone.rules import Rename, Rule, Skip
@@ -62,6 +62,7 @@ def choose(source: Source, section: str | None, rules: Sequence[Rule], dtype: DT
         else:
             new = rename(name, rules)
             names.append((new.removeprefix(prefix), tensor))
+    skipped += _unmapped(source, prefix, rules)
     if not names and not skipped:
         sections = ", ".join(dict.fromkeys(name.partition(".")[0] for name in tensors)) or "none"
         raise NoTensorError(
@@ -70,6 +71,20 @@ def choose(source: Source, section: str | None, rules: Sequence[Rule], dtype: DT
             found=f"sections {sections}", next="name one of them with --section",
         )
     return _mapped(names, tuple(skipped), dtype)
+
+
+def _unmapped(source: Source, prefix: str, rules: Sequence[Rule]) -> list[str]:
+    """The values of a section that no checkpoint of ours can hold. Raises UnsupportedFormatError for those not skipped.
+    """
+    found = [one for one in source.unmapped if one.name.startswith(prefix)]
+    left = [one for one in found if not any(isinstance(rule, Skip) and rule.allows(one.name) for rule in rules)]
+    if left:
+        raise UnsupportedFormatError(
+            f"{source.location} holds {len(left)} values of types that are not known, and nothing of them was executed",
+            found=", ".join(f"{one.name} ({one.what})" for one in left[:NAMES_TOLD]),
+            next="leave them out with --skip PATTERN (fs.Skip), or save the file again without them",
+        )
+    return [one.name for one in found]
 
 
 def _all_names(source: Source, tensors: Mapping[str, SourceTensor]) -> Iterator[tuple[str, SourceTensor]]:

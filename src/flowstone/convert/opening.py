@@ -8,8 +8,10 @@ from pathlib import Path
 from flowstone.checkpoint import Checkpoint, open_checkpoint
 from flowstone.commit.entries import step_of
 from flowstone.convert.source import Source
+from flowstone.convert.sources.dcp import is_dcp, read_dcp
 from flowstone.convert.sources.flowstone import read_flowstone
 from flowstone.convert.sources.safetensors import is_safetensors, read_safetensors
+from flowstone.convert.sources.torch_file import is_torch_file, read_torch_file
 from flowstone.errors import ArgumentError, NotAStoreError
 from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME
 
@@ -30,11 +32,16 @@ def open_source(path: str | os.PathLike[str] | Checkpoint, step: int | None = No
         raise ArgumentError(f"{place} is no store of Flowstone, and has no steps", next="leave out the step")
     if not place.exists():
         raise NotAStoreError(f"there is nothing at {place}", next="check the path")
+    if is_dcp(place):
+        return read_dcp(place)
     if is_safetensors(place):
         return read_safetensors(place)
+    if is_torch_file(place):
+        return read_torch_file(place)
     raise NotAStoreError(
         f"{place} is no checkpoint that Flowstone knows",
-        expected="a store or checkpoint of Flowstone, safetensors (one file, or a directory with its index)",
+        expected="a store or checkpoint of Flowstone, safetensors (a file, or a directory with its index), a file of "
+        "torch.save, or a directory of torch.distributed.checkpoint",
         next="check the path",
     )
 

@@ -56,6 +56,13 @@ class SourceFile(msgspec.Struct, frozen=True):
     changed_ns: int
 
 
+class Unmapped(msgspec.Struct, frozen=True):
+    """A value that a checkpoint of ours cannot hold: where it is, and of which type."""
+
+    name: str
+    what: str
+
+
 class Source(msgspec.Struct, frozen=True, eq=False):
     """A checkpoint that is ready to be read: everything about it is known and checked but the tensors' bytes.
 
@@ -67,6 +74,7 @@ class Source(msgspec.Struct, frozen=True, eq=False):
     documents  small files beside the tensors (a model's configuration, a tokenizer), by name
     is_flat   the tensors are those of one module, by its own names: they belong to no section yet
     digests   XXH3-64 of chunks, where something vouches for bytes
+    unmapped  what else it has; an error, unless a rule skips it
     """
 
     kind: str
@@ -79,6 +87,7 @@ class Source(msgspec.Struct, frozen=True, eq=False):
     documents: Mapping[str, bytes] = msgspec.field(default_factory=dict)
     is_flat: bool = False
     digests: NDArray[np.uint64] | None = None
+    unmapped: tuple[Unmapped, ...] = ()
 
 
 def source_file(path: Path) -> SourceFile:

@@ -1,0 +1,284 @@
+"""A directory of torch.distributed.checkpoint as a source: what its .metadata says, and nothing executed to read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import msgspec
+
+from flowstone.config import MIB
+from flowstone.convert.source import (
+    Source,
+    SourceFile,
+    SourceTensor,
+    StoredBox,
+    check_source,
+    source_file,
+)
+from flowstone.convert.sources.restricted_unpickler import Global, Known, Record, read_pickle
+from flowstone.convert.sources.torch_archive import Archive, Place, read_archive
+from flowstone.convert.sources.torch_values import KNOWN, StorageRef, TensorView, storage_of, view_bytes
+from flowstone.convert.sources.tree import Tree, check_sections
+from flowstone.errors import DamagedError, UnsupportedFormatError
+from flowstone.format.objects import Named, TensorRef
+from flowstone.store.os_errors import translated
+from flowstone.table.box import Box
+from flowstone.table.dtype import DTYPES, DType
+
+METADATA_NAME = ".metadata"
+_METADATA_BYTES_MAX = 1024 * MIB
+_MODULE = "torch.distributed.checkpoint.metadata"
+_TENSOR, _BYTES = f"{_MODULE}.TensorStorageMetadata", f"{_MODULE}.BytesStorageMetadata"
+_RECORDS = frozenset({
+    *(f"{_MODULE}.{name}" for name in (
+        "Metadata", "MetadataIndex", "ChunkStorageMetadata", "TensorStorageMetadata", "BytesStorageMetadata",
+        "TensorProperties", "StorageMeta",
+    )),
+    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+})
+_METADATA_KNOWN: Known = {name: KNOWN[name] for name in (
+    "torch.Size", "torch.serialization._get_layout", "collections.OrderedDict",
+)}
+
+
+class _Item(msgspec.Struct, frozen=True):
+    """Where an item lies: the file's name, and its place there."""
+
+    file: str
+    place: Place
+
+
+class _Metadata(msgspec.Struct, frozen=True):
+    """What .metadata says.
+
+    entries  what each name is
+    items    where each item lies: by name, and by offset in the tensor (None for what is no tensor)
+    paths    the keys that led to each name
+    """
+
+    entries: Mapping[str, Record]
+    items: Mapping[tuple[str, tuple[int, ...] | None], _Item]
+    paths: Mapping[str, tuple[str | int, ...]]
+
+
+def is_dcp(path: Path) -> bool:
+    """Whether a directory has DCP's metadata."""
+    return path.is_dir() and (path / METADATA_NAME).is_file()
+
+
+def read_dcp(path: Path) -> Source:
+    """What the directory holds.
+
+    raises  DamagedError            a file is missing or torn, or the metadata contradicts itself
+            UnsupportedFormatError  items that extensions have transformed, or types that are not known
+    """
+    metadata = _metadata(path)
+    files = _Files(path)
+    try:
+        return _source(path, metadata, files)
+    finally:
+        files.close()
+
+
+def _source(path: Path, metadata: _Metadata, files: _Files) -> Source:
+    tensors, objects = [], dict[str, object]()
+    trees = Tree(files.storage, str(path))
+    for name, entry in metadata.entries.items():
+        keys = metadata.paths[name]
+        if entry.kind == _TENSOR:
+            tensors.append(_tensor(path, name, entry, metadata, files))
+            _put(objects, keys, TensorRef(name, "tensor"), path)
+        else:
+            item = metadata.items.get((name, None))
+            if item is None:
+                raise _contradiction(path, f"nothing says where {name!r:.80} lies")
+            _put(objects, keys, trees.section(name, files.value(item)), path)
+    is_flat = all(len(keys) == 1 for keys in metadata.paths.values()) and not trees.tensors and all(
+        entry.kind == _TENSOR for entry in metadata.entries.values()
+    )
+    gone = {one.name for one in trees.unmapped}
+    kept = {} if is_flat else {key: _listed(value) for key, value in objects.items() if key not in gone}
+    check_sections(kept, str(path))
+    tensors.sort(key=lambda one: (one.boxes[0].file, one.boxes[0].offset_bytes))
+    return check_source(Source(
+        "dcp", str(path), tuple(files.opened), (*tensors, *trees.tensors), tuple(trees.aliases), kept, is_flat=is_flat,
+        unmapped=tuple(trees.unmapped),
+    ))
+
+
+def _metadata(path: Path) -> _Metadata:
+    where = path / METADATA_NAME
+    with translated(path, "read", METADATA_NAME):
+        if where.stat().st_size > _METADATA_BYTES_MAX:
+            raise DamagedError(f"{where} is too long", expected=f"at most {_METADATA_BYTES_MAX} bytes", next="check it")
+        content = where.read_bytes()
+    value = read_pickle(content, _METADATA_KNOWN, _RECORDS, path=str(where))
+    if not isinstance(value, Record) or value.kind != f"{_MODULE}.Metadata":
+        raise DamagedError(f"{where} is no metadata of torch.distributed.checkpoint", next="check the path")
+    try:
+        entries = cast("dict[str, Record]", value.field("state_dict_metadata"))
+        storage = cast("dict[Record, Record]", value.field("storage_data"))
+        planner = value.state.get("planner_data") if isinstance(value.state, dict) else None
+        items = dict(_item(index, found) for index, found in storage.items())
+        paths = {name: _keys(name, planner) for name in entries}
+        unknown = [name for name, entry in entries.items() if entry.kind not in (_TENSOR, _BYTES)]
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise _contradiction(path, f"a field is missing or of another type: {error!s:.100}") from error
+    if unknown:
+        raise UnsupportedFormatError(f"{where}: {unknown[0]!r:.80} is of an unknown kind", next="convert it with torch")
+    return _Metadata(entries, items, paths)
+
+
+def _keys(name: str, planner: object) -> tuple[str | int, ...]:
+    keys = planner.get(name, (name,)) if isinstance(planner, dict) else (name,)
+    if not isinstance(keys, tuple) or not keys or not all(isinstance(key, str | int) for key in keys):
+        raise ValueError(f"the path of {name!r:.80}")
+    return keys
+
+
+def _item(index: Record, found: Record) -> tuple[tuple[str, tuple[int, ...] | None], _Item]:
+    offset = index.state.get("offset") if isinstance(index.state, dict) else None
+    file, begin, length = (found.field(name) for name in ("relative_path", "offset", "length"))
+    transforms = found.state.get("transform_descriptors") if isinstance(found.state, dict) else None
+    name = index.field("fqn")
+    if transforms:
+        raise UnsupportedFormatError(
+            f"{name!r:.80} is stored by the extensions {transforms!r:.80}", next="save it with dcp.save without them"
+        )
+    is_plain = isinstance(file, str) and file and not file.startswith("/") and ".." not in Path(file).parts
+    if not is_plain or not all(isinstance(n, int) and n >= 0 for n in (begin, length)) or not isinstance(name, str):
+        raise ValueError(f"the place of {name!r:.80}")
+    place = Place(cast("int", begin), cast("int", length))
+    return (name, None if offset is None else _sides(offset)), _Item(cast("str", file), place)
+
+
+def _sides(value: object) -> tuple[int, ...]:
+    """A torch.Size, as the pickle has it, or a tuple."""
+    if isinstance(value, Named):
+        return tuple(int(n) for n in value.text.split(",") if n)
+    if isinstance(value, Sequence) and all(isinstance(n, int) and n >= 0 for n in value):
+        return tuple(value)
+    raise ValueError(f"a size {value!r:.40}")
+
+
+def _tensor(path: Path, name: str, entry: Record, metadata: _Metadata, files: _Files) -> SourceTensor:
+    try:
+        shape, dtype = _sides(entry.field("size")), _dtype(entry.field("properties"), name)
+        chunks = [
+            Box(_sides(chunk.field("offsets")), _sides(chunk.field("sizes")))
+            for chunk in cast("list[Record]", entry.field("chunks"))
+        ]
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise _contradiction(path, f"{name!r:.80}: {error!s:.100}") from error
+    boxes = []
+    for box in chunks:
+        item = metadata.items.get((name, box.offset))
+        if item is None:
+            raise _contradiction(path, f"nothing says where {name!r:.80} {box} lies")
+        file, begin, view = files.tensor(item)
+        if (view.shape, view.dtype) != (box.shape, dtype):
+            raise _contradiction(
+                path, f"{name!r:.80} {box} is {dtype.name} {box.shape} in the metadata, "
+                f"{view.dtype.name} {view.shape} in {item.file}",
+            )
+        boxes.append(StoredBox(box, file, begin, view.strides))
+    return SourceTensor(name, dtype, shape, tuple(boxes))
+
+
+def _dtype(properties: object, name: str) -> DType:
+    """Of the properties of a tensor, which pickle themselves as a tuple, and once as fields."""
+    state = cast("Record", properties).state
+    found = state[0] if isinstance(state, tuple) else cast("dict[str, object]", state)["dtype"]
+    kind = found.name.removeprefix("torch.") if isinstance(found, Global) else ""
+    if kind not in DTYPES:
+        raise UnsupportedFormatError(f"{name!r:.80} has the unknown type {kind!r:.40}", next="convert it with torch")
+    return DTYPES[kind]
+
+
+class _Files:
+    """The files of a directory, each opened once while the places of its items are looked up."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._numbers: dict[str, int] = {}
+        self._current: tuple[str, BinaryIO] | None = None
+        self.opened: list[SourceFile] = []
+        self._storages: dict[tuple[int, str], Place] = {}
+
+    def _archive(self, item: _Item) -> tuple[int, Archive]:
+        if item.file not in self._numbers:
+            path = self._directory / item.file
+            if not path.is_file():
+                raise DamagedError(f"{self._directory} lacks {item.file}", next="copy it")
+            self._numbers[item.file] = len(self.opened)
+            self.opened.append(source_file(path))
+        number = self._numbers[item.file]
+        file = self.opened[number]
+        if item.place.offset + item.place.bytes > file.bytes:
+            raise DamagedError(
+                f"{file.path} is torn", expected=f"at least {item.place.offset + item.place.bytes} bytes",
+                found=f"{file.bytes} bytes", next="copy it again",
+            )
+        with translated(self._directory, "read", item.file):
+            if self._current is None or self._current[0] != item.file:
+                self.close()
+                self._current = item.file, open(file.path, "rb")  # noqa: SIM115
+            return number, read_archive(self._current[1], item.place, f"{file.path} at {item.place.offset}")
+
+    def tensor(self, item: _Item) -> tuple[int, int, TensorView]:
+        """The file of an item that is a tensor, where its first element lies, and what it is."""
+        number, archive = self._archive(item)
+        path = f"{self.opened[number].path} at {item.place.offset}"
+        view = read_pickle(archive.content, KNOWN, persistent=storage_of, path=path)
+        place = archive.storages.get(view.storage.key) if isinstance(view, TensorView) else None
+        if not isinstance(view, TensorView) or place is None or place.bytes < view.storage.bytes:
+            raise DamagedError(f"{path} is no tensor", next="copy the file again")
+        return number, place.offset + view_bytes(view)[0], view
+
+    def value(self, item: _Item) -> object:
+        """What an item is that is no tensor. Its storages are found by `storage` until the next one."""
+        number, archive = self._archive(item)
+        self._storages = {(number, key): place for key, place in archive.storages.items()}
+        path = f"{self.opened[number].path} at {item.place.offset}"
+        return read_pickle(archive.content, KNOWN, persistent=storage_of, path=path)
+
+    def storage(self, wanted: StorageRef) -> tuple[int, Place]:
+        """Where a storage of the value read last lies."""
+        for (number, key), place in self._storages.items():
+            if key == wanted.key:
+                return number, place
+        raise DamagedError(f"{self._directory}: an item lacks the storage {wanted.key!r:.40}", next="copy it again")
+
+    def close(self) -> None:
+        if self._current is not None:
+            self._current[1].close()
+            self._current = None
+
+
+def _put(objects: dict[str, object], keys: tuple[str | int, ...], value: object, path: Path) -> None:
+    """Put a value where its keys lead: the tree that DCP has flattened."""
+    at: dict[object, object] = cast("dict[object, object]", objects)
+    for key in keys[:-1]:
+        inner = at.setdefault(key, {})
+        if not isinstance(inner, dict):
+            raise _contradiction(path, f"{'.'.join(map(str, keys))!r:.80} lies inside of a value")
+        at = inner
+    at[keys[-1]] = value
+
+
+def _listed(value: object) -> object:
+    """The same with lists where the keys are 0, 1, 2, ..."""
+    if not isinstance(value, dict):
+        return value
+    found = {key: _listed(inner) for key, inner in value.items()}
+    is_list = found and all(type(key) is int for key in found) and sorted(found) == list(range(len(found)))
+    return [found[at] for at in range(len(found))] if is_list else found
+
+
+def _contradiction(path: Path, what: str) -> DamagedError:
+    return DamagedError(
+        f"{path / METADATA_NAME} contradicts itself, or its files: {what}", next="copy the whole directory again"
+    )

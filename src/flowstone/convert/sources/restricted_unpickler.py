@@ -1,0 +1,219 @@
+"""Reads a pickle as what it describes, and executes nothing: names are looked up in a table, never imported.
+
+Pickle is a program for a machine with a stack. This machine knows the opcodes that build values, and calls nothing but
+the functions of the table that it is given. Everything else that a pickle names becomes an `Opaque` that tells the
+name: what is done about it is for the caller to say.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flowstone.errors import DamagedError, UnsupportedFormatError
+
+Known = Mapping[str, Callable[..., object]]
+"""What may be called, by the dotted name that pickles have for it."""
+
+_ITEMS_MAX = 1 << 24  # opcodes: of a checkpoint with a million tensors
+
+
+class Opaque:
+    """A value of a type that is not known, or a function; `name` is the dotted name of what would have been called."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class Global:
+    """A name that a pickle refers to, such as a class or a dtype."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class Record:
+    """An instance of a known class: its fields, or whatever else its state is, by `state`."""
+
+    __slots__ = ("arguments", "kind", "state")
+
+    def __init__(self, kind: str, arguments: tuple[object, ...]) -> None:
+        self.kind, self.arguments, self.state = kind, arguments, None
+
+    state: object
+
+    def field(self, name: str) -> object:
+        """A field of it. Raises KeyError."""
+        if not isinstance(self.state, dict):
+            raise KeyError(name)
+        found: object = self.state[name]
+        return found
+
+
+class _Mark:
+    pass
+
+
+def read_pickle(
+    content: bytes, known: Known, records: frozenset[str] = frozenset(), *,
+    persistent: Callable[[object], object] | None = None, path: str,
+) -> object:
+    """The value that a pickle describes.
+
+    known       what is called for a name, with the arguments that the pickle has for it
+    records     classes of which a Record is made
+    persistent  what stands for a persistent id; None: there is none
+
+    raises  DamagedError            this is no pickle, or not one that its own program could have written
+            UnsupportedFormatError  an opcode that no file of this kind has
+    """
+    machine = _Machine(known, records, persistent, path)
+    try:
+        for number, (opcode, argument, _) in enumerate(pickletools.genops(content)):
+            if number > _ITEMS_MAX:
+                raise UnsupportedFormatError(f"{path} has too many values", next="save the tensors by themselves")
+            if opcode.name == "STOP":
+                return machine.pop()
+            machine.step(opcode.name, argument)
+    except UnsupportedFormatError:
+        raise
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+        raise DamagedError(
+            f"{path} cannot be read: {error!s:.200}", next="copy the file again, or save it again"
+        ) from error
+    raise DamagedError(f"{path} ends early", next="copy the file again")
+
+
+_CONSTANTS: Mapping[str, object] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_LITERALS = frozenset({
+    "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8",
+    "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "SHORT_BINSTRING", "BINSTRING", "INT", "LONG", "FLOAT", "UNICODE",
+})
+_IGNORED = frozenset({"PROTO", "FRAME"})
+
+
+class _Machine:
+    def __init__(
+        self, known: Known, records: frozenset[str], persistent: Callable[[object], object] | None, path: str
+    ) -> None:
+        self._known, self._records, self._persistent, self._path = known, records, persistent, path
+        self._stack: list[Any] = []
+        self._memo: dict[int, object] = {}
+        self._steps: dict[str, Callable[[Any], object]] = {
+            "MARK": lambda _: self._stack.append(_Mark()),
+            "EMPTY_DICT": lambda _: self._stack.append({}),
+            "EMPTY_LIST": lambda _: self._stack.append([]),
+            "EMPTY_TUPLE": lambda _: self._stack.append(()),
+            "EMPTY_SET": lambda _: self._stack.append(set()),
+            "TUPLE": lambda _: self._stack.append(tuple(self._to_mark())),
+            "TUPLE1": lambda _: self._tuple(1),
+            "TUPLE2": lambda _: self._tuple(2),
+            "TUPLE3": lambda _: self._tuple(3),
+            "LIST": lambda _: self._stack.append(self._to_mark()),
+            "DICT": lambda _: self._stack.append(_pairs(self._to_mark())),
+            "FROZENSET": lambda _: self._stack.append(frozenset(self._to_mark())),
+            "APPEND": lambda _: self._append([self.pop()]),
+            "APPENDS": lambda _: self._append(self._to_mark()),
+            "SETITEM": lambda _: self._set([self.pop(), self.pop()][::-1]),
+            "SETITEMS": lambda _: self._set(self._to_mark()),
+            "ADDITEMS": lambda _: self._add(self._to_mark()),
+            "POP": lambda _: self.pop(),
+            "POP_MARK": lambda _: self._to_mark(),
+            "DUP": lambda _: self._stack.append(self._stack[-1]),
+            "MEMOIZE": lambda _: self._memo.__setitem__(len(self._memo), self._stack[-1]),
+            "GLOBAL": lambda text: self._stack.append(Global(text.replace(" ", "."))),
+            "STACK_GLOBAL": lambda _: self._stack_global(),
+            "REDUCE": lambda _: self._reduce(),
+            "NEWOBJ": lambda _: self._reduce(),
+            "NEWOBJ_EX": lambda _: self._reduce_named(),
+            "BUILD": lambda _: self._build(),
+            "BINPERSID": lambda _: self._stack.append(self._resolve(self.pop())),
+        }
+
+    def step(self, name: str, argument: Any) -> None:
+        if name in _IGNORED:
+            return
+        if name in _CONSTANTS:
+            self._stack.append(_CONSTANTS[name])
+        elif name in _LITERALS:
+            self._stack.append(argument)
+        elif name in ("BINPUT", "LONG_BINPUT", "PUT"):
+            self._memo[argument] = self._stack[-1]
+        elif name in ("BINGET", "LONG_BINGET", "GET"):
+            self._stack.append(self._memo[argument])
+        elif name in self._steps:
+            self._steps[name](argument)
+        else:
+            raise UnsupportedFormatError(
+                f"{self._path} uses {name}, which no checkpoint needs", next="do not load it with anything else, either"
+            )
+
+    def pop(self) -> Any:
+        value = self._stack.pop()
+        if isinstance(value, _Mark):
+            raise ValueError("a mark where a value should be")
+        return value
+
+    def _to_mark(self) -> list[Any]:
+        values: list[Any] = []
+        while not isinstance(value := self._stack.pop(), _Mark):
+            values.append(value)
+        values.reverse()
+        return values
+
+    def _tuple(self, count: int) -> None:
+        values = [self.pop() for _ in range(count)]
+        self._stack.append(tuple(reversed(values)))
+
+    def _append(self, values: list[Any]) -> None:
+        if not isinstance(self._stack[-1], Opaque):
+            self._stack[-1].extend(values)
+
+    def _set(self, values: list[Any]) -> None:
+        if not isinstance(self._stack[-1], Opaque):
+            self._stack[-1].update(_pairs(values))
+
+    def _add(self, values: list[Any]) -> None:
+        if not isinstance(self._stack[-1], Opaque):
+            self._stack[-1].update(values)
+
+    def _stack_global(self) -> None:
+        name, module = self.pop(), self.pop()
+        self._stack.append(Global(f"{module}.{name}"))
+
+    def _reduce(self) -> None:
+        arguments, called = self.pop(), self.pop()
+        self._stack.append(self._call(called, tuple(arguments)))
+
+    def _reduce_named(self) -> None:
+        named, arguments, called = self.pop(), self.pop(), self.pop()
+        self._stack.append(self._call(called, (*arguments, *named.values())))
+
+    def _call(self, called: object, arguments: tuple[object, ...]) -> object:
+        if not isinstance(called, Global):
+            return Opaque(called.name if isinstance(called, Opaque) else f"a call of a {type(called).__name__}")
+        if called.name in ("copyreg._reconstructor", "copyreg.__newobj__") and isinstance(arguments[0], Global):
+            return self._call(arguments[0], arguments[3:] if called.name.endswith("_reconstructor") else arguments[1:])
+        if called.name in self._records:
+            return Record(called.name, arguments)
+        function = self._known.get(called.name)
+        return Opaque(called.name) if function is None else function(*arguments)
+
+    def _build(self) -> None:
+        state, value = self.pop(), self._stack[-1]
+        if isinstance(value, Record):
+            value.state = state  # of others it is what a class adds to a container, as `_metadata`
+
+    def _resolve(self, identity: object) -> object:
+        if self._persistent is None:
+            raise ValueError("a reference to what lies outside of it")
+        return self._persistent(identity)
+
+
+def _pairs(values: list[Any]) -> dict[Any, Any]:
+    return dict(zip(values[::2], values[1::2], strict=True))

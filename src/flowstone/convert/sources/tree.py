@@ -1,0 +1,127 @@
+"""What a pickle describes, as a state of ours: names for its tensors, objects for the rest, and what is neither."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from flowstone.convert.source import Source, SourceFile, SourceTensor, StoredBox, Unmapped, check_source, row_major
+from flowstone.convert.sources.restricted_unpickler import Global, Opaque, Record
+from flowstone.convert.sources.torch_archive import Place
+from flowstone.convert.sources.torch_values import StorageRef, TensorView, view_bytes
+from flowstone.errors import DamagedError, UnsupportedFormatError
+from flowstone.format.objects import Named, TensorRef, key_text
+from flowstone.table.box import Box
+from flowstone.table.dtype import DTYPES
+from flowstone.table.pieces import Alias
+
+_DEPTH_MAX = 100  # that of our objects
+_NODES_MAX = 1 << 22  # a list may hold one value many times, and so on: it would never end
+_DROPPED = object()
+
+
+class Tree:
+    """Takes values apart. `place` says where a storage lies: file and bytes."""
+
+    def __init__(self, place: Callable[[StorageRef], tuple[int, Place]], path: str) -> None:
+        self._place, self._path = place, path
+        self._first: dict[tuple[int, int, TensorView], str] = {}
+        self._nodes = 0
+        self.tensors: list[SourceTensor] = []
+        self.aliases: list[Alias] = []
+        self.unmapped: list[Unmapped] = []
+
+    def section(self, name: str, value: object) -> object:
+        """The object that stands for a section; None where nothing of it can be said."""
+        found = self._walk(name, value, 0)
+        return None if found is _DROPPED else found
+
+    def _walk(self, name: str, value: object, depth: int) -> object:
+        self._nodes += 1
+        if depth > _DEPTH_MAX or self._nodes > _NODES_MAX:
+            raise UnsupportedFormatError(
+                f"{self._path} nests too deep, or without end, at {name!r:.200}", next="save the tensors by themselves"
+            )
+        if isinstance(value, TensorView):
+            self.add(name, value)
+            return TensorRef(name, "tensor")
+        if isinstance(value, dict):
+            return self._walk_dict(name, value, depth)
+        if isinstance(value, list | tuple):
+            items = [self._walk(f"{name}.{at}", inner, depth + 1) for at, inner in enumerate(value)]
+            kept_items = [None if item is _DROPPED else item for item in items]
+            return kept_items if isinstance(value, list) else tuple(kept_items)
+        if isinstance(value, Global) and value.name.removeprefix("torch.") in DTYPES:
+            return Named("torch.dtype", value.name.removeprefix("torch."))
+        if isinstance(value, Opaque | Global | Record | StorageRef):
+            what = value.kind if isinstance(value, Record) else getattr(value, "name", "a storage without a tensor")
+            self.unmapped.append(Unmapped(name, str(what)))
+            return _DROPPED
+        return value
+
+    def _walk_dict(self, name: str, value: dict[object, object], depth: int) -> object:
+        kept: dict[object, object] = {}
+        for key, inner in value.items():
+            where = f"{name}.{_text(key)}"
+            if isinstance(key, Opaque | Record | StorageRef | TensorView):
+                self.unmapped.append(Unmapped(where, f"a key, {_text(key)}"))
+            elif (part := self._walk(where, inner, depth + 1)) is not _DROPPED:
+                kept[_plain_key(key)] = part
+        return type(value)(kept) if type(value) is not dict else kept
+
+    def add(self, name: str, view: TensorView) -> None:
+        """Enter a tensor by a name; an alias, if another one is the same view of the same bytes."""
+        file, place = self._place(view.storage)
+        if place.bytes < view.storage.bytes:
+            raise DamagedError(
+                f"{self._path}: the storage of {name!r} is too short", expected=f"{view.storage.bytes} bytes",
+                found=f"{place.bytes} bytes", next="copy the file again",
+            )
+        begin, end = view_bytes(view)
+        key = (file, place.offset, view)
+        if key in self._first and begin < end:
+            self.aliases.append(Alias(name, self._first[key]))
+            return
+        self._first[key] = name
+        box = Box.whole(view.shape)
+        strides = None if _is_dense(view) else view.strides
+        self.tensors.append(
+            SourceTensor(name, view.dtype, view.shape, (StoredBox(box, file, place.offset + begin, strides),))
+        )
+
+    def source(
+        self, kind: str, location: str, files: tuple[SourceFile, ...], objects: Mapping[str, object], *, is_flat: bool
+    ) -> Source:
+        """All that was entered, checked, in the order in which it lies in the files."""
+        tensors = sorted(self.tensors, key=lambda one: (one.boxes[0].file, one.boxes[0].offset_bytes))
+        return check_source(Source(
+            kind, location, files, tuple(tensors), tuple(self.aliases), objects, is_flat=is_flat,
+            unmapped=tuple(self.unmapped),
+        ))
+
+
+def check_sections(names: object, path: str) -> None:
+    """Raise UnsupportedFormatError for a key that cannot be the name of a section."""
+    for name in names if isinstance(names, dict) else ():
+        if not isinstance(name, str) or not name or name.startswith("__") or "@" in name or "\0" in name:
+            raise UnsupportedFormatError(
+                f"{path}: {name!r:.60} cannot name a section", expected="text without '@' and NUL",
+                next="save a dict of state_dicts, by names",
+            )
+
+
+def _is_dense(view: TensorView) -> bool:
+    """Whether its elements fill one run of bytes in row-major order, whatever dimensions of one element say."""
+    pairs = zip(view.shape, view.strides, row_major(view.shape), strict=True)
+    return 0 in view.shape or all(side == 1 or stride == dense for side, stride, dense in pairs)
+
+
+def _plain_key(key: object) -> object:
+    if isinstance(key, Global) and key.name.removeprefix("torch.") in DTYPES:
+        return Named("torch.dtype", key.name.removeprefix("torch."))
+    return key
+
+
+def _text(key: object) -> str:
+    if isinstance(key, Global | Opaque):
+        return key.name
+    return type(key).__name__ if isinstance(key, Record | StorageRef | TensorView) else key_text(key)

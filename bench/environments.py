@@ -1,7 +1,7 @@
 """Environments for rivals whose packages are not the project's own, made when first needed and kept.
 
 Each lies above the interpreter that runs the benchmark: it finds that one's packages behind its own,
-so torch is the same for everybody and is not installed again. What it adds is pinned, line by line,
+so torch is the same for all and is not installed again. What it adds is pinned, line by line,
 in bench/pins/NAME.txt, and installed without dependencies: nothing can pull in another torch.
 """
 

@@ -74,7 +74,7 @@ def choose(
             try:
                 samples.append(job(directory, file_bytes, setting))
             except FioError:
-                if setting.memory == PLAIN:  # the others need a limit on locked memory that not everybody has
+                if setting.memory == PLAIN:  # the others need a higher limit on locked memory than usual
                     raise
             on_done()
     return tuple(samples)

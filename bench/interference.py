@@ -200,7 +200,7 @@ class _Room:
 
 
 def command(options: argparse.Namespace) -> str:
-    """What makes these numbers again; paths of this machine are nobody's business."""
+    """The command that measures these numbers again, without paths of this machine."""
     quick = " --quick" if options.quick else ""
     only = f" --only {' '.join(options.only)}" if options.only else ""
     return f"PYTHONPATH=src python bench/interference.py{quick} --rounds {options.rounds}{only}"

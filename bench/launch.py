@@ -171,7 +171,7 @@ class _Worker(Generic[Result]):
 def environment(desk: Path) -> dict[str, str]:
     """The caller's, with its import paths made absolute, since workers start in the repository's root.
 
-    Defaults are to be measured, not what somebody has tuned on this machine: the worker's own desk holds
+    Defaults are measured, not this machine's tuning: the worker's own desk holds
     the user's configuration, which is none.
     """
     paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]

@@ -60,7 +60,7 @@ def dirty_bytes() -> int:
 
 
 def _cpu_s() -> float:
-    """User and system time of this process and all below it; kernel threads that write back are nobody's.
+    """User and system time of this process and all below it; without kernel threads that write back.
 
     A child that ends in between moves from the living to the ended ones with all it used, so
     differences stay right.
@@ -148,7 +148,7 @@ def cool(paths: Iterable[Path]) -> bool | None:
     """Drop the files from the page cache. Whether they are out of it, by the kernel's word; None: it has none.
 
     Only these files: dropping all caches would also make every rival page its own code in again.
-    Where pages stay (somebody maps them), root's drop_caches is tried.
+    If pages stay (a process maps them), it tries root's drop_caches.
     """
     paths = list(paths)
     for path in paths:

@@ -194,7 +194,7 @@ def rest(settle_s: float) -> None:
 
 
 def command(options: argparse.Namespace) -> str:
-    """What makes these numbers again; paths of this machine are nobody's business."""
+    """The command that measures these numbers again, without paths of this machine."""
     only = f" --only {' '.join(options.only)}" if options.only else ""
     size = f" --bytes {options.bytes / 1e9:g}e9" if options.bytes != SETS[options.set] else ""
     passes = f" --passes {options.passes}" if options.passes != fio.PASSES else ""

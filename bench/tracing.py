@@ -25,7 +25,7 @@ _MARKED = re.compile(r"(?<=<!-- tracing:start -->\n).*(?=<!-- tracing:end -->)",
 
 
 def ratios(rounds: int, traced: Callable[[], float], plain: Callable[[], float]) -> list[float]:
-    """With a trace over without, ascending; who goes first changes each round."""
+    """With a trace over without, ascending; which goes first changes each round."""
     found = []
     for number in range(rounds):
         if number % 2:

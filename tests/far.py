@@ -1,6 +1,6 @@
 """Tensors on a device that there is none of: `DelayedDevice` plays it, and torch sees its memory from inside.
 
-To Flowstone such a tensor lies at an address where whoever touches it is killed, on the device "delayed:0". Everything
+To Flowstone such a tensor lies at an address where an access kills the process, on the device "delayed:0". Everything
 from there on is the way that CUDA memory goes; only the stream is another one, and the device's own work is done by
 the processor.
 """

@@ -1,4 +1,4 @@
-"""A training, and a checkpointer whose capture stays behind until somebody waits: what tests of loops are about."""
+"""A training, and a checkpointer whose capture stays behind until a thread waits: for tests of training loops."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def training(seed: int = 0) -> tuple[nn.Sequential, torch.optim.AdamW]:
 
 @contextmanager
 def waiting(path: Path, **options: Any) -> Iterator[fs.Checkpointer]:
-    """Most of what is lazy is captured when somebody waits for it, and no sooner."""
+    """Most of what is lazy is captured when a thread waits for it, and no sooner."""
     engine = fs.EngineOptions(request_bytes=2 * MIB)
     options = {"engine": engine, "budget_bytes": 16 * MIB, "on_error": "continue", **options}
     with mock.patch.object(Captures, "pace", return_value=CRAWL), fs.Checkpointer(path, **options) as checkpointer:

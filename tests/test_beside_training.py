@@ -1,4 +1,4 @@
-"""Saves beside training: who gives way to whom, and what a save may take."""
+"""Saves beside training: which threads yield, and what resources a save may take."""
 
 from __future__ import annotations
 

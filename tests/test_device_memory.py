@@ -1,4 +1,4 @@
-"""States on a device: captured and restored by its side stream, without anybody else touching its memory."""
+"""States on a device: captured and restored by its side stream, without any access to its memory by the CPU."""
 
 from __future__ import annotations
 

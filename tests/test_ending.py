@@ -1,4 +1,4 @@
-"""The end of a Checkpointer that nobody closes: it gives back what it has, and what it has lost is told."""
+"""The end of a Checkpointer that is never closed: it releases its resources, and reports lost saves."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def test_what_a_file_or_a_name_holds_is_printed_at_a_length_that_a_person_reads(
     assert lines[0].endswith("az")
     assert "[69013 characters more]" in lines[0]
     assert lines[2:] == ["              short", "  next        restore it"]
-    assert error.facts["found"] == f"{long}\nshort", "whoever asks has all of it"
+    assert error.facts["found"] == f"{long}\nshort", "`facts` keep the whole text"
 
 
 def test_what_is_short_is_printed_as_it_is() -> None:

@@ -1,4 +1,4 @@
-"""Lazy capture: what is saved is the state at `save`, whoever changes it afterwards, and however."""
+"""Lazy capture: what is saved is the state at `save`, whatever changes it afterwards."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_saves_in_flight_need_no_threads_but_those_of_the_first(tmp_path: Path) 
     assert [fs.open(tmp_path, step=step).step for step in (1, 2, 3)] == [1, 2, 3]
 
 
-# Whoever steps
+# Every kind of optimizer and step
 
 
 def test_every_optimizer_of_the_state_has_its_fence(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_a_provider_that_fails_in_the_middle_leaves_the_save_before_it_newest(st
 
 
 class Gap(ReelProvider):
-    """Describes a tensor of which nobody holds the end."""
+    """Describes a tensor whose end no rank holds."""
 
     def describe(self, value: Reel) -> Sequence[fs.Part | fs.ObjectPart]:
         first, *_ = super().describe(value)
@@ -249,7 +249,7 @@ class Counts(fs.Provider[Any]):
 
 def test_an_object_without_a_tensor_is_restored_too(store: Path) -> None:
     class Meter:
-        __slots__ = ("n",)  # so that nobody can watch it, either
+        __slots__ = ("n",)  # so that it has no weak references, either
 
     meter = Meter()
     meter.n = 5  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ Row = tuple[str, object, bool]  # name, tensor or array, lazy
 
 
 class Job:
-    """A training job whose state is about to change in every way that somebody has thought of."""
+    """A training job whose state is about to change in every way that these tests know."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)

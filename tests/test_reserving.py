@@ -21,7 +21,7 @@ from flowstone.store.local import LocalStore
 from flowstone.store.local_io import LocalWriting
 from flowstone.store.system import System
 
-PATIENCE_S = 5  # of a reservation that nobody lets go on: then the test fails, and does not stand
+PATIENCE_S = 5  # for a reservation that is never released: then the test fails instead of hanging
 
 
 class Slow(System):
@@ -38,7 +38,7 @@ class Slow(System):
         self.threads.append(threading.current_thread().name)
         self.is_asked.set()
         if not self.may_reserve.wait(PATIENCE_S):
-            raise OSError(errno.ETIMEDOUT, "nobody has let the reservation go on")
+            raise OSError(errno.ETIMEDOUT, "the reservation was never released")
         self.blocks.append(os.fstat(fd).st_blocks)
         if self.code:
             raise OSError(self.code, os.strerror(self.code))

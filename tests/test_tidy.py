@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -249,7 +252,7 @@ MUTABLE = {
     "Lock", "RLock", "Condition", "Event", "local", "count", "cycle", "deque", "defaultdict", "Counter", "list", "dict",
     "set", "bytearray", "WeakSet", "WeakKeyDictionary", "WeakValueDictionary", "SimpleNamespace", "ThreadPoolExecutor",
 }
-"""What holds state that changes; of a module, it would be everybody's."""
+"""Types with mutable state; in a module, all its users would share it."""
 
 
 def test_nothing_imports_masked_arrays() -> None:
@@ -290,6 +293,35 @@ def test_retired_words_do_not_come_back(folder: str) -> None:
         for number, line in enumerate(path.read_text().splitlines(), 1):
             found = RETIRED.search(line)
             assert not found, f"{path.relative_to(ROOT)}:{number} says {found}: a retired word"
+
+
+PERSONS = re.compile(r"\b(nobody|whoever)\b", re.IGNORECASE)
+"""Pronouns for persons: comments and docstrings say which thread, rank, process or object they mean."""
+
+
+def _comments(path: Path) -> Iterator[tuple[int, str]]:
+    """Line numbers and texts of a file's comments and docstrings; every line of a document."""
+    text = path.read_text()
+    if path.suffix in (".h", ".cpp"):
+        yield from ((n, line.partition("//")[2]) for n, line in enumerate(text.splitlines(), 1))
+    elif path.suffix in (".py", ".pyi"):
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        yield from ((token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT)
+        for node in ast.walk(ast.parse(text)):
+            said = node.value if isinstance(node, ast.Expr) else None
+            if isinstance(said, ast.Constant) and isinstance(said.value, str):
+                yield from enumerate(said.value.splitlines(), said.lineno)
+    else:
+        yield from enumerate(text.splitlines(), 1)
+
+
+@pytest.mark.parametrize("folder", ["src", "native", "docs"])
+def test_comments_have_no_pronouns_for_persons(folder: str) -> None:
+    for path in sorted((ROOT / folder).rglob("*")):
+        if path.suffix in (".py", ".pyi", ".md", ".h", ".cpp"):
+            for number, line in _comments(path):
+                found = PERSONS.search(line)
+                assert not found, f"{path.relative_to(ROOT)}:{number} says {found}: name the thread, rank or object"
 
 
 def test_the_repository_speaks_of_the_project_only() -> None:

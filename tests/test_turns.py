@@ -18,7 +18,7 @@ PATIENCE_S = 60  # for what is to happen at once; a thread that never ends fails
 
 
 def within_patience(act: Callable[[], object]) -> object:
-    """What `act` gives or raises, on a thread of its own that nobody waits for for ever."""
+    """What `act` gives or raises, on a thread of its own, with a limit on the wait."""
     outcome: list[object] = []
 
     def run() -> None:

@@ -234,7 +234,7 @@ CONDUCTOR = (
 
 
 class Training:
-    """A state that knows at which step it was, and a Checkpointer whose captures stay behind until somebody waits."""
+    """A state that knows at which step it was, and a Checkpointer whose captures stay behind until a thread waits."""
 
     def __init__(self, path: Path, *, has_optimizer: bool = True) -> None:
         self.path = path

@@ -179,7 +179,7 @@ def test_a_load_into_frozen_weights_is_no_thaw(tmp_path: Path) -> None:
 
 
 def test_a_model_of_which_nothing_is_trained_is_captured_early_however_long_it_stays(tmp_path: Path) -> None:
-    """Nobody can tell a teacher from an average that begins late."""
+    """A teacher cannot be told from an average that begins late."""
     model, optimizer = training()
     other = network().requires_grad_(False)
     with waiting(tmp_path) as checkpointer:

@@ -83,10 +83,10 @@ def test_a_plan_that_comes_while_a_step_copies_ends_that_and_nothing_may_change_
     def interrupted(memory: object, is_off: object) -> object:
         calls.append(memory)
         if len(calls) == piece + 1:
-            thread = threading.Thread(target=lambda: taken.append(one.take()))  # the writer's: it waits for nobody
+            thread = threading.Thread(target=lambda: taken.append(one.take()))  # the writer's: it does not wait
             thread.start()
             thread.join(10)
-            assert taken, "who begins the save waits for no copy"
+            assert taken, "beginning the save waits for no copy"
         return snapshot_one(memory, is_off)  # type: ignore[arg-type]
 
     with mock.patch.object(unplanned, "snapshot_one", interrupted):
@@ -119,7 +119,7 @@ def test_memory_that_is_freed_before_it_is_copied_fails_that_save_by_name(before
     if before:
         state["plain"].untyped_storage().resize_(0)
         assert one.snapshot(ROOM)
-    else:  # when a plan comes, and before anybody has stepped
+    else:  # when a plan comes, and before any step
         state["plain"].untyped_storage().resize_(0)
     with pytest.raises(StateChangedError, match="the memory of plain went away") as told:
         one.take()

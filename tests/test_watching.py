@@ -1,4 +1,4 @@
-"""Exact detection: whoever writes a byte of what is still to be captured, and however, that save fails by name."""
+"""Exact detection: any write to memory that is still to be captured fails that save, by name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(bool(REFUSAL), reason=f"written pages are not to
 
 @pytest.fixture(autouse=True)
 def slow() -> Iterator[None]:
-    """The first request goes out, and nothing else is captured until somebody waits for it."""
+    """The first request goes out, and nothing else is captured until a thread waits for it."""
     with mock.patch.object(Captures, "pace", return_value=Pace(blocks=1, bytes_per_s=1)):
         yield
 
@@ -160,7 +160,7 @@ def test_one_byte_that_changes_before_its_capture_fails_that_save_by_name(tmp_pa
 
 
 def test_a_neighbour_on_the_same_pages_may_be_written_all_the_time(tmp_path: Path) -> None:
-    """Every parameter shares its first and last page with a buffer of which nobody saves anything."""
+    """Every parameter shares its first and last page with a buffer that is not saved."""
     memory = torch.zeros(4 * MIB // 4)
     starts = (5, 300_000, 640_000)
     lengths = (250_001, 300_003, 400_007)
@@ -256,7 +256,7 @@ def test_of_two_saves_in_flight_each_is_watched_from_its_own_beginning(tmp_path:
             expected = parameters(state)[1].clone()
             assert not first.captured.done()
             if after:
-                writing = checkpointer._saves.captures._runs[0].writing  # whoever waits for `first` expedites both
+                writing = checkpointer._saves.captures._runs[0].writing  # waiting for `first` expedites both
                 writing.expedite()
                 writing.wait_captured()
                 by_data(parameters(state)[1], MIB + 5)

@@ -103,7 +103,7 @@ class Container(Steps):
 
 
 class Flattened(torch.optim.Optimizer):
-    """As torchtitan's: one of torch's by its class, with groups that nobody steps, and a state_dict() by names."""
+    """As torchtitan's: one of torch's by its class, with groups that are not stepped, and a state_dict() by names."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
         self.optimizers = optimizers

@@ -1,4 +1,4 @@
-"""The least that the largest writer must write: exact, by maximum flow, from nothing but who holds what.
+"""The least that the largest writer must write: exact, by maximum flow, only from what each rank holds.
 
 Pieces that the same ranks hold are one source of bytes; an edge leads to each of these ranks, and from a rank to the
 sink as much as it may write at most. Flow may cut pieces anywhere, so no plan of whole pieces is below the bound.

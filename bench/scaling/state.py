@@ -166,7 +166,7 @@ class Job:
         return self._forms[key].held(regions)
 
     def _form(self, stage: int, owner: int) -> _Form:
-        """The tensors of a stage and of the experts' owner, before anybody knows which are empty."""
+        """The tensors of a stage and of the experts' owner, before it is known which are empty."""
         if (stage, owner) not in self._forms:
             mine = [one for one in self._all if self._is_of(one, stage, owner)]
             self._forms[stage, owner] = _Form(mine)

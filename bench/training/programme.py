@@ -1,4 +1,4 @@
-"""What is run: who trains how, and Flowstone's drills. `FULL` is about the goals, `QUICK` whether it all works."""
+"""The runs: each saver's trainings, and Flowstone's drills. `FULL` measures the goals, `QUICK` checks that it works."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ class DrillSample:
     cpu_s           of all threads until durable; with the step's, where one followed
     peak_bytes      the highest resident memory meanwhile
     shared_bytes    resident shared memory, behind `save` or once durable, whichever is higher
-    dirty_bytes     the same of the machine's dirty pages and those under writeback, whoever made them
+    dirty_bytes     the same of the machine's dirty pages and those under writeback, of all processes
     copied_bytes    what was written, by Flowstone's own word
     """
 

@@ -1,4 +1,4 @@
-// Rows that lie on a device: nobody but the device touches them, in either direction.
+// Rows in device memory: only the device touches them, in either direction.
 #include <algorithm>
 #include <atomic>
 #include <chrono>

@@ -274,7 +274,7 @@ TEST_CASE("a lazy source that changed before it was captured is found with an en
         sample.rows.encoder = std::make_shared<RunLength>();
         Bed bed(setup, sample.file_bytes);
         WriteOptions options;
-        options.bytes_per_s = 1;  // the first window, and then none until somebody waits
+        options.bytes_per_s = 1;  // the first window, and then none until expedited
         auto job = bed.engine.write(bed.arena, {{bed.scratch.file(), bed.file_bytes}}, std::make_shared<WriteExtents>(sample.rows), options);
         std::memset(sample.memory[0].start() + 10 * mib, 0, 2 * mib);
         job->expedite();

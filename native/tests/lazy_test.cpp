@@ -73,7 +73,7 @@ TEST_CASE("early rows are captured at once, lazy ones when the job is expedited"
     }
 }
 
-TEST_CASE("early rows wait for nobody's pace, though no memory is touched yet") {
+TEST_CASE("early rows ignore the pace, though no memory is touched yet") {
     for (const Setup& setup : setups()) {
         CAPTURE(setup.backend);
         Sample sample = plain_sample(6 * mib, 0);
@@ -95,7 +95,7 @@ TEST_CASE("early rows wait for nobody's pace, though no memory is touched yet") 
     }
 }
 
-TEST_CASE("a cap holds for early rows and for lazy ones, whoever waits") {
+TEST_CASE("a cap holds for early rows and for lazy ones, also while the caller waits") {
     for (const Setup& setup : setups())
         for (const bool lazy : {false, true}) {
             CAPTURE(setup.backend);
@@ -132,7 +132,7 @@ TEST_CASE("a source that changes before it is captured fails the job, and says w
 }
 
 TEST_CASE("of every quarter of a chunk, whole or not, 64 bytes are sampled") {
-    // docs/LIMITS.md: one changed byte that nobody waited with, of what is copied, is seen in 1 of 4,096 cases.
+    // docs/LIMITS.md: a single changed byte of a sampled row is detected in 1 of 4,096 cases.
     for (const auto& [bytes, seen] : {std::pair{mib, 4 * 64U}, {mib + 100, 5 * 64U}, {64 * mib / 1024, 64U}}) {
         CAPTURE(bytes);
         const Memory memory(bytes, 0);
@@ -202,7 +202,7 @@ TEST_CASE("files may get ready at any moment of the capture, or never if the job
         }
 }
 
-TEST_CASE("a job that goes while its files are not ready waits for nobody, and writes nothing") {
+TEST_CASE("a job that goes while its files are not ready ends at once, and writes nothing") {
     for (const Setup& setup : setups()) {
         CAPTURE(setup.backend);
         const Sample sample = plain_sample(10 * mib);

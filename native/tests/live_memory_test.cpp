@@ -1,4 +1,4 @@
-// Memory that goes away while somebody reads it: an error number, never a signal.
+// Memory that goes away while it is read: an error number, never a signal.
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -34,7 +34,7 @@ public:
 
     std::byte* start() const { return start_; }
     std::uint64_t address() const { return reinterpret_cast<std::uint64_t>(start_); }
-    /// Nothing is put there, so that nobody else's memory comes to lie there either.
+    /// Makes them inaccessible. They stay mapped, so that no other memory is mapped there.
     void take(std::uint64_t begin, std::uint64_t end) const { REQUIRE(::mprotect(start_ + begin, end - begin, PROT_NONE) == 0); }
     void give(std::uint64_t begin, std::uint64_t end) const { REQUIRE(::mprotect(start_ + begin, end - begin, PROT_READ | PROT_WRITE) == 0); }
 

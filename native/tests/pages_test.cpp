@@ -131,7 +131,7 @@ TEST_CASE("a page that is written is told, and no other") {
     }
 }
 
-TEST_CASE("pages that the system writes for somebody are written, too") {
+TEST_CASE("pages that the system writes in a call count as written, too") {
     if (!can_watch()) return;
     const Mapped memory(64 * page);
     memory.fill(64 * page);
@@ -210,7 +210,7 @@ TEST_CASE("what was let go of is written without a fault, and nothing else is") 
     CHECK(write_all() < few);
 }
 
-TEST_CASE("huge pages stay whole where nobody writes, also those that are watched in part") {
+TEST_CASE("huge pages stay whole without writes, also those that are watched in part") {
     if (!can_watch()) return;
     const std::uint64_t bytes = 8 * huge_page_bytes;
     const Mapped memory(bytes, MADV_HUGEPAGE);
@@ -339,7 +339,7 @@ TEST_CASE("memory that another library watches by a userfaultfd of its own is le
         }
 }
 
-TEST_CASE("when nobody watches any more, memory is as it was before, also while a child lives that was forked meanwhile") {
+TEST_CASE("after the last watch, memory is as it was before, also while a child lives that was forked meanwhile") {
     if (!can_watch()) return;
     const Mapped memory(64 * page);
     memory.fill(64 * page);
@@ -360,7 +360,7 @@ TEST_CASE("when nobody watches any more, memory is as it was before, also while 
         memory.write(page);
         CHECK(written(watch, memory, 0, 64 * page) == std::pair{page, 2 * page});
     }
-    const Stranger stranger(memory.reach(0, 64 * page), true);  // it is refused where somebody else has prepared the memory
+    const Stranger stranger(memory.reach(0, 64 * page), true);  // refused if another userfaultfd has the memory
     { const PageWatch watch({memory.reach(0, 64 * page)}, all_bytes, 0); CHECK(watch.held(0) == Held::not_own); }
     ::close(pipe[1]);
     int status = -1;

@@ -321,7 +321,7 @@ class Engine:
                    are all in this job, or that no other job writes in between.
         blocks     how many arena blocks lazy rows may hold at once before `expedite`, at least one; None: any number
         bytes_per_s  how fast lazy rows may begin before `expedite`; 0: as fast as they can
-        cap_bytes_per_s  how fast anything may begin, whoever waits; 0: as fast as it can
+        cap_bytes_per_s  limit of the rate at which any window begins, in any case; 0: no limit
         watch      which lazy rows are watched exactly, if the system can: by what it costs, all, none. Others are
                    sampled
         files_ready  False: nothing is written before the job's `files_ready`, and what is captured meanwhile stays in

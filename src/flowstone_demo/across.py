@@ -12,7 +12,7 @@ from flowstone_demo.sizes import RankDemoSize
 
 
 def kills(form: RankDemoSize) -> tuple[RankKill, RankKill, None]:
-    """What ends the training on each number of ranks."""
+    """The kill that ends the training on each number of ranks."""
     return (
         RankKill(form.killed_saving, (form.victim,), saving=True),
         RankKill(form.killed_at, tuple(range(form.ranks[1])), saving=False),
@@ -28,9 +28,9 @@ def runs_here() -> bool:
 
 
 def rank_runs(order: RankOrder, work: Path, show: Callable[[str], None]) -> Iterator[RankRun]:
-    """The training on ever fewer ranks, from the newest committed step each time. Raises DiedError.
+    """The training on fewer and fewer ranks, each time from the newest committed step. Raises DiedError.
 
-    Before it, the same ranks go through the whole of it undisturbed, so that there is something to compare with.
+    Before it, the same ranks run the whole training undisturbed, for comparison.
     """
     for ranks, kill in zip(order.form.ranks, kills(order.form), strict=True):
         run = RankRun(ranks, newest_step(Path(order.store)))

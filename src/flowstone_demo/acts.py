@@ -24,7 +24,7 @@ from flowstone_demo.run_log import RunLog
 from flowstone_demo.screen import Screen, saves_table, torn_line
 from flowstone_demo.sizes import FULL, FULL_RANKS, SMALL, SMALL_RANKS, DemoSize, RankDemoSize
 
-SEED_BITS = 31  # torch takes 64, people read fewer
+SEED_BITS = 31  # torch takes 64; fewer are easier to read
 VERB_MAX_S = 120.0
 
 
@@ -32,18 +32,18 @@ def run(
     *, directory: Path | None = None, seed: int | None = None, keep: bool = False, small: bool = False,
     flip_bit: bool = False, console: Console | None = None, judged: list[Claim] | None = None,
 ) -> int:
-    """Show the demo; the exit status: 0 if every claim held, 1 if not, 2 if it could not begin.
+    """Run the demo. Returns the exit status: 0 if every claim held, 1 if not, 2 if it could not begin.
 
-    directory  where to work: absent or empty; by default a new one in `runs/` of the current directory
+    directory  to work in: absent or empty; by default a new one in `runs/` of the current directory
     seed       of the training and of the kills; by default a new one, which is printed
-    keep       leave stores and logs behind; otherwise all that was made is removed at the end
+    keep       keep stores and logs; otherwise everything is removed at the end
     small      tiny models and few kills: half a minute instead of two and a half, for tests
-    flip_bit   falsify one bit of one weight, at the end of act two and after each load of act four: the demo must
+    flip_bit   flip one bit of one weight, at the end of act two and after each load of act four; the demo must
                then fail
-    console    where to show it; by default standard output
+    console    for the output; by default standard output
     judged     receives every claim with its verdict, for a caller that wants more than the status
 
-    Starts processes, in act four several at a time, and leaves none behind. Blocks until the end.
+    Starts processes, in act four several at once, and ends all of them. Blocks until the end.
     """
     form, ranks = (SMALL, SMALL_RANKS) if small else (FULL, FULL_RANKS)
     screen = Screen(console or Console(highlight=False))
@@ -77,7 +77,7 @@ def run(
 def _show(
     screen: Screen, work: Path, form: DemoSize, ranks: RankDemoSize, *, seed: int, flip_bit: bool, verdicts: list[Claim]
 ) -> None:
-    """The four acts; every claim goes into `verdicts` as soon as it is judged."""
+    """Run the four acts; every claim is added to `verdicts` as soon as it is judged."""
 
     def judge(found: list[Claim]) -> None:
         for claim in found:
@@ -90,7 +90,7 @@ def _show(
         torch_saves=form.torch_saves, flip_bit=flip_bit,
     )
 
-    screen.act("Act one: a run that nobody disturbs", f"{form.steps} steps, nothing saved but the end; seed {seed}")
+    screen.act("Act one: an undisturbed run", f"{form.steps} steps, nothing saved but the end; seed {seed}")
     reference = _act_one(screen, calm, work / "reference.log")
     judge(claims.of_reference(form, reference))
 
@@ -114,7 +114,7 @@ def _show(
 
 
 def _act_one(screen: Screen, order: Order, log: Path) -> RunLog:
-    """Run `order` undisturbed. Raises DiedError unless it reaches its end."""
+    """Run `order` undisturbed. Raises DiedError if the process does not reach the end."""
     run_log = RunLog()
     screen.live("starting the training process")
     with ChildProcess(order, log) as process:
@@ -132,7 +132,7 @@ def _act_one(screen: Screen, order: Order, log: Path) -> RunLog:
 
 
 def _act_four(screen: Screen, order: RankOrder, work: Path) -> list[Claim]:
-    """Train on several ranks, kill, load on fewer; what is claimed of it. Raises DiedError."""
+    """Train on several ranks, kill, load on fewer. Returns the claims. Raises DiedError."""
     form = order.form
     screen.act(
         f"Act four: saved on {form.ranks[0]} ranks, loaded on {form.ranks[1]}, then on {form.ranks[2]}",
@@ -151,7 +151,7 @@ def _act_four(screen: Screen, order: RankOrder, work: Path) -> list[Claim]:
 
 
 class _Watch:
-    """Shows act two as it goes on: the live line, and each kill and start once."""
+    """Shows act two while it runs: the live line, and each kill and start once."""
 
     def __init__(self, screen: Screen, form: DemoSize) -> None:
         self._screen, self._form = screen, form
@@ -190,7 +190,7 @@ def _verbs(screen: Screen, store: str) -> list[Claim]:
 
 
 def _workplace(directory: Path | None, form: DemoSize) -> Path:
-    """An empty directory with room enough. Raises OSError, having made nothing."""
+    """An empty directory with enough room. Raises OSError before creating anything."""
     wanted = Path("runs") if directory is None else directory
     existing = next(parent for parent in (wanted, *wanted.absolute().parents) if parent.exists())
     if directory is not None and existing == wanted and any(wanted.iterdir()):

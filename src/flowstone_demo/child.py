@@ -58,12 +58,12 @@ def main(argument: str) -> None:
 
 
 def tell(message: Message) -> None:
-    """From any thread: a line goes out whole, since a pipe takes writes of up to 4096 bytes at once."""
+    """Send a message. Any thread: a pipe takes writes of up to 4096 bytes as a whole."""
     os.write(STDOUT, encode(message))
 
 
 def torch_save(run: Training, directory: Path) -> TorchSaved:
-    """The time of torch.save of the same state, as durable as ours: file and directory are fsynced."""
+    """Time torch.save of the same state, as durable as ours: file and directory are fsynced."""
     path = directory / "torch_save.pt"
     started = time.monotonic()
     state = {
@@ -84,7 +84,7 @@ def torch_save(run: Training, directory: Path) -> TorchSaved:
 
 
 def flip_bit(weight: torch.Tensor) -> None:
-    """The lowest bit of the first number: what the demo must notice."""
+    """Flip the lowest bit of the first number: the demo must notice it."""
     weight.view(torch.int32).view(-1)[0] ^= 1
 
 

@@ -16,19 +16,19 @@ import msgspec
 
 from flowstone_demo.messages import Message, Order, RankOrder, decode
 
-SILENCE_MAX_S = 120.0  # a start of a process on a busy machine takes a tenth of it
+SILENCE_MAX_S = 120.0  # starting a process on a busy machine takes a tenth of that
 
 
 class DiedError(Exception):
-    """A training process ended, or fell silent, though nobody killed it."""
+    """A training process ended, or stopped sending messages, without having been killed by the demo."""
 
 
 class ChildProcess:
     """One training process. Its messages come through a pipe, its standard error goes to `log`.
 
-    place  for one of several ranks: which of them it is, in variables of its environment
+    place  environment variables with the rank, for one of several ranks
 
-    A context manager; leaving it leaves no process behind. Not safe to share between threads.
+    A context manager; leaving it ends the process. Not thread-safe.
     """
 
     def __init__(self, order: Order | RankOrder, log: Path, place: Mapping[str, str] | None = None) -> None:
@@ -45,7 +45,7 @@ class ChildProcess:
             )
 
     def hear(self, timeout_s: float) -> list[Message]:
-        """The messages that have arrived; waits `timeout_s` for the first. Raises DiedError on a long silence."""
+        """The messages that have arrived; waits `timeout_s` for the first. Raises DiedError after a long silence."""
         if not self._open or not select.select([self], [], [], timeout_s)[0]:
             if self._open and time.monotonic() - self._heard > SILENCE_MAX_S:
                 raise DiedError(f"the training process printed nothing for {SILENCE_MAX_S:.0f} s\n{self._last_words()}")
@@ -56,17 +56,17 @@ class ChildProcess:
         return [decode(line) for line in lines]
 
     def fileno(self) -> int:
-        """Of the pipe, so that several can be waited for at once."""
+        """The pipe's descriptor, for waiting on several processes at once."""
         assert self._process.stdout is not None, "opened as a pipe"
         return self._process.stdout.fileno()
 
     @property
     def over(self) -> bool:
-        """Whether the process has closed its end of the pipe, and everything it said was heard."""
+        """Whether the process has closed its end of the pipe, and all its messages were read."""
         return not self._open
 
     def kill(self) -> list[Message]:
-        """SIGKILL, now; what it had said before. Raises DiedError if it was not this that ended it."""
+        """Send SIGKILL. Returns the messages sent before. Raises DiedError if the process ended for another reason."""
         self._process.kill()
         status = self._process.wait()
         messages = []
@@ -77,14 +77,14 @@ class ChildProcess:
         return messages
 
     def end(self, status: int = 0) -> None:
-        """Wait for a process that is over. Raises DiedError with its log unless it ended with `status`."""
+        """Wait for a process that is over. Raises DiedError with its log if its status is not `status`."""
         found = self._process.wait()
         if found != status:
             raise DiedError(f"the training process ended with status {found}\n{self._last_words()}")
 
     @property
     def killed(self) -> bool:
-        """Whether SIGKILL is what ended it."""
+        """Whether SIGKILL ended it."""
         return self._process.returncode == -signal.SIGKILL
 
     @property
@@ -109,11 +109,11 @@ class ChildProcess:
 
 
 def _environment(threads: int) -> dict[str, str]:
-    """The same arithmetic in every process, steps that a busy machine does not stretch tenfold, and a trace of crashes.
+    """Environment for equal arithmetic in every process, steps that stay fast on a busy machine, and crash traces.
 
-    MKL may otherwise choose another number of threads, and so other bits, as it goes. GNU OpenMP's threads
-    wait for each other by spinning; beside one busy process on two cores a step took 1 to 9 s with the
-    default, 1.0 s with 10,000 turns, 0.6 s with OMP_WAIT_POLICY=PASSIVE; left alone 0.33, 0.36 and 0.45 s.
+    Otherwise MKL may change its number of threads, and with it the bits. GNU OpenMP's threads spin while they wait;
+    beside one busy process on two cores a step took 1 to 9 s with the default, 1.0 s with 10,000 turns, 0.6 s with
+    OMP_WAIT_POLICY=PASSIVE; without a busy process 0.33, 0.36 and 0.45 s.
     """
     count = str(threads)
     return {

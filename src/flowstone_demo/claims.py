@@ -1,4 +1,4 @@
-"""What the demo claims of each act, judged from what was seen. Pure."""
+"""The demo's claims about each act, judged from the observations. Pure."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from flowstone_demo.sizes import DemoSize
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Something that the demo says of Flowstone, whether it held, and what was seen."""
+    """A claim about Flowstone, whether it held, and what was observed."""
 
     text: str
     held: bool
     found: str
 
 
-# Section of the state to what a reader calls it.
+# Section of the state -> its name for readers.
 _WORDS = {
     "model": "weights", "optimizer": "AdamW's moments", "rng": "generators of torch, numpy and python",
     "loader": "loader and its generator", "losses": "loss curve", "scheduler": "learning-rate schedule", "step": "step",

@@ -1,4 +1,4 @@
-"""What the demo claims of act four, judged from what was seen. Pure."""
+"""The demo's claims about act four, judged from the observations. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flowstone_demo.sizes import RankDemoSize
 
 _SLOT_COPIES = 3  # of each parameter: itself and AdamW's two moments
 _FLOAT32 = 4
-SPREAD_MAX = 0.01  # of what a step changes: as good as the same training, on any number of ranks
+SPREAD_MAX = 0.01  # of a step's usual change: that much counts as the same training on another number of ranks
 
 
 def of_ranks(form: RankDemoSize, runs: Sequence[RankRun]) -> list[Claim]:
@@ -38,7 +38,7 @@ def _same_training(form: RankDemoSize, runs: Sequence[RankRun]) -> Claim:
 
 
 def _naming(form: RankDemoSize, runs: Sequence[RankRun]) -> Claim:
-    """The survivors' errors name the victim, and nobody else."""
+    """The survivors' errors name the victim, and no other rank."""
     first = runs[0]
     survivors = set(range(first.ranks)) - set(first.killed)
     named = [rank for rank, words in first.lost.items() if re.findall(r"\brank (\d+)", words) == [str(form.victim)]]
@@ -67,7 +67,7 @@ def _starts(runs: Sequence[RankRun]) -> Claim:
 
 
 def _bits(runs: Sequence[RankRun]) -> Claim:
-    """What each rank had in memory after a load against what the ranks before it had when they saved that step."""
+    """Compare each rank's memory after a load with the memory of the ranks that saved that step."""
     text = "weights, moments and all else after each load bit-equal to what was saved"
     differences, found = [], []
     for at, run in enumerate(runs):
@@ -90,14 +90,14 @@ def _bits(runs: Sequence[RankRun]) -> Claim:
 
 
 def _unlike(sides: Sequence[Mapping[str, Held]]) -> list[str]:
-    """Names that are missing from a side, or whose digests differ between two."""
+    """Names that are missing on a side, or whose digests differ."""
     names = dict.fromkeys(name for side in sides for name in side)
     found = {name: {side[name].sha256 if name in side else None for side in sides} for name in names}
     return [name for name, digests in found.items() if len(digests) != 1]
 
 
 def _curve(form: RankDemoSize, runs: Sequence[RankRun]) -> Claim:
-    """Every loss of every rank, redone steps too, against that of the first ranks undisturbed."""
+    """Compare every loss of every rank, repeated steps too, with those of the first ranks undisturbed."""
     reference = [run.calm[0] for run in runs]
     reached, beyond, worst = set[int](), [], (0.0, 0.0, 0)
     for changes, run in enumerate(runs):

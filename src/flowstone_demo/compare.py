@@ -13,7 +13,7 @@ import flowstone as fs
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What a comparison of one section found; equal if there is no difference."""
+    """The differences in one section; equal if there are none."""
 
     section: str
     tensors: int
@@ -23,7 +23,7 @@ class Compared:
 
 
 def compare(first: fs.Checkpoint, second: fs.Checkpoint) -> dict[str, Compared]:
-    """Section to finding, over every tensor and every object that is in either checkpoint."""
+    """Section to result, over every tensor and every object of both checkpoints."""
     objects_first, objects_second = _objects(first), _objects(second)
     names = sorted({*first.tensors, *second.tensors})
     sections = sorted({_section(name) for name in names} | {*objects_first, *objects_second})
@@ -51,7 +51,7 @@ def _compare_section(
 
 
 def tensor_difference(first: fs.Checkpoint, second: fs.Checkpoint, name: str) -> str | None:
-    """What differs of one tensor, or None: presence, dtype, shape, aliasing, then every bit."""
+    """The first difference of one tensor, or None: presence, dtype, shape, aliasing, then every bit."""
     if name not in first.tensors or name not in second.tensors:
         return f"{name} is in only one of them"
     left, right = first.tensors[name], second.tensors[name]
@@ -67,7 +67,7 @@ def tensor_difference(first: fs.Checkpoint, second: fs.Checkpoint, name: str) ->
 
 
 def object_difference(first: object, second: object, path: str) -> tuple[int, tuple[str, ...]]:
-    """How many values were compared, and what differs: types count, and floats differ by their bits."""
+    """The number of compared values, and the differences; types count, and floats are compared by their bits."""
     if type(first) is not type(second):
         return 1, (f"{path}: {type(first).__name__} against {type(second).__name__}",)
     children = _children(first), _children(second)
@@ -81,7 +81,7 @@ def object_difference(first: object, second: object, path: str) -> tuple[int, tu
 
 
 def _children(value: object) -> Mapping[object, object] | None:
-    """The parts of a container, by key or place; None for a single value."""
+    """The parts of a container, by key or position; None for a single value."""
     if isinstance(value, Mapping):
         return value
     if isinstance(value, (list, tuple)):
@@ -96,10 +96,10 @@ def _bits(value: object) -> object:
 
 
 def _objects(checkpoint: fs.Checkpoint) -> dict[str, object]:
-    """Section to its objects; what is kept per rank, as generators are, among them."""
+    """Section to its objects, per-rank ones (generators) included."""
     return {**checkpoint.contents.replicated, **checkpoint.contents.per_rank}
 
 
 def _section(name: str) -> str:
-    """The first part of the path; a rank's own entry, `rng@0`, belongs to its section."""
+    """The first part of the path; a rank's entry, `rng@0`, belongs to its section."""
     return name.partition(".")[0].partition("@")[0]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-# Installed by others, or absent from some distributions: what remains is nearly the same everywhere.
+# Installed by other packages, or missing in some distributions: the rest is nearly the same everywhere.
 _OTHERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"})
 
 
@@ -19,7 +19,7 @@ def files(root: Path) -> list[Path]:
 
 
 def read(limit_bytes: int, root: Path | None = None) -> bytes:
-    """The first `limit_bytes` of the library's files, one after the other: the same at every call."""
+    """The first `limit_bytes` of the concatenated files: the same at every call."""
     library = root or Path(sysconfig.get_path("stdlib"))
     parts, room = [], limit_bytes
     for path in files(library):
@@ -35,7 +35,7 @@ def read(limit_bytes: int, root: Path | None = None) -> bytes:
 
 
 class Loader:
-    """Batches of random windows of a text, without end; it can say where it is, and go back there.
+    """Endless batches of random windows of a text; its position can be saved and restored.
 
     Bytes are the tokens; the target of each byte is the one after it.
     """

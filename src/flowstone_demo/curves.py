@@ -1,4 +1,4 @@
-"""How far two loss curves of one training may lie apart, if only the order of its sums differs. Pure."""
+"""How far two loss curves of one training may differ, if only the order of summation differs. Pure."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ Curve: TypeAlias = Mapping[int, float]
 
 
 def spread(curves: Sequence[Curve]) -> dict[int, float]:
-    """Between the highest and the lowest loss of each step that all have."""
+    """For each step that all curves have: the highest minus the lowest loss."""
     steps = sorted(set.intersection(*(set(curve) for curve in curves)))
     return {step: max(curve[step] for curve in curves) - min(curve[step] for curve in curves) for step in steps}
 
 
 def explained(calm: Sequence[Curve], changes: int, terms: int) -> dict[int, float]:
-    """How far a training may be, at each step, from the first of `calm` once it has changed its ranks `changes` times.
+    """Upper bound, at each step, of the distance from the first of `calm` after `changes` changes of the rank count.
 
-    Runs on different numbers of ranks add up the same numbers in different orders, and nothing else differs between
-    them. So what lies between the `calm` ones at a step is what orders alone have made of it by then: their spread,
-    and since rounding errors that have grown may cross each other at some step, the largest spread up to it. A change
-    of the number of ranks on the way makes no more of it than another number from the start does, which had longer to
-    grow; each further change adds as much again. So far the weights; the loss itself is one more sum, of `terms`, which
-    two orders give two values of (`sums_explain`). No change leaves nothing to explain.
+    Runs on different numbers of ranks add the same numbers in different orders, and differ in nothing else. So the
+    spread of the `calm` runs at a step is the effect of the order up to that step; since grown rounding errors may
+    cross each other at some step, the largest spread up to it is used. A change of the number of ranks on the way has
+    no larger effect than another number from the start, which had longer to grow; each further change adds as much
+    again. That covers the weights. The loss itself is one more sum, of `terms`, which may differ between two orders
+    (`sums_explain`). Without changes the bound is zero.
     """
     found, widest = {}, 0.0
     for step, width in spread(calm).items():
@@ -37,15 +37,16 @@ def explained(calm: Sequence[Curve], changes: int, terms: int) -> dict[int, floa
 
 
 def sums_explain(loss: float, terms: int) -> float:
-    """How far two sums of the same `terms` losses may lie apart, as means, by their order alone.
+    """How far two sums of the same `terms` losses may differ, as means, through their order alone.
 
-    Each is at most (terms - 1) x u off, relative to the sum of the sizes; u is half of a last bit (Higham, Accuracy
-    and Stability of Numerical Algorithms, 4.2). Cross-entropies are positive, so that sum is the loss itself.
+    The error of each is at most (terms - 1) x u, relative to the sum of absolute values; u is half a unit in the last
+    place (Higham, Accuracy and Stability of Numerical Algorithms, 4.2). Cross-entropies are positive, so that sum is
+    the loss itself.
     """
     return 2 * (terms - 1) * float(np.finfo(np.float32).eps) / 2 * loss
 
 
 def usual_change(curve: Curve) -> float:
-    """The median of what the loss changes from one step to the next."""
+    """The median change of the loss from one step to the next."""
     steps = sorted(curve)
     return median(abs(curve[after] - curve[before]) for before, after in pairwise(steps))

@@ -1,4 +1,4 @@
-"""Digests of a run's live memory, made without a line of the checkpoint code."""
+"""Digests of a run's live memory, computed without any checkpoint code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VALUES = "all that is no tensor"
 
 
 def fingerprint(run: Training) -> tuple[str, int]:
-    """SHA-256 over weights, moments, generators, loader, scheduler and losses; and the bytes of tensors in it."""
+    """SHA-256 over weights, moments, generators, loader, scheduler and losses; and the number of tensor bytes."""
     digest, total_bytes = hashlib.sha256(), 0
     for name, sha256, count in digests(run):
         digest.update(f"{name} {sha256}\n".encode())
@@ -25,9 +25,9 @@ def fingerprint(run: Training) -> tuple[str, int]:
 
 
 def digests(run: Training) -> Iterator[tuple[str, str, int]]:
-    """Name, SHA-256 and bytes of every tensor, then the same of all else together.
+    """Name, SHA-256 and length of every tensor, then of all other values together.
 
-    Tensors are gathered whole where ranks hold shards of them: then all ranks call this, and learn the same.
+    Sharded tensors are gathered: then all ranks must call this, and get the same result.
     """
     for name, tensor in _tensors(run):
         memory = whole(tensor.detach()).contiguous().numpy()
@@ -36,14 +36,14 @@ def digests(run: Training) -> Iterator[tuple[str, str, int]]:
         yield name, digest.hexdigest(), memory.nbytes
     digest = hashlib.sha256()
     for name, plain in _plain(run):
-        digest.update(f"{name} {plain!r}\n".encode())  # Python writes every float so that it reads back the same
+        digest.update(f"{name} {plain!r}\n".encode())  # repr of a float reads back exactly
     for loss in run.losses["train"]:
         digest.update(struct.pack("<d", loss))
     yield VALUES, digest.hexdigest(), 0
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor; of a DTensor, which alone can, gathered from the ranks that hold it."""
+    """The whole tensor; a DTensor is gathered from its ranks."""
     gather: Callable[[], torch.Tensor] | None = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else gather()
 

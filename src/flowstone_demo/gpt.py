@@ -12,7 +12,7 @@ BYTES = 256
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward network, each added to what came in."""
+    """Attention, then a feed-forward network, each with a residual connection."""
 
     def __init__(self, form: Sizes) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class GPT(nn.Module):
 
 
 def _init(module: nn.Module) -> None:
-    """GPT-2's: normal with deviation 0.02, no bias."""
+    """As in GPT-2: normal with deviation 0.02, no bias."""
     if isinstance(module, (nn.Linear, nn.Embedding)):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:

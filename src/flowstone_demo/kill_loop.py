@@ -1,4 +1,4 @@
-"""Act two: train, kill, look at what was left behind, start again, until the run is complete."""
+"""Act two: train, kill, check what was left, start again, until the run is complete."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flowstone_demo.kill_schedule import PlannedKill, one_more, plan_kills
 from flowstone_demo.messages import Began, Message, Order, Stepped
 from flowstone_demo.run_log import RunLog
 
-SAVE_S_UNKNOWN = 0.1  # a first guess; the saves before the first kill give the true time
+SAVE_S_UNKNOWN = 0.1  # a first guess; the saves before the first kill give the real time
 WATCH_S = 0.001  # a save of 300 MB takes a hundred times as long
 LISTEN_S = 0.25
 
@@ -46,11 +46,11 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """A start of a training process.
+    """One start of a training process.
 
     newest    the newest committed step on disk just before
-    promised  the highest step ever reported committed; 0 for none
-    found     where the process says that it goes on from
+    promised  the highest step reported committed; 0 for none
+    found     the step from which the process says that it continues
     """
 
     newest: int | None
@@ -64,7 +64,7 @@ class Resume:
 
 @dataclass(slots=True)
 class KilledRun:
-    """All that happened in act two."""
+    """The history of act two."""
 
     run_log: RunLog = field(default_factory=RunLog)
     kills: list[Kill] = field(default_factory=list)
@@ -76,12 +76,12 @@ class KilledRun:
 
 
 class Trigger:
-    """Says when a kill is due.
+    """Decides when a kill is due.
 
     begun   whether a save has begun in this process
-    save_s  how long a save takes at the least
+    save_s  the shortest duration of a save
 
-    How long a step takes it learns from the last two: what else the machine does may change it tenfold.
+    It learns a step's duration from the last two: other load on the machine may change it tenfold.
     """
 
     def __init__(self, kill: PlannedKill, begun: Callable[[], bool], *, save_s: float) -> None:
@@ -107,17 +107,17 @@ class Trigger:
         return self._due_at is not None and now >= self._due_at
 
     def patience_s(self, now: float) -> float:
-        """How long it is safe to wait for a message before `due` is asked again."""
+        """How long to wait for a message before asking `due` again."""
         if not self._armed:
             return LISTEN_S
         return WATCH_S if self._due_at is None else min(LISTEN_S, max(0.0, self._due_at - now))
 
 
 def kill_loop(order: Order, log: Path, show: Callable[[KilledRun], None]) -> KilledRun:
-    """Carry out `order` to its end through as many kills as its form asks for.
+    """Run `order` to its end through as many kills as its form asks for.
 
-    show    is called whenever there is something new to see
-    raises  DiedError when a process ends that nobody killed
+    show    called whenever something has changed
+    raises  DiedError if a process ends without having been killed
     """
     found, store = KilledRun(), Path(order.store)
     while found.run_log.finished is None:
@@ -143,7 +143,7 @@ def kill_loop(order: Order, log: Path, show: Callable[[KilledRun], None]) -> Kil
 def _supervise(
     process: ChildProcess, trigger: Trigger | None, found: KilledRun, show: Callable[[KilledRun], None], start: Resume
 ) -> bool:
-    """Hear one process until it ends or is killed; whether it was killed."""
+    """Read one process's messages until it ends or is killed. Returns whether it was killed."""
     while not process.over:
         messages = process.hear(LISTEN_S if trigger is None else trigger.patience_s(time.monotonic()))
         for message in messages:
@@ -165,7 +165,7 @@ def _supervise(
 
 
 def _next_kill(order: Order, found: KilledRun) -> PlannedKill | None:
-    """The next of the plan; then more while too few saves are torn; then none, and the run may end."""
+    """The next planned kill; then further ones while too few saves are torn; then None, and the run may end."""
     planned, number = plan_kills(order.form, order.seed), len(found.kills)
     if number < len(planned):
         return planned[number]
@@ -175,7 +175,7 @@ def _next_kill(order: Order, found: KilledRun) -> PlannedKill | None:
 
 
 def newest_step(store: Path) -> int | None:
-    """The newest committed step on disk, by the reader; None if there is none."""
+    """The newest committed step on disk, according to the reader; None if there is none."""
     try:
         return fs.open(store).step
     except fs.NoCheckpointError:
@@ -183,7 +183,7 @@ def newest_step(store: Path) -> int | None:
 
 
 def torn_saves(store: Path) -> tuple[TornSave, ...]:
-    """Every save in `store` that was begun and not committed. Only while nobody writes there."""
+    """Every save in `store` that was begun and not committed. Call it only while no process writes there."""
     return tuple(
         TornSave(name, tuple(sorted((file.name, file.stat().st_size) for file in (store / name).iterdir())))
         for name in _saving(store)
@@ -191,7 +191,7 @@ def torn_saves(store: Path) -> tuple[TornSave, ...]:
 
 
 def _begun(store: Path, left_before: set[str]) -> bool:
-    """Whether there is a save in `store` that is not among `left_before`."""
+    """Whether `store` has an uncommitted save that is not in `left_before`."""
     return any(name not in left_before for name in _saving(store))
 
 

@@ -1,4 +1,4 @@
-"""When to kill: planned from a seed, so that kills are spread over the run and some fall inside a save."""
+"""The kill schedule, made from a seed: kills are spread over the run, and some fall inside a save."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from flowstone_demo.sizes import DemoSize
 
 @dataclass(frozen=True, slots=True)
 class PlannedKill:
-    """One SIGKILL to come.
+    """One planned SIGKILL.
 
     after_step  it is armed once this step has been reported
-    aimed       it waits for the next save to begin
-    share       how long it then waits: a share of the shortest save's duration if aimed, of a
-                step's if not
+    aimed       wait for the next save to begin
+    share       how long to wait then: a share of the shortest save's duration if aimed, of a step's
+                duration if not
     """
 
     after_step: int
@@ -25,7 +25,7 @@ class PlannedKill:
 
 
 def plan_kills(form: DemoSize, seed: int) -> tuple[PlannedKill, ...]:
-    """`form.kills` kills, one in each equal part of the run, of which `form.aimed` wait for a save. Pure."""
+    """`form.kills` kills, one in each equal part of the run; `form.aimed` of them wait for a save. Pure."""
     chance = random.Random(seed)
     aimed = [position < form.aimed for position in range(form.kills)]
     chance.shuffle(aimed)
@@ -46,10 +46,10 @@ def one_more(form: DemoSize, seed: int, number: int) -> PlannedKill:
 
 
 def _before_save(step: int, save_every: int) -> int:
-    """The last step before the save that follows `step`, so that the watch for it begins in time."""
+    """The last step before the save that follows `step`, so that watching for it begins in time."""
     return step - step % save_every + save_every - 1
 
 
 def _share(chance: random.Random, aimed: bool) -> float:
-    """Not to the very end of a save: the shortest so far may be beaten, and then there is nothing torn."""
+    """Never the very end of a save: it may be faster than the shortest so far, and then nothing is torn."""
     return chance.uniform(0.0, 0.6) if aimed else chance.random()

@@ -1,4 +1,4 @@
-"""What the training process tells the supervisor: one JSON line each, on its standard output."""
+"""Messages from the training process to the supervisor: one JSON line each, on its standard output."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import msgspec
 
 from flowstone_demo.sizes import DemoSize, RankDemoSize
 
-LOST = 3  # the status of a rank that ends because another one is gone
+LOST = 3  # exit status of a rank that ends because another rank is gone
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What a training process is to do: its one argument.
+    """The work of a training process: its one argument.
 
     save_every   None: only the last step is saved
-    torch_saves  how often to time torch.save of the same state at the end, into `scratch`
-    flip_bit     falsify one bit of one weight before the last save
+    torch_saves  how often to time torch.save of the same state at the end, in `scratch`
+    flip_bit     flip one bit of one weight before the last save
     """
 
     form: DemoSize
@@ -29,9 +29,9 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """What each rank of a job is to do: its one argument. Which rank of how many it is, its environment says.
+    """The work of each rank of a job: its one argument. The environment has the rank and the number of ranks.
 
-    flip_bit     falsify one bit of one weight after each load
+    flip_bit     flip one bit of one weight after each load
     """
 
     form: RankDemoSize
@@ -54,14 +54,14 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
 
 
 class Undisturbed(msgspec.Struct, frozen=True, tag=True):
-    """A step of the training that is not saved, nor killed."""
+    """A step of the run without saves and kills."""
 
     step: int
     loss: float
 
 
 class Held(msgspec.Struct, frozen=True, tag=True):
-    """A whole tensor, or what is none, in memory at `step`: just loaded, or about to be saved."""
+    """A whole tensor, or another value, in memory at `step`: just loaded, or about to be saved."""
 
     step: int
     loaded: bool
@@ -71,13 +71,13 @@ class Held(msgspec.Struct, frozen=True, tag=True):
 
 
 class Saving(msgspec.Struct, frozen=True, tag=True):
-    """A save of `step` begins now: what it has to hold was told."""
+    """A save of `step` begins now; its expected content was reported before."""
 
     step: int
 
 
 class SaveCaptured(msgspec.Struct, frozen=True, tag=True):
-    """`save` returned, having kept training waiting for `blocked_s`."""
+    """`save` returned, after blocking training for `blocked_s`."""
 
     step: int
     blocked_s: float
@@ -99,13 +99,13 @@ class TorchSaved(msgspec.Struct, frozen=True, tag=True):
 
 
 class Lost(msgspec.Struct, frozen=True, tag=True):
-    """This rank ends: another one is gone, and this is how it was told."""
+    """This rank ends, because another one is gone; with the error that said so."""
 
     words: str
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
-    """The run is over; `sha256` of everything that it held in memory, `bytes` of tensors."""
+    """The run is over; `sha256` of its whole state in memory, `bytes` of tensors."""
 
     step: int
     sha256: str
@@ -118,7 +118,7 @@ Message: TypeAlias = (
 
 
 def encode(message: Message) -> bytes:
-    """A line. Numbers read back bit for bit."""
+    """One line. Numbers read back exactly."""
     return msgspec.json.encode(message) + b"\n"
 
 

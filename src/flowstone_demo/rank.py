@@ -1,7 +1,7 @@
 """One rank of the training as a process of its own: `python -m flowstone_demo.rank ORDER`.
 
-Which rank of how many it is, and where they meet, its environment says, as under torchrun. It trains twice: first all
-the way, with nothing saved, then from where the store says; that one may be killed.
+The environment has rank, number of ranks and meeting point, as under torchrun. It trains twice: first to the end
+without saves, then from the store's newest step; the second run may be killed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from flowstone_demo.messages import (
 from flowstone_demo.sizes import RankDemoSize
 from flowstone_demo.train import KEEP, Training, go_on, is_saved
 
-COLLECTIVE_MAX_S = 120.0  # ranks of a busy machine start far apart
+COLLECTIVE_MAX_S = 120.0  # ranks on a busy machine start far apart
 KILLED_WITHIN_S = 60.0
 
 
@@ -48,17 +48,17 @@ def main(argument: str) -> None:
     with fs.Checkpointer(order.store, keep=KEEP, deadline_s=order.form.deadline_s, on_event=on_event) as ckpt:
         try:
             learn(run, order, ckpt)
-        except RuntimeError:  # torch's: a collective failed, which does not say because of whom
+        except RuntimeError:  # from torch: a collective failed, without saying because of which rank
             name_the_lost(ckpt)
             raise
     tell(Finished(order.form.steps, *fingerprint(run)))
     sys.stderr.flush()
-    # Gloo in torch 2.13 aborts one process in eight while the interpreter ends, whatever it has run.
+    # Gloo in torch 2.13 aborts one process in eight while the interpreter ends, whatever it ran.
     os._exit(0)
 
 
 def meet() -> type[Training]:
-    """Meet the other ranks; how to train with them. A job of one rank trains plainly, without torch.distributed."""
+    """Meet the other ranks. Returns the class to train with; one rank trains without torch.distributed."""
     rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if size == 1:
         return Training
@@ -86,7 +86,7 @@ def learn(run: Training, order: RankOrder, ckpt: fs.Checkpointer) -> None:
             tell_held(run, step, loaded=False)
             tell(Saving(step))
             if is_victim(order.form, step):
-                time.sleep(KILLED_WITHIN_S)  # for the supervisor's SIGKILL: it must not come after the save
+                time.sleep(KILLED_WITHIN_S)  # wait for the supervisor's SIGKILL, which must not come after the save
 
     go_on(run, ckpt, save_every=order.form.save_every, on_start=on_start, on_step=on_step)
 
@@ -116,7 +116,7 @@ def tell_held(run: Training, step: int, *, loaded: bool) -> None:
 
 
 def on_event(event: Event) -> None:
-    """From the thread that commits: it learns who is gone even where this rank waits in a collective for ever."""
+    """Runs on the commit thread: it learns which rank is gone even if this rank hangs in a collective."""
     match event:
         case Committed(step, bytes, seconds):
             tell(SaveCommitted(step, bytes, seconds))
@@ -125,7 +125,7 @@ def on_event(event: Event) -> None:
 
 
 def name_the_lost(ckpt: fs.Checkpointer) -> None:
-    """Ask all ranks something: whoever is there learns who is not."""
+    """Make a call of all ranks: those that are alive learn which one is not."""
     try:
         ckpt.latest()
     except fs.RankError as error:

@@ -29,7 +29,7 @@ LISTEN_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class RankKill:
-    """SIGKILL for `victims`, once the first of them has said that it begins to save `step`, or has done it."""
+    """SIGKILL for `victims`, when the first of them reports that it begins to save `step`, or has done that step."""
 
     step: int
     victims: tuple[int, ...]
@@ -42,17 +42,17 @@ class RankKill:
 
 @dataclass(slots=True)
 class RankRun:
-    """What the ranks of one job have said, from their start to their end. Lists are by rank.
+    """The messages of one job's ranks, from start to end. Lists are by rank.
 
     newest     the newest committed step on disk just before; None for none
-    found      where each says that it goes on from
-    calm       losses by step, of the training that nobody disturbs
-    losses     the same, of the one that may be killed
-    saved      by step: digest of each tensor's bytes in memory, just before they were saved
-    loaded     the same, just after a load
-    committed  steps that were reported so
-    killed     ranks that were
-    lost       what each of the others was then told
+    found      the step from which each says that it continues
+    calm       losses by step, of the undisturbed training
+    losses     losses by step, of the training that may be killed
+    saved      by step: digest of each tensor in memory, just before it was saved
+    loaded     by step: digest of each tensor in memory, just after a load
+    committed  steps reported as committed
+    killed     ranks that were killed
+    lost       the error that each of the others then got
     """
 
     ranks: int
@@ -93,7 +93,7 @@ class RankRun:
                 self.finished.add(rank)
 
     def line(self, steps: int) -> str:
-        """Where training is, for a person to watch."""
+        """The progress of the training, for a person."""
         ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
         curve = self.losses[0] or self.calm[0]
         if not curve:
@@ -103,15 +103,15 @@ class RankRun:
 
 
 def run_ranks(order: RankOrder, log: Path, run: RankRun, kill: RankKill | None, show: Callable[[str], None]) -> RankRun:
-    """Start `run.ranks` processes that carry out `order`, and hear them until they end, or `kill` falls.
+    """Start `run.ranks` processes that run `order`, and read their messages until they end, or `kill` is due.
 
-    log     of rank 0; the others' have their numbers behind it
-    show    is told now and then where they are
-    raises  DiedError when a process ends otherwise than it was to
+    log     of rank 0; the others' have the rank appended
+    show    called now and then with the progress
+    raises  DiedError if a process does not end as planned
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in the stubs; only this needs torch
 
-    # As under torchrun: no rank keeps what they meet at, so that it outlives each of them.
+    # As under torchrun: no rank hosts the rendezvous store, so that it outlives each of them.
     # Without libuv, which some builds of torch lack (Debian's).
     meeting = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, use_libuv=False)
     with ExitStack() as stack:
@@ -143,7 +143,7 @@ def _kill(kill: RankKill, processes: list[ChildProcess], run: RankRun) -> None:
 
 
 def _hear(processes: list[ChildProcess]) -> list[tuple[int, Message]]:
-    """What has arrived from anybody; waits a while for the first of it."""
+    """Messages that have arrived from any rank; waits a while for the first."""
     select.select([process for process in processes if not process.over], [], [], LISTEN_S)
     return [(rank, message) for rank, process in enumerate(processes) for message in process.hear(0.0)]
 

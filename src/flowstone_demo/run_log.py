@@ -1,4 +1,4 @@
-"""What the processes of one act have said."""
+"""The messages of one act's processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flowstone_demo.messages import Began, Finished, Message, SaveCaptured, Save
 
 @dataclass(frozen=True, slots=True)
 class SaveTime:
-    """One save that was committed: how long training waited, and how long until it was durable."""
+    """One committed save: how long training was blocked, and how long until it was durable."""
 
     step: int
     bytes: int
@@ -19,7 +19,7 @@ class SaveTime:
 
 @dataclass(slots=True)
 class RunLog:
-    """Every message of an act, kept in the order of its arrival, over all its processes."""
+    """Every message of an act, in order of arrival, over all its processes."""
 
     began: list[Began] = field(default_factory=list)
     steps: list[Stepped] = field(default_factory=list)
@@ -45,15 +45,15 @@ class RunLog:
 
     @property
     def promised(self) -> int:
-        """The highest step that was reported committed; 0 before the first."""
+        """The highest step reported committed; 0 before the first."""
         return max((save.step for save in self.saves), default=0)
 
     def shortest_save_s(self, unknown: float) -> float:
-        """The least time to durable so far, `unknown` before the first save."""
+        """The shortest time until durable so far; `unknown` before the first save."""
         return min((save.durable_s for save in self.saves), default=unknown)
 
     def line(self, steps: int) -> str:
-        """Where training is, for a person to watch."""
+        """The progress of the training, for a person."""
         if not self.steps:
             return "starting the training process"
         last = self.steps[-1]

@@ -1,4 +1,4 @@
-"""What the demo shows: one live line on a terminal, now and then a plain one where output is piped."""
+"""The demo's output: one live line on a terminal; a plain line now and then if output is piped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PIPED_EVERY_S = 10.0
 
 
 class Screen:
-    """Where the demo is shown. Not safe to share between threads."""
+    """The demo's output. Not thread-safe."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -35,7 +35,7 @@ class Screen:
             self._console.print(Text(about, style="dim"), soft_wrap=True)
 
     def live(self, line: str) -> None:
-        """Replace the live line; where there is no terminal, print it if the last one is long ago."""
+        """Replace the live line; without a terminal, print it if the last one was long ago."""
         if not self._console.is_terminal:
             if time.monotonic() - self._told_at >= PIPED_EVERY_S:
                 self.say(line)
@@ -59,7 +59,7 @@ class Screen:
         self._console.print(Text(text.rstrip("\n")), soft_wrap=True)
 
     def claim(self, claim: Claim) -> None:
-        """One line, with a tick or a cross."""
+        """Print one line, with a tick or a cross."""
         self.still()
         drawn = self._console.encoding.lower().startswith("utf")
         mark = ("✓" if drawn else "held  ") if claim.held else ("✗" if drawn else "FAILED")
@@ -77,7 +77,7 @@ class Screen:
 
 
 def saves_table(saves: Sequence[SaveTime], torch_saves: Sequence[TorchSaved]) -> Table:
-    """First, median and slowest save beside torch.save's median, and how they compare."""
+    """First, median and slowest save beside torch.save's median, and their ratio."""
     table = Table(title=f"{len(saves)} committed saves while training went on", title_justify="left")
     for heading in ("save", "MB", "blocked", "to durable", "GB/s"):
         table.add_column(heading, justify="left" if heading == "save" else "right", no_wrap=True)
@@ -96,7 +96,7 @@ def saves_table(saves: Sequence[SaveTime], torch_saves: Sequence[TorchSaved]) ->
 
 
 def torn_line(torn: TornSave) -> str:
-    """The directory that a kill left, and its files."""
+    """The directory that a kill left, and its files, as text."""
     files = ", ".join(f"{name} {length / 1e6:.1f} MB" for name, length in torn.files) or "empty"
     return f"torn: {torn.name}  {len(torn.files)} file(s), {torn.bytes:,} bytes ({files})"
 

@@ -1,6 +1,6 @@
-"""The same training on several ranks: FSDP2 shards the model, and each rank learns from its rows of the batch.
+"""The same training on several ranks: FSDP2 shards the model, and each rank trains on its rows of the batch.
 
-All else is train.py's: the state, the loop, and how it goes on after a kill, on whatever number of ranks.
+The rest is train.py's: the state, the loop, and resuming after a kill, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from flowstone_demo.train import Training
 
 
 class Sharded(Training):
-    """A training shared out among the ranks of torch.distributed's default group.
+    """A training divided among the ranks of torch.distributed's default group.
 
-    Every rank draws the whole batch, so that loader and generators are the same on all, and the batch is the same
-    on any number of ranks; that number divides it.
+    Every rank draws the whole batch, so that loader and generators are equal on all ranks, and the batch is the same on
+    any number of ranks; that number divides the batch size.
     """
 
     def shard(self) -> None:
@@ -32,7 +32,7 @@ class Sharded(Training):
         return batch.narrow(0, rows * dist.get_rank(), rows)
 
     def mean(self, loss: torch.Tensor) -> torch.Tensor:
-        """Of all ranks' losses, on each of them."""
+        """The mean of all ranks' losses, on each rank."""
         total = loss.clone()
         dist.all_reduce(total)
         return total / dist.get_world_size()

@@ -1,4 +1,4 @@
-"""The sizes of a demo: one form to show, one for the tests."""
+"""The sizes of the demo: one set for users, one for the tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """What decides a training, but for its seed.
+    """The parameters of a training, except for its seed.
 
     length   of a training window, in bytes of text
     batch    windows in a step, on all ranks together
@@ -27,14 +27,14 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DemoSize(Sizes, frozen=True, kw_only=True):
-    """Every number of acts one to three that is not a matter of chance.
+    """All parameters of acts one to three that are not random.
 
     save_every    steps from one save to the next in act two
-    kills         how many SIGKILLs are planned, of which `aimed` wait for a save to begin
-    kills_min     how many must have been
+    kills         number of planned SIGKILLs; `aimed` of them wait for a save to begin
+    kills_min     how many must have happened
     torn          how many of them must have left a torn save behind
-    kills_max     after so many without enough torn saves the demo gives up
-    free_bytes    room that the stores, with one more save in flight, and torch.save's file need
+    kills_max     give up after this many without enough torn saves
+    free_bytes    room for the stores, with one more save in flight, and for torch.save's file
     """
 
     save_every: int
@@ -48,12 +48,12 @@ class DemoSize(Sizes, frozen=True, kw_only=True):
 
 
 class RankDemoSize(Sizes, frozen=True, kw_only=True):
-    """Every number of act four.
+    """All parameters of act four.
 
-    ranks       how many train at first, and after each kill; each number divides the batch
-    victim      the one of the first ranks that is killed as it begins to save step `killed_saving`
-    killed_at   once this step is done, all of the second ranks are killed
-    deadline_s  for ranks to come to an agreement; half of it without a sign of life, and a rank is taken for dead
+    ranks       number of ranks at first, and after each kill; each number divides the batch
+    victim      the rank of the first job that is killed as it begins to save step `killed_saving`
+    killed_at   once this step is done, all ranks of the second job are killed
+    deadline_s  for ranks to agree; after half of it without a heartbeat, a rank counts as dead
     """
 
     save_every: int
@@ -70,13 +70,13 @@ FULL = DemoSize(
     kills=6, kills_min=5, aimed=4, torn=2, kills_max=12, free_bytes=2_500_000_000,
 )
 
-# 3.2 million parameters, 38 MB: small enough for a test, large enough that a save can be hit.
+# 3.2 million parameters, 38 MB: small enough for a test, large enough for a kill to hit a save.
 SMALL = DemoSize(
     width=256, depth=4, heads=4, length=32, batch=2, corpus_bytes=200_000, steps=30, save_every=3, threads=1,
     kills=2, kills_min=2, aimed=2, torn=1, kills_max=8, free_bytes=400_000_000,
 )
 
-# Without dropout: masks would be drawn by each rank for its own rows, and no other number of ranks draws the same.
+# Without dropout: each rank would draw masks for its own rows, differently on another number of ranks.
 FULL_RANKS = RankDemoSize(
     width=256, depth=3, heads=4, length=32, batch=8, corpus_bytes=1_000_000, steps=20, save_every=4, threads=1,
     dropout=0.0, warmup_steps=4, killed_saving=8, killed_at=14,

@@ -1,8 +1,8 @@
-"""A training run that can be killed at any instant: what a user of Flowstone writes.
+"""A training run that can be killed at any time: what a user of Flowstone writes.
 
-Everything that decides how the run goes on is in `Training.state`. `train` begins where the
-newest committed checkpoint ends, or at the beginning where there is none; the same call serves
-for the first start and for every restart. `go_on` is the loop alone, for one process as for many.
+`Training.state` has everything that the continuation of the run depends on. `train` begins where the newest committed
+checkpoint ends, or at step 0 if there is none; the same call serves for the first start and for every restart. `go_on`
+is the loop alone, for one process and for many.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KEEP = fs.Keep(last=2)
 
 
 class Training:
-    """The parts of a run, fresh from `seed`: the same seed makes the same parts."""
+    """The parts of a run, new from `seed`: the same seed makes equal parts."""
 
     def __init__(self, form: Sizes, seed: int) -> None:
         torch.set_num_threads(form.threads)
@@ -46,14 +46,14 @@ class Training:
         self.losses: dict[str, list[float]] = {"train": []}
 
     def state(self, step: int) -> dict[str, object]:
-        """What a checkpoint holds: leave one of these out, and the run would not go on as it was."""
+        """The content of a checkpoint: without any one of these, the run would continue differently."""
         return {
             "model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, "loader": self.loader,
             "rng": fs.rng(), "losses": self.losses, "step": step,
         }
 
     def learn(self) -> float:
-        """One step; its loss."""
+        """Do one step; returns its loss."""
         inputs, targets = map(self.own_rows, self.loader.draw())
         loss = functional.cross_entropy(self.model(inputs).view(-1, BYTES), targets.reshape(-1))
         self.optimizer.zero_grad()
@@ -63,7 +63,7 @@ class Training:
         self.scheduler.step()
         return self.mean(loss.detach()).item()
 
-    # One process does all of it; sharded.py shares it out
+    # One process does everything; sharded.py divides it
 
     def shard(self) -> None: ...
 
@@ -78,7 +78,7 @@ def train(
     run: Training, store: Path, *, save_every: int | None, on_start: Callable[[int | None], None],
     on_step: Callable[[int, float], None], on_event: OnEvent | None = None,
 ) -> None:
-    """Bring `run` to its last step, from wherever `store` says it is; that step is always saved."""
+    """Run `run` to its last step, from the newest step in `store`; the last step is always saved."""
     with fs.Checkpointer(store, keep=KEEP, on_event=on_event) as ckpt:
         go_on(run, ckpt, save_every=save_every, on_start=on_start, on_step=on_step)
 
@@ -87,11 +87,11 @@ def go_on(
     run: Training, ckpt: fs.Checkpointer, *, save_every: int | None, on_start: Callable[[int | None], None],
     on_step: Callable[[int, float], None],
 ) -> None:
-    """The loop.
+    """The training loop.
 
     save_every  steps from one save to the next; None: only the last
-    on_start    is told the step of the checkpoint that was loaded, or None for a fresh start
-    on_step     is told each step and its loss, before that step is saved
+    on_start    called with the step of the loaded checkpoint, or None for a new start
+    on_step     called with each step and its loss, before that step is saved
     """
     last, done = run.form.steps, 0
     if ckpt.latest() is not None:
@@ -110,7 +110,7 @@ def is_saved(step: int, last: int, save_every: int | None) -> bool:
 
 
 def warmup_then_cosine(step: int, form: Sizes) -> float:
-    """The learning rate's factor at `step`: a line up, then half a cosine down to a tenth."""
+    """The learning rate's factor at `step`: linear warm-up, then half a cosine down to a tenth."""
     if step < form.warmup_steps:
         return (step + 1) / form.warmup_steps
     share = (step - form.warmup_steps) / max(1, form.steps - form.warmup_steps)

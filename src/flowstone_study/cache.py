@@ -1,4 +1,4 @@
-"""The page cache: get files out of it, and prove that they are."""
+"""The page cache: drop files from it, and verify that they are gone."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _TRIES = 3  # a page that is being written back stays; the sync before the next 
 
 
 def cool(paths: Iterable[Path]) -> bool | None:
-    """Drop the files from the page cache. Whether they are out of it, by the kernel's word; None: it has none.
+    """Drop the files from the page cache. Returns whether the kernel says that they are gone; None: it cannot tell.
 
-    Only these files: nobody else's cache is touched, and no privilege is needed.
+    Only these files: other programs' cache is untouched, and no privilege is needed.
     """
     paths = list(paths)
     cached: list[int | None] = []
@@ -63,13 +63,13 @@ def _cachestat(fd: int) -> int | None:
 
 
 def _mincore(fd: int) -> int | None:
-    """Mapping a file brings none of it in, so what is resident is what was cached."""
+    """Mapping a file loads no page, so resident pages are cached pages."""
     size = os.fstat(fd).st_size
     if size == 0:
         return 0
     libc = ctypes.CDLL(None, use_errno=True)
     resident = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
-    # Private and writable only so that ctypes may take its address; nothing is written.
+    # Private and writable only because ctypes needs that to take its address; nothing is written.
     with mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE) as mapped:
         first = ctypes.c_ubyte.from_buffer(mapped)
         failed = libc.mincore(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(size), resident)

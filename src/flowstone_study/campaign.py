@@ -1,4 +1,4 @@
-"""Measure cells at a place, one after another, round after round."""
+"""Measure cells in a directory, one after another, in several rounds."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from flowstone_study.records import Cell, Sample
 from flowstone_study.worker import Failed
 
 SCRATCH_PREFIX = ".flowstone-study-"
-_SUITABLE_S = 0.1  # what a cell of a quick study may take on this device, its best settings given
+_SUITABLE_S = 0.1  # for the base cell of a quick study on this device, with its best settings
 _SUITABLE_BYTES = (32 * MIB, 256 * MIB)
-_SUITABLE_TRIES = 3  # the fastest counts: whoever else uses the device slows it down, and nobody speeds it up
+_SUITABLE_TRIES = 3  # the fastest counts: other users of the device can only slow it down
 
 
 def measure(
     path: Path, cells: Sequence[Cell], base: Cell, *, rounds: int, limit_s: float = inf
 ) -> Generator[Sample, None, None]:
-    """`rounds` samples of each cell; every round goes through all cells, in an order of its own. Blocks.
+    """`rounds` samples of each cell; each round measures all cells, in a different order. Blocks.
 
-    The order is shuffled because devices give more to whoever comes first (burst credits, empty caches), and a
-    plan measured in its own order would hand that to its first topic. The seed is the round, so runs compare.
+    The order is shuffled because devices serve the first cells faster (burst credits, empty caches), which would favour
+    the plan's first topic. The seed is the round, so that studies are comparable.
 
-    base     how files are written that a restore is to find
-    limit_s  no cell is begun later; what the first round has not reached by then is reported as such
+    base     the settings with which files for restores are written
+    limit_s  start no cell after this time; cells that the first round has not reached are reported as such
 
-    A cell that cannot run here yields a Sample with its error. All files are below a directory of its own in
-    `path`, which is removed at the end, also after an error, Ctrl-C or `close`. Raises FullError and BudgetError if
-    disk or memory clearly cannot hold the largest cell, OSError if `path` cannot be written.
+    A cell that cannot run here yields a Sample with its error. All files are in a new directory below `path`, which is
+    removed at the end, also after an error, Ctrl-C or `close`. Raises FullError and BudgetError if disk or memory
+    clearly cannot hold the largest cell, OSError if `path` cannot be written.
     """
     _check_room(path, max(cell.bytes for cell in cells))
     end_s = time.monotonic() + limit_s
@@ -70,7 +70,7 @@ def suit_bytes(path: Path, base: Cell) -> int:
 
 
 def _groups(cells: Sequence[Cell], order: random.Random) -> list[list[Cell]]:
-    """Writes one by one; restores of the same files together, so that these are written once."""
+    """Writes one by one; restores of the same files together, so that the files are written once."""
     groups: dict[object, list[Cell]] = {}
     for cell in order.sample(cells, len(cells)):
         places = (cell.layout, cell.mix, cell.processes, cell.bytes, cell.chunk_bytes)
@@ -118,7 +118,7 @@ def _sample(cell: Cell, number: int, outcome: Outcome, file_count: int, cold: bo
 
 
 def _empty(scratch: Path) -> None:
-    """Remove all files, and have the file system done with it before the next timer starts."""
+    """Remove all files, and sync, so that the file system's work is done before the next timer starts."""
     for path in scratch.iterdir():
         path.unlink()
     fd = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -25,12 +25,12 @@ def from_json(text: str) -> Study:
 
 
 def row(sample: Sample) -> tuple[object, ...]:
-    """The sample's values under COLUMNS; None where there is none."""
+    """The sample's values under COLUMNS; None if not measured."""
     return (*(getattr(sample.cell, n) for n in _OF_CELL), *(getattr(sample, n) for n in _OF_SAMPLE))
 
 
 def to_csv(study: Study) -> str:
-    """Booleans as true and false, what was not measured as nothing."""
+    """Booleans as true and false; empty if not measured."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)

@@ -1,4 +1,4 @@
-"""The figures of a study, as values: what is compared, in which words, and what it shows. Pure.
+"""The figures of a study, as values: the comparison, its text, and its result. Pure.
 
 The terminal prints them as tables, the page draws them.
 """
@@ -20,8 +20,8 @@ DIRECTION_LABELS: Mapping[Direction, str] = {"write": "Save: write and fsync", "
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One value of a figure; `median` is None where the cell was planned and not measured, `cell` where it was not
-    planned (a combination that cannot be)."""
+    """One value of a figure; `median` is None if the cell was planned and not measured, `cell` if it was not planned
+    (an impossible combination)."""
 
     cell: Cell | None
     median: Median | None
@@ -48,7 +48,7 @@ class Panel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """kind: heat map, or bars. about: what is varied, and what is known of it. found: what this study shows."""
+    """kind: heat map, or bars. about: what is varied, and background. found: the result of this study."""
 
     title: str
     kind: Literal["heat map", "bars"]
@@ -62,7 +62,7 @@ class Figure:
 
 
 def figures(plan: Plan, summary: Summary) -> tuple[Figure, ...]:
-    """All of a study's figures, in the order in which they are read."""
+    """All of a study's figures, in reading order."""
     mixes = sorted({cell.mix for cell in plan.layouts}, key=MIXES.index)
     found = [
         _grid(plan, summary),

@@ -1,7 +1,7 @@
-"""What a study shows, in sentences: computed from the medians, never from expectations. Pure.
+"""The results of a study, as sentences: computed from the medians. Pure.
 
-Called noise: a ratio no farther from 1 than the rounds of one cell commonly are from each other, and two cells
-of which one's slowest round is below the other's fastest, and the other way round.
+Counts as noise: a ratio no farther from 1 than the rounds of one cell usually are from each other; and two cells whose
+ranges of rounds overlap.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from statistics import median
 from flowstone_study.records import DIRECTIONS, ENGINE_LABELS, LAYOUT_LABELS, Cell, Direction
 from flowstone_study.summary import Summary, size_label
 
-_NOTICEABLE = 0.03  # below this nobody would change a setting, whatever the spread
+_NOTICEABLE = 0.03  # a smaller gain is not worth changing a setting, whatever the spread
 _NEARLY_ALL = 0.95
 _NOISE = " (within the noise)"
 _WORDS = {"write": "Save", "restore": "Restore"}
@@ -148,21 +148,21 @@ def _against(summary: Summary, cell: Cell, other: Cell) -> float | None:
 
 
 def _ratio(summary: Summary, pairs: Iterable[tuple[Cell, Cell]]) -> float | None:
-    """The median, over the pairs of which both were measured, of the first's rate against the second's."""
+    """The median ratio of the rates, over the pairs in which both cells were measured."""
     ratios = [_against(summary, cell, other) for cell, other in pairs]
     known = [ratio for ratio in ratios if ratio is not None]
     return median(known) if known else None
 
 
 def _judged(ratio: float | None, summary: Summary) -> str:
-    """A ratio that stands for several pairs."""
+    """Text for a ratio that stands for several pairs."""
     if ratio is None:
         return "not measured"
     return f"{ratio:.2f} x" + (_NOISE if abs(ratio - 1) <= max(_NOTICEABLE, summary.spread) else "")
 
 
 def _times(summary: Summary, cell: Cell, other: Cell) -> str:
-    """One cell against another."""
+    """Text for one cell compared with another."""
     told = _judged(_against(summary, cell, other), summary)
     mine, theirs = summary.measured.get(cell), summary.measured.get(other)
     if mine is None or theirs is None or told.endswith(_NOISE):

@@ -1,4 +1,4 @@
-"""What a rate was measured on, without names of the machine or its user."""
+"""The machine of a measurement, without names of the machine or its user."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def describe(directory: Path) -> Mapping[str, str]:
-    """Facts for a line of text, in its order. `directory` exists."""
+    """Facts for one line of text, in order. `directory` exists."""
     source, kind, device = _mount(directory)
     return {
         "CPU": _cpu(),
@@ -22,17 +22,17 @@ def describe(directory: Path) -> Mapping[str, str]:
 
 
 def kernel() -> str:
-    """"Linux 6.18.44"; what comes after a dash may name a place."""
+    """"Linux 6.18.44"; the part after a dash is dropped, since it may name a place."""
     return f"{platform.system()} {platform.release().split('-', 1)[0]}"
 
 
 def file_system(directory: Path) -> str:
-    """Its type, as the mount table calls it: ext4, xfs, tmpfs, lustre, nfs4, ..."""
+    """Its type in the mount table: ext4, xfs, tmpfs, lustre, nfs4, ..."""
     return _mount(directory)[1]
 
 
 def available_bytes() -> int:
-    """Memory that can be had without swapping (proc_meminfo(5))."""
+    """Memory available without swapping (proc_meminfo(5))."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -69,5 +69,5 @@ def _device(source: str, device: str) -> str:
     spinning = queue is not None and (queue / "rotational").read_text().strip() == "1"
     name = Path(source).name
     kind = "virtio disk" if name.startswith("vd") else "NVMe disk" if name.startswith("nvme") else "disk"
-    # A virtual disk says nothing true about what turns behind it.
+    # A virtual disk does not know whether it rotates.
     return kind if kind == "virtio disk" else f"{kind}, {'rotating' if spinning else 'solid state'}"

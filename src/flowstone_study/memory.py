@@ -1,4 +1,4 @@
-"""A process's run of memory, and the pattern by which every block of every tensor is known again."""
+"""A process's memory for a run, and the pattern that identifies every block of every tensor."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from flowstone_study.placing import slots
 from flowstone_study.records import Cell
 
 _WORDS = BLOCK_BYTES // 8
-_TILE_BLOCKS = 256  # 1 MiB of noise, copied block by block: neither compressible nor slow to make
+_TILE_BLOCKS = 256  # 1 MiB of noise, copied block by block: incompressible, and fast to make
 _SEED = 20_251_230
 
 
 class Run:
-    """Anonymous memory, mapped when made, touched when filled, unmapped when dropped. Aligned to a page.
+    """Anonymous memory, mapped when created, touched when filled, unmapped when dropped. Aligned to a page.
 
     huge_pages  ask for transparent huge pages before the first touch; a kernel without them ignores it
     """
@@ -26,7 +26,7 @@ class Run:
     def __init__(self, size_bytes: int, *, huge_pages: bool) -> None:
         self._map = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # safe: an advice; a kernel built without huge pages answers EINVAL
+            with suppress(OSError):  # safe: a hint; a kernel built without huge pages returns EINVAL
                 self._map.madvise(mmap.MADV_HUGEPAGE)
         self._words: NDArray[np.uint64] = np.frombuffer(self._map, dtype=np.uint64)
 
@@ -39,7 +39,7 @@ class Run:
         return memoryview(self._map)
 
     def fill(self, cell: Cell, rank: int) -> None:
-        """Give every block its pattern: noise, marked at both ends with tensor and place."""
+        """Give every block its pattern: noise, marked at both ends with tensor and position."""
         blocks = self._words.reshape(-1, _WORDS)
         tile = np.random.default_rng(_SEED).integers(0, 2**64, (_TILE_BLOCKS, _WORDS), dtype=np.uint64)
         for first in range(0, len(blocks), _TILE_BLOCKS):
@@ -48,12 +48,12 @@ class Run:
         blocks[:, 0], blocks[:, -1] = _marks(cell, rank)
 
     def spoil(self) -> None:
-        """Touch every block and take its marks away, so that only a read brings them back."""
+        """Touch every block and erase its marks, so that only a read restores them."""
         blocks = self._words.reshape(-1, _WORDS)
         blocks[:, 0] = blocks[:, -1] = 0
 
     def is_filled(self, cell: Cell, rank: int) -> bool:
-        """Whether every block bears the marks of its tensor and place."""
+        """Whether every block has the marks of its tensor and position."""
         blocks = self._words.reshape(-1, _WORDS)
         tensor, place = _marks(cell, rank)
         return bool((blocks[:, 0] == tensor).all() and (blocks[:, -1] == place).all())

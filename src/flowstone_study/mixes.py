@@ -1,4 +1,4 @@
-"""How large the tensors of a rank are: the synthetic mix and three models.
+"""The tensor sizes of a rank: the synthetic mix and three models.
 
 The models are those of Gossman et al.: their job script (public repository llm-restart-perf) gives the shapes,
 Llama-3.2-3B, Mistral-7B and Llama-2-13B with the 50,688 rows of a padded GPT-2 vocabulary, trained by
@@ -19,7 +19,7 @@ from flowstone.config import BLOCK_BYTES, KIB
 from flowstone_study.records import Cell, MixName
 
 SYNTHETIC_TENSORS = 8  # equal and large, of each process
-TINY_BELOW_BYTES = 64 * KIB  # norms: as large in a small study as in the model
+TINY_BELOW_BYTES = 64 * KIB  # norms keep their size in a small study
 _TENSOR_PARALLEL = 4
 _VOCABULARY_ROWS = 50_688
 _RANK_STATE_BYTES = 5_273_104  # mp_rank_*_model_states.pt: generators, scheduler, arguments
@@ -49,7 +49,7 @@ MODELS: Mapping[MixName, Model] = {
 
 
 def tensor_bytes(cell: Cell) -> tuple[int, ...]:
-    """Sizes of the tensors of one process, in the order in which they are written; the same for every process."""
+    """Sizes of the tensors of one process, in the order of writing; the same for every process."""
     each = cell.bytes // cell.processes
     if cell.mix == "synthetic":
         tensors = min(SYNTHETIC_TENSORS, each // BLOCK_BYTES)
@@ -76,11 +76,11 @@ def model_tensor_bytes(model: Model) -> tuple[int, ...]:
 
 
 def _scaled(model: Model, wanted_bytes: int) -> tuple[int, ...]:
-    """The model at about `wanted_bytes` a rank, its proportions kept.
+    """The model's sizes at about `wanted_bytes` per rank, in proportion.
 
-    With s the square root of the ratio, it has s times the layers, and tensors of s times the size (whole blocks,
-    as at full scale). So neither the number of tensors nor their size alone pays for the smaller total, and large
-    tensors hold their share of the bytes. Norms keep their size.
+    With s the square root of the ratio, it has s times the layers, and tensors of s times the size (whole blocks, as at
+    full scale). So the smaller total reduces both the number and the size of tensors, and large tensors keep their
+    share of the bytes. Norms keep their size.
     """
     full = sum(model_tensor_bytes(model))
     layers = max(1, min(model.layers, round(model.layers * sqrt(wanted_bytes / full))))

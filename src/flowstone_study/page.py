@@ -1,4 +1,4 @@
-"""A study as one HTML page: nothing but this file is needed to read it, no script, no network. Pure."""
+"""A study as one self-contained HTML page: no script, no network. Pure."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _samples(samples: Sequence[Sample]) -> str:
 
 
 def _field(value: object) -> str:
-    """As JSON writes it, so that page, CSV and JSON can be compared; nothing where nothing was measured."""
+    """In JSON's form, so that page, CSV and JSON can be compared; empty if not measured."""
     if value is None:
         return "<td></td>"
     if isinstance(value, bool):

@@ -1,7 +1,7 @@
-"""Where each tensor lies, in a process's memory and in the files, and which requests move it. Pure.
+"""The place of each tensor, in a process's memory and in the files, and the requests that move it. Pure.
 
-A process holds its tensors in one run of memory, each in a slot: whole blocks, starting at one. Files hold the
-same run, cut and placed by the layout, so requests can run on across tensors wherever the files do.
+A process has its tensors in one range of memory, each in a slot of whole blocks. Files contain the same range, divided
+and placed by the layout, so requests can span tensors wherever the files do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _RANKS_OF_A_PAIR = 2
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A tensor's room in its process's run; `start_bytes` and `room_bytes` are whole blocks."""
+    """A tensor's room in its process's memory; `start_bytes` and `room_bytes` are whole blocks."""
 
     start_bytes: int
     room_bytes: int
@@ -30,7 +30,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A range of a process's run that lies in one file.
+    """A range of a process's memory that is stored in one file.
 
     size_bytes     of the whole file, other processes' parts included
     offset_bytes   where this part starts in the file
@@ -76,7 +76,7 @@ def run_bytes(cell: Cell) -> int:
 
 
 def payload_bytes(cell: Cell) -> int:
-    """The tensors of all processes, without padding: what the rate is of."""
+    """The tensors of all processes, without padding: the bytes on which the rate is based."""
     return sum(slot.tensor_bytes for slot in slots(cell)) * cell.processes
 
 
@@ -106,7 +106,7 @@ def files(cell: Cell) -> tuple[str, ...]:
 
 
 def requests(cell: Cell, own: Sequence[Part]) -> Requests:
-    """Cut the run at ends of files, at ends of tensors unless coalesced, and then every `request_bytes`."""
+    """Divide the run at ends of files, at ends of tensors unless coalesced, and then every `request_bytes`."""
     run = run_bytes(cell)
     ends = {part.start_bytes + part.length_bytes for part in own}
     if not cell.coalesced:

@@ -1,7 +1,7 @@
-"""Which cells a study measures. Pure.
+"""The cells that a study measures. Pure.
 
-All combinations would be tens of thousands, so: a base point, the crossings that the paper shows, and every other
-axis one at a time. Each topic below is one plot of the page.
+All combinations would be tens of thousands, so it measures a base point, the crossings that the paper shows, and every
+other axis one at a time. Each topic below is one plot of the page.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ BYTES_MIN = 8 * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
-    """How far a study goes.
+    """The extent of a study.
 
     bytes          of a cell, all processes together
-    requests_max   cells of small requests move fewer bytes: at most so many requests
-    layout_mixes   for which mixes layouts are crossed with coalescing and buffering
+    requests_max   limit of requests per cell: cells of small requests move fewer bytes
+    layout_mixes   mixes for which layouts are crossed with coalescing and buffering
     """
 
     bytes: int
@@ -42,12 +42,12 @@ class Plan:
     """The cells of each topic; a cell may serve several.
 
     grid      request size x depth
-    layouts   layout x coalesced x direct, with most processes, for each of `layout_mixes`
-    mixes     mix x coalesced, file per rank, with most processes
+    layouts   layout x coalesced x direct, with the most processes, for each of `layout_mixes`
+    mixes     mix x coalesced, file per rank, with the most processes
     engines   engine x memory x processes
     sizes     bytes x direct
     pages     memory x huge pages
-    reserving files' blocks reserved or not x direct, writes only
+    reserving whether files' blocks are reserved x direct, writes only
     """
 
     base: Cell
@@ -77,7 +77,7 @@ def full_scope(bytes: int, processes: int, mixes: Sequence[MixName]) -> Scope:
 
 
 def quick_scope(bytes: int, processes: int, mixes: Sequence[MixName]) -> Scope:
-    """Each axis, few points on it, one mix for the layouts: the first of a model."""
+    """Each axis with few points; layouts for one mix only: the first model."""
     first = next((mix for mix in mixes if mix != "synthetic"), mixes[0])
     return Scope(
         bytes=bytes, processes=processes, mixes=tuple(mixes), layout_mixes=(first,),
@@ -87,7 +87,7 @@ def quick_scope(bytes: int, processes: int, mixes: Sequence[MixName]) -> Scope:
 
 
 def base_cell(probe: Probe, bytes: int) -> Cell:
-    """The point that all but the named axes keep: near what Flowstone does by default, as far as it works here."""
+    """The point that all but the named axes keep: close to Flowstone's defaults, as far as they work here."""
     return Cell(
         direction="write", bytes=bytes, engine="posix" if probe.io_uring_error else "io_uring",
         direct=probe.direct_alignment > 0,
@@ -102,7 +102,7 @@ def plan(base: Cell, scope: Scope) -> Plan:
 
 
 def fill_cell(cell: Cell, base: Cell) -> Cell:
-    """How the files that a restore reads are written: as the base writes, into the restore's own places."""
+    """The cell that writes the files of a restore: with the base's settings, into the restore's layout."""
     return replace(
         base, direction="write", layout=cell.layout, processes=cell.processes, mix=cell.mix, bytes=cell.bytes,
         chunk_bytes=cell.chunk_bytes,
@@ -113,7 +113,7 @@ def _grid(base: Cell, scope: Scope) -> tuple[Cell, ...]:
     cells = []
     for direction, request, depth in product(DIRECTIONS, scope.request_bytes, scope.queue_depths):
         size = min(scope.bytes, request * scope.requests_max)
-        if size >= request * depth:  # else the queue is never full, and the cell not what it says
+        if size >= request * depth:  # else the queue is never full, and the cell would not measure its depth
             cells.append(
                 replace(base, direction=direction, request_bytes=request, queue_depth=depth, bytes=size)
             )
@@ -127,7 +127,7 @@ def _layouts(base: Cell, scope: Scope) -> tuple[Cell, ...]:
         if layout == "tensor" and coalesced:
             continue  # no request can hold two files
         if layout in ("pair", "shared") and scope.processes == 1:
-            continue  # nobody to share with: file per rank
+            continue  # no other process to share with: file per rank
         chunk = _chunk_bytes(scope.bytes // scope.processes) if layout == "chunk" else 0
         cells.append(
             replace(

@@ -1,4 +1,4 @@
-"""From what a user asks for to what is measured, and from samples to a study."""
+"""From a user's settings to a plan, and from samples to a study."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from flowstone_study.records import MixName, Probe, Sample, Study
 
 FULL_BYTES = 1 * GIB
 ROUNDS = 3
-QUICK_LIMIT_S = 100.0  # of measuring; with the start and the last cell a quick study ends within two minutes
+QUICK_LIMIT_S = 100.0  # for measuring; with start-up and the last cell, a quick study ends within two minutes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a user asks for.
+    """The user's settings.
 
-    bytes   of a cell, all processes together; None: 1 GiB, or in a quick study what suits the device
-    rounds  None: 3, in a quick study as many of them as its time allows
+    bytes   of a cell, all processes together; None: 1 GiB, or in a quick study a size that suits the device
+    rounds  None: 3, or in a quick study as many as its time allows
     """
 
     quick: bool
@@ -40,7 +40,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What is measured, and what is known before; `began_s` is on the monotonic clock."""
+    """The plan, and what is known before measuring; `began_s` is on the monotonic clock."""
 
     path: Path
     settings: Settings

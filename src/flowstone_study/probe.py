@@ -1,4 +1,4 @@
-"""Which ways of moving bytes work at a place: each is tried there, with real memory and a real file."""
+"""Which ways of moving bytes work in a directory: each is tried there, with real memory and a real file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flowstone_study.machine import file_system, kernel
 from flowstone_study.memory import Run
 from flowstone_study.records import Probe
 
-REGISTERED_BYTES = 64 * MIB  # sixteen requests of 4 MiB: what a queue of that depth pins
+REGISTERED_BYTES = 64 * MIB  # sixteen requests of 4 MiB: a queue of that depth pins that much
 _REQUESTS = 16
 
 
@@ -33,7 +33,7 @@ def probe(directory: Path) -> Probe:
 
 
 def _refusal(directory: Path, run: Run, *, register: bool) -> str | None:
-    """Why a ring cannot write this memory, or None if it has."""
+    """Why a ring cannot write this memory; None if it can."""
     length = np.full(_REQUESTS, REGISTERED_BYTES // _REQUESTS, dtype=np.uint64)
     offset = np.arange(_REQUESTS, dtype=np.uint64) * length
     with tempfile.TemporaryFile(dir=directory) as scratch:

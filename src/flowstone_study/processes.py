@@ -1,4 +1,4 @@
-"""The processes of a run, and the barrier between them."""
+"""The processes of a run, and the start barrier between them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from flowstone_study.worker import GO, LEAVE, Answer, Done, Failed, Order, Ready
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run took, of all its processes. `seconds`: from just before the first was let go to the last one done."""
+    """The result of a run, over all its processes. `seconds`: from just before the start signal to the last one's end.
+    """
 
     seconds: float
     cpu_s: float
@@ -33,7 +34,7 @@ class Processes:
         self._ready: list[subprocess.Popen[bytes]] = []
 
     def prepare(self, cell: Cell, directory: Path) -> Failed | None:
-        """Have each process get memory and requests ready. Blocks until all have, or says why one cannot."""
+        """Make each process prepare memory and requests. Blocks until all have; returns the failure if one cannot."""
         while len(self._workers) < cell.processes:
             self._workers.append(_start())
         workers = self._workers[: cell.processes]
@@ -48,7 +49,7 @@ class Processes:
         return failed
 
     def run(self) -> Outcome | Failed:
-        """Let all that are ready go at once. Blocks until the last one is done."""
+        """Start all prepared processes at once. Blocks until the last one is done."""
         started_s = time.monotonic()
         for worker in self._ready:
             _send(worker, GO)
@@ -76,7 +77,7 @@ class Processes:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for worker in self._workers:
-            worker.kill()  # whatever it is doing: nobody waits for it any more
+            worker.kill()  # in any state: its result is not needed any more
             _end(worker)
         self._workers.clear()
 
@@ -88,7 +89,7 @@ def _start() -> subprocess.Popen[bytes]:
 
 def _send(worker: subprocess.Popen[bytes], line: bytes) -> None:
     assert worker.stdin is not None
-    with suppress(BrokenPipeError):  # safe: its answer, which is awaited next, says that it has ended
+    with suppress(BrokenPipeError):  # safe: its answer, which is awaited next, reports that it has ended
         worker.stdin.write(line)
 
 

@@ -1,4 +1,4 @@
-"""What is measured and what was found: frozen records, and the words for them."""
+"""Measurements and their inputs: frozen records, and text for them."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ QUEUE_DEPTH_MAX = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One combination of everything that is varied.
+    """One combination of all varied settings.
 
-    coalesced      requests run on across tensors; otherwise none holds bytes of two
+    coalesced      requests span tensors; otherwise each request has bytes of one tensor only
     direct         O_DIRECT; otherwise through the page cache
     queue_depth    requests in flight: of the ring, or threads of `posix`; 1 for `sync`
-    memory         fresh: mapped for this run, its pages not touched before the timer starts (a write fills them
-                   inside the timer, as staging into new memory does); reused: touched before; registered: also
-                   pinned with the ring, inside the timer
+    memory         fresh: mapped for this run, its pages untouched before the timer starts (a write fills them inside
+                   the timer, as staging into new memory does); reused: touched before; registered: also pinned
+                   with the ring, inside the timer
     huge_pages     the memory asks for transparent huge pages (madvise)
     reserved       a written file gets its blocks (fallocate) first, inside the timer; always true for restores
-    bytes          of all processes, as asked for; what the mix really holds is within a block per tensor of it
+    bytes          requested, of all processes; the mix's real total differs by at most a block per tensor
     chunk_bytes    the longest file of layout `chunk`; 0 in every other layout
     """
 
@@ -81,15 +81,15 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One run of one cell. Either everything is measured, or `error` says why nothing is.
+    """One run of one cell. Either everything is measured, or `error` has the reason why nothing is.
 
-    seconds        from the start barrier until the last process was done: open, reserve, requests, fsync of files
-                   and directory, close
+    seconds        from the start barrier until the last process is done: open, reserve, requests, fsync of files and
+                   directory, close
     gb_per_s       tensors' bytes (not padding) over seconds, in 10^9
-    cpu_s_per_gb   user and system time of all processes; kernel threads that write back are nobody's
-    cold           restores: whether no page of the files was cached when the timer started, by the kernel's word
-                   (None: it has none); None for writes
-    engine         what moved the requests
+    cpu_s_per_gb   user and system time of all processes; without kernel threads that write back
+    cold           restores: whether the kernel says that no page of the files was cached when the timer started (None:
+                   it cannot tell); None for writes
+    engine         that moved the requests
     """
 
     cell: Cell
@@ -106,10 +106,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """What works at a place, found by doing it.
+    """Which methods work in a directory, found by trying them.
 
-    direct_alignment    bytes that O_DIRECT needs there; 0: refused
-    io_uring_error      why a ring does not start or move bytes; None: it does
+    direct_alignment    alignment that O_DIRECT needs there; 0: refused
+    io_uring_error      why a ring does not start or move bytes; None: it works
     registered_error    why `registered_bytes` of memory cannot be pinned with a ring; None: they can
     memlock_bytes       the soft limit on locked memory; None: no limit
     """
@@ -125,7 +125,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """A whole study: where, on what, with which options, and every sample in the order in which it was taken."""
+    """A whole study: place, machine, options, and every sample in the order of measuring."""
 
     flowstone: str
     path: str

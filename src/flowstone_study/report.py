@@ -1,4 +1,4 @@
-"""The lines that terminal and page have in common: where it was, what was best, what to make of it. Pure."""
+"""Text that terminal and page share: where it was measured, what was best, and remarks. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Best:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The setting; how sure it is; what the base point, with which nobody has chosen, reaches."""
+        """The setting; its confidence; and the base point's rate, for comparison."""
         top = self.fastest
         rounds = f"{top.low:.2f} to {top.high:.2f} GB/s in {_rounds(top.rounds)}, {top.cpu_s_per_gb:.3f} CPU-s/GB"
         if self.base is None or self.base == top:
@@ -30,7 +30,7 @@ class Best:
 
 
 def best_of_each(study: Study, plan: Plan, summary: Summary) -> dict[Direction, Best]:
-    """A direction of which nothing could be measured is missing."""
+    """A direction without any measurement is missing."""
     found = {}
     for direction in DIRECTIONS:
         fastest = best(summary, direction, study.bytes)
@@ -58,7 +58,7 @@ def probe_lines(probe: Probe) -> tuple[str, ...]:
 
 
 def notes(study: Study, plan: Plan, summary: Summary) -> tuple[str, ...]:
-    """What a reader must know before believing a number."""
+    """Remarks that a reader must know before trusting a number."""
     restores = [sample for sample in study.samples if sample.cell.direction == "restore" and sample.error is None]
     proved, warm = (sum(sample.cold is state for sample in restores) for state in (True, False))
     scale = (

@@ -1,6 +1,6 @@
-"""How to choose between things that can only be timed: halving a field, and a duel that tells a gain from noise.
+"""Choosing between candidates by timing: halving a field, and a duel that tells a gain from noise.
 
-Nothing here knows what is timed. Times are seconds, and less is better.
+Independent of what is timed. Times are seconds; less is better.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TypeVar
 
-GAIN_MIN = 1.03  # below 3 %, another day's run of the same settings differs by more
-PAIRS_MIN = 5  # fewer can not be 95 % sure of anything: five of five is one chance in 32
+GAIN_MIN = 1.03  # a smaller gain disappears on another day's run
+PAIRS_MIN = 5  # fewer cannot give 95 % certainty: five of five is one chance in 32
 _DOUBT_MAX = 0.05
 
 Candidate = TypeVar("Candidate")
@@ -21,11 +21,11 @@ Candidate = TypeVar("Candidate")
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """How many times as fast as `before` is `after`, from pairs of times taken one right after the other.
+    """How many times faster `after` is than `before`, from pairs of times measured one right after the other.
 
     ratio      median of the pairs' ratios
-    low, high  the true median lies between them, and is above `low` with 95 % certainty, whatever the
-               distribution (order statistics: the sign test turned round); 0 and infinity with too few pairs
+    low, high  confidence interval of the true median: it is above `low` with 95 % certainty, for any
+               distribution (order statistics: the sign test inverted); 0 and infinity with too few pairs
     before_s   median time before
     after_s    median time after
     """
@@ -39,12 +39,12 @@ class Gain:
 
     @property
     def certain(self) -> bool:
-        """Whether it is worth having: beyond the noise, and not too little."""
+        """Whether to use it: beyond the noise, and not too small."""
         return self.low > 1 and self.ratio >= GAIN_MIN
 
 
 def gain(before_s: Sequence[float], after_s: Sequence[float]) -> Gain:
-    """What pairs of times say; parallel sequences, at least one pair."""
+    """The gain from parallel sequences of times; at least one pair."""
     ratios = sorted(before / after for before, after in zip(before_s, after_s, strict=True))
     count = len(ratios)
     rank = _sure_rank(count)
@@ -53,7 +53,7 @@ def gain(before_s: Sequence[float], after_s: Sequence[float]) -> Gain:
 
 
 def _sure_rank(count: int) -> int | None:
-    """The most of `count` pairs that chance leaves on the wrong side with a probability of 5 % or less."""
+    """The largest number of `count` pairs that are on the wrong side by chance with a probability of at most 5 %."""
     chance, rank = 0.0, None
     for wrong in range(count):
         chance += math.comb(count, wrong) / 2**count
@@ -81,11 +81,11 @@ def duel(
 def halve(
     field: Sequence[Candidate], time_s: Callable[[Candidate], float], *, repeats: int, expired: Callable[[], bool]
 ) -> Candidate:
-    """The fastest of a field: time all of them, drop the slower half by their medians, and so on until one is left.
+    """The fastest of a field: time all of them, drop the slower half by their medians, repeat until one is left.
 
-    A round takes `repeats` turns, each in another order, so that a drift of the device favours
-    nobody. What is left has been timed in every round. When time runs out, medians so far decide,
-    and the first of the field where there are none.
+    A round takes `repeats` turns, each in another order, so that a drift of the device favours no candidate. The last
+    one has been timed in every round. When time runs out, the medians so far decide; without any, the first of the
+    field is returned.
 
     Source: successive halving, Jamieson and Talwalkar, AISTATS 2016.
     """
@@ -105,7 +105,7 @@ def halve(
 
 
 def halving_trials(count: int, repeats: int) -> int:
-    """How many times `halve` takes the time with a field of `count`."""
+    """The number of timings that `halve` makes for a field of `count`."""
     trials = 0
     while count > 1:
         trials += count * repeats
@@ -114,10 +114,10 @@ def halving_trials(count: int, repeats: int) -> int:
 
 
 def direct_from(sizes: Sequence[int], buffered_wins: Sequence[bool]) -> int | None:
-    """From which total on bytes go past the page cache: the least one from which on it never loses.
+    """The smallest total from which on bytes should bypass the page cache: from there on it is never slower.
 
-    sizes  ascending; parallel to whether going through the page cache was faster there
-    returns  0 when it loses nowhere, None when it loses at the largest
+    sizes    ascending; parallel to whether going through the page cache was faster there
+    returns  0 if buffered is faster nowhere, None if it is faster at the largest size
     """
     start: int | None = None
     for size, buffered in zip(reversed(sizes), reversed(buffered_wins), strict=True):

@@ -1,4 +1,4 @@
-"""Where a tuning is measured, and where its result goes."""
+"""Where a tuning is measured, and where its result is stored."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Where = Literal["store", "user"]
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A directory, ours alone while it is measured. `scratch` lies in it and is removed afterwards."""
+    """A directory, locked while it is measured. `scratch` is inside it and is removed afterwards."""
 
     store: LocalStore
     scratch: Path
@@ -41,13 +41,13 @@ class Site:
         return self.store.free_bytes()
 
     def put(self, trial_bytes: int, *, write: Tuning | None, read: Tuning | None) -> str:
-        """Store a result, None for the defaults, in the place of an earlier one; where it is then."""
+        """Store a result (None: the defaults), replacing an earlier one. Returns where it is."""
         file = TuningFile(
             created=datetime.now(UTC).isoformat(timespec="seconds"), writer=f"flowstone {__version__}",
             mount=self.mount, trial_bytes=trial_bytes, write=write, read=read,
         )
         if self.where == "store":
-            _lock(self.store, self.holder)  # held already where it was a store before
+            _lock(self.store, self.holder)  # locked already if it was a store before
             publish.open_store(self.store)  # makes an empty directory a store, as a first save does
             _put(self.store, TUNING_NAME, file)
             return f"{self.store.location}/{TUNING_NAME}"
@@ -61,7 +61,7 @@ class Site:
 
 @contextmanager
 def open_site(directory: Path, where: Where | None) -> Iterator[Site]:
-    """Lock `directory` against jobs that save and others that measure, and make the scratch directory in it.
+    """Lock `directory` against jobs that save and other tuners, and create the scratch directory in it.
 
     where  "store" or "user"; None: "store" if `directory` is one. See tune() for what is raised
     """
@@ -95,7 +95,7 @@ def open_site(directory: Path, where: Where | None) -> Iterator[Site]:
 
 
 def _judge(store: LocalStore, where: Where | None) -> bool:
-    """Whether it is a store. Raises NotAStoreError where nothing can be measured, or no tuning be put."""
+    """Whether it is a store. Raises NotAStoreError if nothing can be measured there, or no tuning be stored."""
     if not store.root.is_dir():
         raise NotAStoreError(f"there is no directory {store.root}", next="check the path, or make the directory")
     if store.exists(MANIFEST_NAME):
@@ -116,7 +116,7 @@ def _lock(store: LocalStore, holder: str) -> None:
 
 
 def _remove_dead(store: LocalStore, name: str, holder: str) -> None:
-    """What a killed tuner left. A living one holds its lock, and is an error."""
+    """Remove what a killed tuner left. A live one holds its lock, which raises LockedError."""
     left = LocalStore(store.root / name)
     try:
         _lock(left, holder)
@@ -132,7 +132,7 @@ def _remove(store: LocalStore, directory: str) -> None:
 
 
 def _put(store: Store, name: str, file: TuningFile) -> None:
-    """In the place of an older one. A crash in between leaves none, which costs no more than the tuning."""
+    """Replace an older file. A crash in between leaves none, which costs only the tuning."""
     draft = new_temporary_file(TUNING_NAME)
     store.put(draft, encode_tuning(file))
     if store.exists(name):

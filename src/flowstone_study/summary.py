@@ -1,4 +1,4 @@
-"""Medians of a study, and how cells are named. Pure."""
+"""Medians of a study, and names of cells. Pure."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class Median:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """measured: cells with at least one good sample; refused: cells with none, and why."""
+    """measured: cells with at least one good sample; refused: cells with none, and the reason."""
 
     measured: Mapping[Cell, Median]
     refused: Mapping[Cell, str]
 
     def rate(self, cell: Cell) -> float | None:
-        """The median in GB/s, None where the cell was not measured."""
+        """The median in GB/s; None if the cell was not measured."""
         found = self.measured.get(cell)
         return found.gb_per_s if found else None
 
     @property
     def spread(self) -> float:
-        """What the rounds of one cell differ by, in the middle of all cells: (high - low) / median. 0 for one round."""
+        """The median over all cells of (high - low) / median of a cell's rounds. 0 for one round."""
         shares = [(m.high - m.low) / m.gb_per_s for m in self.measured.values()]
         return median(shares) if shares else 0.0
 
@@ -58,7 +58,7 @@ def summarise(samples: Iterable[Sample]) -> Summary:
 def best(summary: Summary, direction: Direction, bytes: int) -> Median | None:
     """The fastest cell that moved all of `bytes`; None if none was measured.
 
-    Small cells are left out: what fits a device's own cache says little about a checkpoint.
+    Small cells are left out: a size that fits into a device's own cache says little about a checkpoint.
     """
     of_size = [m for cell, m in summary.measured.items() if cell.direction == direction and cell.bytes == bytes]
     return max(of_size, key=lambda m: m.gb_per_s, default=None)
@@ -75,7 +75,7 @@ def size_label(count: int) -> str:
 
 
 def cell_label(cell: Cell) -> str:
-    """The whole cell but its direction, in words, for one line."""
+    """The whole cell except its direction, as one line of text."""
     depth = "" if cell.engine == "sync" else f" x {cell.queue_depth}"
     words = [
         LAYOUT_LABELS[cell.layout], "coalesced" if cell.coalesced else "not coalesced",

@@ -1,7 +1,7 @@
-"""Drawings of a figure's panels, as SVG to be set into a page. Pure.
+"""Drawings of a figure's panels, as SVG for a page. Pure.
 
-Colours are classes, so that the page's style decides them, in the light and in the dark. Every mark has a title
-(what a browser shows under the pointer) with the whole cell and its numbers.
+Colours are classes, which the page's style defines for light and dark mode. Every mark has a title (shown under the
+pointer) with the whole cell and its numbers.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from math import floor, log10
 from flowstone_study.figures import Entry, Figure, Panel, Unit
 from flowstone_study.summary import cell_label
 
-WIDTH = 560  # of every drawing, in its own units; text is 12 of them high
+WIDTH = 560  # of every drawing, in its own units; text is 12 units high
 _LABELS_WIDTH = 152  # room for the longest group's name
 _VALUE_WIDTH = 58  # room behind the longest bar for its number
 _BAR, _BAR_GAP, _GROUP_GAP = 13, 2, 11
 _ROW, _TOP, _BOTTOM = 27, 8, 34
-_DARK_FROM = 0.55  # share of the best rate from which a tile's ink must change colour to be read
+_DARK_FROM = 0.55  # share of the best rate from which the text on a tile must change colour to be readable
 
 
 def draw(figure: Figure) -> tuple[str, ...]:
@@ -30,7 +30,7 @@ def draw(figure: Figure) -> tuple[str, ...]:
 
 
 def number(value: float) -> str:
-    """Three digits where there are three to tell."""
+    """A number with three digits, where it has them."""
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"
 
 

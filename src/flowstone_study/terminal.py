@@ -1,4 +1,4 @@
-"""A study as tables for a terminal. Pure: it makes what rich prints."""
+"""A study as tables for a terminal. Pure: returns objects for rich to print."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flowstone_study.svg import number
 
 
 def renderables(study: Study, plan: Plan, summary: Summary) -> Iterator[RenderableType]:
-    """The figures as tables, each with what it shows; what to know; last, next to the prompt, the best settings."""
+    """The figures as tables, each with its result; remarks; last, next to the prompt, the best settings."""
     for figure in figures(plan, summary):
         yield Text(f"\n{figure.title}, {figure.unit}", style="bold")
         yield from (Text(f"  {line}", style="dim") for line in figure.found)

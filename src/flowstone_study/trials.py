@@ -1,4 +1,4 @@
-"""A save and a restore of synthetic tensors by the real store, timed: what a tuning is judged by."""
+"""Timed saves and restores of synthetic tensors through the real store: the measure of a tuning."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 
 import numpy as np
-from numpy.random import default_rng  # else numpy imports it at first use, and a Ctrl-C is lost in there
+from numpy.random import default_rng  # else numpy imports it at first use, and swallows a Ctrl-C there
 from numpy.typing import NDArray
 
 from flowstone import _native
@@ -26,15 +26,15 @@ from flowstone.table.dtype import DTYPES
 from flowstone.table.pieces import Piece
 from flowstone_study.cache import cool
 
-# Tensors of a decoder with its optimizer's moments: most bytes in large ones, most tensors small.
+# Tensors of a decoder with its optimizer's moments: most bytes are in large ones, most tensors are small.
 _TENSOR_BYTES = (96 * MIB, 24 * MIB, 24 * MIB, 8 * MIB, 2 * MIB, 384 * KIB, 16 * KIB, 16 * KIB, 8 * KIB)
-_PHASE_BYTES = 64  # behind a page, where large tensors mostly lie
-_TILE_BYTES = 4 * MIB  # of noise: more than what a compressing file system looks back on
+_PHASE_BYTES = 64  # after a page boundary, where large tensors usually start
+_TILE_BYTES = 4 * MIB  # of noise: longer than the window of a compressing file system
 _TOUCH_POLL_S = 0.002
 
 
 class Tensors:
-    """Synthetic tensors in ordinary memory (no huge pages, as torch's heap has none), and their places in a segment.
+    """Synthetic tensors in ordinary memory (without huge pages, like torch's heap), and their places in a segment.
 
     Their bytes are noise. Owns the memory.
     """
@@ -65,7 +65,7 @@ class Tensors:
         )
 
     def read_rows(self, digests: NDArray[np.uint64]) -> _native.ReadExtents:
-        """Back to where they came from, every chunk of each."""
+        """The extents that read every chunk back into its tensor."""
         chunks = -(-self.plan.length.astype(np.int64) // MIB)
         return _native.ReadExtents(
             file=self.plan.segment, offset=self.offset, length=self.plan.length, address=self.address,
@@ -75,7 +75,7 @@ class Tensors:
 
 
 def _sizes(total_bytes: int) -> Iterator[int]:
-    """As many tensors as fill `total_bytes`; those that fit no more are left out, and the last one takes the rest."""
+    """As many tensors as fill `total_bytes`; those that do not fit are left out, and the last one takes the rest."""
     left = total_bytes
     while left > 0:
         fitting = [size for size in _TENSOR_BYTES if size <= left]
@@ -86,7 +86,7 @@ def _sizes(total_bytes: int) -> Iterator[int]:
 
 
 def _noise(size: int) -> NDArray[np.uint8]:
-    # numpy's own large arrays would ask for huge pages.
+    # numpy would request huge pages for its own large arrays.
     mapped = mmap.mmap(-1, _PHASE_BYTES + size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = np.frombuffer(mapped, np.uint8)[_PHASE_BYTES:]
     tile = default_rng(size).integers(0, 256, min(size, _TILE_BYTES), np.uint8)
@@ -96,7 +96,7 @@ def _noise(size: int) -> NDArray[np.uint8]:
 
 
 def concrete(tuning: Tuning) -> Tuning:
-    """With the engine that "auto" takes here."""
+    """The tuning with the engine that "auto" selects here."""
     if tuning.backend != "auto":
         return tuning
     return replace(tuning, backend="io_uring" if _native.has_io_uring() else "posix")
@@ -112,14 +112,14 @@ class Stored:
 
 
 class Trials:
-    """Times saves and restores in a directory. Each is what a Checkpointer does with its segments, and nothing else.
+    """Times saves and restores in a directory. Each does what a Checkpointer does with its segments, and nothing else.
 
-    A save: files created and reserved, an arena of half the bytes, the rest waiting for room in it (what a save beyond
-    its budget does), digests, fsync, the directory's fsync; the arena is touched before. A restore: the arena made,
-    extents read cold, digests checked, bytes put in their place.
+    A save: create and reserve files, an arena of half the bytes, the rest waiting for room in it (as in a save beyond
+    its budget), digests, fsync, the directory's fsync; the arena is touched before. A restore: create the arena, read
+    extents cold, check digests, copy bytes to their place.
 
-    direct  what direct I/O does here: "on", or "off" where it is refused
-    cold    whether every restore so far found nothing of its file in the page cache, by the kernel's word
+    direct  the result of trying direct I/O here: "on", or "off" if refused
+    cold    whether the kernel says that every restore so far found nothing of its file in the page cache
     """
 
     def __init__(self, directory: Path) -> None:
@@ -157,7 +157,7 @@ class Trials:
         return seconds
 
     def store(self, tensors: Tensors, tuning: Tuning) -> Stored:
-        """Lay `tensors` down for restores."""
+        """Write `tensors` to a file for restores."""
         store, name = self._store(tuning, tensors.bytes), next(self._names)
         with _touched_arena(store, tensors.bytes // 2) as arena:
             digests = self._write(store, tensors, tensors.write_rows(), name, arena)
@@ -180,7 +180,7 @@ class Trials:
         return receipt.digests
 
     def _store(self, tuning: Tuning, total_bytes: int) -> LocalStore:
-        """One that does what `tuning` says for so many bytes, its engine started and the directory probed."""
+        """A store with the settings of `tuning` for that many bytes, its engine started and the directory probed."""
         start = tuning.direct_from_bytes
         options = EngineOptions(
             backend=concrete(tuning).backend, direct="off" if start is None or total_bytes < start else self.direct,
@@ -198,7 +198,7 @@ class Trials:
 
 @contextmanager
 def _touched_arena(store: LocalStore, size_bytes: int) -> Iterator[_native.Arena]:
-    """An arena as a Checkpointer has it from its second save on."""
+    """An arena in the condition of a Checkpointer's from its second save on."""
     request = store.settings("write").tuning.request_bytes
     arena = open_write_arena(store, max(size_bytes, 2 * request))
     try:

@@ -1,11 +1,11 @@
-"""The tuner: what moves a store's bytes fastest on its mount, measured by saves and restores of the real store.
+"""The tuner: finds the settings that move a store's bytes fastest on its mount, by timed saves and restores.
 
     pilot, then for each direction:  field -> axes -> sizes -> duel
 
-A full crossing of all settings would take hours. So: request size and queue depth are a field that is
-halved; then engine, workers and the like are chosen one after the other, likewise; direct against buffered is
-paired at each size; last, the best so far meets the defaults in a duel, on fresh times, and the defaults stay
-unless it beats them beyond the noise.
+Crossing all settings would take hours. So request size and queue depth form a field that is halved; then engine,
+workers and others are chosen one after the other, also by halving; direct and buffered are compared at each size;
+last, the best so far meets the defaults in a duel with new timings, and the defaults stay unless it beats them beyond
+the noise.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ BYTES_MIN = 2 * MIB
 _PILOT_BYTES = 64 * MIB
 _PILOT_BYTES_MIN = 16 * MIB
 _SHARE_OF_MEMORY = 4  # tensors and arena take half of that again
-_SHARE_OF_DISK = 4  # one file to restore from, one being saved, and as much to spare
-_PLANNED_SHARE = 0.9  # of the time: settings worse than the defaults take longer
-_EDGE_BYTES = 2 * BLOCK_BYTES  # a request to read takes whole chunks at any phase
-_SHARES = (0.45, 0.65, 0.85, 1.0)  # of a direction's time, by which each of its four stages ends
+_SHARE_OF_DISK = 4  # one file to restore from, one being saved, and the same again as reserve
+_PLANNED_SHARE = 0.9  # of the time: settings slower than the defaults take longer
+_EDGE_BYTES = 2 * BLOCK_BYTES  # a read request takes whole chunks at any alignment
+_SHARES = (0.45, 0.65, 0.85, 1.0)  # of a direction's time: the end of each of its four stages
 
 TimeAt = Callable[[int, Tuning], float]
-"""Seconds that a save or restore of so many bytes takes with these settings."""
+"""Seconds for a save or restore of that many bytes with these settings."""
 OnProgress = Callable[[str, int, int], None]
-"""Is told what is being timed, trials done, and trials planned."""
+"""Called with the name of what is being timed, trials done, and trials planned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured. `repeats` in each round of a halving; `sizes` at which direct meets buffered."""
+    """The amount of measuring. `repeats` in each round of a halving; `sizes` at which direct and buffered are compared.
+    """
 
     budget_s: float
     bytes_max: int
@@ -68,7 +69,7 @@ FULL = Effort(
 
 @dataclass(frozen=True, slots=True)
 class SizeFound:
-    """Direct against buffered at one size: `gain` is that of buffered, below 1 where direct is faster."""
+    """Direct against buffered at one size: `gain` is that of buffered, below 1 if direct is faster."""
 
     bytes: int
     gain: Gain
@@ -76,12 +77,12 @@ class SizeFound:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What was found for one direction.
+    """The result for one direction.
 
-    best      the fastest that was met
-    gain      of `best` over the defaults, in the duel; None when they are the same, or time ran out before it
-    kept      what is to be used; None: the defaults
-    complete  whether nothing was cut short
+    best      the fastest settings
+    gain      of `best` over the defaults, in the duel; None if they are equal, or time ran out before it
+    kept      settings to use; None: the defaults
+    complete  whether no stage was cut short
     """
 
     direction: Direction
@@ -94,7 +95,7 @@ class Found:
 
     @property
     def verdict(self) -> str:
-        """What is kept, and why, in a few words."""
+        """What is kept, and why, as a short text."""
         cut = "" if self.complete else " (time ran out)"
         if self.gain is not None and self.gain.certain:
             return f"the fastest{cut}"
@@ -105,7 +106,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class TuneReport:
-    """bytes: of a trial. cold: every restore found its file out of the page cache. stored: where; None in a dry run."""
+    """bytes: per trial. cold: every restore found its file uncached. stored: where; None in a dry run."""
 
     path: str
     place: str
@@ -127,16 +128,16 @@ def tune(
     dry_run: bool = False,
     on_progress: OnProgress | None = None,
 ) -> TuneReport:
-    """Measure the mount of `path`, a directory, and store what is better there than the defaults. Blocks.
+    """Measure the mount of the directory `path`, and store settings that are better than the defaults. Blocks.
 
-    where        "store": tuning.json in the store at `path`, which is made one if it is empty; "user": the user's
-                 file for the mount; None: the store's if `path` is one
-    total_bytes  of a trial; None: as many as fit into the time, the memory and the disk
+    where        "store": tuning.json in the store at `path`, which is created if the directory is empty; "user": the
+                 user's file for the mount; None: the store's if `path` is one
+    total_bytes  per trial; None: as many as time, memory and disk allow
     quick        in less than a minute, else in less than five
 
-    raises  NotAStoreError  there is nothing at `path`, or `where` is "store" and it can be none
-            LockedError     a job saves there, or somebody else measures
-            FullError, BudgetError  `total_bytes` do not fit
+    raises  NotAStoreError  `path` does not exist, or `where` is "store" and it cannot be one
+            LockedError     a job saves there, or another tuner is measuring
+            FullError, BudgetError  `total_bytes` does not fit
             StorageError    the system refused
     """
     started = time.monotonic()
@@ -158,7 +159,7 @@ def tune(
 def _measure(
     trials: Trials, effort: Effort, size: int, ends: float, on_progress: OnProgress | None
 ) -> tuple[Found, Found]:
-    """Both directions, one after the other, each with half of the time that is left."""
+    """Both directions, one after the other, each with half of the remaining time."""
     sizes = (*(at for at in effort.sizes if at <= size // 2), size)
     tensors = {at: Tensors(at) for at in sizes}
     direct = trials.direct == "on"
@@ -174,7 +175,7 @@ def _measure(
 
 
 def _trial_bytes(site: Site, trials: Trials, effort: Effort, wanted: int | None) -> int:
-    """As asked for, or what lets all trials end in time, by a pilot with the defaults."""
+    """As requested, or a size with which all trials end in time, from a pilot with the defaults."""
     memory, disk = available_bytes() // _SHARE_OF_MEMORY, site.free_bytes() // _SHARE_OF_DISK
     if wanted is None:
         pilot = min(_PILOT_BYTES, memory, disk)
@@ -208,14 +209,14 @@ def _affordable(trials: Trials, effort: Effort, pilot_bytes: int) -> int:
 
 
 def _planned(direction: Direction, effort: Effort, size: int) -> int:
-    """Trials of full size, those at smaller sizes counted as two more."""
+    """Trials of full size; those at smaller sizes count as two more."""
     field = len(_field(DEFAULTS[direction], direction, effort, size))
     axes = [len(axis(DEFAULTS[direction])) for axis in _axes(direction, effort)]
     return sum(halving_trials(count, effort.repeats) for count in (field, *axes)) + 4 * effort.pairs + 2
 
 
 def _field(defaults: Tuning, direction: Direction, effort: Effort, size: int) -> list[Tuning]:
-    """The defaults, and every request size with every depth; but none that differs only where nothing can be seen."""
+    """The defaults, and every request size with every depth, except combinations that cannot differ measurably."""
     room = size if direction == "write" else min(size, READ_ARENA_BYTES)
     field = [defaults]
     for request in effort.request_bytes:
@@ -229,7 +230,7 @@ def _field(defaults: Tuning, direction: Direction, effort: Effort, size: int) ->
 
 
 def _axes(direction: Direction, effort: Effort) -> list[Callable[[Tuning], list[Tuning]]]:
-    """What else is varied, one after the other: engine, workers, and whether reads go straight into the tensors."""
+    """The other settings, in order: engine, workers, and whether reads go straight into the tensors."""
     engines: tuple[Backend, ...] = ("posix", "io_uring") if _native.has_io_uring() else ("posix",)
     workers = [count for count in effort.workers if count <= 2 * len(os.sched_getaffinity(0))]
     axes: list[Callable[[Tuning], list[Tuning]]] = [
@@ -245,11 +246,11 @@ def find_best(
     direction: Direction, time_at: TimeAt, sizes: Sequence[int], effort: Effort, *, direct: bool, ends: float,
     begin: Callable[[str], None],
 ) -> Found:
-    """One direction, until the monotonic clock says `ends`.
+    """The result for one direction, measured until the monotonic clock reaches `ends`.
 
     sizes   ascending; the last one is that of a trial
-    direct  whether bytes can go past the page cache here
-    begin   is told what is being timed from now on
+    direct  whether the page cache can be bypassed here
+    begin   called with the name of what is timed next
     """
     began, size = time.monotonic(), sizes[-1]
     field_ends, axes_end, sizes_end, duel_ends = (_clock(began + share * (ends - began)) for share in _SHARES)
@@ -284,15 +285,15 @@ def _meet(best: Tuning, time_s: Callable[[Tuning], float], effort: Effort, expir
 
 
 def _judge(defaults: Tuning, best: Tuning, gain: Gain | None) -> Tuning | None:
-    """What is worth keeping: all of `best`, or at least from which size on to write past the page cache."""
+    """The settings worth keeping: all of `best`, or only the size from which writes bypass the page cache."""
     kept = defaults
     if gain is not None and gain.certain:
         kept = best
-    elif best.direct_from_bytes is not None:  # else it was the duel itself that doubted
+    elif best.direct_from_bytes is not None:  # else the duel itself was inconclusive
         kept = replace(defaults, direct_from_bytes=best.direct_from_bytes)
     if kept == defaults:
         return None
-    # What "auto" takes anyway is left to it: should io_uring be refused one day, that is no surprise then.
+    # Keep "auto" if it selects this engine anyway: then it still works if io_uring is refused one day.
     return replace(kept, backend="auto") if kept.backend == defaults.backend else kept
 
 
@@ -301,7 +302,7 @@ def _clock(ends: float) -> Callable[[], bool]:
 
 
 class _Progress:
-    """Counts trials, for whoever looks."""
+    """Counts trials, and reports them."""
 
     def __init__(self, planned: int, tell: OnProgress | None) -> None:
         self._planned, self._tell = planned, tell

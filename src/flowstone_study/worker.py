@@ -1,7 +1,7 @@
 """One process of a run: `python -m flowstone_study.worker`, orders on standard input, answers on standard output.
 
-For each order: prepare (memory, requests), answer Ready, wait for the word to go, move the bytes, answer Done. The
-last process to be done ends the run, so nothing that a process does after its clock has stopped counts.
+For each order: prepare (memory, requests), answer Ready, wait for the start signal, move the bytes, answer Done. The
+last process to finish ends the run, so work after a process's own clock has stopped does not count.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Memory and requests are there."""
+    """Memory and requests are prepared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The bytes are where they belong. `ended_s` is on the machine's monotonic clock, which all processes share."""
+    """The bytes are moved. `ended_s` is on the machine's monotonic clock, which all processes share."""
 
     ended_s: float
     cpu_s: float
@@ -53,12 +53,12 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """This process cannot do it; why."""
+    """This process cannot do it; with the reason."""
 
     reason: str
 
 
-# Tagged by name, so that a line of JSON says which of them it is.
+# Tagged by name, so that a line of JSON says which one it is.
 Answer = Ready | Done | Failed
 _NAMES: dict[str, type[Answer]] = {"Ready": Ready, "Done": Done, "Failed": Failed}
 
@@ -74,13 +74,13 @@ def decode(line: bytes) -> Answer:
 
 
 class Worker:
-    """Keeps its memory from order to order where the cells agree on it, so that `reused` costs nothing twice."""
+    """Keeps its memory between orders if the cells allow it, so that `reused` touches it once."""
 
     def __init__(self) -> None:
         self._kept: tuple[object, Run] | None = None
 
     def perform(self, order: Order) -> Iterator[Answer]:
-        """Ready, and when the next answer is asked for Done; or Failed in the place of either."""
+        """Ready, then Done when the next answer is requested; or Failed instead of either."""
         cell = order.cell
         try:
             own = parts(cell, order.rank)
@@ -92,7 +92,7 @@ class Worker:
         yield Ready()
         try:
             before_s = _cpu_s()
-            if run is None:  # fresh, on a write: new memory is filled on the way
+            if run is None:  # fresh memory in a write: filled while writing
                 run = Run(run_bytes(cell), huge_pages=cell.huge_pages)
                 run.fill(cell, order.rank)
             _move(cell, own, columns, run, Path(order.directory))
@@ -103,13 +103,13 @@ class Worker:
         yield done if run.is_filled(cell, order.rank) else Failed("what was restored is not what was written")
 
     def _prepare(self, cell: Cell, rank: int) -> Run | None:
-        """Memory as the cell wants it when the timer starts; None where even mapping it belongs inside."""
+        """Memory as the cell needs it when the timer starts; None if even mapping it is part of the measurement."""
         if cell.memory == "fresh":
             self._kept = None
             return None if cell.direction == "write" else Run(run_bytes(cell), huge_pages=cell.huge_pages)
         key = (cell.mix, cell.bytes, cell.processes, cell.huge_pages)
         if self._kept is None or self._kept[0] != key:
-            self._kept = None  # give back first, or both are held at once
+            self._kept = None  # release first, or both are held at once
             self._kept = (key, Run(run_bytes(cell), huge_pages=cell.huge_pages))
         run = self._kept[1]
         if cell.direction == "restore":
@@ -151,7 +151,7 @@ def _opened(cell: Cell, own: Sequence[Part], directory: Path) -> Iterator[list[t
             fd = os.open(path, flags, 0o644)
             files.append((_native.File(fd=fd, path=path, alignment=BLOCK_BYTES if cell.direct else 1), fd))
             if cell.direction == "write" and cell.reserved:
-                _native.reserve_file(fd, part.size_bytes)  # every sharer: to reserve twice changes nothing
+                _native.reserve_file(fd, part.size_bytes)  # every sharer does it: reserving twice changes nothing
         yield files
     finally:
         for _, fd in files:
@@ -164,14 +164,14 @@ def _cpu_s() -> float:
 
 
 def _told(error: BaseException) -> str:
-    """One line without paths, so that equal reasons are equal."""
+    """One line without paths, so that equal reasons have equal text."""
     if isinstance(error, OSError) and error.strerror:
         return f"{errno.errorcode.get(error.errno or 0, 'OSError')}: {error.strerror}"
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; it ends its processes itself
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its processes itself
     worker, answers = Worker(), sys.stdout.buffer
     for line in sys.stdin.buffer:
         for answer in worker.perform(msgspec.json.decode(line, type=Order)):

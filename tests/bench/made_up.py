@@ -50,7 +50,7 @@ def run(measured: list[Measured], rounds: int = 2, devices: Device | None = None
 
 
 def two_rounds() -> Run:
-    """The device is twice as slow in the second, and so is everybody else."""
+    """The device is twice as slow in the second, and so are all savers."""
     measured = []
     for at, slow in ((1, 1.0), (2, 2.0)):
         ours = (save(1, 2.0 * slow), save(2, 1.25 * slow), save(3, 1.25 * slow))

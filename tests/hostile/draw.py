@@ -14,7 +14,7 @@ from hostile.moves import BROKEN, MOVES, Detection, Move
 from hostile.states import OPTIMIZERS
 
 MIB = 1 << 20
-HELD = Pace(blocks=1, bytes_per_s=1)  # the first request goes out, the others when somebody waits for them
+HELD = Pace(blocks=1, bytes_per_s=1)  # the first request goes out, the others when a thread waits for them
 TRICKLE = Pace(blocks=1, bytes_per_s=100 * MIB)
 MOVES_MAX = 14
 
@@ -22,14 +22,14 @@ SHARING = frozenset({"share-memory", "put-into-a-queue", "cut-a-file"})
 """Moves after which memory is in part not this process's own, which is refused where every write is to be found."""
 
 WATCHES_EXACTLY = "watch" in {field.name for field in dataclasses.fields(fs.EngineOptions)}
-"""Whether this version can be told to find every change, however small and whoever makes it."""
+"""Whether this version can be told to find every change, however small, by any thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
     """How a loop saves.
 
-    pace      of captures while nobody waits; None: as the library has it
+    pace      of captures while no thread waits; None: as the library has it
     in_place  whether loads read straight into memory at the file's phase
     exact     every change is found, and nothing is strided, which would be refused; else few changed bytes may go
               unnoticed, unless a counter tells of them

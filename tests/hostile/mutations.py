@@ -14,7 +14,7 @@ from flowstone.store.local_io import LocalWriting
 
 @contextmanager
 def blind() -> Iterator[None]:
-    """Nobody hears that the state has changed."""
+    """No thread hears that the state has changed."""
     error = LocalWriting._error
 
     def deaf(writing: LocalWriting) -> fs.FlowstoneError | None:
@@ -34,7 +34,7 @@ def unfenced() -> Iterator[None]:
 
 @contextmanager
 def mixing() -> Iterator[None]:
-    """Nobody compares replicas."""
+    """Replicas are not compared."""
     with mock.patch.object(RankZero, "replicas_differ", return_value=False):
         yield
 

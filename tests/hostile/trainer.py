@@ -36,7 +36,7 @@ from hostile.states import OPTIMIZERS, Job, make_job
 
 _Result = TypeVar("_Result")
 LETS_GO_S = 5.0  # for threads that have ended a save to let go of what they hold
-ENDS_S = 20.0  # for a save to come to its end, once somebody waits
+ENDS_S = 20.0  # for a save to come to its end, once a thread waits
 
 
 @dataclass(slots=True, eq=False)
@@ -157,7 +157,7 @@ class Trainer:
                     self.problem(f"step {one.step} is saved, from a state that a load has left half changed")
             except fs.SaveFailedError as told:
                 self._due(told)
-                continue  # somebody else's failure: this one has not been tried
+                continue  # another save's failure: this one has not been tried
             except fs.DamagedError as error:
                 if not self.unsound:
                     self.problem(f"step {one.step} was refused: {short(error)}")
@@ -348,7 +348,7 @@ def short(error: BaseException) -> str:
 
 
 def held_captures(drawn: Drawn) -> contextlib.AbstractContextManager[object]:
-    """Captures that stay behind for as long as nobody waits for them, so that moves fall into them."""
+    """Captures that stay behind for as long as no thread waits for them, so that moves fall into them."""
     pace = drawn.setup.pace
     return contextlib.nullcontext() if pace is None else mock.patch.object(Captures, "pace", return_value=pace)
 

@@ -232,7 +232,7 @@ def rewound_after_unequal_tries(rank: int, path: str) -> list[str]:
 
 
 def other_values(rank: int, path: str) -> str:
-    """A value that is not the same on all ranks, and nobody said that it is each one's own."""
+    """A value that differs between ranks, without being declared per rank."""
     state = {**state_of("rows"), "note": f"rank {rank}"}
     with opened(path, on_error="continue") as checkpointer:
         return str(checkpointer.save(1, state).committed.exception(60))

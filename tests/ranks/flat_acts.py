@@ -132,7 +132,7 @@ class Training:
 
 @contextmanager
 def no_collectives() -> Iterator[None]:
-    """Whoever communicates but over the store is told, on whatever thread."""
+    """Reports any communication that bypasses the store, on any thread."""
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -12,7 +12,7 @@ from acts import fill, opened, outcome, state_of, tensors
 
 import flowstone as fs
 
-DEADLINE_S = 20.0  # far more than it takes, far less than a run may take: who waits for the other fails
+DEADLINE_S = 20.0  # far more than it takes, far less than a run may take: a rank that waits for the other fails
 
 
 def _store() -> dist.Store:

@@ -118,7 +118,7 @@ def load_with_few_threads(rank: int, path: str) -> list[int]:
 
 
 def load_damaged(rank: int, path: str) -> str:
-    """Somebody reads bytes that are not what was written, into memory that is not the state's yet."""
+    """A rank reads damaged bytes, into memory that is not the state's yet."""
     state = state_of(rank, own=False)
     with small_windows(), opened(path, on_error="continue") as checkpointer:
         try:

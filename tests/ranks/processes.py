@@ -55,7 +55,7 @@ class Rank:
         return self.returncode
 
     def send_signal(self, how: int) -> None:
-        if self.poll() is None:  # nobody else takes its number before its end has been asked for
+        if self.poll() is None:  # its number is not reused before it was waited for
             os.kill(self.pid, how)
 
 
@@ -149,7 +149,7 @@ def run(size: int, module: str, function: str, *arguments: object) -> list[objec
 
 
 def tend() -> None:
-    """Fork what is asked for, and tell how it ended, until nobody is there to ask."""
+    """Fork what is asked for, and report how it ended, until the pipe is closed."""
     sys.path[:0] = [str(HERE), str(HERE.parent)]
     import acts
     import torch

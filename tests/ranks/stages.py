@@ -45,7 +45,7 @@ def state_of(layers: range, *, extra: bool = False) -> dict[str, object]:
 
 
 def each(state: dict[str, object], do: Callable[[str, torch.Tensor, float], None]) -> None:
-    """Every tensor with a name and a number of its own, the same whoever holds it."""
+    """Every tensor with a name and a number of its own, the same on any rank."""
     model, optimizer = state["model"], state["optimizer"]
     assert isinstance(model, Stage)
     assert isinstance(optimizer, torch.optim.Optimizer)
@@ -93,7 +93,7 @@ def load(rank: int, path: str, size: int) -> float:
 
 
 def load_part(rank: int, path: str) -> str:
-    """Two ranks want two of five layers: the other three are wanted by nobody."""
+    """Two ranks want two of five layers: no rank wants the other three."""
     state = state_of(range(rank, rank + 1))
     with opened(path) as checkpointer:
         try:

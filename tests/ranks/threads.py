@@ -20,7 +20,7 @@ class Job:
     def __init__(self, size: int, *, fan: int = TREE_FAN, **timeouts: float) -> None:
         self.size = size
         self.server = dist.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=60), wait_for_workers=False)
-        # Few connections: the fifth takes the store five seconds. Nobody waits on one, so ranks may share them.
+        # Few connections: the fifth takes the store five seconds. No call waits in one, so ranks may share them.
         connections = [self.server.clone() for _ in range(min(size, 4))]
         self.kv_stores: list[KeyValueStore] = [dist.PrefixStore("job", connections[rank % 4]) for rank in range(size)]
         self.ranks = [

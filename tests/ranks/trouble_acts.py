@@ -87,7 +87,7 @@ def holds(state: State, value: float) -> bool:
 
 @contextmanager
 def struck(point: str, how: str) -> Iterator[None]:
-    """At that point this process is killed, or stops until somebody lets it go on, or is refused something. Once.
+    """At that point this process is killed, or stops until it is continued, or is refused something. Once.
 
     how  "killed", "frozen", "failing"; "spoilt": frozen, and then failing
     """
@@ -138,7 +138,7 @@ def one_is_struck(rank: int, path: str, victim: int, point: str, how: str) -> di
     }
     Path(f"{path}.told-{rank}").touch()
     if how == "killed":
-        checkpointer._group._heartbeat.stop()  # type: ignore[union-attr]  # the rest would wait for who is gone
+        checkpointer._group._heartbeat.stop()  # type: ignore[union-attr]  # the others would wait for the rank that is gone
         return told
     while not Path(f"{path}.on").exists():
         time.sleep(0.01)

@@ -346,7 +346,7 @@ class Simulation:
 def _check_told(told: FlowstoneError | None, hurt: Job, disk: Disk) -> None:
     """The error reached the caller, with its reason; or an event, if it was only a removal's."""
     if told is None:
-        assert any(isinstance(event, RemovalFailed) for event in hurt.events), f"nobody was told of {disk.failed}"
+        assert any(isinstance(event, RemovalFailed) for event in hurt.events), f"no event reported {disk.failed}"
         return
     cause: BaseException | None = told
     while cause is not None and not getattr(cause, "errno", 0):

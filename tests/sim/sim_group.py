@@ -120,7 +120,7 @@ class GroupJob:
 
 
 def _check_one_verdict(outcomes: list[BaseException | None]) -> None:
-    """All are told the same cause; and nobody that nothing was saved, where another is told that it was."""
+    """All ranks get the same cause; and if one rank's save committed, no other rank's save failed."""
     lived = [one for one in outcomes if not isinstance(one, PowerLoss)]
     own = [one for one in map(_cause, lived) if one is not None and not isinstance(one, (RankError, StepExistsError))]
     assert len(own) < 2, f"one thing failed, and ranks were told different causes: {own}"

@@ -41,7 +41,7 @@ class Freeze:
 class Turns:
     """Whose turn it is, and what time; stands where agreements ask for the time and sleep.
 
-    number  decides who goes first: the lowest rank, the highest, or any
+    number  decides which rank goes first: the lowest rank, the highest, or any
     """
 
     def __init__(self, size: int, disk: Disk, *, number: int = 0, freeze: Freeze | None = None) -> None:
@@ -68,7 +68,7 @@ class Turns:
         self._enter(rank, "done")
 
     def over(self) -> None:
-        """From now on nobody waits for anybody."""
+        """From now on no rank waits for its turn."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()

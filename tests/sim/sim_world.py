@@ -112,7 +112,7 @@ class Ledger:
 
 
 class WatchedStore(LocalStore):
-    """Knows the writes whose receipts nobody has asked for."""
+    """Knows the writes whose receipts were never taken."""
 
     def __init__(self, root: Path, options: EngineOptions, system: System) -> None:
         super().__init__(root, options, system)
@@ -131,7 +131,7 @@ class WatchedStore(LocalStore):
         return writing
 
     def abandon(self) -> None:
-        """Whoever began them is dead: wait for the engine, which is not."""
+        """The processes that began them are dead: wait for the engine, which is not."""
         for writing in self._under_way:
             while not writing._job.wait(0.1):
                 pass
@@ -295,7 +295,7 @@ class Job:
 
     def _until_ended(self, save: Save) -> None:
         while not save.committed.done():
-            self._check_power()  # whoever has lost it sets no future any more
+            self._check_power()  # a rank without power completes no future
             wait_futures([save.committed], timeout=0.01)
 
     def _check_power(self) -> None:
@@ -315,7 +315,7 @@ class Job:
         return tag_of(Checkpoint(self.store, step_directory(step), self.store.options)) not in self.ledger.damaged
 
     def abandon(self) -> None:
-        """Whoever has lost its power waits for nothing any more."""
+        """A rank without power does not wait any more."""
         for save in self.checkpointer._saves.in_flight:
             for future in (save.captured, save.committed):
                 if not future.done():
@@ -367,7 +367,7 @@ def _load(after: Job, ledger: Ledger) -> tuple[int, str] | None:
         return None
     tag = into["progress"]["tag"]
     assert isinstance(tag, str)
-    assert same(into, state(tag)), f"step {report.step} loads a mixture, or what nobody saved"
+    assert same(into, state(tag)), f"step {report.step} loads a mixture, or a state that was never saved"
     assert latest is not None, f"latest() is None, and step {report.step} loads"
     assert latest.step == report.step or tag_of(latest) in ledger.damaged, f"{latest}, but step {report.step} loads"
     return report.step, tag

@@ -91,7 +91,7 @@ def test_more_than_disk_or_memory_hold_is_refused_first(tmp_path: Path, monkeypa
 
 def test_a_full_disk_fails_its_cells_only(small_disk: object, monkeypatch: pytest.MonkeyPatch) -> None:
     at = small_disk(6 * MIB)  # type: ignore[operator]
-    monkeypatch.setattr(campaign, "_check_room", lambda *_: None)  # as if somebody filled it meanwhile
+    monkeypatch.setattr(campaign, "_check_room", lambda *_: None)  # as if another process filled the disk meanwhile
     large = replace(BASE, bytes=12 * MIB)
     cells = [large, replace(large, direction="restore"), BASE]
     found = {s.cell: s.error for s in campaign.measure(at, cells, BASE, rounds=1)}

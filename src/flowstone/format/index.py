@@ -72,13 +72,13 @@ class Index:
         return range(int(self.first_piece[tensor]), int(self.first_piece[tensor + 1]))
 
     def same_bytes(self, one: int, other: int) -> bool:
-        """Whether two tensors are known to be the same bytes, in row-major order, whatever their shapes are."""
+        """Whether two tensors are known to have the same bytes in row-major order, with any shapes."""
         a, b = self.pieces_of(one), self.pieces_of(other)
         return one == other or (len(a) == 1 and self.chunks.same_bytes(a, b))
 
 
 class Totals(msgspec.Struct, frozen=True):
-    """How much an index lists."""
+    """The sizes of an index."""
 
     tensors: int
     pieces: int
@@ -86,16 +86,16 @@ class Totals(msgspec.Struct, frozen=True):
 
 
 class Frame(msgspec.Struct, frozen=True, eq=False):
-    """An index file without what is new in every save of a layout: where pieces lie, and their digests.
+    """An index file without the columns that change with every save of a layout: pieces' offsets, and digests.
 
-    parts  the file's bytes before, between and behind the columns piece.offset and chunk.digest, each in parts
+    parts  the file's bytes before, between and after the columns piece.offset and chunk.digest, each in parts
     """
 
     parts: tuple[tuple[Part, ...], tuple[Part, ...], tuple[Part, ...]]
     totals: Totals
 
     def fill(self, offset: U64, digest: U64) -> bytes:
-        """The index file's bytes; one offset for each piece and one digest for each chunk, as in the frame's index."""
+        """The index file's bytes, from one offset per piece and one digest per chunk, in index order."""
         before, between, behind = self.parts
         return b"".join((*before, _as(offset, "<u8").data, *between, _as(digest, "<u8").data, *behind))
 
@@ -144,7 +144,7 @@ def frame_of(pieces: Pieces, aliases: Sequence[tuple[str, int]], chunks: Chunks)
 
 
 def _as(column: NDArray[Any], kind: str) -> NDArray[Any]:
-    """The column as numbers of that type; itself, where they are the same bytes."""
+    """The column with that number type; the column itself, if the bytes are the same."""
     column, dtype = np.ascontiguousarray(column), np.dtype(kind)
     if column.dtype.kind in "iu" and column.dtype.isnative and column.itemsize == dtype.itemsize:
         return column.view(column.dtype.str.replace("i", "u")).astype(dtype, copy=False)
@@ -152,7 +152,7 @@ def _as(column: NDArray[Any], kind: str) -> NDArray[Any]:
 
 
 def check_index_header(data: Part, file_bytes: int, *, path: str) -> None:
-    """Raise DamagedError where the first bytes of an index do not begin a file of so many: before the rest is read."""
+    """Raise DamagedError unless `data` can begin an index file of `file_bytes`; checked before the rest is read."""
     entries, _, start = parse_header(data[: _header_end(data)], path=path)
     end = start + max((entry.end for entry in entries.values()), default=0)
     if end != file_bytes:
@@ -225,7 +225,7 @@ def _pieces(tensors: TensorColumns, tensor: NDArray[np.int64], columns: Mapping[
 
 
 def _own(column: NDArray[Any], kind: type[_Number]) -> NDArray[_Number]:
-    """A column of a file in the machine's own byte order: where that is the file's, no copy, and not to be written."""
+    """A file's column in the machine's byte order; if that is the file's, a read-only view without a copy."""
     native: NDArray[Any] = column.astype(column.dtype.newbyteorder("="), copy=False)
     return native.view(kind)
 
@@ -235,7 +235,7 @@ def _names(text: NDArray[np.generic], lengths: NDArray[np.generic]) -> tuple[str
     if sizes.max(initial=0) > NAME_BYTES_MAX or int(sizes.sum()) != len(text):
         raise ValueError("names and their lengths disagree")
     data, ends = text.tobytes(), run_starts(sizes).tolist()
-    if data.isascii():  # cutting text costs half of cutting bytes and decoding each
+    if data.isascii():  # slicing text takes half the time of slicing bytes and decoding each
         whole = data.decode()
         return tuple([whole[a:b] for a, b in pairwise(ends)])
     return tuple([data[a:b].decode() for a, b in pairwise(ends)])
@@ -252,7 +252,7 @@ def _check(index: Index, columns: Mapping[str, NDArray[np.generic]], segments: S
 
 
 def _check_chunks(chunks: Chunks, stored: NDArray[np.generic], codec: NDArray[np.generic]) -> None:
-    """What a reader of version 1 reads lies as it is, chunk behind chunk: so these columns say nothing new."""
+    """Check that version 1's chunks are stored raw and consecutive: then these columns add nothing."""
     if {len(stored), len(codec), int(chunks.first[-1])} != {len(chunks.digest)}:
         raise ValueError("the chunk columns do not match the pieces")
     if (codec != CODEC_RAW).any():
@@ -273,11 +273,11 @@ def _check_boxes(pieces: Pieces) -> None:
         if (offsets > limits).any() or (lengths > limits - offsets).any():
             raise ValueError("a box lies outside its tensor")
     if sides.max(initial=0) >= 1 << 63 or _is_immense(sides, first_side[:-1], pieces.tensors.ndim):
-        raise ValueError("a tensor has too many elements")  # and products of lengths would wrap
+        raise ValueError("a tensor has too many elements")  # else products of lengths would wrap
 
 
 def _is_immense(sides: U64, starts: NDArray[np.int64], ndim: NDArray[np.int64]) -> bool:
-    """Whether some shape has 2^59 elements or more, within the precision of doubles."""
+    """Whether a shape has 2^59 elements or more, within the precision of doubles."""
     bits, empty = np.zeros(len(ndim)), np.zeros(len(ndim), np.bool_)
     for dim in range(int(ndim.max(initial=0))):
         has = ndim > dim
@@ -298,7 +298,7 @@ def _check_extents(chunks: Chunks, segments: Sequence[SegmentRow]) -> None:
     if (offset < begin).any() or (offset > end).any() or (length > end - offset).any():
         raise ValueError("an extent lies outside its segment")
     base, some = np.cumsum([0, *(row.bytes for row in segments[:-1])]).astype(np.uint64), length > 0
-    begin = (base[segment] + offset)[some]  # as if all segments were one file: none ends behind its own
+    begin = (base[segment] + offset)[some]  # as if all segments were one file: no extent passes the end of its segment
     order = np.argsort(begin)
     begin, length = begin[order], length[some][order]
     if (begin[:-1] + length[:-1] > begin[1:]).any():

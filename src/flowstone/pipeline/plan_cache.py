@@ -17,8 +17,8 @@ from flowstone.state import Described
 from flowstone.table.pieces import Layout, Places
 
 FenceMode: TypeAlias = Literal["auto", "manual", "now"]
-"""Who says when the state may change: steps of its optimizers, the caller, or `save` by returning."""
-Waiter: TypeAlias = Literal["nobody", "optimizers", "caller"]
+"""Until when the state must not change: an optimizer's step (which waits), the caller's fence, the return of `save`."""
+Waiter: TypeAlias = Literal["nothing", "optimizers", "caller"]
 """What waits for the capture before it changes lazily captured pieces."""
 
 
@@ -62,13 +62,13 @@ def plan_save(
 
 
 def waiter_of(described: Described, fence: FenceMode) -> Waiter:
-    optimizers: Waiter = "optimizers" if described.optimizers and fence == "auto" else "nobody"
+    optimizers: Waiter = "optimizers" if described.optimizers and fence == "auto" else "nothing"
     return "caller" if fence == "manual" else optimizers
 
 
 def lazy_pieces(layout: Layout, waiter: Waiter) -> Sequence[bool]:
     """For each piece whether it may be captured late; empty: none may."""
     every: dict[Waiter, Sequence[bool]] = {
-        "nobody": (), "optimizers": layout.lazy, "caller": (True,) * len(layout.pieces)
+        "nothing": (), "optimizers": layout.lazy, "caller": (True,) * len(layout.pieces)
     }
     return every[waiter]

@@ -237,7 +237,7 @@ class SaveCoordinator:
                 f"the commit of step {step}", mine, look, position=_before(step), encoding=_WRITTEN
             )
             outcome = unpack(agreed.common, Outcome)
-            assert not isinstance(made, Exception), "who has failed agrees on nothing"
+            assert not isinstance(made, Exception), "a rank that failed agrees on nothing"
             if outcome.replicas:
                 self._agreement.agree(
                     f"the replicas of step {step}", made.digests(step, assignment), name_differing,

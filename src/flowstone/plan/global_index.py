@@ -25,11 +25,11 @@ def global_index(
     layouts: Sequence[Pieces], writes: Sequence[NDArray[np.int64]], aliases: Sequence[Alias],
     segment: NDArray[np.uint32]
 ) -> tuple[Frame, NDArray[np.int64], NDArray[np.int64]]:
-    """The index of what several ranks write: its frame, and the order of pieces and of chunks in it.
+    """The index of the pieces that several ranks write: its frame, and the order of pieces and of chunks in it.
 
-    layouts  what each rank holds
-    writes   positions of what it writes, ascending
-    segment  of each of these pieces, rank after rank
+    layouts  the layout of each rank
+    writes   for each rank, positions of the pieces that it writes, ascending
+    segment  for each of these pieces, rank after rank
     """
     tensors = Tensors.of(layouts)
     width = int(tensors.ndim.max(initial=0))
@@ -62,12 +62,12 @@ def _pieces(
 
 
 def by_tensor(tensor: NDArray[np.integer], tensors: int) -> NDArray[np.int64]:
-    """The pieces grouped by tensor, those of one in the order in which they come. Short numbers sort in linear time."""
+    """Order of the pieces grouped by tensor, stable within a tensor. Short integers sort in linear time."""
     return np.argsort(tensor.astype(np.uint16) if tensors <= _SHORT_MAX else tensor, kind="stable")
 
 
 def chunks_in_order(chunks: Chunks, order: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Which chunk each was before its pieces were put in order. `order`: of the pieces."""
+    """For each chunk its number before the pieces were ordered. `order`: of the pieces."""
     if chunks.one_each:
         return order
     counts = chunks.counts
@@ -80,9 +80,9 @@ def chunks_in_order(chunks: Chunks, order: NDArray[np.int64]) -> NDArray[np.int6
 def _written(
     found: Sequence[LayoutGroup], writes: Sequence[NDArray[np.int64]], tensors: Tensors
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Of each piece that is written, rank after rank: its tensor, and its box.
+    """For each written piece, rank after rank: its tensor, and the number of its box.
 
-    Boxes are counted so: first the whole of each tensor, then those of each layout group, variant after variant.
+    Boxes are numbered: first the whole of each tensor, then those of each layout group, variant after variant.
     """
     starts = np.cumsum([0, *map(len, writes)])
     tensor, box = np.empty(int(starts[-1]), np.int32), np.empty(int(starts[-1]), np.int32)
@@ -98,5 +98,5 @@ def _written(
 
 
 def _all_boxes(group: LayoutGroup) -> NDArray[np.int64]:
-    """Of each variant of a layout group, one behind the other."""
+    """The boxes of each variant of a layout group, concatenated."""
     return group.boxes.reshape(len(group.boxes) * len(group.ndim), group.boxes.shape[2])

@@ -1,4 +1,4 @@
-"""The read plan: which chunks of which stored pieces fill the boxes that are wanted."""
+"""The read plan: which chunks of which stored pieces fill the requested boxes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from flowstone.table.pieces import Piece, Pieces
 
 
 class ReadPlan(msgspec.Struct, frozen=True, eq=False):
-    """Everything to read, as columns: a row for each run of chunks of a stored piece that a wanted one needs.
+    """Everything to read, as columns: one row for each run of chunks of a stored piece that a requested piece needs.
 
     piece        row in the index
-    target       position among the wanted pieces
+    target       position among the requested pieces
     first, last  the run, half-open, among the stored piece's chunks
-    common       row -> the region that both pieces hold, in elements of the global tensor, where that
-                 is not all of both
-    bytes        of the chunks as they are stored, once for each row
+    common       row -> the region that both pieces hold, in elements of the global tensor, unless it is the
+                 whole of both
+    bytes        stored length of the chunks, counted once per row
     """
 
     piece: NDArray[np.int64]
@@ -37,16 +37,16 @@ class ReadPlan(msgspec.Struct, frozen=True, eq=False):
 
 
 def plan_reads(index: Index, wanted: Sequence[Piece], rows: Sequence[int]) -> ReadPlan:
-    """Find the stored parts that fill each wanted box, each element exactly once.
+    """Find the stored parts that fill each requested box, each element exactly once.
 
     wanted  pieces to fill; boxes in elements of the global tensor
-    rows    the index row of each one's tensor, which has the same shape
-    raises  CoverageError naming the first region that nobody stored
+    rows    for each piece, the index row of its tensor, which has the same shape
+    raises  CoverageError naming the first region that is in no stored piece
     """
     wanted, tensor = Pieces.of(wanted), np.array(rows, np.int64)
     begin = index.first_piece[tensor]
     alone = index.first_piece[tensor + 1] == begin + 1
-    begin[~alone] = 0  # of a tensor without pieces, it could lie behind the last one
+    begin[~alone] = 0  # for a tensor without pieces, it could be past the last piece
     same = alone & (index.chunks.length[begin] == index.tensors.lengths[tensor]) if len(index.pieces) else alone
     same[wanted.parts] = False
     target = np.flatnonzero(same)
@@ -71,7 +71,7 @@ def plan_reads(index: Index, wanted: Sequence[Piece], rows: Sequence[int]) -> Re
 def part_of(
     plan: ReadPlan, index: Index, rows: NDArray[np.int64], first: NDArray[np.int64], last: NDArray[np.int64]
 ) -> ReadPlan:
-    """Of some rows of a plan, each as often as it is named, chunks [first, last) alone, which their runs hold."""
+    """For the given rows of a plan, repeated as given, only chunks [first, last), which their runs contain."""
     piece = plan.piece[rows]
     common = {at: plan.common[row] for at, row in enumerate(rows.tolist()) if row in plan.common}
     total = int(index.chunks.stored_bytes(piece, first, last).sum())
@@ -79,7 +79,7 @@ def part_of(
 
 
 class _Cover(msgspec.Struct, frozen=True, eq=False):
-    """The rows of a plan that fill one wanted piece. `piece`: the number among the pieces of its tensor.
+    """The rows of a plan that fill one requested piece. `piece`: number among the pieces of its tensor.
 
     stored  the boxes of its tensor's pieces
     """
@@ -92,7 +92,7 @@ class _Cover(msgspec.Struct, frozen=True, eq=False):
 
 
 class _Covers:
-    """Finds what fills a wanted piece. Most tensors of one shape are stored alike and wanted alike: found once."""
+    """Finds the rows for a requested piece. Most tensors of one shape have equal boxes on both sides: computed once."""
 
     def __init__(self, index: Index, wanted: Pieces) -> None:
         self._index, self._tensors, self._wanted = index, index.tensors, wanted
@@ -100,7 +100,7 @@ class _Covers:
         numbers, starts = wanted.part_numbers()
         data, ends = numbers.tobytes(), (starts * numbers.itemsize).tolist()
         runs = zip(wanted.parts.tolist(), pairwise(ends), strict=True)
-        self._boxes = {at: data[begin:end] for at, (begin, end) in runs}  # of those that are not whole
+        self._boxes = {at: data[begin:end] for at, (begin, end) in runs}  # of pieces that are not whole
         self._known: dict[tuple[object, ...], list[_Cover]] = {}
         self._runs: dict[tuple[object, ...], tuple[tuple[int, int], ...]] = {}
 
@@ -118,7 +118,7 @@ class _Covers:
         return found
 
     def _cover(self, wanted: Piece, stored: NDArray[np.int64], count: int, item_bytes: int) -> _Cover:
-        """What fills a wanted piece. Raises CoverageError where that is not everything."""
+        """The rows that fill a requested piece. Raises CoverageError if a part is not stored."""
         ndim = len(wanted.shape)
         boxes = stored.reshape(count, 2 * ndim)
         offset, sides = boxes[:, :ndim], boxes[:, ndim:]
@@ -142,7 +142,7 @@ class _Covers:
     def _runs_of(
         self, stored: tuple[int, ...], offset: tuple[int, ...], shape: tuple[int, ...], item_bytes: int
     ) -> tuple[tuple[int, int], ...]:
-        """The runs of chunks in which a region lies, of a stored box of shape `stored`."""
+        """The runs of chunks that contain a region of a stored box of shape `stored`."""
         key = stored, offset, shape, item_bytes
         found = self._runs.get(key)
         if found is None:
@@ -151,7 +151,7 @@ class _Covers:
 
 
 def _check_covered(wanted: Piece, offset: NDArray[np.int64], sides: NDArray[np.int64]) -> None:
-    """Raise CoverageError unless these regions, which need not line up, hold all of the wanted box."""
+    """Raise CoverageError unless these regions, aligned or not, cover the requested box."""
     regions = [Box(tuple(o), tuple(n)) for o, n in zip(offset.tolist(), sides.tolist(), strict=True)]
     hole = uncovered(wanted.box, regions)
     if hole is not None:
@@ -163,10 +163,9 @@ def _check_covered(wanted: Piece, offset: NDArray[np.int64], sides: NDArray[np.i
 
 
 def chunk_runs(shape: Sequence[int], box: Box, item_bytes: int) -> tuple[tuple[int, int], ...]:
-    """Half-open runs of chunks that hold `box` of a row-major extent of `shape`, ascending.
+    """Half-open runs of chunks that contain `box` of a row-major extent of `shape`, ascending.
 
-    Only chunks in which some wanted element lies: a narrow column of a wide matrix skips
-    the chunks between its rows.
+    Only chunks with requested elements: for a narrow column of a wide matrix, chunks between its rows are skipped.
     """
     if box.elements == 0:
         return ()
@@ -180,10 +179,10 @@ def chunk_runs(shape: Sequence[int], box: Box, item_bytes: int) -> tuple[tuple[i
 
 
 def _runs(shape: Sequence[int], box: Box) -> tuple[NDArray[np.int64], int]:
-    """Where the box's contiguous runs begin, in elements and ascending, and their common length."""
+    """The begin of each contiguous run of the box, in elements and ascending, and the runs' common length."""
     inner, dim = 1, len(shape)
     length = 1
-    while dim > 0:  # fold the trailing dimensions that the box covers wholly, and one more
+    while dim > 0:  # merge the trailing dimensions that the box covers completely, and one more
         dim -= 1
         length = inner * box.shape[dim]
         inner *= shape[dim]

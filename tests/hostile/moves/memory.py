@@ -27,7 +27,7 @@ def _resizable(trainer: Trainer) -> list[nn.Parameter]:
 
 
 def _is_resizable(tensor: torch.Tensor) -> bool:
-    """Of a shared storage, too, torch says so; who resizes one to nothing and back is killed, by torch alone."""
+    """Of a shared storage, too, torch says so; resizing one to nothing and back kills the process, by torch alone."""
     storage = tensor.untyped_storage()
     return storage.resizable() and not storage.is_shared()
 
@@ -45,7 +45,7 @@ def share_memory(trainer: Trainer, chance: Random) -> None:
 def put_into_a_queue(trainer: Trainer, chance: Random) -> None:
     """What a torch.multiprocessing queue does to the tensors that are put into it: they move as well."""
     ForkingPickler.dumps(trainer.job.model.state_dict())
-    trainer.at_the_end.append(resource_sharer.stop)  # which listens for who takes them out, and is no matter of ours
+    trainer.at_the_end.append(resource_sharer.stop)  # a thread of torch's, which these tests do not check
 
 
 @TABLE.escapes(Detection.MEMORY)
@@ -88,7 +88,7 @@ def grow_in_place(trainer: Trainer, chance: Random) -> bool | None:
 
 @TABLE.escapes(Detection.MEMORY, needs="array")
 def resize_array(trainer: Trainer, chance: Random) -> bool | None:
-    """numpy's resize of an array of the state, in place, without asking who refers to it."""
+    """numpy's resize of an array of the state, in place, without checking references to it."""
     array = trainer.job.state.get("array")
     if array is None:
         return False
@@ -121,7 +121,7 @@ class Mapped:
 
 @TABLE.quiet(weight=2)
 def map_memory(trainer: Trainer, chance: Random) -> None:
-    """A parameter's memory is mapped by somebody else from here on."""
+    """A parameter's memory is mapped by another process from here on."""
     parameter = chance.choice([p for p in trainer.job.large() if isinstance(p, nn.Parameter)])
     Mapped(trainer, parameter)
 

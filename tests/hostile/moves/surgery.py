@@ -219,7 +219,7 @@ def swap_tensors(trainer: Trainer, chance: Random) -> None:
     other = nn.Parameter(torch.randn_like(parameter), requires_grad=parameter.requires_grad)
     torch.utils.swap_tensors(parameter, other)
     del other
-    _ = torch.full_like(parameter, 9)  # where the old one lay, if nobody holds it
+    _ = torch.full_like(parameter, 9)  # where the old one was, if nothing refers to it
 
 
 @TABLE.escapes(Detection.COUNTER)

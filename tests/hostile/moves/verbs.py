@@ -23,7 +23,7 @@ def save(trainer: Trainer, chance: Random) -> None:
 
 @TABLE.quiet(weight=3, basic=True)
 def save_by_hand(trainer: Trainer, chance: Random) -> None:
-    """Saves with fence="manual": whoever changes the state has to call fence() before."""
+    """Saves with fence="manual": call fence() before the state changes."""
     trainer.save("manual")
 
 

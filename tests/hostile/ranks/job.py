@@ -102,7 +102,7 @@ class Job:
             self.ranks.append(Rank(pid, here, said))
 
     def play(self, setup: Setup, life: Life, number: int, root: Path, hangs_s: float = HANGS_S) -> Told:
-        """One life. Ranks that do not come to its end, or die though nobody has killed them, are a problem."""
+        """One life. Ranks that do not come to its end, or die without being killed by the test, are a problem."""
         told = Told({rank: [] for rank in range(self.size)}, {rank: [] for rank in range(self.size)})
         for rank in self.ranks:
             rank.line.send((setup, life, number, root))

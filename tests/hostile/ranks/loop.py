@@ -35,7 +35,7 @@ from hostile.ranks.states import Job
 from hostile.trainer import descriptors, short
 
 _Result = TypeVar("_Result")
-ENDS_S = 4 * DEADLINE_S  # for a save to come to its end, once somebody waits; for a call to return
+ENDS_S = 4 * DEADLINE_S  # for a save to come to its end, once a thread waits; for a call to return
 Tell = Callable[[str, dict[str, Any]], None]
 
 
@@ -98,7 +98,7 @@ class Loop:
         self.open()
 
     def open(self) -> None:
-        """On all ranks. Whoever had the lock has closed its Checkpointer."""
+        """On all ranks. The rank that had the lock has closed its Checkpointer."""
         self.checkpointer, self.has_writer = self.opened(), False
 
     def opened(self, path: Path | None = None, **options: Any) -> fs.Checkpointer:
@@ -213,7 +213,7 @@ class Loop:
         self.unsettled.clear()
 
     def in_step(self) -> None:
-        """The same for any call. A rank that was refused a save may still tell the others, who then lose one call."""
+        """The same for any call. A rank that was refused a save may still tell the others, which then lose one call."""
         behind = bool(self.unsettled)
         self.call("wait", self.settle)
         if behind:

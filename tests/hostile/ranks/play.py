@@ -69,7 +69,7 @@ class Look:
                     self.counts["right"] += 1
                     return
                 best = wrong if best is None or len(wrong) < len(best) else best
-        words = "nobody saved it" if best is None else f"{len(best)}: {', '.join(best[:4])}"
+        words = "no rank saved it" if best is None else f"{len(best)}: {', '.join(best[:4])}"
         self.problems.append(f"step {step} WAS COMMITTED WRONG: {words}")
 
     def _check_outcomes(self, life: Life, told: Told, steps: Mapping[int, Path], *, keeps: bool) -> None:

@@ -95,7 +95,7 @@ class Job:
         return [part for source in self.sources for part in source()]
 
     def lazy(self, *, replicas: bool = True) -> list[torch.Tensor]:
-        """What is captured after `save` has returned; without `replicas`, only what nobody else has."""
+        """What is captured after `save` has returned; without `replicas`, only what no other rank has."""
         return [
             part.local for part in self.parts()
             if part.local.nbytes >= LAZY_FROM_BYTES and part.holding != "buffer" and part.name.split(".")[0] != "plain"
@@ -276,7 +276,7 @@ def _stages(job: Job) -> None:
 
 
 def _plain(job: Job) -> None:
-    """Tensors that nobody steps, the same everywhere."""
+    """Tensors that no optimizer steps, the same on all ranks."""
     table = torch.randn(30_000)
     job.state["plain"] = {"table": table, "words": ["the", "same"]}
     job.sources.append(lambda: iter([held("plain.table", table, "replica")]))

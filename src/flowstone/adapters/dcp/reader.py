@@ -25,7 +25,7 @@ from flowstone.store.local import LocalStore
 
 
 class FlowstoneReader(StorageReader):
-    """Reads any Flowstone checkpoint, whoever has saved it, for `dcp.load`.
+    """Reads any Flowstone checkpoint, saved by this adapter or not, for `dcp.load`.
 
     path             of the checkpoint; or of a store, whose newest one it is then
     accept_pickled   give the planner bytes that a planner of the user's has made, if the checkpoint holds some.

@@ -71,6 +71,6 @@ def some_rank(loop: Loop, chance: Random) -> int:
 
 
 BROKEN: dict[str, str] = {
-    "interrupt-a-save": "a signal's exception inside of save() leaves what nobody ends",
+    "interrupt-a-save": "a signal's exception inside of save() leaves a capture that never ends",
 }
 """Moves that are known to break the library, and how: not drawn. Empty, or there is something to mend."""

@@ -40,6 +40,7 @@ class Mutant:
 
 
 _RENAME = "    store.rename(draft.directory, step_directory(draft.step))\n"
+_RECORD = "    manifest = record(store, draft, store_id, made)\n"
 MUTANTS = {
     "segments_are_not_synced": Mutant(
         LocalWriting, "receipt", (("self._error() or self._sync_error()", "self._error()"),), "first_save",
@@ -49,7 +50,7 @@ MUTANTS = {
         LocalStore, "put", (("self.system.sync(fd)", "pass"),), "first_save", start="step-"
     ),
     "draft_is_not_synced": Mutant(
-        publish, "publish", (("sync(store, draft.directory)", "pass"),), "second_save", start="step-"
+        publish, "record", (("sync(store, draft.directory)", "pass"),), "second_save", start="step-"
     ),
     "store_is_not_synced_after_the_rename": Mutant(
         publish, "publish", (("    sync(store)\n", ""),), "second_save", start="step-"
@@ -57,10 +58,9 @@ MUTANTS = {
     "rename_comes_before_the_manifest": Mutant(
         publish, "publish",
         (
-            (_RENAME, ""),
-            ("    store.put(inside(draft.directory, MANIFEST_NAME)",
-             _RENAME + "    store.put(inside(step_directory(draft.step), MANIFEST_NAME)"),
-            ("sync(store, draft.directory)", "sync(store, step_directory(draft.step))"),
+            (_RECORD, ""),
+            (_RENAME, _RENAME + "    placed = msgspec.structs.replace(draft, directory=step_directory(draft.step))\n"
+             + _RECORD.replace("draft", "placed")),
         ),
         "second_save", start="step-",
     ),
@@ -98,7 +98,7 @@ MUTANTS = {
         start="step-",
     ),
     "draft_of_ranks_is_not_synced": Mutant(
-        publish, "publish", (("sync(store, draft.directory)", "pass"),), "team_second_save", start="step-"
+        publish, "record", (("sync(store, draft.directory)", "pass"),), "team_second_save", start="step-"
     ),
     "ranks_are_told_before_the_rename_is_durable": Mutant(
         publish, "publish", (("    sync(store)\n", ""),), "team_second_save", start="step-"

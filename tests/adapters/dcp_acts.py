@@ -224,3 +224,29 @@ def save_in_background(rank: int, path: str) -> list[object]:
     into = {"x": torch.zeros(2), "step": 0}
     dcp.load(into, storage_reader=FlowstoneReader(path))
     return [into["step"], into["x"].tolist()]
+
+
+def fsdp_net() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = net()
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.02)
+
+
+def save_by_checkpointer(rank: int, store: str) -> None:
+    model, optimizer = fsdp_net()
+    train(model, optimizer, 2)
+    with fs.Checkpointer(store) as ckpt:
+        ckpt.save(2, {"model": model, "optim": optimizer}).committed.result()
+    whole = full(list(get_state_dict(model, optimizer)))
+    if rank == 0:
+        torch.save(whole, f"{store}/whole.pt")
+
+
+def load_of_checkpointer(rank: int, path: str, whole: str) -> bool:
+    model, optimizer = fsdp_net()
+    states = get_state_dict(model, optimizer)
+    into: dict[str, Any] = {"model": states[0], "optim": states[1]}
+    dcp.load(into, storage_reader=FlowstoneReader(path))
+    set_state_dict(model, optimizer, model_state_dict=into["model"], optim_state_dict=into["optim"])
+    return equal(full(list(get_state_dict(model, optimizer))), torch.load(whole))

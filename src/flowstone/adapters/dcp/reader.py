@@ -13,9 +13,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from flowstone.adapters.dcp.derived import derive
 from flowstone.adapters.dcp.layout import Leaves, leaves_of, metadata_of, references
 from flowstone.adapters.dcp.options import check_registry
-from flowstone.adapters.dcp.reading import read_tensors
+from flowstone.adapters.dcp.reading import Stored, read_tensors
 from flowstone.adapters.dcp.target import is_local
 from flowstone.adapters.dcp.values import bytes_of
 from flowstone.checkpoint import Checkpoint, open_checkpoint
@@ -46,9 +47,10 @@ class FlowstoneReader(StorageReader):
         self._checkpoint: Checkpoint | None = None
         self._store: LocalStore | None = None
         self._leaves = Leaves(None, {})
+        self._names: Mapping[str, str] = {}  # of tensors, in DCP and in the index
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_checkpoint": None, "_store": None, "_leaves": Leaves(None, {})}
+        return self.__dict__ | {"_checkpoint": None, "_store": None, "_leaves": Leaves(None, {}), "_names": {}}
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str] | None:
@@ -74,8 +76,8 @@ class FlowstoneReader(StorageReader):
         self._close()
         self._store = LocalStore(os.path.abspath(self.path), self._engine)
         self._checkpoint = open_checkpoint(self._store)
-        self._leaves, names = _leaves_and_names(self._checkpoint)
-        metadata = metadata_of(self._checkpoint.index, names, self._leaves)
+        self._leaves, self._names = _leaves_and_names(self._checkpoint)
+        metadata = metadata_of(self._checkpoint.index, self._names, self._leaves)
         metadata.storage_meta = StorageMeta(
             checkpoint_id=self.checkpoint_id, save_id=self._checkpoint.manifest.id, load_id=self.load_id
         )
@@ -104,7 +106,8 @@ class FlowstoneReader(StorageReader):
         checkpoint, store = self._open, self._store
         assert store is not None, "it is open with its checkpoint"
         objects = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
-        read_tensors(checkpoint, store, [i for i in plan.items if i.type != LoadItemType.BYTE_IO], planner)
+        tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
+        read_tensors(Stored(checkpoint, store, self._names), tensors, planner)
         for item in objects:
             self._load_object(checkpoint, item, planner)
         self._close()
@@ -149,6 +152,7 @@ def _leaves_and_names(checkpoint: Checkpoint) -> tuple[Leaves, Mapping[str, str]
     """What DCP calls the values of a checkpoint, and what the index calls its tensors."""
     leaves = leaves_of(checkpoint)
     if leaves is None:
-        leaves = Leaves(None, {})
+        derived = derive(checkpoint)
+        return derived.leaves, derived.names
     hidden = {ref.name for ref in references(leaves.objects.values())}
     return leaves, {name: name for name in checkpoint.index.rows() if name not in hidden}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import torch
@@ -10,7 +10,6 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from flowstone.checkpoint import Checkpoint, no_tensor
 from flowstone.errors import MismatchError
-from flowstone.format.index import Index
 from flowstone.plan.read import plan_reads
 from flowstone.stage.arena import open_read_arena
 from flowstone.stage.bounce import choose_destinations
@@ -31,23 +30,30 @@ class _Wanted(msgspec.Struct, frozen=True, eq=False):
     row: int
 
 
-def read_tensors(checkpoint: Checkpoint, store: Store, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+class Stored(msgspec.Struct, frozen=True, eq=False):
+    """What is read from. `names`: of tensors, in DCP and in the index."""
+
+    checkpoint: Checkpoint
+    store: Store
+    names: Mapping[str, str]
+
+
+def read_tensors(stored: Stored, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
     """Fill what the planner resolves the items to, and commit each. Blocks.
 
     raises  DamagedError, which names what has changed; NoTensorError, MismatchError before anything has
     """
-    index = checkpoint.index
-    wanted = [_wanted(index, item, planner) for item in items]
-    _fill(checkpoint, store, [one for one in wanted if one.piece.box.elements])
+    wanted = [_wanted(stored, item, planner) for item in items]
+    _fill(stored.checkpoint, stored.store, [one for one in wanted if one.piece.box.elements])
     for one in wanted:
         planner.commit_tensor(one.item, one.target)
 
 
-def _wanted(index: Index, item: ReadItem, planner: LoadPlanner) -> _Wanted:
-    name = item.storage_index.fqn
-    row = index.rows().get(name)
-    if row is None:
-        raise no_tensor(name, index.rows())
+def _wanted(stored: Stored, item: ReadItem, planner: LoadPlanner) -> _Wanted:
+    name, index = item.storage_index.fqn, stored.checkpoint.index
+    if name not in stored.names:
+        raise no_tensor(name, stored.names)
+    row = index.rows()[stored.names[name]]
     target = planner.resolve_tensor(item).detach()
     dtype = tensors.check_tensor(target, name)
     begin = item.storage_index.offset or (0,) * len(item.lengths)

@@ -16,6 +16,7 @@ TIMES_FASTER = (
     ("torchsnapshot", 4.5), ("dcp-async", 7.0), ("torch", 6.0),
     ("torchsnapshot-each", 7.6), ("datastates", 3.9),  # the setting of Gossman et al., 2512.24511
 )
+THROUGH_DCP, BLOCKED_OF_DCP = (("dcp-1", 4.0), ("dcp-2", 2.5)), 0.1
 CPU_IN_PLACE, CPU_THROUGH_ARENA = 0.15, 0.30  # seconds for each GB, digests on
 ARENA_BYTES = (256 + 64) << 20  # the budget of "flowstone-arena-256", and what else may grow
 OF_UNBOUNDED_ARENA, OF_BULK, OF_URING = 0.90, 0.5, 0.90
@@ -63,7 +64,7 @@ def cell(spread: Spread | None, digits: int = 2) -> str:
 
 def goals(run: Run) -> tuple[Goal, ...]:
     """In the order of the goals' table. A goal about a row that was not asked for is left out."""
-    found = [*_against_device(run), *_against_rivals(run), *_cpu(run), *_arena(run), *_small(run)]
+    found = [*_against_device(run), *_against_rivals(run), *_through_dcp(run), *_cpu(run), *_arena(run), *_small(run)]
     return (*found, *_of_ranks(run), *_of_replicas(run), *_without_uring(run))
 
 
@@ -103,6 +104,23 @@ def _against_rivals(run: Run) -> Iterator[Goal]:
             ours, theirs = (figures.save_rates(run, who, first=first) for who in (OURS, name))
             text = f"durable save, {title}, times the rate of {entry(name).title}"
             yield Goal(text, figures.spread(figures.ratios(ours, theirs)), wanted, digits=1)
+
+
+def _through_dcp(run: Run) -> Iterator[Goal]:
+    """What dcp.save and dcp.async_save gain by another writer."""
+    for name, wanted in THROUGH_DCP:
+        if _took_part(run, "dcp-flowstone", name):
+            ours, theirs = (figures.save_rates(run, who, first=False) for who in ("dcp-flowstone", name))
+            text = f"dcp.save through Flowstone, later saves, times the rate of {entry(name).title}"
+            yield Goal(text, figures.spread(figures.ratios(ours, theirs)), wanted, digits=1)
+    if _took_part(run, "dcp-flowstone-async", "dcp-async"):
+        theirs, ours = (
+            figures.by_round(figures.saves(run, who, first=False), lambda sample: sample.blocked_s)
+            for who in ("dcp-async", "dcp-flowstone-async")
+        )
+        reached = figures.spread(figures.ratios(ours, theirs))
+        text = "dcp.async_save through Flowstone, later saves, blocked, of what DCP async blocks"
+        yield Goal(text, reached, BLOCKED_OF_DCP, at_most=True)
 
 
 def _cpu(run: Run) -> Iterator[Goal]:

@@ -78,6 +78,7 @@ _DATASTATES_NOTE = (
 )
 _EACH_NOTE = "as Gossman et al. (2512.24511) ran it: one take for each tensor, batching off"
 _ASYNC_NOTE = "async_take of 0.1.0 does not copy CPU tensors too large for its slabs: it writes what they hold later"
+_THROUGH_NOTE = "flowstone.adapters.dcp.FlowstoneWriter and FlowstoneReader; one writer for all saves"
 
 FLOWSTONE = (
     Entry(OURS, "Flowstone", "ours", 3, _OURS),
@@ -122,6 +123,8 @@ RIVALS = (
     Entry("dcp-1", "DCP, 1 thread", "dcp", 2, ("dcp.load",)),
     Entry("dcp-2", "DCP, 2 threads", "dcp", 2, ("dcp.load",)),
     Entry("dcp-async", "DCP async", "dcp", 2, ("dcp.load",)),
+    Entry("dcp-flowstone", "DCP through Flowstone", "dcp_flowstone", 2, ("dcp.load",), note=_THROUGH_NOTE),
+    Entry("dcp-flowstone-async", "DCP async through Flowstone", "dcp_flowstone", 3, ("dcp.load",), note=_THROUGH_NOTE),
     Entry("dcp-async-best", "DCP async, 2 threads, plans cached", "dcp", 2, ("dcp.load",), rounds=_FEWER),
     Entry("torchsnapshot", "TorchSnapshot take", "torchsnapshot_take", 2, ("restore",), environment="torchsnapshot"),
     Entry("torchsnapshot-async", "TorchSnapshot async_take", "torchsnapshot_take", 2, ("restore",),

@@ -95,3 +95,18 @@ def test_sharing_reads_must_not_be_slower_and_reads_every_byte_once() -> None:
     assert [(goal.is_met, reached(goal)) for goal in found] == [(True, 2.0), (True, 1.0)]
     assert found[0].text.startswith("four replicas, cold: ")
     assert "device" in found[-1].text
+
+
+def test_dcp_through_flowstone_is_compared_with_dcp_itself() -> None:
+    def blocked(name: str, seconds: float) -> Measured:
+        return Measured(name, 1, Outcome(2 * GB, (save(1, 9.0, 8.0), save(2, 2.0, seconds))))
+
+    found = by_text(goals(made_up.run([
+        flowstone("dcp-flowstone", (9.0, 1.0)), flowstone("dcp-1", (1.0, 4.0)), flowstone("dcp-2", (1.0, 2.0)),
+        blocked("dcp-async", 1.0), blocked("dcp-flowstone-async", 0.05),
+    ])))
+    times = {threads: found[f"dcp.save through Flowstone, later saves, times the rate of DCP, {threads}"]
+             for threads in ("1 thread", "2 threads")}
+    assert [(goal.is_met, reached(goal)) for goal in times.values()] == [(True, 4.0), (False, 2.0)]
+    staged = found["dcp.async_save through Flowstone, later saves, blocked, of what DCP async blocks"]
+    assert (staged.is_met, reached(staged)) == (True, pytest.approx(0.05))

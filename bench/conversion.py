@@ -1,0 +1,114 @@
+"""What import and export reach of the device, and the memory that they take.
+
+    PYTHONPATH=src python -m bench.conversion DIRECTORY [--bytes 4e9] [--rounds 3] [--budget 256e6]
+
+A safetensors file of equal tensors of noise is imported, and exported again, in processes of their own; by turns with
+fio, which reads and writes as much by one job (8 MiB, 16 in flight, registered memory, fsync inside the timer). A ratio
+is to the slower of the two: both directions share the device, as they do in a conversion. `peak` is how much the most
+memory that the process has had grows by the call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from bench import fio
+
+MIB = 1 << 20
+TENSORS = 100
+_CHILD = """
+import json, sys, time
+import flowstone as fs
+import flowstone.convert.export, flowstone.convert.importing
+def peak():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+verb, source, target, budget = sys.argv[1:]
+before = peak()
+report = getattr(fs, verb)(source, target, budget_bytes=int(budget))
+print(json.dumps([report.bytes / report.seconds, peak() - before]))
+"""
+
+
+def write_source(path: Path, total_bytes: int) -> None:
+    """A safetensors file of float32 noise, never whole in memory."""
+    elements = int(total_bytes) // TENSORS // 4
+    entries = {
+        f"layer.{number}": {
+            "dtype": "F32", "shape": [elements], "data_offsets": [number * elements * 4, (number + 1) * elements * 4],
+        }
+        for number in range(TENSORS)
+    }
+    text = json.dumps(entries).encode()
+    noise = np.random.default_rng(1)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _ in range(TENSORS):
+            file.write(noise.random(elements, np.float32).tobytes())
+
+
+def convert(verb: str, source: Path, target: Path, budget: int) -> tuple[float, int]:
+    """Bytes a second, and by how much the peak of memory grows."""
+    command = [sys.executable, "-c", _CHILD, verb, str(source), str(target), str(budget)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    rate, peak = json.loads(done.stdout)
+    return rate, peak
+
+
+def measure(directory: Path, total_bytes: int, rounds: int, budget: int) -> list[dict[str, float]]:
+    """A row for each round. Leaves nothing in the directory."""
+    work = directory / "bench-conversion"
+    work.mkdir(parents=True)
+    setting = fio.Setting(fio.REGISTERED, 8 * MIB, 16)
+    rows = []
+    try:
+        write_source(work / "model.safetensors", total_bytes)
+        for _ in range(rounds):
+            written = fio.write(work, total_bytes, setting).gb_per_s * 1e9
+            read = fio.read(work, total_bytes, setting).gb_per_s * 1e9
+            fio.clear(work)
+            imported, import_peak = convert("import_checkpoint", work / "model.safetensors", work / "run", budget)
+            exported, export_peak = convert("export", work / "run", work / "hf", budget)
+            shutil.rmtree(work / "run")
+            shutil.rmtree(work / "hf")
+            rows.append({
+                "fio_write": written, "fio_read": read, "import": imported, "export": exported,
+                "peak": float(max(import_peak, export_peak)),
+            })
+    finally:
+        shutil.rmtree(work)
+    return rows
+
+
+def told(rows: list[dict[str, float]]) -> str:
+    """Medians, as a line for each."""
+    def of(name: str) -> float:
+        return median(row[name] for row in rows)
+
+    lines = [f"fio: writes {of('fio_write') / 1e9:.2f}, reads {of('fio_read') / 1e9:.2f} GB/s"]
+    for verb in ("import", "export"):
+        ratio = median(row[verb] / min(row["fio_write"], row["fio_read"]) for row in rows)
+        lines.append(f"{verb}: {of(verb) / 1e9:.2f} GB/s, {ratio:.2f} of the slower")
+    return "\n".join([*lines, f"peak of memory: {of('peak') / 1e6:.0f} MB more than before"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--bytes", type=float, default=4e9)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--budget", type=float, default=256 * MIB)
+    options = parser.parse_args()
+    print(told(measure(options.directory, int(options.bytes), options.rounds, int(options.budget))))
+
+
+if __name__ == "__main__":
+    main()

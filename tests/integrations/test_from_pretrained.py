@@ -1,0 +1,61 @@
+"""What `flowstone export --to hf` writes is what `from_pretrained` loads, and what `save_pretrained` wrote comes in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import flowstone as fs
+
+transformers = pytest.importorskip("transformers", reason="`make test-integrations` installs it")
+
+
+def models() -> dict[str, tuple[type, object]]:
+    return {
+        "gpt2": (transformers.GPT2LMHeadModel, transformers.GPT2Config(
+            n_layer=2, n_embd=64, n_head=2, vocab_size=512, n_positions=16)),
+        "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig(
+            num_hidden_layers=2, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
+            vocab_size=512)),
+    }
+
+
+def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    a, b = one.state_dict(), other.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("shard_bytes", [5e9, 2e5])
+def test_a_trained_model_is_loaded_by_from_pretrained(tmp_path: Path, name: str, shard_bytes: float) -> None:
+    kind, config = models()[name]
+    model = kind(config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.randint(0, 512, (2, 16))
+    model(tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    config.save_pretrained(tmp_path / "config")
+    with fs.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, {"model": model, "optimizer": optimizer, "step": 1})
+    fs.export(tmp_path / "run", tmp_path / "hf", documents=tmp_path / "config", shard_bytes=shard_bytes)
+    loaded, told = kind.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
+    assert same(loaded, model)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_what_save_pretrained_wrote_comes_in_and_goes_out_again(tmp_path: Path, name: str) -> None:
+    kind, config = models()[name]
+    model = kind(config)
+    model.save_pretrained(tmp_path / "a", max_shard_size="200KB")
+    fs.import_checkpoint(tmp_path / "a", tmp_path / "run")
+    fs.export(tmp_path / "run", tmp_path / "b", shard_bytes=2e5)
+    assert same(kind.from_pretrained(tmp_path / "b"), model)
+    half = fs.export(tmp_path / "run", tmp_path / "c", dtype="bf16")
+    assert half.cast
+    loaded = kind.from_pretrained(tmp_path / "c", dtype=torch.bfloat16)
+    expected = {key: one.to(torch.bfloat16) for key, one in model.state_dict().items() if one.is_floating_point()}
+    assert all(torch.equal(loaded.state_dict()[key], one) for key, one in expected.items())

@@ -36,7 +36,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "state": {"config", "errors", "table", "format"},
     "commit": {"config", "errors", "table", "format", "store", "_native"},
     "ranks": {"config", "errors"},
-    "checkpoint": _BASE | {"arguments", "assemble", "regions", "format", "plan", "store", "stage", "commit", "state"},
+    "checkpoint": _BASE
+    | {"arguments", "assemble", "regions", "streaming", "format", "plan", "store", "stage", "commit", "state"},
+    "streaming": {"errors", "table", "format", "plan", "store", "stage", "state", "_native"},
     "pipeline": _BASE
     | {"arguments", "runtime", "format", "plan", "store", "stage", "commit", "state", "ranks", "checkpoint", "_native"},
     "state_dict_verbs": _BASE

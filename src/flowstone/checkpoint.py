@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
@@ -275,6 +276,52 @@ class Checkpoint:
         by_row = dict(zip(distinct, read, strict=True))
         tensors = {name: by_row[rows[name]] for name in names}
         return assemble(place, stored, tensors, lambda named: value_of(named, section), by_name=by_name)
+
+    def stream(
+        self,
+        names: str | Iterable[str] | None = None,
+        device: str | torch.device = "cpu",
+        *,
+        regions: Mapping[str, Region] | None = None,
+        window_bytes: int = 256 << 20,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors in the order of the disk, read ahead while the caller works; every chunk verified.
+
+        For engines that load weights: memory stays at about three windows, however large the checkpoint is, as long as
+        the caller copies tensors, or lets go of them. One that it keeps stays as it is, and keeps its window.
+
+        names         which: names, or a shell pattern (`"model.*"`); None: all tensors, tied ones once
+        device        where they are to be
+        regions       of some, by name, only a part, as `read` takes it: a rank's slice of a tensor-parallel weight
+        window_bytes  read at once; a tensor that is larger is a window by itself
+
+        raises        what `read` raises, for names and regions at once, for what is stored as it comes
+        """
+        from flowstone.streaming import Streaming, Wanted
+
+        if not isinstance(window_bytes, int) or isinstance(window_bytes, bool) or window_bytes < 1:
+            raise ArgumentError(f"window_bytes {window_bytes!r:.60} is no number of bytes", next="give 1 << 20 or more")
+        wanted: list[Wanted] = []
+        parts = dict(regions or {})
+        for name in self._named(names):
+            row = self._row(name)
+            box, shape = to_box(parts.pop(name, None), self.index.tensors.shapes[row], name)
+            wanted.append(Wanted(name, row, box, shape))
+        for name in parts:
+            self._row(name)
+            raise ArgumentError(f"a region of {name!r}, which is not streamed", next="add it to `names`")
+        paths = self.segment_paths
+        return Streaming(self._store, self.index, paths, self.path, wanted, window_bytes, device).run()
+
+    def _named(self, names: str | Iterable[str] | None) -> Iterable[str]:
+        if names is None:
+            return [entry.name for entry in self.tensors.values() if entry.alias_of is None]
+        if not isinstance(names, str):
+            return dict.fromkeys(names)
+        found = [name for name in self.tensors if fnmatchcase(name, names)]
+        if not found:
+            raise no_tensor(names, self.tensors)
+        return found
 
     def keys(self) -> KeysView[str]:
         """The names of all tensors, aliases included, in stored order."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -76,6 +77,18 @@ def over(raw: np.ndarray, dtype: DType, shape: Sequence[int]) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that it may be read-only: callers that write check it
         return torch.from_numpy(raw).view(torch_dtype(dtype)).view(tuple(shape))
+
+
+def of_buffer(memory: Any, length: int) -> torch.Tensor:
+    """The first `length` bytes of a buffer as a tensor, which keeps `memory`, as views of it do."""
+    if length == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=length)
+
+
+def viewed(data: torch.Tensor, dtype: DType, shape: Sequence[int]) -> torch.Tensor:
+    """Bytes as elements of `dtype`, row-major in `shape`: the same memory."""
+    return data.view(torch_dtype(dtype)).view(tuple(shape))
 
 
 def memory_of(tensor: torch.Tensor) -> Memory:

@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -190,11 +189,12 @@ def opened(rank: int, path: str) -> int:
 def save_async(rank: int, parent: str, kind: str) -> list[bool]:
     """Each state is overwritten as soon as async_save has returned."""
     writer, found = FlowstoneWriter(), []
+    kinds = getattr(dcp.state_dict_saver, "AsyncCheckpointerType", None)  # which torch 2.6 has not
+    chosen = {"async_checkpointer_type": kinds(kind)} if kinds else {}
     for step in (1, 2, 3):
         state = {"model": sharded(), "step": step}
         saved: Any = dcp.async_save(
-            state, checkpoint_id=f"{parent}/step-{step}", storage_writer=writer,
-            async_checkpointer_type=AsyncCheckpointerType(kind),
+            state, checkpoint_id=f"{parent}/step-{step}", storage_writer=writer, **chosen
         )
         for one in state["model"].values():
             one.to_local().zero_()

@@ -181,6 +181,8 @@ def test_a_part_of_a_state_loads(tmp_path: Path) -> None:
     assert same(missing["model"]["w"], nested()["model"]["w"])
 
 
+@pytest.mark.parametrize("needs", ["loads_of_everything"], indirect=True)
+@pytest.mark.usefixtures("needs")
 def test_a_state_is_made_from_what_is_stored(tmp_path: Path) -> None:
     save(nested(), tmp_path / "a")
     load = state_dict_loader._load_state_dict_from_keys
@@ -386,6 +388,11 @@ def test_urls_and_missing_paths_are_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointException) as failed:
             save({"x": 1}, path, step=5)
         assert isinstance(cause(failed.value), fs.ArgumentError)
+
+
+@pytest.mark.parametrize("needs", ["use_collectives"], indirect=True)
+@pytest.mark.usefixtures("needs")
+def test_checkpoints_that_no_rank_commits_for_all_are_refused(tmp_path: Path) -> None:
     with pytest.raises(fs.ArgumentError, match="use_collectives=False"):
         dcp.save({"x": 1}, storage_writer=FlowstoneWriter(tmp_path / "x"), use_collectives=False)
 

@@ -126,5 +126,7 @@ def test_a_failure_in_the_background_is_in_the_future(tmp_path: Path) -> None:
     assert "holds files that are no part of a Flowstone checkpoint" in str(told)
 
 
+@pytest.mark.parametrize("needs", ["staging_futures"], indirect=True)
+@pytest.mark.usefixtures("needs")
 def test_a_background_stager_gives_both_futures(tmp_path: Path) -> None:
     assert run(1, ACTS, "save_in_background", str(tmp_path / "step-4")) == [[4, [1.0, 1.0]]]

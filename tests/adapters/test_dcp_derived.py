@@ -108,6 +108,8 @@ def test_tied_weights_load_under_both_names(tmp_path: Path) -> None:
     assert torch.equal(into["model"]["1.weight"], first.weight)
 
 
+@pytest.mark.parametrize("needs", ["fsdp2_on_cpu"], indirect=True)
+@pytest.mark.usefixtures("needs")
 def test_fsdp_states_of_a_checkpointer_load_on_fewer_ranks(tmp_path: Path) -> None:
     run(3, ACTS, "save_by_checkpointer", str(tmp_path))
     paths = str(tmp_path / "step-00000002"), str(tmp_path / "whole.pt")

@@ -27,10 +27,14 @@ def test_shards_load_on_any_number_of_ranks(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["step-1", "step-2"]  # and no draft, no lock
 
 
+@pytest.mark.parametrize("needs", ["fsdp2_on_cpu"], indirect=True)
+@pytest.mark.usefixtures("needs")
 def test_fsdp_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert run(2, ACTS, "fsdp", str(tmp_path / "step-1")) == [True, True]
 
 
+@pytest.mark.parametrize("needs", ["cached_plans"], indirect=True)
+@pytest.mark.usefixtures("needs")
 def test_cached_plans_write_what_there_is_now(tmp_path: Path) -> None:
     assert run(2, ACTS, "cached", str(tmp_path)) == [[[step, [float(step)], True] for step in (1, 2, 3)]] * 2
 

@@ -34,7 +34,8 @@ wanted = ("hypothesis", "pytest", "safetensors")
 print(*[one for one in tomllib.load(open(sys.argv[1], "rb"))["dependency-groups"]["dev"] if one.startswith(wanted)])
 END
 )
-cp -r "$here/tests" "$here/examples" "$here/docs" "$here/README.md" "$here/pyproject.toml" "$root/work"
+# Tests of the sources read them; what is imported is the wheel.
+for one in tests examples docs native src README.md pyproject.toml; do cp -r "$here/$one" "$root/work"; done
 cat >"$root/work/inside.sh" <<'END'
 set -eu
 mount -t proc proc /proc

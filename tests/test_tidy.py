@@ -332,3 +332,9 @@ def test_the_repository_speaks_of_the_project_only() -> None:
     for path in files:
         found = banned.search(path.read_text())
         assert not found, f"{path.relative_to(ROOT)} says {found}"
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    """A run of all of them would import the first for both."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py") if "integrations" not in path.parts]
+    assert sorted({name for name in names if names.count(name) > 1}) == []

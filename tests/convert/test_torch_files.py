@@ -28,6 +28,28 @@ def test_a_state_dict_comes_in_as_it_is(tmp_path: Path) -> None:
     assert fs.open(tmp_path / "run").objects == {"model": {}}
 
 
+def test_files_without_crcs_come_in(tmp_path: Path) -> None:
+    """Torch writes them so where it was told to save time, and reads them as it reads any other."""
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(tensors(), tmp_path / "model.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    with zipfile.ZipFile(tmp_path / "model.pt") as opened:
+        assert opened.testzip() is not None
+    fs.import_checkpoint(tmp_path / "model.pt", tmp_path / "run")
+    assert_same(read_all(tmp_path / "run"), tensors())
+
+
+def test_a_pickle_that_is_not_what_was_written_is_refused(tmp_path: Path) -> None:
+    torch.save(tensors(), tmp_path / "model.pt")
+    data = bytearray((tmp_path / "model.pt").read_bytes())
+    data[data.index(b"embed")] ^= 1
+    (tmp_path / "model.pt").write_bytes(data)
+    with pytest.raises(fs.DamagedError, match=r"data\.pkl' is not what was written"):
+        fs.import_checkpoint(tmp_path / "model.pt", tmp_path / "run")
+
+
 def test_out_in_and_out_again_is_equal_to_the_last_bit(saved: Path, tmp_path: Path) -> None:
     report = fs.export(saved, tmp_path / "model.pt", to="torch", budget_bytes=BUDGET)
     found = torch.load(tmp_path / "model.pt", weights_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import zipfile
+import zlib
 from collections.abc import Mapping
 from typing import BinaryIO
 
@@ -98,7 +99,8 @@ def _read(opened: zipfile.ZipFile, file: BinaryIO, place: Place, path: str) -> A
         raise UnsupportedFormatError(
             f"{path} is a TorchScript program", next="load it with torch.jit.load, and save its state_dict()"
         )
-    order = opened.read(f"{root}byteorder").strip() if f"{root}byteorder" in names else b"little"
+    marked = names.get(f"{root}byteorder")
+    order = b"little" if marked is None else _bytes_of(file, place, marked, path).strip()
     if order != b"little":
         raise UnsupportedFormatError(
             f"{path} was written on a machine of another byte order", found=repr(order)[:40],
@@ -111,7 +113,17 @@ def _read(opened: zipfile.ZipFile, file: BinaryIO, place: Place, path: str) -> A
         name.removeprefix(prefix): _stored(file, place, one, path)
         for name, one in names.items() if name.startswith(prefix) and not name.endswith("/")
     }
-    return Archive(opened.read(pickles[0]), storages)
+    return Archive(_bytes_of(file, place, pickles[0], path), storages)
+
+
+def _bytes_of(file: BinaryIO, place: Place, entry: zipfile.ZipInfo, path: str) -> bytes:
+    """An entry, checked: but torch writes a CRC of 0 where `set_crc32_options(False)` was called, and reads none."""
+    stored = _stored(file, place, entry, path)
+    file.seek(stored.offset)
+    found = file.read(stored.bytes)
+    if entry.CRC and zlib.crc32(found) != entry.CRC:
+        raise DamagedError(f"{path}: {entry.filename!r:.80} is not what was written", next="copy the file again")
+    return found
 
 
 def _stored(file: BinaryIO, place: Place, entry: zipfile.ZipInfo, path: str) -> Place:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,7 @@ def test_sections_read_as_what_their_objects_state_dict_returned(tmp_path: Path)
 def test_a_section_of_anything_else_reads_as_it_was_saved(tmp_path: Path) -> None:
     tree = {
         "list": [torch.ones(2), 1, None], "bytes": b"x" * 100_000, "dtype": torch.bfloat16, "tuple": (1, {2: "b"}),
+        "counts": Counter("abba"),
         "module": torch.nn.Linear(2, 2),
     }
     with fs.Checkpointer(tmp_path) as ckpt:

@@ -26,7 +26,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "table": {"config", "errors"},  # the length of a chunk
     "rules": {"errors"},
     "arguments": {"config", "errors", "rules", "store"},  # what an object lacks of a store
-    "assemble": {"errors", "format"},
     "regions": {"arguments", "errors", "table"},
     "runtime": {"errors", "events"},
     "format": {"config", "errors", "table", "_native"},
@@ -37,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "commit": {"config", "errors", "table", "format", "store", "_native"},
     "ranks": {"config", "errors"},
     "checkpoint": _BASE
-    | {"arguments", "assemble", "regions", "streaming", "format", "plan", "store", "stage", "commit", "state"},
+    | {"arguments", "regions", "streaming", "format", "plan", "store", "stage", "commit", "state"},
     "streaming": {"errors", "table", "format", "plan", "store", "stage", "state", "_native"},
     "pipeline": _BASE
     | {"arguments", "runtime", "format", "plan", "store", "stage", "commit", "state", "ranks", "checkpoint", "_native"},

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 import numpy as np
 
 from flowstone.arguments import step_number, to_store
-from flowstone.assemble import assemble, needs_rank, no_section, tensor_names
 from flowstone.commit import catalog
 from flowstone.commit import read as contents
 from flowstone.commit.entries import step_directory
@@ -253,20 +252,26 @@ class Checkpoint:
         known = list(dict.fromkeys([*self.objects, *per_rank]))
         if section is not None:
             if section not in known:
-                raise no_section(section, known)
+                raise NoTensorError(
+                    f"no section {section!r} in this checkpoint", found=", ".join(map(repr, known)) or "none",
+                    next="give one of these, or none for all of them",
+                )
             return cast("dict[str, Any]", self._section(section, rank, by_name=by_name))
         wanted = [name for name in known if name not in per_rank or rank is not None]
         return {name: self._section(name, rank, by_name=by_name) for name in wanted}
 
     def _section(self, section: str, rank: int | None, *, by_name: bool) -> object:
         """One section, its tensors read at once."""
-        from flowstone.state.constants import value_of  # here: the rest of a Checkpoint needs no torch
+        from flowstone.state.assemble import assemble, tensor_names  # here: the rest of a Checkpoint needs no torch
 
         stored, place = self.objects.get(section), section
         if section in self.contents.per_rank:
             own = self.contents.per_rank[section]
             if rank is None or not 0 <= rank < len(own):
-                raise needs_rank(section, len(own))
+                raise ArgumentError(
+                    f"section {section!r} was saved for each of {len(own)} ranks apart",
+                    next=f"say whose: state_dict({section!r}, rank=0)",
+                )
             stored, place = own[rank], f"{section}@{rank}"
         rows, stored_as = self.index.rows(), self.index.tensors
         names = [name for name in tensor_names(rows, place, stored) if _belongs(name, place, self.objects)]
@@ -275,7 +280,7 @@ class Checkpoint:
         read = self._read(distinct, [stored_as.names[row] for row in distinct], boxes, "torch") if distinct else []
         by_row = dict(zip(distinct, read, strict=True))
         tensors = {name: by_row[rows[name]] for name in names}
-        return assemble(place, stored, tensors, lambda named: value_of(named, section), by_name=by_name)
+        return assemble(place, stored, tensors, by_name=by_name)
 
     def stream(
         self,
@@ -287,7 +292,7 @@ class Checkpoint:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and tensors in the order of the disk, read ahead while the caller works; every chunk verified.
 
-        For engines that load weights: memory stays at about three windows, however large the checkpoint is, as long as
+        For engines that load weights: memory stays at four windows at most, however large the checkpoint is, as long as
         the caller copies tensors, or lets go of them. One that it keeps stays as it is, and keeps its window.
 
         names         which: names, or a shell pattern (`"model.*"`); None: all tensors, tied ones once

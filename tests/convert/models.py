@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 
 import flowstone as fs
+from flowstone.convert import copy
 
 STEP = 5
 
@@ -48,3 +52,19 @@ def read_all(store: Path, prefix: str = "model.") -> dict[str, torch.Tensor]:
     checkpoint = fs.open(store)
     assert checkpoint.verify().extra == ()
     return {name.removeprefix(prefix): checkpoint.read(name) for name in checkpoint.tensors if name.startswith(prefix)}
+
+
+def interrupted_export(source: Path, target: Path, windows: int, **options: Any) -> None:
+    """Begin an export, and stop it once so many windows are written, each of them durable."""
+    real, left = copy.Writes.write, iter(range(windows))
+
+    def write(*given: Any) -> None:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        real(*given)
+
+    with (
+        mock.patch.object(copy.Writes, "write", write), mock.patch.object(copy, "_WINDOWS_BETWEEN_SYNCS", 1),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        fs.export(source, target, **options)

@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from models import STEP
+from models import STEP, interrupted_export
 from safetensors.torch import save_file
 
 import flowstone as fs
@@ -137,19 +137,7 @@ def _expected(model: Path, tmp_path: Path) -> bytes:
 
 
 def interrupted(model: Path, target: Path, windows: int, **options: object) -> None:
-    """Begin an export, and stop it once so many windows are written, each of them durable."""
-    real, left = copy.Writes.write, iter(range(windows))
-
-    def write(*given: object) -> None:
-        if next(left, None) is None:
-            raise KeyboardInterrupt
-        real(*given)
-
-    with (
-        mock.patch.object(copy.Writes, "write", write), mock.patch.object(copy, "_WINDOWS_BETWEEN_SYNCS", 1),
-        pytest.raises(KeyboardInterrupt),
-    ):
-        fs.export(model / "run", target, budget_bytes=BUDGET, **options)
+    interrupted_export(model / "run", target, windows, budget_bytes=BUDGET, **options)
 
 
 def test_what_was_durable_is_not_written_again(model: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import assert_same, raw, read_all, tensors
+from models import assert_same, interrupted_export, raw, read_all, tensors
 
 import flowstone as fs
 from flowstone.table.dtype import DTYPES
@@ -238,22 +238,7 @@ def test_lists_of_lists_that_hold_each_other_many_times_take_no_time(tmp_path: P
 
 
 def test_a_file_is_written_in_many_windows_and_goes_on(saved: Path, tmp_path: Path) -> None:
-    from unittest import mock
-
-    from flowstone.convert import copy
-
-    real, left = copy.Writes.write, iter(range(1))
-
-    def write(*given: object) -> None:
-        if next(left, None) is None:
-            raise KeyboardInterrupt
-        real(*given)
-
-    with (
-        mock.patch.object(copy.Writes, "write", write), mock.patch.object(copy, "_WINDOWS_BETWEEN_SYNCS", 1),
-        pytest.raises(KeyboardInterrupt),
-    ):
-        fs.export(saved, tmp_path / "model.pt", to="torch", budget_bytes=BUDGET)
+    interrupted_export(saved, tmp_path / "model.pt", 1, to="torch", budget_bytes=BUDGET)
     assert not (tmp_path / "model.pt").exists()
     report = fs.export(saved, tmp_path / "model.pt", to="torch", budget_bytes=BUDGET)
     assert report.resumed_bytes == 8 << 20

@@ -10,14 +10,15 @@ import typer
 
 from flowstone.cli.output import (
     AsJson,
+    Budget,
     CastTo,
     Section,
     Skips,
     Step,
     errors_reported,
     parse_size,
+    print_conversion,
     print_json,
-    printable,
     size_text,
 )
 from flowstone.runtime.progress import terminal_progress
@@ -37,9 +38,7 @@ def export(
     documents: Annotated[
         Path | None, typer.Option("--documents", metavar="DIR", help="Whose config.json and tokenizer go with it.")
     ] = None,
-    budget_bytes: Annotated[
-        int, typer.Option("--budget", parser=parse_size, metavar="SIZE", help="Memory for bytes on their way.")
-    ] = "256MiB",  # type: ignore[assignment]
+    budget_bytes: Budget = "256MiB",  # type: ignore[assignment]
     as_json: AsJson = False,
 ) -> None:
     """Write a section of a checkpoint for other programs. Killed, the same command goes on."""
@@ -55,10 +54,7 @@ def export(
     if as_json:
         print_json(asdict(report))
         return
-    typer.echo(printable(
-        f"{report.path}: {len(report.tensors)} tensors, {size_text(report.bytes)}, {len(report.files)} files, "
-        f"{report.seconds:.1f} s{f'; went on after {size_text(report.resumed_bytes)}' if report.resumed_bytes else ''}"
-    ))
-    for title, names in (("tied", [name for name, _ in report.tied]), ("left out", report.skipped)):
-        if names:
-            typer.echo(printable(f"{title}: {', '.join(names[:20])}{', ...' * (len(names) > 20)}"))
+    print_conversion(
+        f"{report.path}: {len(report.tensors)} tensors, {size_text(report.bytes)}, {len(report.files)} files",
+        report.seconds, report.resumed_bytes, tied=[name for name, _ in report.tied], left_out=report.skipped,
+    )

@@ -10,13 +10,13 @@ import typer
 
 from flowstone.cli.output import (
     AsJson,
+    Budget,
     CastTo,
     Section,
     Skips,
     errors_reported,
-    parse_size,
+    print_conversion,
     print_json,
-    printable,
     size_text,
 )
 from flowstone.runtime.progress import terminal_progress
@@ -29,9 +29,7 @@ def import_(
     section: Section = "model",
     skip: Skips = None,
     dtype: CastTo = None,
-    budget_bytes: Annotated[
-        int, typer.Option("--budget", parser=parse_size, metavar="SIZE", help="Memory for bytes on their way.")
-    ] = "256MiB",  # type: ignore[assignment]
+    budget_bytes: Budget = "256MiB",  # type: ignore[assignment]
     as_json: AsJson = False,
 ) -> None:
     """Make a checkpoint of a store of what another program has saved. Killed, the same command goes on."""
@@ -46,10 +44,7 @@ def import_(
     if as_json:
         print_json(asdict(report))
         return
-    typer.echo(printable(
-        f"{report.path}: {len(report.tensors)} tensors of {report.kind}, {size_text(report.bytes)}, "
-        f"{report.seconds:.1f} s{f'; went on after {size_text(report.resumed_bytes)}' if report.resumed_bytes else ''}"
-    ))
-    if report.skipped:
-        names = report.skipped
-        typer.echo(printable(f"left out: {', '.join(names[:20])}{', ...' * (len(names) > 20)}"))
+    print_conversion(
+        f"{report.path}: {len(report.tensors)} tensors of {report.kind}, {size_text(report.bytes)}",
+        report.seconds, report.resumed_bytes, left_out=report.skipped,
+    )

@@ -86,12 +86,27 @@ def size_text(count: object) -> str:
 _UNITS = {"": 1, "kib": KIB, "mib": MIB, "gib": GIB, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
+def print_conversion(line: str, seconds: float, resumed_bytes: int, **names: Sequence[str]) -> None:
+    """What a conversion did: a line about it, then `names` by title, where there are some."""
+    resumed = f"; went on after {size_text(resumed_bytes)}" if resumed_bytes else ""
+    typer.echo(printable(f"{line}, {seconds:.1f} s{resumed}"))
+    for title, listed in names.items():
+        if listed:
+            more = ", ..." if len(listed) > 20 else ""
+            typer.echo(printable(f"{title.replace('_', ' ')}: {', '.join(listed[:20])}{more}"))
+
+
 def parse_size(text: str) -> int:
     """A size with a unit, as people write it. Raises what typer shows."""
     found = re.fullmatch(r"([0-9.]+)\s*([a-z]*)", text.strip().lower())
     if not found or found[2] not in _UNITS or found[1].count(".") > 1 or found[1] == ".":
         raise typer.BadParameter(f"{text!r} is not a size; write 256MiB or 2GB")
     return int(float(found[1]) * _UNITS[found[2]])
+
+
+Budget = Annotated[
+    int, typer.Option("--budget", parser=parse_size, metavar="SIZE", help="Memory for bytes on their way.")
+]
 
 
 @contextmanager

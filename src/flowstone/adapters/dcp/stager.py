@@ -213,7 +213,7 @@ class _Copies:
             raw = torch.from_numpy(buffer.memory[at : at + size]) if is_part else whole[at : at + size]
             into = raw.view(source.dtype).view(source.shape)
             if source.is_cpu and source.is_contiguous():
-                # One thread, at 16 GB/s: torch's copies wait for all their threads, which others' work holds up.
+                # On this thread alone: torch's copies wait for all their threads, which others' work holds up.
                 ctypes.memmove(into.data_ptr(), source.data_ptr(), size)
             else:
                 into.copy_(source, non_blocking=source.is_cuda)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
-from flowstone.errors import ArgumentError, NoTensorError
 from flowstone.format.objects import Named, Provided, TensorRef
-
-_SLOT_STATE = ".state."
+from flowstone.state.constants import value_of
+from flowstone.state.optimizer_view import StoredOptimizer, stored_optimizer
 
 
 def tensor_names(names: Iterable[str], section: str, node: object) -> list[str]:
@@ -33,14 +32,11 @@ def _refs(node: object) -> Iterable[str]:
             yield from _refs(item)
 
 
-def assemble(
-    section: str, node: object, tensors: Mapping[str, Any], constant: Callable[[Named], object], *, by_name: bool
-) -> object:
+def assemble(section: str, node: object, tensors: Mapping[str, Any], *, by_name: bool) -> object:
     """A section as what its object's state_dict() returned.
 
     node      the stored object
     tensors   by stored name, all that are the section's
-    constant  makes a library's constant of its name
     by_name   an optimizer's parameters have their names, as `get_optimizer_state_dict` gives them, not numbers
     """
     left = dict(tensors)
@@ -56,7 +52,7 @@ def assemble(
         if isinstance(node, TensorRef):
             return take(node)
         if isinstance(node, Named):
-            return constant(node)
+            return value_of(node, section)
         if isinstance(node, Provided):
             parts = {name: take(part) for name, part in node.parts.items()}
             return {"kind": node.kind, "parts": parts, "objects": build(node.objects)}
@@ -72,8 +68,9 @@ def assemble(
             return type(node)(map(build, node))
         return node
 
-    if _is_optimizer(node):
-        return _optimizer(section, cast("dict[str, Any]", node), tensors, build, by_name=by_name)
+    optimizer = stored_optimizer(node)
+    if optimizer is not None:
+        return _optimizer(section, optimizer, tensors, build, by_name=by_name)
     made = build(node)
     for name, value in left.items():  # of modules: their names say where they belong
         _enter(made, name.removeprefix(section).removeprefix("."), value)
@@ -89,31 +86,24 @@ def _enter(made: Any, name: str, value: object) -> None:
         made[name] = value
 
 
-def _is_optimizer(node: object) -> bool:
-    return isinstance(node, dict) and {"param_groups", "state", "shared", "extra"} <= node.keys()
-
-
 def _optimizer(
-    section: str, node: dict[str, Any], tensors: Mapping[str, Any], build: Callable[[object], Any], *, by_name: bool
+    section: str, stored: StoredOptimizer, tensors: Mapping[str, Any], build: Callable[[object], Any], *, by_name: bool
 ) -> dict[str, Any]:
     """An optimizer's state dict; its parameters are numbered in the order of its groups."""
-    paths = [path for group in node["param_groups"] for path in group["params"]]
+    paths = [path for group in stored.groups for path in group.params]
     keys: dict[str, object] = _short(paths) if by_name else {path: number for number, path in enumerate(paths)}
     slots: dict[object, dict[object, object]] = {}
-    prefix = f"{section}{_SLOT_STATE}"
+    prefix = f"{section}.state."
     for name, value in tensors.items():
         path, _, slot = name.removeprefix(prefix).rpartition(".")
         if name.startswith(prefix) and path in keys:
             slots.setdefault(keys[path], {})[slot] = value
-    for path, listed in node["state"].items():
+    for path, listed in stored.listed.items():
         if path in keys:
             slots.setdefault(keys[path], {}).update(build(listed))
     state = {key: slots[key] for key in keys.values() if key in slots}
-    groups = [
-        {**build(group["options"]), "params": [keys[path] for path in group["params"]]}
-        for group in node["param_groups"]
-    ]
-    return {"state": {**state, **build(node["shared"])}, "param_groups": groups, **build(node["extra"])}
+    groups = [{**build(group.options), "params": [keys[path] for path in group.params]} for group in stored.groups]
+    return {"state": {**state, **build(stored.shared)}, "param_groups": groups, **build(stored.extra)}
 
 
 def _short(paths: list[str]) -> dict[str, object]:
@@ -122,19 +112,3 @@ def _short(paths: list[str]) -> dict[str, object]:
     if len(sections) != 1:
         return {path: path for path in paths}
     return {path: path.partition(".")[2] or path for path in paths}
-
-
-def no_section(section: object, sections: Iterable[str]) -> NoTensorError:
-    """The error for a section that is not there."""
-    return NoTensorError(
-        f"no section {section!r} in this checkpoint", found=", ".join(map(repr, sections)) or "none",
-        next="give one of these, or none for all of them",
-    )
-
-
-def needs_rank(section: str, ranks: int) -> ArgumentError:
-    """The error for a section that each rank has its own of."""
-    return ArgumentError(
-        f"section {section!r} was saved for each of {ranks} ranks apart",
-        next=f"say whose: state_dict({section!r}, rank=0)",
-    )

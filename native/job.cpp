@@ -50,11 +50,20 @@ std::optional<Fault> Job::fault() const {
     return fault_;
 }
 
+namespace {
+
+/// Whether both name ranges of one file, and that of `later` lies before that of `earlier`.
+bool lies_before(const Fault& later, const Fault& earlier) {
+    return later.path != nullptr && later.path == earlier.path && later.length != 0 && later.offset < earlier.offset;
+}
+
+}  // namespace
+
 void Job::take_outcome(Outcome outcome) {
     if (!outcome.fault) return;
     {
         const std::lock_guard lock(mutex_);
-        if (!fault_) fault_ = std::move(outcome.fault);
+        if (!fault_ || lies_before(*outcome.fault, *fault_)) fault_ = std::move(outcome.fault);
     }
     stop();
 }

@@ -88,7 +88,8 @@ protected:
     bool stopping() const { return stopping_.load(); }
     /// Stop feeding; the caller has recorded the cause.
     void stop();
-    /// The first failure stops the job; later ones are its consequences, and are dropped.
+    /// The first failure stops the job. Later ones are its consequences, and are dropped; but of the ranges of one file
+    /// that fail together the lowest is kept, so that a file that ends early is reported at its end.
     void take_outcome(Outcome outcome);
     void take_outcome(Fault fault) { take_outcome(Outcome{std::move(fault), false}); }
     /// The fault: no memory to continue.

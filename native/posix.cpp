@@ -39,8 +39,8 @@ void carry_out(Transfer& transfer) {
     transfer.complete();
 }
 
-void carry_out_or_drop(Transfer& transfer) {
-    if (is_unwanted(transfer.op()))
+void carry_out_or_drop(Transfer& transfer, bool unwanted) {
+    if (unwanted)
         transfer.drop();
     else
         carry_out(transfer);
@@ -86,8 +86,10 @@ private:
             submitted_.wait(lock, [this] { return stopping_ || !waiting_.empty(); });
             if (waiting_.empty()) return;
             std::unique_ptr<Transfer> transfer = waiting_.pop();
+            // Asked here, not after the lock: an op that was submitted before a failed one is always carried out.
+            const bool unwanted = is_unwanted(transfer->op());
             lock.unlock();
-            carry_out_or_drop(*transfer);
+            carry_out_or_drop(*transfer, unwanted);
             transfer.reset();
             lock.lock();
         }
@@ -105,7 +107,7 @@ class SyncBackend final : public Backend {
 public:
     void submit(std::unique_ptr<Op> op) override {
         Transfer transfer(std::move(op), nullptr);
-        carry_out_or_drop(transfer);
+        carry_out_or_drop(transfer, is_unwanted(transfer.op()));
     }
     const char* name() const override { return "sync"; }
 };

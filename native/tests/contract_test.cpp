@@ -1,6 +1,8 @@
 // One suite for both backends, on buffered and O_DIRECT files: what rows promise.
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <thread>
 
 #include "bed.h"
 
@@ -302,6 +304,25 @@ TEST_CASE("a failing read is named and touches no target") {
         REQUIRE(load->fault());
         CHECK(load->fault()->operation == "read");
         CHECK(load->fault()->error == EIO);
+        CHECK(load->fault()->offset == 0);
+    }
+}
+
+TEST_CASE("of reads that fail together the lowest range is named, whichever fails first") {
+    for (const Setup& setup : setups()) {
+        CAPTURE(setup.backend);
+        const Sample sample = plain_sample(10 * mib, 64);
+        const auto injector = [](Direction direction, std::uint64_t offset, std::uint64_t) -> InjectedFault {
+            if (direction == Direction::write) return {};
+            if (offset == 0) std::this_thread::sleep_for(std::chrono::milliseconds(20));  // the others fail meanwhile
+            return {EIO, 0};
+        };
+        Bed bed(setup, sample.file_bytes, injector);
+        const auto job = bed.run(sample.rows);
+        const Memory target(10 * mib, 1);
+        const ReadExtents rows{{{0, 10 * mib, target.address(), 0, 0, 10, contiguous, 0}}, {}, job->digests()};
+        const auto load = bed.run(rows);
+        REQUIRE(load->fault());
         CHECK(load->fault()->offset == 0);
     }
 }

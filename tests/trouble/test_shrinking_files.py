@@ -191,7 +191,9 @@ def _read_all(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("kind", ["pipe", "socket", "directory", "device"])
-def test_what_is_no_plain_file_is_refused_and_waited_for_by_nobody(checkpoint: Path, name: str, kind: str) -> None:
+def test_what_is_no_plain_file_is_refused_and_waited_for_by_nobody(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
+) -> None:
     path = checkpoint / name
     path.unlink()
     if kind == "pipe":
@@ -200,8 +202,9 @@ def test_what_is_no_plain_file_is_refused_and_waited_for_by_nobody(checkpoint: P
         path.mkdir()
     elif kind == "socket":
         with socket.socket(socket.AF_UNIX) as listening:
-            os.chdir(checkpoint)
+            monkeypatch.chdir(checkpoint)  # a socket's path is short
             listening.bind(name)
+            monkeypatch.undo()
     else:
         try:
             os.mknod(path, 0o20666, os.makedev(1, 5))  # /dev/zero, which never ends

@@ -221,7 +221,7 @@ def test_functions_and_files_stay_short(folder: str) -> None:
 PARAMETERS_MAX = 7
 OPTIONS = {
     ("checkpointer.py", "__init__"), ("bench.py", "io"), ("writer.py", "__init__"), ("export.py", "export"),
-    ("import_.py", "import_"), ("importing.py", "import_checkpoint"),
+    ("import_.py", "import_"), ("importing.py", "import_checkpoint"), ("diff.py", "diff"),
 }
 """Whose parameters are the options of the public face, each with a default, named by the caller."""
 

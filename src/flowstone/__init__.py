@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from flowstone.checkpoint import Checkpoint
     from flowstone.checkpoint import open_checkpoint as open
     from flowstone.checkpointer import Checkpointer
+    from flowstone.convert.diff import DiffReport, TensorDiff, ValueDiff, diff
     from flowstone.convert.export import ExportReport, export
     from flowstone.convert.importing import ImportReport, import_checkpoint
     from flowstone.pipeline.explain import Explanation, Source, explain
@@ -84,6 +85,7 @@ _LATER = {
     "Box": "flowstone.table.box",
     "Checkpoint": "flowstone.checkpoint",
     "Checkpointer": "flowstone.checkpointer",
+    "DiffReport": "flowstone.convert.diff",
     "ExportReport": "flowstone.convert.export",
     "Explanation": "flowstone.pipeline.explain",
     "ImportReport": "flowstone.convert.importing",
@@ -101,6 +103,9 @@ _LATER = {
     "Span": "flowstone.trace",
     "Trace": "flowstone.trace",
     "SplitTensor": "flowstone.state",
+    "TensorDiff": "flowstone.convert.diff",
+    "ValueDiff": "flowstone.convert.diff",
+    "diff": "flowstone.convert.diff",
     "explain": "flowstone.pipeline.explain",
     "export": "flowstone.convert.export",
     "import_checkpoint": "flowstone.convert.importing",
@@ -140,6 +145,7 @@ __all__ = [
     "Committed",
     "CoverageError",
     "DamagedError",
+    "DiffReport",
     "EngineOptions",
     "Event",
     "Explanation",
@@ -188,11 +194,14 @@ __all__ = [
     "StepExistsError",
     "StorageError",
     "StoredTensor",
+    "TensorDiff",
     "Trace",
     "UnsupportedFormatError",
     "UnsupportedStateError",
+    "ValueDiff",
     "Written",
     "__version__",
+    "diff",
     "explain",
     "export",
     "import_checkpoint",

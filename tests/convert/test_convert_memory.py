@@ -17,19 +17,24 @@ _CHILD = """
 import json, sys, threading
 import flowstone as fs
 from flowstone.cli.output import parse_size
-import flowstone.convert.importing, flowstone.convert.export
+import flowstone.convert.importing, flowstone.convert.export, flowstone.convert.diff
 def resident():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
 before = resident()
-getattr(fs, sys.argv[1])(sys.argv[2], sys.argv[3], budget_bytes=int(sys.argv[4]))
+exec(sys.argv[1])
 print(json.dumps([before, resident()]))
 """
 
 
 def growth(verb: str, source: Path, target: Path, budget_bytes: int) -> int:
     """By how much the most memory that a process has had grows by a conversion."""
-    command = [sys.executable, "-c", _CHILD, verb, str(source), str(target), str(budget_bytes)]
+    return growth_of(f"fs.{verb}({str(source)!r}, {str(target)!r}, budget_bytes={budget_bytes})")
+
+
+def growth_of(call: str) -> int:
+    """The same by any call, as Python has it."""
+    command = [sys.executable, "-c", _CHILD, call]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     before, after = json.loads(done.stdout)
     return after - before

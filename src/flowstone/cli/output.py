@@ -110,16 +110,16 @@ Budget = Annotated[
 
 
 @contextmanager
-def errors_reported(as_json: bool) -> Iterator[None]:
-    """Exit with status 1 and the error's own text, without a traceback."""
+def errors_reported(as_json: bool, status: int = 1) -> Iterator[None]:
+    """Exit with that status and the error's own text, without a traceback."""
     try:
         yield
     except FlowstoneError as error:
-        _fail(error, as_json)
+        _fail(error, as_json, status)
     except OSError as error:
         if error.errno == errno.EPIPE:
             raise  # the reader has closed the pipe: there is no error to report
-        _fail(refused(error), as_json)
+        _fail(refused(error), as_json, status)
 
 
 def refused(error: OSError) -> StorageError:
@@ -128,10 +128,10 @@ def refused(error: OSError) -> StorageError:
     return StorageError(f"the system refused: {error.strerror}{what}", errno=error.errno or 0, next="give another path")
 
 
-def _fail(error: FlowstoneError, as_json: bool) -> NoReturn:
+def _fail(error: FlowstoneError, as_json: bool, status: int) -> NoReturn:
     if as_json:
         facts = {key: str(value) for key, value in error.facts.items()}
         print_json({"error": type(error).__name__, "message": error.message, "facts": facts})
     else:
         typer.echo(printable(f"{type(error).__name__}: {error}"), err=True)
-    raise typer.Exit(1)
+    raise typer.Exit(status)

@@ -31,7 +31,7 @@ def cast_target(name: str | None) -> DType | None:
 
 def cast(source: NDArray[np.generic], source_type: DType, target_type: DType) -> NDArray[np.generic]:
     """The values of a flat array of the source's carrier type as carriers of the target's, rounded to nearest even."""
-    return _from_wide(_to_wide(source, source_type), target_type)
+    return _from_wide(to_wide(source, source_type), target_type)
 
 
 def cast_into(
@@ -50,8 +50,8 @@ def cast_into(
             target[part] = cast(source[part], source_type, target_type)
 
 
-def _to_wide(values: NDArray[np.generic], kind: DType) -> NDArray[np.floating]:
-    """As float32, or float64 where it is that."""
+def to_wide(values: NDArray[np.generic], kind: DType) -> NDArray[np.floating]:
+    """Carriers of a type of CASTABLE as float32, or float64 where it is that."""
     if kind.name == "bfloat16":
         return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
     if kind.name == "float16":

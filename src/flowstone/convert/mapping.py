@@ -120,7 +120,7 @@ def check_objects(source: Source, section: str | None, rules: Sequence[Rule], ki
     raises  MismatchError naming those that no rule does
     """
     objects = source.objects if section is None else {k: v for k, v in source.objects.items() if k == section}
-    lost = [name for key, value in objects.items() if key != DOCUMENTS_SECTION for name in _values(key, value)]
+    lost = [name for key, value in objects.items() if key != DOCUMENTS_SECTION for name, _ in leaves(key, value)]
     lost += [key for key in source.per_rank if section in (None, key)]
     left = [name for name in lost if not any(isinstance(rule, Skip) and rule.allows(name) for rule in rules)]
     if left:
@@ -132,15 +132,15 @@ def check_objects(source: Source, section: str | None, rules: Sequence[Rule], ki
     return tuple(lost)
 
 
-def _values(name: str, value: object) -> Iterator[str]:
-    """Dotted names of what is no tensor in a value."""
+def leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
+    """What is no tensor in a value, by dotted names."""
     if isinstance(value, TensorRef) and value.kind in ("tensor", "ndarray"):
         return
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _values(f"{name}.{key}", inner)
+            yield from leaves(f"{name}.{key}", inner)
     else:
-        yield name
+        yield name, value
 
 
 def documents_of(source: Source, given: Path | None) -> Mapping[str, bytes]:

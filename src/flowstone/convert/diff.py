@@ -1,0 +1,386 @@
+"""Diff: two checkpoints of any known formats, by name and by value, through a bounded window of each."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from flowstone.checkpoint import Checkpoint
+from flowstone.config import CHUNK_BYTES, MIB
+from flowstone.convert.copy import BUDGET_BYTES_DEFAULT, BUDGET_BYTES_MIN
+from flowstone.convert.elements import Differences, Tolerance, compare, has_numbers
+from flowstone.convert.fetch import Fetcher, Wanted
+from flowstone.convert.layout import Output
+from flowstone.convert.mapping import DOCUMENTS_SECTION, leaves
+from flowstone.convert.opening import open_source
+from flowstone.convert.source import Source, SourceTensor
+from flowstone.errors import ArgumentError, BudgetError, NoTensorError, UnsupportedFormatError
+
+_SHARES = 8  # of the budget: for each side staging memory and two windows, and what comparisons take
+_SHOWN = 80  # characters of a value
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDiff:
+    """A tensor that both checkpoints have. Pairs are of the first checkpoint and the second.
+
+    unequal       elements that differ by more than the tolerance; NaN equals NaN, 0 equals -0. None: shapes differ
+    unequal_bits  elements whose bytes differ; of two types, the same as `unequal`
+    largest_absolute  |a - b|; None where the types have no numbers, or shapes differ
+    largest_relative  |a - b| / max(|a|, |b|), of finite numbers
+    largest_at    the index of the element with the largest |a - b|
+    nans          how many of the elements are NaN
+    by_digest     whether it was not read, as all digests are equal
+    equal         nothing differs but what the call tolerates
+    """
+
+    name: str
+    dtypes: tuple[str, str]
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    equal: bool
+    unequal: int | None = None
+    unequal_bits: int | None = None
+    largest_absolute: float | None = None
+    largest_relative: float | None = None
+    largest_at: tuple[int, ...] | None = None
+    nans: tuple[int, int] = (0, 0)
+    by_digest: bool = False
+
+    @property
+    def elements(self) -> int:
+        """Of the first checkpoint's tensor."""
+        return math.prod(self.shapes[0])
+
+
+@dataclass(frozen=True, slots=True)
+class ValueDiff:
+    """A value that is no tensor and differs, as text; None where one checkpoint lacks it."""
+
+    name: str
+    values: tuple[str | None, str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class DiffReport:
+    """How two checkpoints differ.
+
+    only_in_a, only_in_b  names of tensors that the other lacks
+    tensors  all that both have, in the order of the first
+    values   those that are no tensors and differ
+    bytes    that were compared, of both together
+    """
+
+    a: str
+    b: str
+    only_in_a: tuple[str, ...]
+    only_in_b: tuple[str, ...]
+    tensors: tuple[TensorDiff, ...]
+    values: tuple[ValueDiff, ...]
+    bytes: int
+    seconds: float
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs but what the call tolerates."""
+        return not (self.only_in_a or self.only_in_b or self.values or self.differing)
+
+    @property
+    def differing(self) -> tuple[TensorDiff, ...]:
+        """The tensors that both have and that are not equal."""
+        return tuple(tensor for tensor in self.tensors if not tensor.equal)
+
+
+class _Pair(msgspec.Struct, frozen=True, eq=False):
+    """Two tensors that are compared, and the names that both checkpoints give them."""
+
+    names: tuple[str, ...]
+    a: Output
+    b: Output
+
+
+class _Run(msgspec.Struct, frozen=True, eq=False):
+    """Elements [begin, end) of a pair, and their place in the window."""
+
+    pair: int
+    begin: int
+    end: int
+
+
+def diff(
+    a: str | os.PathLike[str] | Checkpoint, b: str | os.PathLike[str] | Checkpoint, *, step_a: int | None = None,
+    step_b: int | None = None, section: str = "model", names: str | Sequence[str] = "*",
+    skip: str | Sequence[str] = (), rtol: float = 0.0, atol: float = 0.0, ignore_dtype: bool = False,
+    trust_digests: bool = False, budget_bytes: int = BUDGET_BYTES_DEFAULT,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> DiffReport:
+    """Compare two checkpoints by name and by value, in bounded memory. Blocks.
+
+    a, b          stores, checkpoints, or what `import_checkpoint` reads; each of any format
+    step_a, step_b  of stores; None: the newest
+    section       if one of them knows no sections (safetensors, a state_dict): its names are taken to be below this one
+    names, skip   shell patterns: what is compared, and what of that is not
+    rtol, atol    elements are equal if |a - b| <= atol + rtol * |b|
+    ignore_dtype  whether tensors of two types may be equal; their values are compared in any case
+    trust_digests of two checkpoints of ours: tensors with equal boxes and equal digests of all chunks are equal, and
+                  are not read. XXH3-64 finds accidents, not intent, and what is on the disk now is not looked at
+    budget_bytes  of memory for bytes on their way
+
+    raises  NoTensorError where no name matches; UnsupportedFormatError for values that are not known and not skipped;
+            DamagedError, NotAStoreError, ArgumentError, ...
+    """
+    begun = time.monotonic()
+    tolerance = _tolerance(rtol, atol)
+    sources = open_source(a, step_a), open_source(b, step_b)
+    select = _Selection(_patterns(names), _patterns(skip))
+    prefixes = [f"{section}." if one.is_flat and not all(s.is_flat for s in sources) else "" for one in sources]
+    tensors = [_tensors(source, prefix, select) for source, prefix in zip(sources, prefixes, strict=True)]
+    values = [_values(source, select) for source in sources]
+    if not any((*tensors, *values)):
+        raise NoTensorError("no name of either checkpoint matches", found=", ".join(select.names), next="use '*'")
+    work = _Work(sources, _pairs(*tensors), tolerance, trust_digests, budget_bytes)
+    found = work.run(on_progress)
+    compared = [
+        _described(name, pair, found[at], ignore_dtype=ignore_dtype, by_digest=at in work.proven)
+        for at, pair in enumerate(work.pairs) for name in pair.names
+    ]
+    order = {name: at for at, name in enumerate(tensors[0])}
+    compared.sort(key=lambda one: order[one.name])
+    return DiffReport(
+        a=sources[0].location, b=sources[1].location,
+        only_in_a=tuple(name for name in tensors[0] if name not in tensors[1]),
+        only_in_b=tuple(name for name in tensors[1] if name not in tensors[0]), tensors=tuple(compared),
+        values=_differing_values(*values), bytes=work.bytes, seconds=time.monotonic() - begun,
+    )
+
+
+class _Selection(msgspec.Struct, frozen=True):
+    """Patterns: which names are compared."""
+
+    names: tuple[str, ...]
+    skip: tuple[str, ...]
+
+    def has(self, name: str) -> bool:
+        return any(fnmatchcase(name, one) for one in self.names) and not any(fnmatchcase(name, s) for s in self.skip)
+
+
+def _patterns(given: str | Sequence[str]) -> tuple[str, ...]:
+    found = (given,) if isinstance(given, str) else tuple(given)
+    if not all(isinstance(one, str) and one for one in found):
+        raise ArgumentError(f"{given!r:.60} is no pattern of names", next="write \"model.*\", or a list of such")
+    return found
+
+
+def _tolerance(relative: float, absolute: float) -> Tolerance:
+    for name, value in (("rtol", relative), ("atol", absolute)):
+        if not isinstance(value, int | float) or not (0 <= value < math.inf):
+            raise ArgumentError(f"{name} {value!r:.40} is no tolerance", next="give a number from 0 on")
+    return Tolerance(float(relative), float(absolute))
+
+
+def _tensors(source: Source, prefix: str, select: _Selection) -> dict[str, SourceTensor]:
+    unknown = [one for one in source.unmapped if select.has(prefix + one.name)]
+    if unknown:
+        raise UnsupportedFormatError(
+            f"{source.location} holds {len(unknown)} values of types that are not known, and nothing of them was "
+            "executed", found=", ".join(f"{prefix}{one.name} ({one.what})" for one in unknown[:5]),
+            next="leave them out with --skip PATTERN",
+        )
+    by_name = {tensor.name: tensor for tensor in source.tensors}
+    every = by_name | {alias.name: by_name[alias.target] for alias in source.aliases}
+    return {prefix + name: tensor for name, tensor in every.items() if select.has(prefix + name)}
+
+
+def _values(source: Source, select: _Selection) -> Mapping[str, object]:
+    """What is no tensor, by dotted names."""
+    objects = dict(source.objects)
+    if source.documents:
+        objects.setdefault(DOCUMENTS_SECTION, dict(source.documents))
+    for section, ranks in source.per_rank.items():
+        objects |= {f"{section}@{rank}": value for rank, value in enumerate(ranks)}
+    found = (leaf for section, value in objects.items() for leaf in leaves(section, value))
+    return {name: value for name, value in found if select.has(name)}
+
+
+def _differing_values(a: Mapping[str, object], b: Mapping[str, object]) -> tuple[ValueDiff, ...]:
+    differing = (name for name in {**a, **b} if name not in a or name not in b or not _same(a[name], b[name]))
+    return tuple(
+        ValueDiff(name, (repr(a[name])[:_SHOWN] if name in a else None, repr(b[name])[:_SHOWN] if name in b else None))
+        for name in differing
+    )
+
+
+def _same(one: object, other: object) -> bool:
+    """Of values that are no tensors; their text says all of them, NaN included."""
+    return type(one) is type(other) and (bool(one == other) or repr(one) == repr(other))
+
+
+def _pairs(a: Mapping[str, SourceTensor], b: Mapping[str, SourceTensor]) -> list[_Pair]:
+    """What both have. Tied tensors are compared once."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for name, tensor in a.items():
+        if name in b:
+            names.setdefault((tensor.name, b[name].name), []).append(name)
+    found = []
+    for listed in names.values():
+        one, other = a[listed[0]], b[listed[0]]
+        found.append(_Pair(tuple(listed), Output(one.name, one, one.dtype), Output(other.name, other, other.dtype)))
+    return found
+
+
+class _Work:
+    """The pairs whose values are to be read, in windows: the next one is read while one is compared."""
+
+    def __init__(
+        self, sources: tuple[Source, Source], pairs: Sequence[_Pair], tolerance: Tolerance, trust_digests: bool,
+        budget_bytes: int,
+    ) -> None:
+        if budget_bytes < BUDGET_BYTES_MIN:
+            raise BudgetError(
+                f"checkpoints cannot be compared within {budget_bytes} bytes",
+                expected=f"at least {BUDGET_BYTES_MIN} bytes", next="raise budget_bytes",
+            )
+        self.pairs, self._sources, self._tolerance = pairs, sources, tolerance
+        self._window_bytes = budget_bytes // _SHARES // MIB * MIB
+        self.proven = {at for at, pair in enumerate(pairs) if trust_digests and _same_digests(sources, pair)}
+        self._read = [
+            at for at, pair in enumerate(pairs) if at not in self.proven and pair.a.tensor.shape == pair.b.tensor.shape
+        ]
+        self.bytes = sum(pairs[at].a.bytes + pairs[at].b.bytes for at in self._read)
+
+    def run(self, on_progress: Callable[[int, int], None] | None) -> dict[int, Differences | None]:
+        """What differs of each pair; None where shapes do, and of those that digests prove equal, nothing."""
+        found: dict[int, Differences | None] = dict.fromkeys(range(len(self.pairs)))
+        found |= {at: Differences() for at in self.proven}
+        found |= {at: _nothing_yet(self.pairs[at]) for at in self._read}
+        done = 0
+        sides = [_Side(source, self._window_bytes) for source in self._sources]
+        try:
+            with ThreadPoolExecutor(2, "flowstone-diff") as pool:
+                windows, number = self._windows(), 0
+                window = next(windows, None)
+                reading = self._submit(pool, sides, window, number)
+                while window is not None:
+                    memory = [future.result() for future in reading]
+                    following, number = next(windows, None), number + 1
+                    reading = self._submit(pool, sides, following, number)
+                    done += self._compare(window, memory, found)
+                    window = following
+                    if on_progress is not None:
+                        on_progress(done, self.bytes)
+        finally:
+            for side in sides:
+                side.close()
+        return found
+
+    def _windows(self) -> Iterator[list[_Run]]:
+        """Runs of elements that fit into a window on either side."""
+        window: list[_Run] = []
+        left = self._window_bytes
+        for at in self._read:
+            pair = self.pairs[at]
+            item = max(pair.a.dtype.item_bytes, pair.b.dtype.item_bytes)
+            begin, count = 0, math.prod(pair.a.tensor.shape)
+            while begin < count:
+                if left < item or (begin == 0 and left < min(count * item, CHUNK_BYTES)):
+                    yield window
+                    window, left = [], self._window_bytes
+                end = min(count, begin + left // item)
+                window.append(_Run(at, begin, end))
+                left -= -(-(end - begin) * item // 16) * 16  # each begins aligned to any type
+                begin = end
+        if window:
+            yield window
+
+    def _submit(
+        self, pool: ThreadPoolExecutor, sides: Sequence[_Side], window: list[_Run] | None, number: int
+    ) -> list[Future[list[NDArray[np.uint8]]]]:
+        if window is None:
+            return []
+        outputs = [[(self.pairs[run.pair].a, run) for run in window], [(self.pairs[run.pair].b, run) for run in window]]
+        return [pool.submit(side.read, rows, number) for side, rows in zip(sides, outputs, strict=True)]
+
+    def _compare(
+        self, window: Sequence[_Run], memory: Sequence[Sequence[NDArray[np.uint8]]],
+        found: dict[int, Differences | None],
+    ) -> int:
+        """Enter what differs in a window; how many bytes that were."""
+        for run, a, b in zip(window, *memory, strict=True):
+            pair, before = self.pairs[run.pair], found[run.pair]
+            assert before is not None, "what is read has its differences counted"
+            later = compare(a, b, (pair.a.dtype, pair.b.dtype), self._tolerance, run.begin)
+            found[run.pair] = before.and_then(later)
+        return sum(len(part) for side in memory for part in side)
+
+
+class _Side:
+    """One checkpoint: reads runs of it into two windows in turn. One thread at a time."""
+
+    def __init__(self, source: Source, window_bytes: int) -> None:
+        self._fetcher = Fetcher(source, window_bytes)
+        self._memory = [np.empty(window_bytes, np.uint8) for _ in range(2)]
+
+    def read(self, rows: Sequence[tuple[Output, _Run]], number: int) -> list[NDArray[np.uint8]]:
+        memory, at, found, wanted = self._memory[number % 2], 0, [], []
+        for output, run in rows:
+            item = output.dtype.item_bytes
+            length = (run.end - run.begin) * item
+            part = memory[at : at + length]
+            at += -(-length // 16) * 16
+            found.append(part)
+            wanted.append(Wanted(output, run.begin * item, run.end * item, part))
+        self._fetcher.fetch(wanted)
+        return found
+
+    def close(self) -> None:
+        self._fetcher.close()
+
+
+def _nothing_yet(pair: _Pair) -> Differences:
+    is_known = has_numbers(pair.a.dtype) and has_numbers(pair.b.dtype)
+    return Differences() if is_known else Differences(absolute=None, relative=None)
+
+
+def _same_digests(sources: tuple[Source, Source], pair: _Pair) -> bool:
+    """Whether both are stored in the same boxes, whose chunks have the same digests."""
+    a, b = pair.a.tensor, pair.b.tensor
+    if (a.dtype, a.shape, len(a.boxes)) != (b.dtype, b.shape, len(b.boxes)):
+        return False
+    for one, other in zip(*(sorted(t.boxes, key=lambda stored: stored.box.offset) for t in (a, b)), strict=True):
+        if one.box != other.box or one.strides is not None or other.strides is not None:
+            return False
+        chunks = -(-one.box.elements * a.dtype.item_bytes // CHUNK_BYTES)
+        runs: list[NDArray[np.uint64]] = []
+        for source, first in zip(sources, (one.first_chunk, other.first_chunk), strict=True):
+            if first is None or source.digests is None:
+                return False
+            runs.append(source.digests[first : first + chunks])
+        if not np.array_equal(runs[0], runs[1]):
+            return False
+    return True
+
+
+def _described(
+    name: str, pair: _Pair, found: Differences | None, *, ignore_dtype: bool, by_digest: bool
+) -> TensorDiff:
+    a, b = pair.a, pair.b
+    dtypes, shapes = (a.dtype.name, b.dtype.name), (a.tensor.shape, b.tensor.shape)
+    if found is None:
+        return TensorDiff(name, dtypes, shapes, equal=False)
+    at = None if found.where is None else tuple(map(int, np.unravel_index(found.where, shapes[0] or (1,))))
+    return TensorDiff(
+        name, dtypes, shapes, equal=not found.unequal and (ignore_dtype or a.dtype is b.dtype), unequal=found.unequal,
+        unequal_bits=found.unequal_bits, largest_absolute=found.absolute, largest_relative=found.relative,
+        largest_at=at if shapes[0] or at is None else (), nans=found.nans, by_digest=by_digest,
+    )
+
+
+__all__ = ["DiffReport", "TensorDiff", "ValueDiff", "diff"]

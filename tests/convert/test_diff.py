@@ -1,0 +1,209 @@
+"""Two checkpoints of any formats are compared by name and value, in bounded memory; nothing in them is executed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from forge import flip, place_of
+from models import tensors
+from safetensors.torch import save_file
+from test_convert_memory import BESIDE_BYTES, MIB, growth_of
+from typer.testing import CliRunner
+
+import flowstone as fs
+from flowstone.cli.app import app
+from flowstone.convert import diff as module
+
+BUDGET = 32 * MIB
+
+
+def save(path: Path, state: dict[str, Any], step: int = 1) -> Path:
+    with fs.Checkpointer(path) as checkpointer:
+        checkpointer.save(step, state)
+    return path
+
+
+@pytest.fixture(scope="session")
+def formats(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same model in every format."""
+    place = tmp_path_factory.mktemp("formats")
+    fs.export(saved, place / "hf", shard_bytes=3e6)
+    fs.export(saved, place / "torch.pt", to="torch")
+    fs.export(saved, place / "dcp", to="dcp", shard_bytes=3e6)
+    torch.save({"model": tensors(), "step": 5}, place / "sections.pt")
+    dcp.save({"model": tensors(), "step": 5}, checkpoint_id=place / "dcp-sections", no_dist=True)
+    return {"flowstone": saved, **{one.name: one for one in sorted(place.iterdir())}}
+
+
+NAMES = ["dcp", "dcp-sections", "flowstone", "hf", "sections.pt", "torch.pt"]
+
+
+@pytest.mark.parametrize("a", NAMES)
+@pytest.mark.parametrize("b", NAMES)
+def test_the_same_tensors_are_equal_in_any_two_formats(formats: dict[str, Path], a: str, b: str) -> None:
+    tied = ["*.head"] if "hf" in (a, b) else []  # one of two tied tensors is left out of such a directory
+    found = fs.diff(formats[a], formats[b], names=["model.*", "[!m]*"], skip=["step", "head", *tied])
+    assert found.equal, found
+    assert len(found.tensors) >= 311
+    assert all(one.unequal_bits == 0 for one in found.tensors)
+
+
+def test_what_differs_is_told_by_name_and_value(tmp_path: Path) -> None:
+    grid = torch.arange(12.0).reshape(3, 4)
+    moved = grid.clone()
+    moved[1, 2] += 0.5
+    moved[2, 3] = float("nan")
+    rest = {"same": grid, "kind": grid.to(torch.bfloat16), "sides": grid.reshape(4, 3)}
+    a = save(tmp_path / "a", {"model": {"w": grid, "gone": grid, **rest}, "step": 7, "note": "a"})
+    rest = {"same": grid, "kind": grid, "sides": grid}
+    b = save(tmp_path / "b", {"model": {"w": moved, "new": grid, **rest}, "step": 8, "best": 0.5})
+    found = fs.diff(a, b)
+    assert not found.equal
+    assert (found.only_in_a, found.only_in_b) == (("model.gone",), ("model.new",))
+    assert {one.name: one.values for one in found.values} == {
+        "step": ("7", "8"), "note": ("'a'", None), "best": (None, "0.5")
+    }
+    by_name = {one.name.removeprefix("model."): one for one in found.tensors}
+    assert [name for name, one in by_name.items() if one.equal] == ["same"]
+    w = by_name["w"]
+    assert (w.unequal, w.largest_absolute, w.largest_at, w.nans) == (2, 0.5, (1, 2), (0, 1))
+    assert by_name["kind"].dtypes == ("bfloat16", "float32")
+    assert by_name["kind"].unequal == 0
+    assert by_name["sides"].shapes == ((4, 3), (3, 4))
+    assert by_name["sides"].unequal is None
+
+
+def test_tolerance_and_types_are_the_callers_to_say(saved: Path, tmp_path: Path) -> None:
+    fs.export(saved, tmp_path / "hf", dtype="bf16")
+    names = {"names": ["model.embed", "model.long"]}
+    assert not fs.diff(saved, tmp_path / "hf", **names).equal
+    found = fs.diff(saved, tmp_path / "hf", rtol=2**-8, ignore_dtype=True, **names)
+    assert found.equal
+    assert all(0 < (one.largest_relative or 0) <= 2**-8 for one in found.tensors)
+    assert not fs.diff(saved, tmp_path / "hf", rtol=2**-12, ignore_dtype=True, **names).equal
+
+
+def test_steps_of_one_store_are_compared(tmp_path: Path) -> None:
+    save(tmp_path / "run", {"w": torch.zeros(3)}, 1)
+    save(tmp_path / "run", {"w": torch.ones(3)}, 2)
+    found = fs.diff(tmp_path / "run", tmp_path / "run", step_a=1)
+    assert [one.largest_absolute for one in found.tensors] == [1.0]
+    assert fs.diff(fs.open(tmp_path / "run", 1), tmp_path / "run", step_b=1).equal
+
+
+def test_a_tensor_that_lies_otherwise_in_its_file_is_the_same(tmp_path: Path) -> None:
+    whole = torch.randn(300, 700, generator=torch.Generator().manual_seed(3))
+    save_file({"w": whole.clone()}, tmp_path / "w.safetensors")
+    torch.save({"w": whole.t().contiguous().t()}, tmp_path / "w.pt")  # column-major
+    assert fs.diff(tmp_path / "w.safetensors", tmp_path / "w.pt").equal
+
+
+def test_names_of_a_file_without_sections_are_taken_to_be_below_one(tmp_path: Path) -> None:
+    a = save(tmp_path / "a", {"encoder": {"w": torch.zeros(3)}})
+    save_file({"w": torch.zeros(3)}, tmp_path / "w.safetensors")
+    assert fs.diff(a, tmp_path / "w.safetensors", section="encoder").equal
+    found = fs.diff(a, tmp_path / "w.safetensors")
+    assert (found.only_in_a, found.only_in_b) == (("encoder.w",), ("model.w",))
+
+
+def test_digests_prove_equality_only_where_the_caller_trusts_them(tmp_path: Path) -> None:
+    weights = {"w": torch.randn(1_000_000), "v": torch.randn(1000)}
+    a = save(tmp_path / "a", {"model": weights})
+    b = save(tmp_path / "b", {"model": {**weights, "v": weights["v"] + 1}})
+    found = fs.diff(a, b, trust_digests=True)
+    assert {one.name: (one.by_digest, one.equal) for one in found.tensors} == {
+        "model.w": (True, True), "model.v": (False, False)
+    }
+    assert found.bytes == 8000
+    segment, begin = place_of(next(b.glob("step-*")), "model.w")
+    flip(segment, begin + 3_000_000)
+    assert fs.diff(a, b, trust_digests=True, names="*.w").equal  # what was written is equal
+    with pytest.raises(fs.DamagedError, match=r"'model.w', chunk 2, is not what was written"):
+        fs.diff(a, b)
+
+
+def test_neither_is_loaded_whole(tmp_path: Path) -> None:
+    noise = {f"layer.{number}": torch.full((4096, 1024), float(number)) for number in range(20)}  # 320 MiB
+    save_file(noise, tmp_path / "a.safetensors")
+    noise["layer.19"][4095, 1023] = 0
+    save(tmp_path / "b", {"model": noise})
+    del noise
+    call = f"fs.diff({str(tmp_path / 'a.safetensors')!r}, {str(tmp_path / 'b')!r}, budget_bytes={64 * MIB})"
+    assert growth_of(f"[one] = {call}.differing; assert one.largest_at == (4095, 1023)") < 64 * MIB + BESIDE_BYTES
+
+
+def test_windows_cut_tensors_anywhere(saved: Path, formats: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SHARES", 10)  # 3 MiB: the least that can be read through
+    assert fs.diff(saved, formats["dcp"], names="model.*", budget_bytes=BUDGET).equal
+    with pytest.raises(fs.BudgetError, match="cannot be compared within"):
+        fs.diff(saved, formats["dcp"], budget_bytes=BUDGET - 1)
+
+
+class _Payload:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_a_malicious_pickle_is_named_and_nothing_of_it_runs(tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(3), "x": _Payload(tmp_path / "ran")}, tmp_path / "bad.pt")
+    (tmp_path / "bare.pt").write_bytes(pickle.dumps(_Payload(tmp_path / "ran")))
+    with pytest.raises(fs.UnsupportedFormatError, match="nothing of them was executed"):
+        fs.diff(tmp_path / "bad.pt", tmp_path / "bad.pt")
+    with pytest.raises(fs.FlowstoneError):
+        fs.diff(tmp_path / "bare.pt", tmp_path / "bad.pt")
+    assert fs.diff(tmp_path / "bad.pt", tmp_path / "bad.pt", skip="x").equal
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(("call", "error", "said"), [
+    (lambda s, t: fs.diff(s, t), fs.NotAStoreError, "nothing at"),
+    (lambda s, t: fs.diff(t.parent, s), fs.NotAStoreError, "no checkpoint that Flowstone knows"),
+    (lambda s, t: fs.diff(s, s, step_b=99), fs.NoCheckpointError, "step 99"),
+    (lambda s, t: fs.diff(s, s, names="nothing.*"), fs.NoTensorError, "no name of either"),
+    (lambda s, t: fs.diff(s, s, names=[3]), fs.ArgumentError, "no pattern"),
+    (lambda s, t: fs.diff(s, s, rtol=-1), fs.ArgumentError, "rtol"),
+    (lambda s, t: fs.diff(s, s, atol=float("nan")), fs.ArgumentError, "atol"),
+])
+def test_arguments_that_a_diff_does_not_take(
+    saved: Path, tmp_path: Path, call: Callable[[Path, Path], object], error: type, said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        call(saved, tmp_path / "nowhere")
+
+
+def test_a_torn_file_is_refused(saved: Path, formats: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(formats["hf"], tmp_path / "hf")
+    shard = sorted((tmp_path / "hf").glob("*.safetensors"))[1]
+    os.truncate(shard, shard.stat().st_size - 1)
+    done = CliRunner().invoke(app, ["diff", str(saved), str(tmp_path / "hf"), "--json"])
+    assert done.exit_code == 2
+    assert json.loads(done.stdout)["error"] == "DamagedError"
+
+
+def test_the_verb_exits_as_diff_does(tmp_path: Path) -> None:
+    a = save(tmp_path / "a", {"w": torch.zeros(3), "step": 1})
+    b = save(tmp_path / "b", {"w": torch.tensor([0.0, float("inf"), 0.0]), "step": 1, "more": torch.zeros(2)})
+    run = CliRunner().invoke
+    same = run(app, ["diff", str(a), str(a)])
+    assert (same.exit_code, "equal: 1 tensors" in same.stdout) == (0, True)
+    other = run(app, ["diff", str(a), str(b)])
+    assert other.exit_code == 1
+    assert "1 of 3" in other.stdout
+    assert "more" in other.stdout
+    told = json.loads(run(app, ["diff", str(a), str(b), "--json"]).stdout)
+    assert (told["equal"], told["only_in_b"]) == (False, ["more"])
+    assert told["tensors"][0]["largest_absolute"] == "inf"
+    assert run(app, ["diff", str(a), str(tmp_path / "nowhere")]).exit_code == 2
+    assert run(app, ["diff", str(a)]).exit_code == 2

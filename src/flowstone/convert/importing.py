@@ -66,6 +66,7 @@ def import_checkpoint(
     appears once it is whole and durable.
 
     source   safetensors (a file, or a directory with its index), a file of torch.save, a directory of DCP
+             or of DeepSpeed
     store    a directory; made where it is missing
     step     of the new checkpoint; above every one that is there
     section  where the tensors of a file that knows no sections belong: `<section>.<name>`

@@ -9,6 +9,7 @@ from flowstone.checkpoint import Checkpoint, open_checkpoint
 from flowstone.commit.entries import step_of
 from flowstone.convert.source import Source
 from flowstone.convert.sources.dcp import is_dcp, read_dcp
+from flowstone.convert.sources.deepspeed import is_deepspeed, read_deepspeed
 from flowstone.convert.sources.flowstone import read_flowstone
 from flowstone.convert.sources.safetensors import is_safetensors, read_safetensors
 from flowstone.convert.sources.torch_file import is_torch_file, read_torch_file
@@ -34,6 +35,8 @@ def open_source(path: str | os.PathLike[str] | Checkpoint, step: int | None = No
         raise NotAStoreError(f"there is nothing at {place}", next="check the path")
     if is_dcp(place):
         return read_dcp(place)
+    if is_deepspeed(place):
+        return read_deepspeed(place)
     if is_safetensors(place):
         return read_safetensors(place)
     if is_torch_file(place):
@@ -41,7 +44,7 @@ def open_source(path: str | os.PathLike[str] | Checkpoint, step: int | None = No
     raise NotAStoreError(
         f"{place} is no checkpoint that Flowstone knows",
         expected="a store or checkpoint of Flowstone, safetensors (a file, or a directory with its index), a file of "
-        "torch.save, or a directory of torch.distributed.checkpoint",
+        "torch.save, or a directory of torch.distributed.checkpoint or of DeepSpeed",
         next="check the path",
     )
 

@@ -43,7 +43,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "state_dict_verbs": _BASE
     | {"arguments", "runtime", "store", "commit", "state", "ranks", "checkpoint", "pipeline"},
     "adapters": _BASE
-    | {"format", "plan", "store", "stage", "commit", "state", "checkpoint", "pipeline", "_native"},
+    | {"arguments", "checkpointer", "format", "plan", "store", "stage", "commit", "state", "checkpoint", "pipeline",
+       "_native"},  # the public verbs too, for frameworks that save where a training loop would
     "checkpointer": _BASE
     | {"state_dict_verbs", "arguments", "runtime", "store", "commit", "state", "ranks", "checkpoint", "pipeline"},
     "convert": _BASE | {"arguments", "format", "plan", "store", "commit", "checkpoint", "_native"},

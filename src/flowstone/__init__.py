@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flowstone._version import __version__
-from flowstone.config import EngineOptions, Keep
+from flowstone.config import EngineOptions, Keep, KeepRule
 from flowstone.errors import (
     ArgumentError,
     BudgetError,
@@ -21,6 +21,7 @@ from flowstone.errors import (
     DamagedError,
     FlowstoneError,
     FormatError,
+    FrameworkError,
     FullError,
     LockedError,
     MismatchError,
@@ -155,10 +156,12 @@ __all__ = [
     "Flat",
     "FlowstoneError",
     "FormatError",
+    "FrameworkError",
     "FullError",
     "ImportReport",
     "Init",
     "Keep",
+    "KeepRule",
     "LeftAlone",
     "LoadProgress",
     "LoadReport",

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, cast
 
-from flowstone.config import STEP_MAX, EngineOptions, Keep, whole_number
+from flowstone.config import STEP_MAX, EngineOptions, Keep, KeepRule, whole_number
 from flowstone.errors import ArgumentError, ClosedError, StorageError
 from flowstone.rules import Cast, Init, Rename, Rule, Skip
 from flowstone.store.base import Store, lacks
@@ -198,7 +198,7 @@ def to_store(path: object) -> Path | Store:
     )
 
 
-def to_options(given: Mapping[str, object]) -> tuple[Keep | None, int | None, int | None, int, float]:
+def to_options(given: Mapping[str, object]) -> tuple[Keep | KeepRule | None, int | None, int | None, int, float]:
     """The options of a Checkpointer: keep, budget_bytes, max_unsaved_steps, saves_in_flight, deadline_s.
 
     given   all options of the Checkpointer, by name
@@ -234,15 +234,18 @@ def to_options(given: Mapping[str, object]) -> tuple[Keep | None, int | None, in
     )
 
 
-def _keep(keep: object) -> Keep | None:
+def _keep(keep: object) -> Keep | KeepRule | None:
     if keep is None or isinstance(keep, Keep):
         return keep
+    if callable(keep):
+        return cast("KeepRule", keep)
     try:
         return Keep(last=_count("keep", keep, least=1))
     except ArgumentError:
         raise ArgumentError(
             f"keep {shown(keep)} is neither a Keep nor a number of checkpoints",
-            next="write keep=fs.Keep(last=3, every=1000), keep=3 for the newest three, or leave it out to keep all",
+            next="write keep=fs.Keep(last=3, every=1000), keep=3 for the newest three, a function from committed steps "
+            "to those that stay, or leave it out to keep all",
         ) from None
 
 

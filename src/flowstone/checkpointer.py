@@ -12,7 +12,7 @@ from typing import Literal
 from flowstone import arguments as calls
 from flowstone.checkpoint import Checkpoint
 from flowstone.commit.writer import StoreWriter
-from flowstone.config import DEADLINE_S, EngineOptions, Keep
+from flowstone.config import DEADLINE_S, EngineOptions, Keep, KeepRule
 from flowstone.errors import FlowstoneError
 from flowstone.events import OnEvent
 from flowstone.pipeline.futures import Save
@@ -40,7 +40,8 @@ class Checkpointer(StateDictVerbs):
     """Saves a training state into the store at `path` while training goes on, and loads it back.
 
     path               a directory, or an open Store, which this closes; other files in the directory are left alone
-    keep               which checkpoints retention spares; a number: the newest so many; None keeps all
+    keep               which checkpoints retention spares; a number: the newest so many; None keeps all;
+                       a function: see KeepRule
     budget_bytes       limit of staging memory on this rank; None: a node's ranks share a quarter of available memory
     on_error           "raise": a failed save raises at the next call; "continue": it only emits an event,
                        until `max_unsaved_steps` steps have passed since the last committed one
@@ -64,7 +65,7 @@ class Checkpointer(StateDictVerbs):
         self,
         path: str | os.PathLike[str] | Store,
         *,
-        keep: Keep | int | None = None,
+        keep: Keep | KeepRule | int | None = None,
         budget_bytes: int | None = None,
         on_error: Literal["raise", "continue"] = "raise",
         max_unsaved_steps: int | None = None,

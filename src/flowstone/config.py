@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -239,3 +240,11 @@ class Keep:
                 f"Keep(every={self.every}) is not a positive number of steps",
                 next="leave it out to keep only the newest"
             )
+
+
+KeepRule = Callable[[Sequence[int]], Collection[int]]
+"""A retention policy of the caller's: given the store's own committed steps, ascending, it returns those to keep.
+
+The last step is the one that was just committed; it is kept in any case. Called after each commit, on rank 0, on a
+thread of the Checkpointer. If it raises, the log says so, and nothing is removed.
+"""

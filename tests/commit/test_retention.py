@@ -21,6 +21,12 @@ from flowstone.commit import catalog, publish, retention
 from flowstone.config import Keep
 from flowstone.errors import StorageError
 from flowstone.events import Event, LeftAlone, RemovalFailed, Removed
+from flowstone.store.local import LocalStore
+
+
+def flowstone_store(path: Path) -> LocalStore:
+    return LocalStore(path, fs.EngineOptions())
+
 
 STEPS = st.sets(st.integers(0, 50)).map(sorted)
 
@@ -38,6 +44,39 @@ def test_retention_spares_the_newest_and_the_multiples(steps: list[int], last: i
 @given(STEPS)
 def test_without_retention_everything_is_kept(steps: list[int]) -> None:
     assert all(verdict.keep for verdict in retention.decide(steps, None))
+
+
+@given(STEPS, st.sets(st.integers(0, 60)), st.sets(st.integers(0, 50)), st.none() | st.integers(0, 50))
+def test_a_rule_decides_over_own_committed_steps_and_cannot_give_up_the_newest(
+    steps: list[int], chosen: set[int], foreign: set[int], committed: int | None
+) -> None:
+    seen: list[tuple[int, ...]] = []
+    verdicts = retention.decide(
+        steps, lambda own: seen.append(tuple(own)) or chosen, committed=committed,
+        foreign=lambda step: "elsewhere" if step in foreign else None,
+    )
+    own = [s for s in steps if (s not in foreign or s == committed) and (committed is None or s <= committed)]
+    assert seen == ([tuple(own)] if own else [])
+    assert {v.step for v in verdicts if not v.keep} == set(own[:-1]) - chosen
+    assert [v.step for v in verdicts] == steps
+    assert all(v.reason for v in verdicts)
+
+
+def test_a_checkpointer_keeps_what_the_rule_says(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    best = {1: 1, 2: 1, 3: 1, 4: 4}
+    rules: list[object] = [lambda steps: {best[steps[-1]], steps[-1]}, lambda steps: 1 / 0]
+    with fs.Checkpointer(tmp_path, keep=rules[0]) as checkpointer:  # type: ignore[arg-type]
+        kept = []
+        for step in best:
+            checkpointer.save(step, {"w": torch.zeros(4)})
+            checkpointer.wait()
+            checkpointer.finish_saves(str(tmp_path))
+            kept.append(catalog.steps(flowstone_store(tmp_path)))
+    assert kept == [(1,), (1, 2), (1, 3), (4,)]
+    with fs.Checkpointer(tmp_path, keep=rules[1]) as checkpointer:  # type: ignore[arg-type]
+        checkpointer.save(5, {"w": torch.zeros(4)})
+    assert catalog.steps(flowstone_store(tmp_path)) == (4, 5)
+    assert "retention failed" in caplog.text
 
 
 @pytest.mark.parametrize(("last", "every"), [(0, None), (-1, None), (1, 0), (1, -5)])

@@ -40,22 +40,6 @@ class Recipe(NamedTuple):
 _LOADERS = "from torch.utils.data import DataLoader\n"
 _PARTS = "model=model, optimizer=optimizer, scheduler=scheduler"
 
-_GPT = """
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
-class Text(torch.utils.data.Dataset):
-    def __len__(self):
-        return 40
-    def __getitem__(self, index):
-        row = torch.randint(0, 512, (16,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": row, "labels": row}
-class Model(GPT2LMHeadModel):
-    def forward(self, input_ids=None, **named):
-        prelude.witness(input_ids)
-        return super().forward(input_ids, **named)
-data, prelude.STORE = Text(), prelude.Path("runs/trainer")
-model = Model(GPT2Config(n_layer=2, n_embd=128, n_head=2, vocab_size=512, n_positions=16))
-"""
-
 _LIGHTNING = """
 from lightning import Callback, LightningModule, Trainer
 class Module(LightningModule):
@@ -72,10 +56,6 @@ model = Module()
 """
 
 RECIPES: dict[str, Recipe] = {
-    "trainer": Recipe(
-        _LOADERS + _GPT, "model=model, optimizer=trainer.optimizer, scheduler=trainer.lr_scheduler",
-        ("transformers", "accelerate"),
-    ),
     "accelerate": Recipe(
         _LOADERS + "from accelerate import Accelerator\nfrom accelerate.utils import DataLoaderConfiguration", _PARTS,
         ("accelerate",),

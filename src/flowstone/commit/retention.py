@@ -10,7 +10,7 @@ import msgspec
 from flowstone.commit import catalog, removal
 from flowstone.commit.entries import step_directory
 from flowstone.commit.manifests import inside, read_manifest, read_marker
-from flowstone.config import Keep
+from flowstone.config import Keep, KeepRule
 from flowstone.errors import FormatError, NoCheckpointError, StorageError
 from flowstone.format.manifest import MANIFEST_NAME
 from flowstone.store.base import Names, Store
@@ -30,7 +30,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def decide(
-    existing: Sequence[int], keep: Keep | None, *, committed: int | None = None,
+    existing: Sequence[int], keep: Keep | KeepRule | None, *, committed: int | None = None,
     foreign: Callable[[int], str | None] | None = None,
 ) -> tuple[Verdict, ...]:
     """A verdict on each of `existing` (steps with a manifest, ascending). Foreign steps stay, and do not count.
@@ -40,6 +40,8 @@ def decide(
     """
     if keep is None:
         return tuple(Verdict(step, True, "everything is kept") for step in existing)
+    if not isinstance(keep, Keep):
+        return _decide_by_rule(existing, keep, committed, foreign)
     verdicts, counted = [], 0
     for step in reversed(existing):
         is_newer = committed is not None and step > committed
@@ -55,6 +57,24 @@ def decide(
         else:
             verdicts.append(Verdict(step, False, f"older than the newest {keep.last}"))
     return tuple(reversed(verdicts))
+
+
+def _decide_by_rule(
+    existing: Sequence[int], rule: KeepRule, committed: int | None, foreign: Callable[[int], str | None] | None
+) -> tuple[Verdict, ...]:
+    """The same by a rule of the caller's, which sees only the store's own steps up to the committed one."""
+    verdicts = {}
+    for step in existing:
+        if committed is not None and step > committed:
+            verdicts[step] = Verdict(step, True, f"newer than {committed}, which was just committed")
+        elif step != committed and foreign is not None and (why := foreign(step)) is not None:
+            verdicts[step] = Verdict(step, True, why, foreign=True)
+    own = tuple(step for step in existing if step not in verdicts)
+    chosen = {*rule(own), *own[-1:]} if own else set()
+    for step in own:
+        says = "kept by the rule" if step in chosen else "given up by the rule"
+        verdicts[step] = Verdict(step, step in chosen, says)
+    return tuple(verdicts[step] for step in existing)
 
 
 def prune(
@@ -119,7 +139,7 @@ class Retention:
     """
 
     def __init__(
-        self, store: Store, store_id: str, keep: Keep | None,
+        self, store: Store, store_id: str, keep: Keep | KeepRule | None,
         on_removed: Callable[[str, str, StorageError | None], None], on_left: Callable[[str, str], None],
     ) -> None:
         self._store, self._store_id, self._keep = store, store_id, keep

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from flowstone.commit import catalog, publish
 from flowstone.commit.retention import Retention
-from flowstone.config import Keep
+from flowstone.config import Keep, KeepRule
 from flowstone.errors import LockedError, StorageError
 from flowstone.format.manifest import MARKER_NAME
 from flowstone.store.base import Store
@@ -22,8 +22,8 @@ class StoreWriter:
     """
 
     def __init__(
-        self, store: Store, keep: Keep | None, on_removed: Callable[[str, str, StorageError | None], None],
-        on_left: Callable[[str, str], None],
+        self, store: Store, keep: Keep | KeepRule | None,
+        on_removed: Callable[[str, str, StorageError | None], None], on_left: Callable[[str, str], None],
     ) -> None:
         self._store, self._keep, self._on_removed, self._on_left = store, keep, on_removed, on_left
         self._retention: Retention | None = None

@@ -1,0 +1,124 @@
+"""Where a Trainer's run resumes from."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flowstone.adapters.huggingface.run import Run
+from flowstone.adapters.huggingface.sections import TRAINER_STATE
+from flowstone.arguments import shown
+from flowstone.checkpoint import Checkpoint, open_checkpoint
+from flowstone.checkpointer import Checkpointer
+from flowstone.commit.entries import step_of
+from flowstone.errors import ArgumentError, MismatchError, NoCheckpointError, StepExistsError
+
+_STATE_FILE = "trainer_state.json"
+
+
+class Resume:
+    """A checkpoint of ours that a run resumes from.
+
+    folder  what the Trainer takes for the checkpoint: holds its trainer_state.json
+    """
+
+    def __init__(self, folder: str, step: int, run: Run, other: Checkpointer | None) -> None:
+        self.folder, self._step, self._other = folder, step, other
+        self._checkpointer = other or run.checkpointer
+
+    def load(self, sections: Mapping[str, object]) -> None:
+        self._checkpointer.load(sections, step=self._step)
+
+    def close(self) -> None:
+        if self._other is not None:
+            self._other.close()
+
+
+def resume_from(wanted: object, run: Run, *, will_save: bool, folder: str) -> Resume | str | None:
+    """The checkpoint that `resume_from_checkpoint` asks for: ours, or the path of one of the Trainer's own, or None.
+
+    wanted     as the Trainer takes it: a path, True for the newest, or None
+    will_save  whether this run is to save anything
+    folder     empty, to be used for a Resume
+
+    raises     NoCheckpointError  there is none
+               StepExistsError    the output directory holds newer checkpoints, of another run
+               MismatchError      no Trainer has saved it
+    """
+    newest = run.checkpointer.latest()
+    if wanted is None or wanted is False:
+        found, resume, step = None, None, 0
+    else:
+        found = _find(wanted, run, newest)
+        resume = _prepare(found, run, folder) if isinstance(found, Checkpoint) else None
+        step = found.step if isinstance(found, Checkpoint) else _own_step(found)
+    if newest is not None and newest.step > step and will_save:
+        if not isinstance(found, Checkpoint) or run.step_at(found.path) is None:
+            raise StepExistsError(
+                f"{run.directory} holds checkpoints up to step {newest.step}, and this run begins at step {step}",
+                next="pass resume_from_checkpoint=True to go on from there, or give another output_dir",
+            )
+        run.rewind_above = step
+    return resume or (found if isinstance(found, str) else None)
+
+
+def _find(wanted: object, run: Run, newest: Checkpoint | None) -> Checkpoint | str:
+    if wanted is True:
+        own = _own_newest(run.directory) if newest is None else None
+        if newest is None and own is None:
+            raise NoCheckpointError(
+                f"there is no checkpoint in {run.directory} to resume from",
+                next="to resume where there is one, pass resume_from_checkpoint=get_last_checkpoint(output_dir)",
+            )
+        return newest or own or ""
+    if not isinstance(wanted, str | os.PathLike):
+        raise ArgumentError(
+            f"resume_from_checkpoint {shown(wanted)} is neither a path nor True", next="pass one of them, or None"
+        )
+    path = os.fspath(wanted)
+    return path if os.path.isfile(os.path.join(path, _STATE_FILE)) else open_checkpoint(path)
+
+
+def _own_newest(directory: str) -> str | None:
+    """The newest checkpoint that the Trainer has written there by itself."""
+    from transformers.trainer_utils import get_last_checkpoint
+
+    found: str | None = get_last_checkpoint(directory) if os.path.isdir(directory) else None
+    return found
+
+
+def _own_step(path: str) -> int:
+    state: Mapping[str, Any] = json.loads((Path(path) / _STATE_FILE).read_text())
+    return int(state["global_step"])
+
+
+def _prepare(found: Checkpoint, run: Run, folder: str) -> Resume:
+    entries = found.contents.per_rank.get(TRAINER_STATE)
+    if not entries or not isinstance(entries[0], dict):
+        raise MismatchError(
+            f"{found.path} holds no {TRAINER_STATE!r}: no Trainer has saved it",
+            next='load its weights by fs.Checkpointer(...).load({"model": model}), and train without resuming',
+        )
+    above, name = os.path.split(found.path)
+    if step_of(name) != found.step:
+        raise ArgumentError(
+            f"{found.path} is not called by its step", next=f"rename it to step-{found.step:08d}, and resume from that"
+        )
+    state = _moved(entries[0], above)
+    (Path(folder) / _STATE_FILE).write_text(json.dumps(state))
+    own = run.step_at(found.path) is not None
+    run.saved |= {found.step} if own else set()
+    best = run.step_at(state["best_model_checkpoint"])
+    run.saved |= {best} if best is not None else set()
+    return Resume(folder, found.step, run, None if own else Checkpointer(above))
+
+
+def _moved(state: Mapping[str, Any], store: str) -> dict[str, Any]:
+    """The stored state, with the best checkpoint where the store is now."""
+    best = state.get("best_model_checkpoint")
+    if isinstance(best, str) and os.path.isdir(here := os.path.join(store, os.path.basename(best))):
+        best = here
+    return {**state, "best_model_checkpoint": best}

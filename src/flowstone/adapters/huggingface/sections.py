@@ -1,0 +1,41 @@
+"""The sections of a Trainer's checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from flowstone.state import PerRank, rng
+
+TRAINER_STATE = "trainer_state"
+
+
+def loaded_sections(trainer: Any, *, model_only: bool = False) -> dict[str, object]:
+    """What a load brings back into live objects. The generators come last, where the Trainer loads them."""
+    sections: dict[str, object] = {"model": trainer.model}
+    if model_only:
+        return sections
+    sections |= {"optimizer": trainer.optimizer, "scheduler": trainer.lr_scheduler}
+    scaler = getattr(trainer.accelerator, "scaler", None)
+    return sections if scaler is None else sections | {"scaler": scaler}
+
+
+def saved_sections(trainer: Any) -> dict[str, object]:
+    model_only = bool(trainer.args.save_only_model)
+    sections = loaded_sections(trainer, model_only=model_only)
+    if not model_only:
+        sections["rng"] = rng()
+    return sections | {TRAINER_STATE: PerRank(_trainer_state(trainer) if trainer.is_world_process_zero() else None)}
+
+
+def _trainer_state(trainer: Any) -> dict[str, object]:
+    """What trainer_state.json holds, of rank 0: the others differ in their logs, by the time that evaluations took."""
+    from transformers.trainer_callback import ExportableState
+
+    state = trainer.state
+    callbacks = [*trainer.callback_handler.callbacks, trainer.control]
+    exportable = [one for one in callbacks if isinstance(one, ExportableState)]
+    state.stateful_callbacks = type(state)(stateful_callbacks=exportable).stateful_callbacks
+    held: dict[str, object] = json.loads(json.dumps(dataclasses.asdict(state)))
+    return held

@@ -1,0 +1,61 @@
+"""Frameworks that are not installed, or of versions that are not known, are told so by name."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import pytest
+
+import flowstone as fs
+from flowstone.adapters.framework import Framework
+from flowstone.adapters.huggingface import use_flowstone
+
+FRAMEWORK = Framework("sundial", "sundial[all]", ("1.0", "1.2"))
+
+
+@pytest.mark.parametrize("blocked", ["transformers"])
+def test_a_missing_framework_names_what_to_install(blocked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, blocked, None)
+    with pytest.raises(fs.FrameworkError, match=r"transformers is not installed\n  next +pip install") as told:
+        use_flowstone(object())
+    assert isinstance(told.value, ImportError)
+
+
+def test_a_framework_that_cannot_be_imported_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(fs.FrameworkError, match="sundial is not installed"):
+        FRAMEWORK.load("sundial.hands")
+    with pytest.raises(fs.FrameworkError, match=r"json.hands cannot be imported\n  found +ModuleNotFoundError: "):
+        Framework("sundial", "sundial", ("1.0",)).load("json.hands")
+
+
+class Sundial:
+    def read(self, hour: int, minute: int = 0) -> None: ...
+
+    def turn(self, degrees: float, *more: float, slowly: bool = True) -> None: ...
+
+
+def test_an_unknown_version_goes_on_only_with_the_same_interface(caplog: pytest.LogCaptureFixture) -> None:
+    FRAMEWORK.check("1.2", {"gone": ("a",)}, Sundial)
+    assert not caplog.text
+    with caplog.at_level(logging.WARNING):
+        FRAMEWORK.check("2.0", {"read": ("hour",), "turn": ("degrees",)}, Sundial)
+    assert "sundial 2.0 is not a version" in caplog.text
+    assert "(1.0, 1.2)" in caplog.text
+    with pytest.raises(fs.FrameworkError) as told:
+        FRAMEWORK.check("2.0", {"read": (), "turn": ("degrees",), "set": ("hour",)}, Sundial)
+    assert "pip install sundial==1.2" in str(told.value)
+    changed = str(told.value.facts["changed"]).splitlines()
+    assert changed == ["Sundial.read(hour, minute), known with ()", "Sundial.set is gone"]
+
+
+def test_flowstone_by_itself_imports_no_framework() -> None:
+    text = (
+        "import sys, flowstone, flowstone.checkpointer, flowstone.adapters.huggingface; "
+        "print({'transformers', 'accelerate', 'peft'} & set(sys.modules))"
+    )
+    told = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout
+    assert told == "set()\n"
+    text = "import sys, flowstone; print([one for one in sys.modules if 'adapters' in one])"
+    assert subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout == "[]\n"

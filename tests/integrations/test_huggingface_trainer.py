@@ -1,0 +1,247 @@
+"""transformers' Trainer through Flowstone: trained, killed and resumed with the same result to the last bit; what it
+keeps, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes_of import run_ranks
+
+import flowstone as fs
+
+transformers = pytest.importorskip("transformers", reason="`make test-integrations` installs it")
+
+from trainer_act import STEPS, Text, digest, ended, made_trainer, small_gpt  # noqa: E402  (it imports transformers)
+
+from flowstone.adapters.huggingface import get_last_checkpoint, use_flowstone  # noqa: E402
+
+ACT = str(Path(__file__).with_name("trainer_act.py"))
+KILL_AT = 18  # between two saves, within the second epoch
+
+
+def act(folder: Path, run: str, *, ranks: int = 1, **told: Any) -> list[int]:
+    return run_ranks([ACT, json.dumps({"out": str(folder / "out"), **told})], folder / run, ranks)
+
+
+def said(folder: Path, run: str, rank: int = 0) -> str:
+    return (folder / f"{run}-{rank}.txt").read_text()
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_killed_and_resumed_run_ends_as_the_trainer_by_itself(ranks: int, tmp_path: Path) -> None:
+    calm, killed = tmp_path / "calm", tmp_path / "killed"
+    calm.mkdir(), killed.mkdir()
+    settings = {"eval_strategy": "steps", "eval_steps": 5, "metric_for_best_model": "loss", "save_total_limit": 3}
+    assert set(act(calm, "undisturbed", ranks=ranks, flowstone=False, args=settings)) == {0}, said(calm, "undisturbed")
+    codes = act(killed, "cut-short", ranks=ranks, kill_at=KILL_AT, args=settings)
+    assert -signal.SIGKILL in codes, said(killed, "cut-short")
+    reached = fs.open(killed / "out").step
+    assert reached in (5, 10, 15)
+    assert fs.open(killed / "out").verify().sound
+    codes = act(killed, "resumed", ranks=ranks, resume="last", args=settings)
+    assert set(codes) == {0}, said(killed, "resumed")
+    for rank in range(ranks):
+        expected, found = (json.loads((one / f"out-{rank}.json").read_text()) for one in (calm, killed))
+        assert found == expected
+        assert len([entry for entry in found["log"] if "loss" in entry]) == STEPS
+    assert said(killed, "resumed").count("'loss'") == STEPS - reached, "it went on behind what was saved"
+    assert not list((killed / "out").glob("checkpoint-*"))
+
+
+def trained(out: Path, *, scores: list[float] | None = None, steps: int = 20, **given: Any) -> Any:
+    """A Trainer over Flowstone that has trained; `scores` are what its evaluations, every five steps, find."""
+    if scores is not None:
+        given |= {"eval_strategy": "steps", "eval_steps": 5, "metric_for_best_model": "score"}
+    trainer = made_trainer(out, [], max_steps=steps, greater_is_better=True, **given)
+    if scores is not None:
+        left = iter(scores)
+        trainer.compute_metrics = lambda _: {"score": next(left)}
+    trainer = use_flowstone(trainer)
+    trainer.train()
+    return trainer
+
+
+def kept(out: Path) -> list[int]:
+    return sorted(int(one.name.removeprefix("step-")) for one in out.glob("step-*"))
+
+
+def stored_trainer_state(out: Path, step: int | None = None) -> dict[str, Any]:
+    found: dict[str, Any] = fs.open(out, step=step).state_dict("trainer_state", rank=0)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("limit", "scores", "expected"),
+    [
+        (None, None, [5, 10, 15, 20]), (2, None, [15, 20]), (2, [9.0, 1.0, 2.0, 3.0], [5, 20]),
+        (3, [1.0, 9.0, 2.0, 3.0], [10, 15, 20]), (2, [1.0, 2.0, 3.0, 4.0], [15, 20]),
+        (1, [1.0, 9.0, 2.0, 3.0], [10, 20]),
+    ],
+)
+def test_save_total_limit_keeps_the_newest_and_the_best(
+    limit: int | None, scores: list[float] | None, expected: list[int], tmp_path: Path
+) -> None:
+    trained(tmp_path / "out", scores=scores, save_total_limit=limit)
+    assert kept(tmp_path / "out") == expected
+
+
+def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    trainer = trained(out, scores=[1.0, 9.0, 2.0, 3.0], load_best_model_at_end=True, save_total_limit=1)
+    assert trainer.state.best_global_step == 10
+    assert trainer.state.best_model_checkpoint == str(out / "step-00000010")
+    best = fs.open(out, step=10).state_dict("model")
+    assert all(torch.equal(best[name], one) for name, one in trainer.model.state_dict().items())
+    last = fs.open(out, step=20).state_dict("model")
+    assert not all(torch.equal(last[name], one) for name, one in trainer.model.state_dict().items())
+    assert stored_trainer_state(out)["best_model_checkpoint"] == str(out / "step-00000010")
+
+
+def test_save_strategies_save_when_they_say(tmp_path: Path) -> None:
+    trained(tmp_path / "epochs", steps=30, save_strategy="epoch")
+    assert kept(tmp_path / "epochs") == [12, 24, 30]
+    trained(tmp_path / "best", scores=[1.0, 9.0, 2.0, 10.0], save_strategy="best")
+    assert kept(tmp_path / "best") == [5, 10, 20]
+    trained(tmp_path / "none", save_strategy="no")
+    assert not (tmp_path / "none").exists() or not kept(tmp_path / "none")
+
+
+def test_trainer_state_is_what_the_trainer_writes_by_itself(tmp_path: Path) -> None:
+    plain = made_trainer(tmp_path / "plain", [], max_steps=10)
+    plain.train()
+    expected = json.loads((tmp_path / "plain/checkpoint-10/trainer_state.json").read_text())
+    trained(tmp_path / "ours", steps=10)
+    found = stored_trainer_state(tmp_path / "ours")
+    # A list in which each save adds to what the one before has listed; ours has the callbacks as they are.
+    assert found == expected
+    assert list(fs.open(tmp_path / "ours").objects) == ["model", "optimizer", "scheduler"]
+
+
+def test_without_the_optimizer_only_weights_are_saved(tmp_path: Path) -> None:
+    trained(tmp_path / "out", steps=5, save_only_model=True)
+    checkpoint = fs.open(tmp_path / "out")
+    assert {name.partition(".")[0] for name in checkpoint.tensors} == {"model"}
+    with pytest.raises(fs.MismatchError, match="optimizer"):
+        use_flowstone(made_trainer(tmp_path / "out", [])).train(resume_from_checkpoint=True)
+
+
+def test_a_run_goes_back_to_an_older_step_and_sets_newer_ones_aside(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = ended(trained(out))
+    trainer = use_flowstone(made_trainer(out, [], max_steps=20))
+    trainer.train(resume_from_checkpoint=out / "step-00000010")
+    assert ended(trainer) == first
+    assert kept(out) == [5, 10, 15, 20]
+    assert len(list(out.glob(".superseded-*"))) == 2
+
+
+def test_a_run_goes_on_from_another_runs_store(tmp_path: Path) -> None:
+    first = ended(trained(tmp_path / "a"))
+    trainer = use_flowstone(made_trainer(tmp_path / "b", [], max_steps=20))
+    trainer.train(resume_from_checkpoint=str(tmp_path / "a" / "step-00000010"))
+    assert ended(trainer) == first
+    assert (kept(tmp_path / "a"), kept(tmp_path / "b")) == ([5, 10, 15, 20], [15, 20])
+
+
+def test_a_run_goes_on_from_what_the_trainer_saved_by_itself(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    plain = made_trainer(out, [], max_steps=20)
+    plain.train()
+    expected = ended(plain)
+    for other in ("checkpoint-15", "checkpoint-20"):
+        (out / other).rename(tmp_path / other)
+    assert get_last_checkpoint(out) == str(out / "checkpoint-10")
+    trainer = use_flowstone(made_trainer(out, [], max_steps=20))
+    trainer.train(resume_from_checkpoint=True)
+    assert ended(trainer) == expected
+    assert kept(out) == [15, 20]
+    assert get_last_checkpoint(out) == str(out / "step-00000020")
+
+
+@pytest.mark.parametrize(("full_at", "max_steps"), [(0, 20), (7, 20), (7, 10)], ids=["first", "second", "last"])
+def test_a_save_that_fails_ends_the_training_with_its_error(full_at: int, max_steps: int, tmp_path: Path) -> None:
+    codes = act(tmp_path, "full", full_at=full_at, args={"max_steps": max_steps})
+    told = said(tmp_path, "full")
+    assert set(codes) == {1}, told
+    assert "ulimit -f" in told
+    assert "SaveFailedError: step 10 was not saved: " in told or full_at == 0
+    assert told.count("'loss'") <= 15, "it ended at the next save"
+    assert get_last_checkpoint(tmp_path / "out") == (str(tmp_path / "out/step-00000005") if full_at else None)
+    assert not (tmp_path / "out-0.json").exists()
+
+
+def test_wrong_calls_are_refused_by_name(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(fs.ArgumentError, match="is no Trainer"):
+        use_flowstone(object())
+    pushing = made_trainer(out, [])
+    pushing.args.push_to_hub = True  # only now: a Trainer with it asks the hub
+    with pytest.raises(fs.ArgumentError, match="hub_strategy='every_save'"):
+        use_flowstone(pushing)
+    assert get_last_checkpoint(out) is None
+    with pytest.raises(fs.NoCheckpointError, match="get_last_checkpoint"):
+        use_flowstone(made_trainer(out, [])).train(resume_from_checkpoint=True)
+    with pytest.raises(fs.FlowstoneError, match="nowhere"):
+        use_flowstone(made_trainer(out, [])).train(resume_from_checkpoint=str(tmp_path / "nowhere"))
+    with pytest.raises(fs.ArgumentError, match="neither a path nor True"):
+        use_flowstone(made_trainer(out, [])).train(resume_from_checkpoint=7)
+    trained(out, steps=5)
+    with pytest.raises(fs.StepExistsError, match="resume_from_checkpoint=True"):
+        use_flowstone(made_trainer(out, [])).train()
+    with fs.Checkpointer(tmp_path / "by-hand") as checkpointer:
+        checkpointer.save(1, {"model": small_gpt()})
+    with pytest.raises(fs.MismatchError, match="no Trainer has saved it"):
+        use_flowstone(made_trainer(tmp_path / "c", [])).train(resume_from_checkpoint=str(tmp_path / "by-hand"))
+
+
+def test_another_model_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    trained(out, steps=5)
+    trainer = made_trainer(out, [])
+    trainer.model = small_gpt(width=32)
+    before = digest(trainer.model.state_dict())
+    with pytest.raises(fs.MismatchError, match="shape"):
+        use_flowstone(trainer).train(resume_from_checkpoint=True)
+    assert digest(trainer.model.state_dict()) == before
+
+
+def test_a_version_that_is_not_known_goes_on_where_its_interface_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "99.1.0")  # it replaces itself while it is imported
+    with caplog.at_level(logging.WARNING):
+        use_flowstone(made_trainer(tmp_path / "out", []))
+    assert "transformers 99.1.0" in caplog.text
+    assert "5.23.0" in caplog.text
+    monkeypatch.setattr(transformers.Trainer, "_save_checkpoint", lambda self, model, trial, place: None)
+    with pytest.raises(fs.FrameworkError, match=r"_checkpoint\(model, trial, place\), known with \(model, trial\)"):
+        use_flowstone(made_trainer(tmp_path / "out", []))
+
+
+def test_a_subclass_keeps_its_own_methods(tmp_path: Path) -> None:
+    class Mine(transformers.Trainer):  # type: ignore[misc, name-defined]
+        def compute_loss(self, *given: Any, **named: Any) -> Any:
+            self.losses = getattr(self, "losses", 0) + 1
+            return super().compute_loss(*given, **named)
+
+    plain = made_trainer(tmp_path / "out", [], max_steps=5)
+    mine = use_flowstone(Mine(model=plain.model, args=plain.args, train_dataset=Text(48)))
+    assert isinstance(mine, Mine)
+    assert type(mine).__name__ == "Mine"
+    mine.train()
+    assert mine.losses == 5
+    assert kept(tmp_path / "out") == [5]

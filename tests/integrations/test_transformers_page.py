@@ -1,0 +1,48 @@
+"""Samples of docs/TRANSFORMERS.md, run in the order in which they stand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flowstone as fs
+
+transformers = pytest.importorskip("transformers", reason="`make test-integrations` installs it")
+
+from trainer_act import Text  # noqa: E402  (it imports transformers)
+
+from flowstone.adapters.huggingface import get_last_checkpoint, use_flowstone  # noqa: E402
+
+DOCUMENT = Path(__file__).resolve().parent.parent.parent / "docs" / "TRANSFORMERS.md"
+
+
+def samples() -> dict[str, str]:
+    return dict(re.findall(r"^```python ([\w-]+)\n(.*?)^```", DOCUMENT.read_text(), flags=re.DOTALL | re.MULTILINE))
+
+
+def run(names: list[str], given: dict[str, Any]) -> None:
+    for name in names:
+        exec(compile(samples()[name], name, "exec"), given)
+
+
+def test_each_sample_is_run() -> None:
+    assert samples().keys() == {"trainer", "trainer-reads"}
+
+
+def test_the_trainer_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(7)
+    config = transformers.GPT2Config(
+        n_layer=1, n_embd=64, n_head=2, vocab_size=64, n_positions=8, bos_token_id=1, eos_token_id=2
+    )
+    args = transformers.TrainingArguments(
+        "runs/gpt", max_steps=5, save_steps=5, logging_steps=1, use_cpu=True, report_to=[], disable_tqdm=True
+    )
+    run(["trainer", "trainer-reads"], {
+        "Trainer": transformers.Trainer, "model": transformers.GPT2LMHeadModel(config), "args": args, "data": Text(48),
+        "held_out": Text(8), "use_flowstone": use_flowstone, "get_last_checkpoint": get_last_checkpoint, "fs": fs,
+    })

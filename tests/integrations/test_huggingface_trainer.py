@@ -186,7 +186,7 @@ def test_a_save_that_fails_ends_the_training_with_its_error(full_at: int, max_st
 
 def test_wrong_calls_are_refused_by_name(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(fs.ArgumentError, match="is no Trainer"):
+    with pytest.raises(fs.ArgumentError, match="is neither a Trainer nor an Accelerator"):
         use_flowstone(object())
     pushing = made_trainer(out, [])
     pushing.args.push_to_hub = True  # only now: a Trainer with it asks the hub

@@ -56,10 +56,6 @@ model = Module()
 """
 
 RECIPES: dict[str, Recipe] = {
-    "accelerate": Recipe(
-        _LOADERS + "from accelerate import Accelerator\nfrom accelerate.utils import DataLoaderConfiguration", _PARTS,
-        ("accelerate",),
-    ),
     "lightning": Recipe(
         _LOADERS + _LIGHTNING,
         "model=model, optimizer=trainer.optimizers[0], scheduler=trainer.lr_scheduler_configs[0].scheduler",

@@ -13,6 +13,7 @@ import flowstone as fs
 
 transformers = pytest.importorskip("transformers", reason="`make test-integrations` installs it")
 
+from accelerate import Accelerator  # noqa: E402
 from trainer_act import Text  # noqa: E402  (it imports transformers)
 
 from flowstone.adapters.huggingface import get_last_checkpoint, use_flowstone  # noqa: E402
@@ -30,7 +31,7 @@ def run(names: list[str], given: dict[str, Any]) -> None:
 
 
 def test_each_sample_is_run() -> None:
-    assert samples().keys() == {"trainer", "trainer-reads"}
+    assert samples().keys() == {"trainer", "trainer-reads", "accelerate", "accelerate-reads"}
 
 
 def test_the_trainer_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,3 +47,24 @@ def test_the_trainer_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "Trainer": transformers.Trainer, "model": transformers.GPT2LMHeadModel(config), "args": args, "data": Text(48),
         "held_out": Text(8), "use_flowstone": use_flowstone, "get_last_checkpoint": get_last_checkpoint, "fs": fs,
     })
+
+
+def test_the_accelerator_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    given: dict[str, Any] = {
+        "Accelerator": Accelerator, "model": model, "optimizer": optimizer, "fs": fs, "use_flowstone": use_flowstone,
+        "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer), "get_last_checkpoint": get_last_checkpoint,
+        "loader": torch.utils.data.DataLoader(torch.randn(8, 8), batch_size=4),
+    }
+
+    def train_step(step: int) -> None:
+        given["accelerator"].backward(given["model"](torch.randn(4, 8)).sum())
+        given["optimizer"].step()
+        given["scheduler"].step()
+        given["optimizer"].zero_grad()
+
+    given["train_step"] = train_step
+    run(["accelerate", "accelerate-reads"], given)

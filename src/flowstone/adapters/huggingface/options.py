@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flowstone.checkpointer import Checkpointer
-from flowstone.config import EngineOptions, KeepRule
+from flowstone.config import EngineOptions, Keep, KeepRule
 from flowstone.events import OnEvent
 
 
@@ -21,7 +21,7 @@ class Options:
     engine: EngineOptions | None = None
     on_event: OnEvent | None = None
 
-    def open(self, path: str | os.PathLike[str], keep: KeepRule | None = None) -> Checkpointer:
+    def open(self, path: str | os.PathLike[str], keep: Keep | KeepRule | None = None) -> Checkpointer:
         return Checkpointer(
             path, keep=keep, budget_bytes=self.budget_bytes, on_error=self.on_error,
             max_unsaved_steps=self.max_unsaved_steps, engine=self.engine, on_event=self.on_event,

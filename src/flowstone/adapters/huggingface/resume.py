@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flowstone.adapters.huggingface.places import own_newest, store_of
 from flowstone.adapters.huggingface.run import Run
 from flowstone.adapters.huggingface.sections import TRAINER_STATE
 from flowstone.arguments import shown
 from flowstone.checkpoint import Checkpoint, open_checkpoint
 from flowstone.checkpointer import Checkpointer
-from flowstone.commit.entries import step_of
 from flowstone.errors import ArgumentError, MismatchError, NoCheckpointError, StepExistsError
 
 _STATE_FILE = "trainer_state.json"
@@ -67,7 +67,7 @@ def resume_from(wanted: object, run: Run, *, will_save: bool, folder: str) -> Re
 
 def _find(wanted: object, run: Run, newest: Checkpoint | None) -> Checkpoint | str:
     if wanted is True:
-        own = _own_newest(run.directory) if newest is None else None
+        own = own_newest(run.directory) if newest is None else None
         if newest is None and own is None:
             raise NoCheckpointError(
                 f"there is no checkpoint in {run.directory} to resume from",
@@ -82,14 +82,6 @@ def _find(wanted: object, run: Run, newest: Checkpoint | None) -> Checkpoint | s
     return path if os.path.isfile(os.path.join(path, _STATE_FILE)) else open_checkpoint(path)
 
 
-def _own_newest(directory: str) -> str | None:
-    """The newest checkpoint that the Trainer has written there by itself."""
-    from transformers.trainer_utils import get_last_checkpoint
-
-    found: str | None = get_last_checkpoint(directory) if os.path.isdir(directory) else None
-    return found
-
-
 def _own_step(path: str) -> int:
     state: Mapping[str, Any] = json.loads((Path(path) / _STATE_FILE).read_text())
     return int(state["global_step"])
@@ -102,11 +94,7 @@ def _prepare(found: Checkpoint, run: Run, folder: str) -> Resume:
             f"{found.path} holds no {TRAINER_STATE!r}: no Trainer has saved it",
             next='load its weights by fs.Checkpointer(...).load({"model": model}), and train without resuming',
         )
-    above, name = os.path.split(found.path)
-    if step_of(name) != found.step:
-        raise ArgumentError(
-            f"{found.path} is not called by its step", next=f"rename it to step-{found.step:08d}, and resume from that"
-        )
+    above = store_of(found)
     state = _moved(entries[0], above)
     (Path(folder) / _STATE_FILE).write_text(json.dumps(state))
     own = run.step_at(found.path) is not None

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from flowstone.adapters.huggingface.distributed import check_distributed
 from flowstone.adapters.huggingface.options import Options
 from flowstone.adapters.huggingface.resume import Resume, resume_from
 from flowstone.adapters.huggingface.retention import Retained
@@ -30,8 +31,6 @@ METHODS: Mapping[str, Sequence[str]] = MappingProxyType({
 })
 """What is replaced, or called, of the Trainer."""
 
-_DISTRIBUTED = frozenset({"NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_XPU", "FSDP"})
-
 T = TypeVar("T")
 
 
@@ -49,12 +48,8 @@ def adopt(trainer: T, options: Options) -> T:
 
 
 def _check_settings(trainer: Any) -> None:
-    args, kind = trainer.args, str(trainer.accelerator.distributed_type.value)
-    if kind not in _DISTRIBUTED:
-        raise ArgumentError(
-            f"a Trainer on {kind} saves in a way that use_flowstone does not replace",
-            expected=", ".join(sorted(_DISTRIBUTED)), next="leave this Trainer as it is",
-        )
+    check_distributed(trainer.accelerator)
+    args = trainer.args
     if args.push_to_hub and args.hub_strategy.value != "end":
         raise ArgumentError(
             "push_to_hub uploads files of the Trainer's own checkpoints, which are no longer written",

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Literal, TypeVar
 
 from flowstone.adapters.framework import Framework
+from flowstone.adapters.huggingface import accelerator as over_accelerator
+from flowstone.adapters.huggingface import trainer as over_trainer
 from flowstone.adapters.huggingface.options import Options
+from flowstone.adapters.huggingface.places import own_newest
 from flowstone.arguments import shown
 from flowstone.checkpoint import open_checkpoint
 from flowstone.config import EngineOptions
 from flowstone.errors import ArgumentError, NoCheckpointError, NotAStoreError
 from flowstone.events import OnEvent
 
-TRANSFORMERS = Framework("transformers", "transformers accelerate", ("5.23.0",))
+ACCELERATE = Framework("accelerate", "accelerate", ("1.15.0",))
+TRANSFORMERS = Framework("transformers", "transformers", ("5.23.0",))
+
+accelerate = ACCELERATE.load("accelerate")  # transformers' Trainer and PEFT need it, too
 
 T = TypeVar("T")
 
 
 def use_flowstone(
-    trainer: T,
+    host: T,
+    /,
     *,
     budget_bytes: int | None = None,
     on_error: Literal["raise", "continue"] = "raise",
@@ -27,38 +35,41 @@ def use_flowstone(
     engine: EngineOptions | None = None,
     on_event: OnEvent | None = None,
 ) -> T:
-    """Make a `transformers.Trainer` save and resume through Flowstone, from now on; returns the same object.
+    """Make a transformers `Trainer`, or an `Accelerator`, save and load through Flowstone; returns the same object.
 
-    Its `output_dir` becomes the store. `save_strategy`, `save_total_limit`, `load_best_model_at_end`,
-    `save_only_model` and `resume_from_checkpoint` mean what they mean without it. A save returns once its capture is
-    scheduled; the end of `train()` waits for the last commit, and raises what went wrong. The other arguments are those
-    of a Checkpointer. On several ranks, every rank calls this.
+    A Trainer's `output_dir` becomes the store. `save_strategy`, `save_total_limit`, `load_best_model_at_end`,
+    `save_only_model` and `resume_from_checkpoint` mean what they mean without Flowstone. A save returns once its
+    capture is scheduled; the end of `train()` waits for the last commit, and raises what went wrong.
 
-    raises  FrameworkError  transformers is not installed, or has an unknown interface
-            ArgumentError   this is no Trainer, or one that saves in a way that Flowstone does not replace
+    `accelerator.save_state("runs/gpt/step_100")` saves step 100 into the store `runs/gpt`, and `load_state` with the
+    same path loads it. `end_training()`, or else the end of the process, waits for the last commit.
+
+    The other arguments are those of a Checkpointer. On several ranks, every rank calls this.
+
+    raises  FrameworkError  of an unknown interface: names what differs, and the versions that are known
+            ArgumentError   this is neither, or it saves in a way that Flowstone does not replace
     """
     options = Options(budget_bytes, on_error, max_unsaved_steps, engine, on_event)
-    module = TRANSFORMERS.load("transformers")
-    if isinstance(trainer, module.Trainer):
-        from flowstone.adapters.huggingface.trainer import METHODS, adopt
-
-        TRANSFORMERS.check(module.__version__, METHODS, module.Trainer)
-        return adopt(trainer, options)
+    if isinstance(host, accelerate.Accelerator):
+        ACCELERATE.check(accelerate.__version__, over_accelerator.METHODS, accelerate.Accelerator)
+        return over_accelerator.adopt(host, options)
+    transformers = sys.modules.get("transformers")  # without it this is no Trainer
+    if transformers is not None and isinstance(host, transformers.Trainer):
+        TRANSFORMERS.check(transformers.__version__, over_trainer.METHODS, transformers.Trainer)
+        return over_trainer.adopt(host, options)
     raise ArgumentError(
-        f"{shown(trainer)} is no Trainer", next="write trainer = use_flowstone(Trainer(model=model, args=args, ...))"
+        f"{shown(host)} is neither a Trainer nor an Accelerator",
+        next="write trainer = use_flowstone(Trainer(model=model, args=args, ...)), or use_flowstone(Accelerator())",
     )
 
 
 def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     """The path of the newest committed checkpoint in `folder`, for `resume_from_checkpoint`; None if there is none.
 
-    Stands where `transformers.trainer_utils.get_last_checkpoint` does. A folder that only holds checkpoints which the
-    Trainer has written by itself gives the newest of those.
+    Stands where `transformers.trainer_utils.get_last_checkpoint` does. A folder that only holds checkpoints which a
+    Trainer has written without Flowstone gives the newest of those.
     """
     try:
         return open_checkpoint(folder).path
     except (NoCheckpointError, NotAStoreError):
-        if not os.path.isdir(folder):
-            return None
-        found: str | None = TRANSFORMERS.load("transformers.trainer_utils").get_last_checkpoint(os.fspath(folder))
-        return found
+        return own_newest(folder)

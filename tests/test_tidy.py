@@ -16,7 +16,7 @@ SRC = ROOT / "src"
 PACKAGE = SRC / "flowstone"
 
 # Layer -> what it may import of ours. A layer is a module or a package of src/flowstone.
-_BASE = {"config", "errors", "events", "table", "trace", "rules", "_version"}
+_BASE = {"config", "errors", "events", "table", "trace", "rules", "layout_rules", "_version"}
 MAY_IMPORT: dict[str, set[str]] = {
     "_version": set(),
     "config": {"errors"},  # what an option cannot be
@@ -24,7 +24,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "events": set(),
     "trace": {"errors", "_native"},  # the types of what the engine hands over
     "table": {"config", "errors"},  # the length of a chunk
-    "rules": {"errors"},
+    "name_patterns": set(),
+    "rules": {"errors", "name_patterns"},
+    "layout_rules": {"errors", "name_patterns", "rules"},
     "arguments": {"config", "errors", "rules", "store"},  # what an object lacks of a store
     "regions": {"arguments", "errors", "table"},
     "runtime": {"errors", "events"},
@@ -47,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
        "_native"},  # the public verbs too, for frameworks that save where a training loop would
     "checkpointer": _BASE
     | {"state_dict_verbs", "arguments", "runtime", "store", "commit", "state", "ranks", "checkpoint", "pipeline"},
-    "convert": _BASE | {"arguments", "format", "plan", "store", "commit", "checkpoint", "_native"},
+    "convert": _BASE | {"arguments", "name_patterns", "format", "plan", "store", "commit", "checkpoint", "_native"},
     "cli": _BASE
     | {"arguments", "runtime", "format", "store", "commit", "checkpoint", "convert", "flowstone_demo",
        "flowstone_study"},

@@ -64,6 +64,9 @@ if TYPE_CHECKING:
     from flowstone.convert.diff import DiffReport, TensorDiff, ValueDiff, diff
     from flowstone.convert.export import ExportReport, export
     from flowstone.convert.importing import ImportReport, import_checkpoint
+    from flowstone.convert.ready_rules import ready_rules
+    from flowstone.convert.rule_files import read_rules
+    from flowstone.layout_rules import Fuse, LayoutRule, Pad, RuleSet, Split, Stack, Transpose, Unpad, Unstack
     from flowstone.pipeline.explain import Explanation, Source, explain
     from flowstone.pipeline.futures import Save
     from flowstone.pipeline.load import LoadReport
@@ -90,6 +93,15 @@ _LATER = {
     "ExportReport": "flowstone.convert.export",
     "Explanation": "flowstone.pipeline.explain",
     "ImportReport": "flowstone.convert.importing",
+    "Fuse": "flowstone.layout_rules",
+    "LayoutRule": "flowstone.layout_rules",
+    "Pad": "flowstone.layout_rules",
+    "RuleSet": "flowstone.layout_rules",
+    "Split": "flowstone.layout_rules",
+    "Stack": "flowstone.layout_rules",
+    "Transpose": "flowstone.layout_rules",
+    "Unpad": "flowstone.layout_rules",
+    "Unstack": "flowstone.layout_rules",
     "LoadReport": "flowstone.pipeline.load",
     "Save": "flowstone.pipeline.futures",
     "Flat": "flowstone.state",
@@ -111,6 +123,8 @@ _LATER = {
     "export": "flowstone.convert.export",
     "import_checkpoint": "flowstone.convert.importing",
     "open": "flowstone.checkpoint",
+    "read_rules": "flowstone.convert.rule_files",
+    "ready_rules": "flowstone.convert.ready_rules",
     "register_provider": "flowstone.state",
     "rng": "flowstone.state",
 }
@@ -158,10 +172,12 @@ __all__ = [
     "FormatError",
     "FrameworkError",
     "FullError",
+    "Fuse",
     "ImportReport",
     "Init",
     "Keep",
     "KeepRule",
+    "LayoutRule",
     "LeftAlone",
     "LoadProgress",
     "LoadReport",
@@ -173,6 +189,7 @@ __all__ = [
     "NotAStoreError",
     "ObjectPart",
     "OnEvent",
+    "Pad",
     "Part",
     "PerRank",
     "Provider",
@@ -183,6 +200,7 @@ __all__ = [
     "Removed",
     "Rename",
     "Rule",
+    "RuleSet",
     "Save",
     "SaveFailed",
     "SaveFailedError",
@@ -191,7 +209,9 @@ __all__ = [
     "Skip",
     "Source",
     "Span",
+    "Split",
     "SplitTensor",
+    "Stack",
     "StateChangedError",
     "StateError",
     "StepExistsError",
@@ -199,6 +219,9 @@ __all__ = [
     "StoredTensor",
     "TensorDiff",
     "Trace",
+    "Transpose",
+    "Unpad",
+    "Unstack",
     "UnsupportedFormatError",
     "UnsupportedStateError",
     "ValueDiff",
@@ -209,6 +232,8 @@ __all__ = [
     "export",
     "import_checkpoint",
     "open",
+    "read_rules",
+    "ready_rules",
     "register_provider",
     "rng",
 ]

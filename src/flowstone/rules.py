@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from flowstone.errors import ArgumentError
+from flowstone.name_patterns import bind_path, fill, placeholders
 
 _STATE = ".state."
 
@@ -18,7 +19,8 @@ _STATE = ".state."
 class Rename:
     """The stored path `source`, and all paths below it, are called `target` in the state.
 
-    Also inside optimizer state, which is named after its parameter.
+    Also inside optimizer state, which is named after its parameter. Both may have placeholders, the same ones:
+    `Rename("decoder.layers.{n}.mlp", "h.{n}.mlp")`.
     """
 
     source: str
@@ -26,18 +28,28 @@ class Rename:
 
     def __post_init__(self) -> None:
         _check_text("Rename", source=self.source, target=self.target)
+        check_placeholders("Rename", self.source, self.target)
 
     def apply(self, name: str) -> str:
+        moved = self.moved(name)
+        return name if moved is None else moved
+
+    def moved(self, name: str) -> str | None:
+        """The new name; None for a name that the rule does not speak of."""
         outer, state, inner = name.partition(_STATE)
-        if state and self._moves(inner):
-            return outer + state + self._moved(inner)
-        return self._moved(name) if self._moves(name) else name
+        moved = self._moved(inner) if state else None
+        return self._moved(name) if moved is None else outer + state + moved
 
-    def _moves(self, name: str) -> bool:
-        return name == self.source or name.startswith(self.source + ".")
+    def _moved(self, name: str) -> str | None:
+        if "{" in self.source:
+            found = bind_path(self.source, name)
+            return None if found is None else fill(self.target, found[0]) + found[1]
+        is_named = name == self.source or name.startswith(self.source + ".")
+        return self.target + name[len(self.source) :] if is_named else None
 
-    def _moved(self, name: str) -> str:
-        return self.target + name[len(self.source) :]
+    @property
+    def inverse(self) -> Rename:
+        return Rename(self.target, self.source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +98,19 @@ def _check_text(rule: str, **texts: object) -> None:
             raise ArgumentError(
                 f"{rule}: {name} {text!r:.60} is not a name", expected="a str: a dotted name, with * in a pattern",
                 next=f"write one {rule} for each name or pattern",
+            )
+
+
+def check_placeholders(rule: str, source: str, *targets: str) -> None:
+    """Raise ArgumentError unless all patterns have the same placeholders, each once."""
+    known = placeholders(source)
+    for pattern in (source, *targets):
+        found = placeholders(pattern)
+        if sorted(set(found)) != sorted(found) or set(found) != set(known):
+            raise ArgumentError(
+                f"{rule}: {source!r} and {pattern!r} have other placeholders", found=f"{sorted(found)}",
+                expected=f"{sorted(set(known))}, each once",
+                next="write the same ones on both sides, so that the rule can be inverted",
             )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 MIB = 1 << 20
 BESIDE_BYTES = 40 * MIB  # of the budget: Python's own, headers, the engine's queues
@@ -53,6 +53,20 @@ def convert_there_and_back(tmp_path: Path, total_bytes: int) -> None:
 
 def test_three_hundred_megabytes_go_through_sixty_four(tmp_path: Path) -> None:
     convert_there_and_back(tmp_path, 300 * MIB)
+
+
+def test_rules_take_no_more(tmp_path: Path) -> None:
+    """A matrix of 128 MiB is transposed, others are interleaved and stacked, through the same window."""
+    save_file({"big": torch.arange(32 * MIB, dtype=torch.int32).reshape(8192, 4096),
+               **{f"l.{n}.{p}": torch.full((2048, 1024), float(n)) for n in range(5) for p in "qkv"}},
+              tmp_path / "model.safetensors")
+    rules = ("[fs.Transpose('big'), fs.Fuse(('l.{n}.q', 'l.{n}.k', 'l.{n}.v'), 'l.{n}.qkv', groups=16), "
+             "fs.Stack('l.{n}.qkv', 'qkv')]")
+    places = f"{str(tmp_path / 'model.safetensors')!r}, {str(tmp_path / 'hf')!r}"
+    assert growth_of(f"fs.export({places}, budget_bytes={64 * MIB}, rules={rules})") < 64 * MIB + BESIDE_BYTES
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert found["qkv"].shape == (5, 6144, 1024)
+    assert torch.equal(found["big"], torch.arange(32 * MIB, dtype=torch.int32).reshape(8192, 4096).t())
 
 
 @pytest.mark.soak

@@ -21,6 +21,7 @@ from flowstone.cli.output import (
     printable,
     size_text,
 )
+from flowstone.cli.rules import Inverse, RulesOption, conversion_rules
 from flowstone.runtime.progress import terminal_progress
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ def diff(
         list[str] | None, typer.Option("--names", metavar="PATTERN", help="Compare what matches; repeat. Default: all.")
     ] = None,
     skip: Skips = None,
+    rules: RulesOption = None,
+    inverse: Inverse = False,
     rtol: Annotated[float, typer.Option("--rtol", help="Equal: |a - b| <= atol + rtol * |b|.")] = 0.0,
     atol: Annotated[float, typer.Option("--atol", help="See --rtol.")] = 0.0,
     ignore_dtype: Annotated[bool, typer.Option("--ignore-dtype", help="Two types may be equal.")] = False,
@@ -52,9 +55,10 @@ def diff(
     from flowstone.convert.diff import diff as run
 
     with errors_reported(as_json, status=2):
+        found = conversion_rules(rules, None, inverse=inverse, configured=(b, a))
         report = run(
-            a, b, step_a=step_a, step_b=step_b, section=section, names=names or "*", skip=skip or (), rtol=rtol,
-            atol=atol, ignore_dtype=ignore_dtype, trust_digests=trust_digests, budget_bytes=budget_bytes,
+            a, b, step_a=step_a, step_b=step_b, section=section, names=names or "*", skip=skip or (), rules=found,
+            rtol=rtol, atol=atol, ignore_dtype=ignore_dtype, trust_digests=trust_digests, budget_bytes=budget_bytes,
             on_progress=terminal_progress("comparing"),
         )
     if as_json:

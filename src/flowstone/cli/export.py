@@ -21,6 +21,7 @@ from flowstone.cli.output import (
     print_json,
     size_text,
 )
+from flowstone.cli.rules import Inverse, RulesOption, conversion_rules
 from flowstone.runtime.progress import terminal_progress
 
 
@@ -31,6 +32,8 @@ def export(
     step: Step = None,
     section: Section = "model",
     skip: Skips = None,
+    rules: RulesOption = None,
+    inverse: Inverse = False,
     dtype: CastTo = None,
     shard_bytes: Annotated[
         int, typer.Option("--shard-size", parser=parse_size, metavar="SIZE", help="Of one file, at most.")
@@ -43,12 +46,12 @@ def export(
 ) -> None:
     """Write a section of a checkpoint for other programs. Killed, the same command goes on."""
     from flowstone.convert.export import export as run
-    from flowstone.rules import Skip
 
     with errors_reported(as_json):
+        found = conversion_rules(rules, skip, inverse=inverse, configured=(documents, source))
         report = run(
             source, target, to=to, step=step, section=section or None, dtype=dtype,  # type: ignore[arg-type]
-            rules=[Skip(pattern) for pattern in skip or ()], shard_bytes=shard_bytes, documents=documents,
+            rules=found, shard_bytes=shard_bytes, documents=documents,
             budget_bytes=budget_bytes, on_progress=terminal_progress("exporting"),
         )
     if as_json:

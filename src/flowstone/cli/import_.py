@@ -19,6 +19,7 @@ from flowstone.cli.output import (
     print_json,
     size_text,
 )
+from flowstone.cli.rules import Inverse, RulesOption, conversion_rules
 from flowstone.runtime.progress import terminal_progress
 
 
@@ -28,17 +29,19 @@ def import_(
     step: Annotated[int, typer.Option("--step", help="Of the new checkpoint; above every one that is there.")] = 0,
     section: Section = "model",
     skip: Skips = None,
+    rules: RulesOption = None,
+    inverse: Inverse = False,
     dtype: CastTo = None,
     budget_bytes: Budget = "256MiB",  # type: ignore[assignment]
     as_json: AsJson = False,
 ) -> None:
     """Make a checkpoint of a store of what another program has saved. Killed, the same command goes on."""
     from flowstone.convert.importing import import_checkpoint
-    from flowstone.rules import Skip
 
     with errors_reported(as_json):
+        found = conversion_rules(rules, skip, inverse=inverse, configured=(source,))
         report = import_checkpoint(
-            source, store, step=step, section=section, dtype=dtype, rules=[Skip(pattern) for pattern in skip or ()],
+            source, store, step=step, section=section, dtype=dtype, rules=found,
             budget_bytes=budget_bytes, on_progress=terminal_progress("importing"),
         )
     if as_json:

@@ -20,10 +20,12 @@ from flowstone.convert.copy import BUDGET_BYTES_DEFAULT, BUDGET_BYTES_MIN
 from flowstone.convert.elements import Differences, Tolerance, compare, has_numbers
 from flowstone.convert.fetch import Fetcher, Wanted
 from flowstone.convert.layout import Output
-from flowstone.convert.mapping import DOCUMENTS_SECTION, leaves
+from flowstone.convert.mapping import DOCUMENTS_SECTION, Rules, all_names, check_rules, leaves
 from flowstone.convert.opening import open_source
+from flowstone.convert.rearrange import Origin, rearranged
 from flowstone.convert.source import Source, SourceTensor
 from flowstone.errors import ArgumentError, BudgetError, NoTensorError, UnsupportedFormatError
+from flowstone.layout_rules import GivenRules
 
 _SHARES = 8  # of the budget: for each side staging memory and two windows, and what comparisons take
 _SHOWN = 80  # characters of a value
@@ -118,8 +120,8 @@ class _Run(msgspec.Struct, frozen=True, eq=False):
 def diff(
     a: str | os.PathLike[str] | Checkpoint, b: str | os.PathLike[str] | Checkpoint, *, step_a: int | None = None,
     step_b: int | None = None, section: str = "model", names: str | Sequence[str] = "*",
-    skip: str | Sequence[str] = (), rtol: float = 0.0, atol: float = 0.0, ignore_dtype: bool = False,
-    trust_digests: bool = False, budget_bytes: int = BUDGET_BYTES_DEFAULT,
+    skip: str | Sequence[str] = (), rules: GivenRules = (), rtol: float = 0.0, atol: float = 0.0,
+    ignore_dtype: bool = False, trust_digests: bool = False, budget_bytes: int = BUDGET_BYTES_DEFAULT,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> DiffReport:
     """Compare two checkpoints by name and by value, in bounded memory. Blocks.
@@ -128,6 +130,7 @@ def diff(
     step_a, step_b  of stores; None: the newest
     section       if one of them knows no sections (safetensors, a state_dict): its names are taken to be below this one
     names, skip   shell patterns: what is compared, and what of that is not
+    rules         what becomes of the tensors of `a` before they are compared: it is another program's, perhaps
     rtol, atol    elements are equal if |a - b| <= atol + rtol * |b|
     ignore_dtype  whether tensors of two types may be equal; their values are compared in any case
     trust_digests of two checkpoints of ours: tensors with equal boxes and equal digests of all chunks are equal, and
@@ -142,7 +145,10 @@ def diff(
     sources = open_source(a, step_a), open_source(b, step_b)
     select = _Selection(_patterns(names), _patterns(skip))
     prefixes = [f"{section}." if one.is_flat and not all(s.is_flat for s in sources) else "" for one in sources]
-    tensors = [_tensors(source, prefix, select) for source, prefix in zip(sources, prefixes, strict=True)]
+    known = check_rules(rules, sources[0], section), Rules((), ())
+    tensors = [
+        _tensors(source, prefix, select, found) for source, prefix, found in zip(sources, prefixes, known, strict=True)
+    ]
     values = [_values(source, select) for source in sources]
     if not any((*tensors, *values)):
         raise NoTensorError("no name of either checkpoint matches", found=", ".join(select.names), next="use '*'")
@@ -169,7 +175,10 @@ class _Selection(msgspec.Struct, frozen=True):
     skip: tuple[str, ...]
 
     def has(self, name: str) -> bool:
-        return any(fnmatchcase(name, one) for one in self.names) and not any(fnmatchcase(name, s) for s in self.skip)
+        return any(fnmatchcase(name, one) for one in self.names) and not self.skips(name)
+
+    def skips(self, name: str) -> bool:
+        return any(fnmatchcase(name, one) for one in self.skip)
 
 
 def _patterns(given: str | Sequence[str]) -> tuple[str, ...]:
@@ -186,7 +195,7 @@ def _tolerance(relative: float, absolute: float) -> Tolerance:
     return Tolerance(float(relative), float(absolute))
 
 
-def _tensors(source: Source, prefix: str, select: _Selection) -> dict[str, SourceTensor]:
+def _tensors(source: Source, prefix: str, select: _Selection, rules: Rules) -> dict[str, SourceTensor]:
     unknown = [one for one in source.unmapped if select.has(prefix + one.name)]
     if unknown:
         raise UnsupportedFormatError(
@@ -194,9 +203,12 @@ def _tensors(source: Source, prefix: str, select: _Selection) -> dict[str, Sourc
             "executed", found=", ".join(f"{prefix}{one.name} ({one.what})" for one in unknown[:5]),
             next="leave them out with --skip PATTERN",
         )
-    by_name = {tensor.name: tensor for tensor in source.tensors}
-    every = by_name | {alias.name: by_name[alias.target] for alias in source.aliases}
-    return {prefix + name: tensor for name, tensor in every.items() if select.has(prefix + name)}
+    every = {
+        name: tensor for name, tensor in all_names(source).items()
+        if not rules.skip(name) and not select.skips(prefix + name)
+    }
+    found = rearranged(every, rules.steps, Origin(source.location))
+    return {prefix + name: tensor for name, tensor in found.items() if select.has(prefix + name)}
 
 
 def _values(source: Source, select: _Selection) -> Mapping[str, object]:
@@ -225,10 +237,10 @@ def _same(one: object, other: object) -> bool:
 
 def _pairs(a: Mapping[str, SourceTensor], b: Mapping[str, SourceTensor]) -> list[_Pair]:
     """What both have. Tied tensors are compared once."""
-    names: dict[tuple[str, str], list[str]] = {}
+    names: dict[tuple[int, int], list[str]] = {}
     for name, tensor in a.items():
         if name in b:
-            names.setdefault((tensor.name, b[name].name), []).append(name)
+            names.setdefault((id(tensor), id(b[name])), []).append(name)
     found = []
     for listed in names.values():
         one, other = a[listed[0]], b[listed[0]]
@@ -359,10 +371,13 @@ def _same_digests(sources: tuple[Source, Source], pair: _Pair) -> bool:
             return False
         chunks = -(-one.box.elements * a.dtype.item_bytes // CHUNK_BYTES)
         runs: list[NDArray[np.uint64]] = []
-        for source, first in zip(sources, (one.first_chunk, other.first_chunk), strict=True):
-            if first is None or source.digests is None:
+        for source, stored in zip(sources, (one, other), strict=True):
+            run = stored.digested
+            if run is None or source.digests is None or run.offset_bytes != stored.offset_bytes:
                 return False
-            runs.append(source.digests[first : first + chunks])
+            if run.bytes != stored.box.elements * a.dtype.item_bytes:
+                return False  # rules have cut it
+            runs.append(source.digests[run.first_chunk : run.first_chunk + chunks])
         if not np.array_equal(runs[0], runs[1]):
             return False
     return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,7 +20,7 @@ from flowstone.convert.targets.dcp import lay_out_dcp
 from flowstone.convert.targets.hf import lay_out_hf
 from flowstone.convert.targets.torch_file import lay_out_torch
 from flowstone.errors import ArgumentError
-from flowstone.rules import Rule
+from flowstone.layout_rules import GivenRules
 
 Format = Literal["hf", "torch", "dcp"]
 FORMATS: tuple[str, ...] = ("hf", "torch", "dcp")
@@ -54,7 +54,7 @@ class ExportReport:
 def export(
     checkpoint: str | os.PathLike[str] | Checkpoint, path: str | os.PathLike[str], *, to: Format = "hf",
     step: int | None = None, section: str | None = "model", dtype: str | None = None,
-    rules: Rule | Sequence[Rule] = (), shard_bytes: float = SHARD_BYTES_DEFAULT,
+    rules: GivenRules = (), shard_bytes: float = SHARD_BYTES_DEFAULT,
     documents: str | os.PathLike[str] | None = None, budget_bytes: int = BUDGET_BYTES_DEFAULT,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> ExportReport:
@@ -68,7 +68,8 @@ def export(
                  `torch.load` gives back as a state_dict; "dcp": a directory of torch.distributed.checkpoint
     section      whose tensors, by their names below it; None: all, by their whole names
     dtype        floating-point tensors are converted to it: "bfloat16" ("bf16"), "float16", "float32", "float64"
-    rules        fs.Rename and fs.Skip, of names as the checkpoint has them
+    rules        fs.Skip, fs.Rename, fs.Split, ..., of names as the checkpoint has them; fs.RuleSet, of names below the
+                 section
     shard_bytes  of tensors in one file, at most
     documents    a directory whose configuration and tokenizer go beside the tensors
     budget_bytes of memory for bytes on their way
@@ -81,8 +82,8 @@ def export(
     if to not in FORMATS:
         raise ArgumentError(f"to={to!r} is no known format", expected=", ".join(FORMATS), next="give one of them")
     source = open_source(checkpoint, step)
-    known = check_rules(rules)
     wanted = None if source.is_flat else section
+    known = check_rules(rules, source, wanted)
     mapped = choose(source, wanted, known, cast_target(dtype))
     lost = check_objects(source, wanted, known, to)
     draft = Draft(Path(path), is_file=to == "torch")

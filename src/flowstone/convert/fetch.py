@@ -15,7 +15,8 @@ from flowstone.config import CHUNK_BYTES
 from flowstone.convert.cast import cast_into
 from flowstone.convert.file_io import AlignedMemory, Reads, Run, room
 from flowstone.convert.layout import Output
-from flowstone.convert.source import Source, StoredBox, reach_elements, row_major
+from flowstone.convert.source import DigestedRun, Source, StoredBox, reach_elements
+from flowstone.convert.views import strides_of
 from flowstone.errors import BudgetError, DamagedError
 from flowstone.table.box import Box
 
@@ -127,7 +128,10 @@ class Fetcher:
                 if common is not None:
                     inside = common.within(box)
                     where = tuple(slice(o, end) for o, end in zip(inside.offset, inside.end, strict=True))
-                    yield from self._cut(_Part(one.output, stored, common, target[where] if where else target))
+                    if stored.file is None:
+                        target[where] = 0
+                    else:
+                        yield from self._cut(_Part(one.output, stored, common, target[where] if where else target))
 
     def _cut(self, part: _Part) -> Iterator[_Read]:
         """A part as it is read: whole, or in two halves, and so on, where it is too long, or mostly gaps."""
@@ -152,37 +156,44 @@ class Fetcher:
 
     def _read_of(self, part: _Part) -> _Read:
         stored, tensor = part.stored, part.output.tensor
-        item, strides = tensor.dtype.item_bytes, _strides(stored)
+        item, strides = tensor.dtype.item_bytes, strides_of(stored)
         inside = part.region.within(stored.box)
-        begin = sum(o * s for o, s in zip(inside.offset, strides, strict=True)) * item
+        assert stored.file is not None, "what lies in no file is not read"
+        begin = stored.offset_bytes + sum(o * s for o, s in zip(inside.offset, strides, strict=True)) * item
         end = begin + reach_elements(part.region.shape, strides) * item
         first, last = begin, end
-        if stored.first_chunk is not None:  # digests are of whole chunks
-            length = stored.box.elements * item
-            first, last = begin // CHUNK_BYTES * CHUNK_BYTES, min(length, -(-end // CHUNK_BYTES) * CHUNK_BYTES)
-        run = Run(stored.file, stored.offset_bytes + first, stored.offset_bytes + last)
-        return _Read(part, run, begin - first)
+        run = stored.digested
+        if run is not None:  # digests are of whole chunks
+            first = run.offset_bytes + (begin - run.offset_bytes) // CHUNK_BYTES * CHUNK_BYTES
+            last = run.offset_bytes + min(run.bytes, -(-(end - run.offset_bytes) // CHUNK_BYTES) * CHUNK_BYTES)
+        return _Read(part, Run(stored.file, first, last), begin - first)
 
     def _run(self, batch: Sequence[_Read]) -> None:
         for read, found in zip(batch, self._reads.read([read.run for read in batch], self._staging), strict=True):
-            if read.part.stored.first_chunk is not None:
+            if read.part.stored.digested is not None:
                 self._verify(read, found)
             _copy(read, found)
 
     def _verify(self, read: _Read, found: NDArray[np.uint8]) -> None:
-        stored, digests = read.part.stored, self._source.digests
+        run, digests = read.part.stored.digested, self._source.digests
         assert digests is not None, "boxes have digests where the source has some"
-        assert stored.first_chunk is not None, "what has no digest is not verified"
-        first = (read.run.begin - stored.offset_bytes) // CHUNK_BYTES
+        assert run is not None, "what has no digest is not verified"
+        first = (read.run.begin - run.offset_bytes) // CHUNK_BYTES
         for number, begin in enumerate(range(0, len(found), CHUNK_BYTES), first):
-            if _native.xxh3_64(found[begin : begin + CHUNK_BYTES]) != int(digests[stored.first_chunk + number]):
+            if _native.xxh3_64(found[begin : begin + CHUNK_BYTES]) != int(digests[run.first_chunk + number]):
                 at = read.run.begin + begin
                 raise DamagedError(
-                    f"{self._source.files[stored.file].path} is damaged: {read.part.output.tensor.name!r}, "
+                    f"{self._source.files[read.run.file].path} is damaged: {self._name_of(run)!r}, "
                     f"chunk {number}, is not what was written",
                     range=f"bytes {at}..{at + min(CHUNK_BYTES, len(found) - begin)}",
                     next="restore the file from a copy, or convert another step",
                 )
+
+
+    def _name_of(self, run: DigestedRun) -> str:
+        """The tensor that a run belongs to: others may be made of it."""
+        boxes = ((tensor.name, stored.digested) for tensor in self._source.tensors for stored in tensor.boxes)
+        return next(name for name, digested in boxes if digested == run)
 
 
 def linear_boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
@@ -213,22 +224,18 @@ def _under(row: int, box: Box) -> Box:
 
 def _dimension_to_cut(part: _Part) -> int | None:
     """That in which the region reaches farthest; None for a single element."""
-    reach = [(n - 1) * s for n, s in zip(part.region.shape, _strides(part.stored), strict=True)]
+    reach = [(n - 1) * s for n, s in zip(part.region.shape, strides_of(part.stored), strict=True)]
     longest = max(range(len(reach)), key=lambda dim: (reach[dim], part.region.shape[dim]), default=None)
     return None if longest is None or part.region.shape[longest] < 2 else longest
-
-
-def _strides(stored: StoredBox) -> tuple[int, ...]:
-    return stored.strides if stored.strides is not None else row_major(stored.box.shape)
 
 
 def _copy(read: _Read, found: NDArray[np.uint8]) -> None:
     part, tensor = read.part, read.part.output.tensor
     item = tensor.dtype.item_bytes
-    reach = reach_elements(part.region.shape, _strides(part.stored)) * item
+    reach = reach_elements(part.region.shape, strides_of(part.stored)) * item
     raw = found[read.skipped_bytes : read.skipped_bytes + reach]
     values: NDArray[np.generic] = np.ndarray(
-        part.region.shape, _CARRIERS[item], raw.data, 0, tuple(s * item for s in _strides(part.stored))
+        part.region.shape, _CARRIERS[item], raw.data, 0, tuple(s * item for s in strides_of(part.stored))
     )
     if part.output.dtype is tensor.dtype:
         part.target[...] = values

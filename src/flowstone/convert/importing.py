@@ -6,7 +6,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,13 +20,13 @@ from flowstone.convert.copy import BUDGET_BYTES_DEFAULT, Copied, copy, resumable
 from flowstone.convert.file_io import QUEUE_DEPTH, REQUEST_BYTES, backend
 from flowstone.convert.journal import Journal
 from flowstone.convert.layout import plan_digest
-from flowstone.convert.mapping import DOCUMENTS_SECTION, Mapped, check_rules, choose
+from flowstone.convert.mapping import DOCUMENTS_SECTION, Mapped, Rules, check_rules, choose, without_lost
 from flowstone.convert.opening import open_source
 from flowstone.convert.source import Source
 from flowstone.convert.targets.flowstone import StepLayout, io_record, lay_out_step, publish_step
 from flowstone.errors import ArgumentError, CollisionError, StepExistsError, StorageError
 from flowstone.format.manifest import INDEX_NAME, MANIFEST_NAME, MARKER_NAME, OBJECTS_NAME
-from flowstone.rules import Rule, Skip
+from flowstone.layout_rules import GivenRules
 from flowstone.store.local import LocalStore
 from flowstone.table.pieces import Alias
 
@@ -57,7 +57,8 @@ class ImportReport:
 
 def import_checkpoint(
     source: str | os.PathLike[str], store: str | os.PathLike[str], *, step: int = 0, section: str = "model",
-    dtype: str | None = None, rules: Rule | Sequence[Rule] = (), budget_bytes: int = BUDGET_BYTES_DEFAULT,
+    dtype: str | None = None, rules: GivenRules = (),
+    budget_bytes: int = BUDGET_BYTES_DEFAULT,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> ImportReport:
     """Make a checkpoint of a store of what another program has saved, in bounded memory. Blocks.
@@ -71,7 +72,7 @@ def import_checkpoint(
     step     of the new checkpoint; above every one that is there
     section  where the tensors of a file that knows no sections belong: `<section>.<name>`
     dtype    floating-point tensors are converted to it: "bfloat16" ("bf16"), "float16", "float32", "float64"
-    rules    fs.Rename and fs.Skip, of names as the source has them
+    rules    fs.Skip, fs.Rename, fs.Split, ..., of names as the source has them; fs.RuleSet, of names below the section
     budget_bytes  of memory for bytes on their way
     on_progress   is told the bytes done and the bytes in all
 
@@ -79,13 +80,13 @@ def import_checkpoint(
     """
     begun = time.monotonic()
     opened = open_source(source)
-    known = check_rules(rules)
     wanted = step_number(step, verb="import")
     if not section or "@" in section or section.startswith("__") or "\0" in section:
         raise ArgumentError(f"{section!r:.60} cannot name a section", next="give a name without '@' and NUL")
+    known = check_rules(rules, opened, section)
     mapped = _in_sections(opened, choose(opened, None, known, cast_target(dtype)), section)
     layout = lay_out_step(mapped.outputs, mapped.aliases)
-    objects = _objects(opened, section, known)
+    objects = _objects(opened, section, known, mapped)
     target = LocalStore(store_path(Path(store)))
     try:
         copied = _Import(target, wanted, opened, layout, objects).run(budget_bytes, on_progress)
@@ -111,10 +112,12 @@ def _in_sections(source: Source, mapped: Mapped, section: str) -> Mapped:
     return Mapped(outputs, aliases, mapped.skipped, cast)
 
 
-def _objects(source: Source, section: str, rules: Sequence[Rule]) -> Mapping[str, object]:
+def _objects(source: Source, section: str, rules: Rules, mapped: Mapped) -> Mapping[str, object]:
     """What the checkpoint holds besides tensors."""
-    skips = [rule for rule in rules if isinstance(rule, Skip)]
-    found = {name: value for name, value in source.objects.items() if not any(rule.allows(name) for rule in skips)}
+    names = {*(one.name for one in mapped.outputs), *(alias.name for alias in mapped.aliases)}
+    found = {
+        name: without_lost(value, names) for name, value in source.objects.items() if not rules.skip(name)
+    }
     if source.is_flat:
         found.setdefault(section, {})
     if source.documents:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -10,11 +10,12 @@ import msgspec
 from flowstone.config import NAMES_TOLD
 from flowstone.convert.cast import CASTABLE
 from flowstone.convert.layout import Output
+from flowstone.convert.rearrange import Origin, rearranged
 from flowstone.convert.source import Source, SourceTensor
 from flowstone.errors import ArgumentError, CollisionError, MismatchError, NoTensorError, UnsupportedFormatError
 from flowstone.format.objects import TensorRef
-from flowstone.plan.match import rename
-from flowstone.rules import Rename, Rule, Skip
+from flowstone.layout_rules import KINDS, ConversionRule, RuleSet
+from flowstone.rules import Skip
 from flowstone.table.dtype import DType
 from flowstone.table.pieces import Alias
 
@@ -31,53 +32,85 @@ class Mapped(msgspec.Struct, frozen=True):
     cast: tuple[str, ...]
 
 
-def check_rules(rules: object) -> tuple[Rule, ...]:
-    """The rules as a tuple. Conversion knows Rename and Skip. Raises ArgumentError."""
-    found = (rules,) if isinstance(rules, Rename | Skip) else tuple(rules) if isinstance(rules, Sequence) else (rules,)
-    for rule in found:
-        if not isinstance(rule, Rename | Skip):
-            raise ArgumentError(
-                f"{rule!r:.80} is no rule of a conversion", expected="fs.Rename or fs.Skip", next="leave it out"
-            )
-    return found
+class Rules(msgspec.Struct, frozen=True):
+    """What a caller's rules say of a source.
 
-
-def choose(source: Source, section: str | None, rules: Sequence[Rule], dtype: DType | None) -> Mapped:
-    """The tensors of a section by their names in it, or all; renamed, but for those that a rule skips.
-
-    Rules speak of names as the source has them. A name that only an alias has in the section is a tensor of the target.
-
-    raises  NoTensorError   no tensor is in that section
-            CollisionError  rules give two tensors one name
+    skips  which names are left out, as the source has them
+    steps  what is done to the others, one after the other
     """
-    tensors = {tensor.name: tensor for tensor in source.tensors}
+
+    skips: tuple[Skip, ...]
+    steps: tuple[ConversionRule | RuleSet, ...]
+
+    def skip(self, name: str) -> bool:
+        """Whether a rule leaves out that name."""
+        return any(rule.allows(name) for rule in self.skips)
+
+
+def check_rules(rules: object, source: Source, section: str | None) -> Rules:
+    """The rules of a conversion. Those of a set speak of names below the section, if there are some.
+
+    raises  ArgumentError
+    """
+    prefix = "" if section is None or source.is_flat else f"{section}."
+    if not any(name.startswith(prefix) for name in all_names(source)):
+        prefix = ""
+    is_one = not isinstance(rules, Sequence) or isinstance(rules, str)
+    skips: list[Skip] = []
+    steps: list[ConversionRule | RuleSet] = []
+    for rule in (rules,) if is_one else tuple(rules):  # type: ignore[arg-type]
+        if isinstance(rule, RuleSet):
+            found = rule.below(prefix)
+            skips += [one for one in found.rules if isinstance(one, Skip)]
+            steps.append(found)
+        elif isinstance(rule, Skip):
+            skips.append(rule)
+        elif isinstance(rule, KINDS):
+            steps.append(rule)
+        else:
+            raise ArgumentError(
+                f"{rule!r:.80} is no rule of a conversion", expected="fs.Rename, fs.Skip, fs.Split, ..., fs.RuleSet",
+                next="leave it out",
+            )
+    return Rules(tuple(skips), tuple(steps))
+
+
+def choose(source: Source, section: str | None, rules: Rules, dtype: DType | None) -> Mapped:
+    """The tensors of a section by their names in it, or all; as the rules have them, but for those that one skips.
+
+    A name that only an alias has in the section is a tensor of the target.
+
+    raises  NoTensorError   no tensor is in that section, or a rule names none
+            CollisionError  rules give two tensors one name
+            MismatchError   a tensor is not as a rule says
+    """
     prefix = "" if section is None else f"{section}."
-    names: list[tuple[str, SourceTensor]] = []
+    tensors: dict[str, SourceTensor] = {}
     skipped: list[str] = []
-    for name, tensor in _all_names(source, tensors):
+    for name, tensor in all_names(source).items():
         if not name.startswith(prefix):
             continue
-        if any(isinstance(rule, Skip) and rule.allows(name) for rule in rules):
+        if rules.skip(name):
             skipped.append(name)
         else:
-            new = rename(name, rules)
-            names.append((new.removeprefix(prefix), tensor))
+            tensors[name] = tensor
     skipped += _unmapped(source, prefix, rules)
-    if not names and not skipped:
-        sections = ", ".join(dict.fromkeys(name.partition(".")[0] for name in tensors)) or "none"
+    if not tensors and not skipped:
+        sections = ", ".join(dict.fromkeys(tensor.name.partition(".")[0] for tensor in source.tensors)) or "none"
         raise NoTensorError(
             f"no tensor of {source.location} is in the section {section!r}" if section is not None
             else f"{source.location} has no tensor",
             found=f"sections {sections}", next="name one of them with --section",
         )
-    return _mapped(names, tuple(skipped), dtype)
+    found = rearranged(tensors, rules.steps, Origin(source.location, prefix))
+    return _mapped([(name.removeprefix(prefix), tensor) for name, tensor in found.items()], tuple(skipped), dtype)
 
 
-def _unmapped(source: Source, prefix: str, rules: Sequence[Rule]) -> list[str]:
+def _unmapped(source: Source, prefix: str, rules: Rules) -> list[str]:
     """The values of a section that no checkpoint of ours can hold. Raises UnsupportedFormatError for those not skipped.
     """
     found = [one for one in source.unmapped if one.name.startswith(prefix)]
-    left = [one for one in found if not any(isinstance(rule, Skip) and rule.allows(one.name) for rule in rules)]
+    left = [one for one in found if not rules.skip(one.name)]
     if left:
         raise UnsupportedFormatError(
             f"{source.location} holds {len(left)} values of types that are not known, and nothing of them was executed",
@@ -87,16 +120,16 @@ def _unmapped(source: Source, prefix: str, rules: Sequence[Rule]) -> list[str]:
     return [one.name for one in found]
 
 
-def _all_names(source: Source, tensors: Mapping[str, SourceTensor]) -> Iterator[tuple[str, SourceTensor]]:
-    yield from tensors.items()
-    for alias in source.aliases:
-        yield alias.name, tensors[alias.target]
+def all_names(source: Source) -> dict[str, SourceTensor]:
+    """The tensors by every name that they have."""
+    tensors = {tensor.name: tensor for tensor in source.tensors}
+    return tensors | {alias.name: tensors[alias.target] for alias in source.aliases}
 
 
 def _mapped(names: Sequence[tuple[str, SourceTensor]], skipped: tuple[str, ...], dtype: DType | None) -> Mapped:
     outputs: dict[str, Output] = {}
     aliases: list[Alias] = []
-    first: dict[str, str] = {}
+    first: dict[int, str] = {}
     taken: set[str] = set()
     for name, tensor in names:
         if name in taken:
@@ -104,17 +137,17 @@ def _mapped(names: Sequence[tuple[str, SourceTensor]], skipped: tuple[str, ...],
                 f"two tensors of the target would be called {name!r}", next="rename or skip one of them"
             )
         taken.add(name)
-        if tensor.name in first:
-            aliases.append(Alias(name, first[tensor.name]))
+        if id(tensor) in first:
+            aliases.append(Alias(name, first[id(tensor)]))
             continue
-        first[tensor.name] = name
+        first[id(tensor)] = name
         is_cast = dtype is not None and tensor.dtype.name in CASTABLE
         outputs[name] = Output(name, tensor, dtype if is_cast and dtype is not None else tensor.dtype)
     cast = tuple(one.name for one in outputs.values() if one.dtype is not one.tensor.dtype)
     return Mapped(tuple(outputs.values()), tuple(aliases), skipped, cast)
 
 
-def check_objects(source: Source, section: str | None, rules: Sequence[Rule], kind: str) -> tuple[str, ...]:
+def check_objects(source: Source, section: str | None, rules: Rules, kind: str) -> tuple[str, ...]:
     """The names of values that are no tensors, and that rules leave out: a target of this kind has no place for them.
 
     raises  MismatchError naming those that no rule does
@@ -122,7 +155,7 @@ def check_objects(source: Source, section: str | None, rules: Sequence[Rule], ki
     objects = source.objects if section is None else {k: v for k, v in source.objects.items() if k == section}
     lost = [name for key, value in objects.items() if key != DOCUMENTS_SECTION for name, _ in leaves(key, value)]
     lost += [key for key in source.per_rank if section in (None, key)]
-    left = [name for name in lost if not any(isinstance(rule, Skip) and rule.allows(name) for rule in rules)]
+    left = [name for name in lost if not rules.skip(name)]
     if left:
         raise MismatchError(
             f"a checkpoint of the kind {kind!r} has no place for {len(left)} values that are no tensors",
@@ -141,6 +174,17 @@ def leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
             yield from leaves(f"{name}.{key}", inner)
     else:
         yield name, value
+
+
+def without_lost(value: object, names: Collection[str]) -> object:
+    """A section without the places of tensors that have other names now, or none: the others stand where they stood."""
+    if not isinstance(value, dict):
+        return value
+    kept = {
+        key: without_lost(inner, names) for key, inner in value.items()
+        if not isinstance(inner, TensorRef) or inner.kind not in ("tensor", "ndarray") or inner.name in names
+    }
+    return value if len(kept) == len(value) and all(kept[key] is value[key] for key in kept) else type(value)(kept)
 
 
 def documents_of(source: Source, given: Path | None) -> Mapping[str, bytes]:

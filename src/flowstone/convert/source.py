@@ -19,20 +19,28 @@ from flowstone.table.dtype import DType
 from flowstone.table.pieces import Alias
 
 
+class DigestedRun(msgspec.Struct, frozen=True):
+    """A run of bytes of a file, in chunks of CHUNK_BYTES, the first of which has the digest number `first_chunk`."""
+
+    offset_bytes: int
+    bytes: int
+    first_chunk: int
+
+
 class StoredBox(msgspec.Struct, frozen=True):
     """A box of a tensor in a file.
 
-    file          position among the source's files
+    file          position among the source's files; None: it lies in no file, and is zero
     offset_bytes  of the element (0, ..., 0)
     strides       in elements, where the box is not stored row-major and dense
-    first_chunk   position of the digest of its first chunk of CHUNK_BYTES; None: nothing vouches for the bytes
+    digested      the run of bytes that it lies in; None: nothing vouches for the bytes
     """
 
     box: Box
-    file: int
+    file: int | None
     offset_bytes: int
     strides: tuple[int, ...] | None = None
-    first_chunk: int | None = None
+    digested: DigestedRun | None = None
 
 
 class SourceTensor(msgspec.Struct, frozen=True):
@@ -136,6 +144,7 @@ def _check_names(names: Iterable[str]) -> None:
 
 
 def _check_extent(source: Source, tensor: SourceTensor, stored: StoredBox) -> None:
+    assert stored.file is not None, "what a source has lies in a file"
     file = source.files[stored.file]
     strides = stored.strides if stored.strides is not None else row_major(stored.box.shape)
     if any(stride < 0 for stride in strides):

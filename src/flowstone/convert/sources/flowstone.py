@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from flowstone.checkpoint import Checkpoint
-from flowstone.convert.source import Source, SourceTensor, StoredBox, check_source, source_file
+from flowstone.convert.source import DigestedRun, Source, SourceTensor, StoredBox, check_source, source_file
 from flowstone.errors import ArgumentError, UnsupportedFormatError
 from flowstone.table.pieces import Alias
 
@@ -30,9 +30,12 @@ def read_flowstone(checkpoint: Checkpoint) -> Source:
             next="load it, and save it without one",
         )
     segments, offsets, firsts = chunks.segment.tolist(), chunks.offset.tolist(), chunks.first.tolist()
+    lengths = chunks.length.tolist()
     tensors = tuple(
         SourceTensor(name, held.dtypes[row], tuple(held.shapes[row]), tuple(
-            StoredBox(index.pieces.box(at), segments[at], offsets[at], None, firsts[at]) for at in index.pieces_of(row)
+            StoredBox(
+                index.pieces.box(at), segments[at], offsets[at], None, DigestedRun(offsets[at], lengths[at], firsts[at])
+            ) for at in index.pieces_of(row)
         ))
         for row, name in enumerate(held.names)
     )

@@ -1,0 +1,68 @@
+"""The option --rules of import, export and diff: a file of rules, or a ready set with its sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flowstone.errors import ArgumentError, FlowstoneError
+
+if TYPE_CHECKING:
+    from flowstone.layout_rules import RuleSet
+    from flowstone.rules import Skip
+
+RulesOption = Annotated[
+    str | None,
+    typer.Option("--rules", metavar="RULES", help="A file of rules, or megatron-to-llama:heads=32,groups=8 and such."),
+]
+Inverse = Annotated[bool, typer.Option("--inverse", help="The inverse of the file of rules.")]
+
+
+def conversion_rules(
+    given: str | None, skip: Sequence[str] | None, *, inverse: bool, configured: Sequence[Path | None] = ()
+) -> list[Skip | RuleSet]:
+    """What --skip and --rules say. A ready set takes sizes from the first config.json in `configured`."""
+    from flowstone.rules import Skip
+
+    rules: list[Skip | RuleSet] = [Skip(pattern) for pattern in skip or ()]
+    if given is None:
+        return rules
+    found = _rule_set(given, configured)
+    return [*rules, found.inverse if inverse else found]
+
+
+def _rule_set(given: str, configured: Sequence[Path | None]) -> RuleSet:
+    from flowstone.convert.ready_rules import ready_rules
+    from flowstone.convert.rule_files import read_rules
+
+    if Path(given).expanduser().is_file():
+        return read_rules(given)
+    name, _, listed = given.partition(":")
+    sizes = dict(_pair(one) for one in listed.split(",") if one)
+    config = next((one for place in configured if place is not None and (one := _config(place))), None)
+    return ready_rules(name, config, **sizes)
+
+
+def _config(place: Path) -> bytes | None:
+    """The configuration beside a model's tensors, or kept with them in a store."""
+    from flowstone.checkpoint import open_checkpoint
+    from flowstone.convert.mapping import DOCUMENTS_SECTION
+
+    if (place / "config.json").is_file():
+        return (place / "config.json").read_bytes()
+    try:
+        kept = open_checkpoint(place).objects.get(DOCUMENTS_SECTION)
+    except FlowstoneError:  # it is no store: the conversion says what it is
+        return None
+    content = kept.get("config.json") if isinstance(kept, dict) else None
+    return content if isinstance(content, bytes) else None
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not sign or not name.strip() or not value.strip():
+        raise ArgumentError(f"--rules: {text!r:.60} is no size", next="write megatron-to-llama:heads=32,groups=8")
+    return name.strip(), value.strip()

@@ -1,0 +1,78 @@
+"""Rules from files: TOML or JSON, one table for each rule, by the names of the fields that it has in Python."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from flowstone.config import MIB
+from flowstone.errors import ArgumentError
+from flowstone.layout_rules import KINDS, ConversionRule, RuleSet
+from flowstone.rules import Rename
+from flowstone.store.os_errors import translated
+
+_FILE_BYTES_MAX = 16 * MIB
+_KINDS: Mapping[str, Any] = {kind.__name__.lower(): kind for kind in KINDS}
+
+
+def read_rules(path: str | Path) -> RuleSet:
+    """The rules of a file, which speak of the names below a section.
+
+    raises  ArgumentError naming the rule that says nothing sensible; StorageError
+    """
+    place = Path(path).expanduser()
+    with translated(place.parent, "read", place.name):
+        if place.stat().st_size > _FILE_BYTES_MAX:
+            raise ArgumentError(
+                f"{place} is too long for rules", expected=f"at most {_FILE_BYTES_MAX} bytes", next="check the path"
+            )
+        content = place.read_bytes()
+    try:
+        text = content.decode()
+        found = json.loads(text) if place.suffix == ".json" else tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ArgumentError(
+            f"{place} cannot be read as rules: {error!s:.200}", next="write TOML, or JSON in a file called *.json"
+        ) from error
+    if not isinstance(found, dict) or not isinstance(found.get("rules"), list) or set(found) - {"rules", "complete"}:
+        raise ArgumentError(
+            f"{place} has no list of rules", expected="[[rules]] tables, and perhaps complete = true",
+            next='begin with [[rules]] and kind = "rename"',
+        )
+    rules, optional = [], []
+    for number, table in enumerate(found["rules"], 1):
+        rule, required = _rule(table, f"{place}: rule {number}")
+        rules.append(rule)
+        if isinstance(rule, Rename) and not required:
+            optional.append(rule.source)
+    return RuleSet(tuple(rules), str(place), tuple(optional), complete=found.get("complete") is True)
+
+
+def _rule(table: Any, where: str) -> tuple[ConversionRule, bool]:
+    """A rule, and whether it is an error if it names nothing."""
+    kind = _KINDS.get(str(table.get("kind"))) if isinstance(table, dict) else None
+    if kind is None:
+        raise ArgumentError(f"{where} is of no known kind", expected=", ".join(_KINDS), next='write kind = "rename"')
+    given = {name: tuple(v) if isinstance(v, list) else v for name, v in table.items() if name != "kind"}
+    known = [field.name for field in fields(kind)]
+    required = given.pop("required", True) if kind is Rename else True
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise ArgumentError(f"{where} has no field {unknown[0]!r:.40}", expected=", ".join(known), next="correct it")
+    try:
+        rule: ConversionRule = kind(**given)
+        return rule, required is True
+    except TypeError as error:
+        raise ArgumentError(
+            f"{where} lacks a field, or one is of another type: {error!s:.100}", expected=", ".join(known),
+            next="correct it",
+        ) from error
+    except ArgumentError as error:
+        raise ArgumentError(f"{where}: {error.message}", **error.facts) from error
+
+
+__all__ = ["read_rules"]

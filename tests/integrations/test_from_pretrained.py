@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,42 @@ def test_what_save_pretrained_wrote_comes_in_and_goes_out_again(tmp_path: Path, 
     loaded = kind.from_pretrained(tmp_path / "c", dtype=torch.bfloat16)
     expected = {key: one.to(torch.bfloat16) for key, one in model.state_dict().items() if one.is_floating_point()}
     assert all(torch.equal(loaded.state_dict()[key], one) for key, one in expected.items())
+
+
+def rearranged_models() -> dict[str, tuple[type, object, str, dict[str, int]]]:
+    small = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8,
+             "num_key_value_heads": 2, "vocab_size": 500}
+    return {
+        **{name: (*models()[name], name, {}) for name in ("gpt2", "llama")},
+        "llama-tied": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**small, tie_word_embeddings=True),
+                       "llama", {"padded_vocabulary": 512}),
+        "llama-biased": (transformers.LlamaForCausalLM, transformers.LlamaConfig(**small, attention_bias=True), "llama",
+                         {}),
+        "mixtral": (transformers.MixtralForCausalLM, transformers.MixtralConfig(**small, num_local_experts=3),
+                    "mixtral", {}),
+    }
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "llama-tied", "llama-biased", "mixtral"])
+def test_a_model_goes_to_megatrons_layout_and_back(tmp_path: Path, name: str) -> None:
+    kind, config, rules, sizes = rearranged_models()[name]
+    torch.manual_seed(0)
+    model = kind(config).eval()
+    for parameter in model.parameters():  # biases and norms begin as zeros and ones
+        torch.nn.init.normal_(parameter, std=0.05)
+    model.save_pretrained(tmp_path / "a", max_shard_size="100KB")
+    known = json.loads((tmp_path / "a" / "config.json").read_text())
+    report = fs.import_checkpoint(
+        tmp_path / "a", tmp_path / "run", rules=fs.ready_rules(f"{rules}-to-megatron", known, **sizes)
+    )
+    assert all(one.startswith(("model.decoder.", "model.embedding.", "model.output_layer.")) for one in report.tensors)
+    attention = fs.open(tmp_path / "run").tensors["model.decoder.layers.1.self_attention.linear_qkv.weight"]
+    groups = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    assert attention.shape == (64 + 2 * 64 * groups // config.num_attention_heads, 64)
+    back = fs.ready_rules(f"megatron-to-{rules}", known, **sizes)
+    fs.export(tmp_path / "run", tmp_path / "b", rules=back)  # with the documents that the import has kept
+    assert fs.diff(tmp_path / "a", tmp_path / "b").equal
+    loaded = kind.from_pretrained(tmp_path / "b").eval()
+    assert same(loaded, model)
+    tokens = torch.randint(0, 500, (2, 16))
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)

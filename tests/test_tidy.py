@@ -46,7 +46,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"arguments", "runtime", "store", "commit", "state", "ranks", "checkpoint", "pipeline"},
     "adapters": _BASE
     | {"arguments", "checkpointer", "format", "plan", "store", "stage", "commit", "state", "checkpoint", "pipeline",
-       "_native"},  # the public verbs too, for frameworks that save where a training loop would
+       "_native",  # the public verbs too, for frameworks that save where a training loop would
+       "runtime"},  # the end of a process that has not closed an adapter
     "checkpointer": _BASE
     | {"state_dict_verbs", "arguments", "runtime", "store", "commit", "state", "ranks", "checkpoint", "pipeline"},
     "convert": _BASE | {"arguments", "name_patterns", "format", "plan", "store", "commit", "checkpoint", "_native"},

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
 import re
-import signal
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
+from jobs import check_resumes
 
 HERE = Path(__file__).resolve().parent
 DOCUMENT = HERE.parent.parent / "docs" / "RECIPES.md"
-STEPS = 30
-KILL_AFTER_BATCHES = 18  # of one each step: between two saves
 
 
 class Recipe(NamedTuple):
@@ -86,61 +77,10 @@ def script(name: str) -> str:
     return "\n".join([*parts, f"tell({recipe.parts})\n"])
 
 
-def play(name: str, folder: Path, run: str, *, kill_after_batches: int = 0) -> list[int]:
-    """One run of a sample, on all of its ranks; their exit codes. Once one has failed, the others are killed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = RECIPES[name].ranks
-    processes = []
-    for rank in range(ranks):
-        where: Mapping[str, Any] = {
-            "RECIPE": name, "RECIPE_RUN": str(folder / run), "RECIPE_KILL_AFTER_BATCHES": str(kill_after_batches),
-            "PYTHONPATH": str(HERE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank),
-            "WORLD_SIZE": str(ranks), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
-        }
-        environment = {**os.environ, **where}
-        if ranks == 1:
-            del environment["RANK"], environment["WORLD_SIZE"]
-        with (folder / f"{run}-{rank}.txt").open("w") as said:
-            processes.append(subprocess.Popen(
-                [sys.executable, "-c", script(name)], cwd=folder, env=environment, stdout=said, stderr=said,
-            ))
-    deadline = time.monotonic() + 900
-    try:
-        codes = [one.poll() for one in processes]
-        while None in codes and set(codes) <= {None, 0} and time.monotonic() < deadline:
-            time.sleep(0.05)
-            codes = [one.poll() for one in processes]
-        return [code for code in codes if code is not None]
-    finally:
-        for one in processes:
-            one.kill()
-            one.wait()
-
-
-def told(folder: Path, run: str, rank: int = 0) -> Any:
-    found = folder / run / f"{rank}.json"
-    assert found.exists(), (folder / f"{run}-{rank}.txt").read_text()
-    return json.loads(found.read_text())
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_that_is_killed_and_resumed_ends_as_if_it_had_not_been(name: str, tmp_path: Path) -> None:
     recipe = RECIPES[name]
     missing = [package for package in recipe.needs if importlib.util.find_spec(package) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)}: not installed; make test-integrations runs this")
-    calm, killed = tmp_path / "calm", tmp_path / "killed"
-    for folder in (calm, killed):
-        folder.mkdir()
-    assert set(play(name, calm, "undisturbed")) == {0}, (calm / "undisturbed-0.txt").read_text()
-    codes = play(name, killed, "cut-short", kill_after_batches=KILL_AFTER_BATCHES)
-    assert -signal.SIGKILL in codes, (killed / "cut-short-0.txt").read_text()
-    assert set(play(name, killed, "resumed")) == {0}, (killed / "resumed-0.txt").read_text()
-    for rank in range(recipe.ranks):
-        expected, found = told(calm, "undisturbed", rank), told(killed, "resumed", rank)
-        assert len(expected["batches"]) == STEPS
-        assert STEPS - KILL_AFTER_BATCHES < len(found["batches"]) <= STEPS - 5, "it resumed, behind what was saved"
-        assert found["batches"] == expected["batches"][-len(found["batches"]):]
-        assert found["parts"] == expected["parts"]
+    check_resumes(script(name), tmp_path, store=name, ranks=recipe.ranks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import struct
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,6 +13,25 @@ from flowstone.store.lock import LOCK_NAME
 from flowstone.store.os_errors import translated
 
 _TRIES = 16  # to lock a file that others remove meanwhile
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, process
+
+
+def claim_file(name: str) -> str:
+    """The lock file of a draft, beside it."""
+    return f".{LOCK_NAME}-{name}"
+
+
+def is_claimed(parent: Path, name: str) -> bool:
+    """Whether another process holds the claim on a draft. Asking takes nothing."""
+    try:
+        fd = os.open(parent / claim_file(name), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        found = fcntl.fcntl(fd, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+        return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
+    finally:
+        os.close(fd)
 
 
 class Claim:
@@ -25,7 +45,7 @@ class Claim:
     """
 
     def __init__(self, parent: Path, name: str) -> None:
-        self._path = parent / f".{LOCK_NAME}-{name}"
+        self._path = parent / claim_file(name)
         self._fd: int | None = None
         with translated(parent, "lock", self._path.name):
             for _ in range(_TRIES):

@@ -25,7 +25,7 @@ from flowstone.plan.write import check_tensors
 from flowstone.store.local import LocalStore
 from flowstone.table.box import Box
 from flowstone.table.dtype import DTYPES
-from flowstone.table.pieces import Pieces, TensorColumns
+from flowstone.table.pieces import Alias, Pieces, TensorColumns
 
 _log = logging.getLogger("flowstone")
 
@@ -61,11 +61,13 @@ def _holder(target: Target) -> str:
 
 
 def commit(
-    store: LocalStore, target: Target, receipts: Sequence[RankReceipt], sections: Mapping[str, object]
+    store: LocalStore, target: Target, receipts: Sequence[RankReceipt], sections: Mapping[str, object],
+    aliases: Sequence[Alias] = (),
 ) -> Manifest:
     """Publish what the ranks have written: durable on return, in the place of what was there.
 
     sections  everything that is no tensor
+    aliases   further names of what was written
     raises    CoverageError, CollisionError, StorageError, LockedError
     """
     layouts = [_pieces_of(receipt) for receipt in receipts]
@@ -77,7 +79,7 @@ def commit(
         columns.append((receipt.segment + len(segments)).astype(np.uint32))
         segments += [replace(row, id=len(segments) + at) for at, row in enumerate(receipt.segments)]
     frame, piece_order, chunk_order = global_index(
-        [pieces.compact() for pieces in layouts], [np.arange(len(pieces)) for pieces in layouts], (),
+        [pieces.compact() for pieces in layouts], [np.arange(len(pieces)) for pieces in layouts], aliases,
         np.concatenate(columns),
     )
     offsets = np.concatenate([receipt.offsets for receipt in receipts])

@@ -159,6 +159,7 @@ class _Copies:
     def __init__(self) -> None:
         self.bytes, self.is_far = 0, False
         self._sources: list[tuple[torch.Tensor, int, bool]] = []
+        self._numbers: dict[int, int] = {}  # of a tensor that is no part of one: its source
         self._made: list[torch.Tensor] = []
 
     def plan(self, value: object, path: str, *, is_part: bool = False) -> Callable[[], Any]:
@@ -184,8 +185,13 @@ class _Copies:
             )
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             return partial(_itself, tensor.detach().clone().cpu())
+        if not is_part and id(tensor) in self._numbers:
+            known = self._numbers[id(tensor)]
+            return lambda: self._made[known]
         source = resolved(tensor.detach())
         at, number = self.bytes, len(self._sources)
+        if not is_part:
+            self._numbers[id(tensor)] = number
         self.bytes += -(-source.numel() * source.element_size() // BLOCK_BYTES) * BLOCK_BYTES
         self.is_far = self.is_far or source.is_cuda
         self._sources.append((source, at, is_part))

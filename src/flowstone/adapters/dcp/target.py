@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from flowstone.commit.entries import saving_directory, step_of
+from flowstone.commit.entries import SAVING, saving_directory, step_of
 from flowstone.commit.manifests import inside
 from flowstone.commit.removal import is_ours
 from flowstone.config import STEP_MAX
@@ -17,6 +17,7 @@ from flowstone.format.digest import digest
 from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME
 from flowstone.store.base import Store
 
+_DRAFT = re.compile(re.escape(SAVING) + r"\d{8,}-dcp-[0-9a-f]{16}", re.ASCII)
 _TRAILING_NUMBER = re.compile(r"(\d+)$", re.ASCII)
 
 
@@ -37,7 +38,21 @@ class Target(msgspec.Struct, frozen=True):
 
         Every rank knows the name without asking; two targets never have the same.
         """
-        return saving_directory(self.step, f"dcp-{digest(self.name.encode())}")
+        return saving_directory(self.step, _draft_id(self.name))
+
+
+def _draft_id(name: str) -> str:
+    return f"dcp-{digest(name.encode())}"
+
+
+def is_draft_of(entry: str, name: str) -> bool:
+    """Whether a directory is a draft of what is to be called `name`, of whichever step."""
+    return entry.startswith(SAVING) and entry.endswith(f"-{_draft_id(name)}")
+
+
+def is_draft(entry: str) -> bool:
+    """Whether a directory is a draft of any target, which only the holder of its claim writes into."""
+    return _DRAFT.fullmatch(entry) is not None
 
 
 def target_of(checkpoint_id: str | os.PathLike[str] | None, step: int | None) -> Target:

@@ -1,0 +1,35 @@
+"""Lightning and Fabric through Flowstone: what they save is an ordinary Flowstone checkpoint.
+
+    trainer = Trainer(plugins=[FlowstoneIO()], callbacks=[GeneratorStates()])
+    fabric = Fabric(plugins=[FlowstoneIO()])
+
+`FlowstoneIO` stands where `TorchCheckpointIO` does, for `lightning` and for `pytorch_lightning`. docs/LIGHTNING.md has
+the lines to change, and what differs. Lightning is imported with the first name that needs it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flowstone.adapters.lightning.callback import GeneratorStates
+    from flowstone.adapters.lightning.checkpoint_io import FlowstoneIO
+    from flowstone.adapters.lightning.generators import Generators
+    from flowstone.adapters.lightning.streams import as_torch_file
+
+_LATER = {
+    "FlowstoneIO": "flowstone.adapters.lightning.checkpoint_io",
+    "GeneratorStates": "flowstone.adapters.lightning.callback",
+    "Generators": "flowstone.adapters.lightning.generators",
+    "as_torch_file": "flowstone.adapters.lightning.streams",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LATER[name]), name)
+
+
+__all__ = ["FlowstoneIO", "GeneratorStates", "Generators", "as_torch_file"]

@@ -1,0 +1,55 @@
+"""The packages of Lightning: `lightning`; and `pytorch_lightning` with `lightning_fabric`, whose classes are others."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+from flowstone.adapters.framework import Framework
+
+KNOWN = ("2.6.6",)
+_METHODS = {
+    "save_checkpoint": ("checkpoint", "path", "storage_options"),
+    "load_checkpoint": ("path", "map_location", "weights_only"),
+    "remove_checkpoint": ("path",),
+    "teardown": (),
+}
+"""Of CheckpointIO, with the names of their parameters."""
+
+LIGHTNING = Framework("lightning", "lightning", KNOWN)
+_PYTORCH_LIGHTNING = Framework("pytorch_lightning", "pytorch-lightning", KNOWN)
+_LIGHTNING_FABRIC = Framework("lightning_fabric", "lightning-fabric", KNOWN)
+
+
+def checkpoint_io_classes() -> tuple[type, ...]:
+    """CheckpointIO of each package that is installed: a plug-in has to be an instance of the one that it is given to.
+
+    raises  FrameworkError where none is installed, or one has an interface that is not known
+    """
+    found: list[type] = []
+    for framework, fabric in ((LIGHTNING, "lightning.fabric"), (_LIGHTNING_FABRIC, "lightning_fabric")):
+        if find_spec(framework.package) is None:
+            continue
+        kind: type = framework.load(f"{fabric}.plugins").CheckpointIO
+        framework.check(framework.load(fabric).__version__, _METHODS, kind)
+        found.append(kind)
+    if not found:
+        LIGHTNING.load("lightning")  # says what is missing
+    return tuple(found)
+
+
+def torch_checkpoint_io() -> Any:
+    """What Lightning itself reads and writes by."""
+    fabric = "lightning.fabric" if find_spec("lightning") is not None else "lightning_fabric"
+    return LIGHTNING.load(f"{fabric}.plugins").TorchCheckpointIO()
+
+
+def callback_classes() -> tuple[type, ...]:
+    """Callback of each package that is installed. Raises FrameworkError where none is: Fabric has no callbacks."""
+    found: list[Any] = []
+    for framework, package in ((LIGHTNING, "lightning.pytorch"), (_PYTORCH_LIGHTNING, "pytorch_lightning")):
+        if find_spec(framework.package) is not None:
+            found.append(framework.load(package).Callback)
+    if not found:
+        LIGHTNING.load("lightning.pytorch")
+    return tuple(found)

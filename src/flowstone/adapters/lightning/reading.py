@@ -1,0 +1,73 @@
+"""Reading: a committed checkpoint as the dict that Lightning has saved, in fresh memory, verified."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from flowstone.adapters.dcp.claim import claim_file, is_claimed
+from flowstone.adapters.dcp.target import is_draft_of, is_local
+from flowstone.adapters.lightning.values import RECORD, restored
+from flowstone.checkpoint import open_checkpoint
+from flowstone.config import EngineOptions
+from flowstone.errors import ArgumentError, NoCheckpointError, NotAStoreError
+from flowstone.format.manifest import MANIFEST_NAME
+from flowstone.store.local import LocalStore
+
+_POLL_S = 0.01
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What was saved at `path`.
+
+    raises  NoCheckpointError, NotAStoreError, DamagedError
+    """
+    store = LocalStore(checked(path), EngineOptions())
+    try:
+        sections = open_checkpoint(store).state_dict()
+    finally:
+        store.close()
+    record = sections.pop(RECORD, None)
+    return restored(sections, record)
+
+
+def checked(path: str | os.PathLike[str]) -> Path:
+    """The directory at `path`, which holds a checkpoint or a store."""
+    if not is_local(path):
+        raise ArgumentError(f"{path!r:.200} is no path of a directory", next="give a directory")
+    place = Path(os.path.abspath(path))
+    if place.is_file():
+        raise NotAStoreError(
+            f"{place} is a file: Lightning itself has written it by torch.save",
+            next="pass FlowstoneIO(reads_torch_files=True) to read such files too",
+        )
+    if not place.exists() or (place.is_dir() and not any(place.iterdir())):
+        raise NoCheckpointError(
+            f"there is no checkpoint at {place}" + (": the save of it never ended" if place.exists() else ""),
+            found=_others(place.parent), next="resume from one that is there, or start anew without ckpt_path",
+        )
+    return place
+
+
+def _others(folder: Path) -> str:
+    """The committed checkpoints of a folder, the newest first."""
+    if not folder.is_dir():
+        return f"no directory {folder}"
+    found = sorted(folder.glob(f"*/{MANIFEST_NAME}"), key=lambda one: one.stat().st_mtime, reverse=True)
+    return ", ".join(one.parent.name for one in found[:5]) or f"no checkpoint in {folder}"
+
+
+def await_writer(path: str | os.PathLike[str], deadline_s: float) -> None:
+    """Wait until no other process saves to `path`: in a job, rank 0 may still do so."""
+    place = Path(os.path.abspath(path))
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end and _is_saved_to(place):
+        time.sleep(_POLL_S)
+
+
+def _is_saved_to(place: Path) -> bool:
+    names = os.listdir(place.parent) if place.parent.is_dir() else []
+    drafts = [name.removeprefix(claim_file("")) for name in names]
+    return any(is_draft_of(name, place.name) and is_claimed(place.parent, name) for name in drafts)

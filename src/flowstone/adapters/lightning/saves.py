@@ -1,0 +1,178 @@
+"""Saves that go on beside training, one after the other, with the removals that come between them.
+
+    checkpoint --plain--> tensors and plain values --stage--> a copy --commit, on a thread--> a checkpoint at its path
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import cast
+
+import msgspec
+
+from flowstone import _native
+from flowstone.adapters.dcp import publication
+from flowstone.adapters.dcp.claim import Claim
+from flowstone.adapters.dcp.segments import Held, SegmentWriter
+from flowstone.adapters.dcp.stager import FlowstoneStager
+from flowstone.adapters.dcp.target import Target, check_target
+from flowstone.adapters.lightning.folder import Folder
+from flowstone.adapters.lightning.values import RECORD, Plain
+from flowstone.config import FIRST_ARENA_BYTES, EngineOptions
+from flowstone.errors import SaveFailedError
+from flowstone.runtime.ending import Ending, without_frames
+from flowstone.stage.arena import open_write_arena
+from flowstone.state import describe
+
+_log = logging.getLogger("flowstone")
+
+_IN_FLIGHT_MAX = 2  # the stager has two buffers
+
+
+class Job(msgspec.Struct, eq=False):
+    """A save that was begun. state: of which nothing changes any more; let go once it is written."""
+
+    folder: Folder
+    target: Target
+    claim: Claim
+    state: dict[str, object]
+    record: dict[str, object] | None
+
+
+class Saves:
+    """What one process saves and removes. Threads: its caller's, and one that commits."""
+
+    def __init__(self, engine: EngineOptions) -> None:
+        self._engine, self._folders = engine, dict[Path, Folder]()
+        self._arena: _native.Arena | None = None
+        self._stager, self._segments = FlowstoneStager(), SegmentWriter()
+        self._thread = ThreadPoolExecutor(1, "flowstone-lightning")
+        self._pending: deque[tuple[Path | None, Future[None]]] = deque()
+        self._failure: BaseException | None = None
+        self._failed_at: Path | None = None
+        self._has_lost_one = False  # since the last save that was committed
+        self._end = Ending(self.close)
+
+    def save(self, target: Target, made: Plain, *, keep_name: bool, in_background: bool) -> None:
+        """Save a checkpoint at the target. What it was made of may change when this returns.
+
+        raises  SaveFailedError, if an earlier save failed; what the system refuses
+        """
+        self.raise_failure()
+        while len(self._pending) >= _IN_FLIGHT_MAX or any(path == target.path for path, _ in self._pending):
+            self._await_oldest()
+        folder = self._folder(target.parent)
+        check_target(folder.store, target, overwrite=True)
+        claim = folder.begin(target, keep_name=keep_name)
+        try:
+            state = made.sections
+            if in_background:
+                state = cast("dict[str, object]", self._stager.stage(state))
+            job = Job(folder, target, claim, state, made.record)
+            del state
+        except BaseException:
+            folder.give_up(target, claim)
+            raise
+        if in_background:
+            self._hand_over(target.path, lambda: self._commit(job))
+        else:
+            self.wait()
+            self._commit(job)
+
+    def _hand_over(self, path: Path | None, act: Callable[[], None]) -> None:
+        self._pending.append((path, self._thread.submit(self._guarded, path, act)))
+
+    def _guarded(self, path: Path | None, act: Callable[[], None]) -> None:
+        """Run it. Its failure is kept until a call raises it."""
+        try:
+            act()
+        except BaseException as error:
+            without_frames(error)  # which hold the state
+            if self._failure is None:
+                self._failure, self._failed_at = error, path
+            else:
+                _log.error("saving %s failed too: %s", path, error)
+
+    def _commit(self, job: Job) -> None:
+        try:
+            self._has_lost_one = True
+            self._write(job)
+            self._has_lost_one = False
+        except BaseException:
+            job.folder.give_up(job.target, job.claim)
+            raise
+        finally:
+            job.state = {}
+        job.claim.release()
+        _log.info("saved %s", job.target.path)
+
+    def _write(self, job: Job) -> None:
+        described = describe(job.state, whole=True)
+        held = Held(described.layout.pieces, described.places, (), {}, (), (job.state, described))
+        if self._arena is None:
+            self._arena = open_write_arena(job.folder.store, FIRST_ARENA_BYTES)
+        receipt = self._segments.write(job.folder.store, job.target, held, self._arena, rank=0)
+        sections: Mapping[str, object] = described.objects
+        if job.record is not None:
+            sections = {**sections, RECORD: job.record}
+        publication.commit(job.folder.store, job.target, [receipt], sections, described.layout.aliases)
+
+    def remove(self, path: Path) -> None:
+        """Remove what is at `path`, once the saves before are committed; not if one of them failed."""
+        def act() -> None:
+            if self._has_lost_one:
+                _log.warning("%s is kept, since a save after it failed", path)
+            else:
+                self._folder(path.parent).remove(path.name)
+
+        if self._pending:
+            self._hand_over(None, act)
+        else:
+            act()
+
+    def wait(self) -> None:
+        """Wait until all saves have ended, and raise a failure that was not raised yet."""
+        self.await_all()
+        self.raise_failure()
+
+    def await_all(self) -> None:
+        while self._pending:
+            self._await_oldest()
+
+    def _await_oldest(self) -> None:
+        self._pending[0][1].result()
+        self._pending.popleft()
+
+    def raise_failure(self) -> None:
+        """Raise the failure of an earlier save, once."""
+        while self._pending and self._pending[0][1].done():
+            self._pending.popleft()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise SaveFailedError(
+                f"saving {self._failed_at} failed in the background: there is no such checkpoint"
+                if self._failed_at is not None else "a checkpoint could not be removed",
+                cause=str(failure), next="correct the cause, and resume from the checkpoint before",
+            ) from failure
+
+    def close(self) -> None:
+        """Wait for all saves, and give memory, engine and thread back. Raises what `wait` raises."""
+        self._end.call_off()
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown(wait=True)
+            self._stager.close()
+            if self._arena is not None:
+                self._arena.close()
+            for folder in self._folders.values():
+                folder.close()
+
+    def _folder(self, place: Path) -> Folder:
+        if place not in self._folders:
+            self._folders[place] = Folder(place, self._engine)
+        return self._folders[place]

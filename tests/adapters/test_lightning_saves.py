@@ -1,0 +1,216 @@
+"""What of Lightning's adapter needs no Lightning: values, order of saves and removals, what dead processes leave."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import resource
+import signal
+import subprocess
+import sys
+from argparse import Namespace
+from collections import OrderedDict, defaultdict, namedtuple
+from datetime import UTC, date, datetime, timedelta
+from enum import Enum, IntEnum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flowstone as fs
+from flowstone.adapters.dcp.target import target_of
+from flowstone.adapters.lightning.generators import Generators
+from flowstone.adapters.lightning.reading import await_writer, read
+from flowstone.adapters.lightning.saves import Saves
+from flowstone.adapters.lightning.values import plain, restored
+
+
+class Colour(IntEnum):
+    RED = 3
+
+
+class Mode(Enum):
+    FAST = "fast"
+
+
+Point = namedtuple("Point", "x y")
+
+
+@pytest.fixture
+def saves() -> Any:
+    made = Saves(fs.EngineOptions())
+    yield made
+    made.close()
+
+
+def save(saves: Saves, path: Path, state: dict[str, object], **options: bool) -> None:
+    chosen = {"keep_name": True, "in_background": True} | options
+    saves.save(target_of(path, None), plain(state), **chosen)
+
+
+def test_without_lightning_the_error_says_what_to_install() -> None:
+    if importlib.util.find_spec("lightning") is not None:
+        pytest.skip("lightning is installed here")
+    with pytest.raises(fs.FrameworkError, match="lightning is not installed") as caught:
+        from flowstone.adapters.lightning import FlowstoneIO  # noqa: F401
+    assert "pip install lightning" in str(caught.value)
+    with pytest.raises(fs.FrameworkError, match="pip install lightning"):
+        from flowstone.adapters.lightning import GeneratorStates  # noqa: F401
+
+
+def test_values_that_json_lacks_come_back_as_they_were(saves: Saves, tmp_path: Path) -> None:
+    module = torch.nn.BatchNorm1d(4)
+    state: dict[str, Any] = {
+        "state_dict": module.state_dict(),
+        "hyper_parameters": {
+            "colour": Colour.RED, "mode": [Mode.FAST], "at": (Point(torch.ones(2), Path("/a")), 1),
+            "took": timedelta(3, 4, 5), "when": datetime(2026, 1, 2, tzinfo=UTC), "day": date(2026, 1, 2),
+            "arguments": Namespace(lr=0.1, inner=Namespace(deep=timedelta(1))), "lists": defaultdict(list, {"a": [1]}),
+            "keys": {1: 2, (3, "x"): torch.zeros(2)}, "device": torch.device("cpu"), "none": None,
+        },
+    }
+    save(saves, tmp_path / "x.ckpt", state)
+    saves.wait()
+    found = read(tmp_path / "x.ckpt")
+    hyper, expected = found["hyper_parameters"], state["hyper_parameters"]
+    assert found["state_dict"]._metadata == module.state_dict()._metadata
+    assert type(found["state_dict"]) is OrderedDict
+    assert torch.equal(hyper["keys"].pop((3, "x")), expected["keys"].pop((3, "x")))
+    (point, one), (wanted, _) = hyper.pop("at"), expected.pop("at")
+    assert (type(point), point.y, one) == (Point, Path("/a"), 1)
+    assert torch.equal(point.x, wanted.x)
+    assert hyper == expected
+    assert {key: type(item) for key, item in hyper.items()} == {key: type(item) for key, item in expected.items()}
+    assert hyper["lists"].default_factory is list
+
+
+def test_what_has_no_plain_form_is_refused_all_of_it_by_name() -> None:
+    state = {"hyper_parameters": {"net": torch.nn.Linear(1, 1), "width": 3}, "callbacks": {"Mine": {"f": [print]}}}
+    with pytest.raises(fs.UnsupportedStateError) as caught:
+        plain(state)
+    said = str(caught.value)
+    with pytest.raises(fs.UnsupportedStateError, match=r"state_dict\.w: torch\.Tensor"):
+        plain({"state_dict": {"w": torch.empty(3, device="meta")}})
+    assert "hyper_parameters.net: torch.nn.modules.linear.Linear" in said
+    assert "callbacks.Mine.f.0: builtins.builtin_function_or_method" in said
+    assert "save_hyperparameters(ignore=['net'])" in said
+
+
+def test_a_class_that_a_file_names_is_not_imported_nor_called() -> None:
+    for name, kind in (("antigravity:Fly", "enum"), ("subprocess:Popen", "enum"), ("os:stat_result", "enum")):
+        record = {"version": 1, "changes": [[["x"], kind, name]]}
+        with pytest.raises(fs.UnsupportedFormatError, match="a class that is not there"):
+            restored({"x": "FLY"}, record)
+    assert "antigravity" not in sys.modules
+    with pytest.raises(fs.UnsupportedFormatError, match="other fields"):
+        restored({"x": (1,)}, {"version": 1, "changes": [[["x"], "namedtuple", [f"{__name__}:Point", ["x"]]]]})
+    with pytest.raises(fs.UnsupportedFormatError, match="unknown kind"):
+        restored({"x": (1,)}, {"version": 1, "changes": [[["x"], "call", "os:system"]]})
+    with pytest.raises(fs.UnsupportedFormatError, match="another version"):
+        restored({}, {"version": 2})
+
+
+def test_tied_weights_are_stored_once_and_tied_again(saves: Saves, tmp_path: Path) -> None:
+    first, second = torch.nn.Linear(300, 300), torch.nn.Linear(300, 300)
+    second.weight = first.weight
+    state = {"state_dict": torch.nn.Sequential(first, second).state_dict()}
+    for background in (True, False):
+        save(saves, tmp_path / "x.ckpt", state, in_background=background)
+        saves.wait()
+        assert fs.open(tmp_path / "x.ckpt").manifest.data_bytes == 4 * (300 * 300 + 600)
+        found = read(tmp_path / "x.ckpt")["state_dict"]
+        assert found["0.weight"].data_ptr() == found["1.weight"].data_ptr()
+        assert torch.equal(found["1.weight"], first.weight)
+
+
+def test_what_changes_after_the_save_is_not_in_it(saves: Saves, tmp_path: Path) -> None:
+    weight = torch.zeros(2_000_000)
+    for step in range(1, 6):
+        weight.fill_(step)
+        save(saves, tmp_path / f"x-{step}", {"w": weight, "step": [step]})
+    weight.fill_(9)
+    saves.wait()
+    for step in range(1, 6):
+        assert fs.open(tmp_path / f"x-{step}").step == step
+        assert torch.equal(read(tmp_path / f"x-{step}")["w"], torch.full((2_000_000,), float(step)))
+
+
+def test_a_checkpoint_is_removed_only_once_the_next_one_is_committed(saves: Saves, tmp_path: Path) -> None:
+    """A removal that comes right after a save that is still being written, as ModelCheckpoint's do."""
+    state = {"w": torch.zeros(5_000_000)}
+    seen = []
+    for step in range(1, 5):
+        save(saves, tmp_path / f"x-{step}", state)
+        assert (tmp_path / f"x-{step}").is_dir(), "its name is taken at once"
+        saves.remove(tmp_path / f"x-{step - 1}")
+        seen.append(any((tmp_path / f"x-{at}" / "manifest.json").exists() for at in range(step + 1)) or step == 1)
+    saves.wait()
+    assert all(seen)
+    assert os.listdir(tmp_path) == ["x-4"]
+
+
+def test_after_a_lost_save_nothing_is_removed_until_one_is_committed(saves: Saves, tmp_path: Path) -> None:
+    save(saves, tmp_path / "x-1", {"w": torch.zeros(3)})
+    saves.wait()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        save(saves, tmp_path / "x-2", {"w": torch.zeros(10_000)})
+        saves.remove(tmp_path / "x-1")
+        with pytest.raises(fs.SaveFailedError, match="x-2 failed"):
+            saves.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert os.listdir(tmp_path) == ["x-1"]
+    saves.wait()  # raised once
+    save(saves, tmp_path / "x-3", {"w": torch.zeros(3)})
+    saves.remove(tmp_path / "x-1")
+    saves.wait()
+    assert os.listdir(tmp_path) == ["x-3"]
+
+
+def test_a_killed_save_leaves_no_name_taken_for_the_next_process(tmp_path: Path) -> None:
+    script = """if True:
+        import os, sys, signal
+        from pathlib import Path
+        from flowstone import EngineOptions
+        from flowstone.adapters.dcp.target import target_of
+        from flowstone.adapters.lightning.folder import Folder
+        claim = Folder(Path(sys.argv[1]), EngineOptions()).begin(target_of(sys.argv[1] + "/x-7", None), keep_name=True)
+        print("begun", flush=True)
+        sys.stdin.read()
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    writer = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == "begun\n"
+    held = sorted(os.listdir(tmp_path))
+    assert len(held) == 3, held  # the name, the draft, the claim
+    with pytest.raises(fs.NoCheckpointError, match="never ended"):
+        read(tmp_path / "x-7")
+    await_writer(tmp_path / "x-7", deadline_s=0.05)
+    other = Saves(fs.EngineOptions())
+    save(other, tmp_path / "x-8", {"w": torch.zeros(3)})
+    other.close()
+    assert set(held) < set(os.listdir(tmp_path)), "a living process keeps what is its own"
+    with pytest.raises(fs.LockedError):
+        save(other, tmp_path / "x-7", {"w": torch.zeros(3)})
+    writer.communicate("")
+    assert writer.returncode == -signal.SIGKILL
+    await_writer(tmp_path / "x-7", deadline_s=60)
+    again = Saves(fs.EngineOptions())
+    save(again, tmp_path / "x-9", {"w": torch.zeros(3)})
+    again.close()
+    assert sorted(os.listdir(tmp_path)) == ["x-8", "x-9"]
+
+
+def test_generators_continue_where_they_were_and_only_for_as_many_ranks() -> None:
+    saved = Generators().state_dict()
+    expected = torch.rand(3)
+    Generators().load_state_dict(saved)
+    assert torch.equal(torch.rand(3), expected)
+    with pytest.raises(fs.MismatchError, match="another number of ranks"):
+        Generators().load_state_dict({"ranks": saved["ranks"] * 2})

@@ -14,7 +14,7 @@ import torch
 from forge import flip, place_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import read_all
+from models import interrupted_export, read_all
 from safetensors.numpy import load_file, save_file
 
 import flowstone as fs
@@ -142,6 +142,77 @@ def _natural(name: str) -> list[object]:
     return [name.rstrip("0123456789"), int("".join(c for c in name.rpartition(".")[2] if c.isdigit()) or 0)]
 
 
+def next_rule(draw: st.DrawFn, arrays: Arrays, number: int) -> LayoutRule | fs.Rename:
+    """A rule that can be applied to one of these tensors, or to two of them."""
+    name = draw(st.sampled_from(sorted(arrays)))
+    array = arrays[name]
+    dim = draw(st.integers(0, max(0, array.ndim - 1)))
+    alike = sorted(other for other in arrays if arrays[other].shape == array.shape and other != name)
+    fitting: list[LayoutRule | fs.Rename] = [fs.Rename(name, f"r{number}"), fs.Transpose(name, tuple(
+        draw(st.permutations(range(array.ndim)))))]
+    if array.ndim:
+        side = array.shape[dim]
+        fitting.append(fs.Pad(name, side, side + 2, dim))
+        fitting += [fs.Split(name, (f"s{number}.a", f"s{number}.b"), dim, groups=groups)
+                    for groups in (1, 2, 3) if side % (2 * groups) == 0]
+        fitting += [fs.Fuse((name, other), f"f{number}", dim, groups=groups)
+                    for groups in (1, 2) for other in alike[:1] if side % groups == 0]
+        if side < 8:
+            fitting.append(fs.Unstack(name, f"u{number}.{{e}}", dim))
+    stacked = {one: one.rpartition(".")[0] for one in arrays if one.startswith("u")}
+    if stacked:
+        prefix = draw(st.sampled_from(sorted(stacked.values())))
+        there = sorted(one.rpartition(".")[2] for one, of in stacked.items() if of == prefix)
+        if there == [str(at) for at in range(len(there))] and len({arrays[f"{prefix}.{e}"].shape for e in there}) == 1:
+            fitting.append(fs.Stack(f"{prefix}.{{e}}", f"k{number}", 0))
+    return draw(st.sampled_from(fitting))
+
+
+def by_numpy(rule: LayoutRule | fs.Rename, arrays: Arrays) -> Arrays:
+    """All tensors after a rule, by numpy."""
+    left = dict(arrays)
+    if isinstance(rule, fs.Rename):
+        left[rule.target] = left.pop(rule.source)
+    elif isinstance(rule, fs.Fuse):
+        left[rule.target] = expected(rule, [left.pop(one) for one in rule.sources])[0]
+    elif isinstance(rule, fs.Split):
+        left |= dict(zip(rule.targets, expected(rule, [left.pop(rule.source)]), strict=True))
+    elif isinstance(rule, fs.Unstack):
+        made = expected(rule, [left.pop(rule.source)])
+        left |= {rule.target.replace("{e}", str(at)): one for at, one in enumerate(made)}
+    elif isinstance(rule, fs.Stack):
+        names = [one for one in sorted(left) if one.startswith(rule.source.removesuffix("{e}"))]
+        left[rule.target] = expected(rule, [left.pop(one) for one in names])[0]
+    else:
+        left[rule.name] = expected(rule, [left[rule.name]])[0]
+    return left
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_rules_in_a_row_do_what_numpy_does_and_are_undone_in_the_other_order(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple))
+    noise = np.random.default_rng(3)
+    arrays = {name: noise.integers(1, 1 << 20, shape).astype(np.int32) for name in ("a", "b", "c")}
+    path = tmp_path_factory.mktemp("rules") / "x.safetensors"
+    save_file(arrays, path)
+    rules: list[Any] = []
+    wanted: Arrays = dict(arrays)
+    for number in range(data.draw(st.integers(1, 6))):
+        rules.append(data.draw(st.composite(next_rule)(wanted, number)))
+        wanted = by_numpy(rules[-1], wanted)
+    source = open_source(path)
+    after = rearranged({tensor.name: tensor for tensor in source.tensors}, rules, Origin("x"))
+    found = read(source, after, data.draw(st.integers(1, 3)))
+    assert found.keys() == wanted.keys()
+    assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
+    back = read(source, rearranged(after, fs.RuleSet(rules).inverse.rules, Origin("x")))
+    assert back.keys() == arrays.keys()
+    assert all(np.array_equal(back[name], arrays[name]) for name in arrays)
+
+
 RULES = fs.RuleSet((
     fs.Split("l.{n}.qkv", ("l.{n}.q", "l.{n}.k", "l.{n}.v"), 0, (8, 2, 2), 2),
     fs.Split("l.{n}.up", ("l.{n}.gate", "l.{n}.linear")),
@@ -179,6 +250,23 @@ def test_there_and_back_again_is_bit_equal(tmp_path: Path, megabytes: dict[str, 
     back = read_all(tmp_path / "back")
     assert all(torch.equal(back[name], tensor) for name, tensor in megabytes.items())
     assert fs.diff(tmp_path / "run", tmp_path / "b", rules=RULES, names="model.*").equal
+
+
+def test_an_export_with_rules_goes_on_after_a_crash_and_other_rules_begin_anew(
+    tmp_path: Path, megabytes: dict[str, torch.Tensor]
+) -> None:
+    with fs.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, {"model": megabytes})
+    options = {"rules": RULES, "budget_bytes": 32 * MIB}
+    for target in ("b", "c"):
+        interrupted_export(tmp_path / "run", tmp_path / target, 1, **options)
+    report = fs.export(tmp_path / "run", tmp_path / "b", **options)
+    assert 0 < report.resumed_bytes < report.bytes
+    assert fs.diff(tmp_path / "run", tmp_path / "b", rules=RULES).equal
+    other = fs.RuleSet((*RULES.rules[:3], fs.Transpose("l.{n}.gate"), *RULES.rules[3:]))
+    again = fs.export(tmp_path / "run", tmp_path / "c", rules=other, budget_bytes=32 * MIB)
+    assert again.resumed_bytes == 0
+    assert fs.diff(tmp_path / "run", tmp_path / "c", rules=other).equal
 
 
 def test_values_are_where_numpy_has_them(tmp_path: Path, megabytes: dict[str, torch.Tensor]) -> None:

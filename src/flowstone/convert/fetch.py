@@ -124,6 +124,8 @@ class Fetcher:
             target = elements[at : at + box.elements].reshape(box.shape)
             at += box.elements
             for stored in tensor.boxes:
+                if box.shape and not _share_rows(box, stored.box):
+                    continue  # most of thousands of boxes: layers that are stacked, groups of heads
                 common = box.intersect(stored.box) if box.shape else box
                 if common is not None:
                     inside = common.within(box)
@@ -216,6 +218,11 @@ def linear_boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
     if rest:
         found += [_under(last_row, box) for box in linear_boxes(shape[1:], 0, rest)]
     return found
+
+
+def _share_rows(a: Box, b: Box) -> bool:
+    first, other = a.offset[0], b.offset[0]
+    return first < other + b.shape[0] and other < first + a.shape[0]
 
 
 def _under(row: int, box: Box) -> Box:

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import flowstone as fs
+from flowstone.adapters.deepspeed import attach
 from flowstone.adapters.framework import Framework
 
 FRAMEWORK = Framework("sundial", "sundial[all]", ("1.0", "1.2"))
@@ -27,6 +28,12 @@ except fs.FrameworkError as error:
 """
     told = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout
     assert told == "accelerate is not installed\n  next        pip install accelerate\n"
+
+
+def test_deepspeed_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(fs.FrameworkError, match=r"deepspeed is not installed\n  next +pip install deepspeed=="):
+        attach(object())
 
 
 def test_a_framework_that_cannot_be_imported_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

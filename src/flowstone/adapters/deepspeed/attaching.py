@@ -1,0 +1,68 @@
+"""`attach`: from then on an engine of DeepSpeed saves and loads through Flowstone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flowstone.adapters.framework import Framework
+from flowstone.config import Keep
+from flowstone.errors import ArgumentError
+from flowstone.events import OnEvent
+
+if TYPE_CHECKING:
+    from flowstone.adapters.deepspeed.plugin import FlowstoneCheckpointEngine
+
+
+DEEPSPEED = Framework("deepspeed", "deepspeed==0.19.8", ("0.19.8",))
+_METHODS = {
+    "save_checkpoint": ("save_dir", "tag", "client_state", "save_latest"), "step": (),
+    "load_checkpoint": ("load_dir", "tag"), "_commit_decoupled_checkpoint": (),
+    "_get_all_ckpt_names": ("checkpoints_path", "tag"), "zero_nvme_offload_optimizer": (),
+}
+_PLUGIN_METHODS = {
+    "create": ("info",), "save": ("state_dict", "path"), "load": ("path", "map_location"), "commit": ("info",),
+    "get_commit_info": (), "is_decoupled": (), "preserves_storage_sharing": (), "cleanup": (),
+    "is_data_parallel_writer": ("dp_rank",),
+}
+
+
+def attach(
+    engine: Any, *, keep: Keep | int | None = None, budget_bytes: int | None = None, saves_in_flight: int = 2,
+    on_event: OnEvent | None = None,
+) -> FlowstoneCheckpointEngine:
+    """Let `engine.save_checkpoint` and `engine.load_checkpoint` go through Flowstone. All ranks call this.
+
+    engine   what `deepspeed.initialize` has returned first
+    others   those of a Checkpointer
+
+    returns  the engine's new `checkpoint_engine`; its `wait()` returns once all saves are durable
+    raises   FrameworkError  DeepSpeed is missing, or of a version with another interface
+             ArgumentError   this is no engine of it, or one that keeps state where Flowstone does not see it
+    """
+    version = str(DEEPSPEED.load("deepspeed").__version__)
+    kind = DEEPSPEED.load("deepspeed.runtime.engine").DeepSpeedEngine
+    DEEPSPEED.check(version, _METHODS, kind)
+    plugin_kind = DEEPSPEED.load("deepspeed.runtime.checkpoint_engine.checkpoint_engine").CheckpointEngine
+    DEEPSPEED.check(version, _PLUGIN_METHODS, plugin_kind)
+    from flowstone.adapters.deepspeed.plugin import FlowstoneCheckpointEngine
+
+    if not isinstance(engine, kind):
+        raise ArgumentError(
+            f"{type(engine).__name__} is no engine of DeepSpeed",
+            next="give what deepspeed.initialize(...) returns first",
+        )
+    if isinstance(engine.checkpoint_engine, FlowstoneCheckpointEngine):
+        raise ArgumentError("this engine saves through Flowstone already", next="call attach once for each engine")
+    if engine.zero_nvme_offload_optimizer():
+        raise ArgumentError(
+            "the optimizer's state is offloaded to NVMe, in files that Flowstone does not see",
+            next="offload to the CPU, or let DeepSpeed save this job",
+        )
+    options = {
+        "keep": keep, "budget_bytes": budget_bytes, "saves_in_flight": saves_in_flight, "on_event": on_event,
+    }
+    plugin = FlowstoneCheckpointEngine(engine, version, options)
+    engine.checkpoint_engine = plugin
+    engine.save_checkpoint = plugin.around(engine.save_checkpoint)
+    engine.load_checkpoint = plugin.before(engine.load_checkpoint)
+    return plugin

@@ -1,0 +1,263 @@
+"""The CheckpointEngine that DeepSpeed calls: files of all ranks become one checkpoint, committed in the background."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import re
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+
+from flowstone.adapters.deepspeed.pointers import publish, read_pointer
+from flowstone.adapters.deepspeed.values import decoded, encoded
+from flowstone.checkpoint import Checkpoint, open_checkpoint
+from flowstone.checkpointer import Checkpointer
+from flowstone.errors import DamagedError, FlowstoneError, NoTensorError, SaveFailedError
+from flowstone.state import PerRank
+
+_KIND = re.compile(r"(model|optim)_states\.pt$")
+_SECTIONS = ("model_states", "optim_states", "other_states")
+_JOB = "deepspeed"
+
+
+@dataclass(eq=False)
+class _Publication:
+    """What follows a commit. `done` is set once it has, or has failed with `error`."""
+
+    done: threading.Event = field(default_factory=threading.Event)
+    error: FlowstoneError | None = None
+
+
+class FlowstoneCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
+    """In the place of DeepSpeed's own: see `attach`.
+
+    engine   the DeepSpeedEngine
+    version  of DeepSpeed
+    options  of the Checkpointer of each directory that is saved into
+
+    `save_checkpoint` returns once the save has been planned, and small tensors are copied. Parameters and optimizer
+    state are captured while training goes on; the engine's next step waits for that, and not for the disk.
+    """
+
+    def __init__(self, engine: Any, version: str, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.name = "FlowstoneCheckpointEngine"
+        self._engine, self._version, self._options = weakref.ref(engine), version, options
+        self._former = engine.checkpoint_engine
+        self._files: dict[str, dict[str, Any]] | None = None  # of the save that DeepSpeed is in
+        self._checkpointer: Checkpointer | None = None
+        self._directory: Path | None = None
+        self._loaded: tuple[Path, int] | None = None
+        self._publications: list[_Publication] = []
+        atexit.register(_end, weakref.ref(self))
+
+    @property
+    def engine(self) -> Any:
+        """The engine, which holds this."""
+        engine = self._engine()
+        assert engine is not None, "an engine is there while it calls its plug-in"
+        return engine
+
+    # What DeepSpeed calls
+
+    def create(self, info: Any) -> None:
+        if self._files is None:
+            self._former.create(info)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        if self._files is None:  # save_16bit_model: a file for other programs
+            self._former.save(state_dict, path)
+            return
+        self._files[Path(path).name] = encoded(state_dict)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """What a file holds: of a checkpoint of ours, verified; of DeepSpeed's own, as it reads it."""
+        place = Path(path)
+        pointer = read_pointer(place)
+        if pointer is None:
+            return self._former.load(path, map_location)
+        store = place.parent.parent
+        checkpoint = open_checkpoint(store, pointer.step)
+        job = checkpoint.objects.get(_JOB)
+        if not isinstance(job, dict) or job.get("tag") != pointer.tag:
+            raise DamagedError(
+                f"step {pointer.step} of {store} is not what {path} was saved as", expected=f"tag {pointer.tag!r:.80}",
+                next="load another tag",
+            )
+        self._loaded = store.resolve(), pointer.step
+        return decoded(_read(checkpoint, place.name))
+
+    def commit(self, info: Any) -> bool:
+        return bool(self._former.commit(info))  # of save_16bit_model
+
+    def get_commit_info(self) -> None:
+        """DeepSpeed asks before an optimizer's step: the state may change once all of it is captured."""
+        if self._checkpointer is not None:
+            self._checkpointer.fence()
+
+    def is_decoupled(self) -> bool:
+        return True
+
+    def preserves_storage_sharing(self) -> bool:
+        return False
+
+    def is_data_parallel_writer(self, dp_rank: int) -> bool:
+        return bool(self._former.is_data_parallel_writer(dp_rank))
+
+    def cleanup(self) -> None:
+        """Wait for saves in flight, and give the memory back. Raises what `wait` raises."""
+        if self._checkpointer is not None:
+            checkpointer, self._checkpointer, self._directory = self._checkpointer, None, None
+            checkpointer.close()
+        self._settle()
+
+    # What a job may call
+
+    def wait(self) -> None:
+        """Wait until every save so far is durable, and `latest` names it. All ranks call this; a failure reaches all.
+
+        raises  SaveFailedError, StorageError
+        """
+        failure: FlowstoneError | None = None
+        try:
+            if self._checkpointer is not None:
+                self._checkpointer.wait()
+            self._settle()
+        except FlowstoneError as error:
+            failure = error
+        failures = torch.tensor([float(failure is not None)], device=self.engine.device)
+        torch.distributed.all_reduce(failures)
+        if failure is not None:
+            raise failure
+        if failures.item():
+            raise SaveFailedError("another rank could not finish a save", next="see its error; save again")
+
+    # What stands around the engine's own verbs
+
+    def before(self, load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        """The engine's `load_checkpoint`, once `latest` is the same for all ranks."""
+
+        @functools.wraps(load_checkpoint)
+        def loaded(*given: Any, **options: Any) -> Any:
+            self.wait()
+            return load_checkpoint(*given, **options)
+
+        return loaded
+
+    def around(self, save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        """The engine's `save_checkpoint`, after which what it has handed over is saved as one checkpoint."""
+
+        @functools.wraps(save_checkpoint)
+        def saved(save_dir: str, tag: Any = None, client_state: Any = None, save_latest: bool = True,
+                  **options: Any) -> Any:
+            self._raise_failure()
+            name = f"global_step{self.engine.global_steps}" if tag is None else str(tag)
+            self._files = {}
+            try:
+                done = save_checkpoint(save_dir, name, client_state or {}, save_latest, **options)
+                files = self._files
+            finally:
+                self._files = None
+            self._start(Path(save_dir), name, files, save_latest)
+            return done
+
+        return saved
+
+    def _start(self, directory: Path, tag: str, files: dict[str, dict[str, Any]], save_latest: bool) -> None:
+        engine = self.engine
+        checkpointer = self._opened(directory)
+        state: dict[str, object] = {
+            section: PerRank({name: content for name, content in files.items() if _section(name) == section})
+            for section in _SECTIONS
+        }
+        state |= {"files": PerRank(sorted(files)), _JOB: {"tag": tag, "version": self._version}}
+        save = checkpointer.save(engine.global_steps, state, fence="manual")
+        publication = _Publication()
+        self._publications.append(publication)
+        if not _steps_by_itself(engine):
+            checkpointer.fence()
+        names = directory, tag, engine.global_steps, save_latest and engine.global_rank == 0
+        publishes = engine.global_rank == 0
+        save.committed.add_done_callback(lambda future: _publish(future, publication, names if publishes else None))
+
+    def _opened(self, directory: Path) -> Checkpointer:
+        """The Checkpointer of a directory; steps above the one that was loaded are set aside."""
+        place = directory.resolve()
+        if self._checkpointer is None or self._directory != place:
+            self.cleanup()
+            self._checkpointer, self._directory = Checkpointer(directory, **self._options), place
+        if self._loaded is not None and self._loaded[0] == place:
+            newest = self._checkpointer.latest()
+            if newest is not None and newest.step > self._loaded[1]:
+                self._checkpointer.rewind(self._loaded[1])
+        self._loaded = None
+        return self._checkpointer
+
+    def _settle(self) -> None:
+        for publication in self._publications:
+            publication.done.wait()
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        done = [one for one in self._publications if one.done.is_set()]
+        self._publications = [one for one in self._publications if not one.done.is_set()]
+        for one in done:
+            if one.error is not None:
+                raise one.error
+
+
+def _section(name: str) -> str:
+    found = _KIND.search(name)
+    return "other_states" if found is None else f"{found[1]}_states"
+
+
+def _steps_by_itself(engine: Any) -> bool:
+    """Whether `engine.step()` is what updates, and asks `get_commit_info` before: a pipeline's schedule does not."""
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    return not isinstance(engine, PipelineEngine)
+
+
+def _read(checkpoint: Checkpoint, name: str) -> Any:
+    """A file's content, of the rank that saved it."""
+    for rank, names in enumerate(_file_names(checkpoint)):
+        if name in names:
+            found: Any = checkpoint.state_dict(_section(name), rank=rank)
+            return found[name]
+    raise NoTensorError(f"{checkpoint.path} has no {name}", next="load a tag that as many ranks have saved")
+
+
+def _file_names(checkpoint: Checkpoint) -> list[list[object]]:
+    """What each rank has saved."""
+    found = checkpoint.contents.per_rank.get("files", ())
+    return [names if isinstance(names, list) else [] for names in found]
+
+
+def _publish(
+    future: Future[Checkpoint], publication: _Publication, names: tuple[Path, str, int, bool] | None
+) -> None:
+    """After the commit, on the thread that made it: show the checkpoint to DeepSpeed. On rank 0 alone."""
+    try:
+        if names is not None and not future.failed():  # type: ignore[attr-defined]
+            directory, tag, step, latest = names
+            files = [str(name) for own in _file_names(future.result()) for name in own]
+            publish(directory, tag, step, files, latest=latest)
+    except FlowstoneError as error:
+        publication.error = error
+    finally:
+        publication.done.set()
+
+
+def _end(plugin: weakref.ref[FlowstoneCheckpointEngine]) -> None:
+    """At the end of the process: `latest` names the last checkpoint, even where the job has not waited for it."""
+    found = plugin()
+    if found is not None:
+        found.cleanup()

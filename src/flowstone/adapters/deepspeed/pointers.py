@@ -1,0 +1,68 @@
+"""Small files where DeepSpeed looks for its own: each says in which checkpoint of the store its content is."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from flowstone.errors import DamagedError
+from flowstone.store.os_errors import translated
+
+_FIRST = "This file is in a checkpoint of Flowstone. Read it with flowstone.adapters.deepspeed, or `flowstone show`.\n"
+_BYTES_MAX = 1 << 16
+
+
+class Pointer(msgspec.Struct, frozen=True):
+    """Where a file's content is: the step of the store two directories above, and its directory's tag."""
+
+    step: int
+    tag: str
+
+
+def read_pointer(path: Path) -> Pointer | None:
+    """What a file says; None if it is a file of DeepSpeed's own. Raises DamagedError."""
+    with translated(path.parent, "read", path.name), path.open("rb") as opened:
+        start = opened.read(_BYTES_MAX)
+    first = _FIRST.encode()
+    if not start.startswith(first):
+        return None
+    try:
+        return msgspec.json.decode(start[len(first) :], type=Pointer)
+    except msgspec.DecodeError as error:
+        raise DamagedError(f"{path} is damaged", next="load another tag") from error
+
+
+def publish(directory: Path, tag: str, step: int, names: Iterable[str], *, latest: bool) -> None:
+    """Make a committed checkpoint one that DeepSpeed finds: its files, durable, and then `latest`."""
+    place = directory / tag
+    content = _FIRST + json.dumps({"step": step, "tag": tag}) + "\n"
+    with translated(directory, "write", tag):
+        place.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            _write(place / name, content)
+        _sync(place)
+        if latest:
+            _write(directory / "latest", tag)
+        _sync(directory)
+
+
+def _write(path: Path, content: str) -> None:
+    """Whole or not at all: DeepSpeed itself writes over an older `latest`, of which a crash can leave nothing."""
+    draft = path.with_name(f".{path.name}.flowstone-draft")
+    with draft.open("w") as opened:
+        opened.write(content)
+        opened.flush()
+        os.fsync(opened.fileno())
+    os.replace(draft, path)
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,180 @@
+"""One rank of a job that DeepSpeed trains: `deepspeed_act.py ACT STAGE TYPE DIRECTORY`.
+
+whole, resumed   load what there is, train to the end through Flowstone, and tell what came out
+killed           the same, and die of SIGKILL on the way, with a save in flight
+native           train half of the way, and let DeepSpeed save; tell each parameter's state as DeepSpeed gathers it
+verbs            what a job can do besides, and what is refused
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+import flowstone as fs
+from flowstone.adapters.deepspeed import attach
+
+WIDTH, STEPS = 160, 6
+
+
+class Network(torch.nn.Module):
+    """With a large buffer that the forward changes: a copy of it that is taken late would not be of its step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = torch.nn.Linear(WIDTH, WIDTH), torch.nn.LayerNorm(WIDTH)
+        self.last = torch.nn.Linear(WIDTH, 5)
+        self.register_buffer("seen", torch.zeros(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return self.last(torch.relu(self.norm(self.first(x))))
+
+
+def engine_of(stage: int, kind: str) -> Any:
+    torch.manual_seed(7)
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    model = Network()
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}, "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+    }
+    if kind == "bf16":
+        config["bf16"] = {"enabled": True}
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def train(engine: Any, until: int, directory: Path | None, kind: str) -> None:
+    dtype = torch.bfloat16 if kind == "bf16" else torch.float32
+    while engine.global_steps < until:
+        noise = torch.Generator().manual_seed(100 * engine.global_steps + engine.global_rank)
+        loss = engine(torch.randn(4, WIDTH, generator=noise).to(dtype)).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        if directory is not None:
+            engine.save_checkpoint(str(directory), client_state={"seen": [engine.global_steps]})
+
+
+def digest(value: Any) -> str:
+    found = hashlib.sha256()
+
+    def add(one: Any) -> None:
+        if isinstance(one, torch.Tensor):
+            found.update(one.detach().float().contiguous().numpy().tobytes())
+        elif isinstance(one, dict):
+            for key, inner in one.items():
+                found.update(repr(key).encode())
+                add(inner)
+        elif isinstance(one, list | tuple):
+            for inner in one:
+                add(inner)
+        elif isinstance(one, int | float | str | bool):
+            found.update(repr(one).encode())
+
+    add(value)
+    return found.hexdigest()
+
+
+def tell(engine: Any, act: str, directory: Path) -> None:
+    parts = [engine.optimizer.state_dict(), engine.module.state_dict(), engine.lr_scheduler.state_dict()]
+    told = {"parts": [digest(part) for part in parts], "step": engine.global_steps}
+    Path(f"{directory}-{act}-{engine.global_rank}.json").write_text(json.dumps(told))
+
+
+def resumed(act: str, stage: int, kind: str, directory: Path) -> None:
+    engine = engine_of(stage, kind)
+    plugin = attach(engine)
+    _, client = engine.load_checkpoint(str(directory))
+    assert client is None or client["seen"] == [engine.global_steps]
+    if act == "killed":
+        train(engine, 2, directory, kind)
+        plugin.wait()
+        assert (directory / "latest").read_text() == "global_step2"
+        train(engine, 4, directory, kind)
+        os.kill(os.getpid(), signal.SIGKILL)
+    print("from", engine.global_steps, flush=True)
+    train(engine, STEPS, directory, kind)
+    plugin.wait()
+    tell(engine, act, directory)
+
+
+def native(stage: int, kind: str, directory: Path) -> None:
+    engine = engine_of(stage, kind)
+    train(engine, 3, None, kind)
+    engine.save_checkpoint(str(directory), client_state={"seen": [3]})
+    gathered: dict[str, torch.Tensor] = {}
+    for name, parameter in engine.module.named_parameters() if stage else ():
+        gathered[f"master.{name}"] = safe_get_full_fp32_param(parameter).clone()
+        for slot in ("exp_avg", "exp_avg_sq"):
+            found = safe_get_full_optimizer_state(parameter, slot).clone()
+            gathered[f"optimizer.state.model.{name}.{slot}"] = found
+    if engine.global_rank == 0:
+        torch.save(gathered, f"{directory}-gathered.pt")
+
+
+def verbs(stage: int, kind: str, directory: Path) -> None:
+    engine = engine_of(stage, kind)
+    plugin = attach(engine, keep=fs.Keep(last=3))
+    with pytest.raises(fs.ArgumentError, match="already"):
+        attach(engine)
+    with pytest.raises(fs.ArgumentError, match="no engine of DeepSpeed"):
+        attach(torch.nn.Linear(3, 3))
+    assert engine.load_checkpoint(str(directory)) == (None, None)
+    train(engine, 1, None, kind)
+    with pytest.raises(fs.UnsupportedStateError, match=r"client_thing[\s\S]*next"):
+        engine.save_checkpoint(str(directory), client_state={"client_thing": object()})
+    engine.save_checkpoint(str(directory), tag="first", client_state={"best": torch.ones(3), "when": (1, {2: "x"})})
+    with pytest.raises(fs.StepExistsError):
+        engine.save_checkpoint(str(directory), tag="again")
+    train(engine, 5, directory, kind)
+    plugin.wait()
+    names = {path.name for path in directory.glob("step-*")}
+    assert {f"step-0000000{step}" for step in (3, 4, 5)} <= names  # what retention gave up may be there for a moment
+    assert "step-00000001" not in names
+    before = digest([engine.optimizer.state_dict(), engine.module.state_dict()])
+    engine.load_checkpoint(str(directory), tag="global_step3")
+    assert engine.global_steps == 3
+    train(engine, 5, directory, kind)  # what was saved after step 3 is set aside
+    plugin.wait()
+    assert digest([engine.optimizer.state_dict(), engine.module.state_dict()]) == before
+    with pytest.raises(fs.NoCheckpointError):
+        engine.load_checkpoint(str(directory), tag="first")
+    engine.save_16bit_model(str(directory), "weights.bin")
+    assert torch.load(directory / "weights.bin", weights_only=True)["first.weight"].shape == (WIDTH, WIDTH)
+    checkpoint = fs.open(directory)
+    assert checkpoint.verify().sound
+    assert checkpoint.objects["deepspeed"]["tag"] == "global_step5"
+    assert any(name.endswith("first.weight") for name in checkpoint.tensors)
+    for path in directory.rglob("*"):
+        if path.is_file() and path.name != "weights.bin":
+            assert not path.read_bytes().startswith((b"PK\x03\x04", b"\x80\x02")), f"{path} is a pickle"
+    with next(path for path in directory.glob("step-00000005/rank-*")).open("r+b") as opened:
+        opened.seek(-70_000, os.SEEK_END)
+        opened.write(b"damage" * 100)
+    with pytest.raises(fs.DamagedError):
+        engine.load_checkpoint(str(directory), tag="global_step5")
+
+
+if __name__ == "__main__":
+    act, stage, kind, directory = sys.argv[1], int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+    match act:
+        case "native":
+            native(stage, kind, directory)
+        case "verbs":
+            verbs(stage, kind, directory)
+        case _:
+            resumed(act, stage, kind, directory)
+    sys.stdout.flush()
+    os._exit(0)  # without the end of gloo's threads, which now and then aborts a process

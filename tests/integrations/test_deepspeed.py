@@ -1,0 +1,81 @@
+"""DeepSpeed, trained for real on the CPU: what it saves comes in, and what it saves through Flowstone resumes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from processes_of import run_ranks
+
+import flowstone as fs
+
+HERE = Path(__file__).resolve().parent
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="`make test-integrations` installs deepspeed"
+)
+
+
+def act(name: str, stage: int, kind: str, directory: Path, ranks: int) -> list[int]:
+    """The exit codes of the ranks."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **(alone if ranks == 1 else {})}
+    command = [str(HERE / "deepspeed_act.py"), name, str(stage), kind, str(directory)]
+    return run_ranks(command, Path(f"{directory}-{name}"), ranks, environment)
+
+
+def said(directory: Path, name: str) -> str:
+    logs = sorted(directory.parent.glob(f"{directory.name}-{name}-*.txt"))
+    return "\n".join(path.read_text()[-3000:] for path in logs)
+
+
+def told(directory: Path, name: str, ranks: int) -> list[dict[str, object]]:
+    return [json.loads(Path(f"{directory}-{name}-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(("stage", "kind", "ranks"), [(0, "bf16", 2), (1, "bf16", 2), (2, "fp32", 1), (3, "fp32", 2)])
+def test_a_killed_run_resumes_to_the_last_bit(tmp_path: Path, stage: int, kind: str, ranks: int) -> None:
+    assert act("whole", stage, kind, tmp_path / "a", ranks) == [0] * ranks, said(tmp_path / "a", "whole")
+    assert -9 in act("killed", stage, kind, tmp_path / "b", ranks), said(tmp_path / "b", "killed")
+    assert act("resumed", stage, kind, tmp_path / "b", ranks) == [0] * ranks, said(tmp_path / "b", "resumed")
+    resumed_from = {line for line in said(tmp_path / "b", "resumed").splitlines() if line.startswith("from ")}
+    assert resumed_from <= {"from 2", "from 3", "from 4"}
+    assert told(tmp_path / "b", "resumed", ranks) == told(tmp_path / "a", "whole", ranks)
+    assert fs.open(tmp_path / "b").verify().sound
+
+
+def test_a_job_that_deepspeed_saved_goes_on_through_flowstone(tmp_path: Path) -> None:
+    assert act("whole", 2, "bf16", tmp_path / "a", 1) == [0], said(tmp_path / "a", "whole")
+    assert act("native", 2, "bf16", tmp_path / "b", 1) == [0], said(tmp_path / "b", "native")
+    assert act("resumed", 2, "bf16", tmp_path / "b", 1) == [0], said(tmp_path / "b", "resumed")
+    assert "from 3" in said(tmp_path / "b", "resumed")
+    assert told(tmp_path / "b", "resumed", 1) == told(tmp_path / "a", "whole", 1)
+
+
+@pytest.mark.parametrize(("stage", "kind"), [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "bf16")])
+def test_what_deepspeed_saved_comes_in(tmp_path: Path, stage: int, kind: str) -> None:
+    """Equal to what DeepSpeed itself gathers from the ranks."""
+    assert act("native", stage, kind, tmp_path / "a", 2) == [0, 0], said(tmp_path / "a", "native")
+    report = fs.import_checkpoint(tmp_path / "a", tmp_path / "run")
+    assert (report.kind, report.skipped) == ("deepspeed", ())
+    checkpoint = fs.open(tmp_path / "run")
+    gathered = torch.load(f"{tmp_path / 'a'}-gathered.pt", weights_only=True)
+    assert len(gathered) == (18 if stage else 0)
+    for name, tensor in gathered.items():
+        assert torch.equal(checkpoint.read(name), tensor), name
+    weight = checkpoint.read("model.first.weight")
+    if stage in (1, 2):
+        assert torch.equal(weight, gathered["master.first.weight"].to(weight.dtype))
+    assert checkpoint.read("model.seen")[0, 0] == 3
+    assert checkpoint.objects["client_state"] == {"seen": [3]}
+    assert checkpoint.objects["deepspeed"]["global_steps"] == 3
+
+
+def test_verbs_of_a_job(tmp_path: Path) -> None:
+    assert act("verbs", 2, "bf16", tmp_path / "a", 1) == [0], said(tmp_path / "a", "verbs")

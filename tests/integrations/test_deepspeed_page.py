@@ -1,0 +1,43 @@
+"""Samples of docs/DEEPSPEED.md, run in the order in which they stand, by a process of their own."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import socket
+from pathlib import Path
+
+import pytest
+from processes_of import run_ranks
+
+DOCUMENT = Path(__file__).resolve().parent.parent.parent / "docs" / "DEEPSPEED.md"
+BEFORE = """
+import os
+import deepspeed, torch
+import flowstone as fs
+model = torch.nn.Sequential(torch.nn.Linear(160, 160), torch.nn.ReLU(), torch.nn.Linear(160, 5))
+config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2},
+          "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+def batch():
+    return torch.randn(4, 160)
+"""
+AFTER = "print('done', flush=True)\nos._exit(0)  # without the end of gloo's threads, which may abort a process\n"
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="`make test-integrations` installs deepspeed"
+)
+def test_the_engine_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = re.findall(r"^```python ([\w-]+)\n(.*?)^```", DOCUMENT.read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert [name for name, _ in samples] == ["deepspeed", "deepspeed-reads"]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sample.py").write_text(BEFORE + "".join(text for _, text in samples) + AFTER)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environment = {
+        "DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    codes = run_ranks([str(tmp_path / "sample.py")], tmp_path / "log", 1, environment)
+    assert codes == [0], (tmp_path / "log-0.txt").read_text()[-3000:]

@@ -17,6 +17,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import flowstone as fs
 from flowstone.adapters.dcp.target import target_of
@@ -95,6 +98,17 @@ def test_what_has_no_plain_form_is_refused_all_of_it_by_name() -> None:
     assert "hyper_parameters.net: torch.nn.modules.linear.Linear" in said
     assert "callbacks.Mine.f.0: builtins.builtin_function_or_method" in said
     assert "save_hyperparameters(ignore=['net'])" in said
+
+
+def test_parts_of_a_tensor_are_refused_since_one_rank_writes() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        part = distribute_tensor(torch.zeros(4), init_device_mesh("cpu", (1,)), [Shard(0)])
+        with pytest.raises(fs.UnsupportedStateError, match=r"state_dict\.w: .*DTensor") as caught:
+            plain({"state_dict": {"w": part}})
+        assert "by a Checkpointer, in a callback" in str(caught.value)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_class_that_a_file_names_is_not_imported_nor_called() -> None:
@@ -205,6 +219,28 @@ def test_a_killed_save_leaves_no_name_taken_for_the_next_process(tmp_path: Path)
     save(again, tmp_path / "x-9", {"w": torch.zeros(3)})
     again.close()
     assert sorted(os.listdir(tmp_path)) == ["x-8", "x-9"]
+
+
+def test_a_link_to_a_save_that_never_ended_leads_to_the_newest_beside_it(
+    saves: Saves, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As ModelCheckpoint(save_last="link") leaves one where the process is killed before the commit."""
+    for step in (1, 2):
+        save(saves, tmp_path / f"x-{step}", {"step": step})
+        saves.wait()
+        os.utime(tmp_path / f"x-{step}" / "manifest.json", (step, step))
+    (tmp_path / "last").symlink_to("x-2")
+    assert read(tmp_path / "last") == {"step": 2}
+    assert caplog.messages == []
+    (tmp_path / "x-3").mkdir()
+    for target in ("x-3", "x-4"):  # a name that is kept, and one that is gone
+        (tmp_path / "last").unlink()
+        (tmp_path / "last").symlink_to(target)
+        assert read(tmp_path / "last") == {"step": 2}
+    assert "x-2 is read" in caplog.text
+    with pytest.raises(fs.NoCheckpointError, match="never ended") as caught:
+        read(tmp_path / "x-3")
+    assert "x-2, x-1" in str(caught.value)
 
 
 def test_generators_continue_where_they_were_and_only_for_as_many_ranks() -> None:

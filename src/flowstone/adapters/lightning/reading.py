@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from pathlib import Path
@@ -15,6 +16,8 @@ from flowstone.config import EngineOptions
 from flowstone.errors import ArgumentError, NoCheckpointError, NotAStoreError
 from flowstone.format.manifest import MANIFEST_NAME
 from flowstone.store.local import LocalStore
+
+_log = logging.getLogger("flowstone")
 
 _POLL_S = 0.01
 
@@ -34,7 +37,11 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def checked(path: str | os.PathLike[str]) -> Path:
-    """The directory at `path`, which holds a checkpoint or a store."""
+    """The directory at `path`, which holds a checkpoint or a store.
+
+    For a link to a checkpoint that was never committed, as a crash leaves one with `save_last="link"`: the newest one
+    that is committed beside it.
+    """
     if not is_local(path):
         raise ArgumentError(f"{path!r:.200} is no path of a directory", next="give a directory")
     place = Path(os.path.abspath(path))
@@ -43,6 +50,11 @@ def checked(path: str | os.PathLike[str]) -> Path:
             f"{place} is a file: Lightning itself has written it by torch.save",
             next="pass FlowstoneIO(reads_torch_files=True) to read such files too",
         )
+    if place.is_symlink() and not any(place.glob("*")):
+        beside = _committed(place.resolve().parent)
+        if beside:
+            _log.warning("%s leads to a save that never ended: %s is read, the newest beside it", place, beside[0].name)
+            return beside[0]
     if not place.exists() or (place.is_dir() and not any(place.iterdir())):
         raise NoCheckpointError(
             f"there is no checkpoint at {place}" + (": the save of it never ended" if place.exists() else ""),
@@ -52,16 +64,19 @@ def checked(path: str | os.PathLike[str]) -> Path:
 
 
 def _others(folder: Path) -> str:
-    """The committed checkpoints of a folder, the newest first."""
-    if not folder.is_dir():
-        return f"no directory {folder}"
-    found = sorted(folder.glob(f"*/{MANIFEST_NAME}"), key=lambda one: one.stat().st_mtime, reverse=True)
-    return ", ".join(one.parent.name for one in found[:5]) or f"no checkpoint in {folder}"
+    """The names of a folder's committed checkpoints, the newest first."""
+    return ", ".join(one.name for one in _committed(folder)[:5]) or f"no checkpoint in {folder}"
+
+
+def _committed(folder: Path) -> list[Path]:
+    """The committed checkpoints of a folder, the newest first; no drafts."""
+    found = [one for one in folder.glob(f"*/{MANIFEST_NAME}") if not one.parent.name.startswith(".")]
+    return [one.parent for one in sorted(found, key=lambda one: one.stat().st_mtime, reverse=True)]
 
 
 def await_writer(path: str | os.PathLike[str], deadline_s: float) -> None:
     """Wait until no other process saves to `path`: in a job, rank 0 may still do so."""
-    place = Path(os.path.abspath(path))
+    place = Path(os.path.realpath(path))
     end = time.monotonic() + deadline_s
     while time.monotonic() < end and _is_saved_to(place):
         time.sleep(_POLL_S)

@@ -42,6 +42,7 @@ _REMEDIES = {
     "callbacks": "let the callback's state_dict() return tensors and plain values",
     "state_dict": "let the module's get_extra_state() return tensors and plain values",
 }
+_PARTS_REMEDY = "save the parts of all ranks by a Checkpointer, in a callback: docs/RECIPES.md, Lightning"
 _REMEDY = "convert it to tensors or plain values before the save, or leave it out"
 
 
@@ -127,7 +128,7 @@ class _Walk:
     def _tensor(self, value: torch.Tensor, path: tuple[object, ...]) -> object:
         if type(value) not in _TENSORS:
             if hasattr(value, "placements"):
-                self._refuse(value, path, "save it on every rank: Trainer(strategy=FlowstoneModelParallel())")
+                self._refuse(value, path, _PARTS_REMEDY)
             return value
         if value.layout is not torch.strided or value.is_meta or value.is_quantized:
             self._refuse(value, path, "convert it to a dense tensor before the save, or leave it out")

@@ -14,7 +14,7 @@ import flowstone as fs
 transformers = pytest.importorskip("transformers", reason="`make test-integrations` installs it")
 
 from accelerate import Accelerator  # noqa: E402
-from trainer_act import Text  # noqa: E402  (it imports transformers)
+from trainer_act import Text, small_gpt  # noqa: E402  (it imports transformers)
 
 from flowstone.adapters.huggingface import get_last_checkpoint, use_flowstone  # noqa: E402
 
@@ -31,7 +31,7 @@ def run(names: list[str], given: dict[str, Any]) -> None:
 
 
 def test_each_sample_is_run() -> None:
-    assert samples().keys() == {"trainer", "trainer-reads", "accelerate", "accelerate-reads"}
+    assert samples().keys() == {"trainer", "trainer-reads", "accelerate", "accelerate-reads", "peft"}
 
 
 def test_the_trainer_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,3 +68,14 @@ def test_the_accelerator_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     given["train_step"] = train_step
     run(["accelerate", "accelerate-reads"], given)
+
+
+def test_the_adapters_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    peft = pytest.importorskip("peft", reason="`make test-integrations` installs it")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    args = transformers.TrainingArguments("runs/adapters", max_steps=2, save_steps=2, use_cpu=True, report_to=[])
+    run(["peft"], {
+        "Trainer": transformers.Trainer, "get_peft_model": peft.get_peft_model, "LoraConfig": peft.LoraConfig, "fs": fs,
+        "base": small_gpt(), "args": args, "data": Text(48), "use_flowstone": use_flowstone,
+    })

@@ -5,6 +5,7 @@ flowstone    whether use_flowstone takes over
 resume       what `resume_from_checkpoint` is; "last": get_last_checkpoint
 kill_at      the step at which the process ends by SIGKILL, once there is something to resume from
 full_at      the step from which on no file can become longer than 1 MiB
+adapters     whether the model is a PEFT model, of which only adapters are trained
 args         further TrainingArguments
 
 What it ends with goes to out.json: digests of weights, optimizer, scheduler and generators, and the whole log.
@@ -55,6 +56,20 @@ def small_gpt(width: int = 160) -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config)
 
 
+def with_adapters(seed: int = 7, name: str = "tiny/base", **given: Any) -> Any:
+    """Over a base of 700 KiB."""
+    from peft import LoraConfig, get_peft_model
+
+    base = small_gpt()
+    torch.manual_seed(seed)
+    for parameter in base.parameters():
+        parameter.data.normal_(std=0.02)
+    base.config._name_or_path = base.name_or_path = name
+    config = LoraConfig(**{"r": 8, "target_modules": ["c_attn"], "lora_dropout": 0.1, "fan_in_fan_out": True, **given})
+    torch.manual_seed(8)
+    return get_peft_model(base, config)
+
+
 class Draws(TrainerCallback, ExportableState):
     """Has a state, and uses python's and numpy's generators, so that both must be brought back."""
 
@@ -88,14 +103,15 @@ class Killed(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def made_trainer(out: Path, callbacks: list[TrainerCallback], **given: Any) -> Trainer:
+def made_trainer(out: Path, callbacks: list[TrainerCallback], model: Any = None, **given: Any) -> Trainer:
     args = TrainingArguments(**{
         "output_dir": str(out), "max_steps": STEPS, "per_device_train_batch_size": 4, "learning_rate": 1e-2,
         "save_steps": 5, "logging_steps": 1, "use_cpu": True, "report_to": [], "disable_tqdm": True,
         "restore_callback_states_from_checkpoint": True, **given,
     })
     return Trainer(
-        model=small_gpt(), args=args, train_dataset=Text(48), eval_dataset=Text(8), callbacks=[Draws(), *callbacks]
+        model=small_gpt() if model is None else model, args=args, train_dataset=Text(48), eval_dataset=Text(8),
+        callbacks=[Draws(), *callbacks],
     )
 
 
@@ -131,10 +147,10 @@ def main() -> None:
     torch.set_num_threads(1)
     callbacks: list[TrainerCallback] = [Killed(out, told["kill_at"])] if told.get("kill_at") else []
     callbacks += [Full(told["full_at"])] if "full_at" in told else []
-    trainer = made_trainer(out, callbacks, **told.get("args", {}))
+    trainer = made_trainer(out, callbacks, with_adapters() if told.get("adapters") else None, **told.get("args", {}))
     if told.get("resume"):  # nothing of this may be left after a load
         for parameter in trainer.model.parameters():
-            parameter.data.fill_(9)
+            parameter.data.fill_(9) if parameter.requires_grad else None
     if told.get("flowstone", True):
         trainer = use_flowstone(trainer)
     resume = told.get("resume")

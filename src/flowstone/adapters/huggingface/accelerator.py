@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from flowstone.adapters.huggingface.distributed import check_distributed
 from flowstone.adapters.huggingface.options import Options
+from flowstone.adapters.huggingface.peft_adapters import Bases, to_load, to_save
 from flowstone.adapters.huggingface.places import Place, checkpoint_at, place_of, store_of
 from flowstone.checkpoint import Checkpoint
 from flowstone.checkpointer import Checkpointer
@@ -59,7 +60,7 @@ class AcceleratorCheckpoints:
         else:
             place = place_of(output_dir)
         limit = configuration.total_limit if configuration.automatic_checkpoint_naming else None
-        path = self._flowstone.save(place, _sections(accelerator), limit)
+        path = self._flowstone.save(place, _sections(accelerator, self._flowstone.bases), limit)
         configuration.iteration += 1
         return path
 
@@ -73,7 +74,7 @@ class AcceleratorCheckpoints:
             return
         given = {key: value for key, value in load_model_func_kwargs.items() if key != "map_location"}
         _refuse("load_state", {**(load_kwargs or {}), **given})
-        sections = _sections(accelerator)
+        sections = _sections(accelerator, self._flowstone.bases)
         self._flowstone.load(found, sections)
         counted: Any = sections["accelerator"]
         accelerator.step = counted["step"]
@@ -88,12 +89,13 @@ class AcceleratorCheckpoints:
 class Stores:
     """The store that an Accelerator saves into, with the Checkpointer that it keeps for that.
 
+    bases         what the adapters of PEFT models belong to
     newest        the newest step in it; None before the first
     rewind_above  the step that the job has gone back to: newer ones are set aside before the next save
     """
 
     def __init__(self, options: Options) -> None:
-        self._options = options
+        self._options, self.bases = options, Bases()
         self._path: str | None = None
         self._keep: Keep | None = None
         self._checkpointer: Checkpointer | None = None
@@ -109,7 +111,7 @@ class Stores:
             checkpointer.rewind(self._rewind_above)
             self._newest, self._rewind_above = self._rewind_above, None
         step = (0 if self._newest is None else self._newest + 1) if place.step is None else place.step
-        checkpointer.save(step, sections)
+        checkpointer.save(step, to_save(sections))
         self._newest = step
         return Path(place.store, step_directory(step))
 
@@ -130,7 +132,8 @@ class Stores:
 
     def load(self, found: Checkpoint, sections: Mapping[str, object]) -> None:
         store = store_of(found)
-        self._at(store, self._keep if store == self._path else None).load(sections, step=found.step)
+        checkpointer = self._at(store, self._keep if store == self._path else None)
+        checkpointer.load(to_load(sections, found), step=found.step)
         self._rewind_above = found.step if self._newest is not None and self._newest > found.step else None
 
     def close(self) -> None:
@@ -151,19 +154,21 @@ class Stores:
         return self._checkpointer
 
 
-def _sections(accelerator: Any) -> dict[str, object]:
+def _sections(accelerator: Any, bases: Bases) -> dict[str, object]:
     """What `save_state` saves; of several models, the second is `model_1`, as Accelerate's files are called."""
     if not accelerator._models and not accelerator._optimizers:
         raise ArgumentError(
             "the accelerator has no model and no optimizer", next="call accelerator.prepare(...) before this"
         )
     kinds = {
-        "model": accelerator._models, "optimizer": accelerator._optimizers, "scheduler": accelerator._schedulers,
+        "optimizer": accelerator._optimizers, "scheduler": accelerator._schedulers,
         "registered": accelerator._custom_objects,
     }
     sections: dict[str, object] = {
         kind if i == 0 else f"{kind}_{i}": value for kind, values in kinds.items() for i, value in enumerate(values)
     }
+    for i, model in enumerate(accelerator._models):
+        sections |= bases.sections(model, i)
     loaders = {
         str(i): loader for i, loader in enumerate(accelerator._dataloaders)
         if getattr(loader, "use_stateful_dataloader", False)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flowstone.adapters.huggingface.peft_adapters import to_load
 from flowstone.adapters.huggingface.places import own_newest, store_of
 from flowstone.adapters.huggingface.run import Run
 from flowstone.adapters.huggingface.sections import TRAINER_STATE
@@ -25,12 +26,12 @@ class Resume:
     folder  what the Trainer takes for the checkpoint: holds its trainer_state.json
     """
 
-    def __init__(self, folder: str, step: int, run: Run, other: Checkpointer | None) -> None:
-        self.folder, self._step, self._other = folder, step, other
+    def __init__(self, folder: str, checkpoint: Checkpoint, run: Run, other: Checkpointer | None) -> None:
+        self.folder, self.run, self._checkpoint, self._other = folder, run, checkpoint, other
         self._checkpointer = other or run.checkpointer
 
     def load(self, sections: Mapping[str, object]) -> None:
-        self._checkpointer.load(sections, step=self._step)
+        self._checkpointer.load(to_load(sections, self._checkpoint), step=self._checkpoint.step)
 
     def close(self) -> None:
         if self._other is not None:
@@ -101,7 +102,7 @@ def _prepare(found: Checkpoint, run: Run, folder: str) -> Resume:
     run.saved |= {found.step} if own else set()
     best = run.step_at(state["best_model_checkpoint"])
     run.saved |= {best} if best is not None else set()
-    return Resume(folder, found.step, run, None if own else Checkpointer(above))
+    return Resume(folder, found, run, None if own else Checkpointer(above))
 
 
 def _moved(state: Mapping[str, Any], store: str) -> dict[str, Any]:

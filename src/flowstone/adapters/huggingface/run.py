@@ -7,7 +7,9 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from flowstone.adapters.huggingface.peft_adapters import Bases, to_load
 from flowstone.adapters.huggingface.retention import Retained
+from flowstone.checkpoint import open_checkpoint
 from flowstone.checkpointer import Checkpointer
 from flowstone.commit.entries import step_directory, step_of
 
@@ -17,12 +19,14 @@ _log = logging.getLogger("flowstone")
 class Run:
     """The store in a Trainer's output directory, while it trains.
 
+    bases         what the adapters of a PEFT model belong to
     saved         steps that this run has saved, or has resumed from
     rewind_above  the step that it has gone back to: newer ones are set aside before the first save
     """
 
     def __init__(self, directory: str, checkpointer: Checkpointer, retained: Retained) -> None:
         self.directory, self.checkpointer, self._retained = directory, checkpointer, retained
+        self.bases = Bases()
         self.saved: set[int] = set()
         self.rewind_above: int | None = None
 
@@ -35,6 +39,10 @@ class Run:
             return None
         above, name = os.path.split(os.path.abspath(path))
         return step_of(name) if os.path.realpath(above) == os.path.realpath(self.directory) else None
+
+    def load(self, step: int, sections: Mapping[str, object]) -> None:
+        loaded = to_load(sections, open_checkpoint(self.directory, step))
+        self.checkpointer.load(loaded, step=step)
 
     def save(self, trainer_state: Any, sections: Callable[[], Mapping[str, object]]) -> None:
         """Save the Trainer's state; `best_model_checkpoint` says where the best step is, if that was saved.

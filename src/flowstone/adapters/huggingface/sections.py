@@ -6,14 +6,15 @@ import dataclasses
 import json
 from typing import Any
 
+from flowstone.adapters.huggingface.peft_adapters import Bases, to_save
 from flowstone.state import PerRank, rng
 
 TRAINER_STATE = "trainer_state"
 
 
-def loaded_sections(trainer: Any, *, model_only: bool = False) -> dict[str, object]:
+def live_sections(trainer: Any, bases: Bases, *, model_only: bool = False) -> dict[str, object]:
     """What a load brings back into live objects. The generators come last, where the Trainer loads them."""
-    sections: dict[str, object] = {"model": trainer.model}
+    sections = bases.sections(trainer.model)
     if model_only:
         return sections
     sections |= {"optimizer": trainer.optimizer, "scheduler": trainer.lr_scheduler}
@@ -21,9 +22,9 @@ def loaded_sections(trainer: Any, *, model_only: bool = False) -> dict[str, obje
     return sections if scaler is None else sections | {"scaler": scaler}
 
 
-def saved_sections(trainer: Any) -> dict[str, object]:
+def saved_sections(trainer: Any, bases: Bases) -> dict[str, object]:
     model_only = bool(trainer.args.save_only_model)
-    sections = loaded_sections(trainer, model_only=model_only)
+    sections = to_save(live_sections(trainer, bases, model_only=model_only))
     if not model_only:
         sections["rng"] = rng()
     return sections | {TRAINER_STATE: PerRank(_trainer_state(trainer) if trainer.is_world_process_zero() else None)}

@@ -14,7 +14,7 @@ from flowstone.adapters.huggingface.options import Options
 from flowstone.adapters.huggingface.resume import Resume, resume_from
 from flowstone.adapters.huggingface.retention import Retained
 from flowstone.adapters.huggingface.run import Run
-from flowstone.adapters.huggingface.sections import loaded_sections, saved_sections
+from flowstone.adapters.huggingface.sections import live_sections, saved_sections
 from flowstone.errors import ArgumentError
 from flowstone.state import rng
 
@@ -120,7 +120,7 @@ class TrainerCheckpoints:
         if trainer.hp_search_backend is None and trial is None:
             trainer.store_flos()
         with self._flowstone.opened(self, trial) as run:
-            run.save(trainer.state, lambda: saved_sections(trainer))
+            run.save(trainer.state, lambda: saved_sections(trainer, run.bases))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
         # With the optimizer, a few lines later: its tensors are named after the model's.
@@ -132,7 +132,7 @@ class TrainerCheckpoints:
         if resume is None:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         else:
-            resume.load(loaded_sections(self))
+            resume.load(live_sections(self, resume.run.bases))
 
     def _load_scaler(self, checkpoint: Any) -> None:
         if self._flowstone.resumes(checkpoint) is None:
@@ -152,4 +152,4 @@ class TrainerCheckpoints:
         if run is None or step is None:
             super()._load_best_model()  # type: ignore[misc]
         else:
-            run.checkpointer.load(loaded_sections(self, model_only=True), step=step)
+            run.load(step, live_sections(self, run.bases, model_only=True))

@@ -1,0 +1,147 @@
+"""PEFT through Flowstone: adapters alone are saved, resumed to the last bit, and refused over another base."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes_of import run_ranks
+
+import flowstone as fs
+
+pytest.importorskip("peft", reason="`make test-integrations` installs it")
+
+from accelerate import Accelerator
+from trainer_act import digest, ended, made_trainer, with_adapters
+
+from flowstone.adapters.huggingface import use_flowstone
+
+ACT = str(Path(__file__).with_name("trainer_act.py"))
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    torch.set_num_threads(1)
+
+
+def act(folder: Path, run: str, **told: Any) -> list[int]:
+    return run_ranks([ACT, json.dumps({"out": str(folder / "out"), "adapters": True, **told})], folder / run)
+
+
+def trained(out: Path, model: Any, **given: Any) -> Any:
+    trainer = use_flowstone(made_trainer(out, [], model, **{"max_steps": 5, **given}))
+    trainer.train()
+    return trainer
+
+
+def test_adapters_that_are_killed_and_resumed_end_as_the_trainer_by_itself(tmp_path: Path) -> None:
+    calm, killed = tmp_path / "calm", tmp_path / "killed"
+    calm.mkdir(), killed.mkdir()
+    assert act(calm, "undisturbed", flowstone=False) == [0], (calm / "undisturbed-0.txt").read_text()
+    assert act(killed, "cut-short", kill_at=18) == [-signal.SIGKILL], (killed / "cut-short-0.txt").read_text()
+    assert act(killed, "resumed", resume="last") == [0], (killed / "resumed-0.txt").read_text()
+    assert json.loads((killed / "out-0.json").read_text()) == json.loads((calm / "out-0.json").read_text())
+
+
+def test_a_checkpoint_has_adapters_and_says_which_base(tmp_path: Path) -> None:
+    model = with_adapters(modules_to_save=["wpe"])
+    trained(tmp_path, model)
+    checkpoint = fs.open(tmp_path)
+    names = [name for name in checkpoint.tensors if name.startswith("model.")]
+    expected = {name for name, one in model.named_parameters() if one.requires_grad}
+    assert {name.removeprefix("model.") for name in names} == expected
+    assert {"model.base_model.model.transformer.h.0.attn.c_attn.lora_A.default.weight"} <= set(names)
+    assert checkpoint.objects["base"]["name"] == "tiny/base"
+    assert len(checkpoint.objects["base"]["digest"]) == 16
+    whole = sum(one.numel() * one.element_size() for one in model.parameters())
+    stored = sum(one.stat().st_size for one in (tmp_path / "step-00000005").iterdir())
+    assert stored < whole / 4
+    found = checkpoint.state_dict("model")
+    assert all(torch.equal(found[name], one) for name, one in model.state_dict().items() if name in expected)
+
+
+def test_another_base_is_refused_by_name_and_nothing_changes(tmp_path: Path) -> None:
+    trained(tmp_path, with_adapters())
+    other = with_adapters(seed=11, name="tiny/other")
+    before = digest(other.state_dict())
+    with pytest.raises(fs.MismatchError, match="belong to another base model") as told:
+        use_flowstone(made_trainer(tmp_path, [], other)).train(resume_from_checkpoint=True)
+    assert "tiny/base, digest " in str(told.value.facts["stored"])
+    assert "tiny/other, digest " in str(told.value.facts["wanted"])
+    assert digest(other.state_dict()) == before
+
+
+def test_the_same_base_under_another_name_is_accepted(tmp_path: Path) -> None:
+    first = ended(trained(tmp_path, with_adapters()))
+    trainer = use_flowstone(made_trainer(tmp_path, [], with_adapters(name="/models/base"), max_steps=5))
+    trainer.train(resume_from_checkpoint=True)
+    assert ended(trainer)["model"] == first["model"]
+
+
+def test_other_adapters_over_the_same_base_are_told_tensor_by_tensor(tmp_path: Path) -> None:
+    trained(tmp_path, with_adapters())
+    with pytest.raises(fs.MismatchError, match="lora_A"):
+        use_flowstone(made_trainer(tmp_path, [], with_adapters(r=4))).train(resume_from_checkpoint=True)
+
+
+def test_a_base_of_tensors_that_are_no_plain_ones_is_told_by_its_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Odd(torch.nn.Parameter):
+        """Like a quantised parameter of another library."""
+
+    def odd(name: str) -> Any:
+        model = with_adapters(name=name)
+        model.base_model.model.transformer.ln_f.weight.__class__ = Odd
+        return model
+
+    with caplog.at_level(logging.INFO):
+        trained(tmp_path, odd("tiny/base"))
+    assert "is a test_a_base" in caplog.text
+    assert fs.open(tmp_path).objects["base"] == {"name": "tiny/base", "digest": ""}
+    with pytest.raises(fs.MismatchError, match="tiny/other, not digested"):
+        use_flowstone(made_trainer(tmp_path, [], odd("tiny/other"))).train(resume_from_checkpoint=True)
+
+
+def test_the_best_adapters_are_loaded_at_the_end(tmp_path: Path) -> None:
+    model = with_adapters()
+    trainer = made_trainer(
+        tmp_path, [], model, max_steps=15, eval_strategy="steps", eval_steps=5, metric_for_best_model="score",
+        greater_is_better=True, load_best_model_at_end=True,
+    )
+    scores = iter([1.0, 9.0, 2.0])
+    trainer.compute_metrics = lambda _: {"score": next(scores)}
+    use_flowstone(trainer).train()
+    best = fs.open(tmp_path, step=10).state_dict("model")
+    assert best
+    assert all(torch.equal(model.state_dict()[name], one) for name, one in best.items())
+
+
+def test_an_accelerator_saves_adapters_alone(tmp_path: Path) -> None:
+    accelerator = use_flowstone(Accelerator(cpu=True))
+    model = accelerator.prepare(with_adapters())
+    optimizer = accelerator.prepare(torch.optim.AdamW(one for one in model.parameters() if one.requires_grad))
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+    optimizer.step()
+    before = digest(model.state_dict())
+    accelerator.save_state(tmp_path / "step_1")
+    accelerator._flowstone._checkpointer.fence()
+    for parameter in model.parameters():
+        parameter.data.add_(1) if parameter.requires_grad else None
+    accelerator.load_state(tmp_path / "step_1")
+    assert digest(model.state_dict()) == before
+    assert all("lora_" in name for name in fs.open(tmp_path).tensors if name.startswith("model."))
+    accelerator.end_training()
+    other = use_flowstone(Accelerator(cpu=True))
+    model = other.prepare(with_adapters(seed=11))
+    other.prepare(torch.optim.AdamW(one for one in model.parameters() if one.requires_grad))
+    with pytest.raises(fs.MismatchError, match="belong to another base model"):
+        other.load_state(tmp_path / "step_1")

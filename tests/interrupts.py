@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 _Result = TypeVar("_Result")
+_POP_EXCEPT = dis.opmap["POP_EXCEPT"]
 _STANDARD = os.path.dirname(os.__file__)
 
 
@@ -20,7 +22,9 @@ class Struck(BaseException):
 def struck(act: Callable[[], _Result], line: int, *, of: Collection[str] = (), opcodes: bool = False) -> _Result:
     """Call it, and raise at its line number `line`, or at a return, counted over all that it runs on this thread.
 
-    Not inside of the standard library, whose own locks do not survive that.
+    Not inside of the standard library, whose own locks do not survive that; nor where a handled exception is let go of:
+    if a trace function raises there, CPython 3.11 keeps that exception, with all frames of its traceback, as the one
+    that the thread handles. No signal's handler runs there.
 
     of       counted in files of these names alone
     opcodes  between any two instructions, instead of lines
@@ -37,7 +41,7 @@ def struck(act: Callable[[], _Result], line: int, *, of: Collection[str] = (), o
         frame.f_trace_opcodes = opcodes
         if event in instants:
             left -= 1
-            if left <= 0:
+            if left <= 0 and frame.f_code.co_code[frame.f_lasti] != _POP_EXCEPT:
                 sys.settrace(None)
                 raise Struck(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
         return trace

@@ -47,19 +47,20 @@ def boxes(one: Pieces) -> list[tuple[str, Box]]:
 def check(ranks: Sequence[Pieces], found: WriterAssignment) -> None:
     """Every element of every tensor is written once, by a rank that holds it."""
     counts: dict[str, np.ndarray] = {}
+    sums = []
     for one, writes in zip(ranks, found.writes, strict=True):
-        pieces = boxes(one)
+        pieces, shapes = boxes(one), dict(zip(one.names, one.shapes, strict=True))
         assert writes.tolist() == sorted(set(writes.tolist()))
+        sums.append(sum(4 * pieces[at][1].elements for at in writes.tolist()))
         for at in writes.tolist():
             name, box = pieces[at]
-            shape = dict(zip(one.names, one.shapes, strict=True))[name]
+            shape = shapes[name]
             count = counts.setdefault(name, np.zeros(shape, int))
             count[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))] += 1
     for one in ranks:
         for name, shape in zip(one.names, one.shapes, strict=True):
             if math.prod(shape):
                 assert (counts[name] == 1).all(), name
-    sums = [sum(4 * boxes(o)[at][1].elements for at in w.tolist()) for o, w in zip(ranks, found.writes, strict=True)]
     assert found.bytes.tolist() == sums
 
 

@@ -254,7 +254,7 @@ def save_by_itself(loop: Loop, chance: Random) -> None:
     """One rank saves with alone=True, into a store of its own, and loads it, beside the save of all."""
     loop.save()
     if loop.rank == some_rank(loop, chance):
-        path = loop.root.parent / f"{loop.root.name}-alone"
+        path = loop.root.parent / f"{loop.root.name}-alone-{loop.rank}"  # another rank may make its own meanwhile
         table = torch.randn(30_000)
         with loop.opened(path, alone=True) as alone:
             alone.save(loop.newest, {"x": {"table": table}}).committed.result(30)

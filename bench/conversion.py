@@ -3,9 +3,10 @@
     PYTHONPATH=src python -m bench.conversion DIRECTORY [--bytes 4e9] [--rounds 3] [--budget 256e6]
 
 A safetensors file of equal tensors of noise is imported, and exported again, in processes of their own; by turns with
-fio, which reads and writes as much by one job (8 MiB, 16 in flight, registered memory, fsync inside the timer). A ratio
-is to the slower of the two: both directions share the device, as they do in a conversion. `peak` is how much the most
-memory that the process has had grows by the call.
+fio, which reads and writes as much by one job each (8 MiB, 16 in flight, registered memory, fsync inside the timer):
+first alone, then both at once. A conversion reads and writes at once; where both sides lie on one device, as here, its
+limit is the slower of the two jobs that share it. `peak` is how much the most memory that the process has had grows by
+the call.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
@@ -63,6 +65,16 @@ def convert(verb: str, source: Path, target: Path, budget: int) -> tuple[float, 
     return rate, peak
 
 
+def at_once(work: Path, total_bytes: int, setting: fio.Setting) -> float:
+    """Bytes a second of the slower of two jobs: one reads what `fio.write` left, one writes as much."""
+    beside = work / "beside"
+    beside.mkdir()
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(fio.write, beside, total_bytes, setting), pool.submit(fio.read, work, total_bytes, setting)]
+    shutil.rmtree(beside)
+    return min(job.result().gb_per_s for job in jobs) * 1e9
+
+
 def measure(directory: Path, total_bytes: int, rounds: int, budget: int) -> list[dict[str, float]]:
     """A row for each round. Leaves nothing in the directory."""
     work = directory / "bench-conversion"
@@ -74,13 +86,14 @@ def measure(directory: Path, total_bytes: int, rounds: int, budget: int) -> list
         for _ in range(rounds):
             written = fio.write(work, total_bytes, setting).gb_per_s * 1e9
             read = fio.read(work, total_bytes, setting).gb_per_s * 1e9
+            together = at_once(work, total_bytes, setting)
             fio.clear(work)
             imported, import_peak = convert("import_checkpoint", work / "model.safetensors", work / "run", budget)
             exported, export_peak = convert("export", work / "run", work / "hf", budget)
             shutil.rmtree(work / "run")
             shutil.rmtree(work / "hf")
             rows.append({
-                "fio_write": written, "fio_read": read, "import": imported, "export": exported,
+                "fio_write": written, "fio_read": read, "fio_at_once": together, "import": imported, "export": exported,
                 "peak": float(max(import_peak, export_peak)),
             })
     finally:
@@ -93,10 +106,12 @@ def told(rows: list[dict[str, float]]) -> str:
     def of(name: str) -> float:
         return median(row[name] for row in rows)
 
-    lines = [f"fio: writes {of('fio_write') / 1e9:.2f}, reads {of('fio_read') / 1e9:.2f} GB/s"]
+    alone = f"writes {of('fio_write') / 1e9:.2f}, reads {of('fio_read') / 1e9:.2f}"
+    lines = [f"fio: {alone}, both at once {of('fio_at_once') / 1e9:.2f} GB/s each"]
     for verb in ("import", "export"):
-        ratio = median(row[verb] / min(row["fio_write"], row["fio_read"]) for row in rows)
-        lines.append(f"{verb}: {of(verb) / 1e9:.2f} GB/s, {ratio:.2f} of the slower")
+        slower = median(row[verb] / min(row["fio_write"], row["fio_read"]) for row in rows)
+        shared = median(row[verb] / row["fio_at_once"] for row in rows)
+        lines.append(f"{verb}: {of(verb) / 1e9:.2f} GB/s, {slower:.2f} of the slower, {shared:.2f} of both at once")
     return "\n".join([*lines, f"peak of memory: {of('peak') / 1e6:.0f} MB more than before"])
 
 

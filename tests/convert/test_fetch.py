@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from flowstone.config import MIB
 from flowstone.convert.fetch import Fetcher, Wanted, linear_boxes
 from flowstone.convert.layout import Output
 from flowstone.convert.source import Source, SourceTensor, StoredBox, source_file
+from flowstone.errors import DamagedError
 from flowstone.table.box import Box
 from flowstone.table.dtype import DTYPES
 
@@ -83,3 +86,87 @@ def test_a_tensor_that_lies_transposed_goes_through_little_memory(tmp_path: Path
     found = np.zeros(values.nbytes, np.uint8)
     fetcher.fetch([Wanted(Output("t", tensor, tensor.dtype), 0, values.nbytes, found)])
     assert found.tobytes() == values.tobytes()
+
+
+def _tensor_in_a_file(path: Path, megabytes: int) -> tuple[Source, Output, bytes]:
+    content = np.random.default_rng(7).integers(0, 256, megabytes * MIB, np.uint8).tobytes()
+    path.write_bytes(content)
+    shape = (len(content),)
+    tensor = SourceTensor("t", DTYPES["uint8"], shape, (StoredBox(Box.whole(shape), 0, 0),))
+    return Source("test", "here", (source_file(path),), (tensor,)), Output("t", tensor, tensor.dtype), content
+
+
+@pytest.mark.parametrize("memory_bytes", [4 * MIB, 8 * MIB, 32 * MIB])
+def test_groups_are_asked_for_ahead_and_filled_in_their_turn(tmp_path: Path, memory_bytes: int) -> None:
+    source, output, content = _tensor_in_a_file(tmp_path / "file", 24)
+    fetcher = Fetcher(source, memory_bytes)
+    memory = [np.zeros(length, np.uint8) for length in (3 * MIB, 0, 9 * MIB, 12 * MIB)]
+    begins = [0, 3 * MIB, 3 * MIB, 12 * MIB]
+    asked = []
+
+    def groups() -> Iterator[list[Wanted]]:
+        for number, (begin, one) in enumerate(zip(begins, memory, strict=True)):
+            asked.append(number)
+            yield [Wanted(output, begin, begin + len(one), one)] if len(one) else []
+
+    for number, _ in enumerate(fetcher.fetch_each(groups())):
+        begin = begins[number]
+        assert memory[number].tobytes() == content[begin : begin + len(memory[number])]
+        assert not any(one.any() for one in memory[number + 1 :]), "memory of a later group is touched"
+        if memory_bytes == 32 * MIB:
+            assert len(asked) >= 3, "nothing is read ahead"
+    assert asked == [0, 1, 2, 3]
+    fetcher.close()
+
+
+def test_what_fails_ahead_is_raised_in_its_turn(tmp_path: Path) -> None:
+    source, output, content = _tensor_in_a_file(tmp_path / "file", 24)
+    fetcher = Fetcher(source, 16 * MIB)
+    memory = [np.zeros(4 * MIB, np.uint8) for _ in range(6)]
+    filled = fetcher.fetch_each(
+        [Wanted(output, n * 4 * MIB, (n + 1) * 4 * MIB, one)] for n, one in enumerate(memory)
+    )
+    next(filled)
+    os.truncate(tmp_path / "file", 10 * MIB)  # the first groups may have been read before
+    with pytest.raises(DamagedError, match=r"became shorter|has changed"):
+        for _ in filled:
+            pass
+    fetcher.close()
+    assert memory[0].tobytes() == content[: 4 * MIB]
+    assert not memory[5].any()
+
+
+def test_what_is_left_in_the_middle_ends_before_and_after_the_fetcher_is_closed(tmp_path: Path) -> None:
+    source, output, content = _tensor_in_a_file(tmp_path / "file", 48)
+    memory = np.zeros(12 * MIB, np.uint8)
+    for closed_first in (False, True):
+        fetcher = Fetcher(source, 32 * MIB)
+        filled = fetcher.fetch_each(
+            [Wanted(output, begin, begin + len(memory), memory)] for begin in range(0, len(content), len(memory))
+        )
+        next(filled)
+        if closed_first:
+            fetcher.close()
+            filled.close()
+        else:
+            filled.close()
+            fetcher.fetch([Wanted(output, 0, len(memory), memory)])
+            fetcher.close()
+        assert memory.tobytes() == content[: len(memory)]
+
+
+def test_padding_of_a_later_group_waits_for_its_turn_too(tmp_path: Path) -> None:
+    source, _, content = _tensor_in_a_file(tmp_path / "file", 1)
+    length = len(content)
+    boxes = (StoredBox(Box((0,), (length,)), 0, 0), StoredBox(Box((length,), (length,)), None, 0))
+    output = Output("t", SourceTensor("t", DTYPES["uint8"], (2 * length,), boxes), DTYPES["uint8"])
+    memory = [np.full(length, 255, np.uint8) for _ in range(2)]
+    fetcher = Fetcher(source, 32 * MIB)
+    groups = ([Wanted(output, at * length, (at + 1) * length, one)] for at, one in enumerate(memory))
+    turns = fetcher.fetch_each(groups)
+    next(turns)
+    assert memory[0].tobytes() == content
+    assert (memory[1] == 255).all()
+    next(turns)
+    assert not memory[1].any()
+    fetcher.close()

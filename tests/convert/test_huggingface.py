@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import flowstone as fs
 
-BUDGET = 32 << 20  # windows of 8 MiB: tensors and chunks are cut by them
+BUDGET = 32 << 20  # windows of 4 MiB: tensors and chunks are cut by them
 
 
 def load_shards(directory: Path) -> dict[str, torch.Tensor]:

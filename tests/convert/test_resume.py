@@ -49,7 +49,7 @@ main()
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A store, and the same as a safetensors file: forty megabytes, in some windows of eight."""
+    """A store, and the same as a safetensors file: forty megabytes, in some windows of four."""
     root = tmp_path_factory.mktemp("model")
     tensors = {f"layer.{number}": torch.randn(1000, 1000 + number) for number in range(10)}
     with fs.Checkpointer(root / "run") as checkpointer:
@@ -143,7 +143,7 @@ def interrupted(model: Path, target: Path, windows: int, **options: object) -> N
 def test_what_was_durable_is_not_written_again(model: Path, tmp_path: Path) -> None:
     interrupted(model, tmp_path / "hf", 3)
     report = fs.export(model / "run", tmp_path / "hf", budget_bytes=BUDGET)
-    assert report.resumed_bytes == 3 * (8 << 20)
+    assert report.resumed_bytes == 3 * copy.window_bytes(BUDGET)
     assert content(tmp_path / "hf") == {"model.safetensors": _expected(model, tmp_path)}
 
 
@@ -184,7 +184,7 @@ def test_a_torn_last_line_of_the_journal_costs_its_windows_alone(model: Path, tm
     os.truncate(journal, journal.stat().st_size - 5)
     interrupted(model, tmp_path / "hf", 1)
     report = fs.export(model / "run", tmp_path / "hf", budget_bytes=BUDGET)
-    assert report.resumed_bytes == 3 * (8 << 20)
+    assert report.resumed_bytes == 3 * copy.window_bytes(BUDGET)
     assert content(tmp_path / "hf") == {"model.safetensors": _expected(model, tmp_path)}
 
 

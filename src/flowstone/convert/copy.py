@@ -1,16 +1,18 @@
 """The copy: a target's files, window by window, from the source through bounded memory to durable bytes.
 
-One thread reads, verifies, cuts and casts the next window while the other writes the one before. Windows are written in
-order, so that one number says which are durable (`journal.py`); what is computed of their bytes is noted with it.
+Threads read ahead (`fetch.py`); one verifies, cuts and casts the next window, and two write those before.
+Windows are written in order, so that one number says which are durable (`journal.py`); what is computed of their bytes
+is noted with it.
 """
 
 from __future__ import annotations
 
 import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import cycle, pairwise
 from pathlib import Path
 
 import msgspec
@@ -29,9 +31,11 @@ from flowstone.store.os_errors import translated
 
 BUDGET_BYTES_DEFAULT = 256 * MIB
 BUDGET_BYTES_MIN = 32 * MIB
-_BUFFERS = 2  # one is written while the other is filled
-_SHARES = 4  # of the budget: those two, what is read at once, and what casts and checks take
-_WINDOWS_BETWEEN_SYNCS = 8
+_BUFFERS = 4  # up to three are written while another is filled
+_WRITERS = 2  # threads: one writes while the last requests of the other's window are under way
+_SHARES = 8  # of the budget: those four, two of what is read at once, and two of what casts and checks take
+_READ_SHARES = 2
+_WINDOWS_BETWEEN_SYNCS = 16
 
 
 class Window(msgspec.Struct, frozen=True):
@@ -130,28 +134,86 @@ def _teller(ready: int, total: int, on_progress: Callable[[int, int], None] | No
 def _write_all(
     planned: Sequence[Window], done: int, filler: _Filler, writes: Writes, journal: Journal, tell: Callable[[int], None]
 ) -> None:
-    """Write the windows from number `done` on: one is filled by the other thread meanwhile."""
-    names = [file.name for file in filler.layout.files]
+    """Write the windows from number `done` on: others are written and filled by other threads meanwhile."""
+    progress = _Progress(planned, done, filler, writes, journal, tell)
     buffers = [AlignedMemory(filler.window_bytes) for _ in range(_BUFFERS)]
-    noted, said = len(filler.checks), done
-    with ThreadPoolExecutor(1, "flowstone-convert") as pool:
-        filling = pool.submit(filler.fill, planned[done], buffers[done % _BUFFERS]) if done < len(planned) else None
-        for number in range(done, len(planned)):
+    fills = filler.fill_all(planned[done:], buffers)
+    with ThreadPoolExecutor(1, "flowstone-convert") as pool, ThreadPoolExecutor(_WRITERS, "flowstone-write") as writers:
+        filling = pool.submit(next, fills) if done < len(planned) else None
+        for number, memory in zip(range(done, len(planned)), cycle(buffers), strict=False):
             assert filling is not None, "every window is filled before it is written"
-            checks, running = filling.result()
-            following = number + 1
-            if following < len(planned):
-                filling = pool.submit(filler.fill, planned[following], buffers[following % _BUFFERS])
-            window = planned[number]
-            writes.write(names[window.file], window.offset, buffers[number % _BUFFERS], window.length)
-            is_last = following == len(planned)
-            if is_last or planned[following].file != window.file:
-                writes.finished(names[window.file])
-            if is_last or following - said == _WINDOWS_BETWEEN_SYNCS:
-                writes.sync()
-                journal.note(following, filler.checks[noted:checks], running)
-                noted, said = checks, following
-            tell(window.length)
+            mark, window = filling.result(), planned[number]
+            name = progress.opened(window)
+            writing = writers.submit(writes.write, name, window.offset, memory, window.length)
+            progress.under_way.append((mark, writing))
+            if number + 1 < len(planned):
+                filling = pool.submit(next, fills)
+            while len(progress.under_way) >= _BUFFERS - 1:  # the buffer after the next must be free
+                progress.end_oldest()
+        while progress.under_way:
+            progress.end_oldest()
+
+
+class _Progress:
+    """Ends writes in the order of the windows, and notes which are durable. The caller's thread."""
+
+    def __init__(
+        self, planned: Sequence[Window], done: int, filler: _Filler, writes: Writes, journal: Journal,
+        tell: Callable[[int], None],
+    ) -> None:
+        self.under_way: deque[tuple[_Mark, Future[None]]] = deque()
+        self._planned, self._filler, self._writes = planned, filler, writes
+        self._journal, self._tell = journal, tell
+        self._names = [file.name for file in filler.layout.files]
+        self._written = self._said = done  # windows
+        self._noted = len(filler.checks)
+
+    def opened(self, window: Window) -> str:
+        """The name of a window's file, which is open then."""
+        name = self._names[window.file]
+        self._writes.open(name)
+        return name
+
+    def end_oldest(self) -> None:
+        """Wait for the write that was begun first.
+
+        raises  what it raised
+        """
+        mark, writing = self.under_way.popleft()
+        writing.result()
+        window = self._planned[self._written]
+        self._written += 1
+        is_last = self._written == len(self._planned)
+        if is_last or self._planned[self._written].file != window.file:
+            self._writes.finished(self._names[window.file])
+        if is_last or self._written - self._said == _WINDOWS_BETWEEN_SYNCS:
+            self._writes.sync()
+            self._journal.note(self._written, self._filler.checks[self._noted : mark.checks], mark.running)
+            self._noted, self._said = mark.checks, self._written
+        self._tell(window.length)
+
+
+class _Mark(msgspec.Struct, frozen=True):
+    """What is known when a window is filled: so many checks, and the running one."""
+
+    checks: int
+    running: int
+
+
+class _Fill(msgspec.Struct, frozen=True, eq=False):
+    """How a window is filled.
+
+    wanted   what is read
+    patches  (target, source): parts of chunks that the window cuts, copied once their whole is read
+    checked  the chunks that end in the window, as they lie in memory
+    """
+
+    window: Window
+    target: NDArray[np.uint8]
+    extents: Sequence[Extent]
+    wanted: list[Wanted]
+    patches: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]]
+    checked: list[NDArray[np.uint8]]
 
 
 class _Filler:
@@ -159,7 +221,7 @@ class _Filler:
 
     def __init__(self, source: Source, layout: Layout, length: int) -> None:
         self.layout, self.window_bytes = layout, length
-        self._fetcher = Fetcher(source, length)
+        self._fetcher = Fetcher(source, _READ_SHARES * length)
         self._begins = [[extent.offset for extent in file.extents] for file in layout.files]
         self.checks: list[int] = []
         self._running = 0
@@ -169,27 +231,45 @@ class _Filler:
         self.checks = [int(check, 16) for line in durable for check in line.checks]
         self._running = durable[-1].running
 
-    def fill(self, window: Window, memory: AlignedMemory) -> tuple[int, int]:
-        """Fill memory with a window's bytes; how many checks there are then, and the running one."""
-        target = memory.array[: window.length]
+    def fill_all(self, planned: Sequence[Window], buffers: Sequence[AlignedMemory]) -> Iterator[_Mark]:
+        """Fill the buffers by turns with the bytes of the windows.
+
+        Yields for each window. What the next windows need is read ahead; no buffer is touched before its window's turn.
+        """
+        begun: deque[_Fill] = deque()
+
+        def groups() -> Iterator[Sequence[Wanted]]:
+            for window, memory in zip(planned, cycle(buffers), strict=False):
+                begun.append(self._plan(window, memory.array[: window.length]))
+                yield begun[-1].wanted
+
+        for _ in self._fetcher.fetch_each(groups()):
+            self._finish(begun.popleft())
+            yield _Mark(len(self.checks), self._running)
+
+    def _plan(self, window: Window, target: NDArray[np.uint8]) -> _Fill:
         extents = self._extents(window)
-        self._zero_gaps(window, extents, target)
-        wanted: list[Wanted] = []
-        checked: list[NDArray[np.uint8]] = []
+        fill = _Fill(window, target, extents, [], [], [])
         for extent in extents:
             if extent.output is not None:
                 begin, end = _cut(extent, window)
-                wanted += self._wanted(extent, begin, end, _place(extent, window, target), checked)
-        self._fetcher.fetch(wanted)
+                self._want(extent, begin, end, _place(extent, window, target), fill)
+        return fill
+
+    def _finish(self, fill: _Fill) -> None:
+        """What is no element of a tensor, and the checks."""
+        window, target = fill.window, fill.target
+        for into, source in fill.patches:
+            into[...] = source
+        self._zero_gaps(window, fill.extents, target)
         if self.layout.check == "chunks":
-            self.checks += [_native.xxh3_64(chunk) for chunk in checked]
+            self.checks += [_native.xxh3_64(chunk) for chunk in fill.checked]
         elif self.layout.check == "crc32":
-            self._add_crcs(window, extents, target)
-        for extent in extents:
+            self._add_crcs(window, fill.extents, target)
+        for extent in fill.extents:
             if extent.output is None:  # last, as it may tell the checks of what lies before it
                 begin, end = _cut(extent, window)
                 _place(extent, window, target)[:] = np.frombuffer(self._known(extent), np.uint8)[begin:end]
-        return len(self.checks), self._running
 
     def close(self) -> None:
         """Close the source's files."""
@@ -219,31 +299,28 @@ class _Filler:
         assert len(content) == extent.length, "an extent is as long as its bytes"
         return content
 
-    def _wanted(
-        self, extent: Extent, begin: int, end: int, place: NDArray[np.uint8], checked: list[NDArray[np.uint8]]
-    ) -> list[Wanted]:
-        """What fills bytes [begin, end) of an extent: where chunks have digests, those that a window cuts whole."""
+    def _want(self, extent: Extent, begin: int, end: int, place: NDArray[np.uint8], fill: _Fill) -> None:
+        """Note what fills bytes [begin, end) of an extent; where chunks have digests, cut ones are read whole."""
         assert extent.output is not None, "what is known is not read"
         output = self.layout.outputs[extent.output]
         if self.layout.check != "chunks":
-            return [Wanted(output, begin, end, place)]
-        wanted = []
+            fill.wanted.append(Wanted(output, begin, end, place))
+            return
         first = begin // CHUNK_BYTES * CHUNK_BYTES
         cuts = [*range(first, end, CHUNK_BYTES), min(extent.length, -(-end // CHUNK_BYTES) * CHUNK_BYTES)]
         inner = [(low, high) for low, high in pairwise(cuts) if begin <= low and high <= end]
         if inner:
             low, high = inner[0][0], inner[-1][1]
-            wanted.append(Wanted(output, low, high, place[low - begin : high - begin]))
+            fill.wanted.append(Wanted(output, low, high, place[low - begin : high - begin]))
         for low, high in pairwise(cuts):
             if begin <= low and high <= end:
-                checked.append(place[low - begin : high - begin])
+                fill.checked.append(place[low - begin : high - begin])
                 continue
             whole = np.empty(high - low, np.uint8)
-            self._fetcher.fetch([Wanted(output, low, high, whole)])
-            place[max(0, low - begin) : high - begin] = whole[max(0, begin - low) : end - low]
+            fill.wanted.append(Wanted(output, low, high, whole))
+            fill.patches.append((place[max(0, low - begin) : high - begin], whole[max(0, begin - low) : end - low]))
             if high <= end:
-                checked.append(whole)
-        return wanted
+                fill.checked.append(whole)
 
     def _add_crcs(self, window: Window, extents: Sequence[Extent], target: NDArray[np.uint8]) -> None:
         for extent in extents:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from flowstone import _native
-from flowstone.config import CHUNK_BYTES
+from flowstone.config import CHUNK_BYTES, MIB
 from flowstone.convert.cast import cast_into
 from flowstone.convert.file_io import AlignedMemory, Reads, Run, room
 from flowstone.convert.layout import Output
@@ -25,6 +27,9 @@ _CARRIERS: dict[int, np.dtype[Any]] = {
     16: np.dtype(np.complex128),
 }
 """A type of each item size: copies move bytes, whatever they mean."""
+_READERS = 2  # threads: one reads while the last requests of the other's batch are under way
+_LANES_MAX = 4
+_LANE_BYTES_MIN = 4 * MIB
 _SPARSE = 4  # a part is cut where it would read so many times what it needs
 
 
@@ -54,54 +59,119 @@ class _Read(msgspec.Struct, frozen=True, eq=False):
     skipped_bytes: int
 
 
+_Patch: TypeAlias = tuple[NDArray[Any], NDArray[Any] | int]
+"""Memory, and what is copied into it once all of its group has been read."""
+
+
+class _Batch(msgspec.Struct, frozen=True, eq=False):
+    """Reads that one lane's memory has room for; the last batch of a group has its patches."""
+
+    reads: Sequence[_Read]
+    patches: Sequence[_Patch] = ()
+    ends_group: bool = False
+
+
+class _Lane:
+    """Memory that one batch is read into, and open files of its own. One thread at a time."""
+
+    def __init__(self, source: Source, memory_bytes: int) -> None:
+        self._reads, self._memory = Reads(source.files), AlignedMemory(memory_bytes)
+
+    def read(self, batch: _Batch) -> list[NDArray[np.uint8]]:
+        """The bytes of each read; valid until the next call."""
+        return self._reads.read([read.run for read in batch.reads], self._memory)
+
+    def close(self) -> None:
+        self._reads.close()
+
+
 class Fetcher:
-    """Fills memory from a source. `memory_bytes` bound what is read at once, and so the staging memory."""
+    """Fills memory from a source. `memory_bytes` bound what is read at once, and so the staging memory.
+
+    That memory is divided into lanes: two of them are being read into by threads of the fetcher, while what has arrived
+    in another is verified, cut and cast by the caller's thread. So requests are always under way.
+    """
 
     def __init__(self, source: Source, memory_bytes: int) -> None:
         self._source = source
-        self._reads = Reads(source.files)
-        self._staging = AlignedMemory(memory_bytes)
-        self._memory_bytes = memory_bytes
+        count = max(1, min(_LANES_MAX, memory_bytes // _LANE_BYTES_MIN))
+        self._lane_bytes = memory_bytes // count
         if self._part_bytes < 2 * CHUNK_BYTES:
             raise BudgetError(
                 f"a window of {memory_bytes} bytes is too small to read through", next="raise budget_bytes to 64 MiB"
             )
+        self._lanes = [_Lane(source, self._lane_bytes) for _ in range(count)]
+        self._readers = ThreadPoolExecutor(_READERS, "flowstone-convert-read")
 
     @property
     def _part_bytes(self) -> int:
         """The most that one part may read."""
-        return self._memory_bytes - room(0)
+        return self._lane_bytes - room(0)
 
     def fetch(self, wanted: Sequence[Wanted]) -> None:
         """Fill the memory of each. Blocks.
 
         raises  DamagedError for a chunk that is not what was written, or a file that ends early; StorageError
         """
-        batch: list[_Read] = []
-        taken = 0
-        for read in self._all_reads(wanted):
-            needed = room(read.run.end - read.run.begin)
-            if batch and taken + needed > self._memory_bytes:
-                self._run(batch)
-                batch, taken = [], 0
-            batch.append(read)
-            taken += needed
-        if batch:
-            self._run(batch)
+        for _ in self.fetch_each([wanted]):
+            pass
+
+    def fetch_each(self, groups: Iterable[Sequence[Wanted]]) -> Iterator[None]:
+        """Fill the memory of one group after the other; yields when a group's is filled.
+
+        Later groups are asked for, and their bytes read, ahead of that; their memory is not touched before it.
+
+        raises  as `fetch`
+        """
+        batches = self._batches(groups)
+        free = deque(self._lanes)
+        ahead: deque[tuple[_Batch, _Lane, Future[list[NDArray[np.uint8]]]]] = deque()
+        try:
+            while True:
+                while free and (batch := next(batches, None)) is not None:
+                    lane = free.popleft()
+                    ahead.append((batch, lane, self._readers.submit(lane.read, batch)))
+                if not ahead:
+                    return
+                batch, lane, reading = ahead.popleft()
+                self._take(batch, reading.result())
+                free.append(lane)
+                if batch.ends_group:
+                    yield
+        finally:
+            for _, _, reading in ahead:  # their lanes are free only then; `close` may have cancelled some
+                if not reading.cancel():
+                    reading.exception()
 
     def close(self) -> None:
-        """Close the source's files."""
-        self._reads.close()
+        """Close the source's files, after the reads that are under way."""
+        self._readers.shutdown(cancel_futures=True)
+        for lane in self._lanes:
+            lane.close()
 
-    def _all_reads(self, wanted: Sequence[Wanted]) -> Iterator[_Read]:
+    def _batches(self, groups: Iterable[Sequence[Wanted]]) -> Iterator[_Batch]:
+        for wanted in groups:
+            batch: list[_Read] = []
+            patches: list[_Patch] = []
+            taken = 0
+            for read in self._all_reads(wanted, patches):
+                needed = room(read.run.end - read.run.begin)
+                if batch and taken + needed > self._lane_bytes:
+                    yield _Batch(batch)
+                    batch, taken = [], 0
+                batch.append(read)
+                taken += needed
+            yield _Batch(batch, patches, ends_group=True)
+
+    def _all_reads(self, wanted: Sequence[Wanted], patches: list[_Patch]) -> Iterator[_Read]:
         for one in wanted:
             item = one.output.dtype.item_bytes
             if one.begin % item or one.end % item:
-                yield from self._ragged(one)
+                yield from self._ragged(one, patches)
             else:
-                yield from self._reads_of(one)
+                yield from self._reads_of(one, patches)
 
-    def _ragged(self, one: Wanted) -> Iterator[_Read]:
+    def _ragged(self, one: Wanted, patches: list[_Patch]) -> Iterator[_Read]:
         """Of a window that cuts elements in two: those elements apart, through memory of their own."""
         item = one.output.dtype.item_bytes
         first, last = -(-one.begin // item) * item, one.end // item * item
@@ -110,12 +180,13 @@ class Fetcher:
             low, high = max(one.begin, begin), min(one.end, begin + item)
             if low < high and (low, high) != (begin, begin + item):
                 whole = np.zeros(item, np.uint8)
-                self._run(list(self._reads_of(Wanted(one.output, begin, begin + item, whole))))
-                one.memory[low - one.begin : high - one.begin] = whole[low - begin : high - begin]
+                yield from self._reads_of(Wanted(one.output, begin, begin + item, whole), patches)
+                patches.append((one.memory[low - one.begin : high - one.begin], whole[low - begin : high - begin]))
         if first < last:
-            yield from self._reads_of(Wanted(one.output, first, last, one.memory[first - one.begin : last - one.begin]))
+            inner = one.memory[first - one.begin : last - one.begin]
+            yield from self._reads_of(Wanted(one.output, first, last, inner), patches)
 
-    def _reads_of(self, one: Wanted) -> Iterator[_Read]:
+    def _reads_of(self, one: Wanted, patches: list[_Patch]) -> Iterator[_Read]:
         item = one.output.dtype.item_bytes
         elements = one.memory.view(_CARRIERS[item])
         tensor = one.output.tensor
@@ -131,7 +202,7 @@ class Fetcher:
                     inside = common.within(box)
                     where = tuple(slice(o, end) for o, end in zip(inside.offset, inside.end, strict=True))
                     if stored.file is None:
-                        target[where] = 0
+                        patches.append((target[where] if where else target, 0))
                     else:
                         yield from self._cut(_Part(one.output, stored, common, target[where] if where else target))
 
@@ -170,11 +241,13 @@ class Fetcher:
             last = run.offset_bytes + min(run.bytes, -(-(end - run.offset_bytes) // CHUNK_BYTES) * CHUNK_BYTES)
         return _Read(part, Run(stored.file, first, last), begin - first)
 
-    def _run(self, batch: Sequence[_Read]) -> None:
-        for read, found in zip(batch, self._reads.read([read.run for read in batch], self._staging), strict=True):
+    def _take(self, batch: _Batch, arrived: Sequence[NDArray[np.uint8]]) -> None:
+        for read, found in zip(batch.reads, arrived, strict=True):
             if read.part.stored.digested is not None:
                 self._verify(read, found)
             _copy(read, found)
+        for target, source in batch.patches:
+            target[...] = source
 
     def _verify(self, read: _Read, found: NDArray[np.uint8]) -> None:
         run, digests = read.part.stored.digested, self._source.digests

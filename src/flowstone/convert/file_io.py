@@ -3,10 +3,12 @@ works; and the unaligned end of a file through the page cache."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +37,8 @@ class AlignedMemory:
 
     def __init__(self, length: int) -> None:
         self._map = mmap.mmap(-1, max(BLOCK_BYTES, _round_up(length)))
+        with contextlib.suppress(OSError):  # where there are none: requests of small pages cost more
+            self._map.madvise(mmap.MADV_HUGEPAGE)
         self.array: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
@@ -158,7 +162,11 @@ class Reads:
 
 
 class Writes:
-    """Writes windows of a target's files, which get their full size first. One thread at a time."""
+    """Writes windows of a target's files, which get their full size first.
+
+    Threads may write at once, and while another syncs: what is written before a sync begins is durable after it. A file
+    is opened and finished by one thread, before its first write and after its last.
+    """
 
     def __init__(self, draft: Path, total_bytes: int) -> None:
         self._draft, self._backend, self._system = draft, backend(), System()
@@ -166,6 +174,7 @@ class Writes:
         self._engines = EngineChoice(draft, EngineOptions())
         self._open: dict[str, _Open] = {}
         self._touched: set[str] = set()
+        self._lock = threading.Lock()
 
     def create(self, name: str, length: int) -> None:
         """Make a file of its full size: a full disk is found before a byte is written."""
@@ -180,13 +189,12 @@ class Writes:
 
     def write(self, name: str, offset: int, memory: AlignedMemory, length: int) -> None:
         """Put the first `length` bytes of `memory` at `offset`, a multiple of BLOCK_BYTES. Durable after `sync`."""
-        opened = self._opened(name)
+        opened = self._open[name]
         whole = _round_down(length)
         rows = [
             (0, offset + at, memory.address + at, min(REQUEST_BYTES, whole - at))
             for at in range(0, whole, REQUEST_BYTES)
         ]
-        self._touched.add(name)
         if rows:
             fault = request("write", self._backend, [opened.native], rows)
             if fault is not None:
@@ -195,13 +203,16 @@ class Writes:
         with translated(self._draft, "write", name, needed_bytes=self._total_bytes):
             while at < length:
                 at += os.pwrite(opened.end, memory.array[at:length].data, offset + at)
+        with self._lock:  # now, not before: a sync meanwhile may have missed it
+            self._touched.add(name)
 
     def sync(self) -> None:
         """Make all that is written durable."""
-        for name in self._touched:
+        with self._lock:
+            touched, self._touched = self._touched, set()
+        for name in touched:
             with translated(self._draft, "fsync", name, needed_bytes=self._total_bytes):
                 self._system.sync(self._open[name].end)
-        self._touched = set()
 
     def finished(self, name: str) -> None:
         """Nothing more will be written into that file. Makes durable what was."""
@@ -209,9 +220,10 @@ class Writes:
         if name in self._open:
             self._open.pop(name).descriptors.close()
 
-    def _opened(self, name: str) -> _Open:
+    def open(self, name: str) -> None:
+        """Open a file that was created; nothing where it is open."""
         if name in self._open:
-            return self._open[name]
+            return
         path, descriptors = self._draft / name, Descriptors()
         with translated(self._draft, "open", name):
             end = descriptors.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -221,7 +233,6 @@ class Writes:
                 fd = descriptors.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECT)
                 alignment = BLOCK_BYTES
         self._open[name] = _Open(descriptors, _native.File(fd=fd, path=str(path), alignment=alignment), end)
-        return self._open[name]
 
     def _explained(self, operation: str, code: int, path: str, reach: tuple[int, int]) -> FlowstoneError:
         words = f"bytes {reach[0]}..{reach[0] + reach[1]}"

@@ -19,6 +19,7 @@
 
 #include "bind_columns.h"
 #include "bind_held.h"
+#include "bind_tensors.h"
 #include "bounds.h"
 #include "engine.h"
 #include "probe.h"
@@ -450,6 +451,7 @@ NB_MODULE(_native, module) {
     bind_memory(module);
     bind_devices(module);
     bind_rows(module);
+    bind_tensors(module);
     bind_jobs(module);
     bind_engine(module);
 }

@@ -1,13 +1,13 @@
 """The native core: bytes between memory and files, and their digests.
 
-It sees addresses, lengths and file descriptors; it knows no tensors, links no torch,
-and sets no policy. Every call is a batch, and every call that can block releases the
-interpreter lock. Failures come back as values (`Fault`), never as exceptions; wrong
+It sees addresses, lengths and file descriptors; it knows no tensors but as DLPack shows
+them to TensorReader, links no torch, and sets no policy. Every call is a batch, and every
+call that can block releases the interpreter lock. Failures come back as values (`Fault`), never as exceptions; wrong
 arguments (our mistake) raise ValueError.
 """
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,26 @@ def run_requests(
               locked memory forbids it
     Raises OSError also when the backend cannot start. The first failure stops the others and is returned.
     """
+
+class TensorReader:
+    """Reads tensors of one framework through DLPack's exchange functions (version 1), which run no Python.
+
+    exchange  `__dlpack_c_exchange_api__` of the tensors' type; ValueError if it is of another version
+    """
+
+    def __init__(self, exchange: object) -> None: ...
+    def name_type(self, tensor: object, type: object | None) -> bool:
+        """Let tensors of the same type as `tensor` be of `type`; of None, if DLPack has another named type alike.
+
+        Returns whether the framework describes it.
+        """
+
+    def read(self, tensors: list[Any]) -> Any:
+        """None if one of them cannot be described; else a tuple of columns and lists.
+
+        The address of the first element, uint64; the type, as named; the shape; the positions of those of type None,
+        and of those that are not one run of host memory in row-major order; whether one is complex.
+        """
 
 def xxh3_64(data: bytes | bytearray | memoryview | NDArray[np.uint8], /) -> int:
     """XXH3-64 with seed 0 of a contiguous buffer."""

@@ -197,6 +197,11 @@ class RuleSet:
                 raise ArgumentError(
                     f"{rule!r:.80} is no rule of a conversion", next="give fs.Rename, fs.Skip, fs.Split, fs.Fuse, ..."
                 )
+        unknown = set(self.optional) - {rule.source for rule in self.rules if isinstance(rule, Rename)}
+        if unknown:
+            raise ArgumentError(
+                f"{self.name}: optional names no Rename: {sorted(unknown)!r:.80}", next="list sources of its Renames"
+            )
 
     @property
     def inverse(self) -> RuleSet:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from deepspeed_layout import SLOTS, Job, fragment_address, importable, job, save
 from models import assert_same, raw, read_all
+from safetensors.torch import save_file
 from test_torch_files import Malicious
 
 import flowstone as fs
@@ -131,9 +132,11 @@ def optimizer_file(root: Path, rank: int) -> Path:
     ("address", "reaches beyond the partition"), ("short slot", "reaches beyond"), ("no slot", "lacks 'exp_avg'"),
     ("groups", "not of these groups"), ("latest", "names"), ("latest outside", "names"), ("no module", "has no module"),
     ("no shapes", "no param_shapes"), ("not a file", "ends early|torn|no file"), ("group member", "members"),
+    ("no optimizer", r"no optimizer states[\s\S]*a\.|no optimizer states[\s\S]*b\."),
+    ("no model of rank 0", "model states of rank 0"),
 ])
 def test_what_contradicts_itself_is_refused(tmp_path: Path, harm: str, told: str) -> None:
-    root = job(ranks=3).write(tmp_path / "ds")
+    root = job(ranks=3, **({"stage": 3} if harm == "no optimizer" else {})).write(tmp_path / "ds")
     model, last = root / "global_step3" / "mp_rank_00_model_states.pt", optimizer_file(root, 2)
 
     def state(change: Any, rank: int = 1) -> None:
@@ -165,6 +168,11 @@ def test_what_contradicts_itself_is_refused(tmp_path: Path, harm: str, told: str
             state(lambda value: value["single_partition_of_fp32_groups"].pop())
         case "latest" | "latest outside":
             (root / "latest").write_text("global_step9" if harm == "latest" else "../ds")
+        case "no optimizer":
+            for file in (root / "global_step3").glob("*_optim_states.pt"):
+                file.unlink()
+        case "no model of rank 0":
+            model.rename(model.with_name("zero_pp_rank_1_mp_rank_00_model_states.pt"))
         case "no module":
             edit(model, lambda value: value.pop("module"))
         case "no shapes":
@@ -180,7 +188,7 @@ def test_what_contradicts_itself_is_refused(tmp_path: Path, harm: str, told: str
 
 @pytest.mark.parametrize(("harm", "told"), [
     ("parameter", r"lacks 1 parameters[\s\S]*a\.bias"), ("master", r"no fp32\.pt"), ("shape", "another shape"),
-    ("optimizer", "optimizer_state"),
+    ("optimizer", "optimizer_state"), ("group member", "members that are not there"),
 ])
 def test_a_universal_checkpoint_that_is_not_whole_is_refused(tmp_path: Path, harm: str, told: str) -> None:
     made = job(stage=1)
@@ -195,9 +203,34 @@ def test_a_universal_checkpoint_that_is_not_whole_is_refused(tmp_path: Path, har
             save({"param": torch.zeros(5)}, zero / "a.bias" / "exp_avg.pt")
         case "optimizer":
             (zero / "optimizer_state.pt").unlink()
+        case "group member":
+            edit(zero / "optimizer_state.pt", lambda value: _groups_of(value)[0].update(params=[99]))
     with pytest.raises(fs.FormatError, match=told):
         fs.import_checkpoint(root, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def _groups_of(value: Any) -> Any:
+    """The param_groups, however deep they lie."""
+    if isinstance(value, dict):
+        if "param_groups" in value:
+            return value["param_groups"]
+        return next((found for one in value.values() if (found := _groups_of(one)) is not None), None)
+    return None
+
+
+def test_a_folder_of_a_trainer_whose_deepspeed_part_is_gone_is_its_safetensors(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
+    (tmp_path / "latest").write_text("global_step500")
+    fs.import_checkpoint(tmp_path, tmp_path / "run")
+    assert fs.open(tmp_path / "run").read("model.w").tolist() == [1, 1, 1]
+
+
+def test_megatrons_name_for_the_latest_iteration_does_not_hide_deepspeeds(tmp_path: Path) -> None:
+    made = job()
+    root = made.write(tmp_path / "ds")
+    (root / "latest_checkpointed_iteration.txt").write_text("3")
+    check(made, root, tmp_path / "run")
 
 
 @pytest.mark.parametrize("where", ["model", "optimizer", "client", "slot"])

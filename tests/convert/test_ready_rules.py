@@ -190,6 +190,9 @@ def test_what_the_set_does_not_know_is_named(tmp_path: Path) -> None:
     ("megatron-to-llama", {"heads": 4, "size": 4}, "size"), ("megatron-to-llama", {"heads": 4, "norms": "x"}, "fused"),
     ("megatron-to-llama", {"heads": 4, "padded_vocabulary": 64}, "without vocabulary"),
     ("mixtral-to-megatron", {"heads": 4, "layers": "stacked"}, "stacked layers of experts"),
+    ("megatron-to-llama", {"heads": 32}, "how many groups"), ("mixtral-to-megatron", {"heads": 32}, "how many groups"),
+    ("megatron-to-llama", {"heads": 4, "config": "x"}, "config"),
+    ("megatron-to-llama", {"heads": 4, "name": "x"}, "name"),
 ])
 def test_sizes_that_make_no_rules_are_refused(name: str, sizes: dict[str, Any], said: str) -> None:
     with pytest.raises(fs.ArgumentError, match=said):
@@ -245,6 +248,8 @@ def test_rules_come_from_files(tmp_path: Path) -> None:
     ('[[rules]]\nkind = "split"\nsource = "a"\ntargets = ["b", "c"]\nparts = [1]', "rule 1: Split: parts"),
     ('[[rules]]\nkind = "split"\nsource = "a"\ntargets = ["b"]\nrequired = "no"', "rule 1: Split: required"),
     ('[[rules]]\nkind = "rename"\nsource = 3\ntarget = "b"', "rule 1"),
+    ('[[rules]]\nkind = "rename"\nsource = "a"\ntarget = "b"\nrequired = "no"', "rule 1: required 'no'"),
+    ('complete = "yes"\n[[rules]]\nkind = "transpose"\nname = "a"', "complete 'yes'"),
 ])
 def test_files_that_say_nothing_sensible_are_refused(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "rules.toml").write_text(text)

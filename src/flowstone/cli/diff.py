@@ -55,7 +55,7 @@ def diff(
     from flowstone.convert.diff import diff as run
 
     with errors_reported(as_json, status=2):
-        found = conversion_rules(rules, None, inverse=inverse, configured=(b, a))
+        found = conversion_rules(rules, None, inverse=inverse, configured=((b, step_b), (a, step_a)))
         report = run(
             a, b, step_a=step_a, step_b=step_b, section=section, names=names or "*", skip=skip or (), rules=found,
             rtol=rtol, atol=atol, ignore_dtype=ignore_dtype, trust_digests=trust_digests, budget_bytes=budget_bytes,

@@ -48,7 +48,7 @@ def export(
     from flowstone.convert.export import export as run
 
     with errors_reported(as_json):
-        found = conversion_rules(rules, skip, inverse=inverse, configured=(documents, source))
+        found = conversion_rules(rules, skip, inverse=inverse, configured=((documents, None), (source, step)))
         report = run(
             source, target, to=to, step=step, section=section or None, dtype=dtype,  # type: ignore[arg-type]
             rules=found, shard_bytes=shard_bytes, documents=documents,

@@ -24,7 +24,10 @@ from flowstone.runtime.progress import terminal_progress
 
 
 def import_(
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Safetensors, torch.save, DCP, DeepSpeed.")],
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="SOURCE", help="Safetensors, torch.save, DCP, Megatron, DeepSpeed, TorchSnapshot."),
+    ],
     store: Annotated[Path, typer.Argument(metavar="STORE", help="A store; made where it is missing.")],
     step: Annotated[int, typer.Option("--step", help="Of the new checkpoint; above every one that is there.")] = 0,
     section: Section = "model",
@@ -39,7 +42,7 @@ def import_(
     from flowstone.convert.importing import import_checkpoint
 
     with errors_reported(as_json):
-        found = conversion_rules(rules, skip, inverse=inverse, configured=(source,))
+        found = conversion_rules(rules, skip, inverse=inverse, configured=((source, None),))
         report = import_checkpoint(
             source, store, step=step, section=section, dtype=dtype, rules=found,
             budget_bytes=budget_bytes, on_progress=terminal_progress("importing"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flowstone.errors import ArgumentError, FlowstoneError
+from flowstone.errors import ArgumentError, NoCheckpointError, NotAStoreError
 
 if TYPE_CHECKING:
     from flowstone.layout_rules import RuleSet
@@ -22,19 +22,25 @@ Inverse = Annotated[bool, typer.Option("--inverse", help="The inverse of the fil
 
 
 def conversion_rules(
-    given: str | None, skip: Sequence[str] | None, *, inverse: bool, configured: Sequence[Path | None] = ()
+    given: str | None, skip: Sequence[str] | None, *, inverse: bool,
+    configured: Sequence[tuple[Path | None, int | None]] = (),
 ) -> list[Skip | RuleSet]:
-    """What --skip and --rules say. A ready set takes sizes from the first config.json in `configured`."""
+    """What --skip and --rules say.
+
+    configured  places, and steps of those that are stores: a ready set takes sizes from the first config.json there
+    """
     from flowstone.rules import Skip
 
     rules: list[Skip | RuleSet] = [Skip(pattern) for pattern in skip or ()]
     if given is None:
+        if inverse:
+            raise ArgumentError("--inverse is given without --rules", next="say which rules are to be inverted")
         return rules
     found = _rule_set(given, configured)
     return [*rules, found.inverse if inverse else found]
 
 
-def _rule_set(given: str, configured: Sequence[Path | None]) -> RuleSet:
+def _rule_set(given: str, configured: Sequence[tuple[Path | None, int | None]]) -> RuleSet:
     from flowstone.convert.ready_rules import ready_rules
     from flowstone.convert.rule_files import read_rules
 
@@ -42,11 +48,11 @@ def _rule_set(given: str, configured: Sequence[Path | None]) -> RuleSet:
         return read_rules(given)
     name, _, listed = given.partition(":")
     sizes = dict(_pair(one) for one in listed.split(",") if one)
-    config = next((one for place in configured if place is not None and (one := _config(place))), None)
+    config = next((one for place, step in configured if place is not None and (one := _config(place, step))), None)
     return ready_rules(name, config, **sizes)
 
 
-def _config(place: Path) -> bytes | None:
+def _config(place: Path, step: int | None) -> bytes | None:
     """The configuration beside a model's tensors, or kept with them in a store."""
     from flowstone.checkpoint import open_checkpoint
     from flowstone.convert.mapping import DOCUMENTS_SECTION
@@ -54,8 +60,8 @@ def _config(place: Path) -> bytes | None:
     if (place / "config.json").is_file():
         return (place / "config.json").read_bytes()
     try:
-        kept = open_checkpoint(place).objects.get(DOCUMENTS_SECTION)
-    except FlowstoneError:  # it is no store: the conversion says what it is
+        kept = open_checkpoint(place, step).objects.get(DOCUMENTS_SECTION)
+    except (NoCheckpointError, NotAStoreError):  # another format, or nothing: the conversion says what it is
         return None
     content = kept.get("config.json") if isinstance(kept, dict) else None
     return content if isinstance(content, bytes) else None

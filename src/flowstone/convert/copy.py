@@ -138,7 +138,10 @@ def _write_all(
     progress = _Progress(planned, done, filler, writes, journal, tell)
     buffers = [AlignedMemory(filler.window_bytes) for _ in range(_BUFFERS)]
     fills = filler.fill_all(planned[done:], buffers)
-    with ThreadPoolExecutor(1, "flowstone-convert") as pool, ThreadPoolExecutor(_WRITERS, "flowstone-write") as writers:
+    with (
+        ThreadPoolExecutor(1, "flowstone-convert") as pool,
+        ThreadPoolExecutor(_WRITERS, "flowstone-convert-write") as writers,
+    ):
         filling = pool.submit(next, fills) if done < len(planned) else None
         for number, memory in zip(range(done, len(planned)), cycle(buffers), strict=False):
             assert filling is not None, "every window is filled before it is written"

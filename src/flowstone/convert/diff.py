@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -20,11 +20,11 @@ from flowstone.convert.copy import BUDGET_BYTES_DEFAULT, BUDGET_BYTES_MIN
 from flowstone.convert.elements import Differences, Tolerance, compare, has_numbers
 from flowstone.convert.fetch import Fetcher, Wanted
 from flowstone.convert.layout import Output
-from flowstone.convert.mapping import DOCUMENTS_SECTION, Rules, all_names, check_rules, leaves
+from flowstone.convert.mapping import DOCUMENTS_SECTION, Rules, all_names, check_mapped, check_rules, leaves
 from flowstone.convert.opening import open_source
 from flowstone.convert.rearrange import Origin, rearranged
 from flowstone.convert.source import Source, SourceTensor
-from flowstone.errors import ArgumentError, BudgetError, NoTensorError, UnsupportedFormatError
+from flowstone.errors import ArgumentError, BudgetError, NoTensorError
 from flowstone.layout_rules import GivenRules
 
 _SHARES = 8  # of the budget: for each side staging memory and two windows, and what comparisons take
@@ -149,9 +149,10 @@ def diff(
     tensors = [
         _tensors(source, prefix, select, found) for source, prefix, found in zip(sources, prefixes, known, strict=True)
     ]
-    values = [_values(source, select) for source in sources]
-    if not any((*tensors, *values)):
-        raise NoTensorError("no name of either checkpoint matches", found=", ".join(select.names), next="use '*'")
+    values = [_values(source, select, found) for source, found in zip(sources, known, strict=True)]
+    idle = select.idle([name for names in (*tensors, *values) for name in names])
+    if idle:
+        raise NoTensorError("no name of either checkpoint matches", found=", ".join(idle), next="correct the pattern")
     work = _Work(sources, _pairs(*tensors), tolerance, trust_digests, budget_bytes)
     found = work.run(on_progress)
     compared = [
@@ -177,6 +178,10 @@ class _Selection(msgspec.Struct, frozen=True):
     def has(self, name: str) -> bool:
         return any(fnmatchcase(name, one) for one in self.names) and not self.skips(name)
 
+    def idle(self, found: Collection[str]) -> list[str]:
+        """The patterns that chose none of these: what they were to compare has not been looked at."""
+        return [one for one in self.names if not any(fnmatchcase(name, one) for name in found)]
+
     def skips(self, name: str) -> bool:
         return any(fnmatchcase(name, one) for one in self.skip)
 
@@ -196,13 +201,8 @@ def _tolerance(relative: float, absolute: float) -> Tolerance:
 
 
 def _tensors(source: Source, prefix: str, select: _Selection, rules: Rules) -> dict[str, SourceTensor]:
-    unknown = [one for one in source.unmapped if select.has(prefix + one.name)]
-    if unknown:
-        raise UnsupportedFormatError(
-            f"{source.location} holds {len(unknown)} values of types that are not known, and nothing of them was "
-            "executed", found=", ".join(f"{prefix}{one.name} ({one.what})" for one in unknown[:5]),
-            next="leave them out with --skip PATTERN",
-        )
+    unmapped = [one for one in source.unmapped if not rules.skip(one.name) and select.has(prefix + one.name)]
+    check_mapped(source, unmapped)
     every = {
         name: tensor for name, tensor in all_names(source).items()
         if not rules.skip(name) and not select.skips(prefix + name)
@@ -211,7 +211,7 @@ def _tensors(source: Source, prefix: str, select: _Selection, rules: Rules) -> d
     return {prefix + name: tensor for name, tensor in found.items() if select.has(prefix + name)}
 
 
-def _values(source: Source, select: _Selection) -> Mapping[str, object]:
+def _values(source: Source, select: _Selection, rules: Rules) -> Mapping[str, object]:
     """What is no tensor, by dotted names."""
     objects = dict(source.objects)
     if source.documents:
@@ -219,7 +219,7 @@ def _values(source: Source, select: _Selection) -> Mapping[str, object]:
     for section, ranks in source.per_rank.items():
         objects |= {f"{section}@{rank}": value for rank, value in enumerate(ranks)}
     found = (leaf for section, value in objects.items() for leaf in leaves(section, value))
-    return {name: value for name, value in found if select.has(name)}
+    return {name: value for name, value in found if select.has(name) and not rules.skip(name)}
 
 
 def _differing_values(a: Mapping[str, object], b: Mapping[str, object]) -> tuple[ValueDiff, ...]:

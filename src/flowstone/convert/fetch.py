@@ -264,7 +264,6 @@ class Fetcher:
                     next="restore the file from a copy, or convert another step",
                 )
 
-
     def _name_of(self, run: DigestedRun) -> str:
         """The tensor that a run belongs to: others may be made of it."""
         boxes = ((tensor.name, stored.digested) for tensor in self._source.tensors for stored in tensor.boxes)

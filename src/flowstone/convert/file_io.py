@@ -26,7 +26,7 @@ from flowstone.store.engines import EngineChoice, open_file
 from flowstone.store.os_errors import explain, translated
 from flowstone.store.system import System
 
-_OPEN_FILES_MAX = 64
+_OPEN_FILES_MAX = 16  # of one reader; a diff has eight, and a file may take two descriptors: 256 in all
 REQUEST_BYTES = 8 * MIB
 QUEUE_DEPTH = 16
 _GAP_BYTES = 64 * KIB  # between two runs that are read as one

@@ -66,8 +66,8 @@ def import_checkpoint(
     Killed and called again with the same arguments, it goes on where the last durable window ended; the checkpoint
     appears once it is whole and durable.
 
-    source   safetensors (a file, or a directory with its index), a file of torch.save, a directory of DCP
-             or of DeepSpeed
+    source   safetensors (a file, or a directory with its index), a file of torch.save, a directory of DCP,
+             Megatron-core, DeepSpeed or TorchSnapshot
     store    a directory; made where it is missing
     step     of the new checkpoint; above every one that is there
     section  where the tensors of a file that knows no sections belong: `<section>.<name>`

@@ -11,7 +11,7 @@ from flowstone.config import NAMES_TOLD
 from flowstone.convert.cast import CASTABLE
 from flowstone.convert.layout import Output
 from flowstone.convert.rearrange import Origin, rearranged
-from flowstone.convert.source import Source, SourceTensor
+from flowstone.convert.source import Source, SourceTensor, Unmapped
 from flowstone.errors import ArgumentError, CollisionError, MismatchError, NoTensorError, UnsupportedFormatError
 from flowstone.format.objects import TensorRef
 from flowstone.layout_rules import KINDS, ConversionRule, RuleSet
@@ -94,7 +94,9 @@ def choose(source: Source, section: str | None, rules: Rules, dtype: DType | Non
             skipped.append(name)
         else:
             tensors[name] = tensor
-    skipped += _unmapped(source, prefix, rules)
+    unmapped = [one for one in source.unmapped if one.name.startswith(prefix)]
+    check_mapped(source, [one for one in unmapped if not rules.skip(one.name)])
+    skipped += [one.name for one in unmapped]
     if not tensors and not skipped:
         sections = ", ".join(dict.fromkeys(tensor.name.partition(".")[0] for tensor in source.tensors)) or "none"
         raise NoTensorError(
@@ -106,18 +108,14 @@ def choose(source: Source, section: str | None, rules: Rules, dtype: DType | Non
     return _mapped([(name.removeprefix(prefix), tensor) for name, tensor in found.items()], tuple(skipped), dtype)
 
 
-def _unmapped(source: Source, prefix: str, rules: Rules) -> list[str]:
-    """The values of a section that no checkpoint of ours can hold. Raises UnsupportedFormatError for those not skipped.
-    """
-    found = [one for one in source.unmapped if one.name.startswith(prefix)]
-    left = [one for one in found if not rules.skip(one.name)]
+def check_mapped(source: Source, left: Sequence[Unmapped]) -> None:
+    """Raise UnsupportedFormatError if there are any: values that are wanted, which no checkpoint of ours can hold."""
     if left:
         raise UnsupportedFormatError(
-            f"{source.location} holds {len(left)} values of types that are not known, and nothing of them was executed",
+            f"{source.location} holds {len(left)} values without a place in a checkpoint; nothing of them was executed",
             found=", ".join(f"{one.name} ({one.what})" for one in left[:NAMES_TOLD]),
-            next="leave them out with --skip PATTERN (fs.Skip), or save the file again without them",
+            next="leave them out with --skip PATTERN (fs.Skip), or save again without them",
         )
-    return [one.name for one in found]
 
 
 def all_names(source: Source) -> dict[str, SourceTensor]:

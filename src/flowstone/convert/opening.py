@@ -11,9 +11,11 @@ from flowstone.convert.source import Source
 from flowstone.convert.sources.dcp import is_dcp, read_dcp
 from flowstone.convert.sources.deepspeed import is_deepspeed, read_deepspeed
 from flowstone.convert.sources.flowstone import read_flowstone
+from flowstone.convert.sources.megatron import is_megatron, read_megatron
 from flowstone.convert.sources.safetensors import is_safetensors, read_safetensors
 from flowstone.convert.sources.torch_file import is_torch_file, read_torch_file
-from flowstone.errors import ArgumentError, NotAStoreError
+from flowstone.convert.sources.torchsnapshot import is_torchsnapshot, read_torchsnapshot
+from flowstone.errors import ArgumentError, DamagedError, NotAStoreError
 from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME
 
 
@@ -33,10 +35,14 @@ def open_source(path: str | os.PathLike[str] | Checkpoint, step: int | None = No
         raise ArgumentError(f"{place} is no store of Flowstone, and has no steps", next="leave out the step")
     if not place.exists():
         raise NotAStoreError(f"there is nothing at {place}", next="check the path")
+    if _is_deepspeed(place):  # before Megatron's: Megatron-DeepSpeed names its latest iteration in the same file, too
+        return read_deepspeed(place)
+    if is_megatron(place):
+        return read_megatron(place)
     if is_dcp(place):
         return read_dcp(place)
-    if is_deepspeed(place):
-        return read_deepspeed(place)
+    if is_torchsnapshot(place):
+        return read_torchsnapshot(place)
     if is_safetensors(place):
         return read_safetensors(place)
     if is_torch_file(place):
@@ -44,9 +50,19 @@ def open_source(path: str | os.PathLike[str] | Checkpoint, step: int | None = No
     raise NotAStoreError(
         f"{place} is no checkpoint that Flowstone knows",
         expected="a store or checkpoint of Flowstone, safetensors (a file, or a directory with its index), a file of "
-        "torch.save, or a directory of torch.distributed.checkpoint or of DeepSpeed",
+        "torch.save, or a directory of torch.distributed.checkpoint, Megatron-core, DeepSpeed or TorchSnapshot",
         next="check the path",
     )
+
+
+def _is_deepspeed(place: Path) -> bool:
+    """Whether it is DeepSpeed's; a Trainer's folder whose DeepSpeed part was deleted is its safetensors."""
+    try:
+        return is_deepspeed(place)
+    except DamagedError:
+        if is_safetensors(place):
+            return False
+        raise
 
 
 def _is_ours(place: Path) -> bool:

@@ -46,7 +46,7 @@ class Sizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _CHOICES = {"norms": ("fused", "separate"), "experts": ("sequential", "grouped"), "layers": ("apart", "stacked")}
 
 
-def ready_rules(name: str, config: Mapping[str, Any] | str | bytes | None = None, **sizes: int | str) -> RuleSet:
+def ready_rules(name: str, config: Mapping[str, Any] | str | bytes | None = None, /, **sizes: int | str) -> RuleSet:
     """A set by its name: "megatron-to-llama", "llama-to-megatron"; also gpt2 and mixtral.
 
     config  the model's config.json of Hugging Face, which tells sizes that are not given
@@ -59,12 +59,18 @@ def ready_rules(name: str, config: Mapping[str, Any] | str | bytes | None = None
         raise ArgumentError(
             f"there are no ready rules {name!r:.60}", expected=", ".join(names()), next="give one of them, or a file"
         )
-    found = _sizes(name, _from_config(config) | sizes)
+    known = _from_config(config)
+    found = _sizes(name, known | sizes)
     rules, optional = _MODELS[model](found)
     if found.layers == "stacked":
         if model == "mixtral":
             raise ArgumentError(f"{name}: stacked layers of experts are not known", next="write rules in a file")
         rules = [*_unstacked(rules), *rules]
+    if model != "gpt2" and not known and "groups" not in sizes:  # as many as heads would divide it too, and wrongly
+        raise ArgumentError(
+            f"{name}: how many groups of heads share a key and a value is not said", expected="groups=8",
+            next="give groups, as many as heads where each has its own, or the model's config.json",
+        )
     ready = RuleSet((*_unpadded(found), *rules), name, tuple(optional), complete=True)
     if name.startswith("megatron"):
         return RuleSet((Skip("*._extra_state*"), *ready.rules), name, ready.optional, complete=True)
@@ -83,10 +89,10 @@ def _from_config(config: Mapping[str, Any] | str | bytes | None) -> dict[str, An
     except (ValueError, RecursionError) as error:
         raise ArgumentError(f"the configuration is no JSON: {error!s:.100}", next="give the sizes by name") from error
     if not isinstance(known, Mapping):
-        return {}
+        raise ArgumentError("the configuration is no table of names", next="give the sizes by name")
     keys = {"heads": ("num_attention_heads", "n_head"), "groups": ("num_key_value_heads",),
             "vocabulary": ("vocab_size",)}
-    return {size: known[key] for size, among in keys.items() for key in among if type(known.get(key)) is int}
+    return {size: known[key] for size, among in keys.items() for key in among if known.get(key) is not None}
 
 
 def _sizes(name: str, given: Mapping[str, Any]) -> Sizes:

@@ -6,7 +6,7 @@ names nothing, two tensors of one name, shapes that it does not speak of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import msgspec
@@ -45,9 +45,6 @@ class _Match(msgspec.Struct, frozen=True):
 
     sources: tuple[str, ...]
     targets: tuple[str, ...]
-
-
-_Make: TypeAlias = Callable[[Sequence[SourceTensor]], Sequence[SourceTensor]]
 
 
 def rearranged(tensors: Tensors, rules: Sequence[ConversionRule | RuleSet], origin: Origin) -> Tensors:

@@ -43,13 +43,14 @@ def read_rules(path: str | Path) -> RuleSet:
             f"{place} has no list of rules", expected="[[rules]] tables, and perhaps complete = true",
             next='begin with [[rules]] and kind = "rename"',
         )
+    complete = _flag(found, "complete", str(place), default=False)
     rules, optional = [], []
     for number, table in enumerate(found["rules"], 1):
         rule, required = _rule(table, f"{place}: rule {number}")
         rules.append(rule)
         if isinstance(rule, Rename) and not required:
             optional.append(rule.source)
-    return RuleSet(tuple(rules), str(place), tuple(optional), complete=found.get("complete") is True)
+    return RuleSet(tuple(rules), str(place), tuple(optional), complete=complete)
 
 
 def _rule(table: Any, where: str) -> tuple[ConversionRule, bool]:
@@ -59,13 +60,16 @@ def _rule(table: Any, where: str) -> tuple[ConversionRule, bool]:
         raise ArgumentError(f"{where} is of no known kind", expected=", ".join(_KINDS), next='write kind = "rename"')
     given = {name: tuple(v) if isinstance(v, list) else v for name, v in table.items() if name != "kind"}
     known = [field.name for field in fields(kind)]
-    required = given.pop("required", True) if kind is Rename else True
+    is_rename = kind is Rename  # which has no such field: a set of rules says it
+    required = _flag(given, "required", where, default=True) if is_rename else True
+    if is_rename:
+        given.pop("required", None)
     unknown = [name for name in given if name not in known]
     if unknown:
         raise ArgumentError(f"{where} has no field {unknown[0]!r:.40}", expected=", ".join(known), next="correct it")
     try:
         rule: ConversionRule = kind(**given)
-        return rule, required is True
+        return rule, required
     except TypeError as error:
         raise ArgumentError(
             f"{where} lacks a field, or one is of another type: {error!s:.100}", expected=", ".join(known),
@@ -73,6 +77,13 @@ def _rule(table: Any, where: str) -> tuple[ConversionRule, bool]:
         ) from error
     except ArgumentError as error:
         raise ArgumentError(f"{where}: {error.message}", **error.facts) from error
+
+
+def _flag(table: Mapping[str, Any], name: str, where: str, *, default: bool) -> bool:
+    value = table.get(name, default)
+    if not isinstance(value, bool):
+        raise ArgumentError(f"{where}: {name} {value!r:.40} is not true or false", next="write one of them")
+    return value
 
 
 __all__ = ["read_rules"]

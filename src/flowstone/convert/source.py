@@ -74,7 +74,7 @@ class Unmapped(msgspec.Struct, frozen=True):
 class Source(msgspec.Struct, frozen=True, eq=False):
     """A checkpoint that is ready to be read: everything about it is known and checked but the tensors' bytes.
 
-    kind      "flowstone", "safetensors", "torch", "dcp", "deepspeed"
+    kind      "flowstone", "safetensors", "torch", "dcp", "megatron", "deepspeed", "torchsnapshot"
     location  for people
     tensors   in the order in which they are best read
     objects   section -> value, of what is no tensor; a TensorRef stands where a tensor lies

@@ -30,7 +30,7 @@ from flowstone.table.dtype import DTYPES, DType
 METADATA_NAME = ".metadata"
 _METADATA_BYTES_MAX = 1024 * MIB
 _MODULE = "torch.distributed.checkpoint.metadata"
-_TENSOR, _BYTES = f"{_MODULE}.TensorStorageMetadata", f"{_MODULE}.BytesStorageMetadata"
+TENSOR, _BYTES = f"{_MODULE}.TensorStorageMetadata", f"{_MODULE}.BytesStorageMetadata"
 _RECORDS = frozenset({
     *(f"{_MODULE}.{name}" for name in (
         "Metadata", "MetadataIndex", "ChunkStorageMetadata", "TensorStorageMetadata", "BytesStorageMetadata",
@@ -44,24 +44,26 @@ _METADATA_KNOWN: Known = {name: KNOWN[name] for name in (
 )}
 
 
-class _Item(msgspec.Struct, frozen=True):
+class Item(msgspec.Struct, frozen=True):
     """Where an item lies: the file's name, and its place there."""
 
     file: str
     place: Place
 
 
-class _Metadata(msgspec.Struct, frozen=True):
+class Metadata(msgspec.Struct, frozen=True):
     """What .metadata says.
 
     entries  what each name is
     items    where each item lies: by name, and by offset in the tensor (None for what is no tensor)
     paths    the keys that led to each name
+    megatron what Megatron-core adds, by name
     """
 
     entries: Mapping[str, Record]
-    items: Mapping[tuple[str, tuple[int, ...] | None], _Item]
+    items: Mapping[tuple[str, tuple[int, ...] | None], Item]
     paths: Mapping[str, tuple[str | int, ...]]
+    megatron: Mapping[object, object]
 
 
 def is_dcp(path: Path) -> bool:
@@ -75,29 +77,29 @@ def read_dcp(path: Path) -> Source:
     raises  DamagedError            a file is missing or torn, or the metadata contradicts itself
             UnsupportedFormatError  items that extensions have transformed, or types that are not known
     """
-    metadata = _metadata(path)
-    files = _Files(path)
+    metadata = read_metadata(path)
+    files = ItemFiles(path)
     try:
         return _source(path, metadata, files)
     finally:
         files.close()
 
 
-def _source(path: Path, metadata: _Metadata, files: _Files) -> Source:
+def _source(path: Path, metadata: Metadata, files: ItemFiles) -> Source:
     tensors, objects = [], dict[str, object]()
     trees = Tree(files.storage, str(path))
     for name, entry in metadata.entries.items():
         keys = metadata.paths[name]
-        if entry.kind == _TENSOR:
-            tensors.append(_tensor(path, name, entry, metadata, files))
+        if entry.kind == TENSOR:
+            tensors.append(stored_tensor(path, name, entry, metadata, files))
             _put(objects, keys, TensorRef(name, "tensor"), path)
         else:
             item = metadata.items.get((name, None))
             if item is None:
-                raise _contradiction(path, f"nothing says where {name!r:.80} lies")
+                raise contradiction(path, f"nothing says where {name!r:.80} lies")
             _put(objects, keys, trees.section(name, files.value(item)), path)
     is_flat = all(len(keys) == 1 for keys in metadata.paths.values()) and not trees.tensors and all(
-        entry.kind == _TENSOR for entry in metadata.entries.values()
+        entry.kind == TENSOR for entry in metadata.entries.values()
     )
     gone = {one.name for one in trees.unmapped}
     kept = {} if is_flat else {key: _listed(value) for key, value in objects.items() if key not in gone}
@@ -109,7 +111,8 @@ def _source(path: Path, metadata: _Metadata, files: _Files) -> Source:
     ))
 
 
-def _metadata(path: Path) -> _Metadata:
+def read_metadata(path: Path) -> Metadata:
+    """What a directory's .metadata says. Raises DamagedError, UnsupportedFormatError."""
     where = path / METADATA_NAME
     with translated(path, "read", METADATA_NAME):
         if where.stat().st_size > _METADATA_BYTES_MAX:
@@ -124,12 +127,13 @@ def _metadata(path: Path) -> _Metadata:
         planner = value.state.get("planner_data") if isinstance(value.state, dict) else None
         items = dict(_item(index, found) for index, found in storage.items())
         paths = {name: _keys(name, planner) for name in entries}
-        unknown = [name for name, entry in entries.items() if entry.kind not in (_TENSOR, _BYTES)]
+        added = value.state.get("mcore_data") if isinstance(value.state, dict) else None
+        unknown = [name for name, entry in entries.items() if entry.kind not in (TENSOR, _BYTES)]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise _contradiction(path, f"a field is missing or of another type: {error!s:.100}") from error
+        raise contradiction(path, f"a field is missing or of another type: {error!s:.100}") from error
     if unknown:
         raise UnsupportedFormatError(f"{where}: {unknown[0]!r:.80} is of an unknown kind", next="convert it with torch")
-    return _Metadata(entries, items, paths)
+    return Metadata(entries, items, paths, added if isinstance(added, dict) else {})
 
 
 def _keys(name: str, planner: object) -> tuple[str | int, ...]:
@@ -139,7 +143,7 @@ def _keys(name: str, planner: object) -> tuple[str | int, ...]:
     return keys
 
 
-def _item(index: Record, found: Record) -> tuple[tuple[str, tuple[int, ...] | None], _Item]:
+def _item(index: Record, found: Record) -> tuple[tuple[str, tuple[int, ...] | None], Item]:
     offset = index.state.get("offset") if isinstance(index.state, dict) else None
     file, begin, length = (found.field(name) for name in ("relative_path", "offset", "length"))
     transforms = found.state.get("transform_descriptors") if isinstance(found.state, dict) else None
@@ -152,11 +156,11 @@ def _item(index: Record, found: Record) -> tuple[tuple[str, tuple[int, ...] | No
     if not is_plain or not all(isinstance(n, int) and n >= 0 for n in (begin, length)) or not isinstance(name, str):
         raise ValueError(f"the place of {name!r:.80}")
     place = Place(cast("int", begin), cast("int", length))
-    return (name, None if offset is None else _sides(offset)), _Item(cast("str", file), place)
+    return (name, None if offset is None else sides(offset)), Item(cast("str", file), place)
 
 
-def _sides(value: object) -> tuple[int, ...]:
-    """A torch.Size, as the pickle has it, or a tuple."""
+def sides(value: object) -> tuple[int, ...]:
+    """A torch.Size, as the pickle has it, or a tuple. Raises ValueError."""
     if isinstance(value, Named):
         return tuple(int(n) for n in value.text.split(",") if n)
     if isinstance(value, Sequence) and all(isinstance(n, int) and n >= 0 for n in value):
@@ -164,23 +168,24 @@ def _sides(value: object) -> tuple[int, ...]:
     raise ValueError(f"a size {value!r:.40}")
 
 
-def _tensor(path: Path, name: str, entry: Record, metadata: _Metadata, files: _Files) -> SourceTensor:
+def stored_tensor(path: Path, name: str, entry: Record, metadata: Metadata, files: ItemFiles) -> SourceTensor:
+    """A tensor, and where each of its chunks lies. Raises DamagedError, UnsupportedFormatError."""
     try:
-        shape, dtype = _sides(entry.field("size")), _dtype(entry.field("properties"), name)
+        shape, dtype = sides(entry.field("size")), _dtype(entry.field("properties"), name)
         chunks = [
-            Box(_sides(chunk.field("offsets")), _sides(chunk.field("sizes")))
+            Box(sides(chunk.field("offsets")), sides(chunk.field("sizes")))
             for chunk in cast("list[Record]", entry.field("chunks"))
         ]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise _contradiction(path, f"{name!r:.80}: {error!s:.100}") from error
+        raise contradiction(path, f"{name!r:.80}: {error!s:.100}") from error
     boxes = []
     for box in chunks:
         item = metadata.items.get((name, box.offset))
         if item is None:
-            raise _contradiction(path, f"nothing says where {name!r:.80} {box} lies")
+            raise contradiction(path, f"nothing says where {name!r:.80} {box} lies")
         file, begin, view = files.tensor(item)
         if (view.shape, view.dtype) != (box.shape, dtype):
-            raise _contradiction(
+            raise contradiction(
                 path, f"{name!r:.80} {box} is {dtype.name} {box.shape} in the metadata, "
                 f"{view.dtype.name} {view.shape} in {item.file}",
             )
@@ -198,17 +203,17 @@ def _dtype(properties: object, name: str) -> DType:
     return DTYPES[kind]
 
 
-class _Files:
+class ItemFiles:
     """The files of a directory, each opened once while the places of its items are looked up."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, known: Known = KNOWN, records: frozenset[str] = frozenset()) -> None:
+        self._directory, self._known, self._records = directory, known, records
         self._numbers: dict[str, int] = {}
         self._current: tuple[str, BinaryIO] | None = None
         self.opened: list[SourceFile] = []
         self._storages: dict[tuple[int, str], Place] = {}
 
-    def _archive(self, item: _Item) -> tuple[int, Archive]:
+    def _archive(self, item: Item) -> tuple[int, Archive]:
         if item.file not in self._numbers:
             path = self._directory / item.file
             if not path.is_file():
@@ -228,7 +233,7 @@ class _Files:
                 self._current = item.file, open(file.path, "rb")  # noqa: SIM115
             return number, read_archive(self._current[1], item.place, f"{file.path} at {item.place.offset}")
 
-    def tensor(self, item: _Item) -> tuple[int, int, TensorView]:
+    def tensor(self, item: Item) -> tuple[int, int, TensorView]:
         """The file of an item that is a tensor, where its first element lies, and what it is."""
         number, archive = self._archive(item)
         path = f"{self.opened[number].path} at {item.place.offset}"
@@ -238,12 +243,12 @@ class _Files:
             raise DamagedError(f"{path} is no tensor", next="copy the file again")
         return number, place.offset + view_bytes(view)[0], view
 
-    def value(self, item: _Item) -> object:
+    def value(self, item: Item) -> object:
         """What an item is that is no tensor. Its storages are found by `storage` until the next one."""
         number, archive = self._archive(item)
         self._storages = {(number, key): place for key, place in archive.storages.items()}
         path = f"{self.opened[number].path} at {item.place.offset}"
-        return read_pickle(archive.content, KNOWN, persistent=storage_of, path=path)
+        return read_pickle(archive.content, self._known, self._records, persistent=storage_of, path=path)
 
     def storage(self, wanted: StorageRef) -> tuple[int, Place]:
         """Where a storage of the value read last lies."""
@@ -264,7 +269,7 @@ def _put(objects: dict[str, object], keys: tuple[str | int, ...], value: object,
     for key in keys[:-1]:
         inner = at.setdefault(key, {})
         if not isinstance(inner, dict):
-            raise _contradiction(path, f"{'.'.join(map(str, keys))!r:.80} lies inside of a value")
+            raise contradiction(path, f"{'.'.join(map(str, keys))!r:.80} lies inside of a value")
         at = inner
     at[keys[-1]] = value
 
@@ -278,7 +283,7 @@ def _listed(value: object) -> object:
     return [found[at] for at in range(len(found))] if is_list else found
 
 
-def _contradiction(path: Path, what: str) -> DamagedError:
+def contradiction(path: Path, what: str) -> DamagedError:
     return DamagedError(
         f"{path / METADATA_NAME} contradicts itself, or its files: {what}", next="copy the whole directory again"
     )

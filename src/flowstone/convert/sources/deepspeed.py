@@ -13,7 +13,7 @@ import msgspec
 
 from flowstone.convert.fetch import linear_boxes
 from flowstone.convert.source import Source, SourceTensor, StoredBox, Unmapped, check_source
-from flowstone.convert.sources.deepspeed_files import PickledFiles, Run
+from flowstone.convert.sources.deepspeed_files import DeepSpeedFiles, Run
 from flowstone.convert.sources.deepspeed_universal import PARAMETERS_NAME, read_universal
 from flowstone.convert.sources.deepspeed_zero import (
     MASTER,
@@ -60,8 +60,7 @@ def is_deepspeed(path: Path) -> bool:
     """Whether a directory is a checkpoint of DeepSpeed, or has a tag that names one."""
     if not path.is_dir():
         return False
-    directory = _tagged(path)
-    return directory is not None and any(_MODEL.fullmatch(name) for name in os.listdir(directory))
+    return any(_MODEL.fullmatch(name) for name in os.listdir(_tagged(path)))
 
 
 def read_deepspeed(path: Path) -> Source:
@@ -72,8 +71,8 @@ def read_deepspeed(path: Path) -> Source:
     raises  DamagedError            files are missing or torn, or contradict each other
             UnsupportedFormatError  a layout that cannot be put together from files alone
     """
-    directory = _tagged(path) or path
-    names, files = _names(directory), PickledFiles(str(directory))
+    directory = _tagged(path)
+    names, files = _names(directory), DeepSpeedFiles(str(directory))
     models = [_model_states(files, directory / name) for name in names.models]
     if names.is_universal:
         shapes = [_shapes(one, files) or [] for one in models]
@@ -87,13 +86,27 @@ def read_deepspeed(path: Path) -> Source:
         partitioned = _partitioned(directory, names, models, files)
     else:
         partitioned = None
+        _check_whole(directory, models[0], files)
     source = _Assembly(models, partitioned, files).source()
     unmapped = [Unmapped(name, "a file of a kind that is not known") for name in names.others]
     return msgspec.structs.replace(source, unmapped=(*source.unmapped, *unmapped))
 
 
-def _tagged(path: Path) -> Path | None:
-    """The directory that `latest` names, or the path itself if it has none; None if there is no such directory."""
+def _check_whole(directory: Path, state: Mapping[str, object], files: DeepSpeedFiles) -> None:
+    """Without optimizer states: refuse a module whose parameters lie in those alone, as ZeRO 3 has them."""
+    module = _module(state)
+    for group in _shapes(state, files) or []:
+        for name, shape in group.items():
+            kept = module.get(name)
+            if isinstance(kept, TensorView) and kept.shape != shape:
+                raise DamagedError(
+                    f"{directory} has no optimizer states, which hold the parameters of ZeRO 3", found=name,
+                    expected="a *_optim_states.pt of each rank", next="copy the whole directory again",
+                )
+
+
+def _tagged(path: Path) -> Path:
+    """The directory that `latest` names, or the path itself if it has none. Raises DamagedError."""
     for name in _LATEST:
         if (path / name).is_file():
             with translated(path, "read", name):
@@ -117,6 +130,10 @@ def _names(directory: Path) -> _Names:
         if name.endswith(".pt") and not _MODEL.fullmatch(name) and not _OPTIMIZER.fullmatch(name)
     ]
     is_universal = (directory / PARAMETERS_NAME).is_dir()
+    if all(rank for rank, _, _ in ranked):
+        raise DamagedError(
+            f"{directory} has no model states of rank 0", next="copy the whole directory again"
+        )
     if is_universal:
         return _Names([name for rank, _, name in ranked if rank == 0], [], others, is_universal)
     parallel = {mp for _, mp, _ in ranked} | {int(found[3]) for found in states}
@@ -136,7 +153,7 @@ def _names(directory: Path) -> _Names:
     return _Names([name for *_, name in ranked], [found[0] for found in ordered], others, is_universal)
 
 
-def _model_states(files: PickledFiles, path: Path) -> dict[str, object]:
+def _model_states(files: DeepSpeedFiles, path: Path) -> dict[str, object]:
     value = files.read(path)
     if not isinstance(value, dict) or not isinstance(value.get("module"), dict):
         raise DamagedError(f"{path} has no module", next="copy the whole directory again")
@@ -147,13 +164,13 @@ def _module(state: Mapping[str, object]) -> dict[str, object]:
     return cast("dict[str, object]", state["module"])
 
 
-def _shapes(state: Mapping[str, object], files: PickledFiles) -> Shapes | None:
+def _shapes(state: Mapping[str, object], files: DeepSpeedFiles) -> Shapes | None:
     found = state.get("param_shapes")
     return None if found is None else read_shapes(found, files.location)
 
 
 def _partitioned(
-    directory: Path, names: _Names, models: Sequence[dict[str, object]], files: PickledFiles
+    directory: Path, names: _Names, models: Sequence[dict[str, object]], files: DeepSpeedFiles
 ) -> Partitioned:
     shapes = _shapes(models[0], files)
     if shapes is None:
@@ -186,7 +203,7 @@ class _Assembly:
     """The sections of a checkpoint, out of what its files hold."""
 
     def __init__(
-        self, models: Sequence[dict[str, object]], partitioned: Partitioned | None, files: PickledFiles
+        self, models: Sequence[dict[str, object]], partitioned: Partitioned | None, files: DeepSpeedFiles
     ) -> None:
         self._models, self._state, self._files = models, models[0], files
         self._partitioned = partitioned

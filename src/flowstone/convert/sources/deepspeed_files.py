@@ -1,4 +1,4 @@
-"""The pickled files of a DeepSpeed checkpoint: values with references to storages, and nothing executed."""
+"""The files of a DeepSpeed checkpoint: values with references to storages, and nothing executed."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from pathlib import Path
 
 import msgspec
 
-from flowstone.convert.source import SourceFile, source_file
-from flowstone.convert.sources.restricted_unpickler import Known, Record, read_pickle
-from flowstone.convert.sources.torch_archive import Place, read_archive
-from flowstone.convert.sources.torch_values import KNOWN, StorageRef, TensorView, storage_of, view_bytes
+from flowstone.convert.sources.pickled_files import PickledFiles
+from flowstone.convert.sources.restricted_unpickler import Known, Record
+from flowstone.convert.sources.torch_archive import Place
+from flowstone.convert.sources.torch_values import KNOWN, TensorView, view_bytes
 from flowstone.errors import DamagedError
 from flowstone.format.objects import Named
-from flowstone.store.os_errors import translated
 
 _SCALERS = frozenset({
     "deepspeed.runtime.fp16.loss_scaler.LossScaler", "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
@@ -38,44 +37,19 @@ class Run(msgspec.Struct, frozen=True):
     elements: int
 
 
-class PickledFiles:
-    """The files of one checkpoint. A storage's key has the number of its file, so values of several files mix."""
+class DeepSpeedFiles(PickledFiles):
+    """The files of a checkpoint of DeepSpeed."""
 
     def __init__(self, location: str) -> None:
-        self.location = location
-        self.opened: list[SourceFile] = []
-        self._storages: dict[str, tuple[int, Place]] = {}
+        super().__init__(location, _KNOWN, _RECORDS)
 
-    def read(self, path: Path) -> object:
-        """What a file of torch.save holds; loss scalers are dicts of their fields.
-
-        raises  DamagedError, UnsupportedFormatError, StorageError
-        """
-        if not path.is_file():
-            raise DamagedError(f"{self.location} lacks {path.name}", next="copy the whole directory again")
-        number, file = len(self.opened), source_file(path)
-        self.opened.append(file)
-        with translated(path.parent, "read", path.name), open(file.path, "rb") as opened:
-            archive = read_archive(opened, Place(0, file.bytes), str(path))
-        self._storages.update({f"{number}:{key}": (number, place) for key, place in archive.storages.items()})
-
-        def storage(identity: object) -> StorageRef:
-            found = storage_of(identity)
-            return StorageRef(f"{number}:{found.key}", found.dtype, found.bytes)
-
-        value = read_pickle(archive.content, _KNOWN, _RECORDS, persistent=storage, path=str(path))
+    def read(self, path: Path, place: Place | None = None) -> object:
+        """What a file of torch.save holds; loss scalers are dicts of their fields."""
+        value = super().read(path, place)
         if isinstance(value, dict):
             _show_scaler(value)
             _show_scaler(value.get("optimizer_state_dict"))
         return value
-
-    def place(self, wanted: StorageRef) -> tuple[int, Place]:
-        """Where a storage lies. Raises DamagedError."""
-        found = self._storages.get(wanted.key)
-        if found is None:
-            number, _, key = wanted.key.partition(":")
-            raise DamagedError(f"{self.opened[int(number)].path} lacks the storage {key!r:.40}", next="copy it again")
-        return found
 
     def run(self, view: TensorView, what: str) -> Run:
         """Where the elements of a flat tensor lie. Raises DamagedError for one that is not flat, or is cut short."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from flowstone.convert.source import row_major
-from flowstone.convert.sources.deepspeed_files import PickledFiles, Run
+from flowstone.convert.sources.deepspeed_files import DeepSpeedFiles, Run
 from flowstone.convert.sources.deepspeed_zero import MASTER, Group, Parameter, Partitioned, Shapes, Slot
 from flowstone.convert.sources.torch_values import TensorView, view_bytes
 from flowstone.errors import DamagedError
@@ -25,7 +25,7 @@ _NOT_SCALARS = frozenset({
 
 
 def read_universal(
-    directory: Path, shapes: Sequence[Shapes], buffers: frozenset[str], files: PickledFiles
+    directory: Path, shapes: Sequence[Shapes], buffers: frozenset[str], files: DeepSpeedFiles
 ) -> Partitioned:
     """Every parameter of the directory.
 
@@ -78,7 +78,7 @@ def _steps(state: Mapping[str, object]) -> list[tuple[int, object]]:
 
 
 def _parameter(
-    place: Path, name: str, shape: tuple[int, ...] | None, step: object, files: PickledFiles
+    place: Path, name: str, shape: tuple[int, ...] | None, step: object, files: DeepSpeedFiles
 ) -> Parameter:
     """A parameter as its files have it.
 
@@ -108,7 +108,7 @@ def _parameter(
     return Parameter(name, whole, found_slots, values)
 
 
-def _slot(place: Path, slot: str, view: TensorView, shape: tuple[int, ...], files: PickledFiles) -> Slot:
+def _slot(place: Path, slot: str, view: TensorView, shape: tuple[int, ...], files: DeepSpeedFiles) -> Slot:
     """ZeRO 3's are flat, others have the parameter's shape."""
     elements = math.prod(shape)
     if (view.shape != shape and view.shape != (elements,)) or view.strides != row_major(view.shape):
@@ -128,8 +128,12 @@ def _groups(groups: Sequence[object], names: Sequence[tuple[str, ...]]) -> tuple
         if not isinstance(group, Mapping):
             raise DamagedError(f"group {number} of {_OPTIMIZER_NAME} is none", next="convert the checkpoint again")
         members = group.get("params", [number])
-        numbers = [member for member in members if type(member) is int and member < len(names)]
-        ours = tuple(name for member in numbers for name in names[member])
+        if not isinstance(members, list) or not all(type(one) is int and 0 <= one < len(names) for one in members):
+            raise DamagedError(
+                f"group {number} of {_OPTIMIZER_NAME} has members that are not there", found=f"{members!r:.80}",
+                next="convert the checkpoint again",
+            )
+        ours = tuple(name for member in members for name in names[member])
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         found.append(Group(options, ours))
     return tuple(found)

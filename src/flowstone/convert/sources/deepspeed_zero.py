@@ -8,7 +8,7 @@ from typing import TypeAlias, cast
 
 import msgspec
 
-from flowstone.convert.sources.deepspeed_files import PickledFiles, Run, fragment, sides
+from flowstone.convert.sources.deepspeed_files import DeepSpeedFiles, Run, fragment, sides
 from flowstone.convert.sources.torch_values import TensorView
 from flowstone.errors import DamagedError, UnsupportedFormatError
 from flowstone.table.dtype import DType
@@ -85,7 +85,7 @@ def read_shapes(value: object, location: str) -> Shapes:
         raise DamagedError(f"{location}: param_shapes cannot be read: {error!s:.100}", next="copy it again") from error
 
 
-def read_partitions(states: Sequence[dict[str, object]], shapes: Shapes, files: PickledFiles) -> Partitioned:
+def read_partitions(states: Sequence[dict[str, object]], shapes: Shapes, files: DeepSpeedFiles) -> Partitioned:
     """Put the parameters together of what each rank's file holds.
 
     states  of each rank, its "optimizer_state_dict"
@@ -126,7 +126,8 @@ def _stage(states: Sequence[dict[str, object]], location: str) -> int:
         )
     (stage,) = stages
     if stage not in (1, 2, 3):
-        raise UnsupportedFormatError(f"{location} was saved with ZeRO stage {stage!r:.20}", expected="stage 0 to 3")
+        raise UnsupportedFormatError(f"{location} was saved with ZeRO stage {stage!r:.20}", expected="stage 0 to 3",
+                                     next="check which version of DeepSpeed has saved it")
     for rank, state in enumerate(states):
         count = state.get("partition_count")
         ranks = max(count, default=0) if isinstance(count, list) else count
@@ -168,7 +169,7 @@ def _partition(state: dict[str, object], stage: int, rank: int, location: str) -
 
 
 def _paddings(
-    state: dict[str, object], number: int, group: Mapping[str, tuple[int, ...]], files: PickledFiles
+    state: dict[str, object], number: int, group: Mapping[str, tuple[int, ...]], files: DeepSpeedFiles
 ) -> list[int]:
     """How many elements follow each parameter of a group that are none."""
     found = state.get("param_alignment_paddings")
@@ -182,7 +183,7 @@ def _paddings(
 
 def _of_the_whole(
     group: Mapping[str, tuple[int, ...]], flats: Sequence[Mapping[str, object]], paddings: Sequence[int],
-    files: PickledFiles,
+    files: DeepSpeedFiles,
 ) -> list[_Addresses]:
     """Stages 1 and 2 cut the whole group, flattened, into one run for each rank."""
     begins, begin = {}, 0
@@ -204,7 +205,7 @@ def _of_the_whole(
 
 
 def _of_each_parameter(
-    group: Mapping[str, tuple[int, ...]], flats: Sequence[Mapping[str, object]], files: PickledFiles
+    group: Mapping[str, tuple[int, ...]], flats: Sequence[Mapping[str, object]], files: DeepSpeedFiles
 ) -> list[_Addresses]:
     """Stage 3 cuts each parameter by itself, into equal parts, of which the last is padded."""
     ranks = len(flats)
@@ -224,7 +225,7 @@ def _of_each_parameter(
     return list(found)
 
 
-def _length(flat: Mapping[str, object], files: PickledFiles) -> int:
+def _length(flat: Mapping[str, object], files: DeepSpeedFiles) -> int:
     master = flat[MASTER]
     if not isinstance(master, TensorView) or len(master.shape) != 1:
         raise _contradiction(files, "the master weights of a group are no flat tensor")
@@ -233,7 +234,7 @@ def _length(flat: Mapping[str, object], files: PickledFiles) -> int:
 
 def _parameter(
     name: str, shape: tuple[int, ...], flats: Sequence[Mapping[str, object]], addresses: Sequence[_Addresses],
-    files: PickledFiles,
+    files: DeepSpeedFiles,
 ) -> Parameter:
     holding = [rank for rank in range(len(flats)) if addresses[rank].get(name, (0, 0))[1]]
     held = sum(addresses[rank][name][1] for rank in holding)
@@ -242,18 +243,19 @@ def _parameter(
             f"{files.location}: the optimizer's partitions hold {held} elements of {name!r:.200}",
             expected=f"{math.prod(shape)}, of shape {shape}", next="copy the files of all ranks again",
         )
-    first = flats[holding[0]] if holding else flats[0]
+    holding = holding or [0]  # no elements: its slots are empty, and of a type
+    first = flats[holding[0]]
     slots, values = {}, {}
     for slot, value in first.items():
         if isinstance(value, TensorView) and value.shape:
-            slots[slot] = _slot(name, slot, [(rank, flats[rank], addresses[rank][name]) for rank in holding], files)
+            slots[slot] = _slot(name, slot, [(r, flats[r], addresses[r].get(name, (0, 0))) for r in holding], files)
         else:
             values[slot] = value
     return Parameter(name, shape, slots, values)
 
 
 def _slot(
-    name: str, slot: str, parts: Sequence[tuple[int, Mapping[str, object], tuple[int, int]]], files: PickledFiles
+    name: str, slot: str, parts: Sequence[tuple[int, Mapping[str, object], tuple[int, int]]], files: DeepSpeedFiles
 ) -> Slot:
     runs, dtypes = [], []
     for rank, flat, (begin, length) in parts:
@@ -271,7 +273,7 @@ def _slot(
 
 
 def _groups(
-    groups: Sequence[dict[object, object]], owners: Sequence[tuple[str, ...]], files: PickledFiles
+    groups: Sequence[dict[object, object]], owners: Sequence[tuple[str, ...]], files: DeepSpeedFiles
 ) -> list[Group]:
     """The optimizer's groups, whose members are flat groups by number."""
     if not groups:
@@ -286,7 +288,7 @@ def _groups(
     return found
 
 
-def _contradiction(files: PickledFiles, what: str) -> DamagedError:
+def _contradiction(files: DeepSpeedFiles, what: str) -> DamagedError:
     return DamagedError(
         f"{files.location}: the files of its ranks contradict each other: {what}",
         next="copy the whole directory again; where a job saved over an older checkpoint, import another one",

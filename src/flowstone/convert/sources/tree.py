@@ -20,10 +20,17 @@ _DROPPED = object()
 
 
 class Tree:
-    """Takes values apart. `place` says where a storage lies: file and bytes."""
+    """Takes values apart.
 
-    def __init__(self, place: Callable[[StorageRef], tuple[int, Place]], path: str) -> None:
-        self._place, self._path = place, path
+    place  says where a storage lies: file and bytes
+    shown  what stands for a Record of a kind
+    """
+
+    def __init__(
+        self, place: Callable[[StorageRef], tuple[int, Place]], path: str,
+        shown: Mapping[str, Callable[[Record], object]] | None = None,
+    ) -> None:
+        self._place, self._path, self._shown = place, path, shown or {}
         self._first: dict[tuple[int, int, TensorView], str] = {}
         self._nodes = 0
         self.tensors: list[SourceTensor] = []
@@ -41,6 +48,8 @@ class Tree:
             raise UnsupportedFormatError(
                 f"{self._path} nests too deep, or without end, at {name!r:.200}", next="save the tensors by themselves"
             )
+        if isinstance(value, Record) and value.kind in self._shown:
+            value = self._shown[value.kind](value)
         if isinstance(value, TensorView):
             self.add(name, value)
             return TensorRef(name, "tensor")

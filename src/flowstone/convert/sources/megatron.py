@@ -1,0 +1,266 @@
+"""A distributed checkpoint of Megatron-core (torch_dist) as a source: DCP's files, and what ranks have in common."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from flowstone.config import MIB
+from flowstone.convert.fetch import linear_boxes
+from flowstone.convert.source import Source, SourceTensor, StoredBox, check_source
+from flowstone.convert.sources.dcp import (
+    METADATA_NAME,
+    TENSOR,
+    Item,
+    ItemFiles,
+    Metadata,
+    contradiction,
+    read_metadata,
+    sides,
+    stored_tensor,
+)
+from flowstone.convert.sources.restricted_unpickler import Known, Record
+from flowstone.convert.sources.torch_archive import Place
+from flowstone.convert.sources.torch_values import KNOWN
+from flowstone.convert.sources.tree import Tree, check_sections
+from flowstone.errors import DamagedError, UnsupportedFormatError
+from flowstone.format.objects import TensorRef
+from flowstone.store.os_errors import translated
+from flowstone.table.box import Box
+
+_CONFIG_NAME = "metadata.json"
+_COMMON_NAME = "common.pt"
+_LATEST_NAME = "latest_checkpointed_iteration.txt"
+_BACKENDS = ("torch_dist", 1, "torch", 1)
+_SHARD = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")  # of an object: its place among its likes, and how many there are
+_FLATTENED = "nd_reformulated_orig_global_shape"
+
+
+def _enumerated(value: object) -> object:
+    if not isinstance(value, int | str):
+        raise ValueError("an enumeration's value that is no number and no text")
+    return value
+
+
+_KNOWN: Known = {
+    **KNOWN, "signal.Signals": _enumerated,
+    **{f"megatron.core.{name}": _enumerated for name in (
+        "enums.ModelType", "enums.Fp8Recipe", "enums.Fp4Recipe", "transformer.enums.ModelType",
+        "transformer.enums.LayerType", "transformer.enums.AttnType", "transformer.enums.AttnMaskType",
+        "transformer.enums.AttnBackend", "transformer.enums.CudaGraphScope",
+    )},
+}
+
+
+def _fields(value: Record) -> object:
+    return value.state if isinstance(value.state, dict) else value
+
+
+def _content(value: Record) -> object:
+    """The bytes that a BytesIO holds: its state is (bytes, position, attributes)."""
+    held = value.state[0] if isinstance(value.state, tuple) and value.state else value
+    return held if isinstance(held, bytes) else value
+
+
+_SHOWN: Mapping[str, Callable[[Record], object]] = {"argparse.Namespace": _fields, "_io.BytesIO": _content}
+
+
+class _Config(msgspec.Struct, frozen=True):
+    sharded_backend: str
+    sharded_backend_version: int = 1
+    common_backend: str = "torch"
+    common_backend_version: int = 1
+
+
+def is_megatron(path: Path) -> bool:
+    """Whether a directory is a distributed checkpoint of Megatron-core, or says which of those in it is the latest."""
+    if not path.is_dir():
+        return False
+    if (path / _LATEST_NAME).is_file():
+        return True
+    if (path / _COMMON_NAME).is_file() and ((path / METADATA_NAME).is_file() or (path / _CONFIG_NAME).is_file()):
+        return True
+    return (path / _CONFIG_NAME).is_file() and b'"sharded_backend"' in _read(path, _CONFIG_NAME)
+
+
+def read_megatron(path: Path) -> Source:
+    """What the checkpoint holds: the sections model and optimizer, and one for each value that ranks have in common.
+
+    path  a directory of checkpoints, of which its latest_checkpointed_iteration.txt names one, or one of these
+
+    raises  DamagedError            a file is missing or torn, or the metadata contradicts itself
+            UnsupportedFormatError  another backend or version
+    """
+    directory = _tagged(path)
+    _check_config(directory)
+    metadata = read_metadata(directory)
+    files = ItemFiles(directory, _KNOWN, frozenset(_SHOWN))
+    try:
+        return _Assembly(directory, metadata, files).source()
+    finally:
+        files.close()
+
+
+def _tagged(path: Path) -> Path:
+    """The directory that the latest iteration has, or the path itself if it names none. Raises DamagedError."""
+    if not (path / _LATEST_NAME).is_file():
+        return path
+    text = _read(path, _LATEST_NAME)[:40].decode(errors="replace").strip()
+    name = f"iter_{int(text):07d}" if text.isascii() and text.isdigit() else text
+    if not re.fullmatch(r"release|iter_[0-9]+", name):
+        raise DamagedError(
+            f"{path / _LATEST_NAME} names no iteration", found=f"{text!r}", next="give the directory itself"
+        )
+    if not (path / name).is_dir():
+        raise DamagedError(f"{path} has no {name}, which is the latest", next="give the directory of another one")
+    return path / name
+
+
+def _read(path: Path, name: str) -> bytes:
+    with translated(path, "read", name), (path / name).open("rb") as opened:
+        return opened.read(MIB)
+
+
+def _check_config(directory: Path) -> None:
+    if not (directory / _CONFIG_NAME).is_file():
+        if not (directory / METADATA_NAME).is_file():
+            raise UnsupportedFormatError(
+                f"{directory} is no distributed checkpoint", expected="one of the format torch_dist",
+                next="let Megatron load it, and save it with --ckpt-format torch_dist",
+            )
+        raise DamagedError(
+            f"{directory} has no {_CONFIG_NAME}: the save was not finished", next="copy it whole, or take an older one"
+        )
+    try:
+        config = msgspec.json.decode(_read(directory, _CONFIG_NAME), type=_Config)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DamagedError(f"{directory / _CONFIG_NAME} is torn: {error!s:.100}", next="copy it again") from error
+    found = (
+        config.sharded_backend, config.sharded_backend_version, config.common_backend, config.common_backend_version
+    )
+    if found != _BACKENDS:
+        raise UnsupportedFormatError(
+            f"{directory} is of an unknown backend of Megatron-core, or version", expected=f"{_BACKENDS}",
+            found=f"{found!s:.200}", next="let Megatron load it, and save it with --ckpt-format torch_dist",
+        )
+    for name in (METADATA_NAME, _COMMON_NAME):
+        if not (directory / name).is_file():
+            raise DamagedError(f"{directory} lacks {name}", next="copy the whole directory again")
+
+
+class _Assembly:
+    """The sections of a checkpoint, out of what is sharded and of what is common."""
+
+    def __init__(self, directory: Path, metadata: Metadata, files: ItemFiles) -> None:
+        self._directory, self._metadata, self._files = directory, metadata, files
+        self._tree = Tree(files.storage, str(directory), _SHOWN)
+        self._tensors: list[SourceTensor] = []
+        self._objects: dict[str, object] = {}
+
+    def source(self) -> Source:
+        self._enter_common()
+        for name, entry in self._metadata.entries.items():
+            if entry.kind == TENSOR:
+                self._enter_tensor(name, entry)
+            else:
+                self._enter_object(name)
+        check_sections(self._objects, str(self._directory))
+        tensors = sorted((*self._tensors, *self._tree.tensors), key=lambda one: [
+            (box.file, box.offset_bytes) for box in one.boxes[:1]
+        ])
+        return check_source(Source(
+            "megatron", str(self._directory), tuple(self._files.opened), tuple(tensors), tuple(self._tree.aliases),
+            self._objects, unmapped=tuple(self._tree.unmapped),
+        ))
+
+    def _enter_common(self) -> None:
+        place = self._directory / _COMMON_NAME
+        with translated(self._directory, "look at", _COMMON_NAME):
+            length = place.stat().st_size
+        common = self._files.value(Item(_COMMON_NAME, Place(0, length)))
+        if not isinstance(common, dict):
+            raise DamagedError(f"{place} holds no dict", next="copy the file again")
+        check_sections(common, str(place))
+        for section, value in common.items():
+            self._put(section, (), self._tree.section(section, value))
+
+    def _enter_tensor(self, key: str, entry: Record) -> None:
+        tensor = stored_tensor(self._directory, key, entry, self._metadata, self._files)
+        added = self._metadata.megatron.get(key)
+        if isinstance(added, dict) and _FLATTENED in added:
+            tensor = self._unflattened(tensor, added[_FLATTENED])
+        section, inner = _section_of(key)
+        name = f"{section}.{inner}"
+        self._tensors.append(msgspec.structs.replace(tensor, name=name))
+        self._put(section, (inner,), TensorRef(name, "tensor"))
+
+    def _enter_object(self, key: str) -> None:
+        """An object, of which each rank, or each layer, may have one: then by its place among these."""
+        item = self._metadata.items.get((key, None))
+        if item is None:
+            raise contradiction(self._directory, f"nothing says where {key!r:.80} lies")
+        shard = _SHARD.fullmatch(key)
+        whole = shard[1] if shard else key
+        section, inner = (whole, "") if "." not in whole else _section_of(whole)
+        is_one = shard is None or set(shard[3].split(".")) == {"1"}
+        path = (*([inner] if inner else []), *([] if is_one or shard is None else [shard[2]]))
+        value = self._files.value(item)
+        if shard and isinstance(value, list) and len(value) == 1:
+            value = value[0]
+        if value is None and whole.endswith("._extra_state"):
+            return  # of a layer that has none
+        self._put(section, path, self._tree.section(".".join((section, *path)), value))
+
+    def _put(self, section: str, path: tuple[str, ...], value: object) -> None:
+        """Put a value into a section, unless nothing of it can be said."""
+        name = ".".join((section, *path))
+        if self._tree.unmapped and self._tree.unmapped[-1].name == name:
+            return
+        at: dict[object, object] = self._objects  # type: ignore[assignment]
+        *outer, last = (section, *path)
+        for key in outer:
+            inner = at.setdefault(key, {})
+            if not isinstance(inner, dict):
+                raise contradiction(self._directory, f"{name!r:.80} lies inside of a value")
+            at = inner
+        if last in at:
+            raise contradiction(self._directory, f"{name!r:.80} is there twice")
+        at[last] = value
+
+    def _unflattened(self, tensor: SourceTensor, original: object) -> SourceTensor:
+        """A tensor that older versions saved as a grid of flattened blocks, of which each rank had a range."""
+        try:
+            shape = sides(original)
+            *grid, flat = tensor.shape
+            block = tuple(side // count for side, count in zip(shape, grid, strict=True))
+            if tuple(a * b for a, b in zip(block, grid, strict=True)) != shape or math.prod(block) != flat:
+                raise ValueError(f"{grid} blocks of {flat} elements are no tensor of shape {shape}")
+            boxes = [part for stored in tensor.boxes for part in _parts(stored, block, tensor.dtype.item_bytes)]
+        except (ValueError, TypeError, ZeroDivisionError) as error:
+            raise contradiction(self._directory, f"{tensor.name!r:.80}: {error!s:.100}") from error
+        return SourceTensor(tensor.name, tensor.dtype, shape, tuple(boxes))
+
+
+def _parts(stored: StoredBox, block: tuple[int, ...], item_bytes: int) -> list[StoredBox]:
+    """A range of a flattened block, as boxes of the tensor. Raises ValueError."""
+    *cell, begin = stored.box.offset
+    *ones, length = stored.box.shape
+    if set(ones) - {1} or (length > 1 and stored.strides is not None and stored.strides[-1] != 1):
+        raise ValueError(f"a part of it is no range of a block: {stored.box.shape}")
+    parts, offset_bytes = [], stored.offset_bytes
+    for box in linear_boxes(block, begin, begin + length):
+        offset = tuple(number * side + inner for number, side, inner in zip(cell, block, box.offset, strict=True))
+        parts.append(StoredBox(Box(offset, box.shape), stored.file, offset_bytes))
+        offset_bytes += box.elements * item_bytes
+    return parts
+
+
+def _section_of(key: str) -> tuple[str, str]:
+    """The section that a key belongs to, and its name there. Keys tell the optimizer's; others are the model's."""
+    if "optimizer" in key.split(".")[:2]:
+        return "optimizer", key.removeprefix("optimizer.")
+    return "model", key

@@ -1,0 +1,260 @@
+"""Snapshots of TorchSnapshot, read without it: to the last bit, and with nothing in them executed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from golden.make_torchsnapshot import ALONE, TOGETHER, model, numbers, optimizer, values
+from models import assert_same, read_all
+from test_torch_files import Malicious
+
+import flowstone as fs
+
+METADATA = ".snapshot_metadata"
+ODD = fs.Skip("odd.quantised")
+
+
+def edit(snapshot: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change what the metadata of a snapshot says."""
+    found = json.loads((snapshot / METADATA).read_text())
+    change(found)
+    (snapshot / METADATA).write_text(json.dumps(found))
+
+
+def test_what_one_rank_has_taken_comes_in(tmp_path: Path) -> None:
+    report = fs.import_checkpoint(ALONE, tmp_path / "run", rules=ODD)
+    assert (report.kind, report.skipped) == ("torchsnapshot", ("odd.quantised",))
+    found = read_all(tmp_path / "run", "extra/1.")
+    given = values()
+    assert_same(found, {
+        **{name: value for name, value in given.items() if isinstance(value, torch.Tensor)},
+        "pair.1": given["pair"][1], "ordered.x": given["ordered"]["x"], "ordered.y.0": given["ordered"]["y"][0],
+    })
+    objects = fs.open(tmp_path / "run").objects["extra/1"]
+    plain = ("step", "name", "rate", "flag", "raw", "nothing", "empty")
+    assert {name: objects[name] for name in plain} == {name: given[name] for name in plain}
+    assert isinstance(objects["ordered"], OrderedDict)
+    assert list(objects["ordered"]) == ["x", "y"]
+    assert objects["ordered"]["y"][1] == {1: 2, "k": [5]}
+    assert objects["pair"][0] == 1
+    assert isinstance(objects["pair"], tuple)
+
+
+def test_live_objects_load_it(tmp_path: Path) -> None:
+    fs.import_checkpoint(ALONE, tmp_path / "run", step=8, rules=ODD)
+    net = torch.nn.Linear(20, 7)
+    adam = torch.optim.AdamW(net.parameters())
+    with fs.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.load({"model": net, "optim": adam}, rules=[fs.Skip("*")])
+    assert_same(dict(net.state_dict()), dict(model().state_dict()))
+    expected = optimizer(net).state_dict()
+    found = adam.state_dict()
+    assert found["param_groups"] == expected["param_groups"]
+    for number, state in expected["state"].items():
+        assert_same(found["state"][number], state)
+
+
+def test_what_three_ranks_have_taken_comes_in_as_whole_tensors(tmp_path: Path) -> None:
+    report = fs.import_checkpoint(TOGETHER, tmp_path / "run", rules=fs.Skip("rank*"))
+    assert set(report.skipped) == {f"rank{rank}.{name}" for rank in (1, 2) for name in ("mine.noise", "progress.rank")}
+    whole = {"rows": numbers(32, 7), "columns": numbers(32, 7), **model().state_dict()}
+    assert_same(read_all(tmp_path / "run"), whole)
+    checkpoint = fs.open(tmp_path / "run")
+    assert checkpoint.objects["progress"] == {"step": 3, "same": (1, 2), "rank": 0}
+    assert checkpoint.objects["last"] == {"one": 1}, "of the last rank alone"
+    assert torch.equal(checkpoint.read("mine.noise"), torch.full((3,), 0))
+
+
+def test_what_ranks_have_of_their_own_is_an_error_by_name(tmp_path: Path) -> None:
+    with pytest.raises(fs.UnsupportedFormatError, match=r"4 values[\s\S]*rank1\.progress\.rank \(rank 1's own"):
+        fs.import_checkpoint(TOGETHER, tmp_path / "run")
+    with pytest.raises(fs.UnsupportedFormatError, match=r"odd\.quantised \(torch\.qint8\)"):
+        fs.import_checkpoint(ALONE, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_it_is_compared_without_being_imported(tmp_path: Path) -> None:
+    fs.import_checkpoint(TOGETHER, tmp_path / "run", rules=fs.Skip("rank*"))
+    found = fs.diff(TOGETHER, tmp_path / "run", rules=fs.Skip("rank*"))
+    assert found.equal
+    assert len(found.tensors) == 5
+
+
+def test_parts_that_several_ranks_have_are_taken_once(tmp_path: Path) -> None:
+    """A DTensor that is sharded by one dimension of its mesh, and replicated by the other."""
+    snapshot = tmp_path / "snapshot"
+    shutil.copytree(TOGETHER, snapshot)
+
+    def change(found: dict[str, Any]) -> None:
+        for path, entry in list(found["manifest"].items()):
+            if entry["type"] == "ShardedTensor":
+                entry |= {"type": "DTensor", "mesh": [[0, 1], [2, 3]], "dim_map": [[0], [-1]]}
+                if path == "2/model/rows":
+                    found["manifest"]["3/model/rows"] = entry
+                    found["manifest"]["3/model"] = {"type": "dict", "keys": ["rows"]}
+        found["world_size"] = 4
+
+    edit(snapshot, change)
+    fs.import_checkpoint(snapshot, tmp_path / "run", rules=fs.Skip("rank*"))
+    assert torch.equal(fs.open(tmp_path / "run").read("model.rows"), numbers(32, 7))
+
+
+def _slab(snapshot: Path) -> Path:
+    return max((snapshot / "batched").iterdir(), key=lambda file: file.stat().st_size)
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def _manifest(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    return lambda snapshot: edit(snapshot, lambda found: change(found["manifest"]))
+
+
+HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no metadata": (lambda it: (it / METADATA).unlink(), "was not finished"),
+    "torn metadata": (lambda it: _cut(it / METADATA), "is torn"),
+    "no file": (lambda it: _slab(it).unlink(), "lacks batched/"),
+    "torn file": (lambda it: _cut(_slab(it)), "is too short"),
+    "yaml": (lambda it: (it / METADATA).write_text("version: 0.0.3\nworld_size: 1\n"), r"before 0\.1\.0 wrote YAML"),
+    "version": (lambda it: edit(it, lambda found: found.update(version="0.2.0")), "unknown version of torchsnapshot"),
+    "kind": (_manifest(lambda them: them["0/progress/step"].update(type="set")), "not as torchsnapshot writes it"),
+    "field": (_manifest(lambda them: them["0/model/bias"].update(codec="zstd")), "unknown field `codec`"),
+    "rank": (_manifest(lambda them: them.update({"7/x": them["0/progress/step"]})), "of no rank"),
+    "digits": (_manifest(lambda them: them.update({"7" * 5000 + "/x": them["0/progress/step"]})), "of no rank"),
+    "long name": (_manifest(lambda them: them["0/model/bias"].update(location="x" * 300)), "x{200,}"),
+    "range": (_manifest(lambda them: them["0/model/bias"].update(byte_range=[0, 24])), "has 24 bytes for 'model.bias'"),
+    "shape": (_manifest(lambda them: them["0/model/bias"].update(shape=[8])), "has 28 bytes for 'model.bias'"),
+    "chunk": (_manifest(lambda them: them["0/model/weight"]["chunks"].pop()), r"model\.weight"),
+    "no chunks": (_manifest(lambda them: them["0/model/weight"].update(chunks=[])), "has no parts"),
+    "chunk's type": (
+        _manifest(lambda them: them["0/model/weight"]["chunks"][0]["tensor"].update(dtype="torch.int32")),
+        "where torch.float32",
+    ),
+    "shard": (_manifest(lambda them: them["1/model/rows"].update(shards=[])), r"model\.rows"),
+    "rank's part": (_manifest(lambda them: them.pop("2/model/rows")), "rank 2 lacks its part of 'model/rows'"),
+    "replica": (
+        _manifest(lambda them: them.update({"1/progress/step": them["0/progress/step"] | {"serialized_value": "4"}})),
+        "not the same on ranks 0 and 1",
+    ),
+    "number": (_manifest(lambda them: them["0/progress/step"].update(serialized_value="x")), "cannot be read"),
+    "stray": (_manifest(lambda them: them.update({"0/a/b": them["0/progress/step"]})), "below no dict and no list"),
+    "dict's key": (_manifest(lambda them: them["2/last"]["keys"].append("b")), "lacks its part of 'last/b'"),
+    "outside": (_manifest(lambda them: them["0/model/bias"].update(location="../batched/x")), "is no place in it"),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_snapshot_that_is_not_whole_is_refused(tmp_path: Path, harm: str) -> None:
+    snapshot = tmp_path / "snapshot"
+    shutil.copytree(TOGETHER, snapshot)
+    change, told = HARMS[harm]
+    change(snapshot)
+    with pytest.raises(fs.FlowstoneError, match=told):
+        fs.import_checkpoint(snapshot, tmp_path / "run", rules=fs.Skip("rank*"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_payload_never_runs_and_is_named(tmp_path: Path) -> None:
+    snapshot = tmp_path / "snapshot"
+    shutil.copytree(ALONE, snapshot)
+    torch.save({"deep": [1, Malicious(tmp_path / "touched")]}, snapshot / "0" / "extra%2F1" / "pair")
+    torch.save(Malicious(tmp_path / "touched"), snapshot / "0" / "extra%2F1" / "nothing")
+    with pytest.raises(fs.UnsupportedFormatError, match=r"extra/1\.nothing \("):
+        fs.import_checkpoint(snapshot, tmp_path / "run", rules=ODD)
+    assert not (tmp_path / "run").exists()
+    fs.import_checkpoint(snapshot, tmp_path / "run", rules=(ODD, fs.Skip("extra/1.*")))
+    assert not (tmp_path / "touched").exists()
+
+
+def _share(snapshot: Path, name: str, values: list[object]) -> None:
+    """Give rank 0, 1, ... one of these objects each, pickled, at a path of all."""
+    for rank, value in enumerate(values):
+        torch.save(value, snapshot / f"{name}-{rank}")
+
+    def change(manifest: dict[str, Any]) -> None:
+        for rank in range(len(values)):
+            manifest[f"{rank}/progress/{name}"] = {
+                "type": "object", "location": f"{name}-{rank}", "serializer": "torch_save",
+                "obj_type": "object", "replicated": False,
+            }
+            manifest[f"{rank}/progress"]["keys"].append(name)
+
+    _manifest(change)(snapshot)
+
+
+def _knot() -> object:
+    knot: list[object] = []
+    knot.append(knot)
+    return knot
+
+
+def _doubled(times: int) -> object:
+    doubled: object = [1]
+    for _ in range(times):
+        doubled = [doubled, doubled]
+    return doubled
+
+
+@pytest.mark.parametrize("kind", ["a cycle", "parts shared 2**60 times"])
+def test_hostile_objects_of_two_ranks_are_compared_in_bounded_time(tmp_path: Path, kind: str) -> None:
+    snapshot = tmp_path / "snapshot"
+    shutil.copytree(TOGETHER, snapshot)
+    _share(snapshot, "shared", [_knot() if kind == "a cycle" else _doubled(60) for _ in range(2)])
+    with pytest.raises(fs.FlowstoneError):
+        fs.import_checkpoint(snapshot, tmp_path / "run", rules=fs.Skip("rank*"))
+
+
+def test_equal_objects_of_two_ranks_are_one_and_others_are_named(tmp_path: Path) -> None:
+    snapshot = tmp_path / "snapshot"
+    shutil.copytree(TOGETHER, snapshot)
+    _share(snapshot, "alike", [{"a": (1, [2.5])}, {"a": (1, [2.5])}])
+    _share(snapshot, "unlike", [{"a": (1, [2.5])}, {"a": (1, [3.5])}])
+    report = fs.import_checkpoint(snapshot, tmp_path / "run", rules=fs.Skip("rank*"))
+    assert "rank1.progress.unlike" in report.skipped
+    assert "rank1.progress.alike" not in report.skipped
+
+
+def test_a_file_that_many_entries_name_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flowstone.convert.sources.pickled_files import PickledFiles
+
+    snapshot = tmp_path / "snapshot"
+    shutil.copytree(TOGETHER, snapshot)
+    _share(snapshot, "first", [{"a": 1}])
+
+    def change(manifest: dict[str, Any]) -> None:
+        for number in range(20):
+            manifest[f"0/progress/n{number}"] = manifest["0/progress/first"]
+            manifest["0/progress"]["keys"].append(f"n{number}")
+
+    _manifest(change)(snapshot)
+    read, real = list[str](), PickledFiles.read
+    monkeypatch.setattr(PickledFiles, "read", lambda it, path, *more: read.append(path.name) or real(it, path, *more))
+    fs.import_checkpoint(snapshot, tmp_path / "run", rules=fs.Skip("rank*"))
+    assert read.count("first-0") == 1
+    assert fs.open(tmp_path / "run").objects["progress"]["n7"] == {"a": 1}
+
+
+def test_what_another_rank_has_beyond_the_end_of_a_list_is_named(tmp_path: Path) -> None:
+    snapshot = tmp_path / "snapshot"
+    shutil.copytree(TOGETHER, snapshot)
+
+    def change(manifest: dict[str, Any]) -> None:
+        for rank in range(2):
+            manifest[f"{rank}/progress/list"] = {"type": "list"}
+            manifest[f"{rank}/progress"]["keys"].append("list")
+            for at in range(rank + 1):
+                manifest[f"{rank}/progress/list/{at}"] = manifest["0/progress/rank"]
+
+    _manifest(change)(snapshot)
+    report = fs.import_checkpoint(snapshot, tmp_path / "run", rules=fs.Skip("rank*"))
+    assert "rank1.progress.list.1" in report.skipped
+    assert len(fs.open(tmp_path / "run").objects["progress"]["list"]) == 1

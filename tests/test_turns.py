@@ -52,6 +52,11 @@ def test_threads_that_save_through_one_checkpointer_wait_for_each_other(store: P
     state = {"x": torch.ones(1 << 12)}
     begun = threading.Barrier(3)
     saved: list[int] = []
+    committed: list[int] = []
+
+    def told(event: fs.Event) -> None:
+        if isinstance(event, fs.Committed):
+            committed.append(event.step)
 
     def save_every_third(first: int) -> None:
         begun.wait(PATIENCE_S)
@@ -62,11 +67,11 @@ def test_threads_that_save_through_one_checkpointer_wait_for_each_other(store: P
             except fs.StepExistsError:
                 pass  # another thread was faster
 
-    with fs.Checkpointer(store) as checkpointer, ThreadPoolExecutor(3) as threads:
+    with fs.Checkpointer(store, on_event=told) as checkpointer, ThreadPoolExecutor(3) as threads:
         for done in [threads.submit(save_every_third, first) for first in range(3)]:
             done.result()
-    assert saved == sorted(saved)
-    assert saved[-1] == 59
+    assert committed == sorted(saved)
+    assert committed[-1] == 59
     assert fs.open(store).verify().step == 59
 
 

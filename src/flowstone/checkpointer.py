@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -15,6 +14,7 @@ from flowstone.commit.writer import StoreWriter
 from flowstone.config import DEADLINE_S, EngineOptions, Keep, KeepRule
 from flowstone.errors import FlowstoneError
 from flowstone.events import OnEvent
+from flowstone.log import log
 from flowstone.pipeline.futures import Save
 from flowstone.pipeline.load import LoadReport, Loads
 from flowstone.pipeline.load_outcome import LoadOutcome
@@ -32,8 +32,6 @@ from flowstone.state_dict_verbs import StateDictVerbs
 from flowstone.store.base import Store
 from flowstone.store.local import LocalStore
 from flowstone.trace import Spans
-
-_log = logging.getLogger("flowstone")
 
 
 class Checkpointer(StateDictVerbs):
@@ -246,4 +244,4 @@ class Checkpointer(StateDictVerbs):
         except FlowstoneError as failure:
             if error is None:
                 raise
-            _log.error("closing failed too, after another error: %s", failure)  # do not mask the first error
+            log.error("closing failed too, after another error: %s", failure)  # do not mask the first error

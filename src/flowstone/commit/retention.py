@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
@@ -13,11 +12,11 @@ from flowstone.commit.manifests import inside, read_manifest, read_marker
 from flowstone.config import Keep, KeepRule
 from flowstone.errors import FormatError, NoCheckpointError, StorageError
 from flowstone.format.manifest import MANIFEST_NAME
+from flowstone.log import log
 from flowstone.store.base import Names, Store
 
 _LISTED_MAX = 5  # steps that one log line lists, the newest
 
-_log = logging.getLogger("flowstone")
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -171,10 +170,10 @@ class Retention:
         if lines:
             more = f" (and {len(lines) - _LISTED_MAX} more)" * (len(lines) > _LISTED_MAX)
             listed = "; ".join(lines[-_LISTED_MAX:])
-            _log.warning("not saved by this store and left alone, in %s: %s%s", self._store.location, listed, more)
+            log.warning("not saved by this store and left alone, in %s: %s%s", self._store.location, listed, more)
 
     def _stays(self, name: str, why: str) -> None:
-        _log.warning("%s/%s: %s", self._store.location, name, why)
+        log.warning("%s/%s: %s", self._store.location, name, why)
         self._on_left(name, why)
 
     def _foreign(self, step: int) -> str | None:

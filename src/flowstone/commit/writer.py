@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 from flowstone.commit import catalog, publish
@@ -10,9 +9,8 @@ from flowstone.commit.retention import Retention
 from flowstone.config import Keep, KeepRule
 from flowstone.errors import LockedError, StorageError
 from flowstone.format.manifest import MARKER_NAME
+from flowstone.log import log
 from flowstone.store.base import Store
-
-_log = logging.getLogger("flowstone")
 
 
 class StoreWriter:
@@ -48,7 +46,7 @@ class StoreWriter:
         return existing[-1] if existing else None
 
     def _stays(self, name: str, why: str) -> None:
-        _log.warning("not removed: %s/%s %s", self._store.location, name, why)
+        log.warning("not removed: %s/%s %s", self._store.location, name, why)
         self._on_left(name, why)
 
     def has_lost_the_lock(self) -> bool:
@@ -58,7 +56,7 @@ class StoreWriter:
         try:
             self._store.check_lock()
         except LockedError as error:
-            _log.warning("%s (%s); taking it again", error.message, error.facts.get("found"))
+            log.warning("%s (%s); taking it again", error.message, error.facts.get("found"))
             return True
         return False
 
@@ -73,9 +71,9 @@ class StoreWriter:
             if self._retention is not None:
                 self._retention.run(committed)
         except LockedError as error:
-            _log.warning("retention stopped: %s", error)
+            log.warning("retention stopped: %s", error)
         except Exception:
-            _log.exception("retention failed")  # on this thread, an exception would be lost
+            log.exception("retention failed")  # on this thread, an exception would be lost
 
     def rewind(self, step: int) -> tuple[int, ...]:
         """Set every step above `step` aside. Returns those steps."""

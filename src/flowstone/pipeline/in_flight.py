@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Literal
@@ -11,10 +10,9 @@ from flowstone.commit import catalog
 from flowstone.commit.entries import step_directory
 from flowstone.commit.retention import foreign_or_own
 from flowstone.errors import SaveFailedError, StepExistsError
+from flowstone.log import log
 from flowstone.pipeline.futures import Save
 from flowstone.store.base import Store
-
-_log = logging.getLogger("flowstone")
 
 
 class InFlight:
@@ -96,7 +94,7 @@ class InFlight:
         behind = ended.step - (self.newest if self.newest is not None else self._first_unsaved or 0)
         limit = self._max_unsaved_steps
         if self._on_error == "continue" and (limit is None or behind <= limit):
-            _log.warning("step %d was not saved; training goes on: %s", ended.step, failure)
+            log.warning("step %d was not saved; training goes on: %s", ended.step, failure)
             return None
         told = SaveFailedError(
             f"step {ended.step} was not saved: {failure}",

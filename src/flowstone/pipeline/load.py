@@ -8,7 +8,6 @@ move and verify bytes while `read` waits for them.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from flowstone.commit.locations import check_no_checkpoint, check_store, stores_
 from flowstone.errors import FlowstoneError, NoCheckpointError, is_absence, is_damage
 from flowstone.events import FellBack, Loaded, LoadProgress
 from flowstone.format.manifest import Manifest
+from flowstone.log import log
 from flowstone.pipeline.compare import Wanted, compare, want
 from flowstone.pipeline.interest import Interest, learn_interest
 from flowstone.pipeline.shared import Shared
@@ -43,7 +43,6 @@ from flowstone.trace import Spans
 if TYPE_CHECKING:
     from flowstone.stage.node_reads import NodeReads
 
-_log = logging.getLogger("flowstone")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +108,7 @@ class Loads:
             newest = catalog.newest(self._store)
             if newest is None:
                 if below := stores_below(self._store):
-                    _log.warning("there is no checkpoint in %s; stores are in %s", self._store.location, below)
+                    log.warning("there is no checkpoint in %s; stores are in %s", self._store.location, below)
                 return []
             read[newest.step] = newest
             return [newest.step]
@@ -137,7 +136,7 @@ class Loads:
                     return self.load_newest(step, state, rules, verify_first=verify_first, fallback=fallback)
                 if candidate == candidates[-1] or not is_damage(error):
                     raise
-                _log.warning("cannot load step %d, trying an older one: %s", candidate, error)
+                log.warning("cannot load step %d, trying an older one: %s", candidate, error)
                 self._emit(FellBack(candidate, str(error)))
             else:
                 if candidate != candidates[0]:

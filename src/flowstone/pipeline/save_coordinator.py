@@ -10,7 +10,6 @@ group of one writes everything, and needs no agreement; it commits by the same m
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -28,6 +27,7 @@ from flowstone.format.manifest import (
     decode_manifest,
     encode_manifest,
 )
+from flowstone.log import log
 from flowstone.pipeline.messages import (
     Apart,
     Assignment,
@@ -52,8 +52,6 @@ from flowstone.plan.replicas import Compared
 from flowstone.ranks import Agreed, Agreement, Decision, Encoding
 from flowstone.store.base import Store
 from flowstone.table.pieces import Layout
-
-_log = logging.getLogger(__name__)
 
 
 class _Tries(msgspec.Struct, frozen=True):
@@ -189,7 +187,7 @@ class SaveCoordinator:
         try:
             self._agree_on_plan(step, error, _nothing)
         except Exception as told:
-            _log.debug("step %d is not saved: %s", step, told)  # this rank or another one has reported it already
+            log.debug("step %d is not saved: %s", step, told)  # this rank or another one has reported it already
 
     def give_up(self, step: int, error: Exception) -> None:
         """Tell the other ranks that this rank writes nothing of a planned `step`, because of `error`."""
@@ -198,7 +196,7 @@ class SaveCoordinator:
         try:
             self._agreement.agree(f"the commit of step {step}", error, lambda _: Decision(), position=_before(step))
         except Exception as told:
-            _log.debug("step %d is not saved: %s", step, told)
+            log.debug("step %d is not saved: %s", step, told)
 
     def commit(
         self, this_try: Try, made: Contribution | Exception, assignment: Assignment, store: Store, draft: publish.Draft,

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import ExitStack, closing
 
 import msgspec
 
 from flowstone.checkpoint import Checkpoint
 from flowstone.config import SHARED_READ_BYTES_MIN
+from flowstone.log import log
 from flowstone.plan.read import ReadPlan
 from flowstone.ranks import RankGroup
 from flowstone.stage.node_reads import LocalPeer, NodeReads, ReadRequest
 from flowstone.store.base import Store
 from flowstone.store.shared_ring import Announcement, node
-
-_log = logging.getLogger(__name__)
 
 
 def share_reads(
@@ -37,7 +35,7 @@ def share_reads(
             if store.reads_past_cache(path, plan.bytes):  # else the page cache shares reads already
                 request = stack.enter_context(closing(ReadRequest(index, plan)))
         except OSError as error:
-            _log.warning("cannot share memory with the ranks on this node (%s); each rank reads for itself", error)
+            log.warning("cannot share memory with the ranks on this node (%s); each rank reads for itself", error)
         except Exception as error:
             failure = error
     words = b"" if request is None else msgspec.msgpack.encode(request.ring.announcement)
@@ -49,7 +47,7 @@ def share_reads(
             node_reads = NodeReads(request, peers, me, index, plan, deadline_s=group.deadline_s)
             stack.callback(node_reads.close)
         except OSError as error:
-            _log.warning("ranks on this node cannot see each other's memory (%s); each rank reads for itself", error)
+            log.warning("ranks on this node cannot see each other's memory (%s); each rank reads for itself", error)
         except Exception as error:
             failure = error
     ready = group.near(

@@ -7,7 +7,6 @@ save continues from the copies. Changes of the state in the meantime are detecte
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from threading import Lock
 
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from flowstone.config import PACKED_BELOW_BYTES
 from flowstone.errors import StateChangedError
+from flowstone.log import log
 from flowstone.pipeline.changed import state_changed
 from flowstone.pipeline.plan_cache import FenceMode, lazy_pieces, waiter_of
 from flowstone.stage.early_snapshot import snapshot, snapshot_one
@@ -24,8 +24,6 @@ from flowstone.stage.moved import moved
 from flowstone.stage.samples import Samples, take_samples
 from flowstone.state import CounterCheck, Counters, Described
 from flowstone.table.pieces import Places
-
-_log = logging.getLogger("flowstone")
 
 
 class Unplanned:
@@ -132,7 +130,7 @@ class Unplanned:
     def _tell_no_room(self, needed_bytes: int, room_bytes: int) -> None:
         if not self._is_told:
             self._is_told = True
-            _log.warning(
+            log.warning(
                 "step %d: the next step waits until other ranks have reached this save: copies of %d bytes do "
                 "not fit into the rest of the budget, %d bytes; raise budget_bytes", self._step, needed_bytes,
                 max(0, room_bytes),

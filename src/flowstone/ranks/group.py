@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -11,13 +10,13 @@ import msgspec
 
 from flowstone.config import HEARTBEAT_S, SILENCE_S
 from flowstone.errors import CancelledError, NoCheckpointError, NotAStoreError, RankError
+from flowstone.log import log
 from flowstone.ranks.agreement import Agreement, Timeouts
 from flowstone.ranks.failure import name_of
 from flowstone.ranks.heartbeat import Activity, Heartbeat
 from flowstone.ranks.job import Job, this_job
 from flowstone.ranks.wire import Decision
 
-_log = logging.getLogger(__name__)
 _ABSENT = {one.__name__: one for one in (NoCheckpointError, NotAStoreError)}
 
 
@@ -137,4 +136,4 @@ class RankGroup:
         try:
             self.agreement.leave()
         except RuntimeError as error:  # torch's: the process that hosts the key-value store has ended
-            _log.debug("left without a word: %s", error)
+            log.debug("left without a word: %s", error)

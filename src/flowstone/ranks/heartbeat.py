@@ -5,7 +5,6 @@ So the other ranks can tell a dead rank from a slow one, and from one that will 
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import sysconfig
@@ -16,10 +15,10 @@ from types import FrameType
 import msgspec
 
 from flowstone.config import HEARTBEAT_S
+from flowstone.log import log
 from flowstone.ranks.failure import name_of
 from flowstone.ranks.kv_store import KeyValueStore
 
-_log = logging.getLogger(__name__)
 _OURS = os.path.dirname(os.path.dirname(__file__))
 
 
@@ -112,7 +111,7 @@ class Heartbeat:
         try:
             self._kv_store.set(key(self._rank, self.serial), msgspec.msgpack.encode(status))
         except RuntimeError as error:  # torch raises it for any failure; a call that waits for a rank gets it too
-            _log.debug("no more heartbeats of rank %d: %s", self._rank, error)
+            log.debug("no more heartbeats of rank %d: %s", self._rank, error)
             return False
         return True
 

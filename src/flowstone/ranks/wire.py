@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -12,11 +11,11 @@ from dataclasses import dataclass, field
 import msgspec
 
 from flowstone.config import DEADLINE_MARGIN_S, NOTICE_S, UNANSWERED_S
+from flowstone.log import log
 from flowstone.ranks.failure import Failure, failure_of, first_failure, own_failure, ranks_in_words
 from flowstone.ranks.failure_detector import FailureDetector, Liveness
 from flowstone.ranks.kv_store import Mailbox
 
-_log = logging.getLogger(__name__)
 _RECHECK_S = 1.0  # between two looks at the heartbeats of missing ranks
 _HEARD_MAX = 64  # heartbeats that are read; ranks further down the tree are watched by their parents
 _LOGS = "look at the logs of those ranks; the other ranks go on, and may save again"
@@ -323,7 +322,7 @@ class Exchange:
         words = f": rank {known[0].rank} {known[0].words}" if known else ""
         if any(one.prospect in ("idle", "elsewhere") for one in known):
             words += f". If it never does: {_EVERY_RANK}"
-        _log.warning("rank %d, %s: %s (%.0f s)%s", self._rank, self._phase, what, waited_s, words)
+        log.warning("rank %d, %s: %s (%.0f s)%s", self._rank, self._phase, what, waited_s, words)
 
     # The tree
 

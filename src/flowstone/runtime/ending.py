@@ -14,9 +14,11 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from flowstone.errors import FlowstoneError
+from flowstone.log import log
 from flowstone.runtime.progress import say
 
-_log = logging.getLogger("flowstone")
+
+def _nothing() -> None: ...
 
 
 class Ending:
@@ -35,8 +37,11 @@ class Ending:
         self._pid = os.getpid()
         atexit.register(self._at_exit)
 
-    def before_threads_end(self, expedite: Callable[[], None]) -> None:
-        """Also call `expedite` when Python begins to wait for threads, so that their remaining work is done fast."""
+    def before_threads_end(self, expedite: Callable[[], None] = _nothing) -> None:
+        """Also call `expedite` when Python begins to wait for threads, so that their remaining work is done fast.
+
+        A process that `multiprocessing` has forked is closed at that point: later no hook runs in it.
+        """
         register = getattr(threading, "_register_atexit", None)
         if register is not None and self._expedite is None:
             register(self._before_threads_end)
@@ -76,9 +81,6 @@ class Ending:
             os._exit(1)  # an exception in an exit handler would leave the status at 0
 
 
-def _nothing() -> None: ...
-
-
 def _is_of_multiprocessing() -> bool:
     process = sys.modules.get("multiprocessing.process")
     return process is not None and process.parent_process() is not None
@@ -90,8 +92,8 @@ def without_frames(error: BaseException) -> BaseException:
     Otherwise a reference to a failed Save would keep its Checkpointer and the state alive. Errors of ours name their
     subject; for any other error, the place where it was raised is added as a note.
     """
-    if _log.isEnabledFor(logging.DEBUG):
-        _log.debug("%s", "".join(traceback.format_exception(error)).rstrip())  # text: a record keeps frames alive
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("%s", "".join(traceback.format_exception(error)).rstrip())  # text: a record keeps frames alive
     if not isinstance(error, FlowstoneError):
         error.add_note("".join(traceback.format_tb(error.__traceback__)).rstrip())
     seen: set[int] = set()

@@ -6,8 +6,7 @@ import logging
 
 from flowstone.errors import StorageError
 from flowstone.events import Committed, Event, LeftAlone, Loaded, OnEvent, RemovalFailed, Removed
-
-_log = logging.getLogger("flowstone")
+from flowstone.log import log
 
 
 class Teller:
@@ -22,19 +21,19 @@ class Teller:
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, Committed | Loaded):
-            _log.log(logging.DEBUG if self.quiet else logging.INFO, "%s, in %s", event, self._location)
+            log.log(logging.DEBUG if self.quiet else logging.INFO, "%s, in %s", event, self._location)
         if self._on_event is None:
             return
         try:
             self._on_event(event)
         except Exception:
-            _log.exception("on_event raised an error for %s", type(event).__name__)
+            log.exception("on_event raised an error for %s", type(event).__name__)
 
     def removed(self, name: str, reason: str, error: StorageError | None) -> None:
         """Retention or a sweep has removed a directory, or failed to (`error`)."""
         self(Removed(name, reason) if error is None else RemovalFailed(name, f"{reason}: {error}"))
         if error is not None:
-            _log.warning("could not remove %s: %s", name, error)
+            log.warning("could not remove %s: %s", name, error)
 
     def left(self, name: str, why: str) -> None:
         """Retention or a sweep kept a name that this store did not write."""

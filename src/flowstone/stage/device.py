@@ -9,7 +9,6 @@ done. A load does the reverse.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import cache
@@ -23,9 +22,8 @@ from numpy.typing import NDArray
 
 from flowstone import _native
 from flowstone.config import CHUNK_BYTES
+from flowstone.log import log
 from flowstone.table.pieces import Memory
-
-_log = logging.getLogger(__name__)
 
 
 class SideStream(Protocol):
@@ -148,5 +146,5 @@ def _opened(device: str, openers: Mapping[str, Callable[[str], SideStream]]) -> 
     try:
         return opener(device)
     except OSError as error:
-        _log.warning("no side stream on %s (%s): its memory is copied before save returns", device, error)
+        log.warning("no side stream on %s (%s): its memory is copied before save returns", device, error)
         return None

@@ -7,7 +7,6 @@ swap weights there), SAM's first and second step, swaps and averages.
 from __future__ import annotations
 
 import inspect
-import logging
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,10 +15,10 @@ from typing import Any, cast
 
 import torch
 
+from flowstone.log import log
 from flowstone.state import takes_hook
 
 _CHANGES = re.compile(r"(^|_)(train|eval|step|swap|restore|average|sync|merge|perturb|ascent|descent|update)(_|$)")
-_log = logging.getLogger("flowstone")
 
 
 class Fence:
@@ -48,7 +47,7 @@ class Fence:
         for name in unguarded:
             if name not in self._told:
                 self._told.add(name)
-                _log.warning(
+                log.warning(
                     "cannot put a hook on the step of '%s': all that it changes is captured before save returns. "
                     "Put the optimizer inside of it into the state", name,
                 )

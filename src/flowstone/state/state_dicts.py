@@ -7,7 +7,6 @@ itself by that order, as `Optimizer.load_state_dict` does, after everything that
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -17,6 +16,7 @@ import torch
 
 from flowstone.format.bounds import brief
 from flowstone.format.objects import TensorRef
+from flowstone.log import log
 from flowstone.state.loading import Loading
 from flowstone.state.names import Place, strip_wrappers
 from flowstone.state.optimizer_view import (
@@ -28,7 +28,6 @@ from flowstone.state.optimizer_view import (
     stored_optimizer,
 )
 
-_log = logging.getLogger("flowstone")
 _DEPTH_MAX = 3  # containers that are searched: {"trainer": {"optimizers": [...]}}
 _ITEMS_MAX = 100  # of each container
 
@@ -70,7 +69,7 @@ def _found_below(value: object, path: str, depth: int) -> Iterator[str]:
 @cache
 def warn_of_save(found: str) -> None:
     """Log once that saving the object itself is better than the state_dict() `found` in the state."""
-    _log.warning(
+    log.warning(
         "%s. All of it is captured before save() returns, and an optimizer's state is named by numbers. Pass the "
         'objects themselves: save(step, {"model": model, "optimizer": optimizer}); load() takes the same',
         found,
@@ -80,7 +79,7 @@ def warn_of_save(found: str) -> None:
 @cache
 def warn_of_load(found: str) -> None:
     """The same for a load."""
-    _log.warning(
+    log.warning(
         "%s. Its tensors are loaded in place, but learning rates and other plain values only into that dict: give it "
         "to the optimizer's load_state_dict() after the load, or pass the optimizer itself",
         found,

@@ -7,7 +7,6 @@ then on, with one warning; the bytes on disk are the same. What the caller's opt
 from __future__ import annotations
 
 import errno
-import logging
 import mmap
 import os
 import stat
@@ -20,11 +19,10 @@ import msgspec
 from flowstone import _native
 from flowstone.config import BLOCK_BYTES, Direct, Direction, EngineOptions, Tuning
 from flowstone.errors import StorageError
+from flowstone.log import log
 from flowstone.store.descriptors import Descriptors
 from flowstone.store.os_errors import MORE_THREADS, explain
 from flowstone.store.settings import Settings, find_settings
-
-_log = logging.getLogger("flowstone")
 
 # A ring, or its threads, may be too much for this kernel or container where a smaller one is not.
 _TOO_MUCH = (errno.ENOMEM, errno.EINVAL, errno.EAGAIN)
@@ -99,14 +97,14 @@ class EngineChoice:
         asked_for = ("io_uring", tuning.queue_depth, request_bytes, tuning.workers)
         if asked_for not in self._engines and not _native.has_io_uring():
             if wanted == "io_uring":
-                _log.warning("%s is tuned for io_uring, which is refused here; going on with POSIX threads", self.root)
+                log.warning("%s is tuned for io_uring, which is refused here; going on with POSIX threads", self.root)
             self._ring_refused = True
             return self._start_within("posix", tuning, request_bytes)
         try:
             return self._start_within("io_uring", tuning, request_bytes)
         except StorageError as error:
             self._ring_refused = True
-            _log.warning("io_uring is refused (%s); going on with POSIX threads", error.facts["reason"])
+            log.warning("io_uring is refused (%s); going on with POSIX threads", error.facts["reason"])
             return self._start_within("posix", tuning, request_bytes)
 
     def _start_within(self, backend: str, tuning: Tuning, request_bytes: int) -> tuple[_native.Engine, int]:
@@ -132,7 +130,7 @@ class EngineChoice:
                 ) from error
             if depth < tuning.queue_depth:
                 asked = tuning.queue_depth
-                _log.warning("cannot start the %s engine with queue depth %d; going on with %d", backend, asked, depth)
+                log.warning("cannot start the %s engine with queue depth %d; going on with %d", backend, asked, depth)
             self._engines[asked_for] = engine, depth
             return engine, depth
 
@@ -196,7 +194,7 @@ class EngineChoice:
         with self._guard:
             already, self._write_alignment = self._write_alignment == 1, 1
         if not already:
-            _log.warning("%s refuses O_DIRECT writes; going on through the page cache", self.root)
+            log.warning("%s refuses O_DIRECT writes; going on through the page cache", self.root)
 
     # When the system refuses something later
 
@@ -211,7 +209,7 @@ class EngineChoice:
                 self._stop_writing_direct()
             else:
                 self._read_alignment = 1
-                _log.warning("%s refuses O_DIRECT reads; going on through the page cache", self.root)
+                log.warning("%s refuses O_DIRECT reads; going on through the page cache", self.root)
             return "the next attempt goes through the page cache"
         refused = fault.errno in _RING_REFUSED and running.engine.backend == "io_uring"
         if refused and not running.insists:
@@ -227,7 +225,7 @@ class EngineChoice:
                 return  # another job on the same engine did this first
             self._retired += [engine for asked, (engine, _) in self._engines.items() if asked not in kept]
             self._engines, self._ring_refused = kept, True
-        _log.warning("io_uring is refused (%s); going on with POSIX threads", reason)
+        log.warning("io_uring is refused (%s); going on with POSIX threads", reason)
 
     def close(self) -> None:
         """Wait for running jobs and stop the threads."""

@@ -162,11 +162,8 @@ class LocalStore:
         crash may leave it so, with nothing at `target`.
         """
         with self._translated("rename", source), directory(self.root) as at:
-            if not is_there(self.root / target):
-                self.system.rename(self.root / source, self.root / target, at, at)
-                return None
-            if not os.listdir(self.root / target):
-                self.system.remove_directory(self.root / target, at)
+            if not is_there(self.root / target) or not os.listdir(self.root / target):
+                # An empty directory gives way at once: it keeps a name that must not be free in between.
                 self.system.rename(self.root / source, self.root / target, at, at)
                 return None
             try:

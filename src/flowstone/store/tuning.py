@@ -6,7 +6,6 @@ what to do: a wrong tuning may cost speed, but never a training job.
 
 from __future__ import annotations
 
-import logging
 import os
 import stat
 from collections.abc import Mapping
@@ -18,12 +17,12 @@ from flowstone.config import TUNING_BYTES_MAX, Direction, Tuning
 from flowstone.errors import DamagedError, FlowstoneError, StorageError, UnsupportedFormatError
 from flowstone.format.checksummed import add_checksum, verify_checksum
 from flowstone.format.digest import digest
+from flowstone.log import log
 from flowstone.store.mount import Mount, mount_of
 
 TUNING_NAME = "tuning.json"
 TUNING_VERSION = 1
 
-_log = logging.getLogger("flowstone")
 
 
 class TuningFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +72,7 @@ def find_tuning(root: Path) -> Mapping[Direction, Tuning | None]:
     try:
         here = mount_of(root)
     except FlowstoneError as error:
-        _log.warning("no tuning is used: %s", error)
+        log.warning("no tuning is used: %s", error)
         return nothing
     for path in (own, user_file(here)):
         found = None if path is None else _believed(path, here, root)
@@ -115,7 +114,7 @@ def _believed(path: Path, here: Mount, root: Path) -> TuningFile | None:
         if not differences:
             return file
         why = f"{path} was measured on {', '.join(differences)}"
-    _log.warning(
+    log.warning(
         "tuning is ignored, defaults are used: %s; run `flowstone bench tune %s` here to measure again, or remove %s",
         why, root, path,
     )

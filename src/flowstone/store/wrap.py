@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from msgspec.structs import replace
 from flowstone import _native
 from flowstone.config import Direction
 from flowstone.errors import FlowstoneError, StorageError
+from flowstone.log import log
 from flowstone.store.base import (
     UNPACED,
     Capabilities,
@@ -29,7 +29,6 @@ from flowstone.store.base import (
 from flowstone.store.settings import Settings
 
 T = TypeVar("T")
-_log = logging.getLogger("flowstone")
 
 
 class Wrapper:
@@ -278,7 +277,7 @@ class Retrying(Wrapper):
             except StorageError as error:
                 if error.errno not in _TRANSIENT:
                     raise
-                _log.warning("%s: %s; trying again in %g s", self.location, error.message, delay)
+                log.warning("%s: %s; trying again in %g s", self.location, error.message, delay)
                 self._sleep(delay)
         return act()
 

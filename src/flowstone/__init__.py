@@ -58,7 +58,7 @@ from flowstone.events import (
 from flowstone.rules import Cast, Init, Rename, Rule, Skip
 
 if TYPE_CHECKING:
-    from flowstone.checkpoint import Checkpoint
+    from flowstone.checkpoint import Checkpoint, StoredTensor
     from flowstone.checkpoint import open_checkpoint as open
     from flowstone.checkpointer import Checkpointer
     from flowstone.convert.diff import DiffReport, TensorDiff, ValueDiff, diff

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import resource
 import signal
@@ -14,6 +15,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
+    ShardingSpec,
+    ShardMetadata,
+)
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -250,3 +258,33 @@ def load_of_checkpointer(rank: int, path: str, whole: str) -> bool:
     dcp.load(into, storage_reader=FlowstoneReader(path))
     set_state_dict(model, optimizer, model_state_dict=into["model"], optim_state_dict=into["optim"])
     return equal(full(list(get_state_dict(model, optimizer))), torch.load(whole))
+
+
+def _sharding(name: str) -> ShardingSpec:
+    """How rows, or columns, of a matrix of 10 x 20 lie on two ranks."""
+    if name in ("rows", "columns"):
+        return ChunkShardingSpec(dim=int(name == "columns"), placements=["rank:0/cpu", "rank:1/cpu"])
+    if name == "turns":
+        return ChunkShardingSpec(dim=0, placements=[f"rank:{rank}/cpu" for rank in (0, 1, 1, 0)])
+    blocks = {"uneven": ((2, 0), (1, 1), (3, 0), (3, 1), (1, 0)), "other": ((8, 1), (2, 0))}[name]
+    begins = [sum(rows for rows, _ in blocks[:at]) for at in range(len(blocks))]
+    return EnumerableShardingSpec([
+        ShardMetadata(shard_offsets=[begin, 0], shard_sizes=[rows, 20], placement=f"rank:{rank}/cpu")
+        for begin, (rows, rank) in zip(begins, blocks, strict=True)
+    ])
+
+
+def reshard(rank: int, path: str, names: list[str]) -> list[bool]:
+    """ShardedTensors saved by each sharding and loaded into each: the same path again and again."""
+    equal = []
+    for number, (saved, loaded) in enumerate(itertools.product(names, names)):
+        state = {"sharded": sharded_tensor.rand(_sharding(saved), 10, 20), "number": torch.tensor(number), "blob": b"b"}
+        into = {"sharded": sharded_tensor.zeros(_sharding(loaded), 10, 20), "number": torch.tensor(-1), "blob": b""}
+        dcp.save(state, storage_writer=FlowstoneWriter(path))
+        dcp.load(into, storage_reader=FlowstoneReader(path))
+        whole = [torch.zeros(10, 20) if rank == 0 else None for _ in range(2)]
+        state["sharded"].gather(out=whole[0])
+        into["sharded"].gather(out=whole[1])
+        there = rank > 0 or torch.equal(whole[0], whole[1])
+        equal.append(there and int(into["number"]) == number and into["blob"] == b"b")
+    return equal

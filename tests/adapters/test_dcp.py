@@ -411,7 +411,7 @@ def test_an_empty_state_is_saved(tmp_path: Path) -> None:
 def test_what_a_failed_save_leaves_does_not_hold_up_the_next_nor_harm_it(tmp_path: Path) -> None:
     """A claim that another save of the process has taken over removes nothing."""
     first = Claim(tmp_path, "x")
-    second = Claim(tmp_path, "x")
+    second = Claim(tmp_path, "x", take_over=True)
     assert (first.is_held, second.is_held) == (False, True)
     first.release()
     assert second.is_held

@@ -27,6 +27,12 @@ def test_shards_load_on_any_number_of_ranks(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["step-1", "step-2"]  # and no draft, no lock
 
 
+def test_sharded_tensors_load_into_any_other_sharding(tmp_path: Path) -> None:
+    names = ["rows", "columns", "turns", "uneven", "other"]
+    assert run(2, ACTS, "reshard", str(tmp_path / "step-1"), names) == [[True] * 25] * 2
+    assert fs.open(tmp_path / "step-1").verify().sound
+
+
 @pytest.mark.parametrize("needs", ["fsdp2_on_cpu"], indirect=True)
 @pytest.mark.usefixtures("needs")
 def test_fsdp_resumes_bit_for_bit(tmp_path: Path) -> None:

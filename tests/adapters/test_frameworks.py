@@ -63,6 +63,23 @@ def test_an_unknown_version_goes_on_only_with_the_same_interface(caplog: pytest.
     assert changed == ["Sundial.read(hour, minute), known with ()", "Sundial.set is gone"]
 
 
+def test_parameters_that_calls_of_the_known_form_no_longer_reach_are_told() -> None:
+    class Newer:
+        def read(self, hour: int, *, minute: int = 0) -> None: ...
+
+        def turn(self, degrees: float, *, slowly: bool) -> None: ...
+
+        def set(self, hour: int, *more: int, minute: int = 0, **named: int) -> None: ...
+
+    methods = {"read": ("hour", "minute"), "turn": ("degrees",), "set": ("hour",)}
+    with pytest.raises(fs.FrameworkError) as told:
+        FRAMEWORK.check("2.0", methods, Newer)
+    assert str(told.value.facts["changed"]).splitlines() == [
+        "Newer.read(hour, *, minute), known with (hour, minute)",
+        "Newer.turn(degrees, *, slowly), known with (degrees)",
+    ]
+
+
 def test_flowstone_by_itself_imports_no_adapter() -> None:
     text = (
         "import sys, flowstone, flowstone.checkpointer; "

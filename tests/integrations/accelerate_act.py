@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from digests import digest
 from torch import nn
-from trainer_act import digest
 
 from flowstone.adapters.huggingface import get_last_checkpoint, use_flowstone
 
@@ -60,10 +60,17 @@ def prepared(accelerator: Accelerator) -> tuple[Any, ...]:
     model = nn.Sequential(*layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
-    loader = torch.utils.data.DataLoader(Rows(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3))
+    loader = torch.utils.data.DataLoader(Rows(), batch_size=4, shuffle=True, generator=torch.Generator())
     seen = Seen()
     accelerator.register_for_checkpointing(seen)
     return (*accelerator.prepare(model, optimizer, scheduler, loader), seen)
+
+
+def batches(accelerator: Accelerator, loader: Any, step: int) -> Any:
+    """Those of the epoch of `step`, from that step on. The order is the epoch's, whoever has gone through others."""
+    epoch, done = divmod(step, len(loader))
+    loader.synchronized_generator.manual_seed(epoch)  # the sampler's
+    return accelerator.skip_first_batches(loader, done) if done else loader
 
 
 def end_at(told: dict[str, Any], step: int) -> None:
@@ -91,10 +98,7 @@ def main() -> None:
         accelerator.load_state(resume)
         step = int(resume.rpartition("-")[2])
     while step < steps:
-        epoch, done = divmod(step, len(loader))
-        rest = accelerator.skip_first_batches(loader, done) if done else loader
-        rest.set_epoch(epoch)
-        for batch in rest:
+        for batch in batches(accelerator, loader, step):
             end_at(told, step)
             loss = (model(batch["x"]) - batch["y"]).square().mean()
             accelerator.backward(loss)

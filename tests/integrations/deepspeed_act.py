@@ -3,12 +3,12 @@
 whole, resumed   load what there is, train to the end through Flowstone, and tell what came out
 killed           the same, and die of SIGKILL on the way, with a save in flight
 native           train half of the way, and let DeepSpeed save; tell each parameter's state as DeepSpeed gathers it
+lost             save under tags that the system refuses, one after the other, and end without a wait for the second
 verbs            what a job can do besides, and what is refused
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
@@ -20,6 +20,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from digests import digest
 
 import flowstone as fs
 from flowstone.adapters.deepspeed import attach
@@ -67,26 +68,6 @@ def train(engine: Any, until: int, directory: Path | None, kind: str) -> None:
             engine.save_checkpoint(str(directory), client_state={"seen": [engine.global_steps]})
 
 
-def digest(value: Any) -> str:
-    found = hashlib.sha256()
-
-    def add(one: Any) -> None:
-        if isinstance(one, torch.Tensor):
-            found.update(one.detach().float().contiguous().numpy().tobytes())
-        elif isinstance(one, dict):
-            for key, inner in one.items():
-                found.update(repr(key).encode())
-                add(inner)
-        elif isinstance(one, list | tuple):
-            for inner in one:
-                add(inner)
-        elif isinstance(one, int | float | str | bool):
-            found.update(repr(one).encode())
-
-    add(value)
-    return found.hexdigest()
-
-
 def tell(engine: Any, act: str, directory: Path) -> None:
     parts = [engine.optimizer.state_dict(), engine.module.state_dict(), engine.lr_scheduler.state_dict()]
     told = {"parts": [digest(part) for part in parts], "step": engine.global_steps}
@@ -124,6 +105,49 @@ def native(stage: int, kind: str, directory: Path) -> None:
         torch.save(gathered, f"{directory}-gathered.pt")
 
 
+def lost(stage: int, kind: str, directory: Path) -> None:
+    engine = engine_of(stage, kind)
+    plugin = attach(engine)
+    other = directory.with_name("other")
+    other.mkdir()
+    directory.mkdir()
+    os.chdir(directory)
+    train(engine, 1, None, kind)
+    engine.save_checkpoint(".", tag="tagged")
+    os.chdir(other)  # before the commit
+    plugin.wait()
+    assert (directory / "latest").read_text() == "tagged"
+    assert not list(other.iterdir())
+    (directory / "taken" / ".mp_rank_00_model_states.pt.flowstone-draft").mkdir(parents=True)
+    train(engine, 2, None, kind)
+    engine.save_checkpoint(str(directory), tag="taken")
+    with pytest.raises(fs.SaveFailedError, match="step 2 is committed"):
+        plugin.wait()
+    assert (directory / "latest").read_text() == "tagged"
+    plugin.wait()
+    train(engine, 3, None, kind)
+    engine.save_checkpoint(str(directory), tag="taken")
+    child = os.fork()
+    if not child:
+        plugin.cleanup()  # of its parent: nothing to wait for
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    globals()["engine"] = engine  # as a script has it until it ends
+    sys.exit()
+
+
+def watched_rewind(directory: Path) -> list[str]:
+    """What `latest` names each time that a Checkpointer sets steps aside."""
+    seen, rewind = [], fs.Checkpointer.rewind
+
+    def watched(checkpointer: fs.Checkpointer, step: int) -> object:
+        seen.append((directory / "latest").read_text())
+        return rewind(checkpointer, step)
+
+    fs.Checkpointer.rewind = watched  # type: ignore[method-assign, assignment]
+    return seen
+
+
 def verbs(stage: int, kind: str, directory: Path) -> None:
     engine = engine_of(stage, kind)
     plugin = attach(engine, keep=fs.Keep(last=3))
@@ -146,8 +170,10 @@ def verbs(stage: int, kind: str, directory: Path) -> None:
     before = digest([engine.optimizer.state_dict(), engine.module.state_dict()])
     engine.load_checkpoint(str(directory), tag="global_step3")
     assert engine.global_steps == 3
+    latest_at_rewind = watched_rewind(directory)
     train(engine, 5, directory, kind)  # what was saved after step 3 is set aside
     plugin.wait()
+    assert latest_at_rewind == ["global_step3"]
     assert digest([engine.optimizer.state_dict(), engine.module.state_dict()]) == before
     with pytest.raises(fs.NoCheckpointError):
         engine.load_checkpoint(str(directory), tag="first")
@@ -172,6 +198,8 @@ if __name__ == "__main__":
     match act:
         case "native":
             native(stage, kind, directory)
+        case "lost":
+            lost(stage, kind, directory)
         case "verbs":
             verbs(stage, kind, directory)
         case _:

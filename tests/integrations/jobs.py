@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +19,39 @@ STEPS = 30
 KILL_AFTER_BATCHES = 18  # of one each step: between two saves
 
 
-def play(script: str, folder: Path, run: str, *, store: str, ranks: int = 1, kill_after_batches: int = 0) -> list[int]:
-    """Run a script on all ranks; their exit codes. Once one has failed, the others are killed.
+def is_installed(package: str) -> bool:
+    """Whether there is such a distribution: a directory of that name, which could be imported too, is none."""
+    try:
+        importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
-    store  the directory in `runs/` where checkpoints lie: nothing is killed before there is one (see prelude.py)
+
+def run_ranks(
+    command: Sequence[str], log: Path, ranks: int = 1, environment: Mapping[str, str] | None = None,
+    folder: Path | None = None, *, is_launched: bool = False,
+) -> list[int]:
+    """Exit codes of the ranks that ended by themselves; once one has failed, the others are killed.
+
+    command      of Python
+    log          what rank r says goes to this path with "-r.txt" behind it
+    folder       where they run
+    is_launched  a rank that is alone is told its number too, as launchers do it
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     processes = []
     for rank in range(ranks):
-        where: Mapping[str, Any] = {
-            "RECIPE": store, "RECIPE_RUN": str(folder / run), "RECIPE_KILL_AFTER_BATCHES": str(kill_after_batches),
-            "PYTHONPATH": str(HERE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank),
-            "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
-        }
-        environment = {**os.environ, **where}
-        if ranks == 1:
-            del environment["RANK"], environment["LOCAL_RANK"], environment["WORLD_SIZE"]
-        with (folder / f"{run}-{rank}.txt").open("w") as said:
+        own = {
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+        } if ranks > 1 or is_launched else {}
+        with Path(f"{log}-{rank}.txt").open("w") as said:
             processes.append(subprocess.Popen(
-                [sys.executable, "-c", script], cwd=folder, env=environment, stdout=said, stderr=said,
+                [sys.executable, *command], stdout=said, stderr=said, cwd=folder,
+                env={**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", **own, **(environment or {})},
             ))
     deadline = time.monotonic() + 900
     try:
@@ -51,6 +64,18 @@ def play(script: str, folder: Path, run: str, *, store: str, ranks: int = 1, kil
         for one in processes:
             one.kill()
             one.wait()
+
+
+def play(script: str, folder: Path, run: str, *, store: str, ranks: int = 1, kill_after_batches: int = 0) -> list[int]:
+    """Run a script on all ranks, as `run_ranks`.
+
+    store  the directory in `runs/` where checkpoints lie: nothing is killed before there is one (see prelude.py)
+    """
+    environment = {
+        "RECIPE": store, "RECIPE_RUN": str(folder / run), "RECIPE_KILL_AFTER_BATCHES": str(kill_after_batches),
+        "PYTHONPATH": str(HERE),
+    }
+    return run_ranks(["-c", script], folder / run, ranks, environment, folder)
 
 
 def told(folder: Path, run: str, rank: int = 0) -> Any:

@@ -1,4 +1,4 @@
-"""What samples of docs/RECIPES.md name and do not define; and how the runs of one are compared.
+"""What samples of docs/RECIPES.md and docs/LIGHTNING.md name and do not define; and how the runs of one are compared.
 
 Every batch that the model sees is noted, and after so many of them the process kills itself.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from digests import digest
 from torch import nn
 
 import flowstone as fs
@@ -71,21 +72,10 @@ def evaluate(model: nn.Module) -> float:
     return loss
 
 
-def bytes_of(value: Any) -> bytes:
-    """All that a state_dict() holds, for a digest."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    if isinstance(value, dict):
-        return b"".join(repr(key).encode() + bytes_of(item) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return b"".join(map(bytes_of, value))
-    return repr(value).encode()
-
-
 def tell(**parts: Any) -> None:
     """The end of a run: a digest of each part, and every batch that the model has seen."""
     found = {
-        name: hashlib.sha256(bytes_of(part.state_dict() if hasattr(part, "state_dict") else part)).hexdigest()
+        name: digest(part.state_dict() if hasattr(part, "state_dict") else part)
         for name, part in parts.items()
     }
     found["generator"] = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import socket
 from pathlib import Path
 
 import pytest
 import torch
-from processes_of import run_ranks
+from jobs import is_installed, run_ranks
 
 import flowstone as fs
 
 HERE = Path(__file__).resolve().parent
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="`make test-integrations` installs deepspeed"
+    not is_installed("deepspeed"), reason="`make test-integrations` installs deepspeed"
 )
 
 
 def act(name: str, stage: int, kind: str, directory: Path, ranks: int) -> list[int]:
     """The exit codes of the ranks."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **(alone if ranks == 1 else {})}
+    environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     command = [str(HERE / "deepspeed_act.py"), name, str(stage), kind, str(directory)]
-    return run_ranks(command, Path(f"{directory}-{name}"), ranks, environment)
+    return run_ranks(command, Path(f"{directory}-{name}"), ranks, environment, is_launched=True)
 
 
 def said(directory: Path, name: str) -> str:
@@ -44,8 +38,10 @@ def test_a_killed_run_resumes_to_the_last_bit(tmp_path: Path, stage: int, kind: 
     assert act("whole", stage, kind, tmp_path / "a", ranks) == [0] * ranks, said(tmp_path / "a", "whole")
     assert -9 in act("killed", stage, kind, tmp_path / "b", ranks), said(tmp_path / "b", "killed")
     assert act("resumed", stage, kind, tmp_path / "b", ranks) == [0] * ranks, said(tmp_path / "b", "resumed")
-    resumed_from = {line for line in said(tmp_path / "b", "resumed").splitlines() if line.startswith("from ")}
-    assert resumed_from <= {"from 2", "from 3", "from 4"}
+    logs = [Path(f"{tmp_path / 'b'}-resumed-{rank}.txt").read_text() for rank in range(ranks)]
+    resumed_from = [line for log in logs for line in log.splitlines() if line.startswith("from ")]
+    assert len(resumed_from) == ranks
+    assert set(resumed_from) in ({"from 2"}, {"from 3"}, {"from 4"})
     assert told(tmp_path / "b", "resumed", ranks) == told(tmp_path / "a", "whole", ranks)
     assert fs.open(tmp_path / "b").verify().sound
 
@@ -79,3 +75,10 @@ def test_what_deepspeed_saved_comes_in(tmp_path: Path, stage: int, kind: str) ->
 
 def test_verbs_of_a_job(tmp_path: Path) -> None:
     assert act("verbs", 2, "bf16", tmp_path / "a", 1) == [0], said(tmp_path / "a", "verbs")
+
+
+def test_a_publication_that_was_lost_ends_the_process_with_status_1(tmp_path: Path) -> None:
+    assert act("lost", 0, "fp32", tmp_path / "a", 1) == [1], said(tmp_path / "a", "lost")
+    lost = "flowstone: step 3 is committed, and DeepSpeed does not find it under the tag 'taken'"
+    assert lost in said(tmp_path / "a", "lost")
+    assert (tmp_path / "a" / "latest").read_text() == "tagged"

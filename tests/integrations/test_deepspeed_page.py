@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import socket
 from pathlib import Path
 
 import pytest
-from processes_of import run_ranks
+from jobs import is_installed, run_ranks
 
 DOCUMENT = Path(__file__).resolve().parent.parent.parent / "docs" / "DEEPSPEED.md"
 BEFORE = """
@@ -25,19 +23,13 @@ AFTER = "print('done', flush=True)\nos._exit(0)  # without the end of gloo's thr
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="`make test-integrations` installs deepspeed"
+    not is_installed("deepspeed"), reason="`make test-integrations` installs deepspeed"
 )
 def test_the_engine_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     samples = re.findall(r"^```python ([\w-]+)\n(.*?)^```", DOCUMENT.read_text(), flags=re.DOTALL | re.MULTILINE)
     assert [name for name, _ in samples] == ["deepspeed", "deepspeed-reads"]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sample.py").write_text(BEFORE + "".join(text for _, text in samples) + AFTER)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    environment = {
-        "DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    codes = run_ranks([str(tmp_path / "sample.py")], tmp_path / "log", 1, environment)
+    command, environment = [str(tmp_path / "sample.py")], {"DS_ACCELERATOR": "cpu"}
+    codes = run_ranks(command, tmp_path / "log", environment=environment, is_launched=True)
     assert codes == [0], (tmp_path / "log-0.txt").read_text()[-3000:]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes_of import run_ranks
+from jobs import run_ranks
 
 import flowstone as fs
 
@@ -158,6 +158,48 @@ def test_what_accelerate_saved_by_itself_is_loaded(tmp_path: Path) -> None:
     accelerator, (model, *_) = made()
     accelerator.load_state(str(tmp_path / "step_7"))
     assert digest(model.state_dict()) == before
+
+
+def test_hooks_of_loads_are_refused_by_name_and_nothing_changes(tmp_path: Path) -> None:
+    plain = Accelerator(cpu=True)
+    prepared(plain)
+    plain.save_state(tmp_path / "by-itself")
+    accelerator, (model, *_) = made()
+    accelerator.save_state(tmp_path / "step_5")
+    accelerator._flowstone._checkpointer.fence()
+    before = change(model)
+    called: list[str] = []
+    hook = accelerator.register_load_state_pre_hook(lambda models, folder: called.append(folder))
+    with pytest.raises(fs.ArgumentError, match="register_load_state_pre_hook"):
+        accelerator.load_state(tmp_path / "step_5")
+    assert digest(model.state_dict()) == before
+    assert not called
+    accelerator.load_state(str(tmp_path / "by-itself"))
+    assert called == [str(tmp_path / "by-itself")]
+    hook.remove()
+    accelerator.load_state(tmp_path / "step_5")
+    accelerator.end_training()
+
+
+def test_use_flowstone_twice_derives_once(tmp_path: Path) -> None:
+    accelerator, _ = made()
+    kind = type(accelerator)
+    assert type(use_flowstone(accelerator)) is kind
+    assert kind.__name__ == "Accelerator"
+    assert isinstance(accelerator, Accelerator)
+
+
+def test_a_subclass_keeps_its_own_methods(tmp_path: Path) -> None:
+    class Mine(Accelerator):  # type: ignore[misc]
+        def save_state(self, output_dir: Any, **given: Any) -> Any:
+            self.saved = super().save_state(f"{output_dir}/step_1", **given)
+
+    accelerator = use_flowstone(Mine(cpu=True))
+    prepared(accelerator)
+    accelerator.save_state(tmp_path)
+    accelerator.end_training()
+    assert accelerator.saved == tmp_path / "step-00000001"
+    assert kept(tmp_path) == [1]
 
 
 def test_wrong_calls_are_refused_by_name(tmp_path: Path) -> None:

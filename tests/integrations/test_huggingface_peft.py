@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes_of import run_ranks
+from jobs import run_ranks
 
 import flowstone as fs
 
@@ -108,6 +108,62 @@ def test_a_base_of_tensors_that_are_no_plain_ones_is_told_by_its_name(
     assert fs.open(tmp_path).objects["base"] == {"name": "tiny/base", "digest": ""}
     with pytest.raises(fs.MismatchError, match="tiny/other, not digested"):
         use_flowstone(made_trainer(tmp_path, [], odd("tiny/other"))).train(resume_from_checkpoint=True)
+
+
+def test_a_base_that_is_offloaded_is_told_by_its_name(tmp_path: Path) -> None:
+    accelerator = use_flowstone(Accelerator(cpu=True))
+    model = accelerator.prepare(with_adapters())
+    model.base_model.model.transformer.ln_f.to("meta")
+    accelerator.save_state(tmp_path / "step_1")
+    accelerator.end_training()
+    assert fs.open(tmp_path).objects["base"] == {"name": "tiny/base", "digest": ""}
+
+
+class Packed(torch.nn.Module):
+    """A linear layer as GPTQ's: its weight is a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("qweight", torch.randint(-8, 8, (8, 8), dtype=torch.int32))
+        self.register_buffer("scales", torch.full((8,), 0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.qweight * self.scales)
+
+
+def over_statistics(seed: int = 7) -> tuple[Accelerator, Any]:
+    """Adapters over a base with BatchNorm and a packed layer."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    packed = Packed()
+    torch.manual_seed(7)
+    base = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), packed)
+    accelerator = use_flowstone(Accelerator(cpu=True))
+    model = accelerator.prepare(get_peft_model(base, LoraConfig(target_modules=["0"])))
+    accelerator.prepare(torch.optim.AdamW(one for one in model.parameters() if one.requires_grad))
+    return accelerator, model
+
+
+def test_statistics_of_a_base_go_with_the_adapters(tmp_path: Path) -> None:
+    accelerator, model = over_statistics()
+    for step in (1, 2):
+        accelerator.backward(model(torch.randn(4, 8)).sum())
+        accelerator._optimizers[0].step()
+        accelerator.save_state(tmp_path / f"step_{step}")
+    accelerator.end_training()
+    norm = "model.base_model.model.1."
+    names = [name for name in fs.open(tmp_path).tensors if name.startswith("model.") and "lora_" not in name]
+    assert sorted(names) == [f"{norm}num_batches_tracked", f"{norm}running_mean", f"{norm}running_var"]
+    again, resumed = over_statistics()
+    again.load_state(tmp_path)
+    assert digest(resumed.state_dict()) == digest(model.state_dict())
+    assert resumed.base_model.model[1].num_batches_tracked == 2
+    again.end_training()
+    other, _ = over_statistics(seed=11)
+    with pytest.raises(fs.MismatchError, match="belong to another base model"):
+        other.load_state(tmp_path)
+    other.end_training()
 
 
 def test_the_best_adapters_are_loaded_at_the_end(tmp_path: Path) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import signal
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from processes_of import run_ranks
+from jobs import run_ranks
 
 import flowstone as fs
 
@@ -62,16 +65,30 @@ def test_a_killed_and_resumed_run_ends_as_the_trainer_by_itself(ranks: int, tmp_
     assert not list((killed / "out").glob("checkpoint-*"))
 
 
-def trained(out: Path, *, scores: list[float] | None = None, steps: int = 20, **given: Any) -> Any:
+class Once(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """Does something before one step, the first time that this is reached."""
+
+    def __init__(self, step: int, act: Callable[[], None]) -> None:
+        self.step, self.act = step, act
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        if state.global_step == self.step:
+            self.step = -1
+            self.act()
+
+
+def trained(
+    out: Path, *callbacks: Any, scores: list[float] | None = None, steps: int = 20, resume: object = None, **given: Any
+) -> Any:
     """A Trainer over Flowstone that has trained; `scores` are what its evaluations, every five steps, find."""
     if scores is not None:
         given |= {"eval_strategy": "steps", "eval_steps": 5, "metric_for_best_model": "score"}
-    trainer = made_trainer(out, [], max_steps=steps, greater_is_better=True, **given)
+    trainer = made_trainer(out, list(callbacks), max_steps=steps, greater_is_better=True, **given)
     if scores is not None:
         left = iter(scores)
         trainer.compute_metrics = lambda _: {"score": next(left)}
     trainer = use_flowstone(trainer)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
@@ -109,6 +126,46 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     last = fs.open(out, step=20).state_dict("model")
     assert not all(torch.equal(last[name], one) for name, one in trainer.model.state_dict().items())
     assert stored_trainer_state(out)["best_model_checkpoint"] == str(out / "step-00000010")
+
+
+def test_the_best_step_is_loaded_although_its_save_is_the_last_and_still_in_flight(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    trainer = trained(out, scores=[1.0, 2.0, 3.0, 4.0], load_best_model_at_end=True)
+    assert trainer.state.best_model_checkpoint == str(out / "step-00000020")
+    best = fs.open(out, step=20).state_dict("model")
+    assert all(torch.equal(best[name], one) for name, one in trainer.model.state_dict().items())
+
+
+def test_the_best_step_is_loaded_from_the_store_of_the_run_before(tmp_path: Path) -> None:
+    trained(tmp_path / "a", scores=[9.0, 1.0], steps=10)
+    trainer = trained(tmp_path / "b", scores=[1.0, 2.0], load_best_model_at_end=True, resume=str(tmp_path / "a"))
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "a/step-00000005")
+    best = fs.open(tmp_path / "a", step=5).state_dict("model")
+    assert all(torch.equal(best[name], one) for name, one in trainer.model.state_dict().items())
+
+
+def test_a_best_step_that_was_removed_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    out = tmp_path / "out"
+    trained(out, scores=[9.0, 1.0], steps=10)
+    shutil.rmtree(out / "step-00000005")
+    again = trained(out, scores=[1.0, 2.0], load_best_model_at_end=True, resume=True)
+    assert again.state.best_model_checkpoint is None
+    assert kept(out) == [10, 15, 20]
+    gone = tmp_path / "b/step-00000005"
+    with caplog.at_level(logging.WARNING, "flowstone"):
+        trained(
+            tmp_path / "b", Once(12, partial(shutil.rmtree, gone)), scores=[9.0, 1.0, 2.0], steps=15,
+            load_best_model_at_end=True,
+        )
+    assert f"{gone} does not exist, and is not loaded" in caplog.text
+
+
+def test_the_trainers_own_checkpoints_are_compared_with_the_best_once_that_is_saved(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    made_trainer(out, [], max_steps=5).train()
+    trained(out, scores=[1.0], steps=10, resume=True, save_total_limit=1)
+    assert kept(out) == [10]
+    assert not list(out.glob("checkpoint-*")), "the Trainer removes all but the best"
 
 
 def test_save_strategies_save_when_they_say(tmp_path: Path) -> None:
@@ -157,6 +214,52 @@ def test_a_run_goes_on_from_another_runs_store(tmp_path: Path) -> None:
     assert (kept(tmp_path / "a"), kept(tmp_path / "b")) == ([5, 10, 15, 20], [15, 20])
 
 
+def test_a_store_that_the_trainer_wrote_its_model_into_is_resumed_from_as_a_store(tmp_path: Path) -> None:
+    out, other = tmp_path / "out", tmp_path / "other"
+    trainer = trained(out)
+    expected = ended(trainer)
+    shutil.copytree(out / "step-00000010", other / "step-00000010")
+    shutil.copy(out / "flowstone.json", other)
+    trainer.save_model(str(other))
+    trainer.args.output_dir = str(other)
+    trainer.save_state()
+    assert {"model.safetensors", "trainer_state.json"} < {one.name for one in other.iterdir()}
+    assert ended(trained(other, resume=str(other))) == expected
+
+
+def test_an_interrupted_run_goes_on_in_the_same_process(tmp_path: Path) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    settings = {"gradient_accumulation_steps": 2, "save_steps": 4}
+    calm = ended(trained(tmp_path / "calm", **settings))
+    trainer = use_flowstone(made_trainer(tmp_path / "out", [Once(9, interrupt)], max_steps=20, **settings))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert kept(tmp_path / "out") == [4, 8]
+    trainer.train(resume_from_checkpoint=True)
+    assert ended(trainer) == calm
+
+
+def test_a_smaller_batch_size_sets_the_steps_of_the_larger_one_aside(tmp_path: Path) -> None:
+    def short_of_memory() -> None:
+        raise RuntimeError("CUDA out of memory.")
+
+    def epochs(out: Path) -> dict[int, float]:
+        return {step: stored_trainer_state(out, step)["epoch"] for step in kept(out)}
+
+    out = tmp_path / "out"
+    trained(out, Once(3, short_of_memory), auto_find_batch_size=True, steps=10)
+    assert epochs(out) == {5: 5 / 16, 10: 10 / 16}
+    with pytest.raises(fs.StepExistsError, match="begun the training anew at step 0"):
+        trained(tmp_path / "b", Once(7, short_of_memory), auto_find_batch_size=True)
+    out = tmp_path / "c"
+    trained(out, steps=5)
+    trained(out, Once(12, short_of_memory), auto_find_batch_size=True, steps=15, resume=True)
+    assert epochs(out) == {5: 5 / 12, 10: 10 / 16, 15: 15 / 16}
+    assert len(list(out.glob(".superseded-*"))) == 1
+
+
 def test_a_run_goes_on_from_what_the_trainer_saved_by_itself(tmp_path: Path) -> None:
     out = tmp_path / "out"
     plain = made_trainer(out, [], max_steps=20)
@@ -170,6 +273,29 @@ def test_a_run_goes_on_from_what_the_trainer_saved_by_itself(tmp_path: Path) -> 
     assert ended(trainer) == expected
     assert kept(out) == [15, 20]
     assert get_last_checkpoint(out) == str(out / "step-00000020")
+
+
+def test_a_later_checkpoint_of_the_trainers_own_is_told_where_ours_is_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = tmp_path / "out"
+    trained(out, steps=5)
+    (out / "checkpoint-5").mkdir()
+    with caplog.at_level(logging.WARNING, "flowstone"):
+        assert get_last_checkpoint(out) == str(out / "step-00000005")
+    assert not caplog.text, "a checkpoint of the same step is not a later one"
+    (out / "checkpoint-15").mkdir()
+    for use in (
+        lambda: get_last_checkpoint(out),
+        lambda: use_flowstone(made_trainer(out, [], max_steps=10)).train(resume_from_checkpoint=True),
+    ):
+        with caplog.at_level(logging.WARNING, "flowstone"):
+            use()
+        [told] = [one.getMessage() for one in caplog.records if one.name == "flowstone"]
+        assert str(out / "step-00000005") in told
+        assert str(out / "checkpoint-15") in told
+        caplog.clear()
+    assert kept(out) == [5, 10]
 
 
 @pytest.mark.parametrize(("full_at", "max_steps"), [(0, 20), (7, 20), (7, 10)], ids=["first", "second", "last"])
@@ -234,14 +360,20 @@ def test_a_version_that_is_not_known_goes_on_where_its_interface_is_the_same(
 
 def test_a_subclass_keeps_its_own_methods(tmp_path: Path) -> None:
     class Mine(transformers.Trainer):  # type: ignore[misc, name-defined]
+        losses = saves = 0
+
         def compute_loss(self, *given: Any, **named: Any) -> Any:
-            self.losses = getattr(self, "losses", 0) + 1
+            self.losses += 1
             return super().compute_loss(*given, **named)
+
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            self.saves += 1
+            super()._save_checkpoint(model, trial)
 
     plain = made_trainer(tmp_path / "out", [], max_steps=5)
     mine = use_flowstone(Mine(model=plain.model, args=plain.args, train_dataset=Text(48)))
     assert isinstance(mine, Mine)
     assert type(mine).__name__ == "Mine"
     mine.train()
-    assert mine.losses == 5
+    assert (mine.losses, mine.saves) == (5, 1)
     assert kept(tmp_path / "out") == [5]

@@ -7,6 +7,7 @@ import re
 import resource
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ pytest.importorskip("lightning", reason="`make test-integrations` installs it")
 import lightning.pytorch
 import pytorch_lightning
 
-from flowstone.adapters.lightning import FlowstoneIO
+from flowstone.adapters.lightning import FlowstoneIO, GeneratorStates
 
 DOCUMENT = Path(__file__).resolve().parent.parent.parent / "docs" / "LIGHTNING.md"
 
@@ -33,7 +34,8 @@ from torch.utils.data import DataLoader
 """
 
 _MODULE = """
-from lightning.pytorch import LightningModule, Trainer
+import lightning_module
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 prelude.STORE = prelude.Path("runs/lightning")
 class Order(torch.utils.data.Sampler):
@@ -45,16 +47,7 @@ class Order(torch.utils.data.Sampler):
         self.begin += len(self) - done
         order = torch.randperm(40, generator=torch.Generator().manual_seed(epoch))
         return iter(order[prelude.RANK::RANKS][done:].tolist())
-class Module(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = network()
-    def training_step(self, batch, index):
-        return loss_of(self.net, batch)
-    def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+class Module(lightning_module.Module):
     def on_load_checkpoint(self, checkpoint):
         order.begin = 4 * checkpoint["global_step"]
 model, order = Module(), Order()
@@ -219,6 +212,42 @@ def test_a_save_that_fails_is_raised_and_the_old_checkpoint_stays(tmp_path: Path
         refused.limit.gen.close()
     assert os.listdir(tmp_path) == ["epoch=0-step=2.ckpt"]
     assert fs.open(tmp_path / "epoch=0-step=2.ckpt").verify().sound
+
+
+def test_a_failure_is_raised_to_a_caller_that_trains_in_an_except_block(tmp_path: Path) -> None:
+    io = FlowstoneIO()
+    try:
+        raise ValueError("the first try")
+    except ValueError:
+        with small_files(10_000):
+            io.save_checkpoint({"state_dict": {"w": torch.zeros(10_000)}}, tmp_path / "x.ckpt")
+            with pytest.raises(fs.SaveFailedError, match=r"x\.ckpt"):
+                io.teardown()
+
+
+def test_a_failure_does_not_mask_the_error_that_ended_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    io = FlowstoneIO()
+    with small_files(10_000):
+        io.save_checkpoint({"state_dict": {"w": torch.zeros(10_000)}}, tmp_path / "x.ckpt")
+        try:
+            raise ValueError("of training")
+        except ValueError:
+            io.teardown()
+    assert "saving failed too" in caplog.text
+
+
+def test_strategies_that_do_not_load_through_plugins_are_refused() -> None:
+    strategies = lightning.pytorch.strategies
+    for strategy in (strategies.FSDPStrategy(state_dict_type="full"), strategies.ModelParallelStrategy(1, 1)):
+        strategy.checkpoint_io = FlowstoneIO()
+        with pytest.raises(fs.ArgumentError, match="does not load through plug-ins"):
+            GeneratorStates().setup(Namespace(strategy=strategy), None, "fit")
+    for strategy in (strategies.DDPStrategy(), strategies.FSDPStrategy()):  # the second saves by itself
+        if isinstance(strategy, strategies.DDPStrategy):
+            strategy.checkpoint_io = FlowstoneIO()
+        GeneratorStates().setup(Namespace(strategy=strategy), None, "fit")
 
 
 def test_a_save_of_fabric_that_was_lost_ends_the_process_with_status_1(tmp_path: Path) -> None:

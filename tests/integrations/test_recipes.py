@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from jobs import check_resumes
+from jobs import check_resumes, is_installed
 
 HERE = Path(__file__).resolve().parent
 DOCUMENT = HERE.parent.parent / "docs" / "RECIPES.md"
@@ -32,17 +31,8 @@ _LOADERS = "from torch.utils.data import DataLoader\n"
 _PARTS = "model=model, optimizer=optimizer, scheduler=scheduler"
 
 _LIGHTNING = """
-from lightning import Callback, LightningModule, Trainer
-class Module(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = network()
-    def training_step(self, batch, index):
-        return loss_of(self.net, batch)
-    def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+from lightning import Callback, Trainer
+from lightning_module import Module
 model = Module()
 """
 
@@ -80,7 +70,7 @@ def script(name: str) -> str:
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_that_is_killed_and_resumed_ends_as_if_it_had_not_been(name: str, tmp_path: Path) -> None:
     recipe = RECIPES[name]
-    missing = [package for package in recipe.needs if importlib.util.find_spec(package) is None]
+    missing = [package for package in recipe.needs if not is_installed(package)]
     if missing:
         pytest.skip(f"{', '.join(missing)}: not installed; make test-integrations runs this")
     check_resumes(script(name), tmp_path, store=name, ranks=recipe.ranks)

@@ -13,7 +13,6 @@ What it ends with goes to out.json: digests of weights, optimizer, scheduler and
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -26,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from digests import digest
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
@@ -113,20 +113,6 @@ def made_trainer(out: Path, callbacks: list[TrainerCallback], model: Any = None,
         model=small_gpt() if model is None else model, args=args, train_dataset=Text(48), eval_dataset=Text(8),
         callbacks=[Draws(), *callbacks],
     )
-
-
-def bytes_of(value: Any) -> bytes:
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    if isinstance(value, dict):
-        return b"".join(repr(key).encode() + bytes_of(item) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return b"".join(map(bytes_of, value))
-    return repr(value).encode()
-
-
-def digest(value: Any) -> str:
-    return hashlib.sha256(bytes_of(value)).hexdigest()
 
 
 def ended(trainer: Trainer) -> dict[str, Any]:

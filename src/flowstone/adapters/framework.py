@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
 
 from flowstone.errors import FrameworkError
-
-_log = logging.getLogger("flowstone")
+from flowstone.log import log
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,7 @@ class Framework:
                 f"{self.package} {version} has an interface that this adapter does not know",
                 changed="\n".join(changed), known=known, next=f"pip install {self.package}=={self.known[-1]}",
             )
-        _log.warning(
+        log.warning(
             "%s %s is not a version that Flowstone's adapter was tested with (%s); its interface is the same, "
             "so the adapter goes on", self.package, version, known,
         )
@@ -67,8 +65,10 @@ def _difference(kind: type, name: str, names: Sequence[str]) -> str:
     if method is None:
         return f"{kind.__name__}.{name} is gone"
     found = [one for one in inspect.signature(method).parameters.values() if one.name != "self"]
-    first = [one.name for one in found[: len(names)]]
-    required = [one for one in found[len(names) :] if one.default is one.empty and one.kind < one.VAR_POSITIONAL]
+    first = [one.name for one in found[: len(names)] if one.kind <= one.POSITIONAL_OR_KEYWORD]
+    rest = [one for one in found[len(names) :] if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    required = [one for one in rest if one.default is one.empty]
     if first == list(names) and not required:
         return ""
-    return f"{kind.__name__}.{name}({', '.join(one.name for one in found)}), known with ({', '.join(names)})"
+    taken = inspect.Signature([one.replace(annotation=one.empty, default=one.empty) for one in found])
+    return f"{kind.__name__}.{name}{taken}, known with ({', '.join(names)})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 from collections.abc import Mapping, Sequence
 
@@ -19,6 +18,7 @@ from flowstone.commit.manifests import read_marker
 from flowstone.commit.read import encode_sections, join_objects
 from flowstone.errors import StorageError
 from flowstone.format.manifest import MARKER_NAME, Manifest, SegmentRow
+from flowstone.log import log
 from flowstone.pipeline.rank_zero import check_visible, io_of
 from flowstone.plan.global_index import global_index
 from flowstone.plan.write import check_tensors
@@ -26,8 +26,6 @@ from flowstone.store.local import LocalStore
 from flowstone.table.box import Box
 from flowstone.table.dtype import DTYPES
 from flowstone.table.pieces import Alias, Pieces, TensorColumns
-
-_log = logging.getLogger("flowstone")
 
 
 def begin(store: LocalStore, target: Target) -> None:
@@ -116,7 +114,7 @@ def _remove(store: LocalStore, replaced: str) -> None:
     try:
         removal.empty(store, replaced)
     except StorageError as error:
-        _log.warning("the checkpoint that was replaced is in %s/%s: %s", store.location, replaced, error)
+        log.warning("the checkpoint that was replaced is in %s/%s: %s", store.location, replaced, error)
 
 
 def _pieces_of(receipt: RankReceipt) -> Pieces:

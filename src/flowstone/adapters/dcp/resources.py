@@ -69,7 +69,7 @@ class Resources:
         """
         store, target = self.store, self.target
         store.make_directory()
-        claim = Claim(target.parent, target.draft_directory)
+        claim = Claim(target.parent, target.draft_directory, take_over=True)
         self._abandon, self._is_alone = weakref.finalize(self, _abandon, store, target, claim), ranks == 1
         publication.begin(store, target)
 

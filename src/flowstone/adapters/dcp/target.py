@@ -8,17 +8,16 @@ from pathlib import Path
 
 import msgspec
 
+from flowstone.adapters.step_names import step_at_end
 from flowstone.commit.entries import SAVING, saving_directory, step_of
 from flowstone.commit.manifests import inside
 from flowstone.commit.removal import is_ours
-from flowstone.config import STEP_MAX
 from flowstone.errors import ArgumentError, NotAStoreError, StepExistsError
 from flowstone.format.digest import digest
 from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME
 from flowstone.store.base import Store
 
 _DRAFT = re.compile(re.escape(SAVING) + r"\d{8,}-dcp-[0-9a-f]{16}", re.ASCII)
-_TRAILING_NUMBER = re.compile(r"(\d+)$", re.ASCII)
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -78,18 +77,12 @@ def target_of(checkpoint_id: str | os.PathLike[str] | None, step: int | None) ->
         raise ArgumentError(
             f"the directory {path.name} is for step {named}, not {step}", next="leave out step=, or rename one of them"
         )
-    return Target(path.parent, path.name, _number_of(path.name) if step is None else step)
+    return Target(path.parent, path.name, (step_at_end(path.name) or 0) if step is None else step)
 
 
 def is_local(checkpoint_id: object) -> bool:
     """Whether it could be a directory of a checkpoint: a path, and no URL."""
     return isinstance(checkpoint_id, str | os.PathLike) and "://" not in os.fspath(checkpoint_id)
-
-
-def _number_of(name: str) -> int:
-    found = _TRAILING_NUMBER.search(name)
-    number = int(found[1]) if found else 0
-    return number if number <= STEP_MAX else 0
 
 
 def check_target(store: Store, target: Target, *, overwrite: bool) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
+import os
 import re
 import threading
 import weakref
@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
-from flowstone.adapters.deepspeed.pointers import publish, read_pointer
+from flowstone.adapters.deepspeed.pointers import Pointer, has_latest, publish, read_pointer, set_latest
 from flowstone.adapters.deepspeed.values import decoded, encoded
 from flowstone.checkpoint import Checkpoint, open_checkpoint
 from flowstone.checkpointer import Checkpointer
 from flowstone.errors import DamagedError, FlowstoneError, NoTensorError, SaveFailedError
+from flowstone.runtime.ending import Ending, without_frames
 from flowstone.state import PerRank
 
 _KIND = re.compile(r"(model|optim)_states\.pt$")
@@ -32,6 +33,10 @@ _JOB = "deepspeed"
 class _Publication:
     """What follows a commit. `done` is set once it has, or has failed with `error`."""
 
+    directory: Path
+    tag: str
+    step: int
+    latest: bool
     done: threading.Event = field(default_factory=threading.Event)
     error: FlowstoneError | None = None
 
@@ -55,9 +60,11 @@ class FlowstoneCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._files: dict[str, dict[str, Any]] | None = None  # of the save that DeepSpeed is in
         self._checkpointer: Checkpointer | None = None
         self._directory: Path | None = None
-        self._loaded: tuple[Path, int] | None = None
+        self._loaded: tuple[Path, Pointer] | None = None
         self._publications: list[_Publication] = []
-        atexit.register(_end, weakref.ref(self))
+        self._pid = os.getpid()
+        self._end = Ending(self.cleanup)  # `latest` names the last checkpoint, even where the job has not waited for it
+        self._end.before_threads_end()
 
     @property
     def engine(self) -> Any:
@@ -92,7 +99,7 @@ class FlowstoneCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 f"step {pointer.step} of {store} is not what {path} was saved as", expected=f"tag {pointer.tag!r:.80}",
                 next="load another tag",
             )
-        self._loaded = store.resolve(), pointer.step
+        self._loaded = store.resolve(), pointer
         return decoded(_read(checkpoint, place.name))
 
     def commit(self, info: Any) -> bool:
@@ -113,7 +120,12 @@ class FlowstoneCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return bool(self._former.is_data_parallel_writer(dp_rank))
 
     def cleanup(self) -> None:
-        """Wait for saves in flight, and give the memory back. Raises what `wait` raises."""
+        """Wait for saves in flight, and give the memory back; nothing in a forked process.
+
+        raises  what `wait` raises
+        """
+        if os.getpid() != self._pid:
+            return
         if self._checkpointer is not None:
             checkpointer, self._checkpointer, self._directory = self._checkpointer, None, None
             checkpointer.close()
@@ -159,6 +171,7 @@ class FlowstoneCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         def saved(save_dir: str, tag: Any = None, client_state: Any = None, save_latest: bool = True,
                   **options: Any) -> Any:
             self._raise_failure()
+            directory = Path(os.path.abspath(save_dir))  # the job may change its directory before the commit
             name = f"global_step{self.engine.global_steps}" if tag is None else str(tag)
             self._files = {}
             try:
@@ -166,7 +179,7 @@ class FlowstoneCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 files = self._files
             finally:
                 self._files = None
-            self._start(Path(save_dir), name, files, save_latest)
+            self._start(directory, name, files, save_latest)
             return done
 
         return saved
@@ -180,13 +193,12 @@ class FlowstoneCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         }
         state |= {"files": PerRank(sorted(files)), _JOB: {"tag": tag, "version": self._version}}
         save = checkpointer.save(engine.global_steps, state, fence="manual")
-        publication = _Publication()
+        publication = _Publication(directory, tag, engine.global_steps, save_latest)
         self._publications.append(publication)
+        publishes = engine.global_rank == 0
+        save.committed.add_done_callback(lambda future: _publish(future, publication, publishes=publishes))
         if not _steps_by_itself(engine):
             checkpointer.fence()
-        names = directory, tag, engine.global_steps, save_latest and engine.global_rank == 0
-        publishes = engine.global_rank == 0
-        save.committed.add_done_callback(lambda future: _publish(future, publication, names if publishes else None))
 
     def _opened(self, directory: Path) -> Checkpointer:
         """The Checkpointer of a directory; steps above the one that was loaded are set aside."""
@@ -195,9 +207,11 @@ class FlowstoneCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self.cleanup()
             self._checkpointer, self._directory = Checkpointer(directory, **self._options), place
         if self._loaded is not None and self._loaded[0] == place:
-            newest = self._checkpointer.latest()
-            if newest is not None and newest.step > self._loaded[1]:
-                self._checkpointer.rewind(self._loaded[1])
+            newest, pointer = self._checkpointer.latest(), self._loaded[1]
+            if newest is not None and newest.step > pointer.step:
+                if self.engine.global_rank == 0 and has_latest(place):
+                    set_latest(place, pointer.tag)  # before the step that it names is set aside
+                self._checkpointer.rewind(pointer.step)
         self._loaded = None
         return self._checkpointer
 
@@ -207,9 +221,9 @@ class FlowstoneCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._raise_failure()
 
     def _raise_failure(self) -> None:
-        done = [one for one in self._publications if one.done.is_set()]
-        self._publications = [one for one in self._publications if not one.done.is_set()]
-        for one in done:
+        """Raise the first failure that was not raised yet; the next call raises the next one."""
+        for one in [one for one in self._publications if one.done.is_set()]:
+            self._publications.remove(one)
             if one.error is not None:
                 raise one.error
 
@@ -241,23 +255,22 @@ def _file_names(checkpoint: Checkpoint) -> list[list[object]]:
     return [names if isinstance(names, list) else [] for names in found]
 
 
-def _publish(
-    future: Future[Checkpoint], publication: _Publication, names: tuple[Path, str, int, bool] | None
-) -> None:
+def _publish(future: Future[Checkpoint], publication: _Publication, *, publishes: bool) -> None:
     """After the commit, on the thread that made it: show the checkpoint to DeepSpeed. On rank 0 alone."""
     try:
-        if names is not None and not future.failed():  # type: ignore[attr-defined]
-            directory, tag, step, latest = names
+        if publishes and not future.failed():  # type: ignore[attr-defined]
             files = [str(name) for own in _file_names(future.result()) for name in own]
-            publish(directory, tag, step, files, latest=latest)
-    except FlowstoneError as error:
-        publication.error = error
+            publish(publication.directory, publication.tag, publication.step, files, latest=publication.latest)
+    except Exception as error:
+        publication.error = _failure(publication, without_frames(error))
     finally:
         publication.done.set()
 
 
-def _end(plugin: weakref.ref[FlowstoneCheckpointEngine]) -> None:
-    """At the end of the process: `latest` names the last checkpoint, even where the job has not waited for it."""
-    found = plugin()
-    if found is not None:
-        found.cleanup()
+def _failure(publication: _Publication, cause: BaseException) -> SaveFailedError:
+    failure = SaveFailedError(
+        f"step {publication.step} is committed, and DeepSpeed does not find it under the tag {publication.tag!r:.80} "
+        f"in {publication.directory}", cause=str(cause), next="correct the cause, and save again",
+    )
+    failure.__cause__ = cause
+    return failure

@@ -11,9 +11,11 @@ import msgspec
 
 from flowstone.errors import DamagedError
 from flowstone.store.os_errors import translated
+from flowstone.store.system import System
 
 _FIRST = "This file is in a checkpoint of Flowstone. Read it with flowstone.adapters.deepspeed, or `flowstone show`.\n"
 _BYTES_MAX = 1 << 16
+_LATEST = "latest"
 
 
 class Pointer(msgspec.Struct, frozen=True):
@@ -44,25 +46,34 @@ def publish(directory: Path, tag: str, step: int, names: Iterable[str], *, lates
         place.mkdir(parents=True, exist_ok=True)
         for name in names:
             _write(place / name, content)
-        _sync(place)
-        if latest:
-            _write(directory / "latest", tag)
+        System().sync_directory(place)
+    if latest:
+        set_latest(directory, tag)
+    else:
         _sync(directory)
+
+
+def set_latest(directory: Path, tag: str) -> None:
+    """Let `latest` name a tag; durable on return."""
+    with translated(directory, "write", _LATEST):
+        _write(directory / _LATEST, tag)
+    _sync(directory)
+
+
+def has_latest(directory: Path) -> bool:
+    return (directory / _LATEST).exists()
+
+
+def _sync(directory: Path) -> None:
+    with translated(directory, "sync", "."):
+        System().sync_directory(directory)
 
 
 def _write(path: Path, content: str) -> None:
     """Whole or not at all: DeepSpeed itself writes over an older `latest`, of which a crash can leave nothing."""
     draft = path.with_name(f".{path.name}.flowstone-draft")
-    with draft.open("w") as opened:
+    with draft.open("w", encoding="utf-8") as opened:
         opened.write(content)
         opened.flush()
         os.fsync(opened.fileno())
     os.replace(draft, path)
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

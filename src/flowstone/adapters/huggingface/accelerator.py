@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from flowstone.adapters.huggingface.deriving import derive
 from flowstone.adapters.huggingface.distributed import check_distributed
 from flowstone.adapters.huggingface.options import Options
 from flowstone.adapters.huggingface.peft_adapters import Bases, to_load, to_save
@@ -29,10 +30,10 @@ T = TypeVar("T")
 
 def adopt(accelerator: T, options: Options) -> T:
     """Replace how `accelerator` saves and loads: its class becomes one that derives from its own."""
+    from accelerate import Accelerator
+
     check_distributed(accelerator)
-    kind = type(accelerator)
-    if not issubclass(kind, AcceleratorCheckpoints):
-        accelerator.__class__ = type(kind.__name__, (AcceleratorCheckpoints, kind), {"__module__": kind.__module__})
+    derive(accelerator, AcceleratorCheckpoints, Accelerator)
     accelerator._flowstone = Stores(options)  # type: ignore[attr-defined]
     return accelerator
 
@@ -47,11 +48,7 @@ class AcceleratorCheckpoints:
     ) -> Path:
         accelerator: Any = self
         _refuse("save_state", save_model_func_kwargs)
-        if accelerator._save_model_state_pre_hook:
-            raise ArgumentError(
-                "hooks of register_save_state_pre_hook write files of their own, which no commit would contain",
-                next="remove the hooks, or leave this Accelerator's saving as it is",
-            )
+        _refuse_hooks("register_save_state_pre_hook", accelerator._save_model_state_pre_hook, "write")
         configuration = accelerator.project_configuration
         if configuration.automatic_checkpoint_naming:
             place = Place(_named_by_itself(accelerator), accelerator.save_iteration)
@@ -74,6 +71,7 @@ class AcceleratorCheckpoints:
             return
         given = {key: value for key, value in load_model_func_kwargs.items() if key != "map_location"}
         _refuse("load_state", {**(load_kwargs or {}), **given})
+        _refuse_hooks("register_load_state_pre_hook", accelerator._load_model_state_pre_hook, "read")
         sections = _sections(accelerator, self._flowstone.bases)
         self._flowstone.load(found, sections)
         counted: Any = sections["accelerator"]
@@ -188,4 +186,12 @@ def _refuse(call: str, given: Mapping[str, object]) -> None:
     if given:
         raise ArgumentError(
             f"{call} through Flowstone takes no {', '.join(given)}", next="leave it out; loads are strict"
+        )
+
+
+def _refuse_hooks(registered_by: str, hooks: Mapping[int, object], verb: str) -> None:
+    if hooks:
+        raise ArgumentError(
+            f"hooks of {registered_by} {verb} files of their own, which no commit contains",
+            next="remove the hooks, or leave how this Accelerator saves and loads as it is",
         )

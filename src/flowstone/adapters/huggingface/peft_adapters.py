@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -14,10 +13,9 @@ from torch import nn
 from flowstone.checkpoint import Checkpoint
 from flowstone.errors import MismatchError
 from flowstone.format.digest import digest
+from flowstone.log import log
 
 _WRAPPED = re.compile(r"\.(base_layer|original_module)(?=\.)")
-
-_log = logging.getLogger("flowstone")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +94,10 @@ def _name_of(model: Any) -> str:
 
 
 def _parted(model: Any) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """The adapters, as a module with the model's own tensors under their names in it; and all other tensors.
+    """The adapters, as a module with the model's own tensors under their names in it; and the base: all other tensors.
 
-    Adapters are what PEFT saves as such, trained or not, and whatever else is trained.
+    Adapters are what PEFT saves as such, trained or not, and whatever else training changes: what is trained, and
+    buffers, such as the statistics of BatchNorm.
     """
     from peft import get_peft_model_state_dict
 
@@ -107,15 +106,31 @@ def _parted(model: Any) -> tuple[nn.Module, dict[str, torch.Tensor]]:
         for tensor in get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False).values()
         if tensor.numel()
     }
+    changing = _changing_buffers(model)
     adapters, rest = nn.Module(), {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, torch.Tensor):
             continue
-        if tensor.requires_grad or (tensor.data_ptr(), tuple(tensor.shape)) in saved:
+        if tensor.requires_grad or id(tensor) in changing or (tensor.data_ptr(), tuple(tensor.shape)) in saved:
             _put(adapters, name, tensor)
         else:
             rest[name] = tensor
     return adapters, rest
+
+
+def _changing_buffers(model: nn.Module) -> set[int]:
+    """The ids of buffers that training may change: all but those of a layer whose weight is a buffer.
+
+    GPTQ's and AWQ's layers hold packed integers and their scales as buffers: frozen, and as large as the base. What
+    other quantised layers add to a state dict is no buffer of a module.
+    """
+    held = [list(module.buffers(recurse=False)) for module in model.modules()]
+    return {id(one) for buffers in held if not any(map(_is_packed_weight, buffers)) for one in buffers}
+
+
+def _is_packed_weight(buffer: torch.Tensor) -> bool:
+    eight_bits = buffer.dtype.itemsize == 1
+    return buffer.ndim > 1 and (eight_bits or not (buffer.is_floating_point() or buffer.is_complex()))
 
 
 def _put(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
@@ -132,8 +147,9 @@ def _put(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
 def _digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
     lines = []
     for name, tensor in tensors.items():
-        if type(tensor) not in (torch.Tensor, nn.Parameter):
-            _log.info("the base of the adapters is not digested: %s is a %s", name, type(tensor).__qualname__)
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta:
+            kind = type(tensor).__qualname__
+            log.info("the base of the adapters is not digested: %s is a %s on %s", name, kind, tensor.device)
             return ""
         held = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
         plain = _WRAPPED.sub("", name)  # whichever layers have adapters

@@ -6,13 +6,13 @@ import os
 import re
 from dataclasses import dataclass
 
+from flowstone.adapters.step_names import step_at_end
 from flowstone.checkpoint import Checkpoint, open_checkpoint
 from flowstone.commit.entries import step_directory, step_of
-from flowstone.config import STEP_MAX
 from flowstone.errors import ArgumentError, NoCheckpointError, NotAStoreError
+from flowstone.log import log
 
 _OWN = re.compile(r"checkpoint-(0|[1-9]\d*)", re.ASCII)  # as transformers calls them
-_TRAILING_NUMBER = re.compile(r"(\d+)$", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,24 +30,23 @@ def place_of(path: str | os.PathLike[str]) -> Place:
     """
     whole = os.path.abspath(os.path.expanduser(path))
     above, name = os.path.split(whole)
-    number = _TRAILING_NUMBER.search(name)
-    if number is None or int(number[1]) > STEP_MAX:
-        return Place(whole, None)
-    return Place(above, int(number[1]))
+    step = step_at_end(name)
+    return Place(whole, None) if step is None else Place(above, step)
+
+
+def committed_at(path: str | os.PathLike[str], step: int | None = None) -> Checkpoint | None:
+    """The checkpoint at `path`, or of `step` or the newest one of the store there; None if there is none."""
+    try:
+        return open_checkpoint(os.path.expanduser(path), step)
+    except (NoCheckpointError, NotAStoreError):
+        return None
 
 
 def checkpoint_at(path: str | os.PathLike[str]) -> Checkpoint | None:
     """The checkpoint at `path`, the newest one of the store there, or the one that `place_of` means; None if none."""
-    try:
-        return open_checkpoint(os.path.expanduser(path))
-    except (NoCheckpointError, NotAStoreError):
-        place = place_of(path)
-    if place.step is None:
-        return None
-    try:
-        return open_checkpoint(place.store, place.step)
-    except (NoCheckpointError, NotAStoreError):
-        return None
+    place = place_of(path)
+    found = committed_at(path)
+    return committed_at(place.store, place.step) if found is None and place.step is not None else found
 
 
 def store_of(checkpoint: Checkpoint) -> str:
@@ -67,3 +66,13 @@ def own_newest(folder: str | os.PathLike[str]) -> str | None:
     steps = [int(found[1]) for name in names if (found := _OWN.fullmatch(name))]
     paths = [os.path.join(folder, f"checkpoint-{step}") for step in sorted(steps)]
     return next((path for path in reversed(paths) if os.path.isdir(path)), None)
+
+
+def tell_of_later_own(newest: Checkpoint, folder: str | os.PathLike[str]) -> None:
+    """Log where a Trainer without Flowstone has gone further in `folder` than `newest`, which is used all the same."""
+    own = own_newest(folder)
+    if own is not None and (step_at_end(own) or 0) > newest.step:
+        log.warning(
+            "%s is the newest checkpoint of Flowstone's and is used, although %s, which was written without Flowstone, "
+            "is of a later step: pass that path to go on from it", newest.path, own,
+        )

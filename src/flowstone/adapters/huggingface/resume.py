@@ -8,13 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flowstone.adapters.huggingface.peft_adapters import to_load
-from flowstone.adapters.huggingface.places import own_newest, store_of
+from flowstone.adapters.huggingface.places import committed_at, own_newest, store_of, tell_of_later_own
 from flowstone.adapters.huggingface.run import Run
 from flowstone.adapters.huggingface.sections import TRAINER_STATE
 from flowstone.arguments import shown
 from flowstone.checkpoint import Checkpoint, open_checkpoint
-from flowstone.checkpointer import Checkpointer
 from flowstone.errors import ArgumentError, MismatchError, NoCheckpointError, StepExistsError
 
 _STATE_FILE = "trainer_state.json"
@@ -26,16 +24,11 @@ class Resume:
     folder  what the Trainer takes for the checkpoint: holds its trainer_state.json
     """
 
-    def __init__(self, folder: str, checkpoint: Checkpoint, run: Run, other: Checkpointer | None) -> None:
-        self.folder, self.run, self._checkpoint, self._other = folder, run, checkpoint, other
-        self._checkpointer = other or run.checkpointer
+    def __init__(self, folder: str, checkpoint: Checkpoint, run: Run) -> None:
+        self.folder, self.run, self._checkpoint = folder, run, checkpoint
 
     def load(self, sections: Mapping[str, object]) -> None:
-        self._checkpointer.load(to_load(sections, self._checkpoint), step=self._checkpoint.step)
-
-    def close(self) -> None:
-        if self._other is not None:
-            self._other.close()
+        self.run.load(self._checkpoint, sections)
 
 
 def resume_from(wanted: object, run: Run, *, will_save: bool, folder: str) -> Resume | str | None:
@@ -56,6 +49,7 @@ def resume_from(wanted: object, run: Run, *, will_save: bool, folder: str) -> Re
         found = _find(wanted, run, newest)
         resume = _prepare(found, run, folder) if isinstance(found, Checkpoint) else None
         step = found.step if isinstance(found, Checkpoint) else _own_step(found)
+    run.begun_at = step
     if newest is not None and newest.step > step and will_save:
         if not isinstance(found, Checkpoint) or run.step_at(found.path) is None:
             raise StepExistsError(
@@ -68,19 +62,25 @@ def resume_from(wanted: object, run: Run, *, will_save: bool, folder: str) -> Re
 
 def _find(wanted: object, run: Run, newest: Checkpoint | None) -> Checkpoint | str:
     if wanted is True:
-        own = own_newest(run.directory) if newest is None else None
-        if newest is None and own is None:
+        if newest is not None:
+            tell_of_later_own(newest, run.directory)
+            return newest
+        own = own_newest(run.directory)
+        if own is None:
             raise NoCheckpointError(
                 f"there is no checkpoint in {run.directory} to resume from",
                 next="to resume where there is one, pass resume_from_checkpoint=get_last_checkpoint(output_dir)",
             )
-        return newest or own or ""
+        return own
     if not isinstance(wanted, str | os.PathLike):
         raise ArgumentError(
             f"resume_from_checkpoint {shown(wanted)} is neither a path nor True", next="pass one of them, or None"
         )
     path = os.fspath(wanted)
-    return path if os.path.isfile(os.path.join(path, _STATE_FILE)) else open_checkpoint(path)
+    found = committed_at(path)  # first: `trainer.save_state()` writes such a file into the store, too
+    if found is None and os.path.isfile(os.path.join(path, _STATE_FILE)):
+        return path
+    return found or open_checkpoint(path)
 
 
 def _own_step(path: str) -> int:
@@ -98,11 +98,11 @@ def _prepare(found: Checkpoint, run: Run, folder: str) -> Resume:
     above = store_of(found)
     state = _moved(entries[0], above)
     (Path(folder) / _STATE_FILE).write_text(json.dumps(state))
-    own = run.step_at(found.path) is not None
-    run.saved |= {found.step} if own else set()
-    best = run.step_at(state["best_model_checkpoint"])
-    run.saved |= {best} if best is not None else set()
-    return Resume(folder, found, run, None if own else Checkpointer(above))
+    for path in (found.path, state["best_model_checkpoint"]):
+        step = run.step_at(path)
+        if step is not None and os.path.isdir(path):
+            run.saved.add(step)
+    return Resume(folder, found, run)
 
 
 def _moved(state: Mapping[str, Any], store: str) -> dict[str, Any]:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from flowstone.adapters.huggingface.peft_adapters import Bases, to_load
+from flowstone.adapters.huggingface.places import store_of
 from flowstone.adapters.huggingface.retention import Retained
-from flowstone.checkpoint import open_checkpoint
+from flowstone.checkpoint import Checkpoint
 from flowstone.checkpointer import Checkpointer
 from flowstone.commit.entries import step_directory, step_of
-
-_log = logging.getLogger("flowstone")
+from flowstone.errors import StepExistsError
+from flowstone.log import log
 
 
 class Run:
@@ -21,6 +21,7 @@ class Run:
 
     bases         what the adapters of a PEFT model belong to
     saved         steps that this run has saved, or has resumed from
+    begun_at      the step that it begins at
     rewind_above  the step that it has gone back to: newer ones are set aside before the first save
     """
 
@@ -28,7 +29,9 @@ class Run:
         self.directory, self.checkpointer, self._retained = directory, checkpointer, retained
         self.bases = Bases()
         self.saved: set[int] = set()
+        self.begun_at = 0
         self.rewind_above: int | None = None
+        self._state: object = None
 
     def path(self, step: int) -> str:
         return os.path.join(self.directory, step_directory(step))
@@ -40,9 +43,21 @@ class Run:
         above, name = os.path.split(os.path.abspath(path))
         return step_of(name) if os.path.realpath(above) == os.path.realpath(self.directory) else None
 
-    def load(self, step: int, sections: Mapping[str, object]) -> None:
-        loaded = to_load(sections, open_checkpoint(self.directory, step))
-        self.checkpointer.load(loaded, step=step)
+    def load(self, checkpoint: Checkpoint, sections: Mapping[str, object]) -> None:
+        loaded = to_load(sections, checkpoint)
+        if self.step_at(checkpoint.path) is not None:
+            self.checkpointer.load(loaded, step=checkpoint.step)
+        else:
+            with Checkpointer(store_of(checkpoint)) as other:
+                other.load(loaded, step=checkpoint.step)
+
+    def end(self, trainer_state: Any) -> None:
+        """Wait for the saves under way: the Trainer is about to load the best step, or to compare others with it."""
+        self.checkpointer.wait()
+        best = trainer_state.best_model_checkpoint
+        if self.step_at(best) is not None and not os.path.isdir(best):
+            log.warning("the best checkpoint %s does not exist, and is not loaded", best)
+            trainer_state.best_model_checkpoint = None
 
     def save(self, trainer_state: Any, sections: Callable[[], Mapping[str, object]]) -> None:
         """Save the Trainer's state; `best_model_checkpoint` says where the best step is, if that was saved.
@@ -51,8 +66,11 @@ class Run:
         """
         step = int(trainer_state.global_step)
         best = trainer_state.best_global_step
+        if self._state is not None and trainer_state is not self._state:
+            self._begin_again()
+        self._state = trainer_state
         if step in self.saved:
-            _log.info("step %d is saved already", step)
+            log.info("step %d is saved already", step)
             return
         if self.rewind_above is not None:
             self.checkpointer.rewind(self.rewind_above)
@@ -62,3 +80,19 @@ class Run:
         self._retained.best_at[step] = best
         self.checkpointer.save(step, sections())
         self.saved.add(step)
+
+    def _begin_again(self) -> None:
+        """The Trainer has begun anew, with another batch size, since memory was short: other steps of the same numbers.
+
+        raises  StepExistsError  this run has not begun from a step in this store, so there is none to go back to
+        """
+        abandoned = sorted(step for step in self.saved if step > self.begun_at)
+        if abandoned and self.begun_at not in self.saved:
+            raise StepExistsError(
+                f"auto_find_batch_size has begun the training anew at step {self.begun_at}, and {self.directory} holds "
+                f"steps {', '.join(map(str, abandoned))} of the attempt before",
+                next="set the batch size that fits, and give another output_dir",
+            )
+        if abandoned:
+            self.saved -= set(abandoned)
+            self.rewind_above = self.begun_at

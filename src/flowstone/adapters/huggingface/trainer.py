@@ -9,8 +9,10 @@ from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from flowstone.adapters.huggingface.deriving import derive
 from flowstone.adapters.huggingface.distributed import check_distributed
 from flowstone.adapters.huggingface.options import Options
+from flowstone.adapters.huggingface.places import committed_at
 from flowstone.adapters.huggingface.resume import Resume, resume_from
 from flowstone.adapters.huggingface.retention import Retained
 from flowstone.adapters.huggingface.run import Run
@@ -27,6 +29,7 @@ METHODS: Mapping[str, Sequence[str]] = MappingProxyType({
     "_load_scaler": ("checkpoint",),
     "_load_rng_state": ("checkpoint",),
     "_load_best_model": (),
+    "_finalize_training": ("trial", "num_train_samples", "start_time"),
     "store_flos": (),
 })
 """What is replaced, or called, of the Trainer."""
@@ -39,10 +42,10 @@ def adopt(trainer: T, options: Options) -> T:
 
     raises  ArgumentError for settings whose saving is not replaced
     """
+    from transformers import Trainer
+
     _check_settings(trainer)
-    kind = type(trainer)
-    if not issubclass(kind, TrainerCheckpoints):
-        trainer.__class__ = type(kind.__name__, (TrainerCheckpoints, kind), {"__module__": kind.__module__})
+    derive(trainer, TrainerCheckpoints, Trainer)
     trainer._flowstone = Runs(options)  # type: ignore[attr-defined]
     return trainer
 
@@ -87,9 +90,7 @@ class Runs:
         with self.opened(trainer, trial) as run, ExitStack() as ending:
             folder = ending.enter_context(tempfile.TemporaryDirectory(prefix="flowstone-resume-"))
             found = resume_from(wanted, run, will_save=trainer.args.save_strategy.value != "no", folder=folder)
-            if isinstance(found, Resume):
-                ending.callback(found.close)
-                self.resume = found
+            self.resume = found if isinstance(found, Resume) else None
             try:
                 yield found.folder if isinstance(found, Resume) else found
             finally:
@@ -145,11 +146,17 @@ class TrainerCheckpoints:
         else:
             resume.load({"rng": rng()})
 
+    def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: Any) -> Any:
+        trainer: Any = self
+        if self._flowstone.run is not None:
+            self._flowstone.run.end(trainer.state)
+        return super()._finalize_training(trial, num_train_samples, start_time)  # type: ignore[misc]
+
     def _load_best_model(self) -> None:
         trainer: Any = self
         run, best = self._flowstone.run, trainer.state.best_model_checkpoint
-        step = None if run is None else run.step_at(best)
-        if run is None or step is None:
+        found = None if run is None else committed_at(best)
+        if run is None or found is None:
             super()._load_best_model()  # type: ignore[misc]
         else:
-            run.load(step, live_sections(self, run.bases, model_only=True))
+            run.load(found, live_sections(self, run.bases, model_only=True))

@@ -10,11 +10,10 @@ from flowstone.adapters.framework import Framework
 from flowstone.adapters.huggingface import accelerator as over_accelerator
 from flowstone.adapters.huggingface import trainer as over_trainer
 from flowstone.adapters.huggingface.options import Options
-from flowstone.adapters.huggingface.places import own_newest
+from flowstone.adapters.huggingface.places import committed_at, own_newest, tell_of_later_own
 from flowstone.arguments import shown
-from flowstone.checkpoint import open_checkpoint
 from flowstone.config import EngineOptions
-from flowstone.errors import ArgumentError, NoCheckpointError, NotAStoreError
+from flowstone.errors import ArgumentError
 from flowstone.events import OnEvent
 
 ACCELERATE = Framework("accelerate", "accelerate", ("1.15.0",))
@@ -69,7 +68,8 @@ def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     Stands where `transformers.trainer_utils.get_last_checkpoint` does. A folder that only holds checkpoints which a
     Trainer has written without Flowstone gives the newest of those.
     """
-    try:
-        return open_checkpoint(folder).path
-    except (NoCheckpointError, NotAStoreError):
+    newest = committed_at(folder)
+    if newest is None:
         return own_newest(folder)
+    tell_of_later_own(newest, folder)
+    return newest.path

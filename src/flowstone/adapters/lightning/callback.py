@@ -5,8 +5,10 @@ from __future__ import annotations
 from types import new_class
 from typing import TYPE_CHECKING, Any
 
+from flowstone.adapters.lightning.checkpoint_io import FlowstoneIO
 from flowstone.adapters.lightning.generators import Generators
-from flowstone.adapters.lightning.packages import callback_classes
+from flowstone.adapters.lightning.packages import callback_classes, loads_through_plugins
+from flowstone.errors import ArgumentError
 
 if TYPE_CHECKING:
     Callback = object
@@ -22,6 +24,15 @@ class GeneratorStates(Callback):
 
     def __init__(self) -> None:
         self._loaded: dict[str, Any] | None = None
+
+    def setup(self, trainer: Any, module: object, stage: str) -> None:
+        """Refuse what would save through `FlowstoneIO` and never load from it. Raises ArgumentError."""
+        strategy = trainer.strategy
+        if isinstance(strategy.checkpoint_io, FlowstoneIO) and not loads_through_plugins(strategy):
+            raise ArgumentError(
+                f"{type(strategy).__name__} does not load through plug-ins: it could not resume what FlowstoneIO saves",
+                next="leave FlowstoneIO out, or save by a Checkpointer in a callback: docs/RECIPES.md",
+            )
 
     def state_dict(self) -> dict[str, Any]:
         return Generators().state_dict()

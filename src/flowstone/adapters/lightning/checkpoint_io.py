@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -19,13 +18,13 @@ from flowstone.adapters.lightning.saves import Saves
 from flowstone.adapters.lightning.values import plain
 from flowstone.config import DEADLINE_S, STEP_MAX, EngineOptions
 from flowstone.errors import ArgumentError, FlowstoneError
+from flowstone.log import log
 
 if TYPE_CHECKING:
     CheckpointIO = object
 else:
     CheckpointIO = new_class("CheckpointIO", checkpoint_io_classes())
 
-_log = logging.getLogger("flowstone")
 
 _AT_ONCE = "hpc_ckpt_"  # saved for a scheduler that is about to end the process
 
@@ -56,6 +55,7 @@ class FlowstoneIO(CheckpointIO):
         self._asynchronous, self._reads_torch_files = asynchronous, reads_torch_files
         self._engine, self._deadline_s = engine or EngineOptions(), deadline_s
         self._saves: Saves | None = None
+        self._handled_before = id(None)
         self._pid = os.getpid()
 
     def __getstate__(self) -> dict[str, object]:
@@ -90,6 +90,7 @@ class FlowstoneIO(CheckpointIO):
         weights_only  says nothing here, since nothing is pickled
 
         raises  NoCheckpointError, NotAStoreError, DamagedError
+                LockedError  another rank still saves to `path` after `deadline_s`
         """
         if not isinstance(map_location, str | torch.device | None):
             raise ArgumentError(f"map_location {map_location!r:.60} is no device", next="give a device, or none")
@@ -118,7 +119,7 @@ class FlowstoneIO(CheckpointIO):
 
     def teardown(self) -> None:
         """Wait for all saves, and give the memory back; the next save takes it anew. Lightning calls it at the end."""
-        is_handled = sys.exc_info()[1] is not None
+        is_handled = sys.exc_info()[1] is not None and id(sys.exc_info()[1]) != self._handled_before
         saves, self._saves = self._of_this_process(), None
         if saves is None:
             return
@@ -127,7 +128,7 @@ class FlowstoneIO(CheckpointIO):
         except FlowstoneError as failure:
             if not is_handled:
                 raise
-            _log.error("saving failed too, after another error: %s", failure)  # do not mask the first error
+            log.error("saving failed too, after another error: %s", failure)  # do not mask the first error
 
     def _of_this_process(self) -> Saves | None:
         if self._pid != os.getpid():  # a process that was forked has none of its parent's threads
@@ -138,6 +139,7 @@ class FlowstoneIO(CheckpointIO):
         saves = self._of_this_process()
         if saves is None:
             self._saves = saves = Saves(self._engine)
+            self._handled_before = id(sys.exc_info()[1])  # of a caller that trains in its except block
         return saves
 
 

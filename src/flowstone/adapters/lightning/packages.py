@@ -46,10 +46,19 @@ def torch_checkpoint_io() -> Any:
 
 def callback_classes() -> tuple[type, ...]:
     """Callback of each package that is installed. Raises FrameworkError where none is: Fabric has no callbacks."""
-    found: list[Any] = []
-    for framework, package in ((LIGHTNING, "lightning.pytorch"), (_PYTORCH_LIGHTNING, "pytorch_lightning")):
-        if find_spec(framework.package) is not None:
-            found.append(framework.load(package).Callback)
+    found = tuple(framework.load(package).Callback for framework, package in _trainers())
     if not found:
         LIGHTNING.load("lightning.pytorch")
-    return tuple(found)
+    return found
+
+
+def loads_through_plugins(strategy: object) -> bool:
+    """Whether a strategy of a Trainer leaves loading to its CheckpointIO, as Strategy itself does."""
+    kinds = [framework.load(f"{package}.strategies").Strategy for framework, package in _trainers()]
+    own = getattr(type(strategy), "load_checkpoint", None)
+    return any(isinstance(strategy, kind) and own is kind.load_checkpoint for kind in kinds)
+
+
+def _trainers() -> list[tuple[Framework, str]]:
+    known = (LIGHTNING, "lightning.pytorch"), (_PYTORCH_LIGHTNING, "pytorch_lightning")
+    return [(framework, package) for framework, package in known if find_spec(framework.package) is not None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from pathlib import Path
@@ -13,11 +12,10 @@ from flowstone.adapters.dcp.target import is_draft_of, is_local
 from flowstone.adapters.lightning.values import RECORD, restored
 from flowstone.checkpoint import open_checkpoint
 from flowstone.config import EngineOptions
-from flowstone.errors import ArgumentError, NoCheckpointError, NotAStoreError
+from flowstone.errors import ArgumentError, LockedError, NoCheckpointError, NotAStoreError
 from flowstone.format.manifest import MANIFEST_NAME
+from flowstone.log import log
 from flowstone.store.local import LocalStore
-
-_log = logging.getLogger("flowstone")
 
 _POLL_S = 0.01
 
@@ -53,7 +51,7 @@ def checked(path: str | os.PathLike[str]) -> Path:
     if place.is_symlink() and not any(place.glob("*")):
         beside = _committed(place.resolve().parent)
         if beside:
-            _log.warning("%s leads to a save that never ended: %s is read, the newest beside it", place, beside[0].name)
+            log.warning("%s leads to a save that never ended: %s is read, the newest beside it", place, beside[0].name)
             return beside[0]
     if not place.exists() or (place.is_dir() and not any(place.iterdir())):
         raise NoCheckpointError(
@@ -75,10 +73,18 @@ def _committed(folder: Path) -> list[Path]:
 
 
 def await_writer(path: str | os.PathLike[str], deadline_s: float) -> None:
-    """Wait until no other process saves to `path`: in a job, rank 0 may still do so."""
+    """Wait until nothing saves to `path`: in a job, rank 0 may still do so.
+
+    raises  LockedError after `deadline_s`: what is there by then is an older checkpoint, which other ranks may not read
+    """
     place = Path(os.path.realpath(path))
     end = time.monotonic() + deadline_s
-    while time.monotonic() < end and _is_saved_to(place):
+    while _is_saved_to(place):
+        if time.monotonic() >= end:
+            raise LockedError(
+                f"{place} is still being saved to after {deadline_s:g} s",
+                next="wait until it is done, or allow more time: FlowstoneIO(deadline_s=...)",
+            )
         time.sleep(_POLL_S)
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,15 +19,14 @@ from flowstone.adapters.dcp.claim import Claim
 from flowstone.adapters.dcp.segments import Held, SegmentWriter
 from flowstone.adapters.dcp.stager import FlowstoneStager
 from flowstone.adapters.dcp.target import Target, check_target
-from flowstone.adapters.lightning.folder import Folder
+from flowstone.adapters.folder import Folder
 from flowstone.adapters.lightning.values import RECORD, Plain
 from flowstone.config import FIRST_ARENA_BYTES, EngineOptions
 from flowstone.errors import SaveFailedError
+from flowstone.log import log
 from flowstone.runtime.ending import Ending, without_frames
 from flowstone.stage.arena import open_write_arena
 from flowstone.state import describe
-
-_log = logging.getLogger("flowstone")
 
 _IN_FLIGHT_MAX = 2  # the stager has two buffers
 
@@ -56,6 +54,7 @@ class Saves:
         self._failed_at: Path | None = None
         self._has_lost_one = False  # since the last save that was committed
         self._end = Ending(self.close)
+        self._end.before_threads_end()
 
     def save(self, target: Target, made: Plain, *, keep_name: bool, in_background: bool) -> None:
         """Save a checkpoint at the target. What it was made of may change when this returns.
@@ -65,6 +64,8 @@ class Saves:
         self.raise_failure()
         while len(self._pending) >= _IN_FLIGHT_MAX or any(path == target.path for path, _ in self._pending):
             self._await_oldest()
+        if not in_background:
+            self.wait()  # before anything is made that its failure would leave behind
         folder = self._folder(target.parent)
         check_target(folder.store, target, overwrite=True)
         claim = folder.begin(target, keep_name=keep_name)
@@ -80,7 +81,6 @@ class Saves:
         if in_background:
             self._hand_over(target.path, lambda: self._commit(job))
         else:
-            self.wait()
             self._commit(job)
 
     def _hand_over(self, path: Path | None, act: Callable[[], None]) -> None:
@@ -95,7 +95,7 @@ class Saves:
             if self._failure is None:
                 self._failure, self._failed_at = error, path
             else:
-                _log.error("saving %s failed too: %s", path, error)
+                log.error("saving %s failed too: %s", path, error)
 
     def _commit(self, job: Job) -> None:
         try:
@@ -108,7 +108,7 @@ class Saves:
         finally:
             job.state = {}
         job.claim.release()
-        _log.info("saved %s", job.target.path)
+        log.info("saved %s", job.target.path)
 
     def _write(self, job: Job) -> None:
         described = describe(job.state, whole=True)
@@ -123,11 +123,13 @@ class Saves:
 
     def remove(self, path: Path) -> None:
         """Remove what is at `path`, once the saves before are committed; not if one of them failed."""
+        folder = self._folder(path.parent)
+
         def act() -> None:
             if self._has_lost_one:
-                _log.warning("%s is kept, since a save after it failed", path)
+                log.warning("%s is kept, since a save after it failed", path)
             else:
-                self._folder(path.parent).remove(path.name)
+                folder.remove(path.name)
 
         if self._pending:
             self._hand_over(None, act)

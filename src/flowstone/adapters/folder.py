@@ -1,4 +1,4 @@
-"""A folder of Lightning's checkpoints: each is a directory under the name that Lightning gives it, ended in one step.
+"""A folder of checkpoints under the names that a framework gives them, each removed in one step.
 
     epoch=0-step=100.ckpt/                        a checkpoint, or an empty directory that keeps its name free
     .saving-00000100-dcp-<digest of the name>/    what is being written, beside it; claimed while its process lives
@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -19,9 +18,8 @@ from flowstone.commit.entries import Kind, new_deleting, parse
 from flowstone.config import EngineOptions
 from flowstone.errors import FlowstoneError
 from flowstone.format.manifest import MARKER_NAME
+from flowstone.log import log
 from flowstone.store.local import LocalStore
-
-_log = logging.getLogger("flowstone")
 
 
 class Folder:
@@ -57,19 +55,29 @@ class Folder:
         claim.release()
 
     def remove(self, name: str) -> None:
-        """Remove a checkpoint, or a file or link that Lightning has made; in two steps, so that none is torn."""
+        """Remove a checkpoint, or a file or link that the framework has made; in two steps, so that none is torn."""
         store, path = self.store, self.place / name
         if path.is_symlink() or path.is_file():
             store.remove(name)
         elif path.is_dir():
-            foreign = [entry for entry in os.listdir(path) if not removal.is_ours(entry)]
-            if foreign:
-                _log.warning("%s is not removed: it holds files that are not Flowstone's: %s", path, foreign[0])
-                return
-            deleting = new_deleting(0)
-            store.rename(name, deleting.name)
-            store.sync_directory()
-            removal.empty(store, deleting.name)
+            retired = self.retire(name)
+            if retired is not None:
+                removal.empty(store, retired)
+
+    def retire(self, name: str) -> str | None:
+        """Turn a checkpoint into none, durably. Returns the directory to be removed then; None: it has foreign files.
+
+        raises  StorageError
+        """
+        path = self.place / name
+        foreign = [entry for entry in os.listdir(path) if not removal.is_ours(entry)]
+        if foreign:
+            log.warning("%s is not removed: it holds files that are not Flowstone's: %s", path, foreign[0])
+            return None
+        deleting = new_deleting(0)
+        self.store.rename(name, deleting.name)
+        self.store.sync_directory()
+        return deleting.name
 
     def _sweep(self) -> None:
         """Remove drafts of dead processes, the names that they kept, and what they were removing."""

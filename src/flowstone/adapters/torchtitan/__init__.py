@@ -1,0 +1,25 @@
+"""torchtitan through Flowstone: what its trainer saves is an ordinary Flowstone checkpoint.
+
+    checkpoint=FlowstoneCheckpointManager.Config(enable=True, interval=500)
+
+`FlowstoneCheckpointManager` stands where torchtitan's `CheckpointManager` does. docs/TORCHTITAN.md has the lines to
+change, and what differs. torchtitan is imported with the first name that needs it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flowstone.adapters.torchtitan.plugin import FlowstoneCheckpointManager
+
+
+def __getattr__(name: str) -> object:
+    if name != "FlowstoneCheckpointManager":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from flowstone.adapters.torchtitan import plugin
+
+    return plugin.FlowstoneCheckpointManager
+
+
+__all__ = ["FlowstoneCheckpointManager"]

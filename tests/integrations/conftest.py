@@ -1,0 +1,22 @@
+"""`make test-integrations` runs every test here: a package that is missing is an error there, and no reason to skip."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from jobs import is_installed
+
+PROJECT = Path(__file__).resolve().parent.parent.parent / "pyproject.toml"
+
+
+def pytest_configure() -> None:
+    if os.environ.get("FLOWSTONE_INTEGRATIONS") != "all":
+        return
+    group = tomllib.loads(PROJECT.read_text())["dependency-groups"]["integrations"]
+    missing = [name for name in (re.split(r"[=<>\[]", entry)[0] for entry in group) if not is_installed(name)]
+    if missing:
+        raise pytest.UsageError(f"not installed: {', '.join(missing)}; `make test-integrations` installs them")

@@ -1,0 +1,41 @@
+"""Samples of docs/TORCHTITAN.md, run in the order in which they stand, by a process of their own."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from jobs import is_installed, run_ranks
+
+HERE = Path(__file__).resolve().parent
+DOCUMENT = HERE.parent.parent / "docs" / "TORCHTITAN.md"
+BEFORE = f"""
+import os, sys
+from pathlib import Path
+import torch.distributed as dist
+import flowstone as fs
+sys.path.insert(0, {str(HERE)!r})
+from torchtitan_act import Job
+dist.init_process_group("gloo")
+"""
+BETWEEN = """
+class Given:
+    Config = staticmethod(lambda **_: checkpoint)
+job = Job(Path("outputs"), Given)
+assert not job.load()
+job.train(5)
+job.checkpointer.close()
+"""
+AFTER = "print('done', flush=True)\nos._exit(0)  # without the end of gloo's threads, which may abort a process\n"
+
+
+@pytest.mark.skipif(
+    not is_installed("torchtitan"), reason="`make test-integrations` installs torchtitan"
+)
+def test_the_configuration_of_the_page(tmp_path: Path) -> None:
+    samples = re.findall(r"^```python ([\w-]+)\n(.*?)^```", DOCUMENT.read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert [name for name, _ in samples] == ["torchtitan", "torchtitan-reads"]
+    (tmp_path / "sample.py").write_text(BEFORE + samples[0][1] + BETWEEN + samples[1][1] + AFTER)
+    codes = run_ranks([str(tmp_path / "sample.py")], tmp_path / "log", folder=tmp_path, is_launched=True)
+    assert codes == [0], (tmp_path / "log-0.txt").read_text()[-3000:]

@@ -10,6 +10,7 @@ MACHINE ?= $(shell uname -m)
 VENV := .venv
 BIN := $(VENV)/bin
 INTEGRATIONS := .venv-integrations
+DOCS := .venv-docs
 WHEEL := .venv-wheel
 WHEELS := $(WHEEL)/built-$(MACHINE)-$(shell echo $(WHEEL_PYTHONS) | tr ' ' -)
 # Warnings are errors here alone: who builds a release has another compiler, with other warnings.
@@ -17,7 +18,7 @@ BUILD_OPTIONS = --config-settings=cmake.define.FLOWSTONE_URING=$(URING) \
     --config-settings=cmake.define.FLOWSTONE_TESTING=ON --config-settings=cmake.define.FLOWSTONE_WERROR=ON
 NATIVE_SOURCES := CMakeLists.txt $(shell find native third_party -type f)
 
-.PHONY: demo test test-integrations test-wheels test-oldest-torch wheel bench bench-full bench-ranks bench-interference bench-scale soak check check-native setup clean
+.PHONY: demo test docs test-docs test-integrations test-wheels test-oldest-torch wheel bench bench-full bench-ranks bench-interference bench-scale soak check check-native setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -35,7 +36,17 @@ test: setup check
 # Recipes for frameworks, in an environment that has these. torch comes first and alone, as dev has it: what the group
 # asks for must not draw in another build of it.
 test-integrations: $(INTEGRATIONS)/installed
-	$(INTEGRATIONS)/bin/python -m pytest tests/integrations
+	FLOWSTONE_INTEGRATIONS=all $(INTEGRATIONS)/bin/python -m pytest tests/integrations
+
+# build/site/: the documentation, to be opened or served by anything. A link that leads nowhere is an error.
+docs: setup $(DOCS)/installed
+	FLOWSTONE_PYTHON=$(BIN)/python NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
+	@echo "build/site/index.html; to read it: $(BIN)/python -m http.server -d build/site"
+
+# Every page of it in a headless Chromium, on a desktop's screen and on a phone's.
+test-docs: docs
+	sh tools/system_packages.sh chromium
+	$(DOCS)/bin/python -m pytest --noconftest tests/site/test_in_chromium.py
 
 # dist/: the source distribution, and from it a wheel for each of WHEEL_PYTHONS, repaired and audited.
 wheel: $(WHEELS)
@@ -131,9 +142,15 @@ $(WHEEL)/installed: pyproject.toml
 	$(WHEEL)/bin/python -m pip install --quiet --group wheel
 	touch $@
 
+$(DOCS)/installed: pyproject.toml
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(DOCS)/bin/python -m pip install --quiet --group docs
+	touch $@
+
 $(VENV)/uring-$(URING): $(VENV)/system
 	rm -f $(VENV)/uring-*
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(INTEGRATIONS) $(WHEEL) build dist
+	rm -rf $(VENV) $(INTEGRATIONS) $(DOCS) $(WHEEL) build dist

@@ -14,13 +14,19 @@ from unittest import mock
 import pytest
 import specimen
 from forge import split_rows
+from hypothesis import settings
 
 import flowstone as fs
 from flowstone.state import describe
 
 
 def pytest_configure() -> None:
-    """Shells start what runs in the background with Ctrl-C ignored; what tests start would inherit that."""
+    """No example has to end in time: machines are busy. And what tests start can be interrupted by Ctrl-C.
+
+    Shells start what runs in the background with Ctrl-C ignored, which is inherited.
+    """
+    settings.register_profile("untimed", deadline=None)
+    settings.load_profile("untimed")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -98,6 +98,7 @@ def shown(far: Far) -> Iterator[Far]:
         mock.patch.object(tensors, "memory_of", memory_of),
         mock.patch.object(tensors, "_is_odd", lambda tensor: far.holds(tensor) or is_odd(tensor)),
         mock.patch.object(tensors, "_is_cpu", lambda tensor: not far.holds(tensor)),
+        mock.patch.object(tensors, "_reader", return_value=tensors._read_each),  # DLPack would tell where it is
         mock.patch.object(device, "_streams", return_value=streams),
     ):
         yield far

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from warm_start import warm_start
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -20,7 +21,9 @@ def _samples(document: Path) -> list[str]:
 @pytest.mark.parametrize("document", [d for d in DOCUMENTS if _samples(d)], ids=lambda d: d.name)
 def test_samples_run(document: Path, tmp_path: Path) -> None:
     for number, sample in enumerate(_samples(document)):
-        done = subprocess.run([sys.executable, "-c", sample], cwd=tmp_path, capture_output=True, text=True, check=False)
+        command = [sys.executable, "-c", sample]
+        with warm_start("-c", torch_alone=True):
+            done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"sample {number} of {document.name}: {done.stderr}"
 
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+from warm_start import warm_start
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 _WITHOUT_TORCH = "import runpy, sys; sys.modules['torch'] = None; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
 
 
 def run(*arguments: object) -> str:
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)], capture_output=True, text=True, check=False, timeout=120,
-    )
+    with warm_start(str(EXAMPLES / "train.py")):
+        done = subprocess.run(
+            [sys.executable, *map(str, arguments)], capture_output=True, text=True, check=False, timeout=120,
+        )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -28,11 +33,18 @@ def train_on_ranks(ranks: int, store: Path, steps: int) -> str:
     return run(*launch, EXAMPLES / "train_ddp.py", store, "--steps", steps)
 
 
-def test_training_that_resumes_equals_one_that_was_left_alone(tmp_path: Path) -> None:
-    begun = train(tmp_path / "resumed", 20)
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A store that twenty steps were trained into, not to be changed, and what that training said."""
+    store = tmp_path_factory.mktemp("begun") / "run"
+    return store, train(store, 20)
+
+
+def test_training_that_resumes_equals_one_that_was_left_alone(begun: tuple[Path, str], tmp_path: Path) -> None:
+    shutil.copytree(begun[0], tmp_path / "resumed")
     resumed = train(tmp_path / "resumed", 40)
     assert resumed.startswith("resumed after step 20\n")
-    assert begun + resumed.partition("\n")[2] == train(tmp_path / "alone", 40)
+    assert begun[1] + resumed.partition("\n")[2] == train(tmp_path / "alone", 40)
 
 
 def test_two_ranks_train_and_one_goes_on(tmp_path: Path) -> None:
@@ -42,13 +54,12 @@ def test_two_ranks_train_and_one_goes_on(tmp_path: Path) -> None:
     assert "step 20: loss" in resumed
 
 
-def test_a_checkpoint_is_inspected_without_torch(tmp_path: Path) -> None:
-    train(tmp_path, 10)
+def test_a_checkpoint_is_inspected_without_torch(begun: tuple[Path, str]) -> None:
     inspect = EXAMPLES / "inspect_checkpoint.py"
-    told = run("-c", _WITHOUT_TORCH, inspect, tmp_path, "--tensor", "model.0.bias", "--rows", "0:3")
-    assert f"step 10 at {tmp_path}" in told
+    told = run("-c", _WITHOUT_TORCH, inspect, begun[0], "--tensor", "model.0.bias", "--rows", "0:3")
+    assert f"step 20 at {begun[0]}" in told
     assert "model.0.weight  float32  (256, 64)" in told
-    assert "step = 10" in told
+    assert "step = 20" in told
     assert re.search(r"\[ *-?\d\S* +-?\d\S* +-?\d\S*\]\s*$", told), "three numbers"
 
 

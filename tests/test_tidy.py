@@ -16,11 +16,12 @@ SRC = ROOT / "src"
 PACKAGE = SRC / "flowstone"
 
 # Layer -> what it may import of ours. A layer is a module or a package of src/flowstone.
-_BASE = {"config", "errors", "events", "table", "trace", "rules", "layout_rules", "_version"}
+_BASE = {"config", "errors", "events", "table", "trace", "rules", "layout_rules", "log", "_version"}
 MAY_IMPORT: dict[str, set[str]] = {
     "_version": set(),
     "config": {"errors"},  # what an option cannot be
     "errors": set(),
+    "log": set(),  # lines of the log, from any thread
     "events": set(),
     "trace": {"errors", "_native"},  # the types of what the engine hands over
     "table": {"config", "errors"},  # the length of a chunk
@@ -29,14 +30,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "layout_rules": {"errors", "name_patterns", "rules"},
     "arguments": {"config", "errors", "rules", "store"},  # what an object lacks of a store
     "regions": {"arguments", "errors", "table"},
-    "runtime": {"errors", "events"},
+    "runtime": {"errors", "events", "log"},
     "format": {"config", "errors", "table", "_native"},
     "plan": {"config", "errors", "table", "rules", "format"},
-    "store": {"config", "errors", "format", "_native"},
-    "stage": {"config", "errors", "table", "format", "plan", "store", "state", "_native"},
-    "state": {"config", "errors", "table", "format"},
-    "commit": {"config", "errors", "table", "format", "store", "_native"},
-    "ranks": {"config", "errors"},
+    "store": {"config", "errors", "log", "format", "_native"},
+    "stage": {"config", "errors", "log", "table", "format", "plan", "store", "state", "_native"},
+    "state": {"config", "errors", "log", "table", "format", "_native"},
+    "commit": {"config", "errors", "log", "table", "format", "store", "_native"},
+    "ranks": {"config", "errors", "log"},
     "checkpoint": _BASE
     | {"arguments", "regions", "streaming", "format", "plan", "store", "stage", "commit", "state"},
     "streaming": {"errors", "table", "format", "plan", "store", "stage", "state", "_native"},

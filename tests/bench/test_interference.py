@@ -15,6 +15,7 @@ import made_up_training as made_up
 import pytest
 import torch
 from made_up_training import GB, Trained, block, saved, training
+from warm_start import warm_start
 
 from bench import environments, interference
 from bench.environments import Environment
@@ -295,9 +296,10 @@ def test_every_rival_trains_saves_and_brings_back(entry: Entry, tmp_path: Path) 
             pytest.skip(f"environment {entry.environment} is not made; `make bench-interference` makes it")
         python = Environment(ENVIRONMENTS).python(entry.environment)
     task = TrainingTask(entry.name, TINY, WINDOW, (Leg(1, 2), Leg(2, 2)), str(tmp_path), 0.0)
-    outcome = call(
-        "bench.training.worker", {"TrainingTask": task}, TrainingOutcome, python=python, timeout_s=300.0
-    )
+    with warm_start("bench.training.worker"):
+        outcome = call(
+            "bench.training.worker", {"TrainingTask": task}, TrainingOutcome, python=python, timeout_s=300.0
+        )
     assert [block.every for block in outcome.blocks] == [0, 1, 2, 0]
     assert outcome.differing == ()
     assert outcome.payload_bytes == 12 * TINY.parameters + 4 * outcome.tensors // 4
@@ -308,7 +310,7 @@ def test_every_rival_trains_saves_and_brings_back(entry: Entry, tmp_path: Path) 
 
 def test_a_worker_that_fails_says_why() -> None:
     task = {"TrainingTask": TrainingTask("nobody", TINY, WINDOW, (), "", 0.0)}
-    with pytest.raises(WorkerError, match="StopIteration"):
+    with warm_start("bench.training.worker"), pytest.raises(WorkerError, match="StopIteration"):
         call("bench.training.worker", task, TrainingOutcome, python=Path(sys.executable), timeout_s=300.0)
 
 
@@ -341,7 +343,8 @@ def test_a_quick_run_from_end_to_end(
     told, update = tmp_path / "raw.json", tmp_path / "doc.md"
     update.write_text(f"# Mine\n\n{BEGIN}\nold\n{END}\n")
     measure = ["--json", str(told), "--quick", "--directory", str(tmp_path), "--only", "flowstone", "torch"]
-    assert interference.main(measure) == 0
+    with warm_start("bench.training.worker"):
+        assert interference.main(measure) == 0
     assert "training time, a save every 5 steps, of no saves" in capsys.readouterr().out
     raw = json.loads(told.read_text())
     assert [trained["error"] for trained in raw["trained"]] == [None] * 2

@@ -12,6 +12,7 @@ from pathlib import Path
 import made_up
 import pytest
 import tunings
+from warm_start import warm_start
 
 import flowstone as fs
 from bench import environments
@@ -68,7 +69,8 @@ def test_saves_and_loads_exactly_in_its_own_environment(entry: Entry, tmp_path: 
 
 def job(what: str, how: str, directory: Path, entry: Entry = JOB, state_bytes: int = 1_500_000) -> Measured:
     tasks = [made_up.task(entry, what, how, directory, state_bytes, rank) for rank in range(entry.ranks)]
-    return work(tasks, 1, python=Path(sys.executable), io_uring=True)
+    with warm_start("bench.worker"):
+        return work(tasks, 1, python=Path(sys.executable), io_uring=True)
 
 
 def test_a_job_of_ranks_saves_one_checkpoint_and_loads_it_exactly(tmp_path: Path) -> None:
@@ -152,14 +154,16 @@ def test_what_was_tuned_on_this_machine_is_not_measured(tmp_path: Path, monkeypa
     if not _native.has_io_uring():
         pytest.skip("io_uring is refused here: tuned and default are the same")
     assert perform(here).note.startswith("posix"), "the tuning was not found"
-    done = work([there], 1, python=Path(sys.executable), io_uring=True)
+    with warm_start("bench.worker"):
+        done = work([there], 1, python=Path(sys.executable), io_uring=True)
     assert done.outcome is not None, done.error
     assert done.outcome.note.startswith("io_uring")
 
 
 def test_a_worker_that_fails_is_a_row_with_its_last_words(tmp_path: Path) -> None:
     task = made_up.task(RIVALS[0], "load", "torch.load", tmp_path)  # of nothing
-    done = work([task], 3, python=Path(sys.executable), io_uring=True)
+    with warm_start("bench.worker"):
+        done = work([task], 3, python=Path(sys.executable), io_uring=True)
     assert (done.rival, done.round, done.outcome) == ("torch", 3, None)
     assert done.error is not None
     assert done.error.startswith("load: FileNotFoundError")

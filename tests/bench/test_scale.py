@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Shard
+from warm_start import warm_start
 
 from bench.report import section
-from bench.scale import jobs, parse, report
+from bench.scale import jobs, main, parse, report
 from bench.scaling import curves, tables
 from bench.scaling.bound import least_largest, ownership
 from bench.scaling.records import Case, Outcome, Run, Spent, Task
@@ -89,14 +90,21 @@ def test_the_bound_of_one_set_of_ranks_is_a_level() -> None:
     assert least_largest({}, 2) == 0
 
 
-def test_a_quick_run_plans_every_layout(tmp_path: Path) -> None:
+def test_the_program_refuses_to_put_toy_numbers_into_a_document(tmp_path: Path) -> None:
     document = tmp_path / "page.md"
     document.write_text("before\n<!-- scale:start -->\nold\n<!-- scale:end -->\nafter\n")
-    command = [sys.executable, str(ROOT / "bench" / "scale.py"), "--quick", "--ranks", "16", "--directory",
-               str(tmp_path / "bench"), "--json", str(tmp_path / "run.json"), "--plots", str(tmp_path / "figures")]
+    command = [sys.executable, str(ROOT / "bench" / "scale.py"), "--quick", "--update", str(document)]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert (done.returncode, "its numbers belong into no document" in done.stderr) == (2, True), done.stderr
+    assert "\nold\n" in document.read_text()
+
+
+@pytest.mark.usefixtures("conductor")
+def test_a_quick_run_plans_every_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with warm_start("bench.scaling.measure"):
+        assert main(["--quick", "--ranks", "16", "--directory", str(tmp_path / "bench"), "--json",
+                     str(tmp_path / "run.json"), "--plots", str(tmp_path / "figures")]) == 0
     run = msgspec.json.decode((tmp_path / "run.json").read_bytes(), type=Run)
     assert [case.task.how for case in run.cases] == list(PARALLELISMS)
     for case in run.cases:
@@ -109,7 +117,7 @@ def test_a_quick_run_plans_every_layout(tmp_path: Path) -> None:
         assert set(outcome.spent) == {
             "say", "first plan", "write plan", "index", "manifest", "write index", "open index", "load plan"
         }
-    assert "first plan, CPU-s of one core" in done.stdout
+    assert "first plan, CPU-s of one core" in capsys.readouterr().out
     for chart in tables.charts(run):
         ElementTree.parse(tmp_path / "figures" / f"{chart.name}.svg")
     assert not list((tmp_path / "bench").iterdir())

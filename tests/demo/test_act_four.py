@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from warm_start import warm_start
 
 from flowstone_demo import acts, claims_of_ranks
 from flowstone_demo.across import kills, told
@@ -181,13 +182,13 @@ def test_a_blow_falls_once_its_first_victim_says_so() -> None:
 def test_ranks_that_die_by_themselves_are_told_with_a_log(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("a file, not a directory")
     order = RankOrder(form=FORM, seed=1, store=str(tmp_path / "store"))
-    with pytest.raises(DiedError, match="Error"):
+    with warm_start("flowstone_demo.rank"), pytest.raises(DiedError, match="Error"):
         run_ranks(order, tmp_path / "log", RankRun(1), None, lambda line: None)
 
 
 def test_a_blow_that_never_falls_is_told(tmp_path: Path) -> None:
     order = RankOrder(form=FORM, seed=1, store=str(tmp_path / "store"))
-    with pytest.raises(DiedError, match="before step 99"):
+    with warm_start("flowstone_demo.rank"), pytest.raises(DiedError, match="before step 99"):
         run_ranks(order, tmp_path / "log", RankRun(1), RankKill(99, (0,), saving=False), lambda line: None)
 
 

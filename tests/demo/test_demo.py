@@ -12,6 +12,7 @@ import pytest
 import torch
 from msgspec import structs
 from rich.console import Console
+from warm_start import warm_start
 
 import flowstone as fs
 from flowstone_demo import acts, claims, corpus
@@ -34,9 +35,10 @@ def _children_find_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 def shown(directory: Path, **options: object) -> tuple[int, str]:
     """Status and text of a small demo."""
     text = io.StringIO()
-    status = acts.run(
-        directory=directory, small=True, console=Console(file=text, width=200), **options  # type: ignore[arg-type]
-    )
+    with warm_start("flowstone_demo.child", "flowstone_demo.rank"):
+        status = acts.run(
+            directory=directory, small=True, console=Console(file=text, width=200), **options  # type: ignore[arg-type]
+        )
     return status, text.getvalue()
 
 
@@ -77,7 +79,7 @@ def test_a_directory_with_something_in_it_is_refused_and_untouched(tmp_path: Pat
 def test_a_child_that_dies_by_itself_is_told_with_its_log(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("a file, not a directory")
     order = Order(form=SMALL, seed=1, store=str(tmp_path / "store"), scratch=str(tmp_path), save_every=None)
-    with ChildProcess(order, tmp_path / "log") as process:
+    with warm_start("flowstone_demo.child"), ChildProcess(order, tmp_path / "log") as process:
         while not process.over:
             process.hear(1.0)
         with pytest.raises(DiedError, match="Error"):

@@ -10,6 +10,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from warm_start import warm_start
+
 from hostile.moves import BROKEN, MOVES, Detection, Effect
 from hostile.nursery import Line
 
@@ -62,7 +64,8 @@ def campaign(
             sys.executable, "-m", nursery, "--seeds", f"{first + number}:{end}:{workers}",
             "--path", str(path / str(number)), "--moves", ",".join(moves), "--mutation", mutation,
         ]
-        programs.append(subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, cwd=TESTS, text=True))
+        with warm_start(nursery):
+            programs.append(subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, cwd=TESTS, text=True))
     lines: list[Line] = []
     for program in programs:
         said, _ = program.communicate()

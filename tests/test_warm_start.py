@@ -1,0 +1,61 @@
+"""A process that is forked from one that has torch imported is as one that was started, to itself and to its parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from warm_start import warm_start
+
+TOLD = """
+import os, sys, threading
+print("torch" in sys.modules, file=sys.stderr)
+print(__name__, vars().get("__file__"), sys.argv, sys.path[0], os.getcwd(), os.environ["WORD"], sys.stdin.read())
+print(os.getppid(), os.getsid(0) == os.getpid(), threading.active_count(), sorted(os.listdir("/proc/self/fd")))
+print(sys.stdout.seekable(), sys.stdin.seekable())
+sys.exit(3)
+"""
+WAITS = "import time; print('up', flush=True); time.sleep(60)"
+
+
+@pytest.mark.parametrize("program", [["-m", "told"], ["below/told.py"], ["-c", TOLD]], ids=["module", "script", "text"])
+@pytest.mark.parametrize("torch_alone", [False, True])
+def test_a_forked_process_cannot_tell_that_it_was_not_started(
+    program: list[str], torch_alone: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "below").mkdir()
+    for script in (tmp_path / "told.py", tmp_path / "below" / "told.py"):
+        script.write_text(TOLD)
+    if program[0].endswith(".py"):
+        program = [str(tmp_path / program[0])]
+    environment = os.environ | {"WORD": "said"}
+
+    def run() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *program, "a", "b"], cwd=tmp_path, env=environment, input="in", text=True,
+            capture_output=True, check=False, start_new_session=True,
+        )
+
+    started = run()
+    with warm_start(program[-1] if program[0] == "-m" else program[0], torch_alone=torch_alone):
+        run()  # the first of a program, unless another test has had it
+        forked = run()
+    assert (started.returncode, started.stderr) == (3, "False\n")
+    assert (forked.returncode, forked.stderr) == (3, "True\n")
+    assert forked.stdout == started.stdout
+
+
+def test_a_forked_process_is_waited_for_and_killed_as_a_child(tmp_path: Path) -> None:
+    (tmp_path / "waits.py").write_text(WAITS)
+    with warm_start("waits"):
+        for _ in range(2):
+            with subprocess.Popen([sys.executable, "-m", "waits"], cwd=tmp_path, stdout=subprocess.PIPE) as process:
+                assert process.stdout is not None
+                assert process.stdout.readline() == b"up\n"
+                assert process.poll() is None
+                process.kill()
+                assert process.wait() == -signal.SIGKILL

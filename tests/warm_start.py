@@ -1,0 +1,201 @@
+"""Processes of `python -m MODULE`, `python SCRIPT` or `python -c TEXT`, forked from one that has torch imported, which
+takes seconds.
+
+For tests of what many such processes do. The first process of each program is started as it always is, so that a run of
+the tests still shows that it starts by itself; those after it are forked.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import ctypes
+import faulthandler
+import functools
+import gc
+import inspect
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+PR_SET_CHILD_SUBREAPER = 36
+TORCH_ALONE = "--torch-alone"
+REQUEST_MAX_BYTES = 1 << 20
+STREAMS = ("p2cread", "c2pwrite", "errwrite")  # subprocess's words for a child's standard streams; -1 is inherited
+
+
+@contextlib.contextmanager
+def warm_start(*programs: str, torch_alone: bool = False) -> Iterator[None]:
+    """`subprocess.Popen` forks processes of these programs, but the first of each; all are its children.
+
+    programs     modules, scripts, or "-c" for all texts
+    torch_alone  what `import torch` imports is there and nothing else, for programs that have to show their imports
+    """
+    server = _server(torch_alone)
+
+    class Popen(subprocess.Popen):  # type: ignore[type-arg]
+        def _execute_child(self, *arguments: Any) -> None:
+            asked = inspect.signature(super()._execute_child).bind(*arguments).arguments
+            python, *command = map(str, asked["args"])
+            argv = command[1:] if command[:1] == ["-m"] else command
+            program = argv[0] if argv and python == sys.executable else ""
+            if program not in programs or server.is_first(program):
+                super()._execute_child(*arguments)
+                return
+            streams = [asked[name] for name in STREAMS]
+            environment = dict(os.environ if asked["env"] is None else asked["env"])
+            folder = Path(asked["cwd"] or "").absolute()
+            found_first = folder if argv != command else "" if program == "-c" else folder.joinpath(program).parent
+            words = {
+                "argv": argv, "path": str(found_first), "environment": environment, "folder": str(folder),
+                "leads": bool(asked["start_new_session"]),
+            }
+            self.pid = server.start(words, [own if fd == -1 else fd for own, fd in enumerate(streams)])
+            self._child_created = True
+            self._close_pipe_fds(*(asked[name] for name in (
+                "p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite",
+            )))
+
+    _be_subreaper(True)
+    try:
+        with mock.patch.object(subprocess, "Popen", Popen):
+            yield
+    finally:
+        _be_subreaper(False)
+
+
+def _be_subreaper(on: bool) -> None:
+    """Whether orphans below this process become its children."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0) == 0, os.strerror(ctypes.get_errno())
+
+
+class _Server:
+    """Forks processes. It ends when this process does, whose end of the socket closes then."""
+
+    def __init__(self, torch_alone: bool) -> None:
+        self._programs: set[str] = set()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, __file__, *[TORCH_ALONE] * torch_alone]
+            self._process = subprocess.Popen(command, stdin=theirs, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+    def is_first(self, program: str) -> bool:
+        """Whether no process of it was asked for until now."""
+        known = program in self._programs
+        self._programs.add(program)
+        return not known
+
+    def start(self, words: dict[str, Any], streams: list[int]) -> int:
+        socket.send_fds(self._socket, [json.dumps(words).encode()], streams)
+        answer = self._socket.recv(64)
+        assert answer, "the process that others are forked from has died"
+        return int(answer)
+
+
+@functools.cache
+def _server(torch_alone: bool) -> _Server:
+    return _Server(torch_alone)
+
+
+# In the process that others are forked from
+
+
+def serve(ours: socket.socket) -> None:
+    """Answer each request by a process's number; returns in each such process, whose sys.argv is what it is to run."""
+    while True:
+        words, streams, _, _ = socket.recv_fds(ours, REQUEST_MAX_BYTES, len(STREAMS))
+        if not words:
+            os._exit(0)
+        pid = _fork_orphan()
+        if pid == 0:
+            ours.close()
+            _become(json.loads(words), streams)
+            return
+        for fd in streams:
+            os.close(fd)
+        ours.send(str(pid).encode())
+
+
+def _fork_orphan() -> int:
+    """As fork, but the child's parent is the subreaper above when this returns."""
+    reader, writer = os.pipe()
+    between = os.fork()
+    if between == 0:
+        pid = os.fork()
+        if pid == 0:
+            os.close(reader)
+            os.close(writer)
+            return 0
+        os.write(writer, array.array("q", [pid]).tobytes())
+        os._exit(0)
+    os.close(writer)
+    pid = array.array("q", os.read(reader, 8))[0]
+    os.close(reader)
+    os.waitpid(between, 0)
+    return pid
+
+
+def _become(words: dict[str, Any], streams: list[int]) -> None:
+    for own, fd in enumerate(streams):
+        os.dup2(fd, own)
+        os.close(fd)
+    for name, own in (("stdin", 0), ("stdout", 1), ("stderr", 2)):  # they know what lay behind these descriptors before
+        stream = getattr(sys, name)
+        setattr(sys, name, os.fdopen(own, stream.mode, encoding=stream.encoding, errors=stream.errors, closefd=False))
+    if words["leads"]:
+        os.setsid()
+    os.environ.clear()
+    os.environ.update(words["environment"])
+    os.chdir(words["folder"])
+    sys.argv = words["argv"]
+    sys.path[0:1] = [words["path"], *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    if os.environ.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()
+
+
+def run() -> None:
+    """What sys.argv says, as the interpreter does."""
+    program = sys.argv[0]
+    if program == "-c":
+        text = sys.argv.pop(1)
+        sys.modules["__main__"] = main = types.ModuleType("__main__")
+        exec(compile(text, "<string>", "exec"), vars(main))
+    elif program.endswith(".py"):
+        runpy.run_path(program, run_name="__main__")
+    else:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+
+
+def _import_all() -> None:
+    """What takes long, without starting a thread: an optimizer's first step imports another half of torch."""
+    import torch
+    import torch.distributed.fsdp
+    import torch.distributed.tensor
+
+    import flowstone.checkpointer  # noqa: F401
+
+    torch.set_num_threads(1)
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    torch.optim.AdamW([parameter]).step()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == [TORCH_ALONE]:
+        import torch  # noqa: F401
+    else:
+        _import_all()
+    gc.collect()
+    gc.freeze()
+    with socket.socket(fileno=os.dup(0)) as requests:
+        serve(requests)
+    run()

@@ -103,7 +103,7 @@ bench-scale: setup
 	$(BIN)/python bench/scale.py --json runs/bench/scale.json --update docs/performance/scale.md --plots docs/figures
 
 soak: setup
-	$(BIN)/python -m pytest -m soak
+	$(BIN)/python -m pytest -m soak -o faulthandler_timeout=0  # each takes hours
 
 setup: $(VENV)/installed
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from unittest import mock
 
 import torch
@@ -14,6 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import flowstone as fs
+from flowstone import Save
 from flowstone.config import EngineOptions
 from flowstone.errors import RankError, StateChangedError
 from flowstone.events import BuffersFromOneRank, Captured, Event, SaveStarted
@@ -124,3 +128,39 @@ def follow(rank: int, path: str, budget_bytes: int) -> list[object]:
             found.append(error is not None)
     early = [event.early_bytes >> 20 for event in told if isinstance(event, Captured)]
     return [*found, max(early) > 1]
+
+
+class _Said(logging.Handler):
+    """Warnings, and how long after it was made each came, in seconds."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.began, self.lines = time.monotonic(), list[tuple[float, str]]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append((time.monotonic() - self.began, record.getMessage()))
+
+
+def only_rank_0_saves(rank: int, path: str, steps: int, every: int) -> dict[str, object]:
+    """Each rank trains, slowly, and has a Checkpointer with what is the default; rank 0 saves each so many steps.
+
+    The error of each save and how long after the call it was known, how long each step took with its save, how long the
+    end, and the warnings.
+    """
+    state, saves, took = training(), list[tuple[float, Save]](), []
+    step(state, 0)
+    said = _Said()
+    logging.getLogger("flowstone").addHandler(said)
+    with fs.Checkpointer(path, on_error="continue") as saver:
+        for number in range(1, steps + 1):
+            began = time.monotonic()
+            if rank == 0 and number % every == 0:
+                saves.append((began, saver.save(number, state)))
+            step(state, number)
+            took.append(time.monotonic() - began)
+            time.sleep(0.1)
+        ended = time.monotonic()
+    return {
+        "errors": [str(save.committed.exception(0)) for _, save in saves], "took": took, "said": said.lines,
+        "end": time.monotonic() - ended,
+    }

@@ -41,3 +41,18 @@ def test_in_the_first_save_of_ranks_copies_of_unowned_parameters_are_made_as_far
     second = fs.open(tmp_path / "run", step=2).read("model.follower.weight")
     assert (second - first).mean().item() == pytest.approx(0 if fails else 1)
     assert any(early for *_, early in told), "the second one captures it early"
+
+
+def test_a_job_of_which_rank_0_alone_saves_learns_what_to_do_in_seconds_and_trains_on(tmp_path: Path) -> None:
+    """As many write it: `if rank == 0: save`. By default a rank may be ten minutes late; these never come."""
+    told: list[Any] = run(2, "ddp_acts", "only_rank_0_saves", str(tmp_path / "run"), 30, 10)
+    first, other = told
+    assert len(first["errors"]) == 3
+    assert "rank 1 did not reach 'the plan of step 10'" in first["errors"][0]
+    assert all("construct a Checkpointer with alone=True" in error for error in first["errors"])
+    at_s, line = first["said"][0]
+    assert "waiting for rank 1" in line, "said before it fails"
+    assert "alone=True" in line
+    assert at_s < 30
+    assert max(first["took"] + other["took"]) < 40, "a step stands still for no more than it takes to find out"
+    assert first["end"] + other["end"] < 60

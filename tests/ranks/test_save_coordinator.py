@@ -38,6 +38,14 @@ class _Held(dict[int, int]):
         return found
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_each_attribute_is_set_by_one_thread_whatever_becomes_of_the_saves(tmp_path: Path, size: int) -> None:
+    for owners in run(size, "owner_acts", "saves_of_all_kinds", str(tmp_path / "run")):
+        assert all(len(threads) == 1 for threads in owners.values()), owners
+        assert owners["_highest"] == ["MainThread"]
+        assert owners["_everything" if size == 1 else "_mine"] == ["MainThread" if size == 1 else "flowstone-commit"]
+
+
 @pytest.mark.parametrize("heard", [2, 3, 5])
 @pytest.mark.parametrize("tried", [[], [7], [7, 7]])
 def test_no_two_tries_of_a_step_have_one_name_whichever_thread_counts(tried: Sequence[int], heard: int) -> None:

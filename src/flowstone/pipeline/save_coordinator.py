@@ -66,14 +66,16 @@ class SaveCoordinator:
 
     `save` reads what is known (`assignment`, `begin_try`, `draft_name`), on any thread, and waits for no rank. What the
     ranks do together runs on one thread, the writer's, in the same order on every rank; its result is stored by one
-    assignment, so that `save` sees all of it or nothing.
+    assignment, so that `save` sees all of it or nothing. Each attribute has one owner, which alone sets it.
     """
 
     def __init__(self, agreement: Agreement, host: str) -> None:
         self.rank, self.size = agreement.rank, agreement.size
         self._agreement, self._host = agreement, host
-        self._mine: Assignment | None = None  # replaced by the thread that agrees, never changed
-        # The same for a layout that differs only in which pieces are captured late. Used by the caller's thread.
+        self._mine: Assignment | None = None  # set by the writer's thread alone; what it refers to never changes
+        # Set by the caller's thread alone: what a group of one writes, and an assignment for a layout that differs only
+        # in which pieces are captured late.
+        self._everything: Assignment | None = None
         self._captured_otherwise: tuple[Assignment, Assignment] | None = None
         self._rank_zero = RankZero(agreement.size) if agreement.rank == 0 else None
         # The identity of this run of the job, once all ranks know it; it never changes.
@@ -91,11 +93,11 @@ class SaveCoordinator:
 
     def assignment(self, layout: Layout) -> Assignment | None:
         """This rank's part of `layout`, if known: then it may begin."""
-        mine = self._mine
+        mine = self._everything if self.knows_every_layout else self._mine
         if mine is None or mine.layout.pieces is not layout.pieces or mine.layout.aliases is not layout.aliases:
             if not self.knows_every_layout:
                 return None
-            mine = self._mine = Assignment.everything(layout)
+            mine = self._everything = Assignment.everything(layout)
         if mine.layout is layout:
             return mine
         known = self._captured_otherwise

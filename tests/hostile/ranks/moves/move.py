@@ -70,7 +70,5 @@ def some_rank(loop: Loop, chance: Random) -> int:
     return chance.choice([0, chance.randrange(loop.size)])
 
 
-BROKEN: dict[str, str] = {
-    "interrupt-a-save": "a signal's exception inside of save() leaves a capture that never ends",
-}
+BROKEN: dict[str, str] = {}
 """Moves that are known to break the library, and how: not drawn. Empty, or there is something to mend."""

@@ -214,27 +214,60 @@ def test_a_save_that_fails_is_raised_and_the_old_checkpoint_stays(tmp_path: Path
     assert fs.open(tmp_path / "epoch=0-step=2.ckpt").verify().sound
 
 
+@pytest.fixture
+def no_room() -> Iterator[None]:
+    """For no save that `lose` begins."""
+    with small_files(10_000):
+        yield
+
+
+def lose(io: FlowstoneIO, path: Path) -> None:
+    """Begin a save that fails in the background."""
+    io.save_checkpoint({"state_dict": {"w": torch.zeros(10_000)}}, path)
+
+
+@pytest.mark.usefixtures("no_room")
 def test_a_failure_is_raised_to_a_caller_that_trains_in_an_except_block(tmp_path: Path) -> None:
-    io = FlowstoneIO()
     try:
         raise ValueError("the first try")
     except ValueError:
-        with small_files(10_000):
-            io.save_checkpoint({"state_dict": {"w": torch.zeros(10_000)}}, tmp_path / "x.ckpt")
-            with pytest.raises(fs.SaveFailedError, match=r"x\.ckpt"):
-                io.teardown()
+        io = FlowstoneIO()
+        lose(io, tmp_path / "x.ckpt")
+        with pytest.raises(fs.SaveFailedError, match=r"x\.ckpt"):
+            io.teardown()
 
 
-def test_a_failure_does_not_mask_the_error_that_ended_the_training(
+@pytest.mark.usefixtures("no_room")
+def test_a_failure_is_raised_to_a_caller_that_trains_again_with_the_same_plug_in(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     io = FlowstoneIO()
-    with small_files(10_000):
-        io.save_checkpoint({"state_dict": {"w": torch.zeros(10_000)}}, tmp_path / "x.ckpt")
-        try:
-            raise ValueError("of training")
-        except ValueError:
+    try:
+        raise ValueError("of training")
+    except ValueError:
+        lose(io, tmp_path / "x.ckpt")
+        io.teardown()  # as Lightning does
+        assert "saving failed too" in caplog.text
+        lose(io, tmp_path / "y.ckpt")
+        with pytest.raises(fs.SaveFailedError, match=r"y\.ckpt"):
             io.teardown()
+
+
+@pytest.mark.usefixtures("no_room")
+@pytest.mark.parametrize("is_first", [False, True], ids=["a save before", "a save of what has failed"])
+def test_a_failure_does_not_mask_the_error_that_ended_the_training(
+    is_first: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`ModelCheckpoint(save_on_exception=True)` may save for the first time while that error is handled."""
+    io = FlowstoneIO()
+    if not is_first:
+        lose(io, tmp_path / "x.ckpt")
+    try:
+        raise ValueError("of training")
+    except ValueError:
+        if is_first:
+            lose(io, tmp_path / "x.ckpt")
+        io.teardown()
     assert "saving failed too" in caplog.text
 
 

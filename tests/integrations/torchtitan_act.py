@@ -237,6 +237,14 @@ def fail_and_close(job: Job) -> None:
         raise
 
 
+def train_again_and_close(mode: str, directory: Path) -> None:
+    """As a script that trains again where training has failed."""
+    try:
+        raise KeyError("an error of training")
+    except KeyError:
+        failing(mode, directory).checkpointer.close()
+
+
 def failures(mode: str, directory: Path) -> None:
     job = Job(directory, async_mode=mode)
     (job.folder / "step-2").mkdir(parents=True)
@@ -252,6 +260,8 @@ def failures(mode: str, directory: Path) -> None:
         job = failing(mode, directory)
         with pytest.raises(KeyError, match="of training"):
             fail_and_close(job)
+        with pytest.raises(CheckpointException, match="NotAStoreError"):
+            train_again_and_close(mode, directory)
     assert {"step-1", "step-2"} == names(job)
     with pytest.raises(fs.ArgumentError, match=r"gs://bucket/run[\s\S]*shared file system"):
         Job(directory, folder="gs://bucket/run")

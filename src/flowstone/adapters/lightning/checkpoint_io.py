@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import new_class
@@ -16,6 +15,7 @@ from flowstone.adapters.lightning.packages import checkpoint_io_classes, torch_c
 from flowstone.adapters.lightning.reading import await_writer, checked, read
 from flowstone.adapters.lightning.saves import Saves
 from flowstone.adapters.lightning.values import plain
+from flowstone.adapters.outer_exception import OuterException
 from flowstone.config import DEADLINE_S, STEP_MAX, EngineOptions
 from flowstone.errors import ArgumentError, FlowstoneError
 from flowstone.log import log
@@ -55,7 +55,7 @@ class FlowstoneIO(CheckpointIO):
         self._asynchronous, self._reads_torch_files = asynchronous, reads_torch_files
         self._engine, self._deadline_s = engine or EngineOptions(), deadline_s
         self._saves: Saves | None = None
-        self._handled_before = id(None)
+        self._outer_exception = OuterException()
         self._pid = os.getpid()
 
     def __getstate__(self) -> dict[str, object]:
@@ -119,14 +119,15 @@ class FlowstoneIO(CheckpointIO):
 
     def teardown(self) -> None:
         """Wait for all saves, and give the memory back; the next save takes it anew. Lightning calls it at the end."""
-        is_handled = sys.exc_info()[1] is not None and id(sys.exc_info()[1]) != self._handled_before
+        training_failed = self._outer_exception.training_has_failed()
+        self._outer_exception = OuterException()  # a caller may train again in its except block
         saves, self._saves = self._of_this_process(), None
         if saves is None:
             return
         try:
             saves.close()
         except FlowstoneError as failure:
-            if not is_handled:
+            if not training_failed:
                 raise
             log.error("saving failed too, after another error: %s", failure)  # do not mask the first error
 
@@ -139,7 +140,6 @@ class FlowstoneIO(CheckpointIO):
         saves = self._of_this_process()
         if saves is None:
             self._saves = saves = Saves(self._engine)
-            self._handled_before = id(sys.exc_info()[1])  # of a caller that trains in its except block
         return saves
 
 

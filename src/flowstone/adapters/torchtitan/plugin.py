@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from flowstone.adapters.dcp import FlowstoneReader, FlowstoneStager, FlowstoneWriter
 from flowstone.adapters.dcp.target import is_local
 from flowstone.adapters.folder import Folder
+from flowstone.adapters.outer_exception import OuterException
 from flowstone.adapters.step_names import step_at_end
 from flowstone.adapters.torchtitan.package import TORCHTITAN, checkpoint_manager_class
 from flowstone.adapters.torchtitan.steps import check_loadable, committed_steps, is_flowstones, make_way
@@ -61,6 +61,7 @@ class FlowstoneCheckpointManager(CheckpointManager):  # type: ignore[misc]
         """The fields of torchtitan's. It builds a FlowstoneCheckpointManager."""
 
     def __init__(self, config: Any, *, base_folder: str = "", **parts: Any) -> None:
+        self._outer_exception = OuterException()
         self._writer = _Writer()
         self._folder: Folder | None = None
         self._own_steps: tuple[int, ...] = ()  # the last two that this run has begun to save
@@ -84,13 +85,15 @@ class FlowstoneCheckpointManager(CheckpointManager):  # type: ignore[misc]
         """Save by the one writer of this job. What is for Hugging Face, torchtitan writes as ever."""
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
+        step = step_at_end(checkpoint_id)
+        assert step is not None, f"torchtitan calls a checkpoint step-N, not {checkpoint_id!r}"
         given: dict[str, Any] = {"storage_writer": self._writer, "checkpoint_id": checkpoint_id}
         saved: Any = None
         if async_mode.value == _SYNCHRONOUS:
             save(state_dict, **given)
         else:  # without a stager here, the writer is one
             saved = async_save(state_dict, process_group=self.pg, async_stager=self.stager, **given)
-        self._own_steps = (*self._own_steps[-1:], step_at_end(checkpoint_id) or 0)
+        self._own_steps = (*self._own_steps[-1:], step)
         if enable_garbage_collection:
             _COLLECTION.collect("GC collection invoked by checkpointer.")
         return saved
@@ -145,8 +148,8 @@ class FlowstoneCheckpointManager(CheckpointManager):  # type: ignore[misc]
 
     def _close(self) -> None:
         """Wait for the save in flight, and give threads and memory back. Raises what that save has failed of, unless
-        an error is handled already, which that one would hide."""
-        training_failed = sys.exception() is not None
+        training has failed too, with an error which that one would hide."""
+        training_failed = self._outer_exception.training_has_failed()
         try:
             self.maybe_wait_for_saving()
         except (Exception, CheckpointException) as error:

@@ -14,7 +14,10 @@ PROJECT = Path(__file__).resolve().parent.parent.parent / "pyproject.toml"
 
 
 def pytest_configure() -> None:
-    if os.environ.get("FLOWSTONE_INTEGRATIONS") != "all":
+    asked = os.environ.get("FLOWSTONE_INTEGRATIONS", "")
+    if asked not in ("", "all"):
+        raise pytest.UsageError(f"FLOWSTONE_INTEGRATIONS={asked} is not known: set it to `all`, or leave it out")
+    if not asked:
         return
     group = tomllib.loads(PROJECT.read_text())["dependency-groups"]["integrations"]
     missing = [name for name in (re.split(r"[=<>\[]", entry)[0] for entry in group) if not is_installed(name)]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import tensors as any_tensor
 
+import flowstone as fs
 from flowstone.errors import UnsupportedStateError
 from flowstone.state import tensors
-from flowstone.state.tensors import check_tensor, columns, deferred, memory_of
+from flowstone.state.tensors import TORCH_DTYPES, check_tensor, columns, deferred, memory_of
 
 NUMBER = 600  # more than two blocks
 
@@ -62,3 +66,52 @@ def test_an_empty_view_of_a_freed_storage_needs_no_memory() -> None:
 def test_an_empty_meta_tensor_is_refused_all_the_same() -> None:
     with pytest.raises(UnsupportedStateError, match="'t' is on the meta device"):
         columns([torch.ones(1), torch.empty(0, device="meta")], ["s", "t"], hold=False)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Torch fills new memory, where it can."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.parametrize("own", TORCH_DTYPES, ids=str)
+@pytest.mark.usefixtures("deterministic")
+def test_a_tensor_of_any_type_is_made_anew_by_deterministic_torch(own: torch.dtype) -> None:
+    dtype = TORCH_DTYPES[own]
+    dense = tensors.empty(dtype, (2, 3))
+    assert (dense.dtype, dense.shape, dense.stride(), dense._base) == (own, (2, 3), (3, 1), None)
+    turned = tensors.empty(dtype, (2, 3), strides=(1, 2))
+    assert (turned.dtype, turned.shape, turned.stride()) == (own, (2, 3), (1, 2))
+    assert tensors.empty(dtype, ()).nbytes == dtype.item_bytes
+
+
+class Packed:
+    """Holds whatever tensors it is given."""
+
+    def __init__(self, held: dict[str, torch.Tensor]) -> None:
+        self.tensors = held
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self.tensors
+
+    def load_state_dict(self, found: dict[str, torch.Tensor]) -> None:
+        self.tensors = found
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_deterministic_torch_loads_types_below_a_byte_into_new_tensors(tmp_path: Path) -> None:
+    raw = torch.arange(8, dtype=torch.uint8)
+    saved = {str(own): raw.view(own) for own in (torch.float4_e2m1fn_x2, torch.uint4, torch.int3, torch.bits16)}
+    loaded = Packed({})
+    with fs.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, {"packed": Packed(saved)})
+        checkpointer.load({"packed": loaded})
+    assert list(loaded.tensors) == list(saved)
+    for name, value in saved.items():
+        found = loaded.tensors[name]
+        assert found.dtype is value.dtype
+        assert torch.equal(found.view(torch.uint8), raw)
+        assert torch.equal(fs.open(tmp_path / "run").read(f"packed.{name}").view(torch.uint8), raw)

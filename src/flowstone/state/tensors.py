@@ -31,6 +31,7 @@ DENSE_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 """Tensor types that are plain memory; subclasses may not be."""
 _ARRAY_TYPES = (np.ndarray, np.memmap)
 _COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
+_CARRIERS = {1: torch.uint8, 2: torch.int16}  # whose memory types below a byte, and types of bits, can have
 _LOW = np.uint64(1 << 40)  # memory is nearly always above, and no storage is this long
 _dtype, _is_cpu, _version = attrgetter("dtype"), attrgetter("is_cpu"), attrgetter("_version")
 _UNKNOWN = -1  # the version of inference tensors, which have no counter
@@ -65,11 +66,13 @@ def empty(
 ) -> torch.Tensor:
     """A new tensor with undefined elements; row-major unless `strides` (in elements) says otherwise."""
     own = torch_dtype(dtype)
+    # Deterministic torch fills new memory, and raises for types that it cannot fill: those it has no arithmetic for.
+    allocated = _CARRIERS.get(dtype.item_bytes, own) if dtype.as_bytes else own
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # complex32: "support is experimental"
         if strides is None:
-            return torch.empty(tuple(shape), dtype=own, device=device)
-        return torch.empty_strided(tuple(shape), tuple(strides), dtype=own, device=device)
+            return torch.empty(tuple(shape), dtype=allocated, device=device).view(own)
+        return torch.empty_strided(tuple(shape), tuple(strides), dtype=allocated, device=device).view(own)
 
 
 def over(raw: np.ndarray, dtype: DType, shape: Sequence[int]) -> torch.Tensor:

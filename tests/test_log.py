@@ -17,7 +17,7 @@ import torch
 
 import flowstone as fs
 from flowstone.events import Event
-from flowstone.log import _Lines, log
+from flowstone.log import _Lines, _Log, log
 
 
 @contextmanager
@@ -148,6 +148,30 @@ def test_an_error_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture)
     on_a_thread_of_ours(act)
     assert "on_event raised" in caplog.text
     assert "ValueError: of the user's" in caplog.text
+
+
+def test_a_line_carries_what_its_caller_adds_on_any_thread(caplog: pytest.LogCaptureFixture) -> None:
+    on_a_thread_of_ours(lambda: log.warning("of a thread of ours", extra={"step": 7}))
+    log.warning("of this thread", extra={"step": 7})
+    assert [(record.getMessage(), vars(record)["step"]) for record in caplog.records] == [
+        ("of a thread of ours", 7), ("of this thread", 7)
+    ]
+
+
+def test_two_logs_have_lines_of_their_own(caplog: pytest.LogCaptureFixture) -> None:
+    """One whose line cannot be written holds up no line of the other."""
+    stuck, other = logging.getLogger("flowstone.stuck"), logging.getLogger("flowstone.other")
+    held = threading.Event()
+    stuck.addFilter(lambda record: held.wait(60))
+    try:
+        on_a_thread_of_ours(lambda: _Log(stuck).warning("late"))
+        took = on_a_thread_of_ours(lambda: _Log(other).warning("at once"))
+        assert caplog.messages == ["at once"]
+        assert took < 10
+    finally:
+        held.set()
+        stuck.filters.clear()
+    assert is_written(caplog, "late")
 
 
 def test_levels_are_those_of_the_standard_logger(caplog: pytest.LogCaptureFixture) -> None:

@@ -23,6 +23,10 @@ _LINES_MAX = 1000  # that wait to be written; more are dropped
 class _Log(logging.LoggerAdapter[logging.Logger]):
     """Adds to a logger that no thread of Flowstone ever takes a lock of `logging`."""
 
+    def __init__(self, logger: logging.Logger) -> None:
+        super().__init__(logger)
+        self._lines = _Lines()
+
     def isEnabledFor(self, level: int) -> bool:  # noqa: N802 - the name of the standard library
         logger = self.logger  # its own isEnabledFor locks
         return not logger.disabled and level > logger.manager.disable and level >= logger.getEffectiveLevel()
@@ -37,9 +41,12 @@ class _Log(logging.LoggerAdapter[logging.Logger]):
         raised = sys.exc_info() if kwargs.get("exc_info") else None
         caller = _caller()
         code, line = caller.f_code, caller.f_lineno
-        record = self.logger.makeRecord(self.name, level, code.co_filename, line, msg, args, raised, code.co_name)
-        record.msg, record.args = record.getMessage(), None  # text: the record may wait, and must keep nothing alive
-        _lines.write(self.logger, record)
+        record = self.logger.makeRecord(
+            self.name, level, code.co_filename, line, msg, args, raised, code.co_name, kwargs.get("extra")
+        )
+        # Text: the record may wait, and keeps nothing alive but what the caller gave as `extra`.
+        record.msg, record.args = record.getMessage(), None
+        self._lines.write(self.logger, record)
 
 
 class _Line(NamedTuple):
@@ -110,5 +117,4 @@ def _caller() -> FrameType:
 
 
 _NO_HANDLER = logging.NullHandler()
-_lines = _Lines()
-log = _Log(logging.getLogger("flowstone"), {})
+log = _Log(logging.getLogger("flowstone"))

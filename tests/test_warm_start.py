@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from warm_start import warm_start
@@ -59,3 +60,27 @@ def test_a_forked_process_is_waited_for_and_killed_as_a_child(tmp_path: Path) ->
                 assert process.poll() is None
                 process.kill()
                 assert process.wait() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(("option", "seen"), [
+    ({"preexec_fn": lambda: os.umask(0o3)}, "os.umask(0)"),
+    ({"pass_fds": (0,)}, "int(os.path.exists(f'/proc/self/fd/{sys.argv[1]}')) * 3"),
+    ({"executable": "/bin/echo"}, None),
+    ({"shell": True}, None),
+    ({"umask": 3}, "os.umask(0)"),
+    ({"process_group": 0}, "int(os.getpgid(0) == os.getpid()) * 3"),
+], ids=["preexec_fn", "pass_fds", "executable", "shell", "umask", "process_group"])
+def test_what_is_to_be_started_in_a_way_of_its_own_is_started(
+    option: dict[str, Any], seen: str | None, tmp_path: Path
+) -> None:
+    """Each of these texts says 3, and that no torch is there; without Python's own text, nothing of it runs."""
+    told = f"import os, sys; print('torch' in sys.modules, {seen})"
+    with (tmp_path / "kept").open("w") as kept, warm_start("-c"):
+        option = option | ({"pass_fds": (kept.fileno(),)} if "pass_fds" in option else {})
+        for _ in range(2):  # the first of a program is started in any case
+            done = subprocess.run(
+                [sys.executable, "-c", told, str(kept.fileno())], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL,
+                text=True, check=True, **option,
+            )
+        without_python = {"executable": f"-c {told} {kept.fileno()}\n", "shell": ""}
+    assert done.stdout == without_python.get(next(iter(option)), "False 3\n")

@@ -29,12 +29,17 @@ from unittest import mock
 PR_SET_CHILD_SUBREAPER = 36
 TORCH_ALONE = "--torch-alone"
 REQUEST_MAX_BYTES = 1 << 20
+ORDINARY = {  # of what else subprocess may ask for a child; a forked process has no other
+    "executable": None, "preexec_fn": None, "close_fds": True, "pass_fds": (), "shell": False, "restore_signals": True,
+    "gid": None, "gids": None, "uid": None, "umask": -1, "process_group": -1,
+}
 STREAMS = ("p2cread", "c2pwrite", "errwrite")  # subprocess's words for a child's standard streams; -1 is inherited
 
 
 @contextlib.contextmanager
 def warm_start(*programs: str, torch_alone: bool = False) -> Iterator[None]:
-    """`subprocess.Popen` forks processes of these programs, but the first of each; all are its children.
+    """`subprocess.Popen` forks processes of these programs, but the first of each, and those that are to be started in
+    a way of their own (`preexec_fn`, `pass_fds`, ...); all are its children.
 
     programs     modules, scripts, or "-c" for all texts
     torch_alone  what `import torch` imports is there and nothing else, for programs that have to show their imports
@@ -47,7 +52,8 @@ def warm_start(*programs: str, torch_alone: bool = False) -> Iterator[None]:
             python, *command = map(str, asked["args"])
             argv = command[1:] if command[:1] == ["-m"] else command
             program = argv[0] if argv and python == sys.executable else ""
-            if program not in programs or server.is_first(program):
+            is_ordinary = all(asked[name] == value for name, value in ORDINARY.items())
+            if program not in programs or not is_ordinary or server.is_first(program):
                 super()._execute_child(*arguments)
                 return
             streams = [asked[name] for name in STREAMS]

@@ -75,6 +75,8 @@ private:
     bool described(nb::handle tensor, nb::dlpack::dltensor& found) const {
         found = {};
         if (table->describe(tensor.ptr(), &found) == 0) return true;
+        // Dropped: the caller then asks the tensor's own methods, which serve tensors that DLPack does not know (conjugate
+        // ones, types of its own), or raise what is wrong with it, by name.
         PyErr_Clear();
         return false;
     }

@@ -55,14 +55,14 @@ def read_rules(path: str | Path) -> RuleSet:
 
 def _rule(table: Any, where: str) -> tuple[ConversionRule, bool]:
     """A rule, and whether it is an error if it names nothing."""
-    kind = _KINDS.get(str(table.get("kind"))) if isinstance(table, dict) else None
+    given = {name: _frozen(value) for name, value in table.items()} if isinstance(table, dict) else {}
+    kind = _KINDS.get(str(given.pop("kind", None)))
     if kind is None:
         raise ArgumentError(f"{where} is of no known kind", expected=", ".join(_KINDS), next='write kind = "rename"')
-    given = {name: tuple(v) if isinstance(v, list) else v for name, v in table.items() if name != "kind"}
     known = [field.name for field in fields(kind)]
-    is_rename = kind is Rename  # which has no such field: a set of rules says it
-    required = _flag(given, "required", where, default=True) if is_rename else True
-    if is_rename:
+    required = True
+    if kind is Rename:  # which has no such field: a set of rules says it
+        required = _flag(given, "required", where, default=True)
         given.pop("required", None)
     unknown = [name for name in given if name not in known]
     if unknown:
@@ -77,6 +77,11 @@ def _rule(table: Any, where: str) -> tuple[ConversionRule, bool]:
         ) from error
     except ArgumentError as error:
         raise ArgumentError(f"{where}: {error.message}", **error.facts) from error
+
+
+def _frozen(value: Any) -> Any:
+    """A field's value as rules have it, whose lists are tuples."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _flag(table: Mapping[str, Any], name: str, where: str, *, default: bool) -> bool:

@@ -61,10 +61,15 @@ def work(tasks: Sequence[Task], number: int, *, python: Path, io_uring: bool) ->
     return Measured(first.rival, number, joined(outcomes))
 
 
-def call(module: str, task: object, result: type[Result], *, python: Path, timeout_s: float) -> Result:
-    """One process of `python -m MODULE TASK.json RESULT.json`; what it wrote. Raises WorkerError."""
+def call(
+    module: str, task: object, result: type[Result], *, python: Path, timeout_s: float, alone: bool = False
+) -> Result:
+    """One process of `python -m MODULE TASK.json RESULT.json`; what it wrote. `alone`: see `environment`.
+
+    Raises WorkerError.
+    """
     with tempfile.TemporaryDirectory() as desk:
-        worker = _Worker(Path(desk, "0"), module, task, result, python)
+        worker = _Worker(Path(desk, "0"), module, task, result, python, alone=alone)
         timer = _timer(timeout_s, worker.stop)
         try:
             return worker.outcome()
@@ -106,7 +111,7 @@ class _Worker(Generic[Result]):
 
     def __init__(
         self, desk: Path, module: str, task: object, result: type[Result], python: Path, *, io_uring: bool = True,
-        gated: bool = False,
+        gated: bool = False, alone: bool = False,
     ) -> None:
         desk.mkdir()
         self._result = result
@@ -119,8 +124,8 @@ class _Worker(Generic[Result]):
         output = subprocess.PIPE if gated else subprocess.DEVNULL
         with self._said_path.open("wb") as said:
             self._process = subprocess.Popen(
-                command, cwd=ROOT, env=environment(desk), stdin=subprocess.PIPE, stdout=output, stderr=said, bufsize=0,
-                start_new_session=True,
+                command, cwd=ROOT, env=environment(desk, alone=alone), stdin=subprocess.PIPE, stdout=output,
+                stderr=said, bufsize=0, start_new_session=True,
             )
 
     def wait_ready(self) -> None:
@@ -165,14 +170,19 @@ class _Worker(Generic[Result]):
         if self._process.returncode is None:
             self._wait_exit()
         said = self._said_path.read_text(errors="replace").strip().splitlines()
-        return said[-1] if said else f"ended with {self._process.returncode}"
+        # An error of several lines begins with its class, at the margin.
+        first = max((at for at, line in enumerate(said) if line[:1].strip()), default=0)
+        return "; ".join(line.strip() for line in said[first:]) or f"ended with {self._process.returncode}"
 
 
-def environment(desk: Path) -> dict[str, str]:
+def environment(desk: Path, *, alone: bool = False) -> dict[str, str]:
     """The caller's, with its import paths made absolute, since workers start in the repository's root.
+
+    alone  of these paths none: beside the bench there is only what the interpreter finds by itself
 
     Defaults are measured, not this machine's tuning: the worker's own desk holds
     the user's configuration, which is none.
     """
-    paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    callers = "" if alone else os.environ.get("PYTHONPATH", "")
+    paths = [os.path.abspath(path) for path in callers.split(os.pathsep) if path]
     return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *paths]), "XDG_CONFIG_HOME": str(desk)}

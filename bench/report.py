@@ -48,6 +48,7 @@ class Report:
     name        of the benchmark, in the markers of its section
     command     what makes these numbers again
     conditions  under which they hold; may be nothing
+    goals       none where a benchmark only compares
     """
 
     name: str
@@ -74,7 +75,8 @@ def section(report: Report, figures: str | None = None) -> str:
     """Markers included. `figures` is where the charts lie, as the document says it; None: there are none."""
     begin, end = markers(report.name)
     parts = [begin, f"`{report.command}`, {report.started_utc}", f"{report.machine_line}.", report.conditions]
-    parts.append("**Goals**\n\n" + "\n".join(f"- {goal}" for goal in report.goals))
+    if report.goals:
+        parts.append("**Goals**\n\n" + "\n".join(f"- {goal}" for goal in report.goals))
     if figures is not None:
         parts += [f"![{chart.title}]({figures}/{chart.name}.svg)" for chart in report.charts]
     parts += [f"**{table.title}**\n\n{markdown(table)}" for table in report.tables]

@@ -34,10 +34,10 @@ from bench.records import FioSample, Measured, Run, Task
 from bench.report import Report, section
 from bench.rivals import CACHED, ENTRIES, SHORT, Entry
 from bench.state import Llama, choose_llama
+from bench.worker import SETTLE_S
 
 NAME = "bench"
 SETS = {"short": int(2.1e9), "full": int(5e9)}  # and the bytes of their states
-SETTLE_S = 1.0  # before every timer: deleted blocks are discarded and rate limits refill meanwhile
 MINIMUM_BYTES = 1_000_000
 
 

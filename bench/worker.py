@@ -24,6 +24,7 @@ from bench.state import State, build, choose_layout, is_exact, spoil
 
 READY = "ready"  # what a gated worker says on its output before every timer; one line on its input lets it start
 COLLECTIVE_MAX_S = 60.0
+SETTLE_S = 1.0  # before every timer: deleted blocks are discarded and rate limits refill meanwhile
 
 
 class CacheError(Exception):

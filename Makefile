@@ -18,7 +18,7 @@ BUILD_OPTIONS = --config-settings=cmake.define.FLOWSTONE_URING=$(URING) \
     --config-settings=cmake.define.FLOWSTONE_TESTING=ON --config-settings=cmake.define.FLOWSTONE_WERROR=ON
 NATIVE_SOURCES := CMakeLists.txt $(shell find native third_party -type f)
 
-.PHONY: demo test docs test-docs test-integrations test-wheels test-oldest-torch wheel bench bench-full bench-ranks bench-interference bench-scale soak check check-native setup clean
+.PHONY: demo test docs test-docs test-integrations test-wheels test-oldest-torch wheel bench bench-full bench-ranks bench-interference bench-scale bench-pairs soak check check-native setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -101,6 +101,12 @@ bench-interference: setup
 bench-scale: setup
 	mkdir -p runs/bench
 	$(BIN)/python bench/scale.py --json runs/bench/scale.json --update docs/performance/scale.md --plots docs/figures
+
+# Ten minutes, and the other commit's set-up before: make bench-pairs AGAINST=HEAD~20 BENCH="--bytes 5e9 --rounds 20"
+bench-pairs: setup
+	@test -n "$(AGAINST)" || { echo "make bench-pairs AGAINST=COMMIT: which commit to compare this tree with"; exit 2; }
+	mkdir -p runs/bench
+	$(BIN)/python -m bench.pairs $(AGAINST) runs/bench --json runs/bench/pairs.json $(BENCH)
 
 soak: setup
 	$(BIN)/python -m pytest -m soak -o faulthandler_timeout=0  # each takes hours

@@ -123,7 +123,8 @@ directories were synced inside the timer, for every system. Nothing here was mea
 ## Every measurement
 
 `make bench` measures your own disk in a quarter of an hour. The pages hold every rival and every row, how it was
-measured, and why goals were missed.
+measured, and why goals were missed. `make bench-pairs AGAINST=COMMIT` measures what a change costs or gains: this tree
+against another commit, in pairs ([TESTING](TESTING.md#what-a-change-costs)).
 
 | page | goals reached | command | measured |
 |---|---|---|---|

@@ -1,0 +1,213 @@
+"""This tree against another commit of the repository: saves and loads of both, in pairs.
+
+    PYTHONPATH=src python -m bench.pairs COMMIT DIRECTORY [--bytes 2e9] [--tensors 1800] [--rounds 10]
+    PYTHONPATH=src python -m bench.pairs --from runs/bench/pairs.json --update PAGE
+
+The other commit is checked out under runs/bench/pairs and set up there by its own `make setup`; it stays for the next
+time. A round saves in a fresh process of each tree, then loads in another of each; every round changes which of them
+goes first. Ratios are of what was measured side by side, so noise that lasts longer than a pair is in none of them.
+`--json` is written after every round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.progress import Progress
+
+from bench import figures, machine, script
+from bench.checkouts import CheckoutError, Tree, other_tree, resolve, this_tree
+from bench.goals import cell
+from bench.launch import ROOT, WorkerError, call
+from bench.pair_worker import Equal, Turn
+from bench.records import Measured, Outcome, Run, Task
+from bench.report import Report, Table
+from bench.worker import SETTLE_S
+
+NAME = "pairs"
+THIS, OTHER = "this tree", "the other"
+SAVES = 3  # of a process: the first, and later ones
+HOW = "Checkpointer.load"
+WARM_UP_BYTES = 48_000_000
+TIMEOUT_S = 1800.0  # of one process
+COLUMNS = ("", "this tree, of the other", "pairs in favour", THIS, OTHER)
+
+
+class TurnError(Exception):
+    """A process of one of the trees has failed, or has loaded something else than was saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Every raw number, and the commits that `run` calls THIS and OTHER."""
+
+    this: str
+    other: str
+    run: Run
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """Something of which less is better, by round."""
+
+    title: str
+    digits: int
+    of: Callable[[Run, str], Mapping[int, float]]
+
+
+FIGURES = (
+    Figure("durable save, first of a process, s", 3, lambda run, tree: _saves(run, tree, "durable_s", first=True)),
+    Figure("durable save, later, s", 3, lambda run, tree: _saves(run, tree, "durable_s", first=False)),
+    Figure("inside `save`, later, ms", 1, lambda run, tree: _saves(run, tree, "blocked_s", first=False, times=1e3)),
+    Figure("cold load, s", 3, lambda run, tree: _loads(run, tree, "load_s")),
+    Figure("CPU-s/GB, save, later", 3, lambda run, tree: _saves(run, tree, "cpu_s", first=False, times=_per_gb(run))),
+    Figure("CPU-s/GB, cold load", 3, lambda run, tree: _loads(run, tree, "cpu_s", times=_per_gb(run))),
+)
+
+
+def _saves(run: Run, tree: str, field: str, *, first: bool, times: float = 1.0) -> dict[int, float]:
+    return figures.by_round(figures.saves(run, tree, first=first), lambda sample: times * getattr(sample, field))
+
+
+def _loads(run: Run, tree: str, field: str, *, times: float = 1.0) -> dict[int, float]:
+    return figures.by_round(figures.loads(run, tree, HOW), lambda sample: times * getattr(sample, field))
+
+
+def _per_gb(run: Run) -> float:
+    return 1e9 / run.state_bytes
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = parse(arguments)
+    try:
+        found = script.read(options.read, Comparison) if options.read else compared(options)
+    except (CheckoutError, TurnError) as error:
+        raise SystemExit(f"bench.pairs: {error}") from error
+    script.publish(report(found), options)
+    return 0
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="This tree against another commit, in pairs.")
+    add = parser.add_argument
+    add("commit", nargs="?", help="whatever git takes for one: a hash, a branch, HEAD~3")
+    add("directory", nargs="?", type=Path, default=Path("runs/bench"), help="on the device to measure")
+    add("--bytes", type=lambda text: int(float(text)), default=int(2e9), help="of the state")
+    add("--tensors", type=int, default=1800)
+    add("--rounds", type=int, default=10)
+    add("--settle-s", type=float, default=SETTLE_S, help="rest before every timer")
+    script.add_results(parser, NAME, each="round")
+    options = parser.parse_args(arguments)
+    if min(options.bytes, options.tensors, options.rounds) < 1:
+        parser.error("--bytes, --tensors, --rounds: at least 1")
+    if options.commit is None and options.read is None:
+        parser.error("COMMIT is missing: which commit to compare this tree with")
+    return options
+
+
+def compared(options: argparse.Namespace) -> Comparison:
+    commit = resolve(ROOT, options.commit)
+    with script.workplace(options.directory) as (directory, bar):
+        shown = bar.add_task(f"set-up of {commit}")
+        trees = this_tree(ROOT, THIS), other_tree(ROOT, commit, OTHER)
+        bar.remove_task(shown)
+        return measure(options, trees, directory, bar)
+
+
+def measure(
+    options: argparse.Namespace, trees: tuple[Tree, Tree], directory: Path, bar: Progress
+) -> Comparison:
+    """All rounds, after one of a small state that is not told: modules are compiled and in the page cache then."""
+    layout = Equal(options.tensors, options.bytes)
+    this, other = trees
+    run = Run(
+        command=command(options, other), started_utc=f"{datetime.now(UTC):%Y-%m-%d}",
+        machine=machine.describe(directory, []), layout=str(layout), state_bytes=layout.state_bytes, rounds=0,
+        device=None, measured=(),
+    )
+    found = Comparison(this.title, other.title, run)
+    shown = bar.add_task("", total=4 * (options.rounds + 1))
+    for number in range(options.rounds + 1):
+        state_bytes = options.bytes if number else min(options.bytes, WARM_UP_BYTES)
+        measured = []
+        for tree, task in turns(number, trees, directory / "stores", state_bytes, options.settle_s):
+            bar.update(shown, description=f"round {number}/{options.rounds}: {tree.name}, {task.what}")
+            measured.append(Measured(tree.name, number, take(tree, Turn(options.tensors, task))))
+            bar.advance(shown)
+        shutil.rmtree(directory / "stores")
+        if number:
+            run = replace(run, rounds=number, measured=(*run.measured, *measured))
+            found = replace(found, run=run)
+            script.write(found, options.json)
+    return found
+
+
+def turns(
+    number: int, trees: tuple[Tree, Tree], stores: Path, state_bytes: int, settle_s: float
+) -> Iterator[tuple[Tree, Task]]:
+    """Of round `number`, in order. A tree loads what it has saved itself."""
+    for what, how, times in (("save", "", SAVES), ("load", HOW, 1)):
+        for tree in trees if number % 2 else reversed(trees):
+            yield tree, Task(
+                rival=tree.name, what=what, how=how, times=times, number=SAVES, shape=NAME, state_bytes=state_bytes,
+                phase=None, directory=str(stores / tree.name), settle_s=settle_s,
+            )
+
+
+def take(tree: Tree, turn: Turn) -> Outcome:
+    """In a fresh process. Raises TurnError."""
+    what = f"{tree.name}, {tree.title}: {turn.task.what}"
+    Path(turn.task.directory).mkdir(parents=True, exist_ok=True)
+    try:
+        outcome = call("bench.pair_worker", turn, Outcome, python=tree.python, timeout_s=TIMEOUT_S, alone=True)
+    except WorkerError as error:
+        raise TurnError(f"{what}: {error}") from error
+    if not all(load.exact for load in outcome.loads):
+        raise TurnError(f"{what}: the state is not what was saved")
+    return outcome
+
+
+def command(options: argparse.Namespace, other: Tree) -> str:
+    """The command that measures these numbers again, without paths of this machine."""
+    size = f"--bytes {options.bytes / 1e9:g}e9 --tensors {options.tensors} --rounds {options.rounds}"
+    return f"PYTHONPATH=src python -m bench.pairs {other.commit} DIRECTORY {size}"
+
+
+def report(found: Comparison) -> Report:
+    run, commits = found.run, ((THIS, found.this), (OTHER, found.other))
+    notes = tuple(f"{name}: {commit}; {figures.note(run, name)}." for name, commit in commits)
+    return Report(
+        NAME, run.command, run.started_utc, run.machine, conditions(run), (), (), (table(run),), notes
+    )
+
+
+def conditions(run: Run) -> str:
+    loads = [sample for tree in (THIS, OTHER) for of in figures.loads(run, tree, HOW).values() for sample in of]
+    cache = {True: "dropped from", False: "NOT DROPPED FROM", None: "perhaps not dropped from"}
+    worst = next(cold for cold in (False, None, True) if any(sample.cold is cold for sample in loads))
+    return (
+        f"{run.layout}; {run.rounds} pairs, which of them goes first alternates; median (lowest-highest); ratios are "
+        "medians of the pairs' own ratios, and below 1 this tree is better; a save ends when it is committed, which is "
+        f"durable; files {cache[worst]} the page cache before each load; GB are 10^9 bytes."
+    )
+
+
+def table(run: Run) -> Table:
+    rows = []
+    for figure in FIGURES:
+        this, other = figure.of(run, THIS), figure.of(run, OTHER)
+        ratios = figures.ratios(this, other)
+        favour = sum(ratio < 1 for ratio in ratios)
+        absolute = (cell(figures.spread(of.values()), figure.digits) for of in (this, other))
+        rows.append((figure.title, cell(figures.spread(ratios), 3), f"{favour} of {len(ratios)}", *absolute))
+    return Table("This tree against the other, in pairs", COLUMNS, tuple(rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -54,22 +54,23 @@ class Seen:
 
 
 def prepared(accelerator: Accelerator) -> tuple[Any, ...]:
-    """Model, optimizer, scheduler, loader, and what is registered."""
+    """Model, optimizer, scheduler, loader, the generator of its order, and what is registered."""
     torch.manual_seed(7)
     layers = [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Dropout(0.2), nn.Linear(WIDTH, 1)]
     model = nn.Sequential(*layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
-    loader = torch.utils.data.DataLoader(Rows(), batch_size=4, shuffle=True, generator=torch.Generator())
+    order = torch.Generator()
+    loader = torch.utils.data.DataLoader(Rows(), batch_size=4, shuffle=True, generator=order)
     seen = Seen()
     accelerator.register_for_checkpointing(seen)
-    return (*accelerator.prepare(model, optimizer, scheduler, loader), seen)
+    return (*accelerator.prepare(model, optimizer, scheduler, loader), order, seen)
 
 
-def batches(accelerator: Accelerator, loader: Any, step: int) -> Any:
-    """Those of the epoch of `step`, from that step on. The order is the epoch's, whoever has gone through others."""
+def batches(accelerator: Accelerator, loader: Any, order: torch.Generator, step: int) -> Any:
+    """Those of the epoch of `step`, from that step on. The epoch alone decides on their order."""
     epoch, done = divmod(step, len(loader))
-    loader.synchronized_generator.manual_seed(epoch)  # the sampler's
+    order.manual_seed(epoch)
     return accelerator.skip_first_batches(loader, done) if done else loader
 
 
@@ -89,7 +90,7 @@ def main() -> None:
     accelerator = Accelerator(cpu=True)
     if told.get("flowstone", True):
         accelerator = use_flowstone(accelerator)
-    model, optimizer, scheduler, loader, seen = prepared(accelerator)
+    model, optimizer, scheduler, loader, order, seen = prepared(accelerator)
     step = 0
     if resume is not None:
         for parameter in model.parameters():  # nothing of this may be left after a load
@@ -98,7 +99,7 @@ def main() -> None:
         accelerator.load_state(resume)
         step = int(resume.rpartition("-")[2])
     while step < steps:
-        for batch in batches(accelerator, loader, step):
+        for batch in batches(accelerator, loader, order, step):
             end_at(told, step)
             loss = (model(batch["x"]) - batch["y"]).square().mean()
             accelerator.backward(loss)

@@ -62,17 +62,25 @@ def store_of(checkpoint: Checkpoint) -> str:
 
 def own_newest(folder: str | os.PathLike[str]) -> str | None:
     """The newest checkpoint in `folder` that a Trainer has written without Flowstone."""
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    steps = [int(found[1]) for name in names if (found := _OWN.fullmatch(name))]
-    paths = [os.path.join(folder, f"checkpoint-{step}") for step in sorted(steps)]
-    return next((path for path in reversed(paths) if os.path.isdir(path)), None)
+    step = _own_newest_step(folder)
+    return None if step is None else _own(folder, step)
 
 
 def tell_of_later_own(newest: Checkpoint, folder: str | os.PathLike[str]) -> None:
     """Log where a Trainer without Flowstone has gone further in `folder` than `newest`, which is used all the same."""
-    own = own_newest(folder)
-    if own is not None and (step_at_end(own) or 0) > newest.step:
+    step = _own_newest_step(folder)
+    if step is not None and step > newest.step:
         log.warning(
             "%s is the newest checkpoint of Flowstone's and is used, although %s, which was written without Flowstone, "
-            "is of a later step: pass that path to go on from it", newest.path, own,
+            "is of a later step: pass that path to go on from it", newest.path, _own(folder, step),
         )
+
+
+def _own_newest_step(folder: str | os.PathLike[str]) -> int | None:
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    steps = [int(found[1]) for name in names if (found := _OWN.fullmatch(name))]
+    return max((step for step in steps if os.path.isdir(_own(folder, step))), default=None)
+
+
+def _own(folder: str | os.PathLike[str], step: int) -> str:
+    return os.path.join(folder, f"checkpoint-{step}")

@@ -131,14 +131,28 @@ class Packed(torch.nn.Module):
         return x @ (self.qweight * self.scales)
 
 
+class Masked(torch.nn.Module):
+    """A layer that counts, beside a mask and a table of integers: what is no weight makes no layer a quantised one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(8, 8, dtype=torch.bool).tril())
+        self.register_buffer("table", torch.arange(64).view(8, 8))
+        self.register_buffer("running_mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.running_mean.lerp_(x.detach().mean(0), 0.1)
+        return x @ self.mask.float()
+
+
 def over_statistics(seed: int = 7) -> tuple[Accelerator, Any]:
-    """Adapters over a base with BatchNorm and a packed layer."""
+    """Adapters over a base with BatchNorm, a packed layer and one that counts."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
     packed = Packed()
     torch.manual_seed(7)
-    base = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), packed)
+    base = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), packed, Masked())
     accelerator = use_flowstone(Accelerator(cpu=True))
     model = accelerator.prepare(get_peft_model(base, LoraConfig(target_modules=["0"])))
     accelerator.prepare(torch.optim.AdamW(one for one in model.parameters() if one.requires_grad))
@@ -152,9 +166,10 @@ def test_statistics_of_a_base_go_with_the_adapters(tmp_path: Path) -> None:
         accelerator._optimizers[0].step()
         accelerator.save_state(tmp_path / f"step_{step}")
     accelerator.end_training()
-    norm = "model.base_model.model.1."
     names = [name for name in fs.open(tmp_path).tensors if name.startswith("model.") and "lora_" not in name]
-    assert sorted(names) == [f"{norm}num_batches_tracked", f"{norm}running_mean", f"{norm}running_var"]
+    assert sorted(name.removeprefix("model.base_model.model.") for name in names) == [
+        "1.num_batches_tracked", "1.running_mean", "1.running_var", "3.mask", "3.running_mean", "3.table",
+    ]
     again, resumed = over_statistics()
     again.load_state(tmp_path)
     assert digest(resumed.state_dict()) == digest(model.state_dict())

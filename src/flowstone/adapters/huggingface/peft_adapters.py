@@ -124,13 +124,20 @@ def _changing_buffers(model: nn.Module) -> set[int]:
     GPTQ's and AWQ's layers hold packed integers and their scales as buffers: frozen, and as large as the base. What
     other quantised layers add to a state dict is no buffer of a module.
     """
-    held = [list(module.buffers(recurse=False)) for module in model.modules()]
-    return {id(one) for buffers in held if not any(map(_is_packed_weight, buffers)) for one in buffers}
+    held = [dict(module.named_buffers(recurse=False)) for module in model.modules()]
+    return {id(one) for buffers in held if not _has_packed_weight(buffers) for one in buffers.values()}
 
 
-def _is_packed_weight(buffer: torch.Tensor) -> bool:
-    eight_bits = buffer.dtype.itemsize == 1
-    return buffer.ndim > 1 and (eight_bits or not (buffer.is_floating_point() or buffer.is_complex()))
+def _has_packed_weight(buffers: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a layer's weight is one of its buffers. Its name is one of those under which PEFT, too, finds weights."""
+    return any(name in buffers and _is_packed(buffers[name]) for name in ("qweight", "weight"))
+
+
+def _is_packed(weight: torch.Tensor) -> bool:
+    kind = weight.dtype
+    eight_bits = kind.itemsize == 1 and kind is not torch.bool
+    is_integer = not (kind.is_floating_point or kind.is_complex or kind is torch.bool)
+    return weight.ndim > 1 and (eight_bits or is_integer)
 
 
 def _put(module: nn.Module, name: str, tensor: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from models import assert_same, raw, read_all, tensors
 from processes import run
 from test_torch_files import Malicious
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import flowstone as fs
 
@@ -108,6 +109,57 @@ def test_a_directory_that_contradicts_itself_is_refused(tmp_path: Path, harm: st
     with pytest.raises(fs.FormatError):
         fs.import_checkpoint(directory, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def changed_metadata(directory: Path, change: Callable[[Metadata], object]) -> None:
+    metadata: Metadata = pickle.loads((directory / ".metadata").read_bytes())
+    change(metadata)
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _same_path(metadata: Metadata) -> None:
+    metadata.planner_data["model.v"] = metadata.planner_data["model.w"]
+
+
+def _like_path(metadata: Metadata) -> None:
+    metadata.planner_data |= {"model.v": ("model", 1), "model.w": ("model", "1")}
+
+
+class _Origin:
+    """Unequal to any other, until it is pickled."""
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return torch.Size, ((0,),)
+
+
+def _two_places(metadata: Metadata) -> None:
+    """An item by two keys, which say the same and are not equal to Python."""
+    index, other = metadata.storage_data
+    again = MetadataIndex(index.fqn)
+    object.__setattr__(again, "offset", _Origin())
+    metadata.storage_data[again] = metadata.storage_data[other]
+
+
+@pytest.mark.parametrize(("change", "told"), [
+    (_same_path, "two of its values have one path"), (_like_path, "two of its values have one path"),
+    (_two_places, "an item that lies in two places"),
+])
+def test_values_in_one_place_are_refused(tmp_path: Path, change: Callable[[Metadata], object], told: str) -> None:
+    directory = tmp_path / "dcp"
+    dcp.save({"model": {"w": torch.zeros(3), "v": torch.zeros(5)}}, checkpoint_id=directory)
+    changed_metadata(directory, change)
+    with pytest.raises(fs.DamagedError, match=told):
+        fs.import_checkpoint(directory, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_common_pt_beside_it_is_not_its_own(tmp_path: Path) -> None:
+    """Megatron-core has one; a directory without Megatron-core's metadata.json is none of its."""
+    dcp.save({"model": {"w": torch.arange(3.0)}}, checkpoint_id=tmp_path / "dcp")
+    torch.save({"iteration": 7}, tmp_path / "dcp" / "common.pt")
+    (tmp_path / "dcp" / "metadata.json").write_text('{"format": "of a tool of ours"}')
+    assert fs.import_checkpoint(tmp_path / "dcp", tmp_path / "run").kind == "dcp"
+    assert_same(read_all(tmp_path / "run"), {"w": torch.arange(3.0)})
 
 
 @pytest.mark.parametrize("where", ["metadata", "item"])

@@ -133,7 +133,8 @@ def optimizer_file(root: Path, rank: int) -> Path:
     ("groups", "not of these groups"), ("latest", "names"), ("latest outside", "names"), ("no module", "has no module"),
     ("no shapes", "no param_shapes"), ("not a file", "ends early|torn|no file"), ("group member", "members"),
     ("no optimizer", r"no optimizer states[\s\S]*a\.|no optimizer states[\s\S]*b\."),
-    ("no model of rank 0", "model states of rank 0"),
+    ("no model of rank 0", "model states of rank 0"), ("two names", "param_shapes cannot be read"),
+    ("two tensors", "no module with tensors by name"), ("two addresses", "not as DeepSpeed writes it"),
 ])
 def test_what_contradicts_itself_is_refused(tmp_path: Path, harm: str, told: str) -> None:
     root = job(ranks=3, **({"stage": 3} if harm == "no optimizer" else {})).write(tmp_path / "ds")
@@ -173,6 +174,13 @@ def test_what_contradicts_itself_is_refused(tmp_path: Path, harm: str, told: str
                 file.unlink()
         case "no model of rank 0":
             model.rename(model.with_name("zero_pp_rank_1_mp_rank_00_model_states.pt"))
+        case "two names":
+            edit(model, lambda value: value["param_shapes"][0].update({"1": torch.Size((4,)), 1: torch.Size((4,))}))
+        case "two tensors":
+            edit(model, lambda value: value["module"].update({"1": 5, 1: 6}))
+        case "two addresses":
+            two = dict.fromkeys(["1", 1], fragment_address(3, 0))
+            state(lambda value: value["param_slice_mappings"][0].update(two))
         case "no module":
             edit(model, lambda value: value.pop("module"))
         case "no shapes":

@@ -101,6 +101,15 @@ def test_rules_that_skip_speak_of_values_too(tmp_path: Path) -> None:
         fs.diff(one, one, names=["model.*", "typo.*"])
 
 
+def test_values_that_are_called_the_same_are_no_equal_ones(tmp_path: Path) -> None:
+    one = save(tmp_path / "one", {"w": torch.ones(3), "seen": {1: 5, "1": 6, 2: 7}})
+    other = save(tmp_path / "other", {"w": torch.ones(3), "seen": {1: 4, "1": 6, 2: 7}})
+    with pytest.raises(fs.CollisionError, match=r"two values of .* are called 'seen\.1'[\s\S]*--skip"):
+        fs.diff(one, other)
+    found = fs.diff(one, other, skip="seen.1")
+    assert found.equal
+
+
 def test_inverse_needs_rules(tmp_path: Path) -> None:
     one = save(tmp_path / "one", {"model": {"w": torch.ones(3)}})
     done = CliRunner().invoke(app, ["diff", str(one), str(one), "--inverse"])

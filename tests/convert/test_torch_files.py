@@ -7,8 +7,10 @@ import io
 import os
 import subprocess
 import sys
+import warnings
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -179,6 +181,25 @@ def test_what_is_not_known_may_be_left_out_by_name(tmp_path: Path) -> None:
     assert report.skipped == ("args",)
     assert torch.equal(fs.open(tmp_path / "run").read("w"), torch.ones(3))
     assert "args" not in fs.open(tmp_path / "run").objects
+
+
+@pytest.mark.parametrize("keys", [(1, "1"), (torch.float32, "torch.float32"), (None, "None")], ids=str)
+@pytest.mark.parametrize("value", [5, torch.ones(3)], ids=["number", "tensor"])
+def test_two_keys_that_are_called_the_same_are_an_error(tmp_path: Path, keys: tuple[Any, Any], value: object) -> None:
+    torch.save({"w": torch.ones(3), "a": {"deep": {keys[0]: value, keys[1]: 6}}}, tmp_path / "model.pt")
+    with pytest.raises(fs.CollisionError, match=rf"two keys of 'a\.deep' are called '{keys[1]}'"):
+        fs.import_checkpoint(tmp_path / "model.pt", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_archive_with_two_entries_of_one_name_is_refused(tmp_path: Path) -> None:
+    """Which of them is the tensor is for each reader of zip files to say."""
+    torch.save({"w": torch.ones(3)}, tmp_path / "model.pt")
+    with zipfile.ZipFile(tmp_path / "model.pt", "a") as opened, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        opened.writestr("model/data/0", bytes(12))
+    with pytest.raises(fs.DamagedError, match="two entries of one name"):
+        fs.import_checkpoint(tmp_path / "model.pt", tmp_path / "run")
 
 
 def test_files_of_older_kinds_are_refused_with_what_to_do(tmp_path: Path) -> None:

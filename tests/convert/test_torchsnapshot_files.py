@@ -145,6 +145,25 @@ HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
         _manifest(lambda them: them.update({"1/progress/step": them["0/progress/step"] | {"serialized_value": "4"}})),
         "not the same on ranks 0 and 1",
     ),
+    "two keys of one path": (
+        _manifest(lambda them: [them[f"{rank}/progress"]["keys"].extend([1, "1"]) for rank in range(3)]
+                  and them.update({"0/progress/1": them["0/progress/step"]})),
+        "two keys of 'progress' have one path",
+    ),
+    "equal keys": (
+        _manifest(lambda them: them["0/progress"]["keys"].extend([1, True])
+                  or them.update({f"0/progress/{key}": them["0/progress/rank"] for key in (1, True)})),
+        "two keys of 'progress' are equal",
+    ),
+    "a key of two types": (
+        _manifest(lambda them: [them[f"{rank}/progress"]["keys"].append(key) for rank, key in enumerate((1, "1"))]
+                  and them.update({f"{rank}/progress/1": them["0/progress/rank"] for rank in range(2)})),
+        "of 'progress/1' is of another type on each rank",
+    ),
+    "two roots of one name": (
+        _manifest(lambda them: them.update({"0/l%61st": them["0/progress/rank"]})), "a second path of 'last'"
+    ),
+    "a rank twice": (_manifest(lambda them: them.update({"00/progress/step": them["0/progress/rank"]})), "of no rank"),
     "number": (_manifest(lambda them: them["0/progress/step"].update(serialized_value="x")), "cannot be read"),
     "stray": (_manifest(lambda them: them.update({"0/a/b": them["0/progress/step"]})), "below no dict and no list"),
     "dict's key": (_manifest(lambda them: them["2/last"]["keys"].append("b")), "lacks its part of 'last/b'"),

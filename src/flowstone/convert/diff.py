@@ -24,7 +24,7 @@ from flowstone.convert.mapping import DOCUMENTS_SECTION, Rules, all_names, check
 from flowstone.convert.opening import open_source
 from flowstone.convert.rearrange import Origin, rearranged
 from flowstone.convert.source import Source, SourceTensor
-from flowstone.errors import ArgumentError, BudgetError, NoTensorError
+from flowstone.errors import ArgumentError, BudgetError, CollisionError, NoTensorError
 from flowstone.layout_rules import GivenRules
 
 _SHARES = 8  # of the budget: for each side staging memory and two windows, and what comparisons take
@@ -218,8 +218,17 @@ def _values(source: Source, select: _Selection, rules: Rules) -> Mapping[str, ob
         objects.setdefault(DOCUMENTS_SECTION, dict(source.documents))
     for section, ranks in source.per_rank.items():
         objects |= {f"{section}@{rank}": value for rank, value in enumerate(ranks)}
-    found = (leaf for section, value in objects.items() for leaf in leaves(section, value))
-    return {name: value for name, value in found if select.has(name) and not rules.skip(name)}
+    found: dict[str, object] = {}
+    for name, value in (leaf for section, inner in objects.items() for leaf in leaves(section, inner)):
+        if not select.has(name) or rules.skip(name):
+            continue
+        if name in found:
+            raise CollisionError(
+                f"two values of {source.location} are called {name!r:.200}, as those of the keys 1 and '1' are",
+                next="leave them out with --skip PATTERN",
+            )
+        found[name] = value
+    return found
 
 
 def _differing_values(a: Mapping[str, object], b: Mapping[str, object]) -> tuple[ValueDiff, ...]:

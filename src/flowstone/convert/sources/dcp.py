@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -28,6 +29,7 @@ from flowstone.table.box import Box
 from flowstone.table.dtype import DTYPES, DType
 
 METADATA_NAME = ".metadata"
+SHARD = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")  # Megatron's: an object's place among its likes, how many there are
 _METADATA_BYTES_MAX = 1024 * MIB
 _MODULE = "torch.distributed.checkpoint.metadata"
 TENSOR, _BYTES = f"{_MODULE}.TensorStorageMetadata", f"{_MODULE}.BytesStorageMetadata"
@@ -65,6 +67,11 @@ class Metadata(msgspec.Struct, frozen=True):
     paths: Mapping[str, tuple[str | int, ...]]
     megatron: Mapping[object, object]
 
+    @property
+    def is_megatrons(self) -> bool:
+        """Whether Megatron-core has written it: only that has parts of objects."""
+        return bool(self.megatron) or any(SHARD.fullmatch(name) for name in self.entries)
+
 
 def is_dcp(path: Path) -> bool:
     """Whether a directory has DCP's metadata."""
@@ -78,6 +85,13 @@ def read_dcp(path: Path) -> Source:
             UnsupportedFormatError  items that extensions have transformed, or types that are not known
     """
     metadata = read_metadata(path)
+    if metadata.is_megatrons:
+        raise DamagedError(
+            f"{path} is of Megatron-core, and has no metadata.json: the save was not finished",
+            next="copy it whole, or take an older one",
+        )
+    if len({tuple(map(str, keys)) for keys in metadata.paths.values()}) != len(metadata.paths):
+        raise contradiction(path, "two of its values have one path")
     files = ItemFiles(path)
     try:
         return _source(path, metadata, files)
@@ -92,12 +106,12 @@ def _source(path: Path, metadata: Metadata, files: ItemFiles) -> Source:
         keys = metadata.paths[name]
         if entry.kind == TENSOR:
             tensors.append(stored_tensor(path, name, entry, metadata, files))
-            _put(objects, keys, TensorRef(name, "tensor"), path)
+            put(objects, keys, TensorRef(name, "tensor"), path)
         else:
             item = metadata.items.get((name, None))
             if item is None:
                 raise contradiction(path, f"nothing says where {name!r:.80} lies")
-            _put(objects, keys, trees.section(name, files.value(item)), path)
+            put(objects, keys, trees.section(name, files.value(item)), path)
     is_flat = all(len(keys) == 1 for keys in metadata.paths.values()) and not trees.tensors and all(
         entry.kind == TENSOR for entry in metadata.entries.values()
     )
@@ -126,6 +140,8 @@ def read_metadata(path: Path) -> Metadata:
         storage = cast("dict[Record, Record]", value.field("storage_data"))
         planner = value.state.get("planner_data") if isinstance(value.state, dict) else None
         items = dict(_item(index, found) for index, found in storage.items())
+        if len(items) != len(storage):
+            raise ValueError("an item that lies in two places")
         paths = {name: _keys(name, planner) for name in entries}
         added = value.state.get("mcore_data") if isinstance(value.state, dict) else None
         unknown = [name for name, entry in entries.items() if entry.kind not in (TENSOR, _BYTES)]
@@ -263,14 +279,16 @@ class ItemFiles:
             self._current = None
 
 
-def _put(objects: dict[str, object], keys: tuple[str | int, ...], value: object, path: Path) -> None:
-    """Put a value where its keys lead: the tree that DCP has flattened."""
+def put(objects: dict[str, object], keys: Sequence[str | int], value: object, path: Path) -> None:
+    """Put a value where its keys lead: the tree that DCP has flattened. Raises DamagedError if something is there."""
     at: dict[object, object] = cast("dict[object, object]", objects)
     for key in keys[:-1]:
         inner = at.setdefault(key, {})
         if not isinstance(inner, dict):
             raise contradiction(path, f"{'.'.join(map(str, keys))!r:.80} lies inside of a value")
         at = inner
+    if keys[-1] in at:
+        raise contradiction(path, f"{'.'.join(map(str, keys))!r:.80} is there twice")
     at[keys[-1]] = value
 
 

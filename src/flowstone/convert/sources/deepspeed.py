@@ -155,9 +155,10 @@ def _names(directory: Path) -> _Names:
 
 def _model_states(files: DeepSpeedFiles, path: Path) -> dict[str, object]:
     value = files.read(path)
-    if not isinstance(value, dict) or not isinstance(value.get("module"), dict):
-        raise DamagedError(f"{path} has no module", next="copy the whole directory again")
-    return value
+    module = value.get("module") if isinstance(value, dict) else None
+    if not isinstance(module, dict) or not all(isinstance(name, str) for name in module):
+        raise DamagedError(f"{path} has no module with tensors by name", next="copy the whole directory again")
+    return cast("dict[str, object]", value)
 
 
 def _module(state: Mapping[str, object]) -> dict[str, object]:

@@ -55,7 +55,7 @@ def read_universal(
         name: _parameter(place, name, known.get(name), steps.get(name), files) for name in [*known, *extra]
     }
     groups = _groups(state["param_groups"], names)
-    scalars = {str(name): value for name, value in state.items() if name not in _NOT_SCALARS}
+    scalars = {name: value for name, value in state.items() if name not in _NOT_SCALARS}
     return Partitioned(cast("int", state.get("zero_stage", 1)), tuple(parameters.values()), groups, scalars)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias, cast
 
 import msgspec
@@ -80,9 +80,16 @@ def read_shapes(value: object, location: str) -> Shapes:
     """The `param_shapes` of a model's states. Raises DamagedError."""
     try:
         groups = cast("list[dict[str, object]]", [value] if isinstance(value, dict) else value)
-        return [{str(name): sides(shape) for name, shape in group.items()} for group in groups]
+        return [{name: sides(shape) for name, shape in _named(group)} for group in groups]
     except (ValueError, TypeError, AttributeError) as error:
         raise DamagedError(f"{location}: param_shapes cannot be read: {error!s:.100}", next="copy it again") from error
+
+
+def _named(group: Mapping[str, object]) -> Iterable[tuple[str, object]]:
+    """What a group has of each parameter, by name. Raises ValueError for a name that is no text."""
+    if not all(isinstance(name, str) for name in group):
+        raise ValueError("a parameter's name that is no text")
+    return group.items()
 
 
 def read_partitions(states: Sequence[dict[str, object]], shapes: Shapes, files: DeepSpeedFiles) -> Partitioned:
@@ -153,7 +160,7 @@ def _partition(state: dict[str, object], stage: int, rank: int, location: str) -
             flats.append({MASTER: master, **found})
         mappings = state.get("param_slice_mappings")
         addresses: list[_Addresses] | None = None if mappings is None else [
-            {str(name): fragment(address) for name, address in group.items()}
+            {name: fragment(address) for name, address in _named(group)}
             for group in cast("list[dict[str, object]]", mappings)
         ]
         if not all(isinstance(group, dict) and isinstance(group["params"], list) for group in groups):

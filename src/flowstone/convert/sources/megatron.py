@@ -14,11 +14,13 @@ from flowstone.convert.fetch import linear_boxes
 from flowstone.convert.source import Source, SourceTensor, StoredBox, check_source
 from flowstone.convert.sources.dcp import (
     METADATA_NAME,
+    SHARD,
     TENSOR,
     Item,
     ItemFiles,
     Metadata,
     contradiction,
+    put,
     read_metadata,
     sides,
     stored_tensor,
@@ -36,7 +38,6 @@ _CONFIG_NAME = "metadata.json"
 _COMMON_NAME = "common.pt"
 _LATEST_NAME = "latest_checkpointed_iteration.txt"
 _BACKENDS = ("torch_dist", 1, "torch", 1)
-_SHARD = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")  # of an object: its place among its likes, and how many there are
 _FLATTENED = "nd_reformulated_orig_global_shape"
 
 
@@ -77,12 +78,11 @@ class _Config(msgspec.Struct, frozen=True):
 
 
 def is_megatron(path: Path) -> bool:
-    """Whether a directory is a distributed checkpoint of Megatron-core, or says which of those in it is the latest."""
-    if not path.is_dir():
-        return False
+    """Whether a directory is a distributed checkpoint of Megatron-core, or says which of those in it is the latest.
+
+    The first is what Megatron-core itself goes by: other checkpoints of DCP may have a common.pt.
+    """
     if (path / _LATEST_NAME).is_file():
-        return True
-    if (path / _COMMON_NAME).is_file() and ((path / METADATA_NAME).is_file() or (path / _CONFIG_NAME).is_file()):
         return True
     return (path / _CONFIG_NAME).is_file() and b'"sharded_backend"' in _read(path, _CONFIG_NAME)
 
@@ -203,7 +203,7 @@ class _Assembly:
         item = self._metadata.items.get((key, None))
         if item is None:
             raise contradiction(self._directory, f"nothing says where {key!r:.80} lies")
-        shard = _SHARD.fullmatch(key)
+        shard = SHARD.fullmatch(key)
         whole = shard[1] if shard else key
         section, inner = (whole, "") if "." not in whole else _section_of(whole)
         is_one = shard is None or set(shard[3].split(".")) == {"1"}
@@ -217,19 +217,9 @@ class _Assembly:
 
     def _put(self, section: str, path: tuple[str, ...], value: object) -> None:
         """Put a value into a section, unless nothing of it can be said."""
-        name = ".".join((section, *path))
-        if self._tree.unmapped and self._tree.unmapped[-1].name == name:
-            return
-        at: dict[object, object] = self._objects  # type: ignore[assignment]
-        *outer, last = (section, *path)
-        for key in outer:
-            inner = at.setdefault(key, {})
-            if not isinstance(inner, dict):
-                raise contradiction(self._directory, f"{name!r:.80} lies inside of a value")
-            at = inner
-        if last in at:
-            raise contradiction(self._directory, f"{name!r:.80} is there twice")
-        at[last] = value
+        keys = (section, *path)
+        if not self._tree.unmapped or self._tree.unmapped[-1].name != ".".join(keys):
+            put(self._objects, keys, value, self._directory)
 
     def _unflattened(self, tensor: SourceTensor, original: object) -> SourceTensor:
         """A tensor that older versions saved as a grid of flattened blocks, of which each rank had a range."""

@@ -95,6 +95,8 @@ def _read(opened: zipfile.ZipFile, file: BinaryIO, place: Place, path: str) -> A
         raise DamagedError(f"{path} has {len(pickles)} entries data.pkl, not one", next="save it with torch.save")
     root = pickles[0].filename.removesuffix("data.pkl")
     names = {one.filename: one for one in entries}
+    if len(names) != len(entries):
+        raise DamagedError(f"{path} has two entries of one name, which torch never writes", next="save it again")
     if f"{root}constants.pkl" in names or any(name.startswith(f"{root}code/") for name in names):
         raise UnsupportedFormatError(
             f"{path} is a TorchScript program", next="load it with torch.jit.load, and save its state_dict()"

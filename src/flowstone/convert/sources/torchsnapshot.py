@@ -78,7 +78,12 @@ class _Snapshot:
             self._below.setdefault(parent, []).append(logical)
 
     def source(self) -> Source:
-        values = {unquote(root): self._value(root, unquote(root), 0) for root in self._below.get("", ())}
+        values: dict[str, object] = {}
+        for root in self._below.get("", ()):
+            name = unquote(root)
+            if name in values:
+                raise self._contradiction(f"{root!r:.200} is a second path of {name!r:.200}")
+            values[name] = self._value(root, name, 0)
         if self._seen != len(self._manifest):
             raise self._contradiction("some of its paths are below no dict and no list")
         check_sections(values, str(self._path))
@@ -120,11 +125,18 @@ class _Snapshot:
         below = set(self._below.get(logical, ()))
         keys: dict[str, object] = {}
         for rank, entry in ranks.items():
-            for key in entry.keys if isinstance(entry, DictEntry | OrderedDictEntry) else range(len(below)):
-                path = f"{logical}/{_encoded(str(key))}"
-                keys.setdefault(path, key)
-                if isinstance(entry, DictEntry | OrderedDictEntry) and not self._has(rank, path):
+            is_dict = isinstance(entry, DictEntry | OrderedDictEntry)
+            listed = entry.keys if isinstance(entry, DictEntry | OrderedDictEntry) else tuple(range(len(below)))
+            mine = {f"{logical}/{_encoded(str(key))}": key for key in listed}
+            if len(mine) != len(listed):
+                raise self._contradiction(f"two keys of {logical!r:.200} have one path, as 1 and '1' have")
+            for path, key in mine.items():
+                if type(keys.setdefault(path, key)) is not type(key):
+                    raise self._contradiction(f"the key of {path!r:.200} is of another type on each rank")
+                if is_dict and not self._has(rank, path):
                     raise self._contradiction(f"rank {rank} lacks its part of {path!r:.200}")
+        if len(set(keys.values())) != len(keys):
+            raise self._contradiction(f"two keys of {logical!r:.200} are equal, as 1 and True are")
         if keys.keys() != below:
             odd = sorted(keys.keys() ^ below)[0]
             raise self._contradiction(f"{logical!r:.200} and what is below it differ in {odd!r:.200}")
@@ -179,11 +191,13 @@ class _Snapshot:
     def _sharded(self, name: str, entries: Iterable[Entry]) -> object:
         """A tensor of which each rank has parts; only of DTensors may several have the same."""
         shards: list[Shard] = []
+        have = set[tuple[tuple[int, ...], tuple[int, ...]]]()
         for entry in entries:
             if not isinstance(entry, ShardedEntry | DTensorEntry):
                 raise self._contradiction(f"{name!r:.200} is sharded on some ranks alone")
-            have = {(one.offsets, one.sizes) for one in shards} if isinstance(entry, DTensorEntry) else set()
             shards += [one for one in entry.shards if (one.offsets, one.sizes) not in have]
+            if isinstance(entry, DTensorEntry):
+                have.update((one.offsets, one.sizes) for one in entry.shards)
         if not shards or len({len(sides) for one in shards for sides in (one.offsets, one.sizes)}) != 1:
             raise self._contradiction(f"{name!r:.200} has no parts, or parts of several dimensions")
         ends = ([begin + side for begin, side in zip(one.offsets, one.sizes, strict=True)] for one in shards)

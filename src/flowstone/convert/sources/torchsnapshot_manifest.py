@@ -163,7 +163,7 @@ def read_manifest(directory: Path) -> Manifest:
     found: dict[str, dict[int, Entry]] = {}
     for path, entry in metadata.manifest.items():
         text, _, logical = path.partition("/")
-        is_rank = re.fullmatch(r"[0-9]{1,10}", text) and int(text) < metadata.world_size
+        is_rank = re.fullmatch(r"0|[1-9][0-9]{0,9}", text) and int(text) < metadata.world_size
         if not logical or not is_rank:
             raise DamagedError(
                 f"{where}: {path!r:.200} is of no rank", expected=f"0 to {metadata.world_size - 1}, and a path",

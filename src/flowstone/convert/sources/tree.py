@@ -8,7 +8,7 @@ from flowstone.convert.source import Source, SourceFile, SourceTensor, StoredBox
 from flowstone.convert.sources.restricted_unpickler import Global, Opaque, Record
 from flowstone.convert.sources.torch_archive import Place
 from flowstone.convert.sources.torch_values import StorageRef, TensorView, view_bytes
-from flowstone.errors import DamagedError, UnsupportedFormatError
+from flowstone.errors import CollisionError, DamagedError, UnsupportedFormatError
 from flowstone.format.objects import Named, TensorRef, key_text
 from flowstone.table.box import Box
 from flowstone.table.dtype import DTYPES
@@ -24,6 +24,8 @@ class Tree:
 
     place  says where a storage lies: file and bytes
     shown  what stands for a Record of a kind
+
+    raises  CollisionError where two keys of a dict make one path, by which tensors and rules name what lies there
     """
 
     def __init__(
@@ -69,11 +71,20 @@ class Tree:
 
     def _walk_dict(self, name: str, value: dict[object, object], depth: int) -> object:
         kept: dict[object, object] = {}
+        paths = set[str]()
         for key, inner in value.items():
             where = f"{name}.{_text(key)}"
             if isinstance(key, Opaque | Record | StorageRef | TensorView):
                 self.unmapped.append(Unmapped(where, f"a key, {_text(key)}"))
-            elif (part := self._walk(where, inner, depth + 1)) is not _DROPPED:
+                continue
+            if where in paths:
+                raise CollisionError(
+                    f"{self._path}: two keys of {name!r:.200} are called {_text(key)!r:.60}, as 1 and '1' are",
+                    next="rename one of them, and save again",
+                )
+            paths.add(where)
+            part = self._walk(where, inner, depth + 1)
+            if part is not _DROPPED:
                 kept[_plain_key(key)] = part
         return type(value)(kept) if type(value) is not dict else kept
 

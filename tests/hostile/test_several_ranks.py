@@ -9,6 +9,7 @@ import pytest
 from hostile.campaign import Report, campaign
 from hostile.ranks.draw import SIZES, draw
 from hostile.ranks.moves import BROKEN, MOVES, Ending
+from hostile.ranks.play import misses
 
 SEEDS = 14
 SOAKED = range(1000, 2000)
@@ -60,3 +61,10 @@ def test_a_thousand_hostile_jobs(tmp_path: Path) -> None:
     report = campaign(SOAKED.start, SOAKED.stop, tmp_path, workers=4, several_ranks=True)
     print(dict(report.counts))
     assert not report.wrong, report.says()
+
+
+def test_silence_is_excused_of_ranks_that_were_killed_alone() -> None:
+    said = "nothing heard from ranks 0, 3 for 3 s\n  phase       the commit of step 1"
+    assert misses(said, {0, 2, 3})
+    assert not misses(said, {0})
+    assert not misses("rank 0 has closed its Checkpointer", {0})

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,7 @@ class Look:
         excuses = {reason for one in ranks.values() for reason in one["excused"]}
         excuses |= {name for at, name in told.escaped if at == position}
         hows = {one["how"] for one in ranks.values()}
+        dead = set(range(life.size)) - told.reports.keys()
         if "open" in hows and life.ending is not Ending.KILLED:
             self.problems.append(f"{where} has not come to an end: {_hows(ranks)}")
         self.counts["committed" if hows == {"committed"} else "failed"] += 1
@@ -98,7 +100,7 @@ class Look:
                 continue
             if not one["named"]:
                 self.problems.append(f"{where} failed on rank {rank}, not by name: {one['kind']}: {one['said'][:300]}")
-            elif not excuses and not _follows(one["said"]):
+            elif not excuses and not _follows(one["said"]) and not misses(one["said"], dead):
                 self.problems.append(
                     f"{where} failed on rank {rank}, and nothing was done to it: {one['kind']}: {one['said'][:400]}"
                 )
@@ -138,6 +140,12 @@ class Look:
 def _follows(said: str) -> bool:
     """Whether a save failed because an earlier one had, and it was begun before that was known."""
     return "began to save with an older plan" in said
+
+
+def misses(said: str, dead: Set[int]) -> bool:
+    """Whether a save failed as a rank was silent that had been killed, a move ahead of those that waited for it."""
+    silent = re.match(r"nothing heard from ranks? ([\d, and]+) for", said)
+    return silent is not None and dead.issuperset(map(int, re.findall(r"\d+", silent[1])))
 
 
 def _hows(ranks: Mapping[int, dict[str, Any]]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,6 +13,7 @@ import torch
 
 import flowstone as fs
 from flowstone.convert import copy
+from flowstone.layout_rules import GivenRules
 
 STEP = 5
 
@@ -45,6 +48,17 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     for name, tensor in expected.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
         assert raw(found[name]) == raw(tensor), name
+
+
+def assert_refused(
+    golden: Path, harm: Callable[[Path], object], told: str, place: Path, rules: GivenRules = ()
+) -> None:
+    """A copy of a checkpoint is not imported once it is harmed, and nothing is left of the try."""
+    shutil.copytree(golden, place / "harmed")
+    harm(place / "harmed")
+    with pytest.raises(fs.FlowstoneError, match=told):
+        fs.import_checkpoint(place / "harmed", place / "run", rules=rules)
+    assert not (place / "run").exists()
 
 
 def read_all(store: Path, prefix: str = "model.") -> dict[str, torch.Tensor]:

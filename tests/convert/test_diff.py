@@ -97,6 +97,10 @@ def test_rules_that_skip_speak_of_values_too(tmp_path: Path) -> None:
     other = save(tmp_path / "other", {"model": {"w": torch.ones(3)}, "seen": 2})
     assert not fs.diff(one, other).equal
     assert fs.diff(one, other, rules=[fs.Skip("seen")]).values[0].values[0] is None, "rules speak of a alone"
+
+
+def test_a_pattern_that_names_nothing_is_an_error_beside_one_that_does(tmp_path: Path) -> None:
+    one = save(tmp_path / "one", {"model": {"w": torch.ones(3)}})
     with pytest.raises(fs.NoTensorError, match=r"typo\.\*"):
         fs.diff(one, one, names=["model.*", "typo.*"])
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from golden.make_torchsnapshot import ALONE, TOGETHER, model, numbers, optimizer, values
-from models import assert_same, read_all
+from models import assert_refused, assert_same, read_all
 from test_torch_files import Malicious
 
 import flowstone as fs
@@ -173,13 +173,7 @@ HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("harm", HARMS)
 def test_a_snapshot_that_is_not_whole_is_refused(tmp_path: Path, harm: str) -> None:
-    snapshot = tmp_path / "snapshot"
-    shutil.copytree(TOGETHER, snapshot)
-    change, told = HARMS[harm]
-    change(snapshot)
-    with pytest.raises(fs.FlowstoneError, match=told):
-        fs.import_checkpoint(snapshot, tmp_path / "run", rules=fs.Skip("rank*"))
-    assert not (tmp_path / "run").exists()
+    assert_refused(TOGETHER, *HARMS[harm], tmp_path, rules=fs.Skip("rank*"))
 
 
 def test_a_payload_never_runs_and_is_named(tmp_path: Path) -> None:

@@ -11,12 +11,16 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from flowstone.errors import CollisionError, DamagedError, UnsupportedFormatError
+from flowstone.config import MIB
+from flowstone.errors import CollisionError, CoverageError, DamagedError, UnsupportedFormatError
 from flowstone.plan.coverage import check_tiling
 from flowstone.store.os_errors import translated
 from flowstone.table.box import Box
 from flowstone.table.dtype import DType
 from flowstone.table.pieces import Alias
+
+METADATA_BYTES_MAX = 1024 * MIB
+"""What is read of a checkpoint before anything is known of it: the file that names all tensors."""
 
 
 class DigestedRun(msgspec.Struct, frozen=True):
@@ -106,6 +110,20 @@ def source_file(path: Path) -> SourceFile:
     return SourceFile(str(real), found.st_size, found.st_mtime_ns)
 
 
+def read_whole(directory: Path, name: str, bytes_max: int) -> bytes:
+    """A small file of a checkpoint. Raises DamagedError if it is longer than `bytes_max`; StorageError."""
+    path = directory / name
+    with translated(directory, "read", name):
+        if path.stat().st_size > bytes_max:
+            raise DamagedError(f"{path} is too long", expected=f"at most {bytes_max} bytes", next="check it")
+        return path.read_bytes()
+
+
+def in_file_order(tensors: Iterable[SourceTensor]) -> tuple[SourceTensor, ...]:
+    """The tensors by where they begin in the files, which are so read from front to back; those without boxes first."""
+    return tuple(sorted(tensors, key=lambda one: [(box.file, box.offset_bytes) for box in one.boxes[:1]]))
+
+
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides, in elements, of a dense tensor."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
@@ -127,7 +145,7 @@ def check_source(source: Source) -> Source:
     for tensor in source.tensors:
         whole = len(tensor.boxes) == 1 and tensor.boxes[0].box == Box.whole(tensor.shape)
         if not whole:
-            check_tiling(tensor.name, tensor.shape, [stored.box for stored in tensor.boxes])
+            _check_filled(source, tensor)
         for stored in tensor.boxes:
             _check_extent(source, tensor, stored)
     return source
@@ -141,6 +159,17 @@ def _check_names(names: Iterable[str]) -> None:
                 f"two tensors of the checkpoint are called {name!r}", next="rename one of them with a Rename rule"
             )
         seen.add(name)
+
+
+def _check_filled(source: Source, tensor: SourceTensor) -> None:
+    try:
+        check_tiling(tensor.name, tensor.shape, [stored.box for stored in tensor.boxes])
+    except CoverageError as error:
+        raise CoverageError(
+            f"{source.location} has not every element of {tensor.name!r:.200} once",
+            found=error.message.removeprefix(f"cannot save {tensor.name!r}: "),
+            expected=f"parts that fill shape {tensor.shape}", next="copy the whole checkpoint again",
+        ) from error
 
 
 def _check_extent(source: Source, tensor: SourceTensor, stored: StoredBox) -> None:

@@ -9,13 +9,15 @@ from typing import BinaryIO, cast
 
 import msgspec
 
-from flowstone.config import MIB
 from flowstone.convert.source import (
+    METADATA_BYTES_MAX,
     Source,
     SourceFile,
     SourceTensor,
     StoredBox,
     check_source,
+    in_file_order,
+    read_whole,
     source_file,
 )
 from flowstone.convert.sources.restricted_unpickler import Global, Known, Record, read_pickle
@@ -30,7 +32,6 @@ from flowstone.table.dtype import DTYPES, DType
 
 METADATA_NAME = ".metadata"
 SHARD = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")  # Megatron's: an object's place among its likes, how many there are
-_METADATA_BYTES_MAX = 1024 * MIB
 _MODULE = "torch.distributed.checkpoint.metadata"
 TENSOR, _BYTES = f"{_MODULE}.TensorStorageMetadata", f"{_MODULE}.BytesStorageMetadata"
 _RECORDS = frozenset({
@@ -118,20 +119,16 @@ def _source(path: Path, metadata: Metadata, files: ItemFiles) -> Source:
     gone = {one.name for one in trees.unmapped}
     kept = {} if is_flat else {key: _listed(value) for key, value in objects.items() if key not in gone}
     check_sections(kept, str(path))
-    tensors.sort(key=lambda one: (one.boxes[0].file, one.boxes[0].offset_bytes))
     return check_source(Source(
-        "dcp", str(path), tuple(files.opened), (*tensors, *trees.tensors), tuple(trees.aliases), kept, is_flat=is_flat,
-        unmapped=tuple(trees.unmapped),
+        "dcp", str(path), tuple(files.opened), in_file_order((*tensors, *trees.tensors)), tuple(trees.aliases), kept,
+        is_flat=is_flat, unmapped=tuple(trees.unmapped),
     ))
 
 
 def read_metadata(path: Path) -> Metadata:
     """What a directory's .metadata says. Raises DamagedError, UnsupportedFormatError."""
     where = path / METADATA_NAME
-    with translated(path, "read", METADATA_NAME):
-        if where.stat().st_size > _METADATA_BYTES_MAX:
-            raise DamagedError(f"{where} is too long", expected=f"at most {_METADATA_BYTES_MAX} bytes", next="check it")
-        content = where.read_bytes()
+    content = read_whole(path, METADATA_NAME, METADATA_BYTES_MAX)
     value = read_pickle(content, _METADATA_KNOWN, _RECORDS, path=str(where))
     if not isinstance(value, Record) or value.kind != f"{_MODULE}.Metadata":
         raise DamagedError(f"{where} is no metadata of torch.distributed.checkpoint", next="check the path")

@@ -12,7 +12,7 @@ from typing import cast
 import msgspec
 
 from flowstone.convert.fetch import linear_boxes
-from flowstone.convert.source import Source, SourceTensor, StoredBox, Unmapped, check_source
+from flowstone.convert.source import Source, SourceTensor, StoredBox, Unmapped, check_source, in_file_order
 from flowstone.convert.sources.deepspeed_files import DeepSpeedFiles, Run
 from flowstone.convert.sources.deepspeed_universal import PARAMETERS_NAME, read_universal
 from flowstone.convert.sources.deepspeed_zero import (
@@ -226,10 +226,9 @@ class _Assembly:
         if client:
             objects["client_state"] = self._tree.section("client_state", client)
         check_sections(objects, self._files.location)
-        tensors = (*self._tensors, *self._tree.tensors)
-        ordered = sorted(tensors, key=lambda one: [(box.file, box.offset_bytes) for box in one.boxes[:1]])
+        ordered = in_file_order((*self._tensors, *self._tree.tensors))
         return check_source(Source(
-            "deepspeed", self._files.location, tuple(self._files.opened), tuple(ordered),
+            "deepspeed", self._files.location, tuple(self._files.opened), ordered,
             (*self._aliases, *self._tree.aliases), objects, unmapped=tuple(self._tree.unmapped),
         ))
 

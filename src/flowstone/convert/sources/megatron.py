@@ -11,7 +11,7 @@ import msgspec
 
 from flowstone.config import MIB
 from flowstone.convert.fetch import linear_boxes
-from flowstone.convert.source import Source, SourceTensor, StoredBox, check_source
+from flowstone.convert.source import Source, SourceTensor, StoredBox, check_source, in_file_order
 from flowstone.convert.sources.dcp import (
     METADATA_NAME,
     SHARD,
@@ -169,12 +169,10 @@ class _Assembly:
             else:
                 self._enter_object(name)
         check_sections(self._objects, str(self._directory))
-        tensors = sorted((*self._tensors, *self._tree.tensors), key=lambda one: [
-            (box.file, box.offset_bytes) for box in one.boxes[:1]
-        ])
         return check_source(Source(
-            "megatron", str(self._directory), tuple(self._files.opened), tuple(tensors), tuple(self._tree.aliases),
-            self._objects, unmapped=tuple(self._tree.unmapped),
+            "megatron", str(self._directory), tuple(self._files.opened),
+            in_file_order((*self._tensors, *self._tree.tensors)), tuple(self._tree.aliases), self._objects,
+            unmapped=tuple(self._tree.unmapped),
         ))
 
     def _enter_common(self) -> None:

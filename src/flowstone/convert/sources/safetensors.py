@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from flowstone.config import HEADER_BYTES_MAX, MIB
-from flowstone.convert.source import Source, SourceFile, SourceTensor, StoredBox, check_source, source_file
+from flowstone.convert.source import Source, SourceFile, SourceTensor, StoredBox, check_source, read_whole, source_file
 from flowstone.errors import DamagedError, NotAStoreError, UnsupportedFormatError
 from flowstone.format.segment import LENGTH_BYTES, Entry, parse_header
 from flowstone.store.os_errors import translated
@@ -83,10 +83,7 @@ def _shards(directory: Path) -> tuple[tuple[str, ...], Mapping[str, str] | None]
             )
         return files, None
     path = directory / indexes[0]
-    with translated(directory, "read", indexes[0]):
-        if path.stat().st_size > _INDEX_BYTES_MAX:
-            raise DamagedError(f"{path} is too long", expected=f"at most {_INDEX_BYTES_MAX} bytes", next="check it")
-        text = path.read_bytes()
+    text = read_whole(directory, indexes[0], _INDEX_BYTES_MAX)
     try:
         weight_map = msgspec.json.decode(text, type=_Index).weight_map
     except (ValueError, RecursionError) as error:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
-from flowstone.convert.source import Source, SourceTensor, StoredBox, Unmapped, check_source
+from flowstone.convert.source import Source, SourceTensor, StoredBox, Unmapped, check_source, in_file_order
 from flowstone.convert.sources.pickled_files import PickledFiles
 from flowstone.convert.sources.restricted_unpickler import Opaque
 from flowstone.convert.sources.torch_archive import Place
@@ -89,9 +89,9 @@ class _Snapshot:
         check_sections(values, str(self._path))
         objects = {name: self._tree.section(name, value) for name, value in values.items()}
         gone = {one.name for one in self._tree.unmapped}
-        tensors = sorted((*self._tensors, *self._tree.tensors), key=_position)
         return check_source(Source(
-            "torchsnapshot", str(self._path), tuple(self._files.opened), tuple(tensors), tuple(self._tree.aliases),
+            "torchsnapshot", str(self._path), tuple(self._files.opened),
+            in_file_order((*self._tensors, *self._tree.tensors)), tuple(self._tree.aliases),
             {name: value for name, value in objects.items() if name not in gone},
             unmapped=(*self._tree.unmapped, *self._differing),
         ))
@@ -146,7 +146,10 @@ class _Snapshot:
         """What other ranks have beyond the end of the first one's list: it is no part of that list."""
         other = next(iter(self._manifest[logical]))
         self._differing.append(Unmapped(f"rank{other}.{name}", f"beyond the end of rank {owner}'s list"))
-        self._seen += sum(one == logical or one.startswith(f"{logical}/") for one in self._manifest)
+        waiting = [logical]
+        while waiting:
+            waiting += self._below.get(waiting.pop(), ())
+            self._seen += 1
 
     def _has(self, rank: int, logical: str) -> bool:
         """Whether a rank has something at a path: of its own, or what one rank has written for all."""
@@ -290,9 +293,3 @@ def _is_replicated(entry: Entry) -> bool:
 def _encoded(key: str) -> str:
     """A key as a part of a path."""
     return key.replace("%", "%25").replace("/", "%2F")
-
-
-def _position(tensor: SourceTensor) -> tuple[int, int]:
-    stored = tensor.boxes[0]
-    assert stored.file is not None, "what a source has lies in a file"
-    return stored.file, stored.offset_bytes

@@ -12,12 +12,10 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from flowstone.config import MIB
+from flowstone.convert.source import METADATA_BYTES_MAX, read_whole
 from flowstone.errors import DamagedError, UnsupportedFormatError
-from flowstone.store.os_errors import translated
 
 METADATA_NAME = ".snapshot_metadata"
-_METADATA_BYTES_MAX = 1024 * MIB
 _VERSION = "0.1."
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
@@ -155,11 +153,7 @@ def read_manifest(directory: Path) -> Manifest:
             f"{directory} has no {METADATA_NAME}: the snapshot was not finished",
             next="copy it whole, or take it again"
         )
-    with translated(directory, "read", METADATA_NAME):
-        if where.stat().st_size > _METADATA_BYTES_MAX:
-            raise DamagedError(f"{where} is too long", expected=f"at most {_METADATA_BYTES_MAX} bytes", next="check it")
-        content = where.read_bytes()
-    metadata = _decoded(content, where)
+    metadata = _decoded(read_whole(directory, METADATA_NAME, METADATA_BYTES_MAX), where)
     found: dict[str, dict[int, Entry]] = {}
     for path, entry in metadata.manifest.items():
         text, _, logical = path.partition("/")

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from flowstone.convert.source import Source, SourceFile, SourceTensor, StoredBox, Unmapped, check_source, row_major
+from flowstone.convert.source import (
+    Source,
+    SourceFile,
+    SourceTensor,
+    StoredBox,
+    Unmapped,
+    check_source,
+    in_file_order,
+    row_major,
+)
 from flowstone.convert.sources.restricted_unpickler import Global, Opaque, Record
 from flowstone.convert.sources.torch_archive import Place
 from flowstone.convert.sources.torch_values import StorageRef, TensorView, view_bytes
@@ -112,9 +121,8 @@ class Tree:
         self, kind: str, location: str, files: tuple[SourceFile, ...], objects: Mapping[str, object], *, is_flat: bool
     ) -> Source:
         """All that was entered, checked, in the order in which it lies in the files."""
-        tensors = sorted(self.tensors, key=lambda one: (one.boxes[0].file, one.boxes[0].offset_bytes))
         return check_source(Source(
-            kind, location, files, tuple(tensors), tuple(self.aliases), objects, is_flat=is_flat,
+            kind, location, files, in_file_order(self.tensors), tuple(self.aliases), objects, is_flat=is_flat,
             unmapped=tuple(self.unmapped),
         ))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+DOCS = HERE.parent.parent / "docs"
 STEPS = 30
 KILL_AFTER_BATCHES = 18  # of one each step: between two saves
+_OF_LAUNCHERS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def is_installed(package: str) -> bool:
@@ -28,6 +31,15 @@ def is_installed(package: str) -> bool:
     return True
 
 
+def samples(page: str) -> dict[str, str]:
+    """The samples of a page of docs/ that have a name, by it, in the order in which they stand."""
+    text = (DOCS / page).read_text()
+    found = re.findall(r"^```python ([\w-]+)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    assert found, f"{page} has no samples"
+    assert len(dict(found)) == len(found), f"two samples of {page} have one name"
+    return dict(found)
+
+
 def run_ranks(
     command: Sequence[str], log: Path, ranks: int = 1, environment: Mapping[str, str] | None = None,
     folder: Path | None = None, *, is_launched: bool = False,
@@ -37,21 +49,21 @@ def run_ranks(
     command      of Python
     log          what rank r says goes to this path with "-r.txt" behind it
     folder       where they run
-    is_launched  a rank that is alone is told its number too, as launchers do it
+    is_launched  a rank that is alone is told its number too, as launchers do it; otherwise none is told a number,
+                 though the tests themselves may have been launched
     """
+    inherited = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     processes = []
     for rank in range(ranks):
-        own = {
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-        } if ranks > 1 or is_launched else {}
+        told = ("127.0.0.1", str(port), str(rank), str(rank), str(ranks), str(ranks))
+        own = dict(zip(_OF_LAUNCHERS, told, strict=True)) if ranks > 1 or is_launched else {}
         with Path(f"{log}-{rank}.txt").open("w") as said:
             processes.append(subprocess.Popen(
                 [sys.executable, *command], stdout=said, stderr=said, cwd=folder,
-                env={**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", **own, **(environment or {})},
+                env={**inherited, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", **own, **(environment or {})},
             ))
     deadline = time.monotonic() + 900
     try:

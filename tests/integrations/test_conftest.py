@@ -17,7 +17,7 @@ def collect(asked: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", *options, str(HERE / "test_digests.py")]
     return subprocess.run(
         command, cwd=HERE.parent.parent, env=os.environ | {"FLOWSTONE_INTEGRATIONS": asked}, capture_output=True,
-        text=True, check=False, timeout=120,
+        text=True, check=False, timeout=600,
     )
 
 

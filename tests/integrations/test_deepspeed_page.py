@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
-from jobs import is_installed, run_ranks
+from jobs import is_installed, run_ranks, samples
 
-DOCUMENT = Path(__file__).resolve().parent.parent.parent / "docs" / "DEEPSPEED.md"
 BEFORE = """
 import os
 import deepspeed, torch
@@ -26,10 +24,10 @@ AFTER = "print('done', flush=True)\nos._exit(0)  # without the end of gloo's thr
     not is_installed("deepspeed"), reason="`make test-integrations` installs deepspeed"
 )
 def test_the_engine_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    samples = re.findall(r"^```python ([\w-]+)\n(.*?)^```", DOCUMENT.read_text(), flags=re.DOTALL | re.MULTILINE)
-    assert [name for name, _ in samples] == ["deepspeed", "deepspeed-reads"]
+    found = samples("DEEPSPEED.md")
+    assert list(found) == ["deepspeed", "deepspeed-reads"]
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "sample.py").write_text(BEFORE + "".join(text for _, text in samples) + AFTER)
+    (tmp_path / "sample.py").write_text(BEFORE + "".join(found.values()) + AFTER)
     command, environment = [str(tmp_path / "sample.py")], {"DS_ACCELERATOR": "cpu"}
     codes = run_ranks(command, tmp_path / "log", environment=environment, is_launched=True)
     assert codes == [0], (tmp_path / "log-0.txt").read_text()[-3000:]

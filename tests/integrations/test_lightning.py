@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import resource
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import HERE, check_resumes
+from jobs import HERE, check_resumes, samples
 
 import flowstone as fs
 
@@ -25,7 +24,7 @@ import pytorch_lightning
 
 from flowstone.adapters.lightning import FlowstoneIO, GeneratorStates
 
-DOCUMENT = Path(__file__).resolve().parent.parent.parent / "docs" / "LIGHTNING.md"
+SAMPLES = samples("LIGHTNING.md")
 
 _BEFORE = """
 import os, torch, prelude
@@ -64,18 +63,14 @@ options = dict(devices=RANKS, strategy="auto" if RANKS == 1 else "ddp")
 """
 
 
-def samples() -> dict[str, str]:
-    return dict(re.findall(r"^```python (\w+)\n(.*?)^```", DOCUMENT.read_text(), flags=re.DOTALL | re.MULTILINE))
-
-
 def test_each_sample_is_run() -> None:
-    assert samples().keys() == {"trainer", "fabric", "reading"}
-    changed = [line for line in samples()["trainer"].splitlines() if "Flowstone" in line or "Generator" in line]
+    assert SAMPLES.keys() == {"trainer", "fabric", "reading"}
+    changed = [line for line in SAMPLES["trainer"].splitlines() if "Flowstone" in line or "Generator" in line]
     assert len(changed) <= 3
 
 
 def trainer_script(ranks: int) -> str:
-    return f"RANKS = {ranks}\n{_BEFORE}{_MODULE}{samples()['trainer']}"
+    return f"RANKS = {ranks}\n{_BEFORE}{_MODULE}{SAMPLES['trainer']}"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -84,12 +79,12 @@ def test_a_killed_trainer_resumes_bit_for_bit(ranks: int, tmp_path: Path) -> Non
 
 
 def test_what_was_written_reads_as_the_document_says(tmp_path: Path) -> None:
-    run(trainer_script(1) + samples()["reading"], tmp_path, store="lightning")
+    run(trainer_script(1) + SAMPLES["reading"], tmp_path, store="lightning")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_killed_fabric_loop_resumes_bit_for_bit(ranks: int, tmp_path: Path) -> None:
-    script = f"RANKS = {ranks}\n{_BEFORE}{_FABRIC}{samples()['fabric']}"
+    script = f"RANKS = {ranks}\n{_BEFORE}{_FABRIC}{SAMPLES['fabric']}"
     script += "\ntell(model=model, optimizer=optimizer, scheduler=scheduler)"
     check_resumes(script, tmp_path, store="fabric", ranks=ranks)
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from jobs import check_resumes, is_installed
+from jobs import check_resumes, is_installed, samples
 
-HERE = Path(__file__).resolve().parent
-DOCUMENT = HERE.parent.parent / "docs" / "RECIPES.md"
+SAMPLES = samples("RECIPES.md")
 
 
 class Recipe(NamedTuple):
@@ -43,6 +41,7 @@ RECIPES: dict[str, Recipe] = {
         ("lightning",),
     ),
     "fabric": Recipe(_LOADERS + "from lightning.fabric import Fabric", _PARTS, ("lightning",)),
+    "accelerate": Recipe("from accelerate import Accelerator", _PARTS, ("accelerate",)),
     "averaged": Recipe(
         "from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn",
         "model=model, average=average, optimizer=optimizer",
@@ -53,17 +52,13 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-def samples() -> dict[str, str]:
-    return dict(re.findall(r"^```python ([\w-]+)\n(.*?)^```", DOCUMENT.read_text(), flags=re.DOTALL | re.MULTILINE))
-
-
 def test_each_sample_is_run() -> None:
-    assert samples().keys() == {*RECIPES, "order"}
+    assert SAMPLES.keys() == {*RECIPES, "order"}
 
 
 def script(name: str) -> str:
     recipe = RECIPES[name]
-    parts = ["import torch\nimport prelude\nfrom prelude import *", recipe.before, samples()["order"], samples()[name]]
+    parts = ["import torch\nimport prelude\nfrom prelude import *", recipe.before, SAMPLES["order"], SAMPLES[name]]
     return "\n".join([*parts, f"tell({recipe.parts})\n"])
 
 

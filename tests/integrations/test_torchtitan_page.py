@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
-from jobs import is_installed, run_ranks
+from jobs import is_installed, run_ranks, samples
 
 HERE = Path(__file__).resolve().parent
-DOCUMENT = HERE.parent.parent / "docs" / "TORCHTITAN.md"
 BEFORE = f"""
 import os, sys
 from pathlib import Path
@@ -34,8 +32,8 @@ AFTER = "print('done', flush=True)\nos._exit(0)  # without the end of gloo's thr
     not is_installed("torchtitan"), reason="`make test-integrations` installs torchtitan"
 )
 def test_the_configuration_of_the_page(tmp_path: Path) -> None:
-    samples = re.findall(r"^```python ([\w-]+)\n(.*?)^```", DOCUMENT.read_text(), flags=re.DOTALL | re.MULTILINE)
-    assert [name for name, _ in samples] == ["torchtitan", "torchtitan-reads"]
-    (tmp_path / "sample.py").write_text(BEFORE + samples[0][1] + BETWEEN + samples[1][1] + AFTER)
+    found = samples("TORCHTITAN.md")
+    assert list(found) == ["torchtitan", "torchtitan-reads"]
+    (tmp_path / "sample.py").write_text(BEFORE + found["torchtitan"] + BETWEEN + found["torchtitan-reads"] + AFTER)
     codes = run_ranks([str(tmp_path / "sample.py")], tmp_path / "log", folder=tmp_path, is_launched=True)
     assert codes == [0], (tmp_path / "log-0.txt").read_text()[-3000:]

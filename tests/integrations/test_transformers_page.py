@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from jobs import samples
 
 import flowstone as fs
 
@@ -18,20 +18,16 @@ from trainer_act import Text, small_gpt  # noqa: E402  (it imports transformers)
 
 from flowstone.adapters.huggingface import get_last_checkpoint, use_flowstone  # noqa: E402
 
-DOCUMENT = Path(__file__).resolve().parent.parent.parent / "docs" / "TRANSFORMERS.md"
-
-
-def samples() -> dict[str, str]:
-    return dict(re.findall(r"^```python ([\w-]+)\n(.*?)^```", DOCUMENT.read_text(), flags=re.DOTALL | re.MULTILINE))
+SAMPLES = samples("TRANSFORMERS.md")
 
 
 def run(names: list[str], given: dict[str, Any]) -> None:
     for name in names:
-        exec(compile(samples()[name], name, "exec"), given)
+        exec(compile(SAMPLES[name], name, "exec"), given)
 
 
 def test_each_sample_is_run() -> None:
-    assert samples().keys() == {"trainer", "trainer-reads", "accelerate", "accelerate-reads", "peft"}
+    assert SAMPLES.keys() == {"trainer", "trainer-reads", "accelerate", "accelerate-reads", "peft"}
 
 
 def test_the_trainer_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
-import time
+import threading
 from argparse import Namespace
 from collections import OrderedDict, defaultdict, namedtuple
 from datetime import UTC, date, datetime, timedelta
@@ -23,15 +23,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import flowstone as fs
-from flowstone.adapters.dcp.claim import Claim, claim_file, is_claimed
 from flowstone.adapters.dcp.target import target_of
-from flowstone.adapters.folder import Folder
 from flowstone.adapters.lightning.generators import Generators
 from flowstone.adapters.lightning.reading import await_writer, read
 from flowstone.adapters.lightning.saves import Saves
 from flowstone.adapters.lightning.values import plain, restored
-from flowstone.store.local import LocalStore
-from flowstone.store.system import System
 
 
 class Colour(IntEnum):
@@ -227,49 +223,6 @@ def test_a_killed_save_leaves_no_name_taken_for_the_next_process(tmp_path: Path)
     assert sorted(os.listdir(tmp_path)) == ["x-8", "x-9"]
 
 
-def test_two_that_save_in_one_process_leave_each_other_alone(tmp_path: Path) -> None:
-    folder, target = Folder(tmp_path, fs.EngineOptions()), target_of(tmp_path / "x-7", None)
-    claim = folder.begin(target, keep_name=True)
-    (tmp_path / target.draft_directory / "manifest.json").touch()
-    held = sorted(os.listdir(tmp_path))
-    sibling = Folder(tmp_path, fs.EngineOptions())  # which sweeps
-    assert sorted(os.listdir(tmp_path)) == held
-    assert os.listdir(tmp_path / target.draft_directory) == ["manifest.json"]
-    with pytest.raises(fs.LockedError, match="this process already saves"):
-        sibling.begin(target, keep_name=True)
-    with pytest.raises(fs.LockedError, match="still being saved to"):
-        await_writer(tmp_path / "x-7", deadline_s=0)
-    script = ("import sys, pathlib; from flowstone.adapters.dcp.claim import is_claimed;"
-              "print(is_claimed(pathlib.Path(sys.argv[1]), sys.argv[2]))")
-    command = [sys.executable, "-c", script, str(tmp_path), target.draft_directory]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "True\n", "the lock is there"
-    folder.give_up(target, claim)
-    sibling.give_up(target, sibling.begin(target, keep_name=True))
-    assert os.listdir(tmp_path) == []
-
-
-class Watched(System):
-    """Notes before each change of a name whether `name` is there."""
-
-    def __init__(self, name: Path) -> None:
-        self.name, self.seen = name, list[bool]()
-
-    def rename(self, *names: Any) -> None:
-        self.seen.append(self.name.is_dir())
-        super().rename(*names)
-
-
-def test_a_name_that_is_kept_is_never_free(tmp_path: Path) -> None:
-    """Otherwise ModelCheckpoint would give it to the next checkpoint too, which then replaces this one."""
-    system = Watched(tmp_path / "x-7")
-    for name in ("draft", "x-7"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "draft" / "manifest.json").touch()
-    assert LocalStore(tmp_path, system=system).replace("draft", "x-7", "aside") is None
-    assert system.seen == [True]
-    assert os.listdir(tmp_path / "x-7") == ["manifest.json"]
-
-
 def test_a_removal_opens_its_folder_at_once(saves: Saves, tmp_path: Path) -> None:
     """Not on the thread that commits: the caller's next save opens the same folder meanwhile, and both would sweep."""
     save(saves, tmp_path / "x-1", {"w": torch.zeros(20_000_000)})
@@ -281,40 +234,20 @@ def test_a_removal_opens_its_folder_at_once(saves: Saves, tmp_path: Path) -> Non
     saves.wait()
 
 
-def test_a_forked_child_neither_keeps_nor_removes_a_claim(tmp_path: Path) -> None:
-    claim = Claim(tmp_path, "x")
-    begin, end = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(end)
-        claim.release()
-        os.read(begin, 1)
-        os._exit(0)
-    assert is_claimed(tmp_path, "x")
-    claim.release()
-    again = Claim(tmp_path, "x")
-    assert again.is_held
-    again.release()
-    os.close(end)
-    os.close(begin)
-    os.waitpid(child, 0)
-
-
-def test_a_claim_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / claim_file("x")).symlink_to("x")
-    with pytest.raises(fs.StorageError):
-        is_claimed(tmp_path, "x")
-
-
-def test_a_save_at_once_after_a_lost_one_leaves_nothing(saves: Saves, tmp_path: Path) -> None:
+def test_a_save_at_once_after_a_lost_one_leaves_nothing(
+    saves: Saves, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, wait = threading.Event(), saves.wait
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
     try:
-        saves._thread.submit(time.sleep, 0.5)  # so that the first is under way when the next one comes
+        saves._thread.submit(gate.wait)  # so that the first is under way until the next one waits for it
+        monkeypatch.setattr(saves, "wait", lambda: (gate.set(), wait()))
         save(saves, tmp_path / "x-1", {"w": torch.zeros(10_000)})
         with pytest.raises(fs.SaveFailedError, match="x-1 failed"):
             save(saves, tmp_path / "x-2", {"w": torch.zeros(3)}, in_background=False)
     finally:
+        gate.set()
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert os.listdir(tmp_path) == []
 

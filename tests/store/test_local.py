@@ -3,6 +3,7 @@
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from contract import StoreContract, random_bytes, write_rows
@@ -133,3 +134,25 @@ def test_failed_fsync_is_a_receipt_with_its_error(tmp_path: Path) -> None:
 
 def _arena() -> _native.Arena:
     return _native.Arena(budget_bytes=4 * MIB, block_bytes=2 * MIB)
+
+
+class Watched(System):
+    """Notes before each change of a name whether `name` is there."""
+
+    def __init__(self, name: Path) -> None:
+        self.name, self.seen = name, list[bool]()
+
+    def rename(self, *names: Any) -> None:
+        self.seen.append(self.name.is_dir())
+        super().rename(*names)
+
+
+def test_a_name_that_is_kept_is_never_free(tmp_path: Path) -> None:
+    """Otherwise ModelCheckpoint would give it to the next checkpoint too, which then replaces this one."""
+    system = Watched(tmp_path / "x-7")
+    for name in ("draft", "x-7"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "draft" / "manifest.json").touch()
+    assert LocalStore(tmp_path, system=system).replace("draft", "x-7", "aside") is None
+    assert system.seen == [True]
+    assert os.listdir(tmp_path / "x-7") == ["manifest.json"]

@@ -23,7 +23,7 @@ from flowstone.store.local import LocalStore
 
 
 class Folder:
-    """One directory that checkpoints lie in. What dead processes have left there is removed first."""
+    """One directory that checkpoints lie in. It first removes what dead processes have left there."""
 
     def __init__(self, place: Path, engine: EngineOptions) -> None:
         self.place, self.store = place, LocalStore(place, engine)
@@ -65,9 +65,10 @@ class Folder:
                 removal.empty(store, retired)
 
     def retire(self, name: str) -> str | None:
-        """Turn a checkpoint into none, durably. Returns the directory to be removed then; None: it has foreign files.
+        """Turn a checkpoint into none, durably.
 
-        raises  StorageError
+        returns  the directory to be removed then, or None if it has foreign files
+        raises   StorageError
         """
         path = self.place / name
         foreign = [entry for entry in os.listdir(path) if not removal.is_ours(entry)]

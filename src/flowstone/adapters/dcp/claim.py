@@ -64,13 +64,13 @@ class Claim:
                 self._remove_dead()
                 with suppress(FileExistsError):
                     self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-                if self._fd is not None and self._is_locked():
+                if self._fd is not None and self._lock_own():
                     _held()[self._key] = self
                     return
                 self.release()
         raise self._refusal()
 
-    def _is_locked(self) -> bool:
+    def _lock_own(self) -> bool:
         """Lock the file that was made; False if another one has its name by now."""
         assert self._fd is not None
         try:
@@ -136,5 +136,5 @@ class Claim:
 
 @cache
 def _held() -> dict[str, Claim]:
-    """The claims of this process, by the lock file's path: which of them it may take over, no lock of a file tells."""
+    """The claims of this process, by the lock file's path. No lock of a file tells which of them it may take over."""
     return {}

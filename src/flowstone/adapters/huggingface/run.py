@@ -23,6 +23,8 @@ class Run:
     saved         steps that this run has saved, or has resumed from
     begun_at      the step that it begins at
     rewind_above  the step that it has gone back to: newer ones are set aside before the first save
+
+    The Trainer makes another state object where it begins anew; the one of the attempt before is kept to notice that.
     """
 
     def __init__(self, directory: str, checkpointer: Checkpointer, retained: Retained) -> None:
@@ -31,7 +33,7 @@ class Run:
         self.saved: set[int] = set()
         self.begun_at = 0
         self.rewind_above: int | None = None
-        self._state: object = None
+        self._attempt: object = None
 
     def path(self, step: int) -> str:
         return os.path.join(self.directory, step_directory(step))
@@ -66,9 +68,9 @@ class Run:
         """
         step = int(trainer_state.global_step)
         best = trainer_state.best_global_step
-        if self._state is not None and trainer_state is not self._state:
+        if self._attempt is not None and trainer_state is not self._attempt:
             self._begin_again()
-        self._state = trainer_state
+        self._attempt = trainer_state
         if step in self.saved:
             log.info("step %d is saved already", step)
             return

@@ -174,6 +174,30 @@ def test_a_store_that_somebody_writes_into_is_left_alone(saved: Path, sharded: P
     assert not list((tmp_path / "run").glob(".*"))
 
 
+def test_an_import_into_the_directory_it_reads_is_refused(sharded: Path, tmp_path: Path) -> None:
+    """It would be a store from then on, and what was there would no longer be found."""
+    names = sorted(os.listdir(sharded))
+    (tmp_path / "link").symlink_to(sharded)
+    for target in (sharded, tmp_path / "link"):
+        with pytest.raises(fs.ArgumentError, match="into its own directory"):
+            fs.import_checkpoint(sharded, target)
+    assert sorted(os.listdir(sharded)) == names
+
+
+@pytest.mark.parametrize("act", [
+    lambda hf, _, place: fs.import_checkpoint(hf, place / "loop"),
+    lambda _, store, place: fs.export(store, place / "file" / "target"),
+], ids=["import", "export"])
+def test_a_target_that_something_stands_in_the_way_of_is_refused_with_what_to_do(
+    saved: Path, sharded: Path, tmp_path: Path, act: Callable[[Path, Path, Path], object]
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(fs.StorageError, match="move it away, or choose another path"):
+        act(sharded, saved, tmp_path)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 @pytest.mark.parametrize(("call", "error", "said"), [
     (lambda s, t: fs.export(s, t, section="other"), fs.NoTensorError, "no tensor .* section 'other'"),
     (lambda s, t: fs.export(s, t, dtype="int8"), fs.ArgumentError, "dtype 'int8'"),

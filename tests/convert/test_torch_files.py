@@ -214,6 +214,13 @@ def test_files_of_older_kinds_are_refused_with_what_to_do(tmp_path: Path) -> Non
         fs.import_checkpoint(tmp_path / "script.pt", tmp_path / "run")
 
 
+@pytest.mark.parametrize("left", [b"", bytes(3000)], ids=["nothing", "zeros"])
+def test_what_a_crash_leaves_of_a_file_is_damaged_not_of_another_kind(tmp_path: Path, left: bytes) -> None:
+    (tmp_path / "model.pt").write_bytes(left)
+    with pytest.raises(fs.DamagedError, match=r"as a crash leaves a file[\s\S]*copy the file again"):
+        fs.import_checkpoint(tmp_path / "model.pt", tmp_path / "run")
+
+
 def rewritten(path: Path, change: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> None:
     """The same archive with other entries."""
     with zipfile.ZipFile(path) as opened:

@@ -122,6 +122,7 @@ def _manifest(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], No
 HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no metadata": (lambda it: (it / METADATA).unlink(), "was not finished"),
     "torn metadata": (lambda it: _cut(it / METADATA), "is torn"),
+    "zeros": (lambda it: (it / METADATA).write_bytes(bytes(3000)), "is torn"),
     "no file": (lambda it: _slab(it).unlink(), "lacks batched/"),
     "torn file": (lambda it: _cut(_slab(it)), "is too short"),
     "yaml": (lambda it: (it / METADATA).write_text("version: 0.0.3\nworld_size: 1\n"), r"before 0\.1\.0 wrote YAML"),

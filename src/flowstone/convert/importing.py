@@ -85,9 +85,15 @@ def import_checkpoint(
         raise ArgumentError(f"{section!r:.60} cannot name a section", next="give a name without '@' and NUL")
     known = check_rules(rules, opened, section)
     mapped = _in_sections(opened, choose(opened, None, known, cast_target(dtype)), section)
+    place = store_path(Path(store))
+    if opened.kind != "flowstone" and os.path.realpath(place) == os.path.realpath(Path(source).expanduser()):
+        raise ArgumentError(
+            f"cannot import {opened.location} into its own directory, which would then be a store",
+            next="give another directory",
+        )
     layout = lay_out_step(mapped.outputs, mapped.aliases)
     objects = _objects(opened, section, known, mapped)
-    target = LocalStore(store_path(Path(store)))
+    target = LocalStore(place)
     try:
         copied = _Import(target, wanted, opened, layout, objects).run(budget_bytes, on_progress)
     finally:

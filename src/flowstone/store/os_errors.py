@@ -22,6 +22,7 @@ _REMEDIES = {
     "put the files themselves there",
     errno.EISDIR: _PLAIN_FILES,
     errno.ENXIO: _PLAIN_FILES,
+    errno.EEXIST: "a file, or a link that leads nowhere, is there; move it away, or choose another path",
     errno.ENOENT: "check the path",
     errno.ENOTDIR: "a file is where a directory should be; choose another path",
     errno.ENAMETOOLONG: "choose a shorter path",

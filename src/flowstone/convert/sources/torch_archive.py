@@ -143,7 +143,12 @@ def _stored(file: BinaryIO, place: Place, entry: zipfile.ZipInfo, path: str) -> 
     return Place(place.offset + begin, entry.file_size)
 
 
-def _no_archive(start: bytes, path: str) -> UnsupportedFormatError:
+def _no_archive(start: bytes, path: str) -> FormatError:
+    if not start.strip(b"\0"):
+        return DamagedError(
+            f"{path} {'begins with zeros' if start else 'is empty'}, as a crash leaves a file",
+            expected="a zip archive", next="copy the file again, or take another checkpoint",
+        )
     is_old = start.startswith(_LEGACY) or start[:1] == b"\x80"
     what = "is of the kind that torch.save wrote before 1.6" if is_old else "is no file that torch.save writes"
     remedy = "load it with torch, and save it again: torch.save(torch.load(path, weights_only=True), new_path)"

@@ -169,7 +169,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 def _decoded(content: bytes, where: Path) -> _Metadata:
     again = "restore it with the version that has taken it, and take it again with torchsnapshot 0.1.0"
-    if content.lstrip()[:1] not in (b"{", b""):
+    if content.lstrip()[:1] not in (b"{", b"", b"\0"):  # a crash may leave a file of zeros
         raise UnsupportedFormatError(
             f"{where} is no JSON; versions of torchsnapshot before 0.1.0 wrote YAML", found=f"{content[:40]!r}",
             next=again,

@@ -20,6 +20,7 @@ from flowstone.state.providers import PROVIDERS
 from flowstone.state.records import MISSING, Difference, PerRank, Phase, Stored
 from flowstone.state.registry import kind_of
 from flowstone.state.saving import Saving
+from flowstone.state.scan import facts_of_failure
 from flowstone.state.sink import Sink
 from flowstone.state.split import type_name
 from flowstone.state.walk import Walk, scan
@@ -144,8 +145,9 @@ def _redistribute(loading: Loading, section: str, holder: PerRank, rank: int, ra
             return hook(found, rank, ranks)
         except Exception as error:
             raise StateError(
-                f"cannot restore '{section}'", found=f"its redistribute() raised {type(error).__name__}: {error}",
-                next="fix it; tensors loaded in place, and what comes before it in the state, are already restored",
+                f"cannot restore '{section}'", **facts_of_failure("its redistribute", error, next=(
+                    "fix it; tensors loaded in place, and what comes before it in the state, are already restored"
+                )),
             ) from error
 
     if kind.takes_state(value):

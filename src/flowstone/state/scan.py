@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from flowstone.errors import UnsupportedStateError
+from flowstone.errors import StateError, UnsupportedStateError
 from flowstone.state.flat import Flat
 from flowstone.state.fsdp import Wrapped, reshard, wrapped
 from flowstone.state.names import Place, names_below, strip_wrappers
@@ -96,6 +96,12 @@ def refuse_failed_call(place: Place, call: str, error: Exception) -> Unsupported
     """The error for a user's method that raised."""
     return UnsupportedStateError(
         f"cannot {'restore' if call == 'load_state_dict' else 'describe'} '{place.name}'",
-        found=f"{call}() raised {type(error).__name__}: {error}",
-        next=f"fix that {call}(), or leave the object out of the state",
+        **facts_of_failure(call, error, next=f"fix that {call}(), or leave the object out of the state"),
     )
+
+
+def facts_of_failure(call: str, error: Exception, *, next: str) -> dict[str, object]:
+    """What to say of a method that raised: a StateError has said it already, with what to do."""
+    if isinstance(error, StateError):
+        return {"cause": error.message, **error.facts}
+    return {"found": f"{call}() raised {type(error).__name__}: {error}", "next": next}

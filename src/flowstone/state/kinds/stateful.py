@@ -10,7 +10,7 @@ from flowstone.state.new_values import NewValues
 from flowstone.state.nodes import kind_of
 from flowstone.state.records import MISSING, Phase
 from flowstone.state.saving import Saving
-from flowstone.state.scan import refuse_failed_call
+from flowstone.state.scan import facts_of_failure, refuse_failed_call
 from flowstone.state.sink import Role
 
 _VERBS = ("state_dict", "load_state_dict")
@@ -51,6 +51,7 @@ def load_state(value: object, tree: object, place: Place) -> None:
     except Exception as error:
         raise StateError(
             f"cannot restore '{place.name}'",
-            found=f"load_state_dict() raised {type(error).__name__}: {error}",
-            next="fix that load_state_dict(); what comes before it in the state is already restored",
+            **facts_of_failure("load_state_dict", error, next=(
+                "fix that load_state_dict(); what comes before it in the state is already restored"
+            )),
         ) from error

@@ -1,0 +1,103 @@
+"""Training with a data loader of others, saved through Flowstone: one process of it, on one rank or several.
+
+    python loaders_act.py JSON
+
+kind     the loader: a name of LOADERS
+runs     the directory of checkpoints
+out      where rank r writes what it ends with, with "-r.json" behind it
+kill_at  the step behind which all ranks end by SIGKILL, once step 10 is committed
+step     the step to load, or nothing for the newest
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from digests import digest
+from torch import nn
+
+import flowstone as fs
+from flowstone.adapters.loaders import resumable
+
+RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+WIDTH, SAMPLES, EPOCHS = 160, 96, 2
+BATCH = 8  # of all ranks together
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"number": torch.tensor(index), "x": row(index)}
+
+
+def row(index: int) -> torch.Tensor:
+    return torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))
+
+
+def torchdata_loader(workers: int = 0) -> tuple[Any, Any]:
+    """The loader, and what is told of a new epoch."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+    sampler = StatefulDistributedSampler(Rows(), RANKS, RANK, seed=5)
+    return StatefulDataLoader(Rows(), batch_size=BATCH // RANKS, sampler=sampler, num_workers=workers), sampler
+
+
+LOADERS = {"torchdata": torchdata_loader, "torchdata-workers": lambda: torchdata_loader(2)}
+
+
+def end_at(told: dict[str, Any], step: int) -> None:
+    if step == told.get("kill_at"):
+        while not list(Path(told["runs"]).glob("step-*10/manifest.json")):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    told = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    torch.manual_seed(7 if not Path(told["runs"]).exists() else 99)  # a load leaves nothing of the latter
+    if RANKS > 1:
+        dist.init_process_group("gloo")
+    model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Dropout(0.2), nn.Linear(WIDTH, 1))
+    model = nn.parallel.DistributedDataParallel(model) if RANKS > 1 else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader, epochs = LOADERS[told["kind"]]()
+    state = {"model": model, "optimizer": optimizer, "loader": resumable(loader), "rng": fs.rng()}
+    state |= {"epoch": 0, "step": 0}
+    numbers: list[list[int]] = []
+    with fs.Checkpointer(told["runs"]) as ckpt:
+        if ckpt.latest() is not None:
+            ckpt.load(state, step=told.get("step"))
+        begun = state["step"]
+        for epoch in range(state["epoch"], EPOCHS):
+            epochs.set_epoch(epoch)
+            state["epoch"] = epoch
+            for batch in loader:
+                model(batch["x"]).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                state["step"] += 1
+                numbers.append(batch["number"].tolist())
+                if state["step"] % 5 == 0 and not told.get("step"):
+                    ckpt.save(state["step"], state)
+                end_at(told, state["step"])
+    parts = {"model": digest(model.state_dict()), "optimizer": digest(optimizer.state_dict())}
+    parts["generator"] = digest(torch.get_rng_state())
+    Path(f"{told['out']}-{RANK}.json").write_text(json.dumps({"parts": parts, "begun": begun, "numbers": numbers}))
+    sys.stdout.flush()
+    os._exit(0)  # without the end of gloo's threads, which now and then aborts a process
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Data loaders of others in a training that is killed: resumed to the last bit, and on another number of ranks."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import is_installed, run_ranks
+
+HERE = Path(__file__).resolve().parent
+KINDS = {"torchdata": "torchdata", "torchdata-workers": "torchdata"}
+STEPS, KILL_AT = 24, 17  # of two epochs of twelve; saved behind every fifth
+
+
+def act(kind: str, folder: Path, name: str, ranks: int, **told: Any) -> list[dict[str, Any]]:
+    """What each rank has ended with; nothing if they were killed."""
+    told |= {"kind": kind, "out": str(folder / name)}
+    codes = run_ranks([str(HERE / "loaders_act.py"), json.dumps(told)], folder / name, ranks, {"OMP_NUM_THREADS": "1"})
+    said = "\n".join((folder / f"{name}-{rank}.txt").read_text()[-3000:] for rank in range(ranks))
+    if "kill_at" in told:
+        assert -signal.SIGKILL in codes, said
+        return []
+    assert codes == [0] * ranks, said
+    return [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_training_resumes_exactly_and_on_other_ranks(kind: str, tmp_path: Path) -> None:
+    if not is_installed(KINDS[kind]):
+        pytest.skip(f"{KINDS[kind]}: not installed; make test-integrations runs this")
+    whole = act(kind, tmp_path, "whole", 2, runs=str(tmp_path / "a"))
+    act(kind, tmp_path, "killed", 2, runs=str(tmp_path / "b"), kill_at=KILL_AT)
+    alone = act(kind, tmp_path, "alone", 1, runs=str(tmp_path / "b"), step=10)
+    resumed = act(kind, tmp_path, "resumed", 2, runs=str(tmp_path / "b"))
+    for expected, found in zip(whole, resumed, strict=True):
+        assert found["begun"] in (10, 15), "it resumed, behind a save"
+        assert len(expected["numbers"]) == STEPS
+        assert found["numbers"] == expected["numbers"][found["begun"] :]
+        assert found["parts"] == expected["parts"]
+    # On one rank: the same samples at each step, whichever rank they were of before.
+    assert [sorted(one) for one in alone[0]["numbers"]] == [
+        sorted(first + second) for first, second in zip(*(one["numbers"][10:] for one in whole), strict=True)
+    ]

@@ -1,0 +1,29 @@
+"""Samples of docs/LOADERS.md: killed on the way and resumed, with the same result to the last bit."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from jobs import check_resumes, is_installed
+
+DOCUMENT = Path(__file__).resolve().parent.parent.parent / "docs" / "LOADERS.md"
+PACKAGES = {"torchdata": "torchdata"}
+
+
+def samples() -> dict[str, str]:
+    return dict(re.findall(r"^```python ([\w-]+)\n(.*?)^```", DOCUMENT.read_text(), flags=re.DOTALL | re.MULTILINE))
+
+
+def test_each_sample_is_run() -> None:
+    assert samples().keys() == PACKAGES.keys()
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_sample_that_is_killed_and_resumed_ends_as_if_it_had_not_been(name: str, tmp_path: Path) -> None:
+    if not is_installed(PACKAGES[name]):
+        pytest.skip(f"{PACKAGES[name]}: not installed; make test-integrations runs this")
+    before = "import torch\nimport prelude\nfrom prelude import *\n"
+    end = "tell(model=model, optimizer=optimizer, scheduler=scheduler)\n"
+    check_resumes(before + samples()[name] + end, tmp_path, store=name, ranks=2)

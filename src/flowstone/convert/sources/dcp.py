@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import cast
 
 import msgspec
 
 from flowstone.convert.source import (
     METADATA_BYTES_MAX,
     Source,
-    SourceFile,
     SourceTensor,
     StoredBox,
     check_source,
     in_file_order,
     read_whole,
-    source_file,
 )
+from flowstone.convert.sources.pickled_files import PickledFiles
 from flowstone.convert.sources.restricted_unpickler import Global, Known, Record, read_pickle
-from flowstone.convert.sources.torch_archive import Archive, Place, read_archive
-from flowstone.convert.sources.torch_values import KNOWN, StorageRef, TensorView, storage_of, view_bytes
+from flowstone.convert.sources.torch_archive import Place
+from flowstone.convert.sources.torch_values import KNOWN
 from flowstone.convert.sources.tree import Tree, check_sections
 from flowstone.errors import DamagedError, UnsupportedFormatError
 from flowstone.format.objects import Named, TensorRef
-from flowstone.store.os_errors import translated
 from flowstone.table.box import Box
 from flowstone.table.dtype import DTYPES, DType
 
@@ -93,16 +92,13 @@ def read_dcp(path: Path) -> Source:
         )
     if len({tuple(map(str, keys)) for keys in metadata.paths.values()}) != len(metadata.paths):
         raise contradiction(path, "two of its values have one path")
-    files = ItemFiles(path)
-    try:
+    with closing(PickledFiles(str(path))) as files:
         return _source(path, metadata, files)
-    finally:
-        files.close()
 
 
-def _source(path: Path, metadata: Metadata, files: ItemFiles) -> Source:
+def _source(path: Path, metadata: Metadata, files: PickledFiles) -> Source:
     tensors, objects = [], dict[str, object]()
-    trees = Tree(files.storage, str(path))
+    trees = Tree(files.place, str(path))
     for name, entry in metadata.entries.items():
         keys = metadata.paths[name]
         if entry.kind == TENSOR:
@@ -112,7 +108,7 @@ def _source(path: Path, metadata: Metadata, files: ItemFiles) -> Source:
             item = metadata.items.get((name, None))
             if item is None:
                 raise contradiction(path, f"nothing says where {name!r:.80} lies")
-            put(objects, keys, trees.section(name, files.value(item)), path)
+            put(objects, keys, trees.section(name, files.read(path / item.file, item.place)), path)
     is_flat = all(len(keys) == 1 for keys in metadata.paths.values()) and not trees.tensors and all(
         entry.kind == TENSOR for entry in metadata.entries.values()
     )
@@ -181,7 +177,7 @@ def sides(value: object) -> tuple[int, ...]:
     raise ValueError(f"a size {value!r:.40}")
 
 
-def stored_tensor(path: Path, name: str, entry: Record, metadata: Metadata, files: ItemFiles) -> SourceTensor:
+def stored_tensor(path: Path, name: str, entry: Record, metadata: Metadata, files: PickledFiles) -> SourceTensor:
     """A tensor, and where each of its chunks lies. Raises DamagedError, UnsupportedFormatError."""
     try:
         shape, dtype = sides(entry.field("size")), _dtype(entry.field("properties"), name)
@@ -196,7 +192,7 @@ def stored_tensor(path: Path, name: str, entry: Record, metadata: Metadata, file
         item = metadata.items.get((name, box.offset))
         if item is None:
             raise contradiction(path, f"nothing says where {name!r:.80} {box} lies")
-        file, begin, view = files.tensor(item)
+        file, begin, view = files.tensor(path / item.file, item.place)
         if (view.shape, view.dtype) != (box.shape, dtype):
             raise contradiction(
                 path, f"{name!r:.80} {box} is {dtype.name} {box.shape} in the metadata, "
@@ -214,66 +210,6 @@ def _dtype(properties: object, name: str) -> DType:
     if kind not in DTYPES:
         raise UnsupportedFormatError(f"{name!r:.80} has the unknown type {kind!r:.40}", next="convert it with torch")
     return DTYPES[kind]
-
-
-class ItemFiles:
-    """The files of a directory, each opened once while the places of its items are looked up."""
-
-    def __init__(self, directory: Path, known: Known = KNOWN, records: frozenset[str] = frozenset()) -> None:
-        self._directory, self._known, self._records = directory, known, records
-        self._numbers: dict[str, int] = {}
-        self._current: tuple[str, BinaryIO] | None = None
-        self.opened: list[SourceFile] = []
-        self._storages: dict[tuple[int, str], Place] = {}
-
-    def _archive(self, item: Item) -> tuple[int, Archive]:
-        if item.file not in self._numbers:
-            path = self._directory / item.file
-            if not path.is_file():
-                raise DamagedError(f"{self._directory} lacks {item.file}", next="copy it")
-            self._numbers[item.file] = len(self.opened)
-            self.opened.append(source_file(path))
-        number = self._numbers[item.file]
-        file = self.opened[number]
-        if item.place.offset + item.place.bytes > file.bytes:
-            raise DamagedError(
-                f"{file.path} is torn", expected=f"at least {item.place.offset + item.place.bytes} bytes",
-                found=f"{file.bytes} bytes", next="copy it again",
-            )
-        with translated(self._directory, "read", item.file):
-            if self._current is None or self._current[0] != item.file:
-                self.close()
-                self._current = item.file, open(file.path, "rb")  # noqa: SIM115
-            return number, read_archive(self._current[1], item.place, f"{file.path} at {item.place.offset}")
-
-    def tensor(self, item: Item) -> tuple[int, int, TensorView]:
-        """The file of an item that is a tensor, where its first element lies, and what it is."""
-        number, archive = self._archive(item)
-        path = f"{self.opened[number].path} at {item.place.offset}"
-        view = read_pickle(archive.content, KNOWN, persistent=storage_of, path=path)
-        place = archive.storages.get(view.storage.key) if isinstance(view, TensorView) else None
-        if not isinstance(view, TensorView) or place is None or place.bytes < view.storage.bytes:
-            raise DamagedError(f"{path} is no tensor", next="copy the file again")
-        return number, place.offset + view_bytes(view)[0], view
-
-    def value(self, item: Item) -> object:
-        """What an item is that is no tensor. Its storages are found by `storage` until the next one."""
-        number, archive = self._archive(item)
-        self._storages = {(number, key): place for key, place in archive.storages.items()}
-        path = f"{self.opened[number].path} at {item.place.offset}"
-        return read_pickle(archive.content, self._known, self._records, persistent=storage_of, path=path)
-
-    def storage(self, wanted: StorageRef) -> tuple[int, Place]:
-        """Where a storage of the value read last lies."""
-        for (number, key), place in self._storages.items():
-            if key == wanted.key:
-                return number, place
-        raise DamagedError(f"{self._directory}: an item lacks the storage {wanted.key!r:.40}", next="copy it again")
-
-    def close(self) -> None:
-        if self._current is not None:
-            self._current[1].close()
-            self._current = None
 
 
 def put(objects: dict[str, object], keys: Sequence[str | int], value: object, path: Path) -> None:

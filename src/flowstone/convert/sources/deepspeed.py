@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import cast
 
@@ -72,7 +73,12 @@ def read_deepspeed(path: Path) -> Source:
             UnsupportedFormatError  a layout that cannot be put together from files alone
     """
     directory = _tagged(path)
-    names, files = _names(directory), DeepSpeedFiles(str(directory))
+    with closing(DeepSpeedFiles(str(directory))) as files:
+        return _source(directory, files)
+
+
+def _source(directory: Path, files: DeepSpeedFiles) -> Source:
+    names = _names(directory)
     models = [_model_states(files, directory / name) for name in names.models]
     if names.is_universal:
         shapes = [_shapes(one, files) or [] for one in models]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -16,8 +17,6 @@ from flowstone.convert.sources.dcp import (
     METADATA_NAME,
     SHARD,
     TENSOR,
-    Item,
-    ItemFiles,
     Metadata,
     contradiction,
     put,
@@ -25,8 +24,8 @@ from flowstone.convert.sources.dcp import (
     sides,
     stored_tensor,
 )
+from flowstone.convert.sources.pickled_files import PickledFiles
 from flowstone.convert.sources.restricted_unpickler import Known, Record
-from flowstone.convert.sources.torch_archive import Place
 from flowstone.convert.sources.torch_values import KNOWN
 from flowstone.convert.sources.tree import Tree, check_sections
 from flowstone.errors import DamagedError, UnsupportedFormatError
@@ -98,11 +97,8 @@ def read_megatron(path: Path) -> Source:
     directory = _tagged(path)
     _check_config(directory)
     metadata = read_metadata(directory)
-    files = ItemFiles(directory, _KNOWN, frozenset(_SHOWN))
-    try:
+    with closing(PickledFiles(str(directory), _KNOWN, frozenset(_SHOWN))) as files:
         return _Assembly(directory, metadata, files).source()
-    finally:
-        files.close()
 
 
 def _tagged(path: Path) -> Path:
@@ -155,9 +151,9 @@ def _check_config(directory: Path) -> None:
 class _Assembly:
     """The sections of a checkpoint, out of what is sharded and of what is common."""
 
-    def __init__(self, directory: Path, metadata: Metadata, files: ItemFiles) -> None:
+    def __init__(self, directory: Path, metadata: Metadata, files: PickledFiles) -> None:
         self._directory, self._metadata, self._files = directory, metadata, files
-        self._tree = Tree(files.storage, str(directory), _SHOWN)
+        self._tree = Tree(files.place, str(directory), _SHOWN)
         self._tensors: list[SourceTensor] = []
         self._objects: dict[str, object] = {}
 
@@ -177,9 +173,7 @@ class _Assembly:
 
     def _enter_common(self) -> None:
         place = self._directory / _COMMON_NAME
-        with translated(self._directory, "look at", _COMMON_NAME):
-            length = place.stat().st_size
-        common = self._files.value(Item(_COMMON_NAME, Place(0, length)))
+        common = self._files.read(place)
         if not isinstance(common, dict):
             raise DamagedError(f"{place} holds no dict", next="copy the file again")
         check_sections(common, str(place))
@@ -206,7 +200,7 @@ class _Assembly:
         section, inner = (whole, "") if "." not in whole else _section_of(whole)
         is_one = shard is None or set(shard[3].split(".")) == {"1"}
         path = (*([inner] if inner else []), *([] if is_one or shard is None else [shard[2]]))
-        value = self._files.value(item)
+        value = self._files.read(self._directory / item.file, item.place)
         if shard and isinstance(value, list) and len(value) == 1:
             value = value[0]
         if value is None and whole.endswith("._extra_state"):

@@ -6,6 +6,7 @@ import math
 import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
@@ -13,7 +14,6 @@ from flowstone.convert.source import Source, SourceTensor, StoredBox, Unmapped, 
 from flowstone.convert.sources.pickled_files import PickledFiles
 from flowstone.convert.sources.restricted_unpickler import Opaque
 from flowstone.convert.sources.torch_archive import Place
-from flowstone.convert.sources.torch_values import TensorView, view_bytes
 from flowstone.convert.sources.torchsnapshot_manifest import (
     METADATA_NAME,
     PLAIN,
@@ -57,17 +57,17 @@ def read_torchsnapshot(path: Path) -> Source:
     raises  DamagedError            a file is missing or torn, or the manifest contradicts itself
             UnsupportedFormatError  another version
     """
-    return _Snapshot(path).source()
+    with closing(PickledFiles(str(path))) as files:
+        return _Snapshot(path, files).source()
 
 
 class _Snapshot:
     """The sections of a snapshot, out of the entries of all ranks."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, files: PickledFiles) -> None:
+        self._path, self._files = path, files
         self._manifest = read_manifest(path)
-        self._files = PickledFiles(str(path))
-        self._tree = Tree(self._files.place, str(path))
+        self._tree = Tree(files.place, str(path))
         self._tensors: list[SourceTensor] = []
         self._differing: list[Unmapped] = []
         self._seen = 0
@@ -243,14 +243,10 @@ class _Snapshot:
             return StoredBox(box, number, begin)
         if end < begin:
             raise self._contradiction(f"{name!r:.200} ends before it begins")
-        view = self._files.read(path, Place(begin, end - begin))
-        if not isinstance(view, TensorView) or (view.shape, view.dtype) != (entry.shape, dtype):
+        file, offset_bytes, view = self._files.tensor(path, Place(begin, end - begin))
+        if (view.shape, view.dtype) != (entry.shape, dtype):
             raise self._contradiction(f"{entry.location!r:.200} is not the tensor {name!r:.200}")
-        file, place = self._files.place(view.storage)
-        if place.bytes < view.storage.bytes:
-            raise DamagedError(f"{path} is too short for {name!r:.200}", next="copy the file again")
-        strides = view.strides if box.shape else ()
-        return StoredBox(box, file, place.offset + view_bytes(view)[0], strides)
+        return StoredBox(box, file, offset_bytes, view.strides if box.shape else ())
 
     def _file(self, location: str) -> Path:
         parts = PurePosixPath(location).parts

@@ -53,7 +53,31 @@ def torchdata_loader(workers: int = 0) -> tuple[Any, Any]:
     return StatefulDataLoader(Rows(), batch_size=BATCH // RANKS, sampler=sampler, num_workers=workers), sampler
 
 
-LOADERS = {"torchdata": torchdata_loader, "torchdata-workers": lambda: torchdata_loader(2)}
+def examples(shards: list[int]) -> Any:
+    for shard in shards:
+        for index in range(32 * shard, 32 * shard + 32):
+            yield {"number": index}
+
+
+def rows_of(found: list[dict[str, int]]) -> dict[str, torch.Tensor]:
+    numbers = [one["number"] for one in found]
+    return {"number": torch.tensor(numbers), "x": torch.stack([row(number) for number in numbers])}
+
+
+def streamed() -> tuple[Any, Any]:
+    """Three shards, of which each of two ranks takes every other example."""
+    from datasets import IterableDataset
+    from datasets.distributed import split_dataset_by_node
+
+    dataset = IterableDataset.from_generator(examples, gen_kwargs={"shards": [0, 1, 2]})
+    dataset = split_dataset_by_node(dataset.map(lambda one: one), RANK, RANKS)
+    own = {"batch_size": BATCH // RANKS, "collate_fn": rows_of, "generator": torch.Generator()}
+    return torch.utils.data.DataLoader(dataset, **own), dataset
+
+
+LOADERS = {
+    "datasets": streamed, "torchdata": torchdata_loader, "torchdata-workers": lambda: torchdata_loader(2),
+}
 
 
 def end_at(told: dict[str, Any], step: int) -> None:
@@ -73,7 +97,8 @@ def main() -> None:
     model = nn.parallel.DistributedDataParallel(model) if RANKS > 1 else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader, epochs = LOADERS[told["kind"]]()
-    state = {"model": model, "optimizer": optimizer, "loader": resumable(loader), "rng": fs.rng()}
+    section = resumable(epochs if told["kind"] == "datasets" else loader)
+    state = {"model": model, "optimizer": optimizer, "loader": section, "rng": fs.rng()}
     state |= {"epoch": 0, "step": 0}
     numbers: list[list[int]] = []
     with fs.Checkpointer(told["runs"]) as ckpt:

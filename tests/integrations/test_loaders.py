@@ -11,7 +11,7 @@ import pytest
 from jobs import is_installed, run_ranks
 
 HERE = Path(__file__).resolve().parent
-KINDS = {"torchdata": "torchdata", "torchdata-workers": "torchdata"}
+KINDS = {"datasets": "datasets", "torchdata": "torchdata", "torchdata-workers": "torchdata"}
 STEPS, KILL_AT = 24, 17  # of two epochs of twelve; saved behind every fifth
 
 

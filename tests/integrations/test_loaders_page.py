@@ -9,7 +9,18 @@ import pytest
 from jobs import check_resumes, is_installed
 
 DOCUMENT = Path(__file__).resolve().parent.parent.parent / "docs" / "LOADERS.md"
-PACKAGES = {"torchdata": "torchdata"}
+PACKAGES = {"torchdata": "torchdata", "datasets": "datasets"}
+BEFORE = """import torch
+import prelude
+from prelude import *
+"""
+STREAM = """from datasets import IterableDataset
+def rows(shards):
+    for shard in shards:
+        for number in range(10 * shard, 10 * shard + 10):
+            yield {key: value.tolist() for key, value in data[number].items()}
+stream = IterableDataset.from_generator(rows, gen_kwargs={"shards": [0, 1, 2, 3]}).with_format("torch")
+"""
 
 
 def samples() -> dict[str, str]:
@@ -24,6 +35,6 @@ def test_each_sample_is_run() -> None:
 def test_a_sample_that_is_killed_and_resumed_ends_as_if_it_had_not_been(name: str, tmp_path: Path) -> None:
     if not is_installed(PACKAGES[name]):
         pytest.skip(f"{PACKAGES[name]}: not installed; make test-integrations runs this")
-    before = "import torch\nimport prelude\nfrom prelude import *\n"
+    before = BEFORE + (STREAM if name == "datasets" else "")
     end = "tell(model=model, optimizer=optimizer, scheduler=scheduler)\n"
     check_resumes(before + samples()[name] + end, tmp_path, store=name, ranks=2)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from flowstone.adapters.loaders.iterable_dataset import CLASS, IterableDatasetState
 from flowstone.adapters.loaders.stateful_dataloader import StatefulDataLoaderState
 from flowstone.errors import UnsupportedStateError
 from flowstone.state import PerRank
 
 _ADAPTERS: dict[str, Any] = {
     "torchdata.stateful_dataloader.stateful_dataloader.StatefulDataLoader": StatefulDataLoaderState,
+    CLASS: IterableDatasetState,
 }
 _PLAIN = "torch.utils.data.dataloader.DataLoader"
 

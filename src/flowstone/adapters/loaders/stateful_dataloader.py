@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 
+from flowstone.adapters.loaders import iterable_dataset
 from flowstone.adapters.loaders.positions import batches_in, counts_on, samples_of_a_rank, taken_together
 from flowstone.adapters.loaders.saved import OTHER_ORDER, refuse_changes, refuse_disagreement, require_known, state_of
 from flowstone.adapters.loaders.torchdata_state import begun_at, consistent, has_dataset_state, samples_yielded
@@ -207,6 +208,8 @@ def _refuse_inexact(loader: Any) -> None:
             next="give shuffle=True to the StatefulDataLoader, or sampler=StatefulDistributedSampler(dataset), or a "
             "sampler with state_dict()",
         )
+    if _name(loader.dataset) == iterable_dataset.CLASS:
+        iterable_dataset.refuse_inexact(loader.dataset)
     if loader.num_workers and not loader.in_order:
         raise UnsupportedStateError(
             "a loader with in_order=False cannot be resumed: torchdata does not know which batches it has yielded",

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import multiprocessing
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ import torch
 
 import flowstone as fs
 from bench.meter import Meter, cool, files_below, resident_bytes
+from bench.script import folder_in
 from flowstone.pipeline import load as pipeline_load
 
 TITLES = {False: "through the arena", True: "in place"}
@@ -115,16 +115,14 @@ def _cell(values: Sequence[float], digits: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, help="absent or empty; removed afterwards")
+    parser.add_argument("directory", type=Path, help="where files go meanwhile, in a folder of its own")
     parser.add_argument("--bytes", type=lambda text: int(float(text)), default=int(2e9))
     parser.add_argument("--tensors", type=int, default=120)
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
-    try:
+    with folder_in(options.directory) as options.directory:
         save(options)
         print("\n".join(lines(list(rounds(options)), options.bytes)))
-    finally:
-        shutil.rmtree(options.directory, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -31,12 +31,19 @@ def add_results(parser: argparse.ArgumentParser, name: str, *, each: str) -> Non
 
 
 @contextmanager
+def folder_in(directory: Path) -> Iterator[Path]:
+    """A folder below `directory`, which is made if it is absent. The folder goes at the end, and nothing else."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=directory, ignore_cleanup_errors=True) as own:
+        yield Path(own)
+
+
+@contextmanager
 def workplace(directory: Path) -> Iterator[tuple[Path, Progress]]:
     """A folder below `directory`, and a bar to show meanwhile. The folder goes at the end, also when told to stop."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=directory) as own, progress() as bar:
-        yield Path(own), bar
+    with folder_in(directory) as own, progress() as bar:
+        yield own, bar
 
 
 def write(run: object, path: Path | None) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import shutil
 import statistics
 import time
 from collections import defaultdict
@@ -25,6 +24,7 @@ from unittest import mock
 import torch
 
 import flowstone as fs
+from bench.script import folder_in
 
 State = dict[str, object]
 
@@ -130,7 +130,6 @@ STATES = {"plain": plain, "module": module, "adamw": adamw}
 def measure(state: State, directory: Path, rounds: int) -> tuple[list[Clock], list[Clock]]:
     """What each round's save and load took; the first save, which plans, is not among them."""
     saves, loads = [], []
-    shutil.rmtree(directory, ignore_errors=True)
     with fs.Checkpointer(directory, keep=fs.Keep(last=1)) as checkpointer:
         checkpointer.save(0, state)
         checkpointer.wait()
@@ -150,13 +149,12 @@ def measure(state: State, directory: Path, rounds: int) -> tuple[list[Clock], li
             with clock.running(), clock.timing("= loaded"):
                 fresh.load(state)
             loads.append(clock)
-    shutil.rmtree(directory)
     return saves, loads
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, help="absent or empty; removed afterwards")
+    parser.add_argument("directory", type=Path, help="where files go meanwhile, in a folder of its own")
     parser.add_argument("--tensors", type=int, default=50_000)
     parser.add_argument("--bytes", type=int, default=4096, help="of each tensor")
     parser.add_argument("--rounds", type=int, default=5)
@@ -164,7 +162,9 @@ def main() -> None:
     options = parser.parse_args()
     for name in options.states:
         state = STATES[name](options.tensors, options.bytes // 4)
-        for what, clocks in zip(("save", "load"), measure(state, options.directory, options.rounds), strict=True):
+        with folder_in(options.directory) as own:
+            measured = measure(state, own / "run", options.rounds)
+        for what, clocks in zip(("save", "load"), measured, strict=True):
             print(f"{what} of {options.tensors:,} tensors of {options.bytes:,} bytes, {name}")
             print_table(clocks, options.tensors)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import shutil
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -18,6 +17,7 @@ from pathlib import Path
 from statistics import median
 
 import flowstone as fs
+from bench.script import folder_in
 from bench.watching import build
 
 GOAL = 1.01
@@ -81,16 +81,14 @@ def goal_lines(found: dict[str, list[float]]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, help="absent or empty; removed afterwards")
+    parser.add_argument("directory", type=Path, help="where files go meanwhile, in a folder of its own")
     parser.add_argument("--bytes", type=lambda text: int(float(text)), default=int(2e9))
     parser.add_argument("--tensors", type=int, default=600)
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--update", type=Path, help="the page between whose marks the result is written")
     options = parser.parse_args()
-    try:
-        found = goal_lines(measure(options.directory, options.bytes, options.tensors, options.rounds))
-    finally:
-        shutil.rmtree(options.directory, ignore_errors=True)
+    with folder_in(options.directory) as own:
+        found = goal_lines(measure(own, options.bytes, options.tensors, options.rounds))
     print("\n".join(found))
     if options.update is not None:
         command = f"python -m bench.tracing DIRECTORY --bytes {options.bytes:.0e} --rounds {options.rounds}"

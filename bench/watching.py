@@ -15,7 +15,6 @@ import argparse
 import ctypes
 import mmap
 import multiprocessing
-import shutil
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -26,6 +25,7 @@ from statistics import median
 import torch
 
 import flowstone as fs
+from bench.script import folder_in
 from flowstone import events
 
 WAYS = ("samples", "auto", "exact")
@@ -136,17 +136,18 @@ def timed_ms(call: Callable[[], object]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, help="absent or empty; removed afterwards")
+    parser.add_argument("directory", type=Path, help="where files go meanwhile, in a folder of its own")
     parser.add_argument("--tensors", type=int, default=1800)
     parser.add_argument("--bytes", type=lambda text: int(float(text)), default=int(5e9))
     parser.add_argument("--saves", type=int, default=10)
     parser.add_argument("--pages", nargs="+", choices=("huge", "small"), default=["huge", "small"])
     options = parser.parse_args()
+    place = options.directory
     for pages in options.pages:
-        process = multiprocessing.get_context("spawn").Process(target=measure, args=(options, pages == "huge"))
-        process.start()
-        process.join()
-        shutil.rmtree(options.directory, ignore_errors=True)
+        with folder_in(place) as options.directory:
+            process = multiprocessing.get_context("spawn").Process(target=measure, args=(options, pages == "huge"))
+            process.start()
+            process.join()
         if process.exitcode:
             raise SystemExit(process.exitcode)
 

@@ -43,8 +43,21 @@ def test_the_table_compares_within_pairs() -> None:
 
 
 def test_a_small_run_from_end_to_end(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "bench.in_place", str(tmp_path / "run"), "--bytes", "16e6", "--tensors", "4"]
+    (tmp_path / "ours").write_text("kept")
+    command = [sys.executable, "-m", "bench.in_place", str(tmp_path), "--bytes", "16e6", "--tensors", "4"]
     done = subprocess.run([*command, "--rounds", "1"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "| through the arena |" in done.stdout
     assert "of 1 pairs" in done.stdout
-    assert not (tmp_path / "run").exists()
+    assert [at.name for at in tmp_path.iterdir()] == ["ours"], "nothing of it is left, and all that was there"
+
+
+@pytest.mark.parametrize("command", [
+    ["bench.small_tensors", "--tensors", "8", "--rounds", "1", "--states", "plain"],
+    ["bench.tracing", "--bytes", "16e6", "--tensors", "4", "--rounds", "1"],
+    ["bench.watching", "--bytes", "16e6", "--tensors", "4", "--saves", "2", "--pages", "small"],
+])
+def test_what_was_in_the_directory_stays(command: list[str], tmp_path: Path) -> None:
+    (tmp_path / "ours").write_text("kept")
+    module, *options = command
+    subprocess.run([sys.executable, "-m", module, str(tmp_path), *options], cwd=ROOT, capture_output=True, check=True)
+    assert [at.name for at in tmp_path.iterdir()] == ["ours"]

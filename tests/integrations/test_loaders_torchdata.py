@@ -280,6 +280,7 @@ def test_another_order_of_samples_is_refused_by_name(tmp_path: Path, change: str
     text = refused(made(), tmp_path)
     assert "cannot restore 'loader@0'" in text
     assert expected in text
+    assert "raised" not in text  # the remedy is the loader's, and no word about a method to be fixed
     assert "trained on" in text or "divide" in text
 
 
@@ -343,6 +344,9 @@ def test_what_torchdata_does_not_restore_is_refused_at_once() -> None:
         resumable(divided(num_workers=2, in_order=False))
     with pytest.raises(fs.UnsupportedStateError, match=r"DataLoader is no loader[\s\S]*use StatefulDataLoader"):
         resumable(DataLoader(data))
+    own = type("Own", (DataLoader,), {"state_dict": dict})(data)
+    with pytest.raises(fs.UnsupportedStateError, match=r"Own is no loader[\s\S]*goes into the state as it is"):
+        resumable(own)
 
 
 def test_a_state_of_something_else_is_refused(tmp_path: Path) -> None:
@@ -354,6 +358,14 @@ def test_a_state_of_something_else_is_refused(tmp_path: Path) -> None:
         ckpt.save(1, {"loader": fs.PerRank({"kind": "mine", "left": [1]})})
     with pytest.raises(fs.StateError, match=r"found +mine"), fs.Checkpointer(tmp_path / "b") as ckpt:
         ckpt.load({"loader": resumable(divided())})
+
+
+def test_a_save_before_the_first_batch_draws_nothing_and_begins_nothing(tmp_path: Path) -> None:
+    loader = divided(num_workers=2)
+    before = torch.get_rng_state()
+    save(tmp_path, loader)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert loader._iterator is None
 
 
 def test_a_version_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

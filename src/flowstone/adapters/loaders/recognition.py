@@ -35,7 +35,8 @@ def resumable(loader: object) -> PerRank:
             return PerRank(state, redistribute=state.redistribute)
     raise UnsupportedStateError(
         f"a {kinds[0]} is no loader that resumable() knows",
-        next="use StatefulDataLoader of torchdata, which takes the arguments of DataLoader" if _PLAIN in kinds
-        else "hand over a StatefulDataLoader of torchdata or an IterableDataset of datasets; another object with "
-        "state_dict() goes into the state as it is, in fs.PerRank if it differs between ranks",
+        next="hand over a StatefulDataLoader of torchdata or an IterableDataset of datasets; a loader with a "
+        "state_dict() of its own goes into the state as it is, in fs.PerRank if it differs between ranks"
+        if _PLAIN not in kinds or hasattr(loader, "state_dict")
+        else "use StatefulDataLoader of torchdata, which takes the arguments of DataLoader",
     )

@@ -59,7 +59,7 @@ class FlowstoneStager:
         """A copy of the state, whose tensors lie in host memory; a Future of it, if in the background.
 
         raises  BudgetError  there is no memory for it, or an earlier save holds all of it until the deadline
-                UnsupportedStateError  a tensor that cannot be copied, by name
+                UnsupportedStateError  a tensor or an object that cannot be copied, by name
         """
         if self._is_closed:
             raise ClosedError("this FlowstoneStager is closed", next="make another one")
@@ -173,7 +173,10 @@ class _Copies:
         if kind in (list, tuple):
             parts = [self.plan(v, f"{path}.{at}") for at, v in enumerate(cast("list[object]", value))]
             return lambda: cast("type[list[object]]", kind)(make() for make in parts)
-        return partial(_itself, copy.deepcopy(value))
+        try:
+            return partial(_itself, copy.deepcopy(value))
+        except Exception as error:
+            raise unsupported(path, value, f"cannot be copied ({type(error).__name__}: {error})") from error
 
     def _plan_tensor(self, tensor: torch.Tensor, path: str, *, is_part: bool) -> Callable[[], torch.Tensor]:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and hasattr(tensor, "__tensor_flatten__"):

@@ -18,8 +18,10 @@ import signal
 import sys
 import threading
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -38,7 +40,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import flowstone as fs
-from flowstone.adapters.megatron import FlowstoneLoadStrategy, FlowstoneSaveStrategy, register
+from flowstone.adapters.megatron import FlowstoneLoadStrategy, FlowstoneSaveStrategy, register, strategies
 
 STEPS, WORDS, LENGTH, HIDDEN = 8, 32, 16, 64
 
@@ -152,7 +154,11 @@ def loads(job: Job) -> dict[str, Any]:
     stored = fs.open(place / "sharded")
     parts = [one for one in job.model.sharded_state_dict().values() if isinstance(one, ShardedTensor)]
     names = [name for name, one in job.model.sharded_state_dict().items() if isinstance(one, ShardedTensor)]
+    first = parts[0]
+    twins = [replace(first, data=torch.zeros_like(first.data), replica_id=number) for number in (0, 1)]
+    FlowstoneLoadStrategy().load({"twins": twins}, place)
     return {
+        "twins": all(torch.equal(one.data, found["model"][names[0]]) for one in twins),
         "equal": all(
             torch.equal(found["model"][name], stored.read(one.key)[one.global_slice()])
             for name, one in zip(names, parts, strict=True)
@@ -191,7 +197,23 @@ def refused(job: Job) -> list[str]:
     job.queue = AsyncCallsQueue()  # Megatron's own has lost count with what was raised in it
     job.save(job.strategy)
     job.close()
-    return [*told, str((job.place() / "metadata.json").exists())]
+    told.append(str((job.place() / "metadata.json").exists()))
+    return [*told, _error_of("a leaf", job), _error_of("a common part", job)]
+
+
+def _error_of(wrong: str, job: Job) -> str:
+    """Of what goes wrong on one rank before ranks have met: at a load, on the last one; at a save, on the first."""
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    try:
+        if wrong == "a leaf":
+            leaves = {"x": 5 if is_last else job.state()["rng"]}
+            FlowstoneLoadStrategy().load(leaves, job.place())
+        else:
+            with mock.patch.object(strategies, "_sync", side_effect=OSError("the disk is gone")):
+                FlowstoneSaveStrategy().save({"rng": job.state()["rng"]}, job.place())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 def prepare() -> None:

@@ -122,17 +122,27 @@ def test_the_end_of_an_epoch_is_the_end_of_it_on_any_number_of_ranks(tmp_path: P
 
 
 @pytest.mark.parametrize(("made", "shards", "before", "after", "numbers", "expected"), [
-    ("generated", 4, 4, 2, [3] * 4, r"shards \[0, 1, 2, 3\] were begun"),
+    ("generated", 4, 4, 2, [3] * 4, r"begun: \[0, 1, 2, 3\]"),
     ("generated", 4, 2, 3, [3] * 2, "its 4 shards are whole at the save alone"),
     ("generated", 3, 2, 1, [3, 4], "different numbers of examples"),
     ("shuffled", 4, 2, 4, [3] * 2, "several shards in turn"),
     ("tables", 3, 2, 1, [3] * 2, "it reads tables"),
     ("tables", 8, 2, 8, [8] * 2, "still held examples of the one"),
+    ("batched", 4, 4, 2, [5] * 4, r"a batched map\(\) or filter\(\) holds"),
+    ("skipping", 4, 1, 2, [3], "count the examples of a rank"),
+    ("taking", 4, 1, 2, [3], "count the examples of a rank"),
+    ("repeating", 4, 2, 1, [3] * 2, "count the examples of a rank"),
+    ("numbering", 4, 1, 2, [3], "count the examples of a rank"),
 ])
 def test_what_cannot_be_divided_is_refused_by_name(
     tmp_path: Path, made: str, shards: int, before: int, after: int, numbers: list[int], expected: str
 ) -> None:
-    make = {"generated": generated, "tables": tables, "shuffled": shuffled}[made]
+    make: Any = {
+        "generated": generated, "tables": tables, "shuffled": shuffled, "batched": batched,
+        "skipping": lambda count: generated(count).skip(4), "taking": lambda count: generated(count).take(10),
+        "repeating": lambda count: generated(count).repeat(2),
+        "numbering": lambda count: generated(count).map(lambda one, at: {"n": one["n"], "at": at}, with_indices=True),
+    }[made]
     saved = [divided(make, rank, before, shards) for rank in range(before)]
     for dataset, number in zip(saved, numbers, strict=True):
         assert len([*islice(iter(dataset), number)]) == number
@@ -149,6 +159,25 @@ def test_shards_that_were_whole_are_not_taken_for_a_stream(tmp_path: Path) -> No
     section: Any = resumable(split_dataset_by_node(generated(4), 0, 1, strategy="examples"))
     with pytest.raises(fs.StateError, match="its 4 shards are whole at the save alone"):
         section.redistribute(fs.open(tmp_path).state_dict("data"), 0, 1)
+
+
+def test_ranks_that_share_examples_and_have_read_other_numbers_of_them_are_refused(tmp_path: Path) -> None:
+    saved = [divided(generated, number // 2, 2, 4) for number in range(4)]
+    for dataset, number in zip(saved, [3, 5, 3, 3], strict=True):
+        list(islice(iter(dataset), number))
+    with pytest.raises(fs.StateError, match="ranks that share the examples of rank 0 had read different numbers"):
+        redistribute(tmp_path, saved, generated, 4, 4)
+
+
+def test_shards_are_not_taken_for_a_stream_by_as_many_ranks_either(tmp_path: Path) -> None:
+    saved = [divided(generated, rank, 2, 4) for rank in range(2)]
+    for dataset in saved:
+        next(iter(dataset))
+    with fs.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, {"data": [resumable(one).value.state_dict() for one in saved]})  # type: ignore[attr-defined]
+    section: Any = resumable(split_dataset_by_node(generated(4), 0, 2, strategy="examples"))
+    with pytest.raises(fs.StateError, match="its 4 shards are whole at the save alone"):
+        section.redistribute(fs.open(tmp_path).state_dict("data"), 0, 2)
 
 
 def test_what_is_not_divided_by_node_is_not_divided_among_others(tmp_path: Path) -> None:

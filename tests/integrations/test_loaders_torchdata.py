@@ -210,7 +210,7 @@ def go_through(loader: Any, number: int) -> list[int]:
     return [sample for _ in range(number) for sample in next(iterator).tolist()]
 
 
-@pytest.mark.parametrize("sampler", [StatefulDistributedSampler, DistributedSampler])
+@pytest.mark.parametrize("sampler", [None, DistributedSampler], ids=["stateful", "plain"])
 @pytest.mark.parametrize(("before", "after", "number"), [
     (4, 2, 3), (2, 3, 2), (3, 1, 4), (1, 4, 5), (2, 3, 0), (4, 3, 1),
 ])

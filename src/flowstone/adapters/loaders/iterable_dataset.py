@@ -16,6 +16,7 @@ from flowstone.errors import StateError, UnsupportedStateError
 KIND: Final = "datasets.IterableDataset"
 VERSIONS: Final = ("5.2.0",)
 CLASS: Final = "datasets.iterable_dataset.IterableDataset"
+_COUNTS: Final = ("SkipExamplesIterable", "TakeExamplesIterable", "RepeatExamplesIterable")
 
 
 class IterableDatasetState:
@@ -58,14 +59,15 @@ class IterableDatasetState:
             [one["made_of"] | {"epoch": one["epoch"]} for one in saved], ("pipeline", "num_shards", "ranks", "epoch")
         )
         refuse_changes(was, now, ("pipeline", "num_shards"), OTHER_ORDER)
-        by_rank = {0 if one["made_of"]["rank"] is None else one["made_of"]["rank"]: one["dataset"] for one in saved}
+        by_rank = _by_rank(saved)
         dealt = _whole(now, ranks)
         if was["ranks"] is None or dealt["ranks"] is None or by_rank.keys() != {*range(was["ranks"])}:
             raise _indivisible(
                 "split_dataset_by_node has not divided it among the ranks", "divide it by split_dataset_by_node"
             )
-        if dealt["ranks"] == was["ranks"]:
+        if dealt["ranks"] == was["ranks"] and dealt["by_shards"] == was["by_shards"]:
             return {**saved[0], "made_of": now, "dataset": by_rank[dealt["rank"]]}
+        _refuse_uncertain(self._dataset)
         places = [by_rank[number] for number in range(was["ranks"])]
         if any(place["epoch"] != saved[0]["epoch"] for place in places):  # the epoch has not begun
             places = []
@@ -80,6 +82,32 @@ class IterableDatasetState:
                 "they divide by one number of ranks and not by the other", "write as many shards as both divide",
             )
         return {**saved[0], "made_of": now, "dataset": found}
+
+
+def _by_rank(saved: list[Any]) -> dict[int, Any]:
+    """The dataset's state by the rank that it is for. Ranks of one model share one, and have read alike."""
+    found: dict[int, Any] = {}
+    for one in saved:
+        rank = one["made_of"]["rank"] or 0
+        if found.setdefault(rank, one["dataset"]) != one["dataset"]:
+            raise _indivisible(
+                f"ranks that share the examples of rank {rank} had read different numbers of them",
+                "read as many on each of them before a save",
+            )
+    return found
+
+
+def _refuse_uncertain(dataset: Any) -> None:
+    """Refuse steps whose state is no place alone: what they hold or have counted is no other rank's."""
+    for one in _pipeline(dataset._ex_iterable):
+        if getattr(one, "batched", False):
+            raise _indivisible(
+                "a batched map() or filter() holds examples that no rank has seen", "leave batched=True out",
+            )
+        if type(one).__name__ in _COUNTS or getattr(one, "with_indices", False):
+            raise _indivisible(
+                "skip(), take(), repeat() and with_indices=True count the examples of a rank", "leave them out",
+            )
 
 
 def _of_shards(places: list[Any], fresh: Any, num_shards: int, dealt: dict[str, Any]) -> Any:
@@ -97,7 +125,7 @@ def _of_shards(places: list[Any], fresh: Any, num_shards: int, dealt: dict[str, 
     first = mine.index(left[0]) if left else len(mine)
     if {*mine[first:]} & behind or any(shard in begun for shard in left[1:]):
         raise _indivisible(
-            f"shards {sorted(begun)} were begun at the save, and a rank can have one of them",
+            f"the ranks were in the middle of shards (begun: {sorted(begun)}), and a rank's state has room for one",
             "load a step at the end of an epoch, or on more ranks than saved: so many times as many, say",
         )
     if not left or left[0] not in begun:

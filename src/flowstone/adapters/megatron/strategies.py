@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -89,12 +88,12 @@ class FlowstoneSaveStrategy(_BASE.AsyncSaveShardedStrategy):  # type: ignore[mis
         """
         self._await_last()
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "flowstone-megatron")
             self._group = dist.new_group(backend="gloo")
+            self._thread = ThreadPoolExecutor(1, "flowstone-megatron")
         given = _Given.by(lambda: self._staged(to_save(sharded_state_dict)))
-        ended = Path(tempfile.mkdtemp(prefix="flowstone-"), "ended")
-        self._last = self._thread.submit(self._write_and_tell, given, Path(checkpoint_dir), ended)
-        return _REQUEST(_await_file, (str(ended), os.getpid()), [partial(_finish, self._last, ended)])
+        under_way = _file_while_under_way()
+        self._last = self._thread.submit(self._write_and_tell, given, Path(checkpoint_dir), under_way)
+        return _REQUEST(_await_absence, (under_way, os.getpid()), [self._last.result])
 
     def close(self) -> None:
         """Give memory and threads back. The next save takes them anew."""
@@ -124,17 +123,16 @@ class FlowstoneSaveStrategy(_BASE.AsyncSaveShardedStrategy):  # type: ignore[mis
             for key, value in state.items()
         }
 
-    def _write_and_tell(self, given: _Given, directory: Path, ended: Path) -> None:
+    def _write_and_tell(self, given: _Given, directory: Path, under_way: str) -> None:
         try:
             self._write(given, directory, self._group)
         finally:
-            ended.touch()
+            with suppress(OSError):  # it is gone, and what waits for that has seen it
+                os.unlink(under_way)
 
     def _write(self, given: _Given, directory: Path, group: Any) -> None:
-        if dist.get_rank() == 0:
-            for written in (directory / _COMMON, directory):
-                with suppress(FileNotFoundError):  # another strategy may write the common part later
-                    _sync(written)
+        if given.error is None and dist.get_rank() == 0:
+            given = _Given.by(lambda: _behind_what_megatron_wrote(directory, given.state))
         with _error_of_a_rank():
             save(
                 given.state, checkpoint_id=directory / PLACE, storage_writer=self._writer, process_group=group,
@@ -157,18 +155,17 @@ class FlowstoneLoadStrategy(_BASE.LoadShardedStrategy):  # type: ignore[misc]
     def load(self, sharded_state_dict: Mapping[str, Any], checkpoint_dir: str | os.PathLike[str]) -> Any:
         """The state with its tensors and values. Tensors that it has are filled in place.
 
-        raises  FlowstoneError: NoCheckpointError, DamagedError, which names what has changed
+        raises  on all ranks, what a rank has failed of:
+                FlowstoneError: NoCheckpointError, DamagedError, which names what has changed
                 Megatron's CheckpointingException, KeyError: a tensor of another shape, or that is not stored
         """
-        tensors = [leaf for leaf in leaves_of(sharded_state_dict) if isinstance(leaf, ShardedTensor)]
-        wanted = to_load(sharded_state_dict)
-        planner = _PLANNER(
-            shapes_validation_sharded_tensors=[one for one in tensors if not one.allow_shape_mismatch],
-            allow_shape_mismatch_sharded_tensors={one.key: one for one in tensors if one.allow_shape_mismatch},
-        )
+        wanted = _Given.by(lambda: to_load(sharded_state_dict))
+        leaves = [] if wanted.error else leaves_of(sharded_state_dict)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]
+        planner = _LoadPlanner(wanted.error, tensors)
         with _error_of_a_rank():
-            load(wanted, storage_reader=self._reader(checkpoint_dir), planner=planner)
-        return loaded(sharded_state_dict, wanted)
+            load(wanted.state, storage_reader=self._reader(checkpoint_dir), planner=planner)
+        return loaded(sharded_state_dict, wanted.state)
 
     def load_tensors_metadata(self, checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
         """A ShardedTensor without data for each stored tensor: its global shape and dtype."""
@@ -216,7 +213,7 @@ class FlowstoneLoadStrategy(_BASE.LoadShardedStrategy):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """What this rank has to save, or why there is nothing: then the other ranks are to learn it, and not to wait."""
+    """What this rank saves or loads, or why there is nothing: the other ranks are to learn that, not to wait for it."""
 
     state: dict[str, object]
     error: Exception | None = None
@@ -240,6 +237,23 @@ class _Planner(DefaultSavePlanner):
         if self._error is not None:
             raise self._error
         return super().create_local_plan()
+
+
+class _LoadPlanner(_PLANNER):  # type: ignore[misc]
+    """Megatron's, for these tensors. `error`: as above."""
+
+    def __init__(self, error: Exception | None, tensors: Sequence[Any]) -> None:
+        super().__init__(
+            shapes_validation_sharded_tensors=[one for one in tensors if not one.allow_shape_mismatch],
+            allow_shape_mismatch_sharded_tensors={one.key: one for one in tensors if one.allow_shape_mismatch},
+        )
+        self._error = error
+
+    def create_local_plan(self) -> LoadPlan:
+        if self._error is not None:
+            raise self._error
+        plan: LoadPlan = super().create_local_plan()
+        return plan
 
 
 class _Writer(FlowstoneWriter):
@@ -279,16 +293,25 @@ def _sync(path: Path) -> None:
         os.close(opened)
 
 
-def _await_file(path: str, trainer: int) -> None:
-    """Wait until the file is there, or the process that is to make it is gone. Runs in a process of Megatron's."""
-    while not os.path.exists(path) and os.path.exists(f"/proc/{trainer}"):
-        time.sleep(_POLL_S)
+def _behind_what_megatron_wrote(directory: Path, state: dict[str, object]) -> dict[str, object]:
+    """The state, once the common part that Megatron has written before it is durable."""
+    for written in (directory / _COMMON, directory):
+        with suppress(FileNotFoundError):  # another strategy may write the common part later
+            _sync(written)
+    return state
 
 
-def _finish(save: Future[None], ended: Path) -> None:
-    """Wait for a save that runs on a thread. Raises what it has failed of."""
+def _file_while_under_way() -> str:
+    """A file that is there until a save has ended; "" where none can be made, and nothing waits then for its end."""
     try:
-        save.result()
-    finally:
-        ended.unlink(missing_ok=True)
-        ended.parent.rmdir()
+        fd, path = tempfile.mkstemp(prefix="flowstone-save-")
+    except OSError:
+        return ""
+    os.close(fd)
+    return path
+
+
+def _await_absence(path: str, trainer: int) -> None:
+    """Wait until the file is gone, or the process that removes it is. Runs in a process of Megatron's."""
+    while os.path.exists(path) and os.path.exists(f"/proc/{trainer}"):
+        time.sleep(_POLL_S)

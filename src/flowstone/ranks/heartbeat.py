@@ -5,6 +5,7 @@ So the other ranks can tell a dead rank from a slow one, and from one that will 
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import sysconfig
@@ -125,9 +126,24 @@ def key(rank: int, serial: int) -> str:
     return f"at/{rank}/{serial}"
 
 
+def _main_frame() -> FrameType | None:
+    """The main thread's frame. Python holds a lock of its own while it looks at other threads, and a collection that
+    began there would wait for that lock for ever, with the interpreter's, if it freed a `threading.local` (3.11).
+    """
+    if threading.current_thread() is threading.main_thread():
+        return sys._getframe()
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(threading.main_thread().ident or 0)
+    finally:
+        if collects:
+            gc.enable()
+
+
 def users_line() -> str:
     """Where the main thread is: the innermost line outside of Python, installed packages and this package."""
-    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = _main_frame()
     innermost = frame
     others = (_OURS, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")
     while frame is not None and frame.f_code.co_filename.startswith(others):

@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "regions": {"arguments", "errors", "table"},
     "runtime": {"errors", "events", "log"},
     "format": {"config", "errors", "table", "_native"},
-    "plan": {"config", "errors", "table", "rules", "format"},
+    "plan": {"config", "errors", "table", "rules", "layout_rules", "name_patterns", "format"},
     "store": {"config", "errors", "log", "format", "_native"},
     "stage": {"config", "errors", "log", "table", "format", "plan", "store", "state", "_native"},
     "state": {"config", "errors", "log", "table", "format", "_native"},

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from flowstone.config import MIB
 from flowstone.convert.fetch import Fetcher, Wanted, linear_boxes
 from flowstone.convert.layout import Output
-from flowstone.convert.source import Source, SourceTensor, StoredBox, source_file
+from flowstone.convert.source import Source, source_file
 from flowstone.errors import DamagedError
 from flowstone.table.box import Box
 from flowstone.table.dtype import DTYPES
+from flowstone.table.stored import SourceTensor, StoredBox
 
 shapes = st.lists(st.integers(1, 6), min_size=0, max_size=5).map(tuple)
 

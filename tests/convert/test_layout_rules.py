@@ -22,9 +22,10 @@ from flowstone.config import MIB
 from flowstone.convert.fetch import Fetcher, Wanted
 from flowstone.convert.layout import Output
 from flowstone.convert.opening import open_source
-from flowstone.convert.rearrange import Origin, rearranged
-from flowstone.convert.source import Source, SourceTensor
+from flowstone.convert.source import Source
 from flowstone.layout_rules import LayoutRule
+from flowstone.plan.rearrange import Origin, rearranged
+from flowstone.table.stored import SourceTensor
 
 Arrays = dict[str, np.ndarray]
 

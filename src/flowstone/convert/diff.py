@@ -22,10 +22,11 @@ from flowstone.convert.fetch import Fetcher, Wanted
 from flowstone.convert.layout import Output
 from flowstone.convert.mapping import DOCUMENTS_SECTION, Rules, all_names, check_mapped, check_rules, leaves
 from flowstone.convert.opening import open_source
-from flowstone.convert.rearrange import Origin, rearranged
-from flowstone.convert.source import Source, SourceTensor
+from flowstone.convert.source import Source
 from flowstone.errors import ArgumentError, BudgetError, CollisionError, NoTensorError
 from flowstone.layout_rules import GivenRules
+from flowstone.plan.rearrange import Origin, rearranged
+from flowstone.table.stored import SourceTensor
 
 _SHARES = 8  # of the budget: for each side staging memory and two windows, and what comparisons take
 _SHOWN = 80  # characters of a value

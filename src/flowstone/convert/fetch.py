@@ -17,10 +17,11 @@ from flowstone.config import CHUNK_BYTES, MIB
 from flowstone.convert.cast import cast_into
 from flowstone.convert.file_io import AlignedMemory, Reads, Run, room
 from flowstone.convert.layout import Output
-from flowstone.convert.source import DigestedRun, Source, StoredBox, reach_elements
-from flowstone.convert.views import strides_of
+from flowstone.convert.source import Source
 from flowstone.errors import BudgetError, DamagedError
+from flowstone.plan.views import strides_of
 from flowstone.table.box import Box
+from flowstone.table.stored import DigestedRun, StoredBox, reach_elements
 
 _CARRIERS: dict[int, np.dtype[Any]] = {
     1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64),

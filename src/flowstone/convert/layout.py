@@ -10,8 +10,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from flowstone.convert.source import Source, SourceTensor
+from flowstone.convert.source import Source
 from flowstone.table.dtype import DType
+from flowstone.table.stored import SourceTensor
 
 Check: TypeAlias = Literal["none", "chunks", "crc32"]
 """What is computed of the tensors' bytes on their way: nothing, XXH3-64 of each chunk, or a CRC-32 of each extent."""

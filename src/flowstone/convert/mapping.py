@@ -10,14 +10,15 @@ import msgspec
 from flowstone.config import NAMES_TOLD
 from flowstone.convert.cast import CASTABLE
 from flowstone.convert.layout import Output
-from flowstone.convert.rearrange import Origin, rearranged
-from flowstone.convert.source import Source, SourceTensor, Unmapped
+from flowstone.convert.source import Source, Unmapped
 from flowstone.errors import ArgumentError, CollisionError, MismatchError, NoTensorError, UnsupportedFormatError
 from flowstone.format.objects import TensorRef
 from flowstone.layout_rules import KINDS, ConversionRule, RuleSet
+from flowstone.plan.rearrange import Origin, rearranged
 from flowstone.rules import Skip
 from flowstone.table.dtype import DType
 from flowstone.table.pieces import Alias
+from flowstone.table.stored import SourceTensor
 
 DOCUMENTS_SECTION = "huggingface"
 """Where a checkpoint of ours keeps the documents of a model that was imported."""

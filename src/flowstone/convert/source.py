@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,48 +15,11 @@ from flowstone.errors import CollisionError, CoverageError, DamagedError, Unsupp
 from flowstone.plan.coverage import check_tiling
 from flowstone.store.os_errors import translated
 from flowstone.table.box import Box
-from flowstone.table.dtype import DType
 from flowstone.table.pieces import Alias
+from flowstone.table.stored import SourceTensor, StoredBox, reach_elements, row_major
 
 METADATA_BYTES_MAX = 1024 * MIB
 """What is read of a checkpoint before anything is known of it: the file that names all tensors."""
-
-
-class DigestedRun(msgspec.Struct, frozen=True):
-    """A run of bytes of a file, in chunks of CHUNK_BYTES, the first of which has the digest number `first_chunk`."""
-
-    offset_bytes: int
-    bytes: int
-    first_chunk: int
-
-
-class StoredBox(msgspec.Struct, frozen=True):
-    """A box of a tensor in a file.
-
-    file          position among the source's files; None: it lies in no file, and is zero
-    offset_bytes  of the element (0, ..., 0)
-    strides       in elements, where the box is not stored row-major and dense
-    digested      the run of bytes that it lies in; None: nothing vouches for the bytes
-    """
-
-    box: Box
-    file: int | None
-    offset_bytes: int
-    strides: tuple[int, ...] | None = None
-    digested: DigestedRun | None = None
-
-
-class SourceTensor(msgspec.Struct, frozen=True):
-    """A tensor by its global name, and the boxes that fill it."""
-
-    name: str
-    dtype: DType
-    shape: tuple[int, ...]
-    boxes: tuple[StoredBox, ...]
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.item_bytes
 
 
 class SourceFile(msgspec.Struct, frozen=True):
@@ -122,18 +84,6 @@ def read_whole(directory: Path, name: str, bytes_max: int) -> bytes:
 def in_file_order(tensors: Iterable[SourceTensor]) -> tuple[SourceTensor, ...]:
     """The tensors by where they begin in the files, which are so read from front to back; those without boxes first."""
     return tuple(sorted(tensors, key=lambda one: [(box.file, box.offset_bytes) for box in one.boxes[:1]]))
-
-
-def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides, in elements, of a dense tensor."""
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-
-
-def reach_elements(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """How many elements lie between the first and the last element of a box, both included; 0 for an empty one."""
-    if 0 in shape:
-        return 0
-    return sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + 1
 
 
 def check_source(source: Source) -> Source:

@@ -10,15 +10,7 @@ from typing import cast
 
 import msgspec
 
-from flowstone.convert.source import (
-    METADATA_BYTES_MAX,
-    Source,
-    SourceTensor,
-    StoredBox,
-    check_source,
-    in_file_order,
-    read_whole,
-)
+from flowstone.convert.source import METADATA_BYTES_MAX, Source, check_source, in_file_order, read_whole
 from flowstone.convert.sources.pickled_files import PickledFiles
 from flowstone.convert.sources.restricted_unpickler import Global, Known, Record, read_pickle
 from flowstone.convert.sources.torch_archive import Place
@@ -28,6 +20,7 @@ from flowstone.errors import DamagedError, UnsupportedFormatError
 from flowstone.format.objects import Named, TensorRef
 from flowstone.table.box import Box
 from flowstone.table.dtype import DTYPES, DType
+from flowstone.table.stored import SourceTensor, StoredBox
 
 METADATA_NAME = ".metadata"
 SHARD = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")  # Megatron's: an object's place among its likes, how many there are

@@ -13,7 +13,7 @@ from typing import cast
 import msgspec
 
 from flowstone.convert.fetch import linear_boxes
-from flowstone.convert.source import Source, SourceTensor, StoredBox, Unmapped, check_source, in_file_order
+from flowstone.convert.source import Source, Unmapped, check_source, in_file_order
 from flowstone.convert.sources.deepspeed_files import DeepSpeedFiles, Run
 from flowstone.convert.sources.deepspeed_universal import PARAMETERS_NAME, read_universal
 from flowstone.convert.sources.deepspeed_zero import (
@@ -31,6 +31,7 @@ from flowstone.errors import DamagedError, UnsupportedFormatError
 from flowstone.store.os_errors import translated
 from flowstone.table.box import Box
 from flowstone.table.pieces import Alias
+from flowstone.table.stored import SourceTensor, StoredBox
 
 _LATEST = ("latest", "latest_universal")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")

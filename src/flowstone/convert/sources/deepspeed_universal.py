@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-from flowstone.convert.source import row_major
 from flowstone.convert.sources.deepspeed_files import DeepSpeedFiles, Run
 from flowstone.convert.sources.deepspeed_zero import MASTER, Group, Parameter, Partitioned, Shapes, Slot
 from flowstone.convert.sources.torch_values import TensorView, view_bytes
 from flowstone.errors import DamagedError
 from flowstone.store.os_errors import translated
+from flowstone.table.stored import row_major
 
 PARAMETERS_NAME = "zero"
 _OPTIMIZER_NAME = "optimizer_state.pt"

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from flowstone.checkpoint import Checkpoint
-from flowstone.convert.source import DigestedRun, Source, SourceTensor, StoredBox, check_source, source_file
+from flowstone.convert.source import Source, check_source, source_file
 from flowstone.errors import ArgumentError, UnsupportedFormatError
 from flowstone.table.pieces import Alias
+from flowstone.table.stored import DigestedRun, SourceTensor, StoredBox
 
 
 def read_flowstone(checkpoint: Checkpoint) -> Source:

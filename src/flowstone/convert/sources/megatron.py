@@ -12,7 +12,7 @@ import msgspec
 
 from flowstone.config import MIB
 from flowstone.convert.fetch import linear_boxes
-from flowstone.convert.source import Source, SourceTensor, StoredBox, check_source, in_file_order
+from flowstone.convert.source import Source, check_source, in_file_order
 from flowstone.convert.sources.dcp import (
     METADATA_NAME,
     SHARD,
@@ -32,6 +32,7 @@ from flowstone.errors import DamagedError, UnsupportedFormatError
 from flowstone.format.objects import TensorRef
 from flowstone.store.os_errors import translated
 from flowstone.table.box import Box
+from flowstone.table.stored import SourceTensor, StoredBox
 
 _CONFIG_NAME = "metadata.json"
 _COMMON_NAME = "common.pt"

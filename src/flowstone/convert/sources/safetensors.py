@@ -10,12 +10,13 @@ from pathlib import Path
 import msgspec
 
 from flowstone.config import HEADER_BYTES_MAX, MIB
-from flowstone.convert.source import Source, SourceFile, SourceTensor, StoredBox, check_source, read_whole, source_file
+from flowstone.convert.source import Source, SourceFile, check_source, read_whole, source_file
 from flowstone.errors import DamagedError, NotAStoreError, UnsupportedFormatError
 from flowstone.format.segment import LENGTH_BYTES, Entry, parse_header
 from flowstone.store.os_errors import translated
 from flowstone.table.box import Box
 from flowstone.table.dtype import DTYPES, DType
+from flowstone.table.stored import SourceTensor, StoredBox
 
 INDEX_SUFFIX = ".safetensors.index.json"
 _INDEX_BYTES_MAX = 256 * MIB

@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
-from flowstone.convert.source import Source, SourceTensor, StoredBox, Unmapped, check_source, in_file_order
+from flowstone.convert.source import Source, Unmapped, check_source, in_file_order
 from flowstone.convert.sources.pickled_files import PickledFiles
 from flowstone.convert.sources.restricted_unpickler import Opaque
 from flowstone.convert.sources.torch_archive import Place
@@ -36,6 +36,7 @@ from flowstone.errors import DamagedError, UnsupportedFormatError
 from flowstone.format.objects import TensorRef, key_text
 from flowstone.table.box import Box
 from flowstone.table.dtype import DTYPES, DType
+from flowstone.table.stored import SourceTensor, StoredBox
 
 _DIRECTORIES = frozenset({"0", "batched", "sharded", "replicated"})
 _DEPTH_MAX = 100

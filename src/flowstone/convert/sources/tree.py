@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from flowstone.convert.source import (
-    Source,
-    SourceFile,
-    SourceTensor,
-    StoredBox,
-    Unmapped,
-    check_source,
-    in_file_order,
-    row_major,
-)
+from flowstone.convert.source import Source, SourceFile, Unmapped, check_source, in_file_order
 from flowstone.convert.sources.restricted_unpickler import Global, Opaque, Record
 from flowstone.convert.sources.torch_archive import Place
 from flowstone.convert.sources.torch_values import StorageRef, TensorView, view_bytes
@@ -22,6 +13,7 @@ from flowstone.format.objects import Named, TensorRef, key_text
 from flowstone.table.box import Box
 from flowstone.table.dtype import DTYPES
 from flowstone.table.pieces import Alias
+from flowstone.table.stored import SourceTensor, StoredBox, row_major
 
 _DEPTH_MAX = 100  # that of our objects
 _NODES_MAX = 1 << 22  # a list may hold one value many times, and so on: it would never end

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flowstone.convert.layout import Layout, Output, TargetFile
-from flowstone.convert.source import row_major
 from flowstone.convert.sources.torch_values import STORAGE_DTYPES
 from flowstone.convert.targets.pickle_writer import Call, Name, Persistent, write_pickle
 from flowstone.convert.targets.torch_archive import Entry, lay_out_archive
 from flowstone.table.pieces import Alias
+from flowstone.table.stored import row_major
 
 _STORAGES = {name: storage for storage, name in STORAGE_DTYPES.items()}
 _NO_HOOKS = Call(Name("collections", "OrderedDict"))

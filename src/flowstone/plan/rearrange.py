@@ -12,8 +12,6 @@ from typing import TypeAlias
 import msgspec
 
 from flowstone.config import NAMES_TOLD
-from flowstone.convert.source import SourceTensor
-from flowstone.convert.views import add_dimension, concatenate, drop_dimension, narrow, transpose, zeros
 from flowstone.errors import CollisionError, MismatchError, NoTensorError
 from flowstone.layout_rules import (
     ConversionRule,
@@ -28,7 +26,9 @@ from flowstone.layout_rules import (
     Unstack,
 )
 from flowstone.name_patterns import bind, fill
+from flowstone.plan.views import add_dimension, concatenate, drop_dimension, narrow, transpose, zeros
 from flowstone.rules import Rename, Skip
+from flowstone.table.stored import SourceTensor
 
 Tensors: TypeAlias = Mapping[str, SourceTensor]
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
-from flowstone.convert.source import SourceTensor, StoredBox, row_major
 from flowstone.table.box import Box
+from flowstone.table.stored import SourceTensor, StoredBox, row_major
 
 
 def narrow(tensor: SourceTensor, dim: int, begin: int, length: int) -> SourceTensor:

@@ -134,6 +134,7 @@ $(INTEGRATIONS)/tools: pyproject.toml $(VENV)/system
 	$(INTEGRATIONS)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(INTEGRATIONS)/bin/python -m pip install --quiet $(shell grep -o 'torch==[0-9.]*' pyproject.toml)
 	$(INTEGRATIONS)/bin/python -m pip install --quiet --group dev --group integrations
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --no-deps --group integrations-alone
 	touch $@
 
 $(INTEGRATIONS)/installed: $(INTEGRATIONS)/tools $(VENV)/uring-$(URING) $(NATIVE_SOURCES)

@@ -19,7 +19,8 @@ def pytest_configure() -> None:
         raise pytest.UsageError(f"FLOWSTONE_INTEGRATIONS={asked} is not known: set it to `all`, or leave it out")
     if not asked:
         return
-    group = tomllib.loads(PROJECT.read_text())["dependency-groups"]["integrations"]
-    missing = [name for name in (re.split(r"[=<>\[]", entry)[0] for entry in group) if not is_installed(name)]
+    groups = tomllib.loads(PROJECT.read_text())["dependency-groups"]
+    entries = [*groups["integrations"], *groups["integrations-alone"]]
+    missing = [name for name in (re.split(r"[=<>\[]", entry)[0] for entry in entries) if not is_installed(name)]
     if missing:
         raise pytest.UsageError(f"not installed: {', '.join(missing)}; `make test-integrations` installs them")

@@ -27,7 +27,7 @@ def run(names: list[str], given: dict[str, Any]) -> None:
 
 
 def test_each_sample_is_run() -> None:
-    assert SAMPLES.keys() == {"trainer", "trainer-reads", "accelerate", "accelerate-reads", "peft"}
+    assert SAMPLES.keys() == {"trainer", "trainer-reads", "trl", "accelerate", "accelerate-reads", "peft"}
 
 
 def test_the_trainer_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,6 +43,20 @@ def test_the_trainer_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "Trainer": transformers.Trainer, "model": transformers.GPT2LMHeadModel(config), "args": args, "data": Text(48),
         "held_out": Text(8), "use_flowstone": use_flowstone, "get_last_checkpoint": get_last_checkpoint, "fs": fs,
     })
+
+
+def test_the_sft_trainer_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trl = pytest.importorskip("trl", reason="`make test-integrations` installs it")
+    from trl_act import data_of, tokenizer
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    args = trl.SFTConfig("runs/sft", max_steps=2, save_steps=2, use_cpu=True, report_to=[], bf16=False)
+    run(["trl"], {
+        "SFTTrainer": trl.SFTTrainer, "model": small_gpt(), "args": args, "data": data_of("sft"),
+        "tokenizer": tokenizer(), "use_flowstone": use_flowstone, "get_last_checkpoint": get_last_checkpoint,
+    })
+    assert fs.open("runs/sft").step == 2
 
 
 def test_the_accelerator_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

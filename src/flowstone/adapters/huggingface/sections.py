@@ -19,7 +19,11 @@ def live_sections(trainer: Any, bases: Bases, *, model_only: bool = False) -> di
         return sections
     sections |= {"optimizer": trainer.optimizer, "scheduler": trainer.lr_scheduler}
     scaler = getattr(trainer.accelerator, "scaler", None)
-    return sections if scaler is None else sections | {"scaler": scaler}
+    if scaler is not None:
+        sections["scaler"] = scaler
+    if getattr(trainer.args, "sync_ref_model", False) and getattr(trainer, "ref_model", None) is not None:
+        sections["ref_model"] = trainer.ref_model  # of TRL, which follows the trained one; TRL itself does not save it
+    return sections
 
 
 def saved_sections(trainer: Any, bases: Bases) -> dict[str, object]:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from sim_dcp import DcpJob, dcp_job
 from sim_disk import Change, Disk, PowerLoss, Unsynced
 from sim_group import GroupJob, group
 from sim_turns import Freeze
@@ -57,6 +58,7 @@ class Scenario:
     repeat  what the next process does after a kill, if not the same again
     ranks   how many the job has. Of several, one is killed, fails or freezes; the power is lost for all
     modes   in which it is played
+    by_dcp  it is saved by dcp.save
     start   the first change at which it is stopped has this in its path
     """
 
@@ -68,6 +70,7 @@ class Scenario:
     ranks: int = 1
     modes: Collection[str] = tuple(MODES)
     start: str = ""
+    by_dcp: bool = False
 
 
 def _saved(*steps: int) -> Callable[[Path, Ledger], None]:
@@ -75,6 +78,14 @@ def _saved(*steps: int) -> Callable[[Path, Ledger], None]:
         with job(sandbox, Unsynced(), ledger, attempt="o") as earlier:
             for step in steps:
                 earlier.save(step)
+
+    return before
+
+
+def _saved_by_dcp(step: int) -> Callable[[Path, Ledger], None]:
+    def before(sandbox: Path, ledger: Ledger) -> None:
+        with dcp_job(sandbox, Disk(sandbox), ledger, attempt="o") as earlier:
+            earlier.save(step)
 
     return before
 
@@ -166,6 +177,16 @@ def _overlapping(job: GroupJob) -> None:
     job.save_both(3, 4)
 
 
+def _by_dcp(name: str, *steps: int, **options: object) -> Scenario:
+    """Of dcp.save. Its ranks meet by collectives: one that freezes holds up all, until they are dead or go on."""
+
+    def act(job: DcpJob) -> None:
+        for step in steps:
+            job.save(step)
+
+    return Scenario(name, act, modes=("power", "kill", "error"), by_dcp=True, **options)  # type: ignore[arg-type]
+
+
 SCENARIOS: Sequence[Scenario] = (
     Scenario("first_save", _save(1)),
     Scenario("second_save", _save(2), _saved(1)),
@@ -187,6 +208,13 @@ SCENARIOS: Sequence[Scenario] = (
         "saves_beside_training", _beside_training(1, 2, 3), keep=Keep(last=1), repeat=_beside_training(8, 9),
         start=".saving-00000002",
     ),
+    _by_dcp("dcp_first_save", 1),
+    _by_dcp("dcp_second_save", 2, before=_saved(1)),
+    _by_dcp("dcp_overwrite", 2, before=_saved_by_dcp(2)),
+    _by_dcp("dcp_two_saves", 1, 2),
+    _by_dcp("dcp_team_first_save", 1, ranks=2),
+    _by_dcp("dcp_team_second_save", 2, before=_saved(1), ranks=2),
+    _by_dcp("dcp_team_overwrite", 2, before=_saved_by_dcp(2), ranks=2),
 )
 
 
@@ -323,7 +351,7 @@ class Simulation:
     def _job(self, disk: Disk, ledger: Ledger, **options: object):
         if self._scenario.ranks > 1:
             options["ranks"] = self._scenario.ranks
-        make = group if self._scenario.ranks > 1 else job
+        make = dcp_job if self._scenario.by_dcp else group if self._scenario.ranks > 1 else job
         return make(disk.sandbox, disk, ledger, keep=self._scenario.keep, **options)
 
     def _play(self, disk: Disk, ledger: Ledger | None = None, number: int = 0, **options: object) -> Disk:
@@ -346,7 +374,10 @@ class Simulation:
 def _check_told(told: FlowstoneError | None, hurt: Job, disk: Disk) -> None:
     """The error reached the caller, with its reason; or an event, if it was only a removal's."""
     if told is None:
-        assert any(isinstance(event, RemovalFailed) for event in hurt.events), f"no event reported {disk.failed}"
+        is_told = hurt.heard(disk.failed.path) if isinstance(hurt, DcpJob) else any(
+            isinstance(event, RemovalFailed) for event in hurt.events
+        )
+        assert is_told, f"no event reported {disk.failed}"
         return
     cause: BaseException | None = told
     while cause is not None and not getattr(cause, "errno", 0):

@@ -33,7 +33,7 @@ class PowerLoss(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One numbered operation. kind: mkdir create reserve fill write sync sync_directory rename unlink rmdir"""
+    """One numbered operation. kind: mkdir create reserve fill write sync sync_directory rename exchange unlink rmdir"""
 
     number: int
     kind: str
@@ -154,6 +154,15 @@ class Disk(System):
             number = self._find(source)
             super().rename(source, target, source_at, target_at)
             self._nodes[number].places.append(self._place(target))
+
+    def exchange(self, one: Path, other: Path, at: int) -> None:
+        with self._guard:
+            self._begin("exchange", other)
+            numbers = self._find(one), self._find(other)
+            places = self._place(one), self._place(other)
+            super().exchange(one, other, at)
+            for number, place in zip(numbers, reversed(places), strict=True):
+                self._nodes[number].places.append(place)
 
     def unlink(self, path: Path, at: int | None = None) -> None:
         with self._guard:

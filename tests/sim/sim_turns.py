@@ -78,6 +78,14 @@ class Turns:
         if rank in self._dead and not self._is_over:
             raise PowerLoss
 
+    def is_dead(self, rank: int) -> bool:
+        return rank in self._dead
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank has come to the end of what all do, or died: it posts nothing any more."""
+        with self._changed:
+            return self._states[rank] == "done"
+
     @contextmanager
     def turn(self, rank: int) -> Iterator[None]:
         """To change the disk. A rank that loses its power here, or is killed, takes no further part."""
@@ -217,6 +225,10 @@ class RankDisk(System):
     def rename(self, source: Path, target: Path, source_at: int | None = None, target_at: int | None = None) -> None:
         with self._turn():
             self._disk.rename(source, target, source_at, target_at)
+
+    def exchange(self, one: Path, other: Path, at: int) -> None:
+        with self._turn():
+            self._disk.exchange(one, other, at)
 
     def unlink(self, path: Path, at: int | None = None) -> None:
         with self._turn():

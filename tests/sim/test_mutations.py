@@ -16,6 +16,7 @@ from types import FunctionType
 import pytest
 from sim_cases import MODES, SCENARIOS, Simulation
 
+from flowstone.adapters.dcp import publication
 from flowstone.commit import catalog, publish, removal, retention
 from flowstone.commit.writer import StoreWriter
 from flowstone.pipeline import capturing, save_coordinator
@@ -133,6 +134,45 @@ MUTANTS = {
         (("decide(existing, self._keep, committed=committed, foreign=self._foreign)",
           "decide((*existing, committed + 1), self._keep)"),),
         "team_overlapping", start="step-00000003",
+    ),
+    "dcp_segments_are_not_synced": Mutant(
+        LocalWriting, "receipt", (("self._error() or self._sync_error()", "self._error()"),), "dcp_team_first_save",
+        start="step-",
+    ),
+    "dcp_draft_is_not_synced": Mutant(
+        publish, "record", (("sync(store, draft.directory)", "pass"),), "dcp_second_save", start="step-"
+    ),
+    "dcp_is_told_before_the_rename_is_durable": Mutant(
+        publication, "_publish", (("        store.sync_directory()\n", ""),), "dcp_first_save", start="step-"
+    ),
+    "dcp_removes_what_it_replaced_before_that_is_durable": Mutant(
+        publication, "_publish", (("        store.sync_directory()\n", ""),), "dcp_team_overwrite", start="step-"
+    ),
+    "dcp_removes_what_it_is_to_replace": Mutant(
+        publication, "_publish",
+        ((
+            "replaced = store",
+            "store.exists(target.name) and removal.empty(store, target.name)\n        replaced = store",
+        ),),
+        "dcp_overwrite", start="manifest",
+    ),
+    "dcp_names_a_checkpoint_before_its_manifest": Mutant(
+        publication, "_publish",
+        (
+            ("        manifest = publish.record(store, draft, owner, made)\n", ""),
+            ("        store.sync_directory()\n", (
+                "        draft = publish.Draft(target.step, draft.id, target.name)\n"
+                "        manifest = publish.record(store, draft, owner, made)\n        store.sync_directory()\n"
+            )),
+        ),
+        "dcp_team_overwrite", start="step-",
+    ),
+    "dcp_keeps_what_a_dead_save_has_left": Mutant(
+        publication, "begin", (("removal.empty(store, target.draft_directory)", "pass"),), "dcp_first_save", "kill",
+    ),
+    "dcp_publishes_a_failed_segment": Mutant(
+        LocalWriting, "receipt", (("self._error() or self._sync_error()", "self._sync_error()"),),
+        "dcp_team_second_save", "error", start="rank-",
     ),
     "what_may_be_committed_is_removed": Mutant(
         saving, "commit", (("if not (isinstance(error, RankError) and error.undecided):", "if True:"),),

@@ -29,8 +29,9 @@ from flowstone.table.pieces import Alias, Pieces, TensorColumns
 
 
 def begin(store: LocalStore, target: Target) -> None:
-    """Make an empty draft for the ranks to write into; what a dead save has left of one goes."""
-    store.make_directory()
+    """Make an empty draft for the ranks to write into, in a directory that is there; what a dead save has left of one
+    goes.
+    """
     check_lock(store, target)
     if store.exists(target.draft_directory):
         removal.empty(store, target.draft_directory)

@@ -301,7 +301,8 @@ def test_a_damaged_index_is_named_with_its_range(checkpoint: Path) -> None:
     [
         (b"[]", DamagedError, "objects.json matches its digest, but its content is not valid"),
         (b"{", DamagedError, "objects.json matches its digest, but its content is not valid"),
-        (b'{"replicated": {}}', DamagedError, "its digest, but its content is not valid: 'per_rank'"),
+        (b'{"replicated": {}}', DamagedError,
+         "its digest, but its content is not valid: Object missing required field `per_rank`"),
         (b'{"replicated": {"objects": {"$code": "x"}}, "per_rank": {}}', UnsupportedFormatError,
          "the object 'objects' is of a type that this version cannot read"),
         (b'{"replicated": {"objects": {"$int": "zz"}}, "per_rank": {}}', DamagedError,

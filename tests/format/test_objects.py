@@ -267,3 +267,47 @@ def test_any_json_decodes_or_is_a_typed_error(node: object) -> None:
     except FlowstoneError:
         return
     assert same(through_text(value), value)
+
+
+def outcome(read: Callable[[], object]) -> object:
+    try:
+        return True, read()
+    except FlowstoneError as error:
+        return False, type(error), str(error)
+
+
+REFERENCES = st.dictionaries(
+    st.sampled_from(["a", "b.c", "", "$", "$tensor", "a$", "\ud800", "\""]),
+    st.one_of(
+        st.fixed_dictionaries({"$tensor": st.one_of(st.text(max_size=3), st.just(1))}),
+        st.sampled_from([{"$tensor": "t", "more": 1}, {"$ndarray": "t"}, {}, None, [{"$tensor": "t"}]]),
+    ),
+    max_size=4,
+)
+
+
+@given(st.one_of(JSON, REFERENCES))
+def test_text_decodes_as_its_node_does(node: object) -> None:
+    text = json.dumps(node, allow_nan=False) if _is_finite(node) else "null"
+    try:
+        parsed = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        with pytest.raises(msgspec.DecodeError):
+            objects.decode_text(text.encode(), "s")
+        return
+    ours, theirs = outcome(lambda: objects.decode_text(text.encode(), "s")), outcome(lambda: decode(parsed, "s"))
+    assert same(ours, theirs)
+
+
+def _is_finite(node: object) -> bool:
+    try:
+        json.dumps(node, allow_nan=False)
+    except ValueError:
+        return False
+    return True
+
+
+def test_a_dict_of_references_is_decoded_without_a_node_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "decode", None)
+    text = b'{"a":{"$tensor":"m.a"},"b":{"$tensor":"m.b"}}'
+    assert objects.decode_text(text, "m") == {"a": TensorRef("m.a", "tensor"), "b": TensorRef("m.b", "tensor")}

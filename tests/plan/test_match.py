@@ -108,6 +108,16 @@ def test_renames_apply_in_order() -> None:
     assert names == {"b.w": 0, "a.w": 1}
 
 
+def test_names_that_change_places_are_compared_by_row_not_by_order() -> None:
+    stored = index(piece("m.a", (2,)), piece("m.b", (3,)))
+    swap = [Rename("m.a", "m.c"), Rename("m.b", "m.a"), Rename("m.c", "m.b")]
+    assert matched([piece("m.b", (2,)), piece("m.a", (3,))], stored, *swap).rows == (0, 1)
+    assert matched([piece("m.a", (3,)), piece("m.b", (2,))], stored, *swap).rows == (1, 0)
+    assert len(differences([piece("m.a", (2,)), piece("m.b", (3,))], stored, *swap)) == 2
+    assert matched([piece("m.a", (2,)), piece("m.b", (3,))], stored).rows == (0, 1)
+    assert len(differences([piece("m.a", (3,)), piece("m.b", (2,))], stored)) == 2
+
+
 def test_a_rename_that_makes_two_names_one_is_refused() -> None:
     with pytest.raises(MismatchError, match=r"rename rules give two stored tensors the name 'm\.b\.w'"):
         renamed({"m.a.w": 0, "m.b.w": 1}, [Rename("m.a", "m.b")])

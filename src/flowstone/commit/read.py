@@ -31,6 +31,16 @@ class Objects(msgspec.Struct, frozen=True):
     per_rank: dict[str, list[object]]
 
 
+class _Texts(msgspec.Struct, frozen=True):
+    """The file as JSON: each value's own text."""
+
+    replicated: dict[str, msgspec.Raw]
+    per_rank: dict[str, list[msgspec.Raw]]
+
+
+_TEXTS = msgspec.json.Decoder(_Texts)
+
+
 def read_index(store: Names, directory: str, manifest: Manifest) -> Index:
     """The index, with every byte verified and every row checked."""
     path = f"{store.location}/{inside(directory, INDEX_NAME)}"
@@ -57,12 +67,12 @@ def _decoded(data: bytearray, path: str) -> Objects:
             expected=f"at most {OBJECTS_CONTAINERS_MAX}", found=count, next="use an older step",
         )
     try:
-        nodes = msgspec.json.decode(data)
-        replicated = {name: objects.decode(node, name) for name, node in nodes["replicated"].items()}
+        texts = _TEXTS.decode(data)
+        replicated = {name: objects.decode_text(text, name) for name, text in texts.replicated.items()}
         per_rank = {
-            name: [objects.decode(node, name) for node in entries] for name, entries in nodes["per_rank"].items()
+            name: [objects.decode_text(text, name) for text in entries] for name, entries in texts.per_rank.items()
         }
-    except (msgspec.DecodeError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
         raise DamagedError(
             f"{path} matches its digest, but its content is not valid: {error!s:.300}", next="use an older step"
         ) from error

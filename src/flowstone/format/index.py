@@ -62,7 +62,9 @@ class Index:
         set_, names = object.__setattr__, self.pieces.tensors.names
         set_(self, "tensors", self.pieces.tensors)
         set_(self, "first_piece", np.searchsorted(self.pieces.tensor, np.arange(len(names) + 1)))
-        set_(self, "_rows", dict(zip(names, range(len(names)), strict=True)) | dict(self.aliases))
+        rows = dict(zip(names, range(len(names)), strict=True))
+        rows.update(self.aliases)
+        set_(self, "_rows", rows)
 
     def rows(self) -> Mapping[str, int]:
         """Every name, aliases included, to its tensor's row."""

@@ -48,6 +48,7 @@ import json
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import repeat
 from operator import itemgetter
@@ -158,6 +159,16 @@ def decode(node: object, path: str) -> object:
              else that `encode` does not write
     """
     return _Decoder().value(node, path)
+
+
+def decode_text(text: msgspec.Raw | bytes, path: str) -> object:
+    """As `decode`, of a node's JSON text. Raises msgspec.DecodeError, too, for text that is not JSON."""
+    with suppress(msgspec.DecodeError):  # a dict of nothing but references: no node for each of them
+        found = _REFERENCES.decode(text)
+        keys = "".join(found)
+        if valid_text(keys) and not ("$" in keys and any(key[:1] == "$" for key in found)):
+            return dict(zip(found, tensor_refs([one.name for one in found.values()]), strict=True))
+    return decode(msgspec.json.decode(text), path)
 
 
 class _Encoder:
@@ -460,6 +471,13 @@ def _references(nodes: Collection[object]) -> list[TensorRef] | None:
     except KeyError:
         return None
     return tensor_refs(cast("list[str]", names)) if set(map(type, names)) == {str} else None
+
+
+class _Reference(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True, rename={"name": "$tensor"}):
+    name: str
+
+
+_REFERENCES = msgspec.json.Decoder(dict[str, _Reference])
 
 
 def _ref(kind: RefKind, node: object) -> TensorRef:

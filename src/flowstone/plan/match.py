@@ -103,7 +103,7 @@ def match(
     index, names = available.index, available.names
     pieces, aliases = Pieces.of(requested.pieces), requested.aliases
     alike = tuple(names) == pieces.names  # the usual case: the state that was saved, and nothing else
-    rows: list[int | None] = [*names.values()] if alike else [*map(names.get, pieces.names)]
+    rows = _rows_of(pieces, names, index, alike=alike)
     compared = _compare(pieces, rows, index, rules)
     unexpected = () if alike else _unexpected(requested, available, elsewhere)
     skipped = tuple(name for name in unexpected if allowed(rules, Skip, name))
@@ -115,11 +115,12 @@ def match(
     if faults:
         refuse(faults)
     tied = [alias.name for alias in aliases if alias.name not in names and allowed(rules, Init, alias.name)]
-    return Match(
-        wanted=tuple([position for position, row in enumerate(rows) if row is not None]),
-        rows=tuple([row for row in rows if row is not None]), cast=tuple(compared.cast),
-        initialised=(*compared.initialised, *tied), skipped=skipped,
-    )
+    if isinstance(rows, range):
+        wanted = stored = tuple(rows)
+    else:
+        wanted = tuple([position for position, row in enumerate(rows) if row is not None])
+        stored = tuple([row for row in rows if row is not None])
+    return Match(wanted, stored, tuple(compared.cast), (*compared.initialised, *tied), skipped)
 
 
 class _Compared(msgspec.Struct, frozen=True):
@@ -128,6 +129,13 @@ class _Compared(msgspec.Struct, frozen=True):
     faults: list[str] = msgspec.field(default_factory=list)
     cast: list[str] = msgspec.field(default_factory=list)
     initialised: list[str] = msgspec.field(default_factory=list)
+
+
+def _rows_of(pieces: Pieces, names: Mapping[str, int], index: Index, *, alike: bool) -> Sequence[int | None]:
+    """The index row of each piece; None: not stored. All rows in order are a range."""
+    if alike and names is index.rows():
+        return range(len(names))
+    return [*names.values()] if alike else [*map(names.get, pieces.names)]
 
 
 def _compare(pieces: Pieces, rows: Sequence[int | None], index: Index, rules: Sequence[Rule]) -> _Compared:
@@ -164,8 +172,11 @@ def _unexpected(requested: Requested, available: Available, elsewhere: Container
 
 def _suspects(pieces: Pieces, rows: Sequence[int | None], index: Index) -> list[int]:
     """Positions of the pieces that are not stored as requested, ascending."""
-    stored, tensors = [row for row in rows if row is not None], index.tensors
-    if len(stored) == len(rows):
+    tensors = index.tensors
+    if isinstance(rows, range):
+        if (tensors.shapes, tensors.dtypes) == (pieces.shapes, pieces.dtypes):
+            return []
+    elif len(stored := [row for row in rows if row is not None]) == len(rows):
         shapes, dtypes = map(tensors.shapes.__getitem__, stored), map(tensors.dtypes.__getitem__, stored)
         if (tuple(shapes), tuple(dtypes)) == (pieces.shapes, pieces.dtypes):
             return []

@@ -1,10 +1,14 @@
-"""One rank of a job that DeepSpeed trains: `deepspeed_act.py ACT STAGE TYPE DIRECTORY`.
+"""One rank of a job that DeepSpeed trains: `deepspeed_act.py ACT STAGE TYPE DIRECTORY [slot]`.
 
 whole, resumed   load what there is, train to the end through Flowstone, and tell what came out
 killed           the same, and die of SIGKILL on the way, with a save in flight
 native           train half of the way, and let DeepSpeed save; tell each parameter's state as DeepSpeed gathers it
 lost             save under tags that the system refuses, one after the other, and end without a wait for the second
 verbs            what a job can do besides, and what is refused
+slots            the same of an engine that has `datastates_ckpt`
+other-ranks      load what another number of ranks has saved, as far as DeepSpeed does
+
+With `slot`, it is DeepSpeed's setting `datastates_ckpt` that leads to Flowstone, and not `attach`.
 """
 
 from __future__ import annotations
@@ -23,9 +27,10 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from digests import digest
 
 import flowstone as fs
-from flowstone.adapters.deepspeed import attach
+from flowstone.adapters.deepspeed import attach, fill_datastates_slot
 
 WIDTH, STEPS = 160, 6
+SLOT = sys.argv[5:] == ["slot"]
 
 
 class Network(torch.nn.Module):
@@ -54,6 +59,8 @@ def engine_of(stage: int, kind: str) -> Any:
     }
     if kind == "bf16":
         config["bf16"] = {"enabled": True}
+    if SLOT:
+        config["datastates_ckpt"] = {"host_cache_size": 0.25, "parser_threads": 2}
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
@@ -74,21 +81,49 @@ def tell(engine: Any, act: str, directory: Path) -> None:
     Path(f"{directory}-{act}-{engine.global_rank}.json").write_text(json.dumps(told))
 
 
+def wait(engine: Any) -> None:
+    """Until all saves are durable."""
+    if SLOT:
+        engine.checkpoint_engine.ckpt_engine.wait(persist=True)
+    else:
+        engine.checkpoint_engine.wait()
+
+
 def resumed(act: str, stage: int, kind: str, directory: Path) -> None:
+    if SLOT:
+        fill_datastates_slot()
     engine = engine_of(stage, kind)
-    plugin = attach(engine)
+    if not SLOT:
+        attach(engine)
     _, client = engine.load_checkpoint(str(directory))
     assert client is None or client["seen"] == [engine.global_steps]
     if act == "killed":
         train(engine, 2, directory, kind)
-        plugin.wait()
-        assert (directory / "latest").read_text() == "global_step2"
+        wait(engine)
+        assert engine.global_rank or (directory / "latest").read_text() == "global_step2"
         train(engine, 4, directory, kind)
         os.kill(os.getpid(), signal.SIGKILL)
     print("from", engine.global_steps, flush=True)
     train(engine, STEPS, directory, kind)
-    plugin.wait()
+    wait(engine)
     tell(engine, act, directory)
+
+
+def other_ranks(stage: int, kind: str, directory: Path) -> None:
+    """Of stage 0, everything. Else DeepSpeed refuses partitions by name, and parameters alone come in."""
+    engine = engine_of(stage, kind)
+    attach(engine)
+    if stage == 0:
+        engine.load_checkpoint(str(directory))
+    else:
+        with pytest.raises(Exception, match="world size"):
+            engine.load_checkpoint(str(directory))
+        engine.load_checkpoint(str(directory), load_module_only=True)
+    assert stage or engine.global_steps == STEPS
+    whole = json.loads(Path(f"{directory}-whole-0.json").read_text())["parts"]
+    assert digest(engine.module.state_dict()) == whole[1]
+    assert stage or digest(engine.lr_scheduler.state_dict()) == whole[2]
+    print("the end", flush=True)
 
 
 def native(stage: int, kind: str, directory: Path) -> None:
@@ -193,6 +228,56 @@ def verbs(stage: int, kind: str, directory: Path) -> None:
         engine.load_checkpoint(str(directory), tag="global_step5")
 
 
+def slots(stage: int, kind: str, directory: Path) -> None:
+    from deepspeed.runtime.checkpoint_engine.datastates_checkpoint_engine import DataStatesCheckpointEngine
+
+    from flowstone.adapters.deepspeed.slot import CheckpointEngine
+
+    sys.path.insert(0, str(directory))
+    (directory / "datastates").mkdir(parents=True)
+    (directory / "datastates" / "__init__.py").write_text("")
+    with pytest.raises(fs.ArgumentError, match=r"datastates/__init__\.py"):
+        fill_datastates_slot()  # which would hide it
+    sys.path.remove(str(directory))
+    fill_datastates_slot(keep=1)
+    fill_datastates_slot(keep=fs.Keep(last=2))
+    engine = engine_of(stage, kind)
+    assert type(engine.checkpoint_engine) is DataStatesCheckpointEngine
+    own = engine.checkpoint_engine.ckpt_engine
+    assert (type(own), own.rank, own.budget_bytes) == (CheckpointEngine, 0, 1 << 28)
+    with pytest.raises(fs.ArgumentError, match="already"):
+        attach(engine)
+    own.wait(persist=True)  # of nothing
+    train(engine, 1, directory / "run", kind)
+    own.wait()
+    train(engine, 4, directory / "run", kind)
+    assert own.commit()
+    assert (directory / "run" / "latest").read_text() == "global_step4"
+    names = {path.name for path in (directory / "run").glob("step-*")}
+    assert names >= {"step-00000003", "step-00000004"}
+    assert "step-00000001" not in names  # and that step 2 is gone soon, other tests show
+    saved = digest([engine.optimizer.state_dict(), engine.module.state_dict()])
+    engine.save_16bit_model(str(directory), "weights.bin")
+    assert torch.load(directory / "weights.bin", weights_only=True)["first.weight"].shape == (WIDTH, WIDTH)
+    train(engine, 5, None, kind)
+    engine.load_checkpoint(str(directory / "run"))
+    assert digest([engine.optimizer.state_dict(), engine.module.state_dict()]) == saved
+    with pytest.raises(fs.ArgumentError, match="belongs to no engine"):
+        CheckpointEngine(engine._config, 0).save({}, str(directory / "x.pt"))
+    engine._config.datastates_config.config = {"host_cache": 3}
+    with pytest.raises(fs.ArgumentError, match="host_cache 3"):
+        CheckpointEngine(engine._config, 0)
+    train(engine, 5, None, kind)
+    engine.save_checkpoint(str(directory / "run"))
+    engine.destroy()  # which waits
+    assert fs.open(directory / "run").step == 5
+    assert (directory / "run" / "latest").read_text() == "global_step5"
+    sys.argv.pop()
+    globals()["SLOT"] = False
+    assert not hasattr(engine_of(stage, kind).save_checkpoint, "of_deepspeed")
+    print("the end", flush=True)
+
+
 if __name__ == "__main__":
     act, stage, kind, directory = sys.argv[1], int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
     match act:
@@ -202,6 +287,10 @@ if __name__ == "__main__":
             lost(stage, kind, directory)
         case "verbs":
             verbs(stage, kind, directory)
+        case "slots":
+            slots(stage, kind, directory)
+        case "other-ranks":
+            other_ranks(stage, kind, directory)
         case _:
             resumed(act, stage, kind, directory)
     sys.stdout.flush()

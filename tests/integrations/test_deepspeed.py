@@ -17,10 +17,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def act(name: str, stage: int, kind: str, directory: Path, ranks: int) -> list[int]:
+def act(name: str, stage: int, kind: str, directory: Path, ranks: int, *how: str) -> list[int]:
     """The exit codes of the ranks."""
     environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    command = [str(HERE / "deepspeed_act.py"), name, str(stage), kind, str(directory)]
+    command = [str(HERE / "deepspeed_act.py"), name, str(stage), kind, str(directory), *how]
     return run_ranks(command, Path(f"{directory}-{name}"), ranks, environment, is_launched=True)
 
 
@@ -33,17 +33,42 @@ def told(directory: Path, name: str, ranks: int) -> list[dict[str, object]]:
     return [json.loads(Path(f"{directory}-{name}-{rank}.json").read_text()) for rank in range(ranks)]
 
 
-@pytest.mark.parametrize(("stage", "kind", "ranks"), [(0, "bf16", 2), (1, "bf16", 2), (2, "fp32", 1), (3, "fp32", 2)])
-def test_a_killed_run_resumes_to_the_last_bit(tmp_path: Path, stage: int, kind: str, ranks: int) -> None:
-    assert act("whole", stage, kind, tmp_path / "a", ranks) == [0] * ranks, said(tmp_path / "a", "whole")
-    assert -9 in act("killed", stage, kind, tmp_path / "b", ranks), said(tmp_path / "b", "killed")
-    assert act("resumed", stage, kind, tmp_path / "b", ranks) == [0] * ranks, said(tmp_path / "b", "resumed")
+def check_resumes(tmp_path: Path, stage: int, kind: str, ranks: int, *how: str) -> None:
+    assert act("whole", stage, kind, tmp_path / "a", ranks, *how) == [0] * ranks, said(tmp_path / "a", "whole")
+    assert -9 in act("killed", stage, kind, tmp_path / "b", ranks, *how), said(tmp_path / "b", "killed")
+    assert act("resumed", stage, kind, tmp_path / "b", ranks, *how) == [0] * ranks, said(tmp_path / "b", "resumed")
     logs = [Path(f"{tmp_path / 'b'}-resumed-{rank}.txt").read_text() for rank in range(ranks)]
     resumed_from = [line for log in logs for line in log.splitlines() if line.startswith("from ")]
     assert len(resumed_from) == ranks
     assert set(resumed_from) in ({"from 2"}, {"from 3"}, {"from 4"})
     assert told(tmp_path / "b", "resumed", ranks) == told(tmp_path / "a", "whole", ranks)
     assert fs.open(tmp_path / "b").verify().sound
+
+
+@pytest.mark.parametrize(("stage", "kind", "ranks"), [(0, "bf16", 2), (1, "bf16", 2), (2, "fp32", 1), (3, "fp32", 2)])
+def test_a_killed_run_resumes_to_the_last_bit(tmp_path: Path, stage: int, kind: str, ranks: int) -> None:
+    check_resumes(tmp_path, stage, kind, ranks)
+
+
+@pytest.mark.parametrize(("stage", "kind", "ranks"), [(0, "fp32", 1), (1, "fp32", 1), (2, "bf16", 2), (3, "bf16", 2)])
+def test_a_killed_run_that_has_datastates_ckpt_resumes_to_the_last_bit(
+    tmp_path: Path, stage: int, kind: str, ranks: int
+) -> None:
+    check_resumes(tmp_path, stage, kind, ranks, "slot")
+
+
+def test_the_package_that_deepspeed_imports_for_datastates_ckpt(tmp_path: Path) -> None:
+    assert act("slots", 2, "bf16", tmp_path / "a", 1, "slot") == [0], said(tmp_path / "a", "slots")
+    log = said(tmp_path / "a", "slots")
+    assert log.splitlines()[-1] == "the end"
+    assert "does nothing for an engine of DeepSpeed that saves through a TorchCheckpointEngine" in log
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_another_number_of_ranks_loads_what_deepspeed_itself_loads(tmp_path: Path, stage: int) -> None:
+    assert act("whole", stage, "bf16", tmp_path / "a", 2) == [0, 0], said(tmp_path / "a", "whole")
+    assert act("other-ranks", stage, "bf16", tmp_path / "a", 1) == [0], said(tmp_path / "a", "other-ranks")
+    assert said(tmp_path / "a", "other-ranks").splitlines()[-1] == "the end"
 
 
 def test_a_job_that_deepspeed_saved_goes_on_through_flowstone(tmp_path: Path) -> None:

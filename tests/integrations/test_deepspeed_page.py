@@ -17,6 +17,10 @@ config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}
 def batch():
     return torch.randn(4, 160)
 """
+SLOT = """
+path, client_state = engine.load_checkpoint("runs/gpt")
+assert engine.global_steps == 4 and client_state["epoch"] == 1
+"""
 AFTER = "print('done', flush=True)\nos._exit(0)  # without the end of gloo's threads, which may abort a process\n"
 
 
@@ -25,9 +29,9 @@ AFTER = "print('done', flush=True)\nos._exit(0)  # without the end of gloo's thr
 )
 def test_the_engine_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = samples("DEEPSPEED.md")
-    assert list(found) == ["deepspeed", "deepspeed-reads"]
+    assert list(found) == ["deepspeed", "deepspeed-reads", "deepspeed-slot"]
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "sample.py").write_text(BEFORE + "".join(found.values()) + AFTER)
+    (tmp_path / "sample.py").write_text(BEFORE + "".join(found.values()) + SLOT + AFTER)
     command, environment = [str(tmp_path / "sample.py")], {"DS_ACCELERATOR": "cpu"}
     codes = run_ranks(command, tmp_path / "log", environment=environment, is_launched=True)
     assert codes == [0], (tmp_path / "log-0.txt").read_text()[-3000:]

@@ -6,9 +6,11 @@
     engine.load_checkpoint("runs/gpt")
 
 `attach` puts a `CheckpointEngine` of ours into the engine. Which rank saves what is DeepSpeed's part; docs/DEEPSPEED.md
-has the lines to change, and what differs.
+has the lines to change, and what differs. Jobs that have `datastates_ckpt` in DeepSpeed's configuration call
+`fill_datastates_slot()` before `deepspeed.initialize` instead.
 """
 
 from flowstone.adapters.deepspeed.attaching import attach
+from flowstone.adapters.deepspeed.slot import fill_datastates_slot
 
-__all__ = ["attach"]
+__all__ = ["attach", "fill_datastates_slot"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flowstone.adapters.framework import Framework
@@ -39,30 +40,49 @@ def attach(
     raises   FrameworkError  DeepSpeed is missing, or of a version with another interface
              ArgumentError   this is no engine of it, or one that keeps state where Flowstone does not see it
     """
-    version = str(DEEPSPEED.load("deepspeed").__version__)
-    kind = DEEPSPEED.load("deepspeed.runtime.engine").DeepSpeedEngine
-    DEEPSPEED.check(version, _METHODS, kind)
-    plugin_kind = DEEPSPEED.load("deepspeed.runtime.checkpoint_engine.checkpoint_engine").CheckpointEngine
-    DEEPSPEED.check(version, _PLUGIN_METHODS, plugin_kind)
-    from flowstone.adapters.deepspeed.plugin import FlowstoneCheckpointEngine
-
+    version, kind = check_interface({})
     if not isinstance(engine, kind):
         raise ArgumentError(
             f"{type(engine).__name__} is no engine of DeepSpeed",
             next="give what deepspeed.initialize(...) returns first",
         )
-    if isinstance(engine.checkpoint_engine, FlowstoneCheckpointEngine):
+    if hasattr(engine.save_checkpoint, "of_deepspeed"):
         raise ArgumentError("this engine saves through Flowstone already", next="call attach once for each engine")
+    options = {
+        "keep": keep, "budget_bytes": budget_bytes, "saves_in_flight": saves_in_flight, "on_event": on_event,
+    }
+    plugin = adopt(engine, version, options, engine.checkpoint_engine)
+    engine.checkpoint_engine = plugin
+    return plugin
+
+
+def check_interface(more: Mapping[str, Sequence[str]]) -> tuple[str, Any]:
+    """DeepSpeed's version, and the class of its engines. Raises FrameworkError where they are not what is known.
+
+    more  further methods of an engine that are replaced
+    """
+    version = str(DEEPSPEED.load("deepspeed").__version__)
+    kind = DEEPSPEED.load("deepspeed.runtime.engine").DeepSpeedEngine
+    DEEPSPEED.check(version, {**_METHODS, **more}, kind)
+    plugin_kind = DEEPSPEED.load("deepspeed.runtime.checkpoint_engine.checkpoint_engine").CheckpointEngine
+    DEEPSPEED.check(version, _PLUGIN_METHODS, plugin_kind)
+    return version, kind
+
+
+def adopt(engine: Any, version: str, options: dict[str, Any], former: Any) -> FlowstoneCheckpointEngine:
+    """Put a plug-in around the engine's own verbs.
+
+    former  reads and writes what is no checkpoint of ours
+    raises  ArgumentError  the engine keeps state where Flowstone does not see it
+    """
+    from flowstone.adapters.deepspeed.plugin import FlowstoneCheckpointEngine
+
     if engine.zero_nvme_offload_optimizer():
         raise ArgumentError(
             "the optimizer's state is offloaded to NVMe, in files that Flowstone does not see",
             next="offload to the CPU, or let DeepSpeed save this job",
         )
-    options = {
-        "keep": keep, "budget_bytes": budget_bytes, "saves_in_flight": saves_in_flight, "on_event": on_event,
-    }
-    plugin = FlowstoneCheckpointEngine(engine, version, options)
-    engine.checkpoint_engine = plugin
+    plugin = FlowstoneCheckpointEngine(engine, version, options, former)
     engine.save_checkpoint = plugin.around(engine.save_checkpoint)
     engine.load_checkpoint = plugin.before(engine.load_checkpoint)
     return plugin

@@ -47,16 +47,17 @@ class FlowstoneCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     engine   the DeepSpeedEngine
     version  of DeepSpeed
     options  of the Checkpointer of each directory that is saved into
+    former   the CheckpointEngine that reads and writes what is no checkpoint of ours
 
     `save_checkpoint` returns once the save has been planned, and small tensors are copied. Parameters and optimizer
     state are captured while training goes on; the engine's next step waits for that, and not for the disk.
     """
 
-    def __init__(self, engine: Any, version: str, options: dict[str, Any]) -> None:
+    def __init__(self, engine: Any, version: str, options: dict[str, Any], former: Any) -> None:
         super().__init__()
         self.name = "FlowstoneCheckpointEngine"
         self._engine, self._version, self._options = weakref.ref(engine), version, options
-        self._former = engine.checkpoint_engine
+        self._former = former
         self._files: dict[str, dict[str, Any]] | None = None  # of the save that DeepSpeed is in
         self._checkpointer: Checkpointer | None = None
         self._directory: Path | None = None
@@ -140,9 +141,7 @@ class FlowstoneCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """
         failure: FlowstoneError | None = None
         try:
-            if self._checkpointer is not None:
-                self._checkpointer.wait()
-            self._settle()
+            self.finish()
         except FlowstoneError as error:
             failure = error
         failures = torch.tensor([float(failure is not None)], device=self.engine.device)
@@ -151,6 +150,12 @@ class FlowstoneCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             raise failure
         if failures.item():
             raise SaveFailedError("another rank could not finish a save", next="see its error; save again")
+
+    def finish(self) -> None:
+        """Wait until every save so far is durable on all ranks. Raises the failures of this rank alone."""
+        if self._checkpointer is not None:
+            self._checkpointer.wait()
+        self._settle()
 
     # What stands around the engine's own verbs
 
@@ -162,6 +167,7 @@ class FlowstoneCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self.wait()
             return load_checkpoint(*given, **options)
 
+        loaded.of_deepspeed = load_checkpoint  # type: ignore[attr-defined]
         return loaded
 
     def around(self, save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
@@ -182,6 +188,7 @@ class FlowstoneCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._start(directory, name, files, save_latest)
             return done
 
+        saved.of_deepspeed = save_checkpoint  # type: ignore[attr-defined]
         return saved
 
     def _start(self, directory: Path, tag: str, files: dict[str, dict[str, Any]], save_latest: bool) -> None:

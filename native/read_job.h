@@ -65,6 +65,8 @@ private:
     void abandon(const std::shared_ptr<Window>& window);
     const std::byte* arrived(const Window& window, const WantedChunk& chunk) const;
     void copy_edges(const Window& window);
+    /// Index of the chunk's digest.
+    std::uint64_t digest_of(const WantedChunk& chunk) const;
     bool check(const WantedChunk& chunk, const std::byte* bytes);
     void store(Window& window, const WantedChunk& chunk, const std::byte* bytes);
     void end(const std::shared_ptr<Window>& window);

@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "name_patterns": set(),
     "rules": {"errors", "name_patterns"},
     "layout_rules": {"errors", "name_patterns", "rules"},
-    "arguments": {"config", "errors", "rules", "store"},  # what an object lacks of a store
+    "arguments": {"config", "errors", "rules", "layout_rules", "store"},  # what an object lacks of a store
     "regions": {"arguments", "errors", "table"},
     "runtime": {"errors", "events", "log"},
     "format": {"config", "errors", "table", "_native"},

@@ -66,7 +66,18 @@ if TYPE_CHECKING:
     from flowstone.convert.importing import ImportReport, import_checkpoint
     from flowstone.convert.ready_rules import ready_rules
     from flowstone.convert.rule_files import read_rules
-    from flowstone.layout_rules import Fuse, LayoutRule, Pad, RuleSet, Split, Stack, Transpose, Unpad, Unstack
+    from flowstone.layout_rules import (
+        Fuse,
+        LayoutRule,
+        LoadRule,
+        Pad,
+        RuleSet,
+        Split,
+        Stack,
+        Transpose,
+        Unpad,
+        Unstack,
+    )
     from flowstone.pipeline.explain import Explanation, Source, explain
     from flowstone.pipeline.futures import Save
     from flowstone.pipeline.load import LoadReport
@@ -95,6 +106,7 @@ _LATER = {
     "ImportReport": "flowstone.convert.importing",
     "Fuse": "flowstone.layout_rules",
     "LayoutRule": "flowstone.layout_rules",
+    "LoadRule": "flowstone.layout_rules",
     "Pad": "flowstone.layout_rules",
     "RuleSet": "flowstone.layout_rules",
     "Split": "flowstone.layout_rules",
@@ -181,6 +193,7 @@ __all__ = [
     "LeftAlone",
     "LoadProgress",
     "LoadReport",
+    "LoadRule",
     "Loaded",
     "LockedError",
     "MismatchError",

@@ -12,7 +12,8 @@ from typing import Literal, cast
 
 from flowstone.config import STEP_MAX, EngineOptions, Keep, KeepRule, whole_number
 from flowstone.errors import ArgumentError, ClosedError, StorageError
-from flowstone.rules import Cast, Init, Rename, Rule, Skip
+from flowstone.layout_rules import KINDS, LoadRule, RuleSet
+from flowstone.rules import Cast, Init
 from flowstone.store.base import Store, lacks
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//|/(?=[^/]))")
@@ -74,7 +75,7 @@ def to_save(step: object, state: object, fence: object) -> tuple[int, Mapping[st
 
 def to_load(
     state: object, step: object, rules: object, flags: Mapping[str, object]
-) -> tuple[Mapping[str, object], int | None, tuple[Rule, ...]]:
+) -> tuple[Mapping[str, object], int | None, tuple[LoadRule, ...]]:
     """The arguments of `load`; `flags` are True or False. Raises ArgumentError."""
     if not _is_state(state) and step is None and _is_number(state):
         raise ArgumentError(
@@ -93,9 +94,9 @@ def to_load(
     return cast("Mapping[str, object]", state), number, to_rules(rules)
 
 
-def to_rules(rules: object) -> tuple[Rule, ...]:
+def to_rules(rules: object) -> tuple[LoadRule, ...]:
     """Rules as a tuple; a single rule is accepted. Raises ArgumentError for anything else."""
-    kinds = (Cast, Init, Rename, Skip)
+    kinds = (Cast, Init, RuleSet, *KINDS)
     if isinstance(rules, kinds):
         return (rules,)
     if not isinstance(rules, Sequence) or isinstance(rules, str):
@@ -106,7 +107,8 @@ def to_rules(rules: object) -> tuple[Rule, ...]:
         if not isinstance(rule, kinds):
             pattern = repr(rule) if isinstance(rule, str) else "'model.head.*'"
             raise ArgumentError(
-                f"rules: {shown(rule)} is not a rule", expected="fs.Rename, fs.Skip, fs.Init or fs.Cast",
+                f"rules: {shown(rule)} is not a rule",
+                expected="fs.Rename, fs.Skip, fs.Init, fs.Cast, fs.Split, ..., or an fs.RuleSet",
                 next=f"say what may differ: fs.Skip({pattern}), fs.Init({pattern}), ...",
             )
     return tuple(rules)

@@ -14,6 +14,7 @@ from flowstone.commit.writer import StoreWriter
 from flowstone.config import DEADLINE_S, EngineOptions, Keep, KeepRule
 from flowstone.errors import FlowstoneError
 from flowstone.events import OnEvent
+from flowstone.layout_rules import LoadRule
 from flowstone.log import log
 from flowstone.pipeline.futures import Save
 from flowstone.pipeline.load import LoadReport, Loads
@@ -22,7 +23,6 @@ from flowstone.pipeline.replica_samples import first_samples
 from flowstone.pipeline.save import Saves
 from flowstone.pipeline.shared import SaveOptions, Shared
 from flowstone.ranks import RankGroup
-from flowstone.rules import Rule
 from flowstone.runtime.ending import Ending
 from flowstone.runtime.telling import Teller
 from flowstone.runtime.turns import Turn, one_at_a_time
@@ -111,19 +111,22 @@ class Checkpointer(StateDictVerbs):
         state: Mapping[str, object],
         *,
         step: int | None = None,
-        rules: Rule | Sequence[Rule] = (),
+        rules: LoadRule | Sequence[LoadRule] = (),
         verify_first: bool = False,
         fallback: bool = False,
     ) -> LoadReport:
         """Bring `state` back to the newest committed checkpoint, or to that of `step`, in place. Strict.
 
-        rules         differences to accept (Rename, Skip, Init, Cast), each listed in the report
+        rules         differences to accept (Rename, Skip, Init, Cast), and other layouts (Split, Fuse, Transpose, Pad,
+                      Unpad, Stack, Unstack, RuleSet): each tensor that they change is listed in the report
         verify_first  read and check every byte before any memory of the state changes, where memory allows
         fallback      on damage try the next older step; the damaged ones are set aside at the next save.
                       What the system refuses (descriptors, memory, a permission) is not damage, and raises
 
         raises    NoCheckpointError  nothing to load
-                  MismatchError      state and checkpoint differ: all differences, nothing changed
+                  MismatchError      state and checkpoint differ: all differences, nothing changed; or a tensor is not
+                                     as a rule says
+                  NoTensorError, CollisionError  a rule about layouts names nothing; two tensors get one name
                   DamagedError       stored bytes are not what was written; `written` names what
                                      changed, and saving is refused until a load succeeds
         """

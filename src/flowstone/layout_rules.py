@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from flowstone.errors import ArgumentError
 from flowstone.name_patterns import placeholders
-from flowstone.rules import Rename, Skip, check_placeholders
+from flowstone.rules import Rename, Rule, Skip, check_placeholders
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +182,14 @@ class RuleSet:
 
     optional  Renames among them, by their sources, that may name nothing
     complete  whether each of the module's tensors has to be named by a rule
+    prefix    what the names begin with, if they are whole ones; see `below`
     """
 
     rules: tuple[ConversionRule, ...]
     name: str = "rules"
     optional: tuple[str, ...] = ()
     complete: bool = False
+    prefix: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rules", tuple(self.rules))
@@ -214,15 +216,20 @@ class RuleSet:
                 )
             undone.append(rule.inverse)
         optional = tuple(r.target for r in self.rules if isinstance(r, Rename) and r.source in self.optional)
-        return RuleSet(tuple(undone), self.name, optional, self.complete)
+        return RuleSet(tuple(undone), self.name, optional, self.complete, self.prefix)
 
     def below(self, prefix: str) -> RuleSet:
-        """The same of names that begin with `prefix`."""
+        """The same of whole names that begin with `prefix`, such as "generator."; a set that has one stays as it is."""
+        if self.prefix is not None:
+            return self
         return replace(
-            self, rules=tuple(_below(rule, prefix) for rule in self.rules),
+            self, rules=tuple(around(rule, prefix) for rule in self.rules), prefix=prefix,
             optional=tuple(prefix + name for name in self.optional),
         )
 
+
+LoadRule: TypeAlias = Rule | LayoutRule | RuleSet
+"""What a load takes."""
 
 GivenRules: TypeAlias = ConversionRule | RuleSet | Sequence[ConversionRule | RuleSet]
 """What conversions take."""
@@ -230,14 +237,18 @@ GivenRules: TypeAlias = ConversionRule | RuleSet | Sequence[ConversionRule | Rul
 _NAME_FIELDS = ("source", "target", "name", "pattern")
 
 
-def _below(rule: ConversionRule, prefix: str) -> ConversionRule:
+_AnyRule = TypeVar("_AnyRule", bound=ConversionRule)
+
+
+def around(rule: _AnyRule, prefix: str, suffix: str = "") -> _AnyRule:
+    """The same rule of names that begin with `prefix` and end with `suffix`."""
     changes: dict[str, Any] = {}
     for field in fields(rule):
         value = getattr(rule, field.name)
         if field.name in _NAME_FIELDS:
-            changes[field.name] = prefix + value
+            changes[field.name] = prefix + value + suffix
         elif field.name in ("sources", "targets"):
-            changes[field.name] = tuple(prefix + one for one in value)
+            changes[field.name] = tuple(prefix + one + suffix for one in value)
     return replace(rule, **changes)
 
 
@@ -289,6 +300,6 @@ def _check_number(rule: Stack | Unstack, many: str, one: str) -> None:
 
 
 __all__ = [
-    "KINDS", "ConversionRule", "Fuse", "GivenRules", "LayoutRule", "Pad", "RuleSet", "Split", "Stack", "Transpose",
-    "Unpad", "Unstack",
+    "KINDS", "ConversionRule", "Fuse", "GivenRules", "LayoutRule", "LoadRule", "Pad", "RuleSet", "Split", "Stack",
+    "Transpose", "Unpad", "Unstack",
 ]

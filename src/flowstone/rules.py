@@ -12,7 +12,8 @@ from fnmatch import fnmatchcase
 from flowstone.errors import ArgumentError
 from flowstone.name_patterns import bind_path, fill, placeholders
 
-_STATE = ".state."
+STATE = ".state."
+"""What follows an optimizer in the names of its slots; the parameter's name is next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Rename:
 
     def moved(self, name: str) -> str | None:
         """The new name; None for a name that the rule does not speak of."""
-        outer, state, inner = name.partition(_STATE)
+        outer, state, inner = name.partition(STATE)
         moved = self._moved(inner) if state else None
         return self._moved(name) if moved is None else outer + state + moved
 

@@ -10,7 +10,7 @@ from flowstone.checkpoint import Checkpoint
 from flowstone.commit.entries import step_directory
 from flowstone.config import EngineOptions
 from flowstone.errors import ArgumentError, FlowstoneError
-from flowstone.rules import Rule
+from flowstone.layout_rules import LoadRule
 from flowstone.runtime.turns import Turn, one_at_a_time
 from flowstone.state import unpack
 from flowstone.trace import Spans
@@ -58,7 +58,7 @@ class StateDictVerbs:
         state_dict: Mapping[str, object],
         *,
         step: int | None = None,
-        rules: Rule | Sequence[Rule] = (),
+        rules: LoadRule | Sequence[LoadRule] = (),
         verify_first: bool = False,
         fallback: bool = False,
     ) -> LoadReport:

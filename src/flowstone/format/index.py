@@ -78,6 +78,18 @@ class Index:
         a, b = self.pieces_of(one), self.pieces_of(other)
         return one == other or (len(a) == 1 and self.chunks.same_bytes(a, b))
 
+    def equal(self, one: int, other: int) -> bool:
+        """Whether two tensors are known to be equal: same dtypes, same boxes, same digests."""
+
+        def boxes(tensor: int) -> list[int]:
+            pieces = self.pieces_of(tensor)
+            starts = self.pieces.starts
+            found: list[int] = self.pieces.boxes[starts[pieces.start] : starts[pieces.stop]].tolist()
+            return found
+
+        same = self.tensors.dtypes[one] == self.tensors.dtypes[other] and boxes(one) == boxes(other)
+        return same and self.chunks.same_bytes(self.pieces_of(one), self.pieces_of(other))
+
 
 class Totals(msgspec.Struct, frozen=True):
     """The sizes of an index."""

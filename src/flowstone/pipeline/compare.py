@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -12,21 +13,47 @@ from numpy.typing import NDArray
 
 from flowstone.checkpoint import Checkpoint
 from flowstone.errors import ArgumentError
-from flowstone.format.index import Index
-from flowstone.plan.match import Available, Match, Requested, allowed, match, refuse, rename, renamed, section_of
-from flowstone.rules import Rename, Rule, Skip
+from flowstone.layout_rules import LoadRule, RuleSet
+from flowstone.plan.match import (
+    Available,
+    Match,
+    Requested,
+    StoredTable,
+    allowed,
+    match,
+    refuse,
+    rename,
+    renamed,
+    section_of,
+)
+from flowstone.rules import Cast, Init, Rename, Rule, Skip
 from flowstone.stage.overlap import overlaps
 from flowstone.state import Restoration, Stored, StoredTensor, found_in, prepare, warn_of_load, wrapped_sections
 from flowstone.state.names import strip_wrappers
+from flowstone.table.pieces import TensorColumns
+
+if TYPE_CHECKING:
+    from flowstone.plan.arrange import Arrangement
 
 
 class Wanted(msgspec.Struct, frozen=True, eq=False):
-    """What a state needs of a checkpoint. `names`: stored tensor names, after Rename rules, to index rows."""
+    """What a state needs of a checkpoint.
+
+    rules        about names and differences; those of sets too
+    names        stored tensor names, after rules, to rows of `table`
+    arrangement  what rules about layouts make of the index; None: there are none
+    """
 
     checkpoint: Checkpoint
     rules: Sequence[Rule]
     names: Mapping[str, int]
     restoration: Restoration
+    arrangement: Arrangement | None = None
+
+    @property
+    def table(self) -> StoredTable:
+        """The tensors as the state is to find them."""
+        return self.checkpoint.index if self.arrangement is None else self.arrangement
 
     def names_used(self) -> NDArray[np.bool_]:
         """A mask over the stored names: which of them this rank needs."""
@@ -45,11 +72,12 @@ class Wanted(msgspec.Struct, frozen=True, eq=False):
 
 
 def want(
-    checkpoint: Checkpoint, state: Mapping[str, object], *, rules: Sequence[Rule], rank: int = 0, ranks: int = 1
+    checkpoint: Checkpoint, state: Mapping[str, object], *, rules: Sequence[LoadRule], rank: int = 0, ranks: int = 1
 ) -> Wanted:
     """Find the memory that the checkpoint's bytes are to be loaded into. Changes nothing.
 
-    raises  DamagedError, StateError, MismatchError (two names become the same)
+    raises  DamagedError, StateError, MismatchError (two names become the same); with rules about layouts also
+            NoTensorError, CollisionError
     """
     checkpoint.check()
     sections = [*checkpoint.objects, *checkpoint.contents.per_rank]
@@ -62,9 +90,53 @@ def want(
         if idiom := found_in(state, modules=False):
             warn_of_load(idiom)
         rules = (*rules, *map(_Unwrap, wrapped_sections(state, checkpoint.objects)))
-    names = renamed(checkpoint.index.rows(), rules)
-    stored = _stored(checkpoint, names, rules, rank)
-    return Wanted(checkpoint, rules, names, prepare(state, stored, rank=rank, ranks=ranks))
+    simple = tuple(rule for rule in rules if isinstance(rule, _SIMPLE))
+    if len(simple) == len(rules):
+        names = renamed(checkpoint.index.rows(), simple)
+        stored = _stored(checkpoint, names, simple, rank)
+        return Wanted(checkpoint, simple, names, prepare(state, stored, rank=rank, ranks=ranks))
+    simple, arrangement = _arranged(checkpoint, rules, list(state))
+    stored = _stored_as(arrangement, _stored(checkpoint, arrangement.names, simple, rank))
+    restoration = prepare(state, stored, rank=rank, ranks=ranks)
+    return Wanted(checkpoint, simple, arrangement.names, restoration, arrangement)
+
+
+_SIMPLE = (Rename, Skip, Init, Cast)
+_SECTION = "model"  # of whose tensors a set speaks, as in imports and exports
+
+
+def _arranged(
+    checkpoint: Checkpoint, rules: Sequence[LoadRule], sections: Sequence[str]
+) -> tuple[tuple[Rule, ...], Arrangement]:
+    """The rules about names and differences, and what all of them make of the stored tensors."""
+    from flowstone.plan.arrange import arrange  # imported here: most loads have no such rules
+
+    index = checkpoint.index
+    prefix = f"{_SECTION}." if any(name.startswith(f"{_SECTION}.") for name in index.rows()) else ""
+    steps = [rule.below(prefix) if isinstance(rule, RuleSet) else rule for rule in rules]
+    simple: list[Rule] = []
+    for rule in steps:
+        of = rule.rules if isinstance(rule, RuleSet) else (rule,)
+        simple += [one for one in of if isinstance(one, _SIMPLE)]
+    skipped = [rule for rule in simple if isinstance(rule, Skip)]
+    made = [rule for rule in steps if not isinstance(rule, Skip | Init | Cast)]
+    return tuple(simple), arrange(index, made, checkpoint.path, sections, skipped)
+
+
+def _stored_as(arrangement: Arrangement, stored: Stored) -> Stored:
+    """The same, by the names and shapes that the rules make."""
+    first = dict[int, str]()
+    tied = {name: first.setdefault(row, name) for name, row in arrangement.names.items()}
+
+    def rename(name: str) -> str:
+        """Of what is made of several tensors, or several of one, no name says where it is now."""
+        found = arrangement.moved(name)
+        return found[0] if len(found) == 1 and len(arrangement.sources(found[0])) == 1 else stored.rename(name)
+
+    return replace(
+        stored, tensors=_Tensors(arrangement.tensors, arrangement.names), rename=rename, moved=arrangement.moved,
+        tied={name: target for name, target in tied.items() if name != target},
+    )
 
 
 def compare(found: Wanted, elsewhere: Container[str], unwanted: Container[str] | None) -> Match:
@@ -84,11 +156,15 @@ def compare(found: Wanted, elsewhere: Container[str], unwanted: Container[str] |
     ]
     matched = match(
         Requested(restoration.pieces, restoration.aliases, restoration.sections),
-        Available(found.checkpoint.index, found.names, found.checkpoint.contents.replicated), rules,
+        Available(found.table, found.names, found.checkpoint.contents.replicated, *_words(found)), rules,
         differences=others, elsewhere=elsewhere, remedy=_remedy(found),
     )
     _check_apart(found, matched)
     return replace(matched, skipped=(*matched.skipped, *skipped))
+
+
+def _words(found: Wanted) -> Sequence[Callable[[int], str]]:
+    return () if found.arrangement is None else (found.arrangement.words,)
 
 
 class _Unwrap(Rename):
@@ -97,9 +173,9 @@ class _Unwrap(Rename):
     def __init__(self, section: str) -> None:
         super().__init__(section, section)
 
-    def apply(self, name: str) -> str:
+    def moved(self, name: str) -> str | None:
         head = f"{self.source}."
-        return head + strip_wrappers(name.removeprefix(head)) if name.startswith(head) else name
+        return head + strip_wrappers(name.removeprefix(head)) if name.startswith(head) else None
 
 
 def _remedy(found: Wanted) -> str:
@@ -122,7 +198,7 @@ def _check_apart(found: Wanted, matched: Match) -> None:
     """Raise MismatchError if the bytes of two tensors would be loaded into the same memory."""
     restoration = found.restoration
     wanted, places = restoration.pieces.take(matched.wanted), restoration.places.take(matched.wanted)
-    pairs = overlaps(wanted, places, found.checkpoint.index, matched.rows)
+    pairs = overlaps(wanted, places, found.table, matched.rows)
     if pairs:
         refuse(
             [f"overlap     {wanted.names[at]}: shares memory with {wanted.names[other]}" for at, other in pairs],
@@ -134,11 +210,11 @@ def _check_apart(found: Wanted, matched: Match) -> None:
 class _Tensors(Mapping[str, StoredTensor]):
     """The stored tensors by their names in the state; records are made on access."""
 
-    def __init__(self, index: Index, rows: Mapping[str, int]) -> None:
-        self._index, self._rows = index, rows
+    def __init__(self, tensors: TensorColumns, rows: Mapping[str, int]) -> None:
+        self._tensors, self._rows = tensors, rows
 
     def __getitem__(self, name: str) -> StoredTensor:
-        row, tensors = self._rows[name], self._index.tensors
+        row, tensors = self._rows[name], self._tensors
         return StoredTensor(tensors.dtypes[row], tensors.shapes[row])
 
     def __contains__(self, name: object) -> bool:
@@ -156,7 +232,7 @@ def _stored(checkpoint: Checkpoint, names: Mapping[str, int], rules: Sequence[Ru
     index, content = checkpoint.index, checkpoint.contents
     tied = {rename(alias, rules): rename(index.tensors.names[row], rules) for alias, row in index.aliases}
     return Stored(
-        tensors=_Tensors(index, names), objects=content.replicated,
+        tensors=_Tensors(index.tensors, names), objects=content.replicated,
         per_rank={section: values[rank % len(values)] for section, values in content.per_rank.items() if values},
         by_rank=content.per_rank,
         rename=partial(rename, rules=rules), tied=tied,

@@ -9,11 +9,12 @@ from flowstone.arguments import to_load
 from flowstone.checkpoint import Checkpoint
 from flowstone.config import READ_ARENA_BYTES
 from flowstone.errors import ArgumentError, MismatchError
+from flowstone.layout_rules import LoadRule
 from flowstone.pipeline.compare import Wanted, compare, want
 from flowstone.plan.match import Match, section_of
 from flowstone.plan.read import ReadPlan, plan_reads
 from flowstone.ranks import rank_and_size
-from flowstone.rules import Rule
+from flowstone.table.pieces import Pieces
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
 _LISTED_MAX = 10  # names that the text lists
@@ -75,7 +76,9 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(checkpoint: Checkpoint, state: Mapping[str, object], *, rules: Rule | Sequence[Rule] = ()) -> Explanation:
+def explain(
+    checkpoint: Checkpoint, state: Mapping[str, object], *, rules: LoadRule | Sequence[LoadRule] = ()
+) -> Explanation:
     """Predict what loading `checkpoint` into `state` would do, on this rank; other ranks are not asked.
 
     Reads the checkpoint's index and objects, but no tensors. Changes nothing.
@@ -91,16 +94,16 @@ def explain(checkpoint: Checkpoint, state: Mapping[str, object], *, rules: Rule 
     state, _, rules = to_load(state, None, rules, {})
     rank, ranks = rank_and_size()
     found = want(checkpoint, state, rules=rules, rank=rank, ranks=ranks)
-    index, names, pieces = checkpoint.index, found.names, found.restoration.pieces
+    names, pieces, dtypes = found.names, found.restoration.pieces, found.table.tensors.dtypes
     matched, differences = _compared(found, ranks)
     rows = [names.get(name) for name in pieces.names]
-    shapes = index.tensors.shapes
+    shapes = found.table.tensors.shapes
     fitting = [at for at, row in enumerate(rows) if row is not None and shapes[row] == tuple(pieces.shapes[at])]
     wanted = pieces.take(fitting)
     stored = [row for row in (rows[at] for at in fitting) if row is not None]
-    plan = plan_reads(index, wanted, stored)
-    cast = [at for at, row in enumerate(stored) if index.tensors.dtypes[row] != wanted.dtypes[at]]
-    converted = sum(wanted[at].box.elements * index.tensors.dtypes[stored[at]].item_bytes for at in cast)
+    plan, filled = _plan(found, fitting, wanted, stored)
+    cast = [at for at, row in enumerate(stored) if dtypes[row] != wanted.dtypes[at]]
+    converted = sum(wanted[at].box.elements * dtypes[stored[at]].item_bytes for at in cast)
     initialised = () if matched is None else matched.initialised
     used = {*pieces.names, *(alias.name for alias in found.restoration.aliases)}
     asked = found.restoration.sections
@@ -108,7 +111,7 @@ def explain(checkpoint: Checkpoint, state: Mapping[str, object], *, rules: Rule 
     return Explanation(
         step=checkpoint.step, path=checkpoint.path, sources=_sources(checkpoint, plan),
         bytes=sum(piece.bytes for piece in wanted), read_bytes=plan.bytes,
-        resharded=tuple(dict.fromkeys(wanted.names[int(plan.target[row])] for row in plan.common)),
+        resharded=tuple(dict.fromkeys(filled.names[int(plan.target[row])] for row in plan.common)),
         cast=tuple(wanted.names[at] for at in cast), initialised=initialised,
         missing=tuple(
             name for name, row in zip(pieces.names, rows, strict=True) if row is None and name not in initialised
@@ -118,6 +121,17 @@ def explain(checkpoint: Checkpoint, state: Mapping[str, object], *, rules: Rule 
         ),
         differences=differences, peak_bytes=found.restoration.new_bytes + converted + READ_ARENA_BYTES,
     )
+
+
+def _plan(
+    found: Wanted, positions: Sequence[int], wanted: Pieces, rows: Sequence[int]
+) -> tuple[ReadPlan, Pieces]:
+    """The reads that fill the wanted pieces, those at `positions`; and the pieces that they fill."""
+    index = found.checkpoint.index
+    if found.arrangement is None:
+        return plan_reads(index, wanted, rows), wanted
+    lowered = found.arrangement.lower(wanted, found.restoration.places.take(positions), rows)
+    return plan_reads(index, lowered.wanted, lowered.rows), lowered.wanted
 
 
 def _compared(found: Wanted, ranks: int) -> tuple[Match | None, tuple[str, ...]]:

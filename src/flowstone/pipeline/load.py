@@ -24,6 +24,7 @@ from flowstone.commit.locations import check_no_checkpoint, check_store, stores_
 from flowstone.errors import FlowstoneError, NoCheckpointError, is_absence, is_damage
 from flowstone.events import FellBack, Loaded, LoadProgress
 from flowstone.format.manifest import Manifest
+from flowstone.layout_rules import LoadRule
 from flowstone.log import log
 from flowstone.pipeline.compare import Wanted, compare, want
 from flowstone.pipeline.interest import Interest, learn_interest
@@ -33,14 +34,15 @@ from flowstone.plan.read import ReadPlan, plan_reads
 from flowstone.rules import Rename, Rule
 from flowstone.runtime.progress import terminal_progress
 from flowstone.stage.arena import open_read_arena
-from flowstone.stage.bounce import Destinations, choose_destinations
+from flowstone.stage.bounce import Destinations, choose_destinations, fill_with_zeros
 from flowstone.stage.scatter import Fill, Scattered, raise_damage, scatter, scattered_targets
 from flowstone.state import Restoration
 from flowstone.store.base import Store
-from flowstone.table.pieces import Pieces
+from flowstone.table.pieces import Memory, Pieces
 from flowstone.trace import Spans
 
 if TYPE_CHECKING:
+    from flowstone.plan.arrange import Arrangement
     from flowstone.stage.node_reads import NodeReads
 
 
@@ -57,6 +59,9 @@ class LoadReport:
     notes        remarks on anything unusual
     bytes        length of the chunks that this rank has read
     shared_bytes length of the chunks that it took from shared reads on its node, including those that it read itself
+    rearranged   name in the state, and the stored tensors that it is made of (Split, Fuse, Stack, ...)
+
+    A chunk that several parts of a rearranged tensor need is read once, and counts for each.
     """
 
     step: int
@@ -70,12 +75,22 @@ class LoadReport:
     bytes: int
     seconds: float
     shared_bytes: int = 0
+    rearranged: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+
+class Arranged(msgspec.Struct, frozen=True, eq=False):
+    """A load by rules about layouts. `names`: of the state's tensors that are read; `zeros`: the padding in them."""
+
+    arrangement: Arrangement
+    names: tuple[str, ...]
+    zeros: tuple[Memory, ...]
 
 
 class Loading(msgspec.Struct, frozen=True, eq=False):
     """A load that is ready to read: state and checkpoint agree.
 
-    wanted        the pieces to be read
+    rules         about names and differences
+    wanted        the pieces to be read; with rules about layouts, boxes of what is stored
     destinations  parallel to `wanted`: the memory to read into
     node_reads    how ranks of a node read for each other; None: each reads for itself
     held          closed once all is read
@@ -88,6 +103,7 @@ class Loading(msgspec.Struct, frozen=True, eq=False):
     wanted: Pieces
     plan: ReadPlan
     destinations: Destinations
+    arranged: Arranged | None = None
     node_reads: NodeReads | None = None
     held: ExitStack = msgspec.field(default_factory=ExitStack)
 
@@ -117,7 +133,7 @@ class Loads:
         return Checkpoint(self._store, step_directory(found[0]), self._options, read.get(found[0])) if found else None
 
     def load_newest(
-        self, step: int | None, state: Mapping[str, object], rules: Sequence[Rule], *, verify_first: bool,
+        self, step: int | None, state: Mapping[str, object], rules: Sequence[LoadRule], *, verify_first: bool,
         fallback: bool,
     ) -> LoadReport:
         """Load the newest step, or `step`; with `fallback`, the newest at or below it that is not damaged."""
@@ -153,7 +169,7 @@ class Loads:
         return step not in found and bool(found)
 
     def load(
-        self, step: int, state: Mapping[str, object], rules: Sequence[Rule], *, verify_first: bool
+        self, step: int, state: Mapping[str, object], rules: Sequence[LoadRule], *, verify_first: bool
     ) -> LoadReport:
         """THE ORDER: want, agree, plan, agree, read, finish, agree. Raises what `Checkpointer.load` does."""
         spans = Spans("load", step, self._group.rank)
@@ -186,7 +202,7 @@ class Loads:
         self._emit(Loaded(step, done.bytes, done.seconds))
         return done
 
-    def _want(self, step: int, state: Mapping[str, object], rules: Sequence[Rule]) -> tuple[Wanted, Interest]:
+    def _want(self, step: int, state: Mapping[str, object], rules: Sequence[LoadRule]) -> tuple[Wanted, Interest]:
         """What the state needs of the checkpoint, and what all ranks need of it."""
         phase = f"what is wanted of step {step}"
         try:
@@ -235,14 +251,19 @@ def plan_load(
     checkpoint, rules, restoration = found.checkpoint, found.rules, found.restoration
     index = checkpoint.index
     matched = compare(found, elsewhere, unwanted)
-    wanted = restoration.pieces.take(matched.wanted)
-    plan = plan_reads(index, wanted, matched.rows)
-    stored = tuple(map(index.tensors.dtypes.__getitem__, matched.rows))
+    wanted, rows = restoration.pieces.take(matched.wanted), matched.rows
     places = restoration.places.take(matched.wanted)
+    arranged = None
+    if found.arrangement is not None:
+        names, lowered = wanted.names, found.arrangement.lower(wanted, places, rows)
+        wanted, places, rows = lowered.wanted, lowered.places, lowered.rows
+        arranged = Arranged(found.arrangement, names, lowered.zeros)
+    plan = plan_reads(index, wanted, rows)
+    stored = tuple(map(index.tensors.dtypes.__getitem__, rows))
     destinations = choose_destinations(
         wanted, places, stored, scattered_targets(index, plan, places), verify_first=verify_first
     )
-    return Loading(checkpoint, rules, restoration, matched, wanted, plan, destinations)
+    return Loading(checkpoint, rules, restoration, matched, wanted, plan, destinations, arranged)
 
 
 def teller(step: int, total: int, emit: Callable[[LoadProgress], None]) -> Callable[[int], None]:
@@ -282,28 +303,38 @@ def read(loading: Loading, store: Store, begun: Event, on_progress: Callable[[in
 
 
 def finish(loading: Loading, found: Scattered) -> None:
-    """Copy bounce buffers back, then restore values that are not tensors. Raises the damage that `found` reports."""
+    """Copy bounce buffers back, fill padding, then restore values that are not tensors. Raises the damage that `found`
+    reports.
+    """
     checkpoint = loading.checkpoint
     raise_damage(found, checkpoint.index, loading.wanted, checkpoint.segment_paths, f"cannot load {checkpoint.path}")
     for buffer in loading.destinations.bounced.values():
         buffer.copy_back()
+    for padding in () if loading.arranged is None else loading.arranged.zeros:
+        fill_with_zeros(padding)
     loading.restoration.finish()
 
 
 def report(loading: Loading, found: Scattered, seconds: float) -> LoadReport:
     """The report of a finished load."""
-    matched = loading.matched
+    matched, arranged = loading.matched, loading.arranged
     return LoadReport(
         step=loading.checkpoint.step, path=loading.checkpoint.path,
-        matched=loading.wanted.names, initialised=matched.initialised,
+        matched=loading.wanted.names if arranged is None else arranged.names, initialised=matched.initialised,
         skipped=matched.skipped, cast=matched.cast,
-        renamed=_renamed_pairs(loading.checkpoint.index.rows(), loading.rules),
+        renamed=_renamed_pairs(loading.checkpoint.index.rows(), loading.rules, arranged),
+        rearranged=() if arranged is None else arranged.arrangement.rearranged(arranged.names),
         notes=tuple(loading.restoration.notes), bytes=found.bytes, seconds=seconds, shared_bytes=found.shared_bytes,
     )
 
 
-def _renamed_pairs(names: Mapping[str, int], rules: Sequence[Rule]) -> tuple[tuple[str, str], ...]:
+def _renamed_pairs(
+    names: Mapping[str, int], rules: Sequence[Rule], arranged: Arranged | None
+) -> tuple[tuple[str, str], ...]:
     if not any(isinstance(rule, Rename) for rule in rules):
         return ()
     pairs = ((name, rename(name, rules)) for name in names)
-    return tuple((old, new) for old, new in pairs if old != new)
+    return tuple(
+        (old, new) for old, new in pairs
+        if old != new and (arranged is None or arranged.arrangement.is_as_stored(new))
+    )

@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from typing import NoReturn, Protocol
 
 import msgspec
 
 from flowstone.errors import MismatchError
-from flowstone.format.index import Index
 from flowstone.rules import Cast, Init, Rename, Rule, Skip
-from flowstone.table.pieces import Alias, Piece, Pieces
+from flowstone.table.pieces import Alias, Piece, Pieces, TensorColumns
 
 _LISTED_MAX = 50  # differences of one kind that a message lists; the counts include all
 
 
+class StoredTable(Protocol):
+    """Stored tensors by rows: an index, or what rules make of one."""
+
+    @property
+    def tensors(self) -> TensorColumns: ...
+
+    def rows(self) -> Mapping[str, int]:
+        """Every name to its tensor's row."""
+
+    def same_bytes(self, one: int, other: int) -> bool:
+        """Whether two are known to have the same bytes in row-major order, with any shapes."""
+
+    def equal(self, one: int, other: int) -> bool:
+        """Whether two are known to have the same dtype, shape and bytes."""
+
+
+def _no_words(_: int) -> str:
+    return ""
+
+
 class Match(msgspec.Struct, frozen=True):
-    """Which index row to read for which requested piece.
+    """Which stored tensor to read for which requested piece.
 
     wanted  positions among the requested pieces, of those to be read
-    rows    the index row for each of them
+    rows    the table's row for each of them
     cast    names whose values are converted; initialised, skipped: names that Init and Skip allowed
     """
 
@@ -48,13 +67,15 @@ class Requested(msgspec.Struct, frozen=True):
 class Available(msgspec.Struct, frozen=True):
     """What a checkpoint holds.
 
-    names     stored tensor names, after Rename rules, to index rows
+    names     stored tensor names, after rules, to rows of the table
     sections  the top-level entries that are equal on all ranks
+    words     how rules have made the tensor of a row, for messages
     """
 
-    index: Index
+    table: StoredTable
     names: Mapping[str, int]
     sections: Collection[str] = ()
+    words: Callable[[int], str] = _no_words
 
 
 def section_of(name: str, sections: Container[str]) -> str:
@@ -100,15 +121,15 @@ def match(
     remedy       how to resolve the differences, if their cause is known
     raises       MismatchError that lists every difference
     """
-    index, names = available.index, available.names
+    names = available.names
     pieces, aliases = Pieces.of(requested.pieces), requested.aliases
     alike = tuple(names) == pieces.names  # the usual case: the state that was saved, and nothing else
-    rows = _rows_of(pieces, names, index, alike=alike)
-    compared = _compare(pieces, rows, index, rules)
+    rows = _rows_of(pieces, available, alike=alike)
+    compared = _compare(pieces, rows, available, rules)
     unexpected = () if alike else _unexpected(requested, available, elsewhere)
     skipped = tuple(name for name in unexpected if allowed(rules, Skip, name))
     left = set(unexpected).difference(skipped)
-    faults = [*differences, *compared.faults, *_untied(aliases, names, index, rules)]
+    faults = [*differences, *compared.faults, *_untied(aliases, names, available.table, rules)]
     faults += [f"unexpected  {name}: in the checkpoint, not in your state" for name in unexpected if name in left]
     if faults and remedy:
         refuse(faults, next=remedy)
@@ -131,17 +152,20 @@ class _Compared(msgspec.Struct, frozen=True):
     initialised: list[str] = msgspec.field(default_factory=list)
 
 
-def _rows_of(pieces: Pieces, names: Mapping[str, int], index: Index, *, alike: bool) -> Sequence[int | None]:
-    """The index row of each piece; None: not stored. All rows in order are a range."""
-    if alike and names is index.rows():
+def _rows_of(pieces: Pieces, available: Available, *, alike: bool) -> Sequence[int | None]:
+    """The table's row of each piece; None: not stored. All rows in order are a range."""
+    names, table = available.names, available.table
+    if alike and names is table.rows() and len(names) == len(table.tensors.names):  # no aliases
         return range(len(names))
     return [*names.values()] if alike else [*map(names.get, pieces.names)]
 
 
-def _compare(pieces: Pieces, rows: Sequence[int | None], index: Index, rules: Sequence[Rule]) -> _Compared:
-    """Compare pieces with the tensors at `rows` of the index; None: not stored."""
-    found = _Compared()
-    for position in _suspects(pieces, rows, index):
+def _compare(
+    pieces: Pieces, rows: Sequence[int | None], available: Available, rules: Sequence[Rule]
+) -> _Compared:
+    """Compare pieces with the tensors at `rows` of the table; None: not stored."""
+    found, tensors = _Compared(), available.table.tensors
+    for position in _suspects(pieces, rows, tensors):
         piece, row = pieces[position], rows[position]
         if row is None:
             if allowed(rules, Init, piece.name):
@@ -149,13 +173,14 @@ def _compare(pieces: Pieces, rows: Sequence[int | None], index: Index, rules: Se
             else:
                 found.faults.append(f"missing     {piece.name}: {_described(piece)}, is not in the checkpoint")
             continue
-        if index.tensors.shapes[row] != piece.shape:
-            found.faults.append(f"shape       {piece.name}: wanted {piece.shape}, stored {index.tensors.shapes[row]}")
-        if index.tensors.dtypes[row] != piece.dtype:
+        if tensors.shapes[row] != piece.shape:
+            stored = f"{tensors.shapes[row]}{available.words(row)}"
+            found.faults.append(f"shape       {piece.name}: wanted {piece.shape}, stored {stored}")
+        if tensors.dtypes[row] != piece.dtype:
             if allowed(rules, Cast, piece.name):
                 found.cast.append(piece.name)
             else:
-                stored = index.tensors.dtypes[row].name
+                stored = f"{tensors.dtypes[row].name}{available.words(row)}"
                 found.faults.append(f"dtype       {piece.name}: wanted {piece.dtype.name}, stored {stored}")
     return found
 
@@ -170,9 +195,8 @@ def _unexpected(requested: Requested, available: Available, elsewhere: Container
     ])
 
 
-def _suspects(pieces: Pieces, rows: Sequence[int | None], index: Index) -> list[int]:
+def _suspects(pieces: Pieces, rows: Sequence[int | None], tensors: TensorColumns) -> list[int]:
     """Positions of the pieces that are not stored as requested, ascending."""
-    tensors = index.tensors
     if isinstance(rows, range):
         if (tensors.shapes, tensors.dtypes) == (pieces.shapes, pieces.dtypes):
             return []
@@ -201,7 +225,7 @@ def _described(piece: Piece) -> str:
     return f"{piece.dtype.name} {piece.shape}"
 
 
-def _untied(aliases: Sequence[Alias], names: Mapping[str, int], index: Index, rules: Sequence[Rule]) -> list[str]:
+def _untied(aliases: Sequence[Alias], names: Mapping[str, int], table: StoredTable, rules: Sequence[Rule]) -> list[str]:
     """Differences for tensors that share memory in the state, but are stored separately and are not equal."""
     faults = []
     for alias in aliases:
@@ -209,21 +233,9 @@ def _untied(aliases: Sequence[Alias], names: Mapping[str, int], index: Index, ru
         if row is None:
             if not allowed(rules, Init, alias.name):
                 faults.append(f"missing     {alias.name} (tied to {alias.target}): is not in the checkpoint")
-        elif target is not None and row != target and not _equal(index, row, target):
+        elif target is not None and row != target and not table.equal(row, target):
             faults.append(f"tied        {alias.name}: shares memory with {alias.target}, stored with different values")
     return faults
-
-
-def _equal(index: Index, one: int, other: int) -> bool:
-    """Whether two stored tensors are known to have equal bytes: same boxes, same digests."""
-
-    def content(row: int) -> object:
-        pieces = index.pieces_of(row)
-        boxes = slice(int(index.pieces.starts[pieces.start]), int(index.pieces.starts[pieces.stop]))
-        return index.tensors.dtypes[row], index.pieces.boxes[boxes].tolist()
-
-    same = content(one) == content(other)
-    return same and index.chunks.same_bytes(index.pieces_of(one), index.pieces_of(other))
 
 
 def refuse(

@@ -169,7 +169,7 @@ def chunk_runs(shape: Sequence[int], box: Box, item_bytes: int) -> tuple[tuple[i
     """
     if box.elements == 0:
         return ()
-    begin, length = _runs(shape, box)
+    begin, length = _runs(shape, box, item_bytes)
     first = begin * item_bytes // CHUNK_BYTES
     last = ((begin + length) * item_bytes - 1) // CHUNK_BYTES + 1
     joins = np.flatnonzero(first[1:] > last[:-1])  # a gap of at least one chunk
@@ -178,8 +178,12 @@ def chunk_runs(shape: Sequence[int], box: Box, item_bytes: int) -> tuple[tuple[i
     return tuple(zip(starts.tolist(), stops.tolist(), strict=True))
 
 
-def _runs(shape: Sequence[int], box: Box) -> tuple[NDArray[np.int64], int]:
-    """The begin of each contiguous run of the box, in elements and ascending, and the runs' common length."""
+def _runs(shape: Sequence[int], box: Box, item_bytes: int) -> tuple[NDArray[np.int64], int]:
+    """The begin of each run of the box, in elements and ascending, and the runs' common length.
+
+    Runs that are apart by less than a chunk are one: no chunk lies between them. So a column of single elements is one
+    run, however many they are.
+    """
     inner, dim = 1, len(shape)
     length = 1
     while dim > 0:  # merge the trailing dimensions that the box covers completely, and one more
@@ -188,8 +192,14 @@ def _runs(shape: Sequence[int], box: Box) -> tuple[NDArray[np.int64], int]:
         inner *= shape[dim]
         if box.shape[dim] != shape[dim]:
             break
-    begin = np.array([box.offset[dim] * (inner // shape[dim] if shape[dim] else 0)] if len(shape) else [0], np.int64)
+    first = box.offset[dim] * (inner // shape[dim] if shape[dim] else 0) if len(shape) else 0
     stride = inner
+    while dim > 0 and stride * item_bytes <= CHUNK_BYTES:
+        dim -= 1
+        first += box.offset[dim] * stride
+        length += (box.shape[dim] - 1) * stride
+        stride *= shape[dim]
+    begin = np.array([first], np.int64)
     for outer in range(dim - 1, -1, -1):
         steps = (np.arange(box.shape[outer], dtype=np.int64) + box.offset[outer]) * stride
         begin = (steps[:, None] + begin[None, :]).reshape(-1)

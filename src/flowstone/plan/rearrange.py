@@ -6,10 +6,12 @@ names nothing, two tensors of one name, shapes that it does not speak of.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import msgspec
+from msgspec.structs import replace
 
 from flowstone.config import NAMES_TOLD
 from flowstone.errors import CollisionError, MismatchError, NoTensorError
@@ -24,27 +26,56 @@ from flowstone.layout_rules import (
     Transpose,
     Unpad,
     Unstack,
+    around,
 )
 from flowstone.name_patterns import bind, fill
 from flowstone.plan.views import add_dimension, concatenate, drop_dimension, narrow, transpose, zeros
-from flowstone.rules import Rename, Skip
+from flowstone.rules import STATE, Rename, Skip
+from flowstone.table.dtype import DTYPES
 from flowstone.table.stored import SourceTensor
 
 Tensors: TypeAlias = Mapping[str, SourceTensor]
 
 
+class Followers(msgspec.Struct, frozen=True):
+    """Optimizer state that follows its parameters: the slots of each are rearranged as it is.
+
+    sections  whether this is the case for the optimizer of this name
+    equal     whether two stored tensors are known to have the same bytes
+    """
+
+    sections: Callable[[str], bool]
+    equal: Callable[[SourceTensor, SourceTensor], bool]
+
+
+def _is_never(_: str) -> bool:
+    return False
+
+
 class Origin(msgspec.Struct, frozen=True):
-    """Where tensors come from: a checkpoint, and what its names begin with that those of the target do not."""
+    """Where tensors come from: a checkpoint, and what its names begin with that those of the target do not.
+
+    followers  None: rules speak of tensors that they name, and of no others
+    is_spare   whether a complete set may leave out a tensor of this name
+    is_lenient whether a Rename by itself may name no tensor: it may name something else
+    """
 
     location: str
     prefix: str = ""
+    followers: Followers | None = None
+    is_spare: Callable[[str], bool] = _is_never
+    is_lenient: bool = False
 
 
 class _Match(msgspec.Struct, frozen=True):
-    """Tensors that a rule takes together, by their names, and the names of what becomes of them."""
+    """Tensors that a rule takes together, by their names, and the names of what becomes of them.
+
+    parameters  of slots that follow them
+    """
 
     sources: tuple[str, ...]
     targets: tuple[str, ...]
+    parameters: tuple[SourceTensor, ...] | None = None
 
 
 def rearranged(tensors: Tensors, rules: Sequence[ConversionRule | RuleSet], origin: Origin) -> Tensors:
@@ -58,7 +89,8 @@ def rearranged(tensors: Tensors, rules: Sequence[ConversionRule | RuleSet], orig
         if isinstance(rule, RuleSet):
             tensors = _by_set(tensors, rule, origin)
         elif not isinstance(rule, Skip):
-            tensors, _ = _by_rule(tensors, rule, origin, required=True)
+            required = not (isinstance(rule, Rename) and origin.is_lenient)
+            tensors, _ = _by_rule(tensors, rule, origin, required=required)
     return tensors
 
 
@@ -69,7 +101,7 @@ def _by_set(tensors: Tensors, rules: RuleSet, origin: Origin) -> Tensors:
             required = rule.source not in rules.optional if isinstance(rule, Rename) else rule.required
             tensors, made = _by_rule(tensors, rule, origin, required=required)
             named |= made
-    left = [name for name in tensors if name not in named]
+    left = [name for name in tensors if name not in named and not origin.is_spare(name)]
     if rules.complete and left:
         raise MismatchError(
             f"{rules.name} has no rule for {len(left)} tensors of {origin.location}", differences=tuple(left),
@@ -89,6 +121,8 @@ def _by_rule(
             f"{rule} names no tensor of {origin.location}", found=", ".join(list(tensors)[:NAMES_TOLD]) + ", ...",
             next="correct the rule, or say required=false where it may name nothing",
         )
+    if origin.followers is not None and not isinstance(rule, Rename):
+        matches += _followers(rule, tensors, origin.followers)
     by_source = {name: match for match in matches for name in match.sources}
     entered = _Entered(origin.prefix)
     made: dict[tuple[int, ...], Sequence[SourceTensor]] = {}
@@ -100,7 +134,10 @@ def _by_rule(
             sources = [tensors[one] for one in match.sources]
             key = tuple(map(id, sources))  # what was tied stays so
             if key not in made:
-                made[key] = _made(rule, match, sources)
+                made[key] = (
+                    _made(rule, match, sources) if match.parameters is None or isinstance(rule, Rename) else
+                    _followed(rule, match, sources, match.parameters, origin.followers)
+                )
             for target, result in zip(match.targets, made[key], strict=True):
                 entered.add(target, result, name)
     return entered.tensors, {target for match in matches for target in match.targets}
@@ -179,6 +216,53 @@ def _stacked(rule: Stack, names: Tensors) -> Iterator[_Match]:
                 next="all numbers from 0 on have to be there",
             )
         yield _Match(tuple(members[number] for number in wanted), (target,))
+
+
+def _followers(rule: LayoutRule, tensors: Tensors, followers: Followers) -> Iterator[_Match]:
+    """What a rule takes together of the slots of the parameters that it names."""
+    slots: dict[tuple[str, str], dict[str, SourceTensor]] = {}
+    for name in tensors:
+        outer, is_slot, inner = name.partition(STATE)
+        if is_slot and followers.sections(outer):
+            path, _, slot = inner.rpartition(".")
+            slots.setdefault((outer, slot), {})[name] = tensors.get(path, _NOWHERE)
+    for (outer, slot), parameters in slots.items():
+        for match in _matches(around(rule, f"{outer}{STATE}", f".{slot}"), parameters):
+            yield _Match(match.sources, match.targets, tuple(parameters[name] for name in match.sources))
+
+
+_NOWHERE = SourceTensor("", DTYPES["uint8"], (), ())
+"""In the place of a parameter that the checkpoint does not have."""
+
+
+def _followed(
+    rule: LayoutRule, match: _Match, slots: Sequence[SourceTensor], parameters: Sequence[SourceTensor],
+    followers: Followers | None,
+) -> Sequence[SourceTensor]:
+    """What becomes of slots: of one as large as its parameter, what becomes of that; of a single number, itself."""
+    for name, slot, parameter in zip(match.sources, slots, parameters, strict=True):
+        if parameter is _NOWHERE or (slot.shape != parameter.shape and math.prod(slot.shape) != 1):
+            found = f"shape {slot.shape}; " + (
+                "the checkpoint does not have the parameter" if parameter is _NOWHERE else
+                f"the parameter has {parameter.shape}"
+            )
+            raise MismatchError(
+                f"{type(rule).__name__} cannot be applied to {name!r}, which belongs to a parameter that it names",
+                expected="a slot of the parameter's shape, or a single number", found=found, differences=(name,),
+                next="leave the optimizer out of the state, or its parameters out of the rule",
+            )
+    if all(slot.shape == parameter.shape for slot, parameter in zip(slots, parameters, strict=True)):
+        return _made(rule, match, slots)
+    for name, slot in zip(match.sources, slots, strict=True):
+        if (slot.dtype, slot.shape) != (slots[0].dtype, slots[0].shape) or not (
+            followers is not None and followers.equal(slot, slots[0])
+        ):
+            raise MismatchError(
+                f"{type(rule).__name__} makes one number of several that differ", differences=(name,),
+                found=f"{name!r} and {match.sources[0]!r}", expected="one value, as of parameters that train together",
+                next="leave the optimizer out of the state, or its parameters out of the rule",
+            )
+    return [replace(slots[0]) for _ in match.targets]  # each by itself: they are not tied
 
 
 def _made(rule: Rename | LayoutRule, match: _Match, tensors: Sequence[SourceTensor]) -> Sequence[SourceTensor]:

@@ -101,6 +101,14 @@ def choose_destinations(
     )
 
 
+def fill_with_zeros(memory: Memory) -> None:
+    """Set all bytes of host or device memory to zero. The caller keeps the owner alive."""
+    if memory.device != "cpu":
+        on_device(memory).zero_()
+    else:
+        host_array(memory)[...] = 0
+
+
 def _streams(far: Mapping[int, Memory], scattered: Container[int]) -> Mapping[str, SideStream]:
     """The streams of devices that can take at least one piece straight from the engine."""
     names = dict.fromkeys(memory.device for at, memory in far.items() if memory.contiguous and at not in scattered)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from flowstone.format.index import Index
+from flowstone.plan.match import StoredTable
 from flowstone.stage.bounce import host_array
 from flowstone.table.pieces import Memory, Pieces, Places
 
@@ -15,14 +15,14 @@ _PAIRS_MAX = 20_000  # of strided pieces that are compared two by two: 40 ms
 _WORK_MAX = 100_000  # of one comparison; views in real states take less than a hundredth
 
 
-def overlaps(pieces: Pieces, places: Places, index: Index, rows: Sequence[int]) -> list[tuple[int, int]]:
+def overlaps(pieces: Pieces, places: Places, table: StoredTable, rows: Sequence[int]) -> list[tuple[int, int]]:
     """Pairs of positions: each piece that shares bytes with another one, once, and the one that it shares them with.
 
-    rows  of the index, parallel: the tensors to be loaded there
+    rows  of the table, parallel: the tensors to be loaded there
     Pieces that are the same bytes in memory, and in the checkpoint, do not count; nor do views that interleave without
     sharing a byte. Looks only at addresses, also on devices; reads no memory.
     """
-    length = _lengths(pieces, index, rows)
+    length = _lengths(pieces, table, rows)
     low, space = places.address.astype(np.uint64), np.zeros(len(length), np.int64)
     high = low + length
     spaces = {"cpu": 0}
@@ -33,15 +33,15 @@ def overlaps(pieces: Pieces, places: Places, index: Index, rows: Sequence[int]) 
     for number in range(len(spaces)):
         here = np.flatnonzero((space == number) & (length > 0))
         for group in _groups(here, low, high):
-            found += _shared(group, low, high, pieces, places, index, rows)
+            found += _shared(group, low, high, pieces, places, table, rows)
     return found
 
 
-def _lengths(pieces: Pieces, index: Index, rows: Sequence[int]) -> NDArray[np.uint64]:
+def _lengths(pieces: Pieces, table: StoredTable, rows: Sequence[int]) -> NDArray[np.uint64]:
     """Length of each piece in bytes. A whole piece that is stored as requested needs no Piece record."""
     tensor = np.array(rows, np.int64)
-    length: NDArray[np.uint64] = index.tensors.lengths[tensor].astype(np.uint64)
-    stored = tuple(map(index.tensors.dtypes.__getitem__, rows))
+    length: NDArray[np.uint64] = table.tensors.lengths[tensor].astype(np.uint64)
+    stored = tuple(map(table.tensors.dtypes.__getitem__, rows))
     cast = [] if stored == pieces.dtypes else [at for at, dtype in enumerate(stored) if dtype != pieces.dtypes[at]]
     if len(pieces.parts) or cast:
         apart = np.array([*pieces.parts.tolist(), *cast], np.int64)
@@ -68,7 +68,7 @@ def _groups(here: NDArray[np.int64], low: NDArray[np.uint64], high: NDArray[np.u
 
 def _shared(
     group: NDArray[np.int64], low: NDArray[np.uint64], high: NDArray[np.uint64], pieces: Pieces, places: Places,
-    index: Index, rows: Sequence[int],
+    table: StoredTable, rows: Sequence[int],
 ) -> list[tuple[int, int]]:
     """Of a group, ordered by address: pieces that share bytes with an earlier one."""
     members = group.tolist()
@@ -83,7 +83,7 @@ def _shared(
         )
     found: dict[int, int] = {}
     for other, one in pairs:
-        if other not in found and not _are_one(one, other, memory, pieces, index, rows):
+        if other not in found and not _are_one(one, other, memory, pieces, table, rows):
             found[other] = one
     return list(found.items())
 
@@ -100,12 +100,12 @@ def _share(one: Memory, other: Memory) -> bool:
 
 
 def _are_one(
-    one: int, other: int, memory: dict[int, Memory], pieces: Pieces, index: Index, rows: Sequence[int]
+    one: int, other: int, memory: dict[int, Memory], pieces: Pieces, table: StoredTable, rows: Sequence[int]
 ) -> bool:
     """Whether both are the same run of bytes, and stored equal: then loading both in any order is correct."""
     a, b = memory[one], memory[other]
     same = a.contiguous and b.contiguous and _reach(a) == _reach(b)
-    return same and not np.isin([one, other], pieces.parts).any() and index.same_bytes(rows[one], rows[other])
+    return same and not np.isin([one, other], pieces.parts).any() and table.same_bytes(rows[one], rows[other])
 
 
 def _marked(members: Sequence[int], memory: dict[int, Memory]) -> Iterator[tuple[int, int]]:

@@ -177,7 +177,7 @@ def raise_damage(found: Scattered, index: Index, wanted: Pieces, paths: Sequence
     """Raise the failure of a read, naming every tensor that was written; return if there is none."""
     if not found.failed:
         return
-    written = tuple(wanted.names[position] for position in found.written)
+    written = tuple(dict.fromkeys(wanted.names[position] for position in found.written))
     changed = f"{len(written)} tensors" + (f": {', '.join(written[:5])}" + " ..." * (len(written) > 5)) * bool(written)
     if found.bad:
         lines = []

@@ -79,25 +79,27 @@ class Rebuild:
         waiting: dict[frozenset[str], list[int]] = {}
         for i, paths in enumerate(self.view.paths):
             waiting.setdefault(frozenset(paths), []).append(i)
-        parts: list[tuple[int, StoredGroup, list[Member | None]]] = []
+        parts: list[tuple[int, StoredGroup, dict[str, Member | None]]] = []
         for i, group in enumerate(stored):
-            found = [self._find(rename(path), path) for path in group.params]
-            key = frozenset(
-                path if member is None else member.home.path
-                for member, path in zip(found, group.params, strict=True)
-            )
+            found = {path: self._find(path, old) for old in group.params for path in self._moved(old)}
+            key = frozenset(path if member is None else member.home.path for path, member in found.items())
             if waiting.get(key):
                 self._want_options(waiting[key].pop(0), group.options)
             else:
                 parts.append((i, group, found))
         self._match_parts(parts, sorted(i for left in waiting.values() for i in left))
 
-    def _match_parts(self, stored: list[tuple[int, StoredGroup, list[Member | None]]], waiting: list[int]) -> None:
+    def _moved(self, path: str) -> Sequence[str]:
+        """The present names of a stored parameter: several where rules have divided it."""
+        stored = self.loading.stored
+        return stored.moved(path) or (stored.rename(path),)
+
+    def _match_parts(self, stored: list[tuple[int, StoredGroup, dict[str, Member | None]]], waiting: list[int]) -> None:
         """Pair groups by the stored members that are on this rank. Members that no other rank has are differences; so
         is each group without a partner.
         """
         for i, group, found in stored:
-            here = {member.home.path for member in found if member is not None}
+            here = {member.home.path for member in found.values() if member is not None}
             alike = [j for j in waiting if set(self.view.paths[j]) == here]
             if not alike:
                 self._differ(i, "unexpected", "no group of these members", _listing(group.params))
@@ -105,7 +107,7 @@ class Rebuild:
             mine = i if i in alike else alike[0]
             waiting.remove(mine)
             self._want_options(mine, group.options)
-            for path in [path for member, path in zip(found, group.params, strict=True) if member is None]:
+            for path in [path for path, member in found.items() if member is None]:
                 name = f"{self.place.name}.param_groups.{i}.{path}"
                 self.loading.differ("unexpected", name, "no such parameter", "a member of the group")
         for i in waiting:
@@ -257,8 +259,10 @@ class Rebuild:
         """Request slots that are numbers, None, nested containers; and tensors whose names do not identify them."""
         stored = self.loading.stored
         new_values: dict[str, NewValues] = {}
-        for path, slots in listed.items():
-            member = self._find(stored.rename(path), path)
+        before: dict[tuple[str, object], object] = {}
+        pairs = [(path, moved, slots) for path, slots in listed.items() for moved in self._moved(path)]
+        for path, moved, slots in pairs:
+            member = self._find(moved, path)
             if member is None:
                 name = f"{self.place.name}.state.{path}"
                 self.loading.differ("unexpected", name, "no such parameter", f"{len(slots)} slots")
@@ -268,6 +272,8 @@ class Rebuild:
             for named, node in slots.items():
                 slot = constant_free(named, self.place.name)
                 place = self.place.child("state").child(path).child(slot)
+                if not self._is_one(before.setdefault((key, slot), node), node, place):
+                    continue
                 if isinstance(node, TensorRef) and node.kind == "tensor":
                     name = stored.rename(node.name)
                     if name in stored.tensors:
@@ -284,6 +290,17 @@ class Rebuild:
                 if self._agrees(member, slot, node, place):
                     anew.want(node, place)
                     self.slots.setdefault(key, {})[slot] = _building(anew, node, place)
+
+    def _is_one(self, first: object, node: object, place: Place) -> bool:
+        """Whether a listed value is the first one for its slot; a difference where rules make one slot of two unlike
+        ones.
+        """
+        if first is node:
+            return True
+        one, other = (objects.encode(without_tensors(value), place.name) for value in (first, node))
+        if one != other or refers_to_tensors(node):
+            self.loading.differ("kind", place.name, "the value of what the rules join with it", "another value")
+        return False
 
     def _agrees(self, member: Member, slot: object, node: object, place: Place) -> bool:
         """Whether to restore a listed slot: on this rank, and once for all members of a flat parameter."""

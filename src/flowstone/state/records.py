@@ -144,6 +144,10 @@ def _same(name: str) -> str:
     return name
 
 
+def _nowhere(_: str) -> Sequence[str]:
+    return ()
+
+
 class Stored(msgspec.Struct, frozen=True):
     """The content of a checkpoint, as far as restoring needs it before any byte is read.
 
@@ -154,6 +158,7 @@ class Stored(msgspec.Struct, frozen=True):
     tied      alias -> the name with which it shares memory, both after renames; so that new containers share what
               was shared
     by_rank   as `per_rank`, for every rank that saved
+    moved     stored tensor name -> the names of what rules make of it; none: the one that `rename` gives
     """
 
     tensors: Mapping[str, StoredTensor]
@@ -162,6 +167,7 @@ class Stored(msgspec.Struct, frozen=True):
     rename: Callable[[str], str] = _same
     tied: Mapping[str, str] = msgspec.field(default_factory=dict)
     by_rank: Mapping[str, Sequence[object]] = msgspec.field(default_factory=dict)
+    moved: Callable[[str], Sequence[str]] = _nowhere
 
 
 class Difference(msgspec.Struct, frozen=True):

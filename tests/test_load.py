@@ -309,3 +309,13 @@ def test_a_checkpoint_removed_under_an_open_one_is_an_error_not_wrong_bytes(chec
     shutil.rmtree(checkpoint)
     with pytest.raises(fs.StorageError, match="cannot open"):
         found.read("small")
+
+
+def test_tensors_that_were_tied_load_into_separate_ones(tmp_path: Path) -> None:
+    weight = torch.randn(3, 3)
+    state = {"model": {"embed": torch.zeros(3, 3), "head": torch.zeros(3, 3)}}
+    with fs.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, {"model": {"embed": weight, "head": weight}})
+        checkpointer.load(state)
+    assert torch.equal(state["model"]["embed"], weight)
+    assert torch.equal(state["model"]["head"], weight)

@@ -10,7 +10,7 @@ import contextlib
 import enum
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -38,6 +38,10 @@ class LossScaler:
         self.cur_scale, self.dynamic = 1.0, False
 
 
+class DynamicLossScaler(LossScaler):
+    pass
+
+
 class ZeroStageEnum(int, enum.Enum):
     disabled = 0
     optimizer_states = 1
@@ -48,6 +52,7 @@ class ZeroStageEnum(int, enum.Enum):
 CLASSES = [
     _class(fragment_address, "deepspeed.utils.tensor_fragment"),
     _class(LossScaler, "deepspeed.runtime.fp16.loss_scaler"),
+    _class(DynamicLossScaler, "deepspeed.runtime.fp16.loss_scaler"),
     _class(ZeroStageEnum, "deepspeed.runtime.zero.config"),
 ]
 
@@ -77,6 +82,19 @@ def save(value: object, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with importable():
         torch.save(value, path)
+
+
+def edit(path: Path, change: Callable[[Any], object]) -> None:
+    """Change what a file holds."""
+    with importable():
+        value = torch.load(path, weights_only=False)
+    change(value)
+    save(value, path)
+
+
+def optimizer_file(root: Path, rank: int) -> Path:
+    """The partition of a rank, as `Job.write` calls it."""
+    return root / "global_step3" / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
 
 @dataclass

@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import flowstone as fs
+
 MIB = 1 << 20
 BESIDE_BYTES = 40 * MIB  # of the budget: Python's own, headers, the engine's queues
 _CHILD = """
@@ -67,6 +69,18 @@ def test_rules_take_no_more(tmp_path: Path) -> None:
     found = load_file(tmp_path / "hf" / "model.safetensors")
     assert found["qkv"].shape == (5, 6144, 1024)
     assert torch.equal(found["big"], torch.arange(32 * MIB, dtype=torch.int32).reshape(8192, 4096).t())
+
+
+def test_a_training_state_goes_out_within_the_window(tmp_path: Path) -> None:
+    """A matrix of 64 MiB, and the optimizer's two slots of it."""
+    model = torch.nn.Linear(4096, 4096, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    with fs.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, {"model": model, "optimizer": optimizer})
+    places = f"{str(tmp_path / 'run')!r}, {str(tmp_path / 'universal')!r}"
+    assert growth_of(f"fs.export({places}, to='universal', budget_bytes={64 * MIB})") < 64 * MIB + BESIDE_BYTES
 
 
 @pytest.mark.soak

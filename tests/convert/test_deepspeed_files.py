@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed_layout import SLOTS, Job, fragment_address, importable, job, save
+from deepspeed_layout import SLOTS, Job, edit, fragment_address, job, optimizer_file, save
 from models import assert_same, raw, read_all
 from safetensors.torch import save_file
 from test_torch_files import Malicious
@@ -112,17 +112,6 @@ def test_the_master_weights_go_out_as_a_model(tmp_path: Path) -> None:
     fs.import_checkpoint(made.write(tmp_path / "ds"), tmp_path / "run")
     fs.export(tmp_path / "run", tmp_path / "model.pt", to="torch", section="master")
     assert_same(torch.load(tmp_path / "model.pt", weights_only=True), made.master)
-
-
-def edit(path: Path, change: Any) -> None:
-    with importable():
-        value = torch.load(path, weights_only=False)
-    change(value)
-    save(value, path)
-
-
-def optimizer_file(root: Path, rank: int) -> Path:
-    return root / "global_step3" / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
 
 @pytest.mark.parametrize(("harm", "told"), [

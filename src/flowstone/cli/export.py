@@ -28,7 +28,7 @@ from flowstone.runtime.progress import terminal_progress
 def export(
     source: Annotated[Path, typer.Argument(metavar="PATH", help="A store, or one checkpoint, of any known format.")],
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="A new directory, or file.")],
-    to: Annotated[str, typer.Option("--to", help="hf, torch or dcp.")] = "hf",
+    to: Annotated[str, typer.Option("--to", help="hf, torch, dcp or universal.")] = "hf",
     step: Step = None,
     section: Section = "model",
     skip: Skips = None,

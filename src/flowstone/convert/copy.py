@@ -109,6 +109,7 @@ def copy(
         if not done:
             assert journal.begun is not None, "a journal begins before its draft is written"
             journal.begin(journal.begun.plan, journal.begun.draft)
+            writes.make_directories(layout.directories)
             for file in layout.files:
                 (draft / file.name).unlink(missing_ok=True)
                 writes.create(file.name, file.bytes)

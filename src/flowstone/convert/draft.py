@@ -80,8 +80,12 @@ class Draft:
         with translated(self.path.parent, "remove", self.directory.name):
             if not self.directory.is_dir():
                 return
-            for entry in list(os.scandir(self.directory)):
-                os.unlink(entry.path)
+            for place, directories, files in os.walk(self.directory, topdown=False):
+                for name in files:
+                    os.unlink(os.path.join(place, name))
+                for name in directories:
+                    inner = os.path.join(place, name)
+                    os.unlink(inner) if os.path.islink(inner) else os.rmdir(inner)
             self.directory.rmdir()
 
     def put(self, documents: Mapping[str, bytes]) -> None:
@@ -99,6 +103,8 @@ class Draft:
         """Give the target its name: durable on return."""
         parent = self.path.parent
         with translated(parent, "rename", self.directory.name):
+            for directory in layout.directories:
+                self._system.sync_directory(self.directory / directory)
             self._system.sync_directory(self.directory)
             source = self.directory / layout.files[0].name if self._is_file else self.directory
             self._system.rename(source, self.path)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from flowstone.checkpoint import Checkpoint
 from flowstone.convert.cast import cast_target
 from flowstone.convert.copy import BUDGET_BYTES_DEFAULT, copy, resumable, window_bytes, windows
@@ -16,14 +18,18 @@ from flowstone.convert.draft import Draft
 from flowstone.convert.layout import Layout, plan_digest
 from flowstone.convert.mapping import Mapped, check_objects, check_rules, choose, documents_of
 from flowstone.convert.opening import open_source
+from flowstone.convert.source import Source
+from flowstone.convert.sources.deepspeed_zero import MASTER
 from flowstone.convert.targets.dcp import lay_out_dcp
+from flowstone.convert.targets.deepspeed_universal import lay_out_universal
 from flowstone.convert.targets.hf import lay_out_hf
 from flowstone.convert.targets.torch_file import lay_out_torch
+from flowstone.convert.targets.universal_contents import universal_contents
 from flowstone.errors import ArgumentError
 from flowstone.layout_rules import GivenRules
 
-Format = Literal["hf", "torch", "dcp"]
-FORMATS: tuple[str, ...] = ("hf", "torch", "dcp")
+Format = Literal["hf", "torch", "dcp", "universal"]
+FORMATS: tuple[str, ...] = ("hf", "torch", "dcp", "universal")
 
 SHARD_BYTES_DEFAULT = 5 * 10**9
 
@@ -65,8 +71,9 @@ def export(
 
     checkpoint   a store (its newest step, or `step`), a checkpoint, or what `import_checkpoint` reads
     to           "hf": a directory of safetensors files, which `from_pretrained` loads; "torch": a file, which
-                 `torch.load` gives back as a state_dict; "dcp": a directory of torch.distributed.checkpoint
-    section      whose tensors, by their names below it; None: all, by their whole names
+                 `torch.load` gives back as a state_dict; "dcp": a directory of torch.distributed.checkpoint;
+                 "universal": a directory that DeepSpeed loads as a Universal Checkpoint, the optimizer's state included
+    section      whose tensors, by their names below it; None: all, by their whole names. "universal": of the module
     dtype        floating-point tensors are converted to it: "bfloat16" ("bf16"), "float16", "float32", "float64"
     rules        fs.Skip, fs.Rename, fs.Split, ..., of names as the checkpoint has them; fs.RuleSet, of names below the
                  section
@@ -82,12 +89,15 @@ def export(
     if to not in FORMATS:
         raise ArgumentError(f"to={to!r} is no known format", expected=", ".join(FORMATS), next="give one of them")
     source = open_source(checkpoint, step)
-    wanted = None if source.is_flat else section
-    known = check_rules(rules, source, wanted)
-    mapped = choose(source, wanted, known, cast_target(dtype))
-    lost = check_objects(source, wanted, known, to)
     draft = Draft(Path(path), is_file=to == "torch")
-    layout, texts = _lay_out(to, mapped, draft.path.name, int(shard_bytes))
+    if to == "universal":
+        mapped, lost, layout, texts = _lay_out_universal(source, section, dtype, rules)
+    else:
+        wanted = None if source.is_flat else section
+        known = check_rules(rules, source, wanted)
+        mapped = choose(source, wanted, known, cast_target(dtype))
+        lost = check_objects(source, wanted, known, to)
+        layout, texts = _lay_out(to, mapped, draft.path.name, int(shard_bytes))
     if to == "hf":
         texts = {**documents_of(source, None if documents is None else Path(documents)), **texts}
     window = window_bytes(budget_bytes)
@@ -116,6 +126,24 @@ def _lay_out(to: Format, mapped: Mapped, name: str, shard_bytes: int) -> tuple[L
     if to == "dcp":
         return lay_out_dcp(mapped.outputs, mapped.aliases, shard_bytes)
     return lay_out_torch(mapped.outputs, mapped.aliases, name), {}
+
+
+def _lay_out_universal(
+    source: Source, section: str | None, dtype: str | None, rules: GivenRules
+) -> tuple[Mapped, tuple[str, ...], Layout, Mapping[str, bytes]]:
+    """The same of a whole training state: tensors, names that rules leave out, files."""
+    if section is None or dtype is not None:
+        raise ArgumentError(
+            "a Universal Checkpoint has the training state of one module, in the types that DeepSpeed trains with",
+            next="leave out --dtype, and name the module's section with --section",
+        )
+    known = check_rules(rules, source, section)
+    mapped = choose(source, None, known, None)
+    contents = universal_contents(source, mapped, known, section)
+    masters = [one for group in contents.groups for one in group.parameters]
+    cast = tuple(one.name for one in masters if one.slots[MASTER].dtype is not one.slots[MASTER].tensor.dtype)
+    layout, texts = lay_out_universal(contents, source.step)
+    return msgspec.structs.replace(mapped, cast=cast), contents.lost, layout, texts
 
 
 def _report(

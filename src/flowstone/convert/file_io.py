@@ -187,6 +187,12 @@ class Writes:
             finally:
                 os.close(fd)
 
+    def make_directories(self, names: Sequence[str]) -> None:
+        """Make directories in the draft, those that are missing; each comes after the one that it is in."""
+        for name in names:
+            with translated(self._draft, "make", name), contextlib.suppress(FileExistsError):
+                self._system.make_directory(self._draft / name)
+
     def write(self, name: str, offset: int, memory: AlignedMemory, length: int) -> None:
         """Put the first `length` bytes of `memory` at `offset`, a multiple of BLOCK_BYTES. Durable after `sync`."""
         opened = self._open[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from pathlib import PurePosixPath
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -68,6 +69,12 @@ class Layout(msgspec.Struct, frozen=True):
     @property
     def bytes(self) -> int:
         return sum(file.bytes for file in self.files)
+
+    @property
+    def directories(self) -> list[str]:
+        """Those that its files are in, below the target's own; each after the one that it is in."""
+        parents = {str(parent) for file in self.files for parent in PurePosixPath(file.name).parents}
+        return sorted(parents - {"."})
 
 
 def plan_digest(source: Source, layout: Layout, options: Sequence[object]) -> str:

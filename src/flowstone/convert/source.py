@@ -49,6 +49,7 @@ class Source(msgspec.Struct, frozen=True, eq=False):
     is_flat   the tensors are those of one module, by its own names: they belong to no section yet
     digests   XXH3-64 of chunks, where something vouches for bytes
     unmapped  what else it has; an error, unless a rule skips it
+    step      of a store of ours
     """
 
     kind: str
@@ -62,6 +63,7 @@ class Source(msgspec.Struct, frozen=True, eq=False):
     is_flat: bool = False
     digests: NDArray[np.uint64] | None = None
     unmapped: tuple[Unmapped, ...] = ()
+    step: int | None = None
 
 
 def source_file(path: Path) -> SourceFile:

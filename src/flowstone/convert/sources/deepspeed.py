@@ -36,12 +36,12 @@ from flowstone.table.stored import SourceTensor, StoredBox
 _LATEST = ("latest", "latest_universal")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"((?:bf16_|fp16_)?)zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_OURS = frozenset({
+OWN_KEYS = frozenset({
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
     "frozen_param_fragments", "lr_scheduler", "universal_checkpoint_info",
 })
 """What DeepSpeed itself writes into a model's states, and becomes a section, or tensors."""
-_ENGINE = (
+ENGINE_KEYS = (
     "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size",
     "checkpoint_parallel_dimensions", "ds_config", "ds_version", "num_experts", "ds_autoep_layers",
 )
@@ -229,7 +229,7 @@ class _Assembly:
         if self._state.get("lr_scheduler") is not None:
             objects["lr_scheduler"] = self._tree.section("lr_scheduler", self._state["lr_scheduler"])
         objects["deepspeed"] = self._tree.section("deepspeed", self._engine())
-        client = {key: value for key, value in self._state.items() if key not in _OURS and key not in _ENGINE}
+        client = {key: value for key, value in self._state.items() if key not in OWN_KEYS and key not in ENGINE_KEYS}
         if client:
             objects["client_state"] = self._tree.section("client_state", client)
         check_sections(objects, self._files.location)
@@ -240,7 +240,7 @@ class _Assembly:
         ))
 
     def _engine(self) -> dict[str, object]:
-        found = {key: self._state[key] for key in _ENGINE if self._state.get(key) is not None}
+        found = {key: self._state[key] for key in ENGINE_KEYS if self._state.get(key) is not None}
         if self._partitioned is not None:
             found |= {"zero_stage": self._partitioned.stage, "optimizer": self._partitioned.scalars}
         return found

@@ -16,7 +16,7 @@ from flowstone.store.os_errors import translated
 from flowstone.table.stored import row_major
 
 PARAMETERS_NAME = "zero"
-_OPTIMIZER_NAME = "optimizer_state.pt"
+OPTIMIZER_NAME = "optimizer_state.pt"
 _SUFFIX = ".pt"
 _NOT_SCALARS = frozenset({
     "optimizer_state_dict", "fp32_flat_groups", "param_groups", "group_paddings", "param_alignment_paddings",
@@ -46,9 +46,9 @@ def read_universal(
             next="copy the whole directory again",
         )
     extra = sorted(present - known.keys() - buffers)
-    state = files.read(place / _OPTIMIZER_NAME)
+    state = files.read(place / OPTIMIZER_NAME)
     if not isinstance(state, dict) or not isinstance(state.get("param_groups"), list):
-        raise DamagedError(f"{place / _OPTIMIZER_NAME} has no param_groups", next="convert the checkpoint again")
+        raise DamagedError(f"{place / OPTIMIZER_NAME} has no param_groups", next="convert the checkpoint again")
     names = [tuple(group) for group in grouped] or [tuple(extra)]
     steps = {name: step for number, step in _steps(state) for name in (names[number] if number < len(names) else ())}
     parameters = {
@@ -126,11 +126,11 @@ def _groups(groups: Sequence[object], names: Sequence[tuple[str, ...]]) -> tuple
     found = []
     for number, group in enumerate(groups):
         if not isinstance(group, Mapping):
-            raise DamagedError(f"group {number} of {_OPTIMIZER_NAME} is none", next="convert the checkpoint again")
+            raise DamagedError(f"group {number} of {OPTIMIZER_NAME} is none", next="convert the checkpoint again")
         members = group.get("params", [number])
         if not isinstance(members, list) or not all(type(one) is int and 0 <= one < len(names) for one in members):
             raise DamagedError(
-                f"group {number} of {_OPTIMIZER_NAME} has members that are not there", found=f"{members!r:.80}",
+                f"group {number} of {OPTIMIZER_NAME} has members that are not there", found=f"{members!r:.80}",
                 next="convert the checkpoint again",
             )
         ours = tuple(name for member in members for name in names[member])

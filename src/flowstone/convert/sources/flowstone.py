@@ -44,5 +44,5 @@ def read_flowstone(checkpoint: Checkpoint) -> Source:
     return check_source(Source(
         "flowstone", checkpoint.path, tuple(source_file(directory / row.name) for row in checkpoint.manifest.segments),
         tensors, tuple(Alias(name, held.names[row]) for name, row in index.aliases),
-        dict(objects.replicated), dict(objects.per_rank), digests=chunks.digest,
+        dict(objects.replicated), dict(objects.per_rank), digests=chunks.digest, step=checkpoint.step,
     ))

@@ -8,7 +8,7 @@ from flowstone.convert.layout import Extent, Layout, Output, TargetFile
 from flowstone.convert.sources.dcp import METADATA_NAME
 from flowstone.convert.targets.pickle_writer import Call, Instance, Name, write_pickle
 from flowstone.convert.targets.torch_archive import lay_out_archive
-from flowstone.convert.targets.torch_file import archive_entries, described
+from flowstone.convert.targets.torch_file import archive_entries, described, size
 from flowstone.table.pieces import Alias
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -51,10 +51,10 @@ def _metadata(
     items: dict[object, object] = {}
     for name, row in names.items():
         tensor, dtype = outputs[row].tensor, outputs[row].dtype
-        origin = _size((0,) * len(tensor.shape))
-        chunk = Instance(Name(_METADATA, "ChunkStorageMetadata"), {"offsets": origin, "sizes": _size(tensor.shape)})
+        origin = size((0,) * len(tensor.shape))
+        chunk = Instance(Name(_METADATA, "ChunkStorageMetadata"), {"offsets": origin, "sizes": size(tensor.shape)})
         entries[name] = Instance(Name(_METADATA, "TensorStorageMetadata"), {
-            "properties": _properties(dtype.name), "size": _size(tensor.shape), "chunks": [chunk],
+            "properties": _properties(dtype.name), "size": size(tensor.shape), "chunks": [chunk],
         })
         paths[name] = (name,)
         file, begin, length = places[row]
@@ -66,10 +66,6 @@ def _metadata(
     return write_pickle(Instance(Name(_METADATA, "Metadata"), {
         "state_dict_metadata": entries, "planner_data": paths, "storage_data": items,
     }))
-
-
-def _size(sides: Sequence[int]) -> Call:
-    return Call(Name("torch", "Size"), (tuple(sides),))
 
 
 def _properties(dtype: str) -> Instance:

@@ -1,6 +1,7 @@
 """Writes the pickles that torch's formats need, from a description: nothing that they name has to be importable here.
 
-Protocol 2, as torch.save has it. Numbers, text, None, truth values, tuples, lists and dicts stand for themselves.
+Protocol 2, as torch.save has it. Numbers, text, bytes, None, truth values, tuples, lists and dicts stand for
+themselves.
 """
 
 from __future__ import annotations
@@ -50,9 +51,13 @@ def _write(value: object, parts: list[bytes]) -> None:
         parts.append({None: b"N", True: b"\x88", False: b"\x89"}[value])
     elif isinstance(value, int):
         parts.append(_integer(value))
+    elif isinstance(value, float):
+        parts.append(b"G" + struct.pack(">d", value))
     elif isinstance(value, str):
         encoded = value.encode("utf-8", "surrogatepass")
         parts.append(b"X" + struct.pack("<I", len(encoded)) + encoded)
+    elif isinstance(value, bytes):  # as protocol 2 has them
+        _write(Call(Name("_codecs", "encode"), (value.decode("latin1"), "latin1")), parts)
     elif isinstance(value, tuple | list | dict):
         _write_container(value, parts)
     elif isinstance(value, Name):
@@ -89,4 +94,7 @@ def _write_container(value: tuple[object, ...] | list[object] | dict[object, obj
 def _integer(number: int) -> bytes:
     if -1 << 31 <= number < 1 << 31:
         return b"J" + struct.pack("<i", number)
-    return b"\x8a\x08" + struct.pack("<q", number)
+    encoded = number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True)
+    if len(encoded) < 256:
+        return b"\x8a" + struct.pack("<B", len(encoded)) + encoded
+    return b"\x8b" + struct.pack("<I", len(encoded)) + encoded

@@ -36,6 +36,11 @@ def archive_entries(pickled: bytes, outputs: Sequence[Output], positions: Sequen
     ]
 
 
+def size(sides: Sequence[int]) -> Call:
+    """A torch.Size."""
+    return Call(Name("torch", "Size"), (tuple(sides),))
+
+
 def described(output: Output, key: int) -> Call:
     """How a dense tensor is rebuilt of the storage of that key."""
     shape, dtype, storage = output.tensor.shape, output.dtype, _STORAGES.get(output.dtype.name)

@@ -1,0 +1,73 @@
+"""Universal Checkpoints that Flowstone has written, loaded by DeepSpeed, which trains on as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import is_installed, run_ranks
+
+import flowstone as fs
+
+HERE = Path(__file__).resolve().parent
+pytestmark = pytest.mark.skipif(
+    not is_installed("deepspeed"), reason="`make test-integrations` installs deepspeed"
+)
+
+
+def act(name: str, stage: int, kind: str, directory: Path, ranks: int, groups: int) -> None:
+    environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    command = [str(HERE / "deepspeed_universal_act.py"), name, str(stage), kind, str(directory), str(groups)]
+    log = Path(f"{directory}-{name}")
+    codes = run_ranks(command, log, ranks, environment, is_launched=True)
+    assert codes == [0] * ranks, "\n".join(Path(f"{log}-{rank}.txt").read_text()[-2000:] for rank in range(ranks))
+
+
+def told(place: str, ranks: int) -> list[Any]:
+    return [json.loads(Path(f"{place}-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def assert_same_weights(place: str, expected: str) -> None:
+    found, wanted = (torch.load(f"{one}.pt", weights_only=True) for one in (place, expected))
+    assert found.keys() == wanted.keys()
+    for name, weights in wanted.items():
+        assert torch.equal(found[name], weights), name
+
+
+@pytest.mark.parametrize(("stage", "others"), [(2, [1]), (3, [1])])
+def test_training_goes_on_as_from_deepspeeds_own_conversion(tmp_path: Path, stage: int, others: list[int]) -> None:
+    """And as if it had not been interrupted; also where another stage goes on."""
+    theirs, ours, groups = tmp_path / "theirs", tmp_path / "ours", 1 if stage == 3 else 2
+    act("save", stage, "bf16", theirs, 2, groups)
+    fs.import_checkpoint(theirs, tmp_path / "run", step=3)
+    assert fs.export(tmp_path / "run", ours, to="universal").skipped == ()
+    places = ["--input_folder", str(theirs / "global_step3"), "--output_folder", str(theirs / "global_step3_universal")]
+    convert = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *places, "--inject_missing_state"]
+    subprocess.run(convert, check=True, capture_output=True)
+    for directory in (theirs, ours):
+        act("load", stage, "bf16", directory, 2, groups)
+    assert told(f"{ours}-{stage}", 2) == told(f"{theirs}-{stage}", 2)
+    assert [one["client"]["seen"] for one in told(f"{ours}-{stage}", 2)] == [[3], [3]]
+    for other in (stage, *others):
+        if other != stage:
+            act("load", other, "bf16", ours, 2, groups)
+        assert_same_weights(f"{ours}-{other}", f"{theirs}-whole")
+        whole, found = told(f"{theirs}-whole", 2)[0]["end"], told(f"{ours}-{other}", 2)[0]["end"]
+        assert (found["groups"], found["scheduler"], found["step"]) == (whole["groups"], whole["scheduler"], 6)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_job_without_deepspeed_goes_on_with_it(tmp_path: Path, stage: int) -> None:
+    groups = 1 if stage == 3 else 2
+    act("torch", stage, "fp32", tmp_path / "run", 1, groups)
+    assert fs.export(tmp_path / "run", tmp_path / "universal", to="universal").skipped == ()
+    act("load", stage, "fp32", tmp_path / "universal", 1, groups)
+    assert_same_weights(f"{tmp_path / 'universal'}-{stage}", f"{tmp_path / 'run'}-end")
+    (found,) = told(f"{tmp_path / 'universal'}-{stage}", 1)
+    assert found["client"] == {"seen": None, "epoch": 2}
+    assert (found["loaded"]["step"], found["loaded"]["scheduler"]) == (3, 3)

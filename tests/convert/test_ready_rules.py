@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
@@ -53,6 +54,23 @@ def huggingface(model: str) -> Arrays:
                           for k in (1, 2, 3)}
         found |= made(rng, **{f"model.layers.{n}.{name}.weight": shape for name, shape in sides.items()})
     return found
+
+
+def in_memory(files: Arrays) -> Arrays:
+    """A Mixtral as transformers 5 has it in memory: the experts of a layer in two tensors."""
+    found = {name.replace("block_sparse_moe", "mlp"): one for name, one in files.items() if ".experts." not in name}
+    for n in range(LAYERS):
+        parts = [[files[f"model.layers.{n}.block_sparse_moe.experts.{e}.w{k}.weight"] for e in range(EXPERTS)]
+                 for k in (1, 2, 3)]
+        gate, down, up = map(np.stack, parts)
+        found[f"model.layers.{n}.mlp.experts.gate_up_proj"] = np.concatenate([gate, up], 1)
+        found[f"model.layers.{n}.mlp.experts.down_proj"] = down
+    return found
+
+
+def as_sized(model: str, sizes: dict[str, Any]) -> Arrays:
+    found = huggingface(model)
+    return in_memory(found) if sizes.get("huggingface") == "memory" else found
 
 
 def heads_of(fused: np.ndarray, x: np.ndarray, heads: int, groups: int) -> list[np.ndarray]:
@@ -133,24 +151,72 @@ SETS: list[tuple[str, dict[str, Any]]] = [
     ("gpt2", {"heads": HEADS, "layers": "stacked", "norms": "separate"}), ("mixtral", LLAMA),
     ("mixtral", {**LLAMA, "experts": "grouped"}), ("gpt2", {"heads": HEADS, "vocabulary": WORDS,
                                                           "padded_vocabulary": 64}),
+    ("mixtral", {**LLAMA, "experts": "stacked", "norms": "separate"}), ("mixtral", {**LLAMA, "layers": "stacked"}),
+    *(("mixtral", {**LLAMA, **stacked, "huggingface": "memory"}) for stacked in (
+        {}, {"experts": "grouped"}, {"experts": "stacked"}, {"layers": "stacked"}
+    )),
 ]
 
 
 @pytest.mark.parametrize(("model", "sizes"), SETS)
 def test_there_and_back_again_through_a_store_is_bit_equal(tmp_path: Path, model: str, sizes: dict[str, Any]) -> None:
-    source = huggingface(model)
+    source = as_sized(model, sizes)
     save_file(source, tmp_path / "model.safetensors")
     report = fs.import_checkpoint(tmp_path / "model.safetensors", tmp_path / "run",
                                   rules=fs.ready_rules(f"{model}-to-megatron", **sizes))
     known = ("model.decoder.", "model.embedding.", "model.output_layer.")
     assert all(name.startswith(known) for name in report.tensors)
     if sizes.get("layers") == "stacked":
-        shape = fs.open(tmp_path / "run").tensors["model.decoder.layers.mlp.linear_fc2.weight"].shape
+        shape = fs.open(tmp_path / "run").tensors["model.decoder.layers.self_attention.linear_proj.weight"].shape
         assert shape[0] == LAYERS
     rules = fs.ready_rules(f"megatron-to-{model}", **sizes)
     fs.export(tmp_path / "run", tmp_path / "hf", rules=rules)
     assert fs.diff(tmp_path / "model.safetensors", tmp_path / "hf").equal
     assert fs.diff(tmp_path / "run", tmp_path / "model.safetensors", rules=rules).equal
+
+
+def tensors_of(run: Path) -> dict[str, torch.Tensor]:
+    opened = fs.open(run)
+    return {name.removeprefix("model."): opened.read(name) for name in opened.tensors}
+
+
+@pytest.mark.parametrize(("model", "sizes"), SETS)
+def test_a_load_gives_what_an_import_gives_and_back(tmp_path: Path, model: str, sizes: dict[str, Any]) -> None:
+    source = {name: torch.from_numpy(one) for name, one in as_sized(model, sizes).items()}
+    to, back = fs.ready_rules(f"{model}-to-megatron", **sizes), fs.ready_rules(f"megatron-to-{model}", **sizes)
+    save_file(as_sized(model, sizes), tmp_path / "model.safetensors")
+    fs.import_checkpoint(tmp_path / "model.safetensors", tmp_path / "imported", rules=to)
+    imported = tensors_of(tmp_path / "imported")
+    loaded = {name: torch.full_like(one, -1) for name, one in imported.items()}
+    with fs.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, {"model": source})
+        checkpointer.load({"model": loaded}, rules=to)
+        assert all(torch.equal(loaded[name], imported[name]) for name in imported)
+    again = {name: torch.full_like(one, -1) for name, one in source.items()}
+    with fs.Checkpointer(tmp_path / "imported") as checkpointer:
+        checkpointer.load({"model": again}, rules=back)
+    assert all(torch.equal(again[name], source[name]) for name in source)
+
+
+@pytest.mark.parametrize("stacked", [{"experts": "stacked"}, {"layers": "stacked"}])
+def test_stacked_experts_are_those_of_modules_in_order(tmp_path: Path, stacked: dict[str, str]) -> None:
+    source = huggingface("mixtral")
+    for name, arrays in (("files", source), ("memory", in_memory(source))):
+        save_file(arrays, tmp_path / f"{name}.safetensors")
+        rules = fs.ready_rules("mixtral-to-megatron", **LLAMA, **stacked, huggingface=name)
+        fs.import_checkpoint(tmp_path / f"{name}.safetensors", tmp_path / name, rules=rules)
+    found = tensors_of(tmp_path / "files")
+    fc1 = np.stack([
+        [np.concatenate([source[f"model.layers.{n}.block_sparse_moe.experts.{e}.w{k}.weight"] for k in (1, 3)])
+         for e in range(EXPERTS)] for n in range(LAYERS)
+    ])
+    if stacked == {"layers": "stacked"}:
+        assert np.array_equal(found["decoder.layers.mlp.experts.experts.linear_fc1.weight"].numpy(), fc1)
+    else:
+        for n in range(LAYERS):
+            mine = found[f"decoder.layers.{n}.mlp.experts.experts.linear_fc1.weight"].numpy()
+            assert np.array_equal(mine, fc1[n])
+    assert fs.diff(tmp_path / "files", tmp_path / "memory").equal
 
 
 def test_a_configuration_tells_the_sizes(tmp_path: Path) -> None:
@@ -189,7 +255,7 @@ def test_what_the_set_does_not_know_is_named(tmp_path: Path) -> None:
     ("megatron-to-llama", {"heads": 6, "groups": 4}, "6 heads are not 4 groups"),
     ("megatron-to-llama", {"heads": 4, "size": 4}, "size"), ("megatron-to-llama", {"heads": 4, "norms": "x"}, "fused"),
     ("megatron-to-llama", {"heads": 4, "padded_vocabulary": 64}, "without vocabulary"),
-    ("mixtral-to-megatron", {"heads": 4, "layers": "stacked"}, "stacked layers of experts"),
+    ("mixtral-to-megatron", {"heads": 4, "groups": 4, "huggingface": "disk"}, "files or memory"),
     ("megatron-to-llama", {"heads": 32}, "how many groups"), ("mixtral-to-megatron", {"heads": 32}, "how many groups"),
     ("megatron-to-llama", {"heads": 4, "config": "x"}, "config"),
     ("megatron-to-llama", {"heads": 4, "name": "x"}, "name"),

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from flowstone.errors import ArgumentError
-from flowstone.layout_rules import ConversionRule, Fuse, RuleSet, Split, Transpose, Unpad, Unstack
+from flowstone.layout_rules import ConversionRule, Fuse, RuleSet, Split, Stack, Transpose, Unpad, Unstack
 from flowstone.rules import Rename, Skip
 
 _LAYER = "decoder.layers.{n}"
@@ -30,8 +30,11 @@ class Sizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     groups      of heads that share a key and a value; as many as heads where there are none
     vocabulary, padded_vocabulary  rows of the embedding at Hugging Face and in Megatron, where these differ
     norms       "fused": in the layers that follow them (Transformer Engine); "separate"
-    experts     "sequential": modules of their own; "grouped": weight0, weight1, ... of one module
-    layers      "apart", or "stacked": as a distributed checkpoint has them (torch_dist)
+    experts     "sequential": modules of their own; "grouped": weight0, weight1, ... of one module; "stacked": all in
+                one tensor, as a distributed checkpoint has either
+    layers      "apart", or "stacked": as a distributed checkpoint has them (torch_dist); then experts are stacked, too
+    huggingface "files": as `save_pretrained` writes the model; "memory": as transformers 5 has it, where this differs
+                (Mixtral's experts, which are stacked)
     """
 
     heads: int
@@ -41,9 +44,13 @@ class Sizes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     norms: str = "fused"
     experts: str = "sequential"
     layers: str = "apart"
+    huggingface: str = "files"
 
 
-_CHOICES = {"norms": ("fused", "separate"), "experts": ("sequential", "grouped"), "layers": ("apart", "stacked")}
+_CHOICES = {
+    "norms": ("fused", "separate"), "experts": ("sequential", "grouped", "stacked"), "layers": ("apart", "stacked"),
+    "huggingface": ("files", "memory"),
+}
 
 
 def ready_rules(name: str, config: Mapping[str, Any] | str | bytes | None = None, /, **sizes: int | str) -> RuleSet:
@@ -63,8 +70,6 @@ def ready_rules(name: str, config: Mapping[str, Any] | str | bytes | None = None
     found = _sizes(name, known | sizes)
     rules, optional = _MODELS[model](found)
     if found.layers == "stacked":
-        if model == "mixtral":
-            raise ArgumentError(f"{name}: stacked layers of experts are not known", next="write rules in a file")
         rules = [*_unstacked(rules), *rules]
     if model != "gpt2" and not known and "groups" not in sizes:  # as many as heads would divide it too, and wrongly
         raise ArgumentError(
@@ -124,7 +129,7 @@ def _unpadded(sizes: Sizes) -> Iterator[ConversionRule]:
 def _unstacked(rules: list[ConversionRule]) -> Iterator[ConversionRule]:
     for rule in rules:
         source = getattr(rule, "source", "")
-        if source.startswith(f"{_LAYER}."):
+        if source.startswith(f"{_LAYER}.") and "{e}" not in source:  # experts are stacked within their layers
             leaf = source.removeprefix(_LAYER)
             yield Unstack(_STACKED + leaf, source, required=getattr(rule, "required", not leaf.endswith(".bias")))
 
@@ -169,19 +174,33 @@ def _llama(sizes: Sizes) -> _Made:
 def _mixtral(sizes: Sizes) -> _Made:
     layer = "model.layers.{n}"
     ends, attention = _ends("model.embed_tokens.weight", "model.norm"), _attention(sizes, layer)
-    inner = f"{layer}.block_sparse_moe"
-    expert = f"{_LAYER}.mlp.experts"
-    one, two = (
-        (f"{expert}.local_experts.{{e}}.linear_fc1.weight", f"{expert}.local_experts.{{e}}.linear_fc2.weight")
-        if sizes.experts == "sequential" else (f"{expert}.linear_fc1.weight{{e}}", f"{expert}.linear_fc2.weight{{e}}")
-    )
+    inner = f"{layer}.mlp" if sizes.huggingface == "memory" else f"{layer}.block_sparse_moe"
     return [
         *ends[0], *attention[0], Rename(f"{_norms(sizes)[0]}weight", f"{layer}.input_layernorm.weight"),
         Rename(f"{_LAYER}.pre_mlp_layernorm.weight", f"{layer}.post_attention_layernorm.weight"),
         Rename(f"{_LAYER}.mlp.router.weight", f"{inner}.gate.weight"),
-        Split(one, (f"{inner}.experts.{{e}}.w1.weight", f"{inner}.experts.{{e}}.w3.weight")),
-        Rename(two, f"{inner}.experts.{{e}}.w2.weight"),
+        *_experts(sizes, f"{inner}.experts"),
     ], ends[1] + attention[1]
+
+
+def _experts(sizes: Sizes, inner: str) -> Iterator[ConversionRule]:
+    """Of Mixtral. Megatron, and transformers 5 in memory, have gate and up in one matrix."""
+    outer = f"{_LAYER}.mlp.experts"
+    is_stacked = "stacked" in (sizes.experts, sizes.layers)
+    is_grouped = sizes.experts == "grouped" and not is_stacked
+    names = (
+        ("linear_fc1", f"{inner}.gate_up_proj", ("w1", "w3")), ("linear_fc2", f"{inner}.down_proj", ("w2",)),
+    )
+    for linear, joined, parts in names:
+        stacked = f"{outer}.experts.{linear}.weight"
+        one = f"{outer}.{linear}.weight{{e}}" if is_grouped else f"{outer}.local_experts.{{e}}.{linear}.weight"
+        if sizes.huggingface == "memory":
+            yield Rename(stacked, joined) if is_stacked else Stack(one, joined)
+            continue
+        if is_stacked:
+            yield Unstack(stacked, one)
+        targets = tuple(f"{inner}.{{e}}.{part}.weight" for part in parts)
+        yield Split(one, targets) if len(targets) > 1 else Rename(one, targets[0])
 
 
 def _gpt2(sizes: Sizes) -> _Made:

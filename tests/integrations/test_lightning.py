@@ -64,7 +64,7 @@ options = dict(devices=RANKS, strategy="auto" if RANKS == 1 else "ddp")
 
 
 def test_each_sample_is_run() -> None:
-    assert SAMPLES.keys() == {"trainer", "fabric", "reading"}
+    assert SAMPLES.keys() == {"trainer", "fabric", "reading", "sharded", "sharded-fabric", "sharded-reading"}
     changed = [line for line in SAMPLES["trainer"].splitlines() if "Flowstone" in line or "Generator" in line]
     assert len(changed) <= 3
 

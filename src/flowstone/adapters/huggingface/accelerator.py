@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from flowstone.adapters.huggingface.deriving import derive
+from flowstone.adapters.deriving import derive
 from flowstone.adapters.huggingface.distributed import check_distributed
 from flowstone.adapters.huggingface.options import Options
 from flowstone.adapters.huggingface.peft_adapters import Bases, to_load, to_save

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from flowstone.adapters.huggingface.deriving import derive
+from flowstone.adapters.deriving import derive
 from flowstone.adapters.huggingface.distributed import check_distributed
 from flowstone.adapters.huggingface.options import Options
 from flowstone.adapters.huggingface.places import committed_at

@@ -2,9 +2,11 @@
 
     trainer = Trainer(plugins=[FlowstoneIO()], callbacks=[GeneratorStates()])
     fabric = Fabric(plugins=[FlowstoneIO()])
+    trainer = Trainer(strategy=flowstone_strategy(ModelParallelStrategy(...)))
 
-`FlowstoneIO` stands where `TorchCheckpointIO` does, for `lightning` and for `pytorch_lightning`. docs/LIGHTNING.md has
-the lines to change, and what differs. Lightning is imported with the first name that needs it.
+`FlowstoneIO` stands where `TorchCheckpointIO` does, for `lightning` and for `pytorch_lightning`; `flowstone_strategy`
+is for strategies whose processes hold parts of a model. docs/LIGHTNING.md has the lines to change, and what differs.
+Lightning is imported with the first name that needs it.
 """
 
 from __future__ import annotations
@@ -16,12 +18,14 @@ if TYPE_CHECKING:
     from flowstone.adapters.lightning.callback import GeneratorStates
     from flowstone.adapters.lightning.checkpoint_io import FlowstoneIO
     from flowstone.adapters.lightning.generators import Generators
+    from flowstone.adapters.lightning.sharded import flowstone_strategy
     from flowstone.adapters.lightning.streams import as_torch_file
 
 _LATER = {
     "FlowstoneIO": "flowstone.adapters.lightning.checkpoint_io",
     "GeneratorStates": "flowstone.adapters.lightning.callback",
     "Generators": "flowstone.adapters.lightning.generators",
+    "flowstone_strategy": "flowstone.adapters.lightning.sharded",
     "as_torch_file": "flowstone.adapters.lightning.streams",
 }
 
@@ -32,4 +36,4 @@ def __getattr__(name: str) -> object:
     return getattr(import_module(_LATER[name]), name)
 
 
-__all__ = ["FlowstoneIO", "GeneratorStates", "Generators", "as_torch_file"]
+__all__ = ["FlowstoneIO", "GeneratorStates", "Generators", "as_torch_file", "flowstone_strategy"]

@@ -26,7 +26,7 @@ else:
     CheckpointIO = new_class("CheckpointIO", checkpoint_io_classes())
 
 
-_AT_ONCE = "hpc_ckpt_"  # saved for a scheduler that is about to end the process
+AT_ONCE = "hpc_ckpt_"  # saved for a scheduler that is about to end the process
 
 
 class FlowstoneIO(CheckpointIO):
@@ -75,10 +75,10 @@ class FlowstoneIO(CheckpointIO):
             raise ArgumentError(
                 f"storage_options {storage_options!r:.60} is not taken", next="leave it out: FlowstoneIO(engine=...)"
             )
-        target = _target(checkpoint, path)
-        at_once = not self._asynchronous or target.name.startswith(_AT_ONCE)
+        target = target_for(checkpoint, path)
+        at_once = not self._asynchronous or target.name.startswith(AT_ONCE)
         self._mine().save(
-            target, plain(checkpoint), keep_name=not _is_last(checkpoint, target), in_background=not at_once
+            target, plain(checkpoint), keep_name=not is_last(checkpoint, target), in_background=not at_once
         )
 
     def load_checkpoint(
@@ -143,7 +143,7 @@ class FlowstoneIO(CheckpointIO):
         return saves
 
 
-def _target(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> Target:
+def target_for(checkpoint: Mapping[str, Any], path: Any) -> Target:
     """Where it goes. The step is that of training, where the checkpoint says one."""
     named = target_of(path, None)
     step = checkpoint.get("global_step") if isinstance(checkpoint, Mapping) else None
@@ -152,7 +152,7 @@ def _target(checkpoint: Mapping[str, Any], path: str | os.PathLike[str]) -> Targ
     return Target(named.parent, named.name, step)
 
 
-def _is_last(checkpoint: Mapping[str, Any], target: Target) -> bool:
+def is_last(checkpoint: Mapping[str, Any], target: Target) -> bool:
     """Whether a callback has it for its newest checkpoint, which it overwrites, and which a resume looks for by name.
 
     An empty directory of that name would be taken for one.

@@ -16,6 +16,16 @@ _METHODS = {
 }
 """Of CheckpointIO, with the names of their parameters."""
 
+_TRAINER_METHODS = {
+    "save_checkpoint": ("checkpoint", "filepath", "storage_options"), "remove_checkpoint": ("filepath",),
+    "load_checkpoint": ("checkpoint_path", "weights_only"), "teardown": (), "broadcast": ("obj", "src"),
+}
+_FABRIC_METHODS = {
+    "save_checkpoint": ("path", "state", "storage_options", "filter"), "broadcast": ("obj", "src"),
+    "load_checkpoint": ("path", "state", "strict", "weights_only"),
+}
+"""Of sharded strategies, likewise."""
+
 LIGHTNING = Framework("lightning", "lightning", KNOWN)
 _PYTORCH_LIGHTNING = Framework("pytorch_lightning", "pytorch-lightning", KNOWN)
 _LIGHTNING_FABRIC = Framework("lightning_fabric", "lightning-fabric", KNOWN)
@@ -57,6 +67,28 @@ def loads_through_plugins(strategy: object) -> bool:
     kinds = [framework.load(f"{package}.strategies").Strategy for framework, package in _trainers()]
     own = getattr(type(strategy), "load_checkpoint", None)
     return any(isinstance(strategy, kind) and own is kind.load_checkpoint for kind in kinds)
+
+
+def sharded_strategies() -> list[tuple[type, bool]]:
+    """The strategies whose processes hold parts of a model, and whether each is a Trainer's; the others are Fabric's.
+
+    raises  FrameworkError where no package is installed, or one has an interface that is not known
+    """
+    trainers = [(framework, package, _TRAINER_METHODS) for framework, package in _trainers()]
+    fabrics = [
+        (framework, package, _FABRIC_METHODS)
+        for framework, package in ((LIGHTNING, "lightning.fabric"), (_LIGHTNING_FABRIC, "lightning_fabric"))
+        if find_spec(framework.package) is not None
+    ]
+    if not fabrics:
+        LIGHTNING.load("lightning")  # says what is missing
+    found: list[tuple[type, bool]] = []
+    for framework, package, methods in (*trainers, *fabrics):
+        strategies, version = framework.load(f"{package}.strategies"), framework.load(package).__version__
+        for kind in (strategies.FSDPStrategy, strategies.ModelParallelStrategy):
+            framework.check(version, methods, kind)
+            found.append((kind, methods is _TRAINER_METHODS))
+    return found
 
 
 def _trainers() -> list[tuple[Framework, str]]:

@@ -87,7 +87,10 @@ def in_disk_order(index: Index, wanted: Sequence[Wanted]) -> list[Wanted]:
     """By where the first piece of each lies."""
     def place(one: Wanted) -> tuple[int, int]:
         pieces = index.pieces_of(one.row)
-        return (int(index.chunks.segment[pieces.start]), int(index.chunks.offset[pieces.start])) if pieces else (-1, 0)
+        if not pieces or (index.chunks.stored is not None and not index.chunks.length[pieces.start]):
+            return -1, 0
+        segment, offset = index.chunks.stored_at(np.array([pieces.start]), np.zeros(1, np.int64))
+        return int(segment[0]), int(offset[0])
 
     return sorted(wanted, key=place)
 

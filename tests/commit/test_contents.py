@@ -72,9 +72,9 @@ def test_a_future_version_is_named_before_its_fields_are_read(checkpoint: Path) 
 
 
 def test_an_unknown_critical_feature_is_refused_by_name(checkpoint: Path) -> None:
-    edit_manifest(checkpoint, lambda m: m.update(critical=["delta", "codec.zstd"]))
+    edit_manifest(checkpoint, lambda m: m.update(critical=["journal", "codec.zstd"]))
     error = refused(checkpoint, UnsupportedFormatError)
-    assert error.facts["found"] == "format version 1, critical feature 'codec.zstd', critical feature 'delta'"
+    assert error.facts["found"] == "format version 1, critical feature 'codec.zstd', critical feature 'journal'"
 
 
 def test_an_unknown_field_that_is_not_critical_is_skipped(checkpoint: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_link_in_the_place_of_the_manifest_is_refused(checkpoint: Path, tmp_pa
 
 def test_a_segment_of_another_checkpoint_needs_its_feature(checkpoint: Path) -> None:
     edit_manifest(checkpoint, lambda m: m["segments"][0].update(home="step-00000001"))
-    assert "lies in 'step-00000001', without the critical feature 'delta'" in refused(checkpoint).message
+    assert "is of 'step-00000001', without the critical feature 'delta'" in refused(checkpoint).message
 
 
 def test_a_file_listed_twice_is_refused(checkpoint: Path) -> None:

@@ -12,45 +12,45 @@ BASE64 = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 def read(checkpoint):
     """Tensors by name, replicated and per-rank objects. Types that numpy lacks come as bytes, one more dimension."""
     manifest = json.loads((checkpoint / "manifest.json").read_bytes())
-    if manifest["flowstone"] != 1 or manifest["critical"]:
+    if manifest["flowstone"] != 1 or manifest["critical"] not in ([], ["delta"]):
         raise ValueError(f"cannot read version {manifest['flowstone']} with {manifest['critical']}")
-    tensors = read_tensors(checkpoint, manifest)
-    nodes = json.loads((checkpoint / manifest["objects"]["name"]).read_bytes())
+    tensors = read_tensors(checkpoint, manifest, "chunk" if manifest["critical"] else "piece")
+    nodes = json.loads((checkpoint / "objects.json").read_bytes())
     return tensors, *({name: value(v, tensors) for name, v in nodes[k].items()} for k in ("replicated", "per_rank"))
 
 
-def read_tensors(checkpoint, manifest):
+def read_tensors(checkpoint, manifest, table):
     data = (checkpoint / manifest["index"]["name"]).read_bytes()
     start = 8 + struct.unpack_from("<Q", data)[0]
     header = json.loads(data[8:start])
     dtypes = header.pop("__metadata__")["dtypes"].split()
-    column = {}
+    column, chunk, files = {}, 0, [checkpoint / segment["name"] for segment in manifest["segments"]]
     for name, entry in header.items():
         at, count = start + entry["data_offsets"][0], entry["shape"][0]
         column[name] = np.frombuffer(data, f"<u{int(entry['dtype'][1:]) // 8}", count, at).tolist()
     lengths, boxes, arrays = iter(column["tensor.shape"]), iter(column["piece.box"]), []
     for dtype, ndim in zip(column["tensor.dtype"], column["tensor.ndim"], strict=True):
-        shape = [next(lengths) for _ in range(ndim)]
-        kind, raw = dtypes[dtype], [*shape, ODD_BYTES.get(dtypes[dtype], 1)]
-        arrays.append(np.empty(shape, kind) if kind in np.sctypeDict else np.empty(raw, "u1"))
+        kind, raw = dtypes[dtype], [*(next(lengths) for _ in range(ndim)), ODD_BYTES.get(dtypes[dtype], 1)]
+        arrays.append(np.empty(raw[:-1], kind) if kind in np.sctypeDict else np.empty(raw, "u1"))
     for piece, row in enumerate(column["piece.tensor"]):
-        file, at, size = (column[f"piece.{name}"][piece] for name in ("segment", "offset", "bytes"))
+        run = slice(chunk, chunk := chunk + (-(-column["piece.bytes"][piece] // 2**20) if table == "chunk" else 1))
+        places = zip(*(column[f"{table}.{name}"][run] for name in ("segment", "offset", "bytes")), strict=True)
         offset, shape = ([next(boxes) for _ in range(column["tensor.ndim"][row])] for _ in range(2))
-        raw = np.fromfile(checkpoint / manifest["segments"][file]["name"], "u1", size, offset=at)
+        raw = b"".join(bytes(np.fromfile(files[file], "u1", size, offset=at)) for file, at, size in places)
         box = tuple(slice(begin, begin + n) for begin, n in zip(offset, shape, strict=True))
-        arrays[row][box] = raw.view(arrays[row].dtype).reshape(arrays[row][box].shape)
-    tied = [arrays[row] for row in column["alias.tensor"]]
-    return dict(zip(texts(column, "tensor") + texts(column, "alias"), arrays + tied, strict=True))
+        arrays[row][box] = np.frombuffer(raw, arrays[row].dtype).reshape(arrays[row][box].shape)
+    arrays += [arrays[row] for row in column["alias.tensor"]]
+    return dict(zip(texts(column, "tensor") + texts(column, "alias"), arrays, strict=True))
 
 
 def texts(column, table: str):
-    text, ends = bytes(column[f"{table}.name"]), np.cumsum(column[f"{table}.name_bytes"], dtype=int).tolist()
-    return [text[end - size : end].decode() for end, size in zip(ends, column[f"{table}.name_bytes"], strict=True)]
+    text = iter(column[f"{table}.name"])
+    return [bytes(next(text) for _ in range(size)).decode() for size in column[f"{table}.name_bytes"]]
 
 
 def unbase64(text: str) -> bytes:
     bits = "".join(f"{BASE64.index(c):06b}" for c in text.rstrip("="))
-    return bytes(int(bits[i : i + 8], 2) for i in range(0, len(bits) // 8 * 8, 8))
+    return int(bits[: len(bits) // 8 * 8] or "0", 2).to_bytes(len(bits) // 8)
 
 
 def value(node, tensors):

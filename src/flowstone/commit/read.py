@@ -16,6 +16,7 @@ from flowstone.format.bounds import containers
 from flowstone.format.digest import check_chunks, digest
 from flowstone.format.index import Index, check_index_header, decode_index
 from flowstone.format.manifest import (
+    DELTA,
     INDEX_NAME,
     OBJECTS_NAME,
     FileRow,
@@ -49,7 +50,9 @@ def read_index(store: Names, directory: str, manifest: Manifest) -> Index:
             store, directory, manifest.index, INDEX_NAME,
             check_first=lambda part: check_index_header(part, manifest.index.bytes, path=path),
         )
-        return decode_index(memoryview(data).toreadonly(), segments=manifest.segments, path=path)
+        return decode_index(
+            memoryview(data).toreadonly(), segments=manifest.segments, path=path, is_delta=DELTA in manifest.critical
+        )
 
 
 def read_objects(store: Names, directory: str, manifest: Manifest) -> Objects:

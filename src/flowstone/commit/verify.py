@@ -1,4 +1,7 @@
-"""Verification: every byte of every file of a checkpoint, padding included, without a tensor library."""
+"""Verification: every byte of every file of a checkpoint, padding included, without a tensor library.
+
+Of a base's files, the bytes that the checkpoint refers to: the rest is another's.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from flowstone.errors import FlowstoneError, FormatError, StorageError, is_damag
 from flowstone.format.digest import digest, zero_digest
 from flowstone.format.index import Index
 from flowstone.format.manifest import MANIFEST_NAME, Manifest, SegmentRow
-from flowstone.format.segment import PAD_PREFIX, entry_name, parse_header
+from flowstone.format.segment import CHUNKS_ENTRY, PAD_PREFIX, Entry, entry_name, parse_header
 from flowstone.store.base import Store, finish_reading
 from flowstone.table.chunks import Chunks, spread
 
@@ -82,7 +85,8 @@ def verify(
     healthy = [row for row in manifest.segments if _segment_is_whole(store, directory, row, findings)]
     if index is not None:
         for row in healthy:
-            _check_entries(store, directory, row, index, findings)
+            if row.home is None:  # else its header lists what the base has
+                _check_entries(store, directory, row, index, findings)
         _check_runs(store, directory, healthy, index, arena, findings, on_progress)
     known = {row.name for row in manifest.segments} | {manifest.index.name, manifest.objects.name, MANIFEST_NAME}
     extra = tuple(name for name in store.names(directory) if name not in known)
@@ -134,10 +138,16 @@ def _check_entries(store: Store, directory: str, row: SegmentRow, index: Index, 
         findings.append(_finding(row.name, error))
         return
     expected, chunks = {}, index.chunks
-    pieces = np.flatnonzero(chunks.segment == row.id)
+    if chunks.stored is not None:  # pieces without elements have no place
+        entries = {name: entry for name, entry in entries.items() if entry.end > entry.begin}
+    if list(entries) == [CHUNKS_ENTRY]:
+        _check_whole_entry(row, entries[CHUNKS_ENTRY], start, findings)
+        return
+    segment, offset = chunks.extents()
+    pieces = np.flatnonzero(segment == row.id)
     rows, length = index.pieces.tensor[pieces], chunks.length[pieces].astype(np.int64)
     whole = length == index.tensors.lengths[rows]
-    begins = chunks.offset[pieces].astype(np.int64) - start
+    begins = offset[pieces] - start
     columns = pieces, rows, whole, begins, begins + length
     for piece, tensor, is_whole, begin, end in zip(*(column.tolist() for column in columns), strict=True):
         name, dtype, shape = index.tensors.names[tensor], index.tensors.dtypes[tensor], index.tensors.shapes[tensor]
@@ -150,6 +160,13 @@ def _check_entries(store: Store, directory: str, row: SegmentRow, index: Index, 
     findings += [Finding(row.name, f"entry {name!r} differs between header and index") for name in differing]
     if entries and start + max(entry.end for entry in entries.values()) != row.bytes:
         findings.append(Finding(row.name, "the header does not account for the whole file"))
+
+
+def _check_whole_entry(row: SegmentRow, entry: Entry, start: int, findings: list[Finding]) -> None:
+    """Check the entry of a segment that holds chunks, not pieces."""
+    bytes_ = row.bytes - start
+    if (entry.dtype, entry.shape, entry.begin, entry.end) != ("U8", (bytes_,), 0, bytes_):
+        findings.append(Finding(row.name, f"entry {CHUNKS_ENTRY!r} does not account for the whole file"))
 
 
 def _check_runs(
@@ -190,7 +207,7 @@ def _check_runs(
 
 
 def _runs(chunks: Chunks, segments: Sequence[SegmentRow]) -> list[_Runs]:
-    """For each segment: every chunk, and every run of padding, after its header; ascending."""
+    """For each segment: every chunk, and every run of padding, after its header; ascending. Of a base's, its chunks."""
     piece, chunk = chunks.locate(np.arange(int(chunks.first[-1])))
     segment, offset = chunks.stored_at(piece, chunk)
     order = np.lexsort((offset, segment))
@@ -200,7 +217,7 @@ def _runs(chunks: Chunks, segments: Sequence[SegmentRow]) -> list[_Runs]:
     for row, start, stop in zip(segments, starts, stops, strict=True):
         here = order[start:stop]
         stored = _Runs(offset[here], length[here].astype(np.int64), chunks.digest[here], piece[here], chunk[here])
-        found.append(_with_padding(stored, row))
+        found.append(_with_padding(stored, row) if row.home is None else stored)
     return found
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, TypeAlias, TypeVar
 
@@ -20,7 +20,7 @@ from flowstone.config import NAME_BYTES_MAX, NDIM_MAX
 from flowstone.errors import DamagedError
 from flowstone.format.manifest import SegmentRow
 from flowstone.format.segment import LENGTH_BYTES, METADATA_KEY, parse_header
-from flowstone.table.chunks import CODEC_RAW, Chunks, run_starts
+from flowstone.table.chunks import CODEC_RAW, Chunks, StoredChunks, run_starts
 from flowstone.table.dtype import DTYPES
 from flowstone.table.pieces import Pieces, TensorColumns
 
@@ -36,6 +36,12 @@ _COLUMNS = {
     "tensor.name": "u1", "tensor.ndim": "u1", "alias.name": "u1", "chunk.codec": "u1",
 }
 """Column name to numpy type, the widest first so that each lies aligned in the file."""
+
+_DELTA_COLUMNS = {
+    name: kind for kind in ("<u8", "<u4", "<u2", "u1")
+    for name, of in (*_COLUMNS.items(), ("chunk.offset", "<u8"), ("chunk.segment", "<u4")) if of == kind
+}
+"""The columns of an index whose chunks each have a place of their own."""
 
 _SAFETENSORS = {"<u8": "U64", "<u4": "U32", "<u2": "U16", "u1": "U8"}
 
@@ -100,24 +106,46 @@ class Totals(msgspec.Struct, frozen=True):
 
 
 class Frame(msgspec.Struct, frozen=True, eq=False):
-    """An index file without the columns that change with every save of a layout: pieces' offsets, and digests.
+    """An index file without the columns that change with every save of a layout: places of pieces, and digests.
 
-    parts  the file's bytes before, between and after the columns piece.offset and chunk.digest, each in parts
+    parts     the file's bytes before, between and after the columns that are left out, each in parts
+    left_out  names of these columns, in the file's order
     """
 
-    parts: tuple[tuple[Part, ...], tuple[Part, ...], tuple[Part, ...]]
+    parts: tuple[tuple[Part, ...], ...]
+    left_out: tuple[str, ...]
     totals: Totals
 
-    def fill(self, offset: U64, digest: U64) -> bytes:
-        """The index file's bytes, from one offset per piece and one digest per chunk, in index order."""
-        before, between, behind = self.parts
-        return b"".join((*before, _as(offset, "<u8").data, *between, _as(digest, "<u8").data, *behind))
+    def fill(self, offset: U64, digest: U64, places: ChunkPlaces | None = None) -> bytes:
+        """The index file's bytes, from one offset per piece and one digest per chunk, in index order.
+
+        places  where chunks lie, if this is the frame of a delta; pieces then have none
+        """
+        columns: dict[str, NDArray[Any]] = {"piece.offset": offset, "chunk.digest": digest}
+        if places is not None:
+            columns |= {"chunk.segment": places.segment, "chunk.offset": places.offset}
+            columns["piece.offset"] = np.zeros(len(offset), np.uint64)
+        first, *others = self.parts
+        found = [*first]
+        for name, parts in zip(self.left_out, others, strict=True):
+            found += [_as(columns[name], _DELTA_COLUMNS[name]).data, *parts]
+        return b"".join(found)
 
 
-def frame_of(pieces: Pieces, aliases: Sequence[tuple[str, int]], chunks: Chunks) -> Frame:
+class ChunkPlaces(msgspec.Struct, frozen=True, eq=False):
+    """The segment of each chunk, and the offset there, in bytes."""
+
+    segment: NDArray[np.uint32]
+    offset: U64
+
+
+def frame_of(
+    pieces: Pieces, aliases: Sequence[tuple[str, int]], chunks: Chunks, *, is_delta: bool = False
+) -> Frame:
     """All of an index file that does not depend on where pieces lie, and on digests. Keeps the columns, not a copy.
 
     pieces, aliases, chunks  as in Index
+    is_delta                 some chunks lie in a base's segments
     """
     tensors = pieces.tensors
     kinds = sorted({dtype.name for dtype in tensors.dtypes})
@@ -131,30 +159,40 @@ def frame_of(pieces: Pieces, aliases: Sequence[tuple[str, int]], chunks: Chunks)
         "alias.name": np.frombuffer(b"".join(tied), np.uint8),
         "alias.name_bytes": list(map(len, tied)),
         "alias.tensor": [row for _, row in aliases],
-        "piece.tensor": pieces.tensor, "piece.box": pieces.numbers(), "piece.segment": chunks.segment,
+        "piece.tensor": pieces.tensor, "piece.box": pieces.numbers(),
+        "piece.segment": np.zeros_like(chunks.segment) if is_delta else chunks.segment,
         "piece.bytes": chunks.length, "chunk.bytes": chunks.stored_lengths(), "chunk.codec": chunks.codecs(),
     }
+    totals = Totals(len(names), len(pieces), int(chunks.length.sum()))
     variable = {"piece.offset": len(pieces), "chunk.digest": len(chunks.digest)}
-    header: dict[str, object] = {METADATA_KEY: {"flowstone": "1", "dtypes": " ".join(kinds)}}
+    if is_delta:
+        variable |= {"chunk.segment": len(chunks.digest), "chunk.offset": len(chunks.digest)}
+    return _framed(columns, variable, " ".join(kinds), totals)
+
+
+def _framed(columns: Mapping[str, object], variable: Mapping[str, int], dtypes: str, totals: Totals) -> Frame:
+    """The frame of these columns. `variable`: lengths of the columns that are left out."""
+    header: dict[str, object] = {METADATA_KEY: {"flowstone": "1", "dtypes": dtypes}}
     parts: list[list[Part]] = [[]]
-    at = 0
-    for name, kind in _COLUMNS.items():
+    at, left_out = 0, []
+    for name, kind in _DELTA_COLUMNS.items():
         if name in variable:
             count = variable[name]
             parts.append([])
-        else:
+            left_out.append(name)
+        elif name in columns:
             column = _as(np.asarray(columns[name]), kind)
             count = len(column)
             parts[-1].append(column.data)
+        else:
+            continue
         end = at + count * np.dtype(kind).itemsize
         header[name] = {"dtype": _SAFETENSORS[kind], "shape": [count], "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     parts[0][:0] = [len(text).to_bytes(LENGTH_BYTES, "little"), text]
-    before, between, behind = map(tuple, parts)
-    totals = Totals(len(names), len(pieces), int(chunks.length.sum()))
-    return Frame((before, between, behind), totals)
+    return Frame(tuple(map(tuple, parts)), tuple(left_out), totals)
 
 
 def _as(column: NDArray[Any], kind: str) -> NDArray[Any]:
@@ -175,12 +213,16 @@ def check_index_header(data: Part, file_bytes: int, *, path: str) -> None:
         )
 
 
-def decode_index(data: Part, *, segments: Sequence[SegmentRow], path: str) -> Index:
-    """Read and check an index whose digests have been verified. Raises DamagedError."""
+def decode_index(data: Part, *, segments: Sequence[SegmentRow], path: str, is_delta: bool = False) -> Index:
+    """Read and check an index whose digests have been verified. Raises DamagedError.
+
+    is_delta  each chunk has a place of its own
+    """
+    kinds = _DELTA_COLUMNS if is_delta else _COLUMNS
     entries, metadata, start = parse_header(data[: _header_end(data)], path=path)
     try:
         columns = {}
-        for name, kind in _COLUMNS.items():
+        for name, kind in kinds.items():
             entry = entries[name]
             if entry.dtype != _SAFETENSORS[kind] or start + entry.end > len(data):
                 raise ValueError(f"column {name!r} has type {entry.dtype:.20} or ends past the end of the file")
@@ -189,7 +231,7 @@ def decode_index(data: Part, *, segments: Sequence[SegmentRow], path: str) -> In
                 raise ValueError(f"the length of column {name!r} does not match its shape")
             columns[name] = np.frombuffer(data, kind, count, start + entry.begin)
         index = _assemble(columns, metadata["dtypes"].split())
-        _check(index, columns, segments)
+        _check(index, segments)
     except (ValueError, KeyError, IndexError, OverflowError) as error:
         raise DamagedError(f"{path} contradicts itself: {error!s:.300}", next="use an older step") from error
     return index
@@ -218,11 +260,24 @@ def _assemble(columns: dict[str, NDArray[np.generic]], kinds: list[str]) -> Inde
     return Index(
         pieces=_pieces(tensors, tensor, columns),
         aliases=tuple(zip(aliases, columns["alias.tensor"].tolist(), strict=True)),
-        chunks=Chunks(
-            _own(columns["piece.segment"], np.uint32), _own(columns["piece.offset"], np.uint64),
-            _own(columns["piece.bytes"], np.uint64), _own(columns["chunk.digest"], np.uint64),
-        ),
+        chunks=_chunks(columns),
     )
+
+
+def _chunks(columns: Mapping[str, NDArray[Any]]) -> Chunks:
+    """The chunk table, checked as far as that needs no segments. Raises ValueError."""
+    found = Chunks(
+        _own(columns["piece.segment"], np.uint32), _own(columns["piece.offset"], np.uint64),
+        _own(columns["piece.bytes"], np.uint64), _own(columns["chunk.digest"], np.uint64),
+    )
+    _check_chunks(found, columns["chunk.bytes"], columns["chunk.codec"])
+    if "chunk.segment" not in columns:
+        return found
+    segment, offset = _own(columns["chunk.segment"], np.uint32), _own(columns["chunk.offset"], np.uint64)
+    if {len(segment), len(offset)} != {len(found.digest)}:
+        raise ValueError("the chunk columns differ in length")
+    length, codec = _own(columns["chunk.bytes"], np.uint32), _own(columns["chunk.codec"], np.uint8)
+    return replace(found, stored=StoredChunks(segment, offset, length, codec))
 
 
 def _pieces(tensors: TensorColumns, tensor: NDArray[np.int64], columns: Mapping[str, NDArray[Any]]) -> Pieces:
@@ -255,9 +310,8 @@ def _names(text: NDArray[np.generic], lengths: NDArray[np.generic]) -> tuple[str
     return tuple([data[a:b].decode() for a, b in pairwise(ends)])
 
 
-def _check(index: Index, columns: Mapping[str, NDArray[np.generic]], segments: Sequence[SegmentRow]) -> None:
-    """Check what plans rely on, except for the boxes. Raises ValueError."""
-    _check_chunks(index.chunks, columns["chunk.bytes"], columns["chunk.codec"])
+def _check(index: Index, segments: Sequence[SegmentRow]) -> None:
+    """Check what plans rely on, except for boxes and chunks. Raises ValueError."""
     if len(index.rows()) != len(index.tensors.names) + len(index.aliases):
         raise ValueError("a name occurs twice")
     if any(row >= len(index.tensors.names) for _, row in index.aliases):
@@ -302,7 +356,10 @@ def _is_immense(sides: U64, starts: NDArray[np.int64], ndim: NDArray[np.int64]) 
 
 
 def _check_extents(chunks: Chunks, segments: Sequence[SegmentRow]) -> None:
+    """Raise ValueError unless extents, or chunks with places of their own, lie in segments, and apart in new ones."""
     segment, offset, length = chunks.segment, chunks.offset, chunks.length
+    if chunks.stored is not None:
+        segment, offset, length = chunks.stored.segment, chunks.stored.offset, chunks.stored.length.astype(np.uint64)
     if segment.max(initial=0) >= len(segments) and len(segment):
         raise ValueError("a piece lies in a segment that the manifest does not list")
     if not len(segments):
@@ -312,6 +369,8 @@ def _check_extents(chunks: Chunks, segments: Sequence[SegmentRow]) -> None:
     if (offset < begin).any() or (offset > end).any() or (length > end - offset).any():
         raise ValueError("an extent lies outside its segment")
     base, some = np.cumsum([0, *(row.bytes for row in segments[:-1])]).astype(np.uint64), length > 0
+    if chunks.stored is not None:  # of a base's file, several chunks may be the same
+        some &= np.array([row.home is None for row in segments])[segment]
     begin = (base[segment] + offset)[some]  # as if all segments were one file: no extent passes the end of its segment
     order = np.argsort(begin)
     begin, length = begin[order], length[some][order]

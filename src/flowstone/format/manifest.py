@@ -24,8 +24,11 @@ MANIFEST_NAME = "manifest.json"
 OBJECTS_NAME = "objects.json"
 INDEX_NAME = "index.safetensors"
 
-KNOWN_FEATURES: frozenset[str] = frozenset()
-"""Critical features that this reader knows; version 1 has none."""
+DELTA = "delta"
+"""The critical feature of a checkpoint that uses chunks of an earlier one's files."""
+
+KNOWN_FEATURES: frozenset[str] = frozenset({DELTA})
+"""Critical features that this reader knows."""
 
 _IO_NUMBERS = (
     "alignment", "request_bytes", "queue_depth", "copied_bytes", "direct_bytes", "workers", "requests",
@@ -40,7 +43,7 @@ class Marker(msgspec.Struct, frozen=True):
 
 
 class SegmentRow(msgspec.Struct, frozen=True):
-    """One data file. `home` is null if the file is in this checkpoint's own directory."""
+    """One data file. `home`: the id of the earlier checkpoint that wrote it; None: this one has."""
 
     id: int
     home: str | None
@@ -176,8 +179,8 @@ def _faults(manifest: Manifest) -> list[str]:
     faults += [f"{row.name!r} has {row.bytes} bytes" for row in files if row.bytes < 0]
     faults += [f"segment {row.id} is at position {at}" for at, row in enumerate(manifest.segments) if row.id != at]
     for row in manifest.segments:
-        if row.home is not None:
-            faults.append(f"segment {row.name!r} lies in {row.home!r:.80}, without the critical feature 'delta'")
+        if row.home is not None and DELTA not in manifest.critical:
+            faults.append(f"segment {row.name!r} is of {row.home!r:.80}, without the critical feature 'delta'")
         if not 8 <= row.header_bytes <= min(row.bytes, HEADER_BYTES_MAX):
             faults.append(f"segment {row.name!r} has a header of {row.header_bytes} in {row.bytes} bytes")
     for file in (manifest.index, manifest.objects):
@@ -197,6 +200,7 @@ def _faults_of_words_and_numbers(manifest: Manifest) -> list[str]:
     words = {name: getattr(manifest, name) for name in ("id", "store", "created", "writer")}
     words |= {"io.backend": manifest.io.backend, "io.origin": manifest.io.origin or ""}
     words |= {"io.explicit": "".join(manifest.io.explicit or ())}
+    words |= {f"the home of segment {row.id}": row.home for row in manifest.segments if row.home is not None}
     for name, text in words.items():
         if not _is_shown(text):
             faults.append(f"{name} {text!r:.80} is not a short printable text")

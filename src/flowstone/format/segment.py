@@ -17,6 +17,7 @@ from flowstone.table.dtype import DType
 
 PAD_PREFIX = "__pad__."
 METADATA_KEY = "__metadata__"
+CHUNKS_ENTRY = "__chunks__"
 METADATA: Mapping[str, str] = {"format": "pt", "flowstone": "1"}
 LENGTH_BYTES = 8
 _PAD_ENTRY_BYTES = len(f',"{PAD_PREFIX}":{{"dtype":"U8","shape":[],"data_offsets":[,]}}')  # without its four numbers
@@ -38,8 +39,8 @@ def entry_name(tensor: str, box: Box, shape: Sequence[int]) -> str:
 
 
 def reserved(entry: str) -> bool:
-    """Whether an entry of that name would be mistaken for padding, or for a header's metadata."""
-    return entry == METADATA_KEY or entry.startswith(PAD_PREFIX)
+    """Whether an entry of that name would be mistaken for padding, for all chunks, or for a header's metadata."""
+    return entry in (METADATA_KEY, CHUNKS_ENTRY) or entry.startswith(PAD_PREFIX)
 
 
 def entry_text(name: str, dtype: DType, shape: Sequence[int]) -> str:

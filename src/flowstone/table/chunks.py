@@ -103,6 +103,20 @@ class Chunks:
         numbers = self.first[pieces] + chunks
         return self.stored.segment[numbers], self.stored.offset[numbers].astype(np.int64)
 
+    def extents(self) -> tuple[NDArray[np.int64], Rows]:
+        """For each piece the segment and the offset of its extent; segment -1: it has none, or its chunks lie apart."""
+        if self.stored is None:
+            return self.segment.astype(np.int64), self.offset.astype(np.int64)
+        segment, offset = self.stored.segment.astype(np.int64), self.stored.offset.astype(np.int64)
+        follows = (segment[1:] == segment[:-1]) & (offset[1:] == offset[:-1] + self.stored.length[:-1])
+        breaks = run_starts(np.append(np.zeros(min(1, len(segment)), np.int64), ~follows))
+        some = self.first[1:] > self.first[:-1]
+        begin, end = self.first[:-1][some], self.first[1:][some]
+        whole = breaks[end] == breaks[begin + 1]
+        found, at = np.full(len(some), -1, np.int64), np.zeros(len(some), np.int64)
+        found[some], at[some] = np.where(whole, segment[begin], -1), offset[begin]
+        return found, at
+
     def bytes_by_segment(self, pieces: Rows, first: Rows, last: Rows, segments: int) -> Rows:
         """For each of `segments`: the bytes to read from it for all runs."""
         if self.stored is None:

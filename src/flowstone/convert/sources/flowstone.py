@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from flowstone.checkpoint import Checkpoint
 from flowstone.convert.source import Source, check_source, source_file
 from flowstone.errors import ArgumentError, UnsupportedFormatError
@@ -25,12 +27,20 @@ def read_flowstone(checkpoint: Checkpoint) -> Source:
         )
     index = checkpoint.index
     chunks, held = index.chunks, index.tensors
-    if chunks.stored is not None:
+    if chunks.codecs().any():
         raise UnsupportedFormatError(
             f"{checkpoint.path} is stored with a codec, which conversion does not decode",
             next="load it, and save it without one",
         )
-    segments, offsets, firsts = chunks.segment.tolist(), chunks.offset.tolist(), chunks.first.tolist()
+    extents = chunks.extents()
+    apart = np.flatnonzero((extents[0] < 0) & (chunks.length > 0))
+    if len(apart):
+        name = held.names[int(index.pieces.tensor[apart[0]])]
+        raise UnsupportedFormatError(
+            f"{checkpoint.path} has tensors of which only a part has changed since an earlier checkpoint",
+            found=f"{name} and {len(apart) - 1} others", next="load it, and save it into another store",
+        )
+    segments, offsets, firsts = np.maximum(extents[0], 0).tolist(), extents[1].tolist(), chunks.first.tolist()
     lengths = chunks.length.tolist()
     tensors = tuple(
         SourceTensor(name, held.dtypes[row], tuple(held.shapes[row]), tuple(

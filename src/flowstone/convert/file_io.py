@@ -98,6 +98,11 @@ class Reads:
         opened: list[_Open] = []
         ends = []
         for run, at in zip(runs, begins, strict=True):
+            decoded = self._files[run.file].decoded
+            if decoded is not None:
+                start = at + run.begin - _round_down(run.begin)
+                decoded.read(run.begin, memory.array[start : start + run.end - run.begin])
+                continue
             if run.file not in numbers:
                 numbers[run.file] = len(opened)
                 opened.append(self._opened(run.file))

@@ -67,7 +67,7 @@ def import_checkpoint(
     appears once it is whole and durable.
 
     source   safetensors (a file, or a directory with its index), a file of torch.save, a directory of DCP,
-             Megatron-core, DeepSpeed or TorchSnapshot
+             Megatron-core, DeepSpeed, TorchSnapshot or Orbax
     store    a directory; made where it is missing
     step     of the new checkpoint; above every one that is there
     section  where the tensors of a file that knows no sections belong: `<section>.<name>`

@@ -12,6 +12,7 @@ from flowstone.convert.sources.dcp import is_dcp, read_dcp
 from flowstone.convert.sources.deepspeed import is_deepspeed, read_deepspeed
 from flowstone.convert.sources.flowstone import read_flowstone
 from flowstone.convert.sources.megatron import is_megatron, read_megatron
+from flowstone.convert.sources.orbax import is_orbax, read_orbax
 from flowstone.convert.sources.safetensors import is_safetensors, read_safetensors
 from flowstone.convert.sources.torch_file import is_torch_file, read_torch_file
 from flowstone.convert.sources.torchsnapshot import is_torchsnapshot, read_torchsnapshot
@@ -43,6 +44,8 @@ def open_source(path: str | os.PathLike[str] | Checkpoint, step: int | None = No
         return read_dcp(place)
     if is_torchsnapshot(place):
         return read_torchsnapshot(place)
+    if is_orbax(place):
+        return read_orbax(place)
     if is_safetensors(place):
         return read_safetensors(place)
     if is_torch_file(place):
@@ -50,7 +53,7 @@ def open_source(path: str | os.PathLike[str] | Checkpoint, step: int | None = No
     raise NotAStoreError(
         f"{place} is no checkpoint that Flowstone knows",
         expected="a store or checkpoint of Flowstone, safetensors (a file, or a directory with its index), a file of "
-        "torch.save, or a directory of torch.distributed.checkpoint, Megatron-core, DeepSpeed or TorchSnapshot",
+        "torch.save, or a directory of torch.distributed.checkpoint, Megatron-core, DeepSpeed, TorchSnapshot or Orbax",
         next="check the path",
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -22,12 +23,23 @@ METADATA_BYTES_MAX = 1024 * MIB
 """What is read of a checkpoint before anything is known of it: the file that names all tensors."""
 
 
+class Decoded(Protocol):
+    """Bytes that lie in no file as they are, but in what another library decodes. Any thread may read."""
+
+    def read(self, begin: int, into: NDArray[np.uint8]) -> None:
+        """Fill memory with the bytes from `begin` on. Raises DamagedError."""
+
+
 class SourceFile(msgspec.Struct, frozen=True):
-    """A file that bytes are read from, as it was when the source was opened; `path` has no links in it."""
+    """A file that bytes are read from, as it was when the source was opened; `path` has no links in it.
+
+    decoded  where there is no such file: what reads its bytes, which `path` names for people
+    """
 
     path: str
     bytes: int
     changed_ns: int
+    decoded: Decoded | None = None
 
 
 class Unmapped(msgspec.Struct, frozen=True):
@@ -40,7 +52,7 @@ class Unmapped(msgspec.Struct, frozen=True):
 class Source(msgspec.Struct, frozen=True, eq=False):
     """A checkpoint that is ready to be read: everything about it is known and checked but the tensors' bytes.
 
-    kind      "flowstone", "safetensors", "torch", "dcp", "megatron", "deepspeed", "torchsnapshot"
+    kind      "flowstone", "safetensors", "torch", "dcp", "megatron", "deepspeed", "torchsnapshot", "orbax"
     location  for people
     tensors   in the order in which they are best read
     objects   section -> value, of what is no tensor; a TensorRef stands where a tensor lies

@@ -1,6 +1,8 @@
 #include "kernels.h"
 
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <cassert>
 #include <cstring>
 #include <stdexcept>
@@ -20,6 +22,46 @@ std::uint64_t multiply(std::uint64_t a, std::uint64_t b) {
 template <std::size_t run_bytes>
 void copy_strided(std::byte* target, std::int64_t target_stride, const std::byte* source, std::int64_t source_stride, std::uint64_t count) {
     for (; count != 0; --count, target += target_stride, source += source_stride) std::memcpy(target, source, run_bytes);
+}
+
+/// A matrix of runs whose rows are dense in `source` and whose columns are dense in `target`.
+struct Turned {
+    std::uint64_t rows;
+    std::uint64_t columns;
+    std::uint64_t source_stride;  // bytes from row to row
+    std::int64_t target_stride;   // bytes from column to column
+};
+
+/// By tiles that are a cache line long on both sides: each line is read once and written once, and the lines of a tile,
+/// which large powers of two put into one set of the cache, are never there together. For 512 MiB in matrices of 4096
+/// columns of four bytes: 0.2 s of a processor, where row by row took 2.4.
+template <std::size_t run_bytes>
+void copy_turned(std::byte* target, const std::byte* source, const Turned& matrix) {
+    constexpr std::uint64_t line_bytes = 64;
+    constexpr std::uint64_t side = line_bytes / run_bytes;
+    std::array<std::byte, side * line_bytes> tile;
+    for (std::uint64_t column = 0; column < matrix.columns; column += side) {
+        const std::uint64_t columns = std::min(side, matrix.columns - column);
+        for (std::uint64_t row = 0; row < matrix.rows; row += side) {
+            const std::uint64_t rows = std::min(side, matrix.rows - row);
+            for (std::uint64_t r = 0; r < rows; ++r)
+                std::memcpy(&tile[r * line_bytes], source + (row + r) * matrix.source_stride + column * run_bytes, columns * run_bytes);
+            for (std::uint64_t c = 0; c < columns; ++c) {
+                std::byte* const at = target + static_cast<std::int64_t>(column + c) * matrix.target_stride + row * run_bytes;
+                for (std::uint64_t r = 0; r < rows; ++r) std::memcpy(at + r * run_bytes, &tile[r * line_bytes + c * run_bytes], run_bytes);
+            }
+        }
+    }
+}
+
+void copy_turned(std::byte* target, const std::byte* source, const Turned& matrix, std::uint64_t run_bytes) {
+    switch (run_bytes) {
+        case 1: return copy_turned<1>(target, source, matrix);
+        case 2: return copy_turned<2>(target, source, matrix);
+        case 4: return copy_turned<4>(target, source, matrix);
+        case 8: return copy_turned<8>(target, source, matrix);
+        default: return copy_turned<16>(target, source, matrix);
+    }
 }
 
 }  // namespace
@@ -111,6 +153,9 @@ void Layout::merge_run() {
         }
     }
     if (loops_.empty()) loops_.push_back({1, run_bytes_, 0});
+    if (loops_.size() < 2 || run_bytes_ > 16 || !std::has_single_bit(run_bytes_)) return;
+    is_turned_ = loops_.back().packed_stride == run_bytes_ &&
+                 loops_[loops_.size() - 2].memory_stride == static_cast<std::int64_t>(run_bytes_);
 }
 
 /// Index of the last run that starts at or before packed byte `begin` (or of the first run).
@@ -156,6 +201,18 @@ void Layout::scatter_row(const Range& range, std::uint64_t packed_at, std::int64
     }
 }
 
+/// Copy as many whole rows, of at most `rows`, as the range has from packed byte `packed_at` on. Returns their number.
+std::uint64_t Layout::scatter_turned(const Range& range, std::uint64_t packed_at, std::int64_t memory_at, std::uint64_t rows) const {
+    const Loop& outer = loops_[loops_.size() - 2];
+    const Loop& inner = loops_.back();
+    const std::uint64_t row_bytes = inner.count * run_bytes_;
+    if (packed_at < range.begin || packed_at + row_bytes > range.end) return 0;
+    const std::uint64_t whole = std::min(rows, (range.end - packed_at - row_bytes) / outer.packed_stride + 1);
+    copy_turned(range.memory + memory_at, range.packed + (packed_at - range.begin),
+                {whole, inner.count, outer.packed_stride, inner.memory_stride}, run_bytes_);
+    return whole;
+}
+
 void Layout::scatter(std::uint64_t begin, std::uint64_t end, const std::byte* packed, std::byte* memory) const {
     const Range range{begin, end, packed, memory};
     assert(begin <= end && end <= packed_bytes_);
@@ -170,7 +227,12 @@ void Layout::scatter(std::uint64_t begin, std::uint64_t end, const std::byte* pa
             memory_at += static_cast<std::int64_t>(index[d]) * loops_[d].memory_stride;
         }
         if (packed_at >= end) return;
-        scatter_row(range, packed_at, memory_at, index[inner]);
+        std::uint64_t rows = 0;
+        if (is_turned_ && index[inner] == 0) rows = scatter_turned(range, packed_at, memory_at, loops_[inner - 1].count - index[inner - 1]);
+        if (rows == 0)
+            scatter_row(range, packed_at, memory_at, index[inner]);
+        else
+            index[inner - 1] += rows - 1;
         index[inner] = 0;
         std::size_t d = inner;
         while (d > 0 && ++index[d - 1] == loops_[d - 1].count) index[--d] = 0;

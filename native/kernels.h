@@ -56,12 +56,14 @@ private:
     void add_loop(Loop loop);
     void merge_run();
     std::vector<std::uint64_t> locate(std::uint64_t begin) const;
+    std::uint64_t scatter_turned(const Range& range, std::uint64_t packed_at, std::int64_t memory_at, std::uint64_t rows) const;
     void scatter_row(const Range& range, std::uint64_t packed_at, std::int64_t memory_at, std::uint64_t first) const;
 
     std::uint64_t packed_bytes_ = 0;
     std::uint64_t base_ = 0;       // packed offset of the box's first byte
     std::uint64_t run_bytes_ = 0;  // 0: the box is empty
     bool is_whole_ = false;
+    bool is_turned_ = false;       // the last two loops are a matrix whose columns are dense in memory
     std::vector<Loop> loops_;      // outermost first, at least one unless empty
 };
 

@@ -130,6 +130,39 @@ TEST_CASE("scatter in random pieces equals the byte-wise reference") {
     }
 }
 
+TEST_CASE("a matrix that is turned, in pieces of any length, equals the byte-wise reference") {
+    std::mt19937_64 random(7);
+    for (int round = 0; round < 400; ++round) {
+        Sample sample;
+        sample.item_bytes = std::uint64_t{1} << random() % 5;
+        const std::uint64_t planes = 1 + random() % 2;
+        sample.extent_shape = {planes, 1 + random() % 90, 1 + random() % 90};
+        sample.shape = {planes, 1 + random() % sample.extent_shape[1], 1 + random() % sample.extent_shape[2]};
+        sample.offset = {0, random() % (sample.extent_shape[1] - sample.shape[1] + 1), random() % (sample.extent_shape[2] - sample.shape[2] + 1)};
+        const std::uint64_t gap = random() % 3;
+        const auto column = static_cast<std::int64_t>((sample.shape[1] + gap) * sample.item_bytes);
+        const auto width = static_cast<std::int64_t>(sample.shape[2]);
+        sample.strides = {column * width, static_cast<std::int64_t>(sample.item_bytes), column};
+        if (random() % 4 == 0) {  // backwards from column to column
+            sample.origin = static_cast<std::uint64_t>(column * (width - 1));
+            sample.strides = {column * width, static_cast<std::int64_t>(sample.item_bytes), -column};
+        }
+        sample.memory = random_bytes(random, static_cast<std::size_t>(column * width) * planes + sample.origin + 64);
+        sample.packed = random_bytes(random, sample.item_bytes * planes * sample.extent_shape[1] * sample.extent_shape[2]);
+        std::vector<std::byte> expected = sample.memory;
+        each_byte(sample, [&](std::uint64_t packed, std::uint64_t memory) { expected[memory] = sample.packed[packed]; });
+        std::vector<std::byte> actual = sample.memory;
+        const Layout layout = layout_of(sample);
+        for (std::uint64_t begin = 0; begin < sample.packed.size();) {
+            const std::uint64_t end = std::min<std::uint64_t>(sample.packed.size(), begin + 1 + random() % 20'000);
+            layout.scatter(begin, end, sample.packed.data() + begin, actual.data() + sample.origin);
+            begin = end;
+        }
+        CAPTURE(round);
+        REQUIRE(actual == expected);
+    }
+}
+
 TEST_CASE("gather of any range equals the byte-wise reference") {
     std::mt19937_64 random(2);
     LiveAccess live;

@@ -279,3 +279,15 @@ def test_a_long_listing_opens_each_manifest_once_and_imports_little(
     assert often <= many + 150, "more than one call of a kind for each checkpoint"
     assert sizes <= 2 * many + 150, "Python asks each file's size once more than we do"
     assert opened == f"flowstone.json=1 manifest.json={many + 1}"
+
+
+@pytest.mark.parametrize("verb", ["verify", "import", "export"])
+def test_ray_that_is_not_installed_is_told_with_what_to_install(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    targets = {"verify": [], "import": [tmp_path / "new"], "export": [tmp_path / "hf"]}[verb]
+    done = run(verb, checkpoint, *targets, "--section", "", "--ray") if targets else run(verb, checkpoint, "--ray")
+    assert done.exit_code == 1
+    assert "FrameworkError: Ray is not installed" in done.stderr
+    assert 'next        pip install "ray[train]==' in done.stderr

@@ -38,8 +38,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "state": {"config", "errors", "log", "table", "format", "_native"},
     "commit": {"config", "errors", "log", "table", "format", "store", "_native"},
     "ranks": {"config", "errors", "log"},
+    "cluster": {"errors", "_version"},
+    "verification": {"cluster", "config", "errors", "format", "store", "stage", "commit"},
     "checkpoint": _BASE
-    | {"arguments", "regions", "streaming", "format", "plan", "store", "stage", "commit", "state"},
+    | {"arguments", "regions", "streaming", "format", "plan", "store", "stage", "commit", "state", "verification"},
     "streaming": {"errors", "table", "format", "plan", "store", "stage", "state", "_native"},
     "pipeline": _BASE
     | {"arguments", "runtime", "format", "plan", "store", "stage", "commit", "state", "ranks", "checkpoint", "_native"},
@@ -51,9 +53,10 @@ MAY_IMPORT: dict[str, set[str]] = {
        "runtime"},  # the end of a process that has not closed an adapter
     "checkpointer": _BASE
     | {"state_dict_verbs", "arguments", "runtime", "store", "commit", "state", "ranks", "checkpoint", "pipeline"},
-    "convert": _BASE | {"arguments", "name_patterns", "format", "plan", "store", "commit", "checkpoint", "_native"},
+    "convert": _BASE
+    | {"arguments", "cluster", "name_patterns", "format", "plan", "store", "commit", "checkpoint", "_native"},
     "cli": _BASE
-    | {"arguments", "runtime", "format", "store", "commit", "checkpoint", "convert", "flowstone_demo",
+    | {"arguments", "cluster", "runtime", "format", "store", "commit", "checkpoint", "convert", "flowstone_demo",
        "flowstone_study"},
     "__init__": _BASE | {"checkpoint", "checkpointer", "convert", "pipeline", "state"},
     "__main__": {"cli"},

@@ -20,7 +20,7 @@ from flowstone.commit import read as contents
 from flowstone.commit.entries import step_directory
 from flowstone.commit.locations import check_store
 from flowstone.commit.manifests import inside, read_manifest
-from flowstone.commit.verify import Verified, verify
+from flowstone.commit.verify import Verified
 from flowstone.config import EngineOptions
 from flowstone.errors import (
     ArgumentError,
@@ -45,6 +45,8 @@ from flowstone.table.pieces import Memory, Piece, Pieces, Places
 
 if TYPE_CHECKING:
     import torch
+
+    from flowstone.cluster import Cluster
 
 _SHOWN = 20  # tensors in a notebook's table
 
@@ -356,9 +358,15 @@ class Checkpoint:
         also = {"objects": f"there is {place!r} in .objects"} if is_object else {}
         raise no_tensor(name, self.tensors, **also)
 
-    def verify(self, on_progress: Callable[[int, int], None] | None = None) -> Verified:
-        """Account for every byte of every file, padding included. Raises DamagedError naming all that differs."""
-        verified = self.inspect(on_progress)
+    def verify(
+        self, on_progress: Callable[[int, int], None] | None = None, *, cluster: Cluster | None = None
+    ) -> Verified:
+        """Account for every byte of every file, padding included. Raises DamagedError naming all that differs.
+
+        on_progress  is told the bytes done and the bytes in all
+        cluster      does it, as tasks of Ray; None: this process does
+        """
+        verified = self.inspect(on_progress, cluster=cluster)
         if not verified.sound:
             raise DamagedError(
                 f"{self.path} is damaged in {len(verified.findings)} place(s)",
@@ -367,13 +375,13 @@ class Checkpoint:
             )
         return verified
 
-    def inspect(self, on_progress: Callable[[int, int], None] | None = None) -> Verified:
+    def inspect(
+        self, on_progress: Callable[[int, int], None] | None = None, *, cluster: Cluster | None = None
+    ) -> Verified:
         """As `verify`, but damage is returned in the result instead of raised."""
-        arena = open_read_arena(self._store)
-        try:
-            return verify(self._store, self._directory, arena, on_progress)
-        finally:
-            arena.close()
+        from flowstone.verification import inspect  # here: loads need nothing of it
+
+        return inspect(self._store, self._directory, on_progress, cluster)
 
     @cached_property
     def segment_paths(self) -> tuple[str, ...]:

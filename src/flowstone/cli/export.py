@@ -12,9 +12,11 @@ from flowstone.cli.output import (
     AsJson,
     Budget,
     CastTo,
+    OnRay,
     Section,
     Skips,
     Step,
+    chosen_cluster,
     errors_reported,
     parse_size,
     print_conversion,
@@ -42,6 +44,7 @@ def export(
         Path | None, typer.Option("--documents", metavar="DIR", help="Whose config.json and tokenizer go with it.")
     ] = None,
     budget_bytes: Budget = "256MiB",  # type: ignore[assignment]
+    ray: OnRay = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a section of a checkpoint for other programs. Killed, the same command goes on."""
@@ -49,11 +52,12 @@ def export(
 
     with errors_reported(as_json):
         found = conversion_rules(rules, skip, inverse=inverse, configured=((documents, None), (source, step)))
-        report = run(
-            source, target, to=to, step=step, section=section or None, dtype=dtype,  # type: ignore[arg-type]
-            rules=found, shard_bytes=shard_bytes, documents=documents,
-            budget_bytes=budget_bytes, on_progress=terminal_progress("exporting"),
-        )
+        with chosen_cluster(ray) as cluster:
+            report = run(
+                source, target, to=to, step=step, section=section or None, dtype=dtype,  # type: ignore[arg-type]
+                rules=found, shard_bytes=shard_bytes, documents=documents,
+                budget_bytes=budget_bytes, on_progress=terminal_progress("exporting"), cluster=cluster,
+            )
     if as_json:
         print_json(asdict(report))
         return

@@ -12,8 +12,10 @@ from flowstone.cli.output import (
     AsJson,
     Budget,
     CastTo,
+    OnRay,
     Section,
     Skips,
+    chosen_cluster,
     errors_reported,
     print_conversion,
     print_json,
@@ -36,6 +38,7 @@ def import_(
     inverse: Inverse = False,
     dtype: CastTo = None,
     budget_bytes: Budget = "256MiB",  # type: ignore[assignment]
+    ray: OnRay = False,
     as_json: AsJson = False,
 ) -> None:
     """Make a checkpoint of a store of what another program has saved. Killed, the same command goes on."""
@@ -43,10 +46,11 @@ def import_(
 
     with errors_reported(as_json):
         found = conversion_rules(rules, skip, inverse=inverse, configured=((source, None),))
-        report = import_checkpoint(
-            source, store, step=step, section=section, dtype=dtype, rules=found,
-            budget_bytes=budget_bytes, on_progress=terminal_progress("importing"),
-        )
+        with chosen_cluster(ray) as cluster:
+            report = import_checkpoint(
+                source, store, step=step, section=section, dtype=dtype, rules=found,
+                budget_bytes=budget_bytes, on_progress=terminal_progress("importing"), cluster=cluster,
+            )
     if as_json:
         print_json(asdict(report))
         return

@@ -20,11 +20,14 @@ from flowstone.errors import FlowstoneError, StorageError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from flowstone.cluster import Cluster
+
 Step = Annotated[int | None, typer.Option("--step", help="The step; default: the newest.")]
 StorePath = Annotated[Path, typer.Argument(metavar="PATH", help="A store, or one checkpoint's own directory.")]
 Section = Annotated[str, typer.Option("--section", help="Of the state; '' for all, where names are whole.")]
 Skips = Annotated[list[str] | None, typer.Option("--skip", metavar="PATTERN", help="Leave out what matches; repeat.")]
 CastTo = Annotated[str | None, typer.Option("--dtype", help="Convert floating-point tensors: bf16, f16, f32.")]
+OnRay = Annotated[bool, typer.Option("--ray", help="Spread the work over a cluster of Ray: RAY_ADDRESS, or here.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
@@ -107,6 +110,18 @@ def parse_size(text: str) -> int:
 Budget = Annotated[
     int, typer.Option("--budget", parser=parse_size, metavar="SIZE", help="Memory for bytes on their way.")
 ]
+
+
+@contextmanager
+def chosen_cluster(on_ray: bool) -> Iterator[Cluster | None]:
+    """The cluster of Ray that is to do the work; None for this process."""
+    if not on_ray:
+        yield None
+        return
+    from flowstone.cluster import ray_cluster
+
+    with ray_cluster() as cluster:
+        yield cluster
 
 
 @contextmanager

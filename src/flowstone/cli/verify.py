@@ -6,8 +6,10 @@ import typer
 
 from flowstone.cli.output import (
     AsJson,
+    OnRay,
     Step,
     StorePath,
+    chosen_cluster,
     errors_reported,
     make_console,
     print_json,
@@ -17,13 +19,15 @@ from flowstone.cli.output import (
 from flowstone.runtime.progress import terminal_progress
 
 
-def verify(path: StorePath, step: Step = None, as_json: AsJson = False) -> None:
+def verify(path: StorePath, step: Step = None, ray: OnRay = False, as_json: AsJson = False) -> None:
     """Read every byte of a checkpoint and check it, padding included. Exit status 1 on damage."""
     from flowstone.checkpoint import open_checkpoint
 
     with errors_reported(as_json):
         checkpoint = open_checkpoint(path, step)
-        verified = checkpoint.inspect(terminal_progress(f"verifying step {checkpoint.step}"))
+        progress = terminal_progress(f"verifying step {checkpoint.step}")
+        with chosen_cluster(ray) as cluster:
+            verified = checkpoint.inspect(progress, cluster=cluster)
     if as_json:
         findings = [{"file": finding.file, "what": finding.what} for finding in verified.findings]
         print_json({

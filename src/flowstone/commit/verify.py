@@ -1,12 +1,15 @@
 """Verification: every byte of every file of a checkpoint, padding included, without a tensor library.
 
 Of a base's files, the bytes that the checkpoint refers to: the rest is another's.
+Segments are checked in shares of bytes: one, or several by processes that need not be on one machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -60,6 +63,11 @@ class _Runs(msgspec.Struct, frozen=True, eq=False):
     piece: NDArray[np.int64]
     chunk: NDArray[np.int64]
 
+    def within(self, begin: int, end: int) -> _Runs:
+        """Those that begin in bytes [begin, end) of the segment."""
+        first, last = np.searchsorted(self.offset, (begin, end)).tolist()
+        return _Runs(*(getattr(self, name)[first:last] for name in self.__struct_fields__))
+
     def told(self, at: int, index: Index) -> str:
         """A run, as text for a finding."""
         begin, piece = int(self.offset[at]), int(self.piece[at])
@@ -69,28 +77,85 @@ class _Runs(msgspec.Struct, frozen=True, eq=False):
         return f"tensor {index.tensors.names[int(index.pieces.tensor[piece])]!r}, chunk {int(self.chunk[at])}, {reach}"
 
 
+class Share(msgspec.Struct, frozen=True):
+    """Bytes [begin, end) of a checkpoint's segments, as if these lay end to end. A segment's header, and each chunk,
+    belongs to the share in which it begins."""
+
+    begin: int
+    end: int
+
+    def owns(self, at: int) -> bool:
+        """Whether what begins at that byte belongs to it."""
+        return self.begin <= at < self.end
+
+
+Findings: TypeAlias = tuple[Finding, ...]
+
+
 def verify(
-    store: Store, directory: str, arena: _native.Arena, on_progress: Callable[[int, int], None] | None = None
+    store: Store, directory: str, check_all: Callable[[Manifest, Index | None], Iterable[Finding]]
 ) -> Verified:
     """Check every byte that the manifest in `directory` lists. Blocks.
 
-    on_progress  called with the bytes done and the total
-    raises       NoCheckpointError; DamagedError if the manifest itself is damaged; StorageError if a file could not be
-                 read for a reason other than damage
+    check_all  checks the segments: by `check_share`, of one share or several
+    raises     NoCheckpointError; DamagedError if the manifest itself is damaged; StorageError if a file could not be
+               read for a reason other than damage
     """
     manifest = read_manifest(store, directory)
     findings: list[Finding] = []
     index = _gather(findings, "index.safetensors", lambda: contents.read_index(store, directory, manifest))
     _gather(findings, "objects.json", lambda: contents.read_objects(store, directory, manifest))
-    healthy = [row for row in manifest.segments if _segment_is_whole(store, directory, row, findings)]
-    if index is not None:
-        for row in healthy:
-            if row.home is None:  # else its header lists what the base has
-                _check_entries(store, directory, row, index, findings)
-        _check_runs(store, directory, healthy, index, arena, findings, on_progress)
+    order = {row.name: number for number, row in enumerate(manifest.segments)}
+    found = check_all(manifest, index)
+    findings += sorted(found, key=lambda finding: order.get(finding.file, len(order)))
     known = {row.name for row in manifest.segments} | {manifest.index.name, manifest.objects.name, MANIFEST_NAME}
     extra = tuple(name for name in store.names(directory) if name not in known)
     return Verified(manifest.step, tuple(findings), _bytes(store, directory, manifest), extra)
+
+
+def segment_bytes(manifest: Manifest) -> int:
+    """The length of all segments: a share from 0 to there is all of them."""
+    return sum(row.bytes for row in manifest.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A checkpoint whose manifest and index were read; without an index, only headers can be checked."""
+
+    store: Store
+    directory: str
+    manifest: Manifest
+    index: Index | None
+
+
+def check_share(
+    checked: Checked, share: Share, arena: _native.Arena, on_progress: Callable[[int], None] | None = None
+) -> Findings:
+    """What differs in a share of the segments. Blocks.
+
+    on_progress  is told the bytes done
+    raises       StorageError if a file could not be read for a reason other than damage
+    """
+    findings: list[Finding] = []
+    store, directory, index = checked.store, checked.directory, checked.index
+    begins = [0, *accumulate(row.bytes for row in checked.manifest.segments)]
+    sound: list[tuple[SegmentRow, int]] = []
+    for row, begin, end in zip(checked.manifest.segments, begins[:-1], begins[1:], strict=True):
+        if end <= share.begin or share.end <= begin:
+            continue
+        own: list[Finding] = []  # told once, by the share that the header belongs to
+        if _segment_is_whole(store, directory, row, own):
+            sound.append((row, begin))
+            if index is not None and row.home is None and share.owns(begin):  # a base's header lists what that has
+                _check_entries(store, directory, row, index, own)
+        findings += own if share.owns(begin) else []
+    if index is not None:
+        runs = [
+            run.within(share.begin - begin, share.end - begin)
+            for run, (_, begin) in zip(_runs(index.chunks, [row for row, _ in sound]), sound, strict=True)
+        ]
+        _check_runs(checked, [row for row, _ in sound], runs, arena, on_progress, findings)
+    return tuple(findings)
 
 
 def _gather(findings: list[Finding], file: str, check: Callable[[], Index | object]) -> Index | None:
@@ -170,17 +235,12 @@ def _check_whole_entry(row: SegmentRow, entry: Entry, start: int, findings: list
 
 
 def _check_runs(
-    store: Store,
-    directory: str,
-    segments: list[SegmentRow],
-    index: Index,
-    arena: _native.Arena,
-    findings: list[Finding],
-    on_progress: Callable[[int, int], None] | None,
+    checked: Checked, segments: Sequence[SegmentRow], runs: Sequence[_Runs], arena: _native.Arena,
+    on_progress: Callable[[int], None] | None, findings: list[Finding],
 ) -> None:
-    runs = _runs(index.chunks, segments)
+    assert checked.index is not None, "runs come from the index"
     counts = [len(run.offset) for run in runs]
-    none = np.zeros(0, np.int64)  # for a checkpoint without an undamaged segment
+    none = np.zeros(0, np.int64)  # for a share without an undamaged segment
     offset, length, digests = (
         np.concatenate([none.astype(np.uint64), *(getattr(run, name).astype(np.uint64) for run in runs)])
         for name in ("offset", "length", "digest")
@@ -192,18 +252,19 @@ def _check_runs(
         first=np.zeros(count, np.uint64), last=np.ones(count, np.uint64), layout=np.full(count, -1, np.int64),
         layouts=[], digests=digests,
     )
-    paths = [inside(directory, row.name) for row in segments]
-    total = sum(row.bytes for row in segments)
-    tell = None if on_progress is None else lambda done: on_progress(done, total)
-    reading = store.read_extents(paths, rows, arena, wanted_bytes=total, stop_at_bad=False, past_cache=True)
-    receipt = finish_reading(reading, tell)
+    paths = [inside(checked.directory, row.name) for row in segments]
+    reading = checked.store.read_extents(
+        paths, rows, arena, wanted_bytes=int(length.sum()), stop_at_bad=False, past_cache=True
+    )
+    receipt = finish_reading(reading, on_progress)
     ends = np.cumsum(counts)
     for position in receipt.bad.tolist():
         segment = int(np.searchsorted(ends, position, side="right"))
         at = position - (int(ends[segment]) - counts[segment])
-        findings.append(Finding(segments[segment].name, f"{runs[segment].told(at, index)}: not what was written"))
+        told = runs[segment].told(at, checked.index)
+        findings.append(Finding(segments[segment].name, f"{told}: not what was written"))
     if receipt.error is not None:
-        findings.append(_finding(directory, receipt.error))
+        findings.append(_finding(checked.directory, receipt.error))
 
 
 def _runs(chunks: Chunks, segments: Sequence[SegmentRow]) -> list[_Runs]:

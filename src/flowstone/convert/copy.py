@@ -2,7 +2,7 @@
 
 Threads read ahead (`fetch.py`); one verifies, cuts and casts the next window, and two write those before.
 Windows are written in order, so that one number says which are durable (`journal.py`); what is computed of their bytes
-is noted with it.
+is noted with it. Tasks of a cluster write a part of them each, at the same time; parts are noted in order.
 """
 
 from __future__ import annotations
@@ -10,17 +10,20 @@ from __future__ import annotations
 import zlib
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import cycle, pairwise
+from contextlib import closing
+from itertools import accumulate, cycle, pairwise
 from pathlib import Path
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from flowstone import _native
-from flowstone.config import CHUNK_BYTES, MIB
+from flowstone.cluster import PARTS_OF_CPU, Cluster, not_shared
+from flowstone.config import CHUNK_BYTES, GIB, MIB
 from flowstone.convert.fetch import Fetcher, Wanted
 from flowstone.convert.file_io import AlignedMemory, Writes
 from flowstone.convert.journal import Durable, Journal
@@ -36,6 +39,7 @@ _WRITERS = 2  # threads: one writes while the last requests of the other's windo
 _SHARES = 8  # of the budget: those four, two of what is read at once, and two of what casts and checks take
 _READ_SHARES = 2
 _WINDOWS_BETWEEN_SYNCS = 16
+_PART_BYTES_MAX = GIB  # of a cluster's task: so much is done again at most where its worker dies
 
 
 class Window(msgspec.Struct, frozen=True):
@@ -44,6 +48,28 @@ class Window(msgspec.Struct, frozen=True):
     file: int
     offset: int
     length: int
+
+
+class Job(msgspec.Struct, frozen=True, eq=False):
+    """A conversion, as every process needs it that takes part in it.
+
+    source  what is no tensor is not needed
+    draft   the directory of the target's files, which are there already, of their full size
+    """
+
+    source: Source
+    layout: Layout
+    draft: Path
+    budget_bytes: int
+
+
+class Part(msgspec.Struct, frozen=True):
+    """Windows [begin, end) of all. `checks`, `running`: of what lies before them, as far as they are needed."""
+
+    begin: int
+    end: int
+    checks: tuple[int, ...] = ()
+    running: int = 0
 
 
 class Copied(msgspec.Struct, frozen=True):
@@ -89,35 +115,45 @@ def resumable(layout: Layout, journal: Journal, draft: Path, length: int) -> tup
 
 
 def copy(
-    source: Source, layout: Layout, draft: Path, journal: Journal, *, budget_bytes: int,
-    on_progress: Callable[[int, int], None] | None = None,
+    job: Job, journal: Journal, *, on_progress: Callable[[int, int], None] | None = None,
+    cluster: Cluster | None = None,
 ) -> Copied:
     """Write all files of the layout into the draft, from where the journal ends. Durable on return.
 
+    cluster  does it, in parts; None: this process does
+
     raises  what reading and writing raise; then the journal says what is durable
     """
-    length = window_bytes(budget_bytes)
-    planned = windows(layout, length)
-    filler = _Filler(source, layout, length)
-    done = journal.durable[-1].windows if journal.durable else 0
+    planned = windows(job.layout, window_bytes(job.budget_bytes))
     if journal.durable:
-        filler.go_on(journal.durable)
         journal.cut_torn_line()
-    ready = sum(window.length for window in planned[:done])
-    writes = Writes(draft, layout.bytes)
-    try:
-        if not done:
-            assert journal.begun is not None, "a journal begins before its draft is written"
-            journal.begin(journal.begun.plan, journal.begun.draft)
-            writes.make_directories(layout.directories)
-            for file in layout.files:
-                (draft / file.name).unlink(missing_ok=True)
-                writes.create(file.name, file.bytes)
-        _write_all(planned, done, filler, writes, journal, _teller(ready, layout.bytes, on_progress))
-    finally:
-        filler.close()
-        writes.close()
-    return Copied(tuple(filler.checks), layout.bytes, ready)
+    else:
+        _create_files(job, journal)
+    durable = list(journal.durable)
+    done = durable[-1].windows if durable else 0
+    resumed = sum(window.length for window in planned[:done])
+    tell = _teller(resumed, job.layout.bytes, on_progress)
+    whole = Part(done, len(planned), _checks(durable), durable[-1].running if durable else 0)
+    copying = copy_part(job, whole, tell) if cluster is None else _copy_elsewhere(job, whole, tell, cluster)
+    with closing(copying):
+        for written in copying:
+            journal.note(written)
+            durable.append(written)
+    return Copied(_checks(durable), job.layout.bytes, resumed)
+
+
+def _checks(durable: Sequence[Durable]) -> tuple[int, ...]:
+    return tuple(int(check, 16) for line in durable for check in line.checks)
+
+
+def _create_files(job: Job, journal: Journal) -> None:
+    assert journal.begun is not None, "a journal begins before its draft is written"
+    journal.begin(journal.begun.plan, journal.begun.draft)
+    writes = Writes(job.draft, job.layout.bytes)
+    writes.make_directories(job.layout.directories)
+    for file in job.layout.files:
+        (job.draft / file.name).unlink(missing_ok=True)
+        writes.create(file.name, file.bytes)
 
 
 def _teller(ready: int, total: int, on_progress: Callable[[int, int], None] | None) -> Callable[[int], None]:
@@ -132,44 +168,124 @@ def _teller(ready: int, total: int, on_progress: Callable[[int, int], None] | No
     return tell
 
 
+def _copy_elsewhere(
+    job: Job, whole: Part, tell: Callable[[int], None], cluster: Cluster
+) -> Generator[Durable, None, None]:
+    """The same as `copy_part`, by tasks of a cluster."""
+    planned = windows(job.layout, window_bytes(job.budget_bytes))
+    parts = divided(job.layout, planned, whole, cluster.cpus * PARTS_OF_CPU)
+    needed = replace(job, source=replace(job.source, objects={}, per_rank={}, documents={}))
+    with closing(cluster.each(copy_part_in_task, needed, parts)) as results:
+        for part, written in zip(parts, results, strict=True):
+            yield from written
+            tell(sum(window.length for window in planned[part.begin : part.end]))
+
+
+def divided(layout: Layout, planned: Sequence[Window], whole: Part, count: int) -> list[Part]:
+    """About `count` parts of one size, or more where these would be large.
+
+    CRCs go on from window to window: then parts begin where files do.
+    """
+    if whole.begin == whole.end:
+        return []
+    at_most = max(1, _PART_BYTES_MAX // max((window.length for window in planned), default=1))
+    length = min(at_most, -(-(whole.end - whole.begin) // count))
+    cuts = [whole.begin]
+    for number in range(whole.begin + 1, whole.end):
+        begins_file = planned[number].file != planned[number - 1].file
+        if number - cuts[-1] >= length and (begins_file or layout.check != "crc32"):
+            cuts.append(number)
+    parts = [Part(begin, end) for begin, end in pairwise([*cuts, whole.end])]
+    if layout.check == "crc32":  # a file asks for its own checks, by their numbers among all
+        numbers = (sum(bool(one.length) for one in file.extents if one.output is not None) for file in layout.files)
+        before = [0, *accumulate(numbers)]
+        parts = [replace(part, checks=(0,) * before[planned[part.begin].file]) for part in parts]
+    return [replace(parts[0], checks=whole.checks, running=whole.running), *parts[1:]]
+
+
+def copy_part_in_task(job: Job, part: Part) -> tuple[Durable, ...]:
+    """Copy a part as one process of several, perhaps on another machine. To do it twice does no harm.
+
+    raises  StorageError where this machine does not see the files
+    """
+    planned = windows(job.layout, window_bytes(job.budget_bytes))[part.begin : part.end]
+    used = {
+        stored.file for window in planned for extent in extents_of(job.layout, window) if extent.output is not None
+        for stored in job.layout.outputs[extent.output].tensor.boxes if stored.file is not None
+    }
+    for number in sorted(used):
+        source = job.source.files[number]
+        _check_seen(Path(source.path), source.bytes, source.changed_ns)
+    for number in sorted({window.file for window in planned}):
+        _check_seen(job.draft / job.layout.files[number].name, job.layout.files[number].bytes)
+    return tuple(copy_part(job, part))
+
+
+def _check_seen(path: Path, length: int, changed_ns: int | None = None) -> None:
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise not_shared(path, error.strerror) from None
+    if found.st_size != length:
+        raise not_shared(path, f"{found.st_size} bytes instead of {length}")
+    if changed_ns not in (None, found.st_mtime_ns):
+        raise not_shared(path, "it was changed at another time")
+
+
+def copy_part(
+    job: Job, part: Part, tell: Callable[[int], None] = lambda _: None
+) -> Generator[Durable, None, None]:
+    """Write the windows of a part; yields what is durable after each sync. Others are written and filled by other
+    threads meanwhile.
+
+    tell  is told the bytes of each window that is written
+    """
+    length = window_bytes(job.budget_bytes)
+    planned = windows(job.layout, length)
+    filler, writes = _Filler(job.source, job.layout, length, part), Writes(job.draft, job.layout.bytes)
+    try:
+        yield from _write_all(planned, part, filler, writes, tell)
+    finally:
+        filler.close()
+        writes.close()
+
+
 def _write_all(
-    planned: Sequence[Window], done: int, filler: _Filler, writes: Writes, journal: Journal, tell: Callable[[int], None]
-) -> None:
-    """Write the windows from number `done` on: others are written and filled by other threads meanwhile."""
-    progress = _Progress(planned, done, filler, writes, journal, tell)
+    planned: Sequence[Window], part: Part, filler: _Filler, writes: Writes, tell: Callable[[int], None]
+) -> Iterator[Durable]:
+    progress = _Progress(planned, part, filler, writes, tell)
     buffers = [AlignedMemory(filler.window_bytes) for _ in range(_BUFFERS)]
-    fills = filler.fill_all(planned[done:], buffers)
+    fills = filler.fill_all(planned[part.begin : part.end], buffers)
     with (
         ThreadPoolExecutor(1, "flowstone-convert") as pool,
         ThreadPoolExecutor(_WRITERS, "flowstone-convert-write") as writers,
     ):
-        filling = pool.submit(next, fills) if done < len(planned) else None
-        for number, memory in zip(range(done, len(planned)), cycle(buffers), strict=False):
+        filling = pool.submit(next, fills) if part.begin < part.end else None
+        for number, memory in zip(range(part.begin, part.end), cycle(buffers), strict=False):
             assert filling is not None, "every window is filled before it is written"
             mark, window = filling.result(), planned[number]
             name = progress.opened(window)
             writing = writers.submit(writes.write, name, window.offset, memory, window.length)
             progress.under_way.append((mark, writing))
-            if number + 1 < len(planned):
+            if number + 1 < part.end:
                 filling = pool.submit(next, fills)
             while len(progress.under_way) >= _BUFFERS - 1:  # the buffer after the next must be free
-                progress.end_oldest()
+                yield from progress.end_oldest()
         while progress.under_way:
-            progress.end_oldest()
+            yield from progress.end_oldest()
 
 
 class _Progress:
-    """Ends writes in the order of the windows, and notes which are durable. The caller's thread."""
+    """Ends writes in the order of the windows, and says which are durable. The caller's thread."""
 
     def __init__(
-        self, planned: Sequence[Window], done: int, filler: _Filler, writes: Writes, journal: Journal,
-        tell: Callable[[int], None],
+        self, planned: Sequence[Window], part: Part, filler: _Filler, writes: Writes, tell: Callable[[int], None]
     ) -> None:
         self.under_way: deque[tuple[_Mark, Future[None]]] = deque()
-        self._planned, self._filler, self._writes = planned, filler, writes
-        self._journal, self._tell = journal, tell
+        self._planned, self._filler, self._writes, self._tell = planned, filler, writes, tell
         self._names = [file.name for file in filler.layout.files]
-        self._written = self._said = done  # windows
+        self._written = self._said = part.begin  # windows
+        self._end = part.end
         self._noted = len(filler.checks)
 
     def opened(self, window: Window) -> str:
@@ -178,8 +294,8 @@ class _Progress:
         self._writes.open(name)
         return name
 
-    def end_oldest(self) -> None:
-        """Wait for the write that was begun first.
+    def end_oldest(self) -> Iterator[Durable]:
+        """Wait for the write that was begun first. Yields what is durable, if it is said now.
 
         raises  what it raised
         """
@@ -187,14 +303,15 @@ class _Progress:
         writing.result()
         window = self._planned[self._written]
         self._written += 1
-        is_last = self._written == len(self._planned)
+        is_last = self._written == self._end
         if is_last or self._planned[self._written].file != window.file:
             self._writes.finished(self._names[window.file])
+        self._tell(window.length)
         if is_last or self._written - self._said == _WINDOWS_BETWEEN_SYNCS:
             self._writes.sync()
-            self._journal.note(self._written, self._filler.checks[self._noted : mark.checks], mark.running)
+            checks = tuple(f"{check:x}" for check in self._filler.checks[self._noted : mark.checks])
             self._noted, self._said = mark.checks, self._written
-        self._tell(window.length)
+            yield Durable(self._written, checks, mark.running)
 
 
 class _Mark(msgspec.Struct, frozen=True):
@@ -223,17 +340,11 @@ class _Fill(msgspec.Struct, frozen=True, eq=False):
 class _Filler:
     """Fills windows in order, and keeps what was computed of their bytes."""
 
-    def __init__(self, source: Source, layout: Layout, length: int) -> None:
+    def __init__(self, source: Source, layout: Layout, length: int, part: Part) -> None:
         self.layout, self.window_bytes = layout, length
         self._fetcher = Fetcher(source, _READ_SHARES * length)
-        self._begins = [[extent.offset for extent in file.extents] for file in layout.files]
-        self.checks: list[int] = []
-        self._running = 0
-
-    def go_on(self, durable: Sequence[Durable]) -> None:
-        """From what an earlier conversion has noted."""
-        self.checks = [int(check, 16) for line in durable for check in line.checks]
-        self._running = durable[-1].running
+        self.checks = list(part.checks)
+        self._running = part.running
 
     def fill_all(self, planned: Sequence[Window], buffers: Sequence[AlignedMemory]) -> Iterator[_Mark]:
         """Fill the buffers by turns with the bytes of the windows.
@@ -252,7 +363,7 @@ class _Filler:
             yield _Mark(len(self.checks), self._running)
 
     def _plan(self, window: Window, target: NDArray[np.uint8]) -> _Fill:
-        extents = self._extents(window)
+        extents = extents_of(self.layout, window)
         fill = _Fill(window, target, extents, [], [], [])
         for extent in extents:
             if extent.output is not None:
@@ -278,17 +389,6 @@ class _Filler:
     def close(self) -> None:
         """Close the source's files."""
         self._fetcher.close()
-
-    def _extents(self, window: Window) -> Sequence[Extent]:
-        """Those that have bytes in a window."""
-        begins, extents = self._begins[window.file], self.layout.files[window.file].extents
-        first = max(0, bisect_right(begins, window.offset) - 1)
-        while first > 0 and extents[first].offset == window.offset:  # empty ones may lie before it
-            first -= 1
-        last = bisect_right(begins, window.offset + window.length - 1)
-        return [
-            extent for extent in extents[first:last] if extent.length and extent.offset + extent.length > window.offset
-        ]
 
     def _zero_gaps(self, window: Window, extents: Sequence[Extent], target: NDArray[np.uint8]) -> None:
         ends = [window.offset, *(extent.offset + extent.length for extent in extents)]
@@ -334,6 +434,22 @@ class _Filler:
             if _cut(extent, window)[1] == extent.length:
                 self.checks.append(self._running)
                 self._running = 0
+
+
+def extents_of(layout: Layout, window: Window) -> Sequence[Extent]:
+    """Those that have bytes in a window."""
+    extents = layout.files[window.file].extents
+    first = max(0, bisect_right(extents, window.offset, key=_begin) - 1)
+    while first > 0 and extents[first].offset == window.offset:  # empty ones may lie before it
+        first -= 1
+    last = bisect_right(extents, window.offset + window.length - 1, key=_begin)
+    return [
+        extent for extent in extents[first:last] if extent.length and extent.offset + extent.length > window.offset
+    ]
+
+
+def _begin(extent: Extent) -> int:
+    return extent.offset
 
 
 def _cut(extent: Extent, window: Window) -> tuple[int, int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,13 +15,15 @@ from flowstone.errors import ArgumentError, StorageError
 from flowstone.store.os_errors import translated
 from flowstone.store.system import System
 
-_DRAFT, _JOURNAL = "flowstone-draft", "flowstone-journal"
+_DRAFT = re.compile(r"(?:[0-9a-f]{16}\.)?flowstone-draft", re.ASCII)  # earlier versions had no digits
+_JOURNAL = "flowstone-journal"
 
 
 class Draft:
     """Of a target at `path`: the directory that it will be, or the one file.
 
-    directory  where its files are written
+    directory  where its files are written: each that is begun anew has a name of its own, so that what still writes
+               into an earlier one, a cluster's task that outlived its job, cannot write into this one
     journal    says how much of them is durable
     """
 
@@ -28,7 +32,7 @@ class Draft:
         if not self.path.name:
             raise ArgumentError(f"{path} cannot be a target", next="give the path of a new directory")
         self._is_file = is_file
-        self.directory = self.path.parent / f".{self.path.name}.{_DRAFT}"
+        self.directory = self.path.parent / f".{self.path.name}.{secrets.token_hex(8)}.flowstone-draft"
         self._journal_path = self.path.parent / f".{self.path.name}.{_JOURNAL}"
         self.journal = Journal(self._journal_path)
         self._system = System()
@@ -47,7 +51,10 @@ class Draft:
         if is_taken and not self._journal_path.is_file():
             self._refuse()
         self.journal.open()
-        is_same = self.journal.begun is not None and self.journal.begun.plan == plan
+        begun = self.journal.begun
+        is_same = begun is not None and begun.plan == plan
+        if begun is not None and is_same and self._is_draft(begun.draft):
+            self.directory = parent / begun.draft
         if is_taken:
             durable = self.journal.durable
             if is_same and durable and durable[-1].windows == windows and not self._has_files():
@@ -55,10 +62,15 @@ class Draft:
             self._refuse()
         if not is_same or not self.directory.is_dir():
             self._clear()
+            self.journal.begin(plan, self.directory.name)
             with translated(parent, "make", self.directory.name):
                 self._system.make_directory(self.directory)
-            self.journal.begin(plan, self.directory.name)
         return False
+
+    def _is_draft(self, name: str) -> bool:
+        """Whether that is the name of a draft of this target."""
+        mine = f".{self.path.name}."
+        return name.startswith(mine) and _DRAFT.fullmatch(name[len(mine) :]) is not None
 
     def _has_files(self) -> bool:
         return self.directory.is_dir() and any(os.scandir(self.directory))
@@ -76,17 +88,19 @@ class Draft:
         )
 
     def _clear(self) -> None:
-        """Remove an earlier draft, which has nothing but files of ours in it."""
-        with translated(self.path.parent, "remove", self.directory.name):
-            if not self.directory.is_dir():
-                return
-            for place, directories, files in os.walk(self.directory, topdown=False):
-                for name in files:
-                    os.unlink(os.path.join(place, name))
-                for name in directories:
-                    inner = os.path.join(place, name)
-                    os.unlink(inner) if os.path.islink(inner) else os.rmdir(inner)
-            self.directory.rmdir()
+        """Remove earlier drafts, which have nothing but files of ours in them."""
+        parent = self.path.parent
+        for name in filter(self._is_draft, os.listdir(parent)):
+            with translated(parent, "remove", name):
+                if (parent / name).is_symlink() or not (parent / name).is_dir():
+                    continue
+                for place, directories, files in os.walk(parent / name, topdown=False):
+                    for file in files:
+                        os.unlink(os.path.join(place, file))
+                    for directory in directories:
+                        inner = os.path.join(place, directory)
+                        os.unlink(inner) if os.path.islink(inner) else os.rmdir(inner)
+                (parent / name).rmdir()
 
     def put(self, documents: Mapping[str, bytes]) -> None:
         """Write small files into the draft, and make them durable."""

@@ -12,8 +12,9 @@ from typing import Literal
 import msgspec
 
 from flowstone.checkpoint import Checkpoint
+from flowstone.cluster import Cluster
 from flowstone.convert.cast import cast_target
-from flowstone.convert.copy import BUDGET_BYTES_DEFAULT, copy, resumable, window_bytes, windows
+from flowstone.convert.copy import BUDGET_BYTES_DEFAULT, Job, copy, resumable, window_bytes, windows
 from flowstone.convert.draft import Draft
 from flowstone.convert.layout import Layout, plan_digest
 from flowstone.convert.mapping import Mapped, check_objects, check_rules, choose, documents_of
@@ -62,7 +63,7 @@ def export(
     step: int | None = None, section: str | None = "model", dtype: str | None = None,
     rules: GivenRules = (), shard_bytes: float = SHARD_BYTES_DEFAULT,
     documents: str | os.PathLike[str] | None = None, budget_bytes: int = BUDGET_BYTES_DEFAULT,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None, cluster: Cluster | None = None,
 ) -> ExportReport:
     """Write the tensors of a checkpoint's section for other programs, in bounded memory. Blocks.
 
@@ -81,6 +82,7 @@ def export(
     documents    a directory whose configuration and tokenizer go beside the tensors
     budget_bytes of memory for bytes on their way
     on_progress  is told the bytes done and the bytes in all
+    cluster      does it, in parts of which each has that budget; None: this process does
 
     raises  MismatchError for values that have no place in the target, StorageError where something else is at `path`,
             DamagedError, UnsupportedFormatError, ArgumentError, ...
@@ -107,9 +109,8 @@ def export(
             draft.end()
         else:
             draft.journal.durable = resumable(layout, draft.journal, draft.directory, window)
-            copied = copy(
-                source, layout, draft.directory, draft.journal, budget_bytes=budget_bytes, on_progress=on_progress
-            )
+            job = Job(source, layout, draft.directory, budget_bytes)
+            copied = copy(job, draft.journal, on_progress=on_progress, cluster=cluster)
             resumed = copied.resumed_bytes
             draft.put(texts)
             draft.finish(layout)

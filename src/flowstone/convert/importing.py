@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flowstone.arguments import step_number, store_path
+from flowstone.cluster import Cluster
 from flowstone.commit import catalog, publish
 from flowstone.commit.entries import import_journal, saving_directory, step_directory
 from flowstone.commit.locations import check_no_checkpoint
 from flowstone.commit.manifests import inside, read_manifest
 from flowstone.convert.cast import cast_target
-from flowstone.convert.copy import BUDGET_BYTES_DEFAULT, Copied, copy, resumable, window_bytes
+from flowstone.convert.copy import BUDGET_BYTES_DEFAULT, Copied, Job, copy, resumable, window_bytes
 from flowstone.convert.file_io import QUEUE_DEPTH, REQUEST_BYTES, backend
 from flowstone.convert.journal import Journal
 from flowstone.convert.layout import plan_digest
@@ -59,7 +60,7 @@ def import_checkpoint(
     source: str | os.PathLike[str], store: str | os.PathLike[str], *, step: int = 0, section: str = "model",
     dtype: str | None = None, rules: GivenRules = (),
     budget_bytes: int = BUDGET_BYTES_DEFAULT,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None, cluster: Cluster | None = None,
 ) -> ImportReport:
     """Make a checkpoint of a store of what another program has saved, in bounded memory. Blocks.
 
@@ -75,6 +76,7 @@ def import_checkpoint(
     rules    fs.Skip, fs.Rename, fs.Split, ..., of names as the source has them; fs.RuleSet, of names below the section
     budget_bytes  of memory for bytes on their way
     on_progress   is told the bytes done and the bytes in all
+    cluster       does it, in parts of which each has that budget; None: this process does
 
     raises  StepExistsError, LockedError, DamagedError, UnsupportedFormatError, NotAStoreError, ArgumentError, ...
     """
@@ -95,7 +97,7 @@ def import_checkpoint(
     objects = _objects(opened, section, known, mapped)
     target = LocalStore(place)
     try:
-        copied = _Import(target, wanted, opened, layout, objects).run(budget_bytes, on_progress)
+        copied = _Import(target, wanted, opened, layout, objects).run(budget_bytes, on_progress, cluster)
     finally:
         target.close()
     return ImportReport(
@@ -144,7 +146,9 @@ class _Import:
         self._store, self._step, self._source, self._layout, self._objects = store, step, source, layout, objects
         self._journal = Journal(store.root / import_journal(step))
 
-    def run(self, budget_bytes: int, on_progress: Callable[[int, int], None] | None) -> Copied:
+    def run(
+        self, budget_bytes: int, on_progress: Callable[[int, int], None] | None, cluster: Cluster | None
+    ) -> Copied:
         store = self._store
         check_no_checkpoint(store)
         window = window_bytes(budget_bytes)
@@ -161,10 +165,8 @@ class _Import:
             draft = self._draft(plan)
             directory = store.root / draft.directory
             self._journal.durable = resumable(self._layout.layout, self._journal, directory, window)
-            copied = copy(
-                self._source, self._layout.layout, directory, self._journal, budget_bytes=budget_bytes,
-                on_progress=on_progress,
-            )
+            job = Job(self._source, self._layout.layout, directory, budget_bytes)
+            copied = copy(job, self._journal, on_progress=on_progress, cluster=cluster)
             for name in (INDEX_NAME, OBJECTS_NAME, MANIFEST_NAME):  # of an earlier try that ended here
                 if store.exists(inside(draft.directory, name)):
                     store.remove(inside(draft.directory, name))

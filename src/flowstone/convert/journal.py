@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -31,7 +31,8 @@ class Begun(msgspec.Struct, frozen=True):
 
 
 class Durable(msgspec.Struct, frozen=True):
-    """Windows that are durable, counted from the first; the checks that ended in those since the line before.
+    """Windows that are durable, counted from the first; the checks that ended in those since the line before, in
+    hexadecimal digits.
 
     running  the CRC-32 of the extent that goes on in the next window
     """
@@ -90,10 +91,10 @@ class Journal:
             self._append(self.begun)
             self._system.sync_directory(self._path.parent)
 
-    def note(self, windows: int, checks: Sequence[int], running: int) -> None:
-        """Say that so many windows are durable. Durable on return."""
+    def note(self, durable: Durable) -> None:
+        """Say which windows are durable. Durable on return."""
         with translated(self._path.parent, "write", self._path.name):
-            self._append(Durable(windows, tuple(f"{check:x}" for check in checks), running))
+            self._append(durable)
 
     def _append(self, record: msgspec.Struct) -> None:
         assert self._fd is not None, "open comes first"

@@ -48,8 +48,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "state_dict_verbs": _BASE
     | {"arguments", "runtime", "store", "commit", "state", "ranks", "checkpoint", "pipeline"},
     "adapters": _BASE
-    | {"arguments", "checkpointer", "format", "plan", "store", "stage", "commit", "state", "checkpoint", "pipeline",
-       "_native",  # the public verbs too, for frameworks that save where a training loop would
+    | {"arguments", "checkpointer", "cluster", "format", "plan", "store", "stage", "commit", "state", "checkpoint",
+       "pipeline", "_native",  # the public verbs too, for frameworks that save where a training loop would
        "runtime"},  # the end of a process that has not closed an adapter
     "checkpointer": _BASE
     | {"state_dict_verbs", "arguments", "runtime", "store", "commit", "state", "ranks", "checkpoint", "pipeline"},

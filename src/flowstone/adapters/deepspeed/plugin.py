@@ -18,6 +18,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 
 from flowstone.adapters.deepspeed.pointers import Pointer, has_latest, publish, read_pointer, set_latest
 from flowstone.adapters.deepspeed.values import decoded, encoded
+from flowstone.adapters.deepspeed.whole_weights import reads_pointers
 from flowstone.checkpoint import Checkpoint, open_checkpoint
 from flowstone.checkpointer import Checkpointer
 from flowstone.errors import DamagedError, FlowstoneError, NoTensorError, SaveFailedError
@@ -165,7 +166,8 @@ class FlowstoneCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         @functools.wraps(load_checkpoint)
         def loaded(*given: Any, **options: Any) -> Any:
             self.wait()
-            return load_checkpoint(*given, **options)
+            with reads_pointers(self.load):
+                return load_checkpoint(*given, **options)
 
         loaded.of_deepspeed = load_checkpoint  # type: ignore[attr-defined]
         return loaded

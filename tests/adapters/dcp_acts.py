@@ -8,7 +8,7 @@ import os
 import resource
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -275,12 +275,22 @@ def _sharding(name: str) -> ShardingSpec:
 
 
 def reshard(rank: int, path: str, names: list[str]) -> list[bool]:
-    """ShardedTensors saved by each sharding and loaded into each: the same path again and again."""
-    equal = []
+    """ShardedTensors saved by each sharding and loaded into each: the same path again and again. Each second save is
+    one of a staged copy, whose original changes before it."""
+    equal, stager = [], FlowstoneStager()
     for number, (saved, loaded) in enumerate(itertools.product(names, names)):
         state = {"sharded": sharded_tensor.rand(_sharding(saved), 10, 20), "number": torch.tensor(number), "blob": b"b"}
         into = {"sharded": sharded_tensor.zeros(_sharding(loaded), 10, 20), "number": torch.tensor(-1), "blob": b""}
-        dcp.save(state, storage_writer=FlowstoneWriter(path))
+        saved_state: dict[str, Any] = state
+        if number % 2:
+            saved_state = cast("dict[str, Any]", stager.stage(state))
+            kept = [shard.tensor.clone() for shard in state["sharded"].local_shards()]
+            for shard in state["sharded"].local_shards():
+                shard.tensor.zero_()
+        dcp.save(saved_state, storage_writer=FlowstoneWriter(path))
+        if number % 2:
+            for shard, tensor in zip(state["sharded"].local_shards(), kept, strict=True):
+                shard.tensor.copy_(tensor)
         dcp.load(into, storage_reader=FlowstoneReader(path))
         whole = [torch.zeros(10, 20) if rank == 0 else None for _ in range(2)]
         state["sharded"].gather(out=whole[0])

@@ -14,6 +14,8 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard
 
 from flowstone.config import BLOCK_BYTES, DEADLINE_S, whole_number
 from flowstone.errors import ArgumentError, BudgetError, ClosedError
@@ -179,6 +181,8 @@ class _Copies:
             raise unsupported(path, value, f"cannot be copied ({type(error).__name__}: {error})") from error
 
     def _plan_tensor(self, tensor: torch.Tensor, path: str, *, is_part: bool) -> Callable[[], torch.Tensor]:
+        if isinstance(tensor, ShardedTensor):
+            return self._plan_shards(tensor, path)
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and hasattr(tensor, "__tensor_flatten__"):
             return self._plan_parts(cast("Any", tensor), path)
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
@@ -209,6 +213,24 @@ class _Copies:
         def make() -> torch.Tensor:
             inner = {name: part() for name, part in parts.items()}
             return cast("torch.Tensor", type(tensor).__tensor_unflatten__(inner, context, shape, strides))
+
+        return make
+
+    def _plan_shards(self, tensor: ShardedTensor, path: str) -> Callable[[], torch.Tensor]:
+        """Of a ShardedTensor, such as FSDP's: its copy says of all shards that they lie in host memory."""
+        shards = [
+            (copy.deepcopy(shard.metadata), self.plan(shard.tensor, f"{path}.{at}"))
+            for at, shard in enumerate(tensor.local_shards())
+        ]
+        known = copy.deepcopy(tensor.metadata())
+        for metadata in (*(own for own, _ in shards), *known.shards_metadata):
+            assert metadata.placement is not None, "each shard has a rank"
+            metadata.placement._device = torch.device("cpu")
+        group = tensor._process_group
+
+        def make() -> torch.Tensor:
+            own = [Shard(part(), metadata) for metadata, part in shards]
+            return ShardedTensor._init_from_local_shards_and_global_metadata(own, known, process_group=group)
 
         return make
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from deepspeed_layout import edit, importable, job, optimizer_file
 from models import assert_same, interrupted_export
 
 import flowstone as fs
+from flowstone.store.system import System
 
 BUDGET = 32 << 20
 TAG = "global_step3_universal"
@@ -289,6 +293,38 @@ def test_an_export_that_was_stopped_goes_on_to_the_same_bytes(tmp_path: Path) ->
     for name in whole.files:
         assert (tmp_path / "universal" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert not list(tmp_path.glob(".*"))
+
+
+def test_stopped_at_any_call_that_changes_the_disk_the_same_command_goes_on(tmp_path: Path) -> None:
+    source = saved(tmp_path)
+    whole = fs.export(source, tmp_path / "whole", to="universal")
+    for last in range(0, 1000, 6):
+        calls = iter(range(last))
+
+        def counted(name: str, calls: Iterator[int] = calls) -> mock._patch:
+            real = getattr(System, name)
+
+            def call(*given: Any, **named: Any) -> Any:
+                if next(calls, None) is None:
+                    raise KeyboardInterrupt
+                return real(*given, **named)
+
+            return mock.patch.object(System, name, call)
+
+        names = ("make_directory", "create", "write", "sync", "sync_directory", "rename")
+        with contextlib.ExitStack() as patched, contextlib.suppress(KeyboardInterrupt):
+            for name in names:
+                patched.enter_context(counted(name))
+            fs.export(source, tmp_path / "universal", to="universal")
+        is_done = next(calls, None) is not None
+        fs.export(source, tmp_path / "universal", to="universal") if not is_done else None
+        for name in whole.files:
+            assert (tmp_path / "universal" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+        assert not list(tmp_path.glob(".*"))
+        shutil.rmtree(tmp_path / "universal")
+        if is_done:
+            return
+    raise AssertionError("it never came to its end")
 
 
 def test_another_plan_begins_anew_where_a_draft_has_directories(tmp_path: Path) -> None:

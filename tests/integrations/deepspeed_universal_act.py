@@ -24,6 +24,7 @@ from digests import digest
 import flowstone as fs
 
 WIDTH, STEPS = 96, 6
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Network(torch.nn.Module):
@@ -74,7 +75,7 @@ def engine_of(stage: int, kind: str, groups: int, *, universal: bool) -> Any:
 
 def batch(step: int, rank: int, kind: str) -> torch.Tensor:
     noise = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(4, WIDTH, generator=noise).to(torch.bfloat16 if kind == "bf16" else torch.float32)
+    return torch.randn(4, WIDTH, generator=noise).to(DTYPES[kind])
 
 
 def train(engine: Any, until: int, kind: str) -> None:

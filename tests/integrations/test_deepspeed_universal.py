@@ -39,23 +39,25 @@ def assert_same_weights(place: str, expected: str) -> None:
         assert torch.equal(found[name], weights), name
 
 
-@pytest.mark.parametrize(("stage", "others"), [(2, [1]), (3, [1])])
-def test_training_goes_on_as_from_deepspeeds_own_conversion(tmp_path: Path, stage: int, others: list[int]) -> None:
+@pytest.mark.parametrize(("stage", "kind", "others"), [(1, "fp16", []), (2, "bf16", [1]), (3, "bf16", [1])])
+def test_training_goes_on_as_from_deepspeeds_own_conversion(
+    tmp_path: Path, stage: int, kind: str, others: list[int]
+) -> None:
     """And as if it had not been interrupted; also where another stage goes on."""
     theirs, ours, groups = tmp_path / "theirs", tmp_path / "ours", 1 if stage == 3 else 2
-    act("save", stage, "bf16", theirs, 2, groups)
+    act("save", stage, kind, theirs, 2, groups)
     fs.import_checkpoint(theirs, tmp_path / "run", step=3)
     assert fs.export(tmp_path / "run", ours, to="universal").skipped == ()
     places = ["--input_folder", str(theirs / "global_step3"), "--output_folder", str(theirs / "global_step3_universal")]
     convert = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *places, "--inject_missing_state"]
     subprocess.run(convert, check=True, capture_output=True)
     for directory in (theirs, ours):
-        act("load", stage, "bf16", directory, 2, groups)
+        act("load", stage, kind, directory, 2, groups)
     assert told(f"{ours}-{stage}", 2) == told(f"{theirs}-{stage}", 2)
     assert [one["client"]["seen"] for one in told(f"{ours}-{stage}", 2)] == [[3], [3]]
     for other in (stage, *others):
         if other != stage:
-            act("load", other, "bf16", ours, 2, groups)
+            act("load", other, kind, ours, 2, groups)
         assert_same_weights(f"{ours}-{other}", f"{theirs}-whole")
         whole, found = told(f"{theirs}-whole", 2)[0]["end"], told(f"{ours}-{other}", 2)[0]["end"]
         assert (found["groups"], found["scheduler"], found["step"]) == (whole["groups"], whole["scheduler"], 6)

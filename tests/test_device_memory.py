@@ -214,3 +214,23 @@ def test_blocks_of_rows_go_straight_onto_the_device_and_columns_by_way_of_the_ho
     with opened(store) as checkpointer:
         checkpointer.load({"x": rows})
     assert torch.equal(rows, whole)
+
+
+def test_what_rules_join_goes_straight_onto_the_device_and_what_they_turn_by_way_of_the_host(
+    store: Path, far: Far
+) -> None:
+    parts = {f"p{n}": torch.randn(700, 500) for n in range(3)} | {f"e.{n}": torch.randn(300, 400) for n in range(4)}
+    state = {"fused": far.tensor(torch.ones(2100, 500)), "stacked": far.tensor(torch.ones(4, 300, 400))}
+    join = fs.RuleSet([fs.Fuse(("p0", "p1", "p2"), "fused"), fs.Stack("e.{n}", "stacked")], complete=True)
+    turn = fs.RuleSet([*join.rules, fs.Transpose("fused"), fs.Pad("stacked", 300, 304, 1)])
+    turned = {"fused": far.tensor(torch.ones(500, 2100)), "stacked": far.tensor(torch.ones(4, 304, 400))}
+    with opened(store) as checkpointer:
+        checkpointer.save(1, {"model": parts}).committed.result()
+        checkpointer.load({"model": state}, rules=join)
+    assert torch.equal(state["fused"], torch.cat([parts[f"p{n}"] for n in range(3)]))
+    assert torch.equal(state["stacked"], torch.stack([parts[f"e.{n}"] for n in range(4)]))
+    for tensors, rules, aside, padded in ((state, join, 0, 0), (turned, turn, 3, 1)):
+        found = loading.want(fs.open(store), {"model": tensors}, rules=[rules], rank=0, ranks=1)
+        planned = loading.plan_load(found, verify_first=False)
+        assert planned.arranged is not None
+        assert (len(planned.destinations.bounced), len(planned.arranged.zeros)) == (aside, padded)

@@ -14,6 +14,7 @@ from forge import flip, place_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import flowstone as fs
 
@@ -335,3 +336,30 @@ def test_slots_of_a_parameter_that_was_not_saved_are_refused_by_name(tmp_path: P
         rules = [fs.Fuse(("q.weight", "k.weight", "v.weight"), "qkv.weight", required=False)]
         with pytest.raises(fs.MismatchError, match=r"'optimizer.state.q.weight.[\s\S]*does not have the parameter"):
             checkpointer.load({"optimizer": of_joined}, rules=rules)
+
+
+@pytest.mark.parametrize("form", ["param_names", "named", "flat"])
+def test_state_dicts_load_by_rules(tmp_path: Path, form: str) -> None:
+    apart, joined = Apart(), Joined()
+    of_apart, of_joined = trained(apart), trained(joined, 1)
+
+    def dict_of() -> dict[str, Any]:
+        if form == "param_names":
+            return torch.optim.AdamW(joined.named_parameters()).state_dict()
+        options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
+        return dict(get_optimizer_state_dict(joined, of_joined, options=options))
+
+    state_dict = {"model": joined.state_dict(), "optimizer": dict_of()}
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"model": apart, "optimizer": of_apart})
+        checkpointer.load_state_dict(state_dict, rules=JOIN)
+    wanted = torch.cat([of_apart.state[part.weight]["exp_avg"] for part in (apart.q, apart.k, apart.v)])
+    found = state_dict["optimizer"]
+    if form == "flat":
+        moment = found["state.qkv.weight.exp_avg"]
+    else:
+        groups = found["param_groups"][0]
+        at = groups.get("param_names", groups["params"]).index("qkv.weight")
+        moment = found["state"][groups["params"][at]]["exp_avg"]
+    assert torch.equal(moment, wanted)
+    assert torch.equal(joined.qkv.weight[:8], apart.q.weight)

@@ -366,17 +366,28 @@ def _by_count(options: Mapping[str, dict[str, object]], counts: Sequence[int]) -
 
 
 def _flat_groups(options: Mapping[str, dict[str, object]], stored: StoredOptimizer | None) -> Iterator[_Group]:
-    """The groups that were flattened: as stored, else one for all parameters of the same options."""
+    """The groups that were flattened: as stored, else one for all parameters of the same options.
+
+    What names only some of the parameters here, and some that are not here, is stored under other names: rules change
+    them.
+    """
     left = dict(options)
+    found: list[_Group] = []
+    absent = False
     for group in stored.groups if stored is not None else ():
         ends = {path: [name for name in left if path == name or path.endswith(f".{strip_wrappers(name)}")]
                 for path in group.params}
         pairs = [(max(names, key=len), path) for path, names in ends.items() if names]
+        absent = absent or len(pairs) < len(ends)
         for name, _ in pairs:
             left.pop(name, None)
         if pairs:
             names = [name for name, _ in pairs]
-            yield _Group(names, names, [path for _, path in pairs], options[names[0]])
+            found.append(_Group(names, names, [path for _, path in pairs], options[names[0]]))
+    if absent and left:
+        left = dict(options)
+    else:
+        yield from found
     same: list[tuple[dict[str, object], list[str]]] = []
     for name, own in left.items():
         for other, names in same:

@@ -7,6 +7,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <chrono>
 #include <future>
 #include <memory>
 #include <span>
@@ -22,6 +23,7 @@
 #include "bind_tensors.h"
 #include "bounds.h"
 #include "engine.h"
+#include "guarded_copy.h"
 #include "probe.h"
 #include "requests.h"
 #include "mutation_detector.h"
@@ -56,6 +58,7 @@ template <class T> struct Waiting : Held<T> {
 struct PyWriteJob : Waiting<WriteJob> {};
 struct PyReadJob : Waiting<ReadJob> {};
 struct PyEngine : Waiting<Engine> {};
+struct PyGuardedCopy : Waiting<GuardedCopy> {};
 
 template <class Kind> std::vector<Layout> layouts_of(const std::vector<const Kind*>& kinds) {
     std::vector<Layout> layouts;
@@ -278,6 +281,38 @@ void bind_memory(nb::module_& module) {
         }, nb::kw_only(), "fd"_a, "path"_a, "alignment"_a, "mapped"_a = 0);
 }
 
+std::vector<CopyRow> copy_rows(const Array& source, const Array& length, const Array& target) {
+    const std::size_t count = row_count(source);
+    const auto sources = column<std::uint64_t>(source, "source", count);
+    const auto lengths = column<std::uint64_t>(length, "length", count);
+    const auto targets = column<std::uint64_t>(target, "target", count);
+    std::vector<CopyRow> rows;
+    rows.reserve(count);
+    for (std::size_t i = 0; i < count; ++i) rows.push_back({sources[i], lengths[i], targets[i]});
+    return rows;
+}
+
+void bind_copies(nb::module_& module) {
+    nb::class_<PyGuardedCopy>(module, "GuardedCopy")
+        .def("__init__", [](PyGuardedCopy* self, const Array& source, const Array& length, const Array& target, bool guard) {
+            std::vector<CopyRow> rows = copy_rows(source, length, target);
+            std::shared_ptr<GuardedCopy> copy;
+            {
+                const Unlocked unlocked;
+                copy = std::make_shared<GuardedCopy>(std::move(rows), guard);
+            }
+            new (self) PyGuardedCopy();
+            self->held = std::move(copy);
+        }, nb::kw_only(), "source"_a, "length"_a, "target"_a, "guard"_a = true)
+        .def("wait", [](const PyGuardedCopy& copy, double timeout_s) {
+            const Unlocked unlocked;
+            return copy.held->wait(std::chrono::duration<double>(timeout_s));
+        }, "timeout_s"_a)
+        .def_prop_ro("gone", [](const PyGuardedCopy& copy) { return copy.held->gone(); })
+        .def_prop_ro("guarded_bytes", [](const PyGuardedCopy& copy) { return copy.held->guarded_bytes(); });
+    module.def("guarded_copy_refusal", &GuardedCopy::refusal, nb::call_guard<Unlocked>());
+}
+
 void bind_devices(nb::module_& module) {
     nb::class_<PyDevice>(module, "Device")
         .def("synchronize", [](const PyDevice& device) {
@@ -449,6 +484,7 @@ NB_MODULE(_native, module) {
     module.def("xxh3_64", &digest_buffer);
     module.def("written_pages_refusal", &PageWatch::refusal, nb::call_guard<Unlocked>());
     bind_memory(module);
+    bind_copies(module);
     bind_devices(module);
     bind_rows(module);
     bind_tensors(module);

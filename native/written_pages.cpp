@@ -268,6 +268,10 @@ std::uint64_t WrittenPages::first_small(const Reach& reach) const {
 }
 
 std::vector<bool> WrittenPages::prepare(std::span<const Reach> reaches) const {
+    return register_own(reaches, [this](const Reach& reach) { return register_reach(reach); });
+}
+
+std::vector<bool> register_own(std::span<const Reach> reaches, const std::function<bool(const Reach&)>& register_reach) {
     const std::vector<Mapping> mappings = read_mappings();
     std::vector<bool> ready(reaches.size(), false);
     std::vector<Reach> wanted(mappings.size(), Reach{~std::uint64_t{0}, 0});  // for each mapping: from the first to the last reach

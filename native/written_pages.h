@@ -6,6 +6,7 @@
 #include <sys/types.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -64,6 +65,10 @@ private:
     int faults_;  // userfaultfd
     int pagemap_;
 };
+
+/// Of each reach, whether all of it is memory that only this process can write, and `register_reach` accepts it: it is
+/// given, for each mapping, the memory from the first of these reaches to the last.
+std::vector<bool> register_own(std::span<const Reach> reaches, const std::function<bool(const Reach&)>& register_reach);
 
 /// The size of a small page.
 std::uint64_t page_bytes();

@@ -24,6 +24,9 @@ def has_io_uring() -> bool:
 def written_pages_refusal() -> str:
     """Why the system cannot tell which pages of memory were written; empty where it can. Tried once in each process."""
 
+def guarded_copy_refusal() -> str:
+    """Why GuardedCopy can guard nothing here; empty where it can."""
+
 def probe_direct(directory: str) -> int:
     """The alignment in bytes that O_DIRECT needs in `directory`, 0 where it is refused.
 
@@ -110,6 +113,27 @@ class Arena:
         """
     def close(self) -> None:
         """Stop the toucher, unmap. ValueError while a job runs."""
+
+class GuardedCopy:
+    """A copy of memory that other threads may write as soon as it is made: a write to what is not copied yet waits.
+
+    source, length, target  of each row: addresses, and bytes. They stay allocated, and `target` unread, until `wait`
+                            is true
+    guard                   False: copy all before it returns
+
+    What cannot be guarded is copied before it returns: memory that other processes or a file have too, rows that
+    overlap, short ones; everything where the system refuses (`guarded_copy_refusal`).
+    """
+
+    def __init__(
+        self, *, source: NDArray[np.uint64], length: NDArray[np.uint64], target: NDArray[np.uint64], guard: bool = True
+    ) -> None: ...
+    def wait(self, timeout_s: float) -> bool:
+        """Until all is copied; whether it is."""
+    @property
+    def gone(self) -> int | None: ...  # after wait: the first row whose memory was unmapped meanwhile
+    @property
+    def guarded_bytes(self) -> int: ...
 
 class File:
     """An open file as the engine sees it; the descriptor stays the caller's."""

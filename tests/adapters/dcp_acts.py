@@ -222,6 +222,39 @@ def fail_async(rank: int, path: str) -> str:
     return f"{sorted(kinds)} {error}"
 
 
+class TellsMaps(dcp.DefaultSavePlanner):
+    """Writes down what memory its process has mapped when the plan is made."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+
+    def create_local_plan(self) -> Any:
+        Path(f"{self.path}/maps-{dist.get_rank()}").write_text(Path("/proc/self/maps").read_text())
+        return super().create_local_plan()
+
+
+def maps_of_writer(rank: int, path: str) -> list[bool]:
+    state = {"model": sharded(), "plain": torch.arange(1000.0)}
+    saved: Any = dcp.async_save(
+        state, checkpoint_id=f"{path}/step-1", storage_writer=FlowstoneWriter(), planner=TellsMaps(path),
+        async_checkpointer_type=dcp.state_dict_saver.AsyncCheckpointerType.PROCESS,
+    )
+    saved.result()
+    into = {"model": sharded(zero=True), "plain": torch.zeros(1000)}
+    dcp.load(into, storage_reader=FlowstoneReader(f"{path}/step-1"))
+    told = Path(f"{path}/maps-{rank}").read_text()
+    is_same = same(into["model"]) and torch.equal(into["plain"], state["plain"])
+    # The one that torch may have moved is the device mesh's own, of the ranks in it.
+    return [is_same, "flowstone-staged" in told, told.count("/torch_") <= 1]
+
+
+def staged_mesh(rank: int) -> bool:
+    state = {"model": sharded()}
+    staged: Any = FlowstoneStager().stage(state)
+    return all(one.device_mesh is state["model"][name].device_mesh for name, one in staged["model"].items())
+
+
 def save_in_background(rank: int, path: str) -> list[object]:
     stager, state = FlowstoneStager(in_background=True), {"x": torch.ones(2), "step": 4}
     both: Any = dcp.async_save(state, storage_writer=FlowstoneWriter(path), async_stager=stager)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import pickle
 import threading
 import time
 from collections import OrderedDict
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 import flowstone as fs
 from flowstone.adapters.dcp import FlowstoneStager, FlowstoneWriter
+from flowstone.adapters.dcp.staged_state import StagedState
 
 ACTS = "adapters.dcp_acts"
 
@@ -52,6 +57,94 @@ def test_a_staged_state_is_the_same_and_stays_so() -> None:
     assert staged["more"]["a"][0].tolist() == [1, 1]
     assert staged["more"]["a"][1]["k"][1].tolist() == [1]
     assert staged["plain"] == {"list": [1, 2]}
+
+
+REFUSAL = FlowstoneStager.guard_refusal()
+BIG = 1 << 22  # elements: 16 MiB
+PROT_NONE = 0
+
+
+def large(count: int = 12) -> dict[str, torch.Tensor]:
+    return {f"w{at}": torch.arange(at, at + BIG, dtype=torch.float32) for at in range(count)}
+
+
+@pytest.mark.skipif(REFUSAL != "", reason=REFUSAL)
+def test_a_state_may_change_while_it_is_copied() -> None:
+    stager, state = FlowstoneStager(), large()
+    expected = {name: one.clone() for name, one in state.items()}
+    for _ in range(3):
+        staged: Any = stager.stage(state)
+        for one in reversed(state.values()):
+            one.add_(1)
+        assert stager._buffers[0]._copy.guarded_bytes > 12 * BIG * 4 * 0.99  # type: ignore[union-attr]
+        assert all(torch.equal(staged[name], one) for name, one in expected.items())
+        expected = {name: one.clone() for name, one in state.items()}
+        del staged
+
+
+@pytest.mark.skipif(REFUSAL != "", reason=REFUSAL)
+def test_memory_that_is_taken_away_while_it_is_copied_fails_the_save_by_name() -> None:
+    libc, size, told = ctypes.CDLL(None, use_errno=True), 1 << 28, ""
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    for _ in range(20):  # it may be copied already
+        with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as room:
+            memory = torch.frombuffer(room, dtype=torch.uint8)
+            staged: Any = FlowstoneStager().stage({"small": torch.ones(4), "m": {"w": memory}})
+            end = memory.data_ptr() + size - (1 << 20)
+            assert libc.mprotect(end, 1 << 20, PROT_NONE) == 0
+            try:
+                staged.keys()
+            except fs.StateChangedError as error:
+                told = str(error)
+            assert libc.mprotect(end, 1 << 20, mmap.PROT_READ | mmap.PROT_WRITE) == 0
+            memory.fill_(1)  # no write waits any more
+            del memory, staged
+        if told:
+            break
+    assert "the memory of 'm.w' was freed before it was staged" in told
+
+
+def test_without_a_guard_all_is_copied_at_once() -> None:
+    stager, state = FlowstoneStager(guard=False), large(2)
+    staged: Any = stager.stage(state)
+    assert type(staged) is dict
+    assert all(torch.equal(staged[name], one) for name, one in state.items())
+
+
+def test_a_staged_state_waits_for_its_copies_at_the_first_look() -> None:
+    looks: list[Any] = [
+        len, list, dict, repr, pickle.dumps, lambda s: s["x"], lambda s: s.get("x"), lambda s: "x" in s,
+        lambda s: s | {}, lambda s: s == {}, lambda s: s.copy(), lambda s: s.update(y=1), lambda s: {**s},
+        lambda s: s.setdefault("x"),
+    ]
+    for look in looks:
+        waits: list[int] = []
+        staged = StagedState({"x": 1}, lambda waits=waits: waits.append(1))  # type: ignore[misc]
+        look(staged)
+        assert waits == [1]
+    assert pickle.loads(pickle.dumps(StagedState({"x": 1}, lambda: None))) == {"x": 1}
+    assert type(pickle.loads(pickle.dumps(StagedState({"x": 1}, lambda: None)))) is dict
+
+
+def test_a_staged_state_is_handed_over_without_a_copy() -> None:
+    staged: Any = FlowstoneStager().stage({"x": torch.ones(1000), "more": [torch.zeros(5, dtype=torch.int16)]})
+    before = staged["x"].data_ptr()
+    sent = pickle.loads(ForkingPickler.dumps(staged))
+    assert staged["x"].data_ptr() == before
+    staged["more"][0][2] = 7  # in memory that both have
+    assert sent["more"][0].tolist() == [0, 0, 7, 0, 0]
+    assert torch.equal(sent["x"], torch.ones(1000))
+
+
+@pytest.mark.skipif(not hasattr(torch.distributed.checkpoint.state_dict_saver, "AsyncCheckpointerType"), reason="old")
+def test_the_process_that_writes_maps_what_was_staged(tmp_path: Path) -> None:
+    """Of DTensors, too: neither has it memory of its own for them, nor a copy that torch has shared."""
+    for told in run(2, ACTS, "maps_of_writer", str(tmp_path)):
+        assert told == [True, True, True]
+
+
+def test_a_device_mesh_is_not_copied() -> None:
+    assert run(1, ACTS, "staged_mesh") == [True]
 
 
 def test_memory_is_used_again_once_nothing_holds_it() -> None:

@@ -92,7 +92,7 @@ class FlowstoneWriter(StorageWriter):
         return cast("dict[str, Any]", self._resources.stager.stage(state_dict))
 
     def synchronize_staging(self) -> None:
-        """Nothing: `stage` has copied all when it returns."""
+        """Nothing: the state may change once `stage` has returned."""
 
     def close(self) -> None:
         """Give memory and engine back. The next save takes them anew."""

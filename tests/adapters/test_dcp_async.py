@@ -205,6 +205,21 @@ def test_staging_in_the_background_is_a_future() -> None:
         stager.stage({"x": torch.ones(3)})
 
 
+def test_steps_of_given_optimizers_wait_for_staging_in_the_background() -> None:
+    model = nn.Linear(1 << 11, 1 << 11)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    stager = FlowstoneStager(in_background=True, optimizers=[optimizer])
+    for _ in range(5):
+        model.weight.grad = torch.ones_like(model.weight)
+        expected = model.weight.detach().clone()
+        # Enough before the weight that a step which does not wait would change it first.
+        future: Any = stager.stage({"before": large(4), "model": {"weight": model.weight}})
+        optimizer.step()
+        assert torch.equal(future.result()["model"]["weight"], expected)
+    stager.close()
+    optimizer.step()
+
+
 @pytest.mark.parametrize("kind", ["thread", "process"])
 def test_asynchronous_saves_hold_what_the_state_was(kind: str, tmp_path: Path) -> None:
     """Two ranks, three saves each by one writer; the state changes as soon as async_save has returned."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from flowstone import _native
@@ -14,6 +14,7 @@ from flowstone.adapters.dcp.staged_state import StagedState
 from flowstone.adapters.dcp.staging_memory import StagingMemory
 from flowstone.config import DEADLINE_S, whole_number
 from flowstone.errors import ArgumentError, BudgetError, ClosedError
+from flowstone.stage.fence import Fence
 
 _BUFFERS_MAX = 2  # one is written to the disk while the next save is staged into the other
 _PATIENCE_S = 0.02  # before a second one is made: the thread of the save before may be about to let go of the first
@@ -29,6 +30,7 @@ class FlowstoneStager:
     budget_bytes  of host memory for staged states; None: as much as two of them take
     in_background  `stage` returns a Future at once, so that `async_save` returns an AsyncSaveResponse: wait for its
                    `staging_completion` before anything of the state changes
+    optimizers     that change the state: their steps wait by themselves until it may change
     guard          False: `stage` copies all before it returns, and protects nothing
     deadline_s    how long to wait for memory that an earlier save still uses
 
@@ -39,8 +41,8 @@ class FlowstoneStager:
     _synchronize_after_execute = False
 
     def __init__(
-        self, *, budget_bytes: int | None = None, in_background: bool = False, guard: bool = True,
-        deadline_s: float = DEADLINE_S,
+        self, *, budget_bytes: int | None = None, in_background: bool = False, optimizers: Iterable[object] = (),
+        guard: bool = True, deadline_s: float = DEADLINE_S,
     ) -> None:
         self._budget_bytes = None if budget_bytes is None else whole_number("budget_bytes", budget_bytes)
         if self._budget_bytes is not None and self._budget_bytes < 1:
@@ -49,6 +51,8 @@ class FlowstoneStager:
         self._deadline_s, self._buffers, self._is_closed = deadline_s, list[StagingMemory](), False
         self._thread = ThreadPoolExecutor(1, "flowstone-stage") if in_background else None
         self._last: Future[dict[str, Any]] | None = None
+        self._fence = Fence(self._let_change)
+        self._fence.guard(optimizers)
 
     @staticmethod
     def guard_refusal() -> str:
@@ -77,9 +81,15 @@ class FlowstoneStager:
         if self._last is not None:
             self._last.result()
 
+    def _let_change(self) -> None:
+        """What has failed is told by the futures, not by a step."""
+        if self._last is not None:
+            wait([self._last])
+
     def close(self) -> None:
         """Give the memory back, once nothing uses what was staged."""
         self._is_closed = True
+        self._fence.lift()
         if self._thread is not None:
             self._thread.shutdown(wait=True)
         self._buffers.clear()

@@ -18,7 +18,7 @@ BUILD_OPTIONS = --config-settings=cmake.define.FLOWSTONE_URING=$(URING) \
     --config-settings=cmake.define.FLOWSTONE_TESTING=ON --config-settings=cmake.define.FLOWSTONE_WERROR=ON
 NATIVE_SOURCES := CMakeLists.txt $(shell find native third_party -type f)
 
-.PHONY: demo test docs test-docs test-integrations test-wheels test-oldest-torch wheel bench bench-full bench-ranks bench-interference bench-scale bench-pairs soak check check-native setup clean
+.PHONY: demo test docs test-docs test-integrations test-wheels test-oldest-torch wheel bench bench-full bench-ranks bench-dcp bench-interference bench-scale bench-pairs soak check check-native setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -90,6 +90,13 @@ bench-ranks: setup
 	mkdir -p runs/bench
 	$(BIN)/python bench/run.py --only flowstone-ranks flowstone-replicas --bytes 5e9 --passes 1 \
 	    --json runs/bench/ranks.json --section ranks --update docs/performance/ranks.md $(BENCH)
+
+# Five minutes: dcp.async_save, with DCP's own writer and with ours.
+bench-dcp: setup
+	sh tools/system_packages.sh fio
+	mkdir -p runs/bench
+	$(BIN)/python bench/run.py --only dcp-async dcp-flowstone-async --bytes 1.5e9 --passes 1 \
+	    --json runs/bench/dcp.json --section dcp --update docs/performance/dcp.md $(BENCH)
 
 # An hour and a half: GPT-2 trained with saves and without. After an interruption: make bench-interference BENCH=--resume
 bench-interference: setup

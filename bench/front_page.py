@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = "performance"  # beside the page
-PAGES = ("rivals", "ranks", "training", "watching", "tracing", "in-place", "scale", "pairs")
+PAGES = ("rivals", "ranks", "dcp", "training", "watching", "tracing", "in-place", "scale", "pairs")
 _GOAL = re.compile(r"^- (pass|miss)  (.+): ([^:]+), goal (.+)$", re.MULTILINE)
 _COMMAND = re.compile(r"^`([^`]+)`, (\d{4}-\d\d-\d\d)$", re.MULTILINE)
 
@@ -28,6 +28,7 @@ QUESTIONS = (
     ("Processor seconds for each GB saved", "rivals", "CPU-seconds per GB, save through the arena"),
     ("One job of four ranks, saves, of four fio jobs", "ranks", "one job of four ranks, later saves"),
     ("... cold load", "ranks", "one job of four ranks, cold load"),
+    ("Blocked by dcp.async_save, of what it blocks with DCP's own writer", "dcp", "dcp.async_save through Flowstone"),
     ("Training time with a save every 5 steps, of none", "training", "training time, a save every 5 steps"),
     ("Milliseconds for which training waits for such a save", "training", "blocked in total"),
     ("Milliseconds inside `save` of 5 GB in 1,800 tensors", "training", "`save` of 1,800 tensors of 5 GB blocks, plan"),

@@ -9,7 +9,8 @@ from lightning.pytorch import LightningModule
 from prelude import WIDTH, loss_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 
 def network() -> nn.Module:
@@ -21,6 +22,9 @@ def network() -> nn.Module:
 
 
 def sharded(model: nn.Module, mesh: Any) -> nn.Module:
+    if mesh["tensor_parallel"].size() > 1:
+        columns = {name: ColwiseParallel(output_layouts=Replicate()) for name in ("0", "4")}
+        parallelize_module(model, mesh["tensor_parallel"], columns)
     for layer in (model[0], model[4]):  # type: ignore[index]
         fully_shard(layer, mesh=mesh["data_parallel"])
     fully_shard(model, mesh=mesh["data_parallel"])

@@ -112,12 +112,12 @@ tell(model=whole(weights), optimizer=whole(moments), scheduler=scheduler)
     check_resumes(script, tmp_path, store="sharded", ranks=2)
 
 
-def test_other_numbers_of_ranks_load_the_same(tmp_path: Path) -> None:
+def test_other_layouts_load_the_same(tmp_path: Path) -> None:
     """And train on. What was read has been compared with what `fs.open` reads."""
     saving = SAMPLES["sharded"].replace(", GeneratorStates()]", "]")
     run(MODULE + saving + SAMPLES["sharded-reading"], tmp_path, 2, "saved")
-    for ranks in (1, 3):
-        run(MODULE + """
+    for ranks, tensor_parallel in ((1, 1), (3, 1), (2, 2)):
+        run(MODULE + f"SIZES = {ranks // tensor_parallel}, {tensor_parallel}" + """
 class Loaded(Callback):
     def on_train_start(self, trainer, module):
         found, stored = state_of(trainer), fs.open("runs/sharded/last.ckpt")
@@ -134,7 +134,8 @@ class Loaded(Callback):
         print("loaded", flush=True)
 order.begin = 0
 Module.on_load_checkpoint = lambda self, checkpoint: None
-trainer = trained(32, [Loaded()], path="runs/sharded/last.ckpt")
+from flowstone.adapters.lightning import flowstone_strategy
+trainer = trained(32, [Loaded()], flowstone_strategy(ModelParallelStrategy(*SIZES)), path="runs/sharded/last.ckpt")
 assert trainer.global_step == 32
 """, tmp_path, ranks, f"on-{ranks}")
         assert "loaded" in (tmp_path / f"on-{ranks}-0.txt").read_text()

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import flowstone as fs
+from flowstone.config import READ_ARENA_BYTES
 
 ENGINE = fs.EngineOptions(backend="posix", direct="off", workers=1)
 
@@ -108,6 +109,7 @@ def test_chunks_that_rules_cut_arrive_where_numpy_has_them(run: Path, in_place: 
     for name, one in wanted.items():
         assert np.array_equal(state[name].numpy(), one), name
     assert explained.differences == ()
+    assert explained.peak_bytes == READ_ARENA_BYTES, "no copy beside the state"
     assert explained.bytes == sum(one.nbytes for one in wanted.values())
     assert ("model.l.0.norm", "model.norms.0") in report.renamed
     made = dict(report.rearranged)
@@ -174,6 +176,15 @@ def test_what_does_not_fit_is_named_and_nothing_changes(
             checkpointer.load({"model": tensors}, rules=rules)
         assert all(bool((tensor == -1).all()) for tensor in tensors.values())
         checkpointer.save(2, {"model": tensors})  # which a load that changed something would forbid
+
+
+def test_a_shape_that_claims_very_many_tensors_is_refused(tmp_path: Path) -> None:
+    with fs.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, {"model": {"w": torch.zeros(1 << 40, 0)}}).committed.result()
+        with pytest.raises(fs.MismatchError, match=r"Unstack cannot be applied to 'model.w'[\s\S]*at most"):
+            checkpointer.load({"model": {"w.0": torch.zeros(0)}}, rules=fs.Unstack("model.w", "model.w.{n}"))
+    with pytest.raises(fs.MismatchError, match="at most"):
+        fs.export(tmp_path / "run", tmp_path / "hf", rules=fs.Unstack("model.w", "model.w.{n}"))
 
 
 def test_a_set_speaks_of_the_section_that_it_is_given(tmp_path: Path) -> None:

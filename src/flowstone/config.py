@@ -35,6 +35,9 @@ STEP_MAX = 10**15
 
 NAMES_TOLD = 20  # tensors named in an error message; the error itself holds all names
 
+UNSTACKED_MAX = 1 << 20
+"""Tensors that a rule makes of one. A shape costs nothing: one without elements may claim 2^40."""
+
 # How Python waits for the engine: long enough to cost nothing, short enough for Ctrl-C.
 POLL_S = 0.1
 INTERRUPTS_MAX = 100  # of the wait until a load that is given up has stopped writing into memory

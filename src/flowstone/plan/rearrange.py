@@ -13,7 +13,7 @@ from typing import TypeAlias
 import msgspec
 from msgspec.structs import replace
 
-from flowstone.config import NAMES_TOLD
+from flowstone.config import NAMES_TOLD, UNSTACKED_MAX
 from flowstone.errors import CollisionError, MismatchError, NoTensorError
 from flowstone.layout_rules import (
     ConversionRule,
@@ -181,6 +181,8 @@ def _matches(rule: Rename | LayoutRule, names: Tensors) -> Iterator[_Match]:
         for name, tensor in names.items():
             if (bindings := bind(rule.source, name)) is not None:
                 _check_dim(rule, name, tensor)
+                if tensor.shape[rule.dim] > UNSTACKED_MAX:
+                    raise _unlike(rule, name, f"at most {UNSTACKED_MAX} tensors", f"shape {tensor.shape}")
                 numbers = range(tensor.shape[rule.dim])
                 targets = (fill(rule.target, {**bindings, rule.number: str(number)}) for number in numbers)
                 yield _Match((name,), tuple(targets))

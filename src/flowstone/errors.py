@@ -24,7 +24,7 @@ FlowstoneError
 ├── BudgetError              a declared memory limit cannot hold what was asked for
 ├── RankError                another rank failed or did not answer: which one, in which phase
 ├── CancelledError           stopped before the end
-├── FrameworkError           an adapter's framework is missing, or of an unknown interface (also an ImportError)
+├── FrameworkError           a framework is missing, or of an unknown interface (also an ImportError)
 └── SaveFailedError          an earlier save failed in the background
 
 Each message says what failed, on which object, what was expected and found, and what to do next.
@@ -240,7 +240,7 @@ class CancelledError(FlowstoneError):
 
 
 class FrameworkError(FlowstoneError, ImportError):
-    """An adapter's framework is not installed, or is of a version whose interface the adapter does not know."""
+    """A framework that an adapter or a format needs is not installed, or is of a version whose interface is unknown."""
 
 
 class SaveFailedError(FlowstoneError):

@@ -28,7 +28,7 @@ from flowstone.runtime.progress import terminal_progress
 def import_(
     source: Annotated[
         Path,
-        typer.Argument(metavar="SOURCE", help="Safetensors, torch.save, DCP, Megatron, DeepSpeed, TorchSnapshot."),
+        typer.Argument(metavar="SOURCE", help="Safetensors, torch.save, DCP, Megatron, DeepSpeed, Orbax, ..."),
     ],
     store: Annotated[Path, typer.Argument(metavar="STORE", help="A store; made where it is missing.")],
     step: Annotated[int, typer.Option("--step", help="Of the new checkpoint; above every one that is there.")] = 0,

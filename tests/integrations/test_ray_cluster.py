@@ -194,6 +194,19 @@ def test_the_command_line_uses_the_cluster_that_ray_address_names(model: Path, a
     assert (done.returncode, done.stdout.count("not what was written")) == (1, 3), done.stderr
 
 
+def test_tasks_end_with_the_iterator_while_this_process_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+    results = cluster.each(ray_act.only_the_first_ends, tmp_path, range(5))
+    assert next(results) == 0
+    until(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+    results.close()
+    until(lambda: all_are_gone(tmp_path))
+    assert len(list(tmp_path.glob("pid-*"))) == 2, "no other part was begun"
+
+
+def all_are_gone(folder: Path) -> bool:
+    return not any(Path(f"/proc/{path.name[4:]}").exists() for path in folder.glob("pid-*"))
+
+
 def test_an_interrupt_ends_the_tasks(address: str, tmp_path: Path) -> None:
     """By the signal that a terminal sends, with the cluster going on."""
     script = (
@@ -209,7 +222,7 @@ def test_an_interrupt_ends_the_tasks(address: str, tmp_path: Path) -> None:
     driver.send_signal(signal.SIGINT)
     _, told = driver.communicate(timeout=60)
     assert "KeyboardInterrupt" in told
-    until(lambda: not any(Path(f"/proc/{path.name[4:]}").exists() for path in tmp_path.glob("pid-*")))
+    until(lambda: all_are_gone(tmp_path))
 
 
 def until(is_so: object) -> None:

@@ -50,6 +50,7 @@ def train(config: dict[str, Any]) -> None:
             if step % EVERY == 0:
                 save = checkpointer.save(step, state)
                 if step == config.get("die_unreported_at"):
+                    ray.train.get_all_reported_checkpoints()
                     save.committed.result()
                     die(rank, folder)
                 report({"steps": step}, save, background=config.get("background", False))

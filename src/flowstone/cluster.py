@@ -55,7 +55,7 @@ class Cluster:
     ) -> Generator[Result, None, None]:
         """What `work(shared, part)` returns, in the order of the parts; so many are under way as there are CPUs.
 
-        Close the iterator: what is still under way then ends at once, its worker with it.
+        Close the iterator: what is still under way is interrupted then.
 
         raises  what `work` raises; CancelledError for a part whose workers have died again and again
         """
@@ -96,8 +96,13 @@ class Cluster:
 
     def _end(self, under_way: Iterable[Any]) -> None:
         left = list(under_way)
+        if not left:
+            return
+        _, left = self._ray.wait(left, num_returns=len(left), timeout=0)
         for begun in left:
-            self._ray.cancel(begun, force=True)  # its worker is killed: each part may be done again
+            # An interrupt in the worker. By force, Ray 2.60 aborts this process now and then, if a task ends meanwhile:
+            # "Tried to complete task that was not pending".
+            self._ray.cancel(begun)
         if left:
             self._ray.wait(left, num_returns=len(left), timeout=_CANCEL_TIMEOUT_S)
 

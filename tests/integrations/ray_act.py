@@ -39,10 +39,13 @@ def order(folder: Path, part: int) -> int:
 
 
 def wait_for_ever(folder: Path, part: int) -> NoReturn:
-    """Tell the process that does it."""
+    """Tell the process that does it, and that it has ended."""
     (folder / f"pid-{os.getpid()}").touch()
-    while True:
-        time.sleep(1)
+    try:
+        while True:
+            time.sleep(0.1)
+    finally:
+        (folder / f"pid-{os.getpid()}").rename(folder / f"ended-{os.getpid()}")
 
 
 def only_the_first_ends(folder: Path, part: int) -> int:

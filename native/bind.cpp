@@ -104,7 +104,7 @@ PyWriteExtents make_write_extents(const Array& file, const Array& offset, const 
                             const Array& chunk, const Array& layout, const std::vector<const PyGather*>& layouts,
                             std::uint64_t chunks, const std::optional<Array>& lazy, const std::optional<Array>& device,
                             const std::vector<const PyDevice*>& devices, const std::vector<Array>& samples,
-                            const std::optional<Array>& seed, const std::optional<PyEncoder>& encoder) {
+                            const std::optional<Array>& seed, const std::optional<PyEncoder>& encoder, std::uint32_t encoded_from) {
     const std::size_t count = row_count(file);
     const auto files = column<std::uint32_t>(file, "file", count);
     const auto offsets = column<std::uint64_t>(offset, "offset", count);
@@ -121,6 +121,7 @@ PyWriteExtents make_write_extents(const Array& file, const Array& offset, const 
     rows->layouts = layouts_of(layouts);
     rows->chunks = chunks;
     if (encoder) rows->encoder = encoder->held;
+    rows->encoded_from = encoded_from;
     rows->rows.reserve(count);
     for (std::size_t i = 0; i < count; ++i)
         rows->rows.push_back(
@@ -342,6 +343,9 @@ void bind_devices(nb::module_& module) {
 void bind_rows(nb::module_& module) {
     nb::class_<PyEncoder>(module, "Encoder");
     module.def("identity_encoder", [] { return PyEncoder{{identity_encoder()}}; });
+    module.def("delta_encoder", [](const Array& digests, const Array& known) {
+        return PyEncoder{{delta_encoder(known_column<std::uint64_t>(digests, "digests", known))}};
+    }, "digests"_a, "known"_a);
     nb::class_<PyGather>(module, "GatherLayout")
         .def("__init__", [](PyGather* self, std::uint64_t item_bytes, const Sizes& shape, const Strides& strides_bytes) {
             new (self) PyGather(make_gather(item_bytes, shape, strides_bytes));
@@ -356,12 +360,12 @@ void bind_rows(nb::module_& module) {
                             const Array& chunk, const Array& layout, const std::vector<const PyGather*>& layouts, std::uint64_t chunks,
                             const std::optional<Array>& lazy, const std::optional<Array>& device,
                             const std::vector<const PyDevice*>& devices, const std::vector<Array>& samples,
-                            const std::optional<Array>& seed, const std::optional<PyEncoder>& encoder) {
+                            const std::optional<Array>& seed, const std::optional<PyEncoder>& encoder, std::uint32_t encoded_from) {
             new (self) PyWriteExtents(make_write_extents(file, offset, length, address, chunk, layout, layouts, chunks, lazy, device, devices,
-                                                   samples, seed, encoder));
+                                                   samples, seed, encoder, encoded_from));
         }, nb::kw_only(), "file"_a, "offset"_a, "length"_a, "address"_a, "chunk"_a, "layout"_a, "layouts"_a, "chunks"_a,
            "lazy"_a = nb::none(), "device"_a = nb::none(), "devices"_a = std::vector<const PyDevice*>(), "samples"_a = std::vector<Array>(),
-           "seed"_a = nb::none(), "encoder"_a = nb::none())
+           "seed"_a = nb::none(), "encoder"_a = nb::none(), "encoded_from"_a = 0)
         .def("sample_digests", [](const PyWriteExtents& rows) {
             std::vector<std::uint64_t> digests;
             {

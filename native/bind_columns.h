@@ -32,6 +32,17 @@ template <class Item> std::vector<Item> column(const Array& array, const char* n
     return items;
 }
 
+/// The same, without the rows that are not `known`.
+template <class Item> std::vector<std::optional<Item>> known_column(const Array& array, const char* name, const Array& known) {
+    if (array.ndim() != 1) throw std::invalid_argument(std::string(name) + ": wrong dtype or number of dimensions");
+    const std::vector<Item> items = column<Item>(array, name, array.shape(0));
+    const std::vector<bool> is_known = column<bool>(known, "known", items.size());
+    std::vector<std::optional<Item>> found(items.size());
+    for (std::size_t i = 0; i < items.size(); ++i)
+        if (is_known[i]) found[i] = items[i];
+    return found;
+}
+
 inline std::size_t row_count(const Array& array) {
     if (array.ndim() != 1) throw std::invalid_argument("file: wrong dtype or number of dimensions");
     return array.shape(0);

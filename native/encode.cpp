@@ -20,6 +20,21 @@ public:
     }
 };
 
+class Delta final : public Encoder {
+public:
+    explicit Delta(std::vector<std::optional<std::uint64_t>> digests) : digests_(std::move(digests)) {}
+    void encode(std::span<const CapturedChunk> chunks, std::span<Encoded> encoded, std::byte*) const override {
+        for (std::size_t i = 0; i < chunks.size(); ++i) {
+            const CapturedChunk& chunk = chunks[i];
+            const bool is_same = chunk.number < digests_.size() && digests_[chunk.number] == chunk.digest;
+            encoded[i] = {is_same ? Encoded::Kind::same : Encoded::Kind::stored, codec_raw, chunk.length};
+        }
+    }
+
+private:
+    const std::vector<std::optional<std::uint64_t>> digests_;
+};
+
 /// each(row, number of the chunk in the row, begin and end in the file)
 template <class Each> void for_chunks(const WriteExtent& row, Each each) {
     for (std::uint64_t chunk = 0; chunk < chunk_count(row.length); ++chunk) {
@@ -50,9 +65,13 @@ std::vector<CapturedChunk> captured_chunks(const WriteExtents& rows, const Write
 
 std::shared_ptr<const Encoder> identity_encoder() { return std::make_shared<const Identity>(); }
 
+std::shared_ptr<const Encoder> delta_encoder(std::vector<std::optional<std::uint64_t>> digests) {
+    return std::make_shared<const Delta>(std::move(digests));
+}
+
 void check_encodable(const WriteExtents& rows) {
     const WriteExtent* before = nullptr;
-    for (std::size_t i = 0; i < rows.rows.size(); ++i) {
+    for (std::size_t i = rows.first_encoded(); i < rows.rows.size(); ++i) {
         const WriteExtent& row = rows.rows[i];
         if (row.chunk != no_digest) {
             before = &row;
@@ -67,7 +86,7 @@ void check_encodable(const WriteExtents& rows) {
 std::vector<WriteWindow> plan_chunk_windows(const WriteExtents& rows, std::uint64_t window_bytes, std::uint64_t gap_bytes) {
     const std::uint64_t limit = std::max(window_bytes, chunk_bytes);
     std::vector<WriteWindow> windows;
-    for (std::size_t i = 0; i < rows.rows.size(); ++i) {
+    for (std::size_t i = rows.first_encoded(); i < rows.rows.size(); ++i) {
         const WriteExtent& row = rows.rows[i];
         if (row.chunk == no_digest) {
             for (std::uint64_t at = row.offset; at < row.end(); at += limit)
@@ -98,9 +117,12 @@ std::vector<StoredChunk> planned_chunks(const WriteExtents& rows) {
     return stored;
 }
 
-Appender::Appender(const WriteExtents& rows, std::size_t files) : rows_(rows), stored_(rows.chunks), ends_(files, 0) {
-    for (const WriteExtent& row : rows.rows)
-        if (row.chunk == no_digest) ends_[row.file] = std::max(ends_[row.file], row.end());
+Appender::Appender(const WriteExtents& rows, std::size_t files) : rows_(rows), stored_(planned_chunks(rows)), ends_(files, 0) {
+    const std::size_t first = rows.first_encoded();
+    for (std::size_t i = 0; i < rows.rows.size(); ++i) {
+        const WriteExtent& row = rows.rows[i];
+        if (i < first || row.chunk == no_digest) ends_[row.file] = std::max(ends_[row.file], block_ceil(row.end()));
+    }
 }
 
 Appender::Range Appender::append(const WriteWindow& window, std::byte* image, std::byte* room, std::span<std::uint64_t> digests) {

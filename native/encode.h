@@ -11,6 +11,8 @@
 
 namespace flowstone {
 
+// All of this is about the files for the encoder: see WriteExtents::encoded_from.
+
 /// Check rows for use with an encoder: rows without digests must fill the first blocks of their file. Throws
 /// std::invalid_argument.
 void check_encodable(const WriteExtents& rows);
@@ -19,7 +21,7 @@ void check_encodable(const WriteExtents& rows);
 /// (`appended`); and the rows without digests, written where they are planned.
 std::vector<WriteWindow> plan_chunk_windows(const WriteExtents& rows, std::uint64_t window_bytes, std::uint64_t gap_bytes);
 
-/// How chunks are stored in a job without an encoder: every chunk where it is planned.
+/// How chunks are stored without an encoder: every chunk where it is planned.
 std::vector<StoredChunk> planned_chunks(const WriteExtents& rows);
 
 /// Encodes captured windows, and assigns each its place in its file: after what is there. Any thread.
@@ -40,7 +42,7 @@ public:
 
     /// How each chunk is stored; complete once all windows are appended.
     const std::vector<StoredChunk>& stored() const { return stored_; }
-    /// The end of each file.
+    /// The end of each file, in blocks; of a file that keeps places, of its last row.
     std::vector<std::uint64_t> file_ends() const;
 
 private:

@@ -4,7 +4,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
+#include <vector>
 
 namespace flowstone {
 
@@ -48,5 +50,9 @@ public:
 
 /// Stores chunks unchanged.
 std::shared_ptr<const Encoder> identity_encoder();
+
+/// Stores chunks unchanged, but for those of which the base has one with the same bytes.
+/// digests  of the base's chunks, by number; nullopt: it has none with that number
+std::shared_ptr<const Encoder> delta_encoder(std::vector<std::optional<std::uint64_t>> digests);
 
 }  // namespace flowstone

@@ -58,8 +58,16 @@ struct WriteExtents {
     std::vector<std::span<const Line>> samples = {};
     // What is done to chunks before they are stored. Null: identity.
     std::shared_ptr<const Encoder> encoder = nullptr;
+    // The encoder is for files from this number on. In those before, chunks keep their places.
+    std::uint32_t encoded_from = 0;
 
-    bool keeps_places() const { return encoder == nullptr || encoder->is_identity(); }
+    bool keeps_places() const { return first_encoded() == rows.size(); }
+    /// The first row of a file for the encoder; the number of rows, if there is none.
+    std::size_t first_encoded() const {
+        if (encoder == nullptr || encoder->is_identity()) return rows.size();
+        const auto is_before = [this](const WriteExtent& row) { return row.file < encoded_from; };
+        return static_cast<std::size_t>(std::partition_point(rows.begin(), rows.end(), is_before) - rows.begin());
+    }
 };
 
 /// Chunks [first, last) of the extent of `length` bytes at `offset` of file number `file`.

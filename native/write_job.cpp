@@ -18,8 +18,9 @@ constexpr std::size_t spans_per_window = 3;  // capture, encode, write
 
 /// In the order in which they begin: early ones first, each kind in the order of the files.
 std::vector<WriteWindow> ordered_windows(const WriteExtents& rows, std::uint64_t window_bytes, std::uint64_t gap_bytes) {
-    std::vector<WriteWindow> windows =
-        rows.keeps_places() ? plan_windows(rows, window_bytes) : plan_chunk_windows(rows, window_bytes, gap_bytes);
+    std::vector<WriteWindow> windows = plan_windows(rows, window_bytes);
+    const std::vector<WriteWindow> encoded = plan_chunk_windows(rows, window_bytes, gap_bytes);
+    windows.insert(windows.end(), encoded.begin(), encoded.end());
     std::stable_partition(windows.begin(), windows.end(), [](const WriteWindow& window) { return !window.lazy; });
     return windows;
 }

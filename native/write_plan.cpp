@@ -194,7 +194,7 @@ int copy_part(const WriteExtents& rows, std::size_t row, std::uint64_t begin, st
 
 std::vector<WriteWindow> plan_windows(const WriteExtents& rows, std::uint64_t request_bytes) {
     std::vector<WriteWindow> windows;
-    const std::vector<WriteExtent>& all = rows.rows;
+    const std::span<const WriteExtent> all(rows.rows.data(), rows.first_encoded());
     std::uint32_t file = 0;
     std::uint64_t planned = 0;  // in `file`: earlier blocks are in a window already
     for (std::size_t i = 0; i < all.size();) {

@@ -30,6 +30,7 @@ struct WriteWindow {
 /// The part of a window that one request writes: no gap of untouched blocks longer than gap_bytes.
 using WriteRun = WriteWindow;
 
+/// Of the files in which chunks keep their places.
 std::vector<WriteWindow> plan_windows(const WriteExtents& rows, std::uint64_t request_bytes);
 
 /// Whether a row of the window is on a device.

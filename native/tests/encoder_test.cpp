@@ -43,21 +43,6 @@ public:
     }
 };
 
-/// Stores what differs from a base of the same chunks.
-class Delta final : public Encoder {
-public:
-    explicit Delta(std::vector<std::uint64_t> base) : base_(std::move(base)) {}
-    void encode(std::span<const CapturedChunk> chunks, std::span<Encoded> encoded, std::byte*) const override {
-        for (std::size_t i = 0; i < chunks.size(); ++i) {
-            const bool same = chunks[i].digest == base_[chunks[i].number];
-            encoded[i] = {same ? Encoded::Kind::same : Encoded::Kind::stored, codec_raw, same ? 0 : chunks[i].length};
-        }
-    }
-
-private:
-    const std::vector<std::uint64_t> base_;
-};
-
 class WithoutMemory final : public Encoder {
 public:
     void encode(std::span<const CapturedChunk>, std::span<Encoded>, std::byte*) const override { throw std::bad_alloc(); }
@@ -115,6 +100,10 @@ std::map<std::uint64_t, Bytes> logical(const Sample& sample) {
 std::uint64_t count_same(const std::vector<StoredChunk>& chunks) {
     return static_cast<std::uint64_t>(
         std::count_if(chunks.begin(), chunks.end(), [](const StoredChunk& chunk) { return chunk.encoded.kind == Encoded::Kind::same; }));
+}
+
+std::shared_ptr<const Encoder> against(const std::vector<std::uint64_t>& base) {
+    return delta_encoder(std::vector<std::optional<std::uint64_t>>(base.begin(), base.end()));
 }
 
 void check_apart(std::vector<StoredChunk> chunks, std::uint64_t file_end) {
@@ -178,7 +167,7 @@ TEST_CASE("chunks that are the base's are not stored again") {
             sample.memory[0].start()[at] ^= std::byte{1};
             sample.stored[0][at] ^= std::byte{1};
         }
-        sample.rows.encoder = std::make_shared<Delta>(base->digests());
+        sample.rows.encoder = against(base->digests());
         Bed bed(setup, sample.file_bytes);
         const auto job = bed.run(sample.rows);
         REQUIRE_FALSE(job->fault());
@@ -207,12 +196,61 @@ TEST_CASE("chunks that are the base's are not stored again") {
     }
 }
 
+TEST_CASE("of two files the one that is for the encoder refers to the base, and the other keeps its places") {
+    for (const Setup& setup : setups()) {
+        CAPTURE(setup.backend);
+        const Sample changing = random_sample(5, 24);
+        const Sample resting = plain_sample(5 * mib + 7, 64);
+        WriteExtents rows = changing.rows;
+        for (WriteExtent row : resting.rows.rows) {
+            row.file = 1;
+            row.chunk += changing.rows.chunks;
+            rows.rows.push_back(row);
+        }
+        rows.chunks += resting.rows.chunks;
+        Bed bed(setup, changing.file_bytes, nullptr, 4);
+        const ScratchFile before(setup.direct, resting.file_bytes);
+        const ScratchFile after(setup.direct, resting.file_bytes);
+        const auto write = [&](const ScratchFile& second) {
+            auto job = bed.engine.write(bed.arena, {{bed.scratch.file(), changing.file_bytes}, {second.file(), resting.file_bytes}},
+                                        std::make_shared<WriteExtents>(rows), {});
+            REQUIRE(job->wait(forever_s));
+            REQUIRE_FALSE(job->fault());
+            return job;
+        };
+        const auto base = write(before);
+        CHECK(base->file_ends().empty());
+
+        resting.memory[0].start()[2 * mib + 3] ^= std::byte{1};
+        rows.encoded_from = 1;
+        std::vector<std::optional<std::uint64_t>> known(base->digests().begin(), base->digests().end());
+        known.back().reset();  // the base has no such chunk: it is stored, though its bytes are the same
+        rows.encoder = delta_encoder(known);
+        const auto job = write(after);
+        CHECK(bed.scratch.contents() == changing.expected);
+        CHECK(job->file_ends().at(1) == mib + block_alignment_bytes);
+        const std::vector<StoredChunk> stored = job->stored();
+        CHECK(count_same(stored) == 4);
+        for (std::uint64_t number = 0; number < changing.rows.chunks; ++number) {
+            CHECK(stored[number].offset == base->stored()[number].offset);
+            CHECK(stored[number].encoded.kind == Encoded::Kind::stored);
+        }
+        CHECK(job->digests()[changing.rows.chunks + 1] == base->digests()[changing.rows.chunks + 1]);
+        CHECK(job->digests()[changing.rows.chunks + 2] != base->digests()[changing.rows.chunks + 2]);
+        for (const std::uint64_t number : {changing.rows.chunks + 2, changing.rows.chunks + 5}) {
+            const std::uint64_t at = (number - changing.rows.chunks) * mib;
+            const auto found = after.contents();
+            CHECK(std::memcmp(found.data() + stored[number].offset, resting.memory[0].start() + at, stored[number].encoded.length) == 0);
+        }
+    }
+}
+
 TEST_CASE("a save of what is all the base's writes nothing") {
     const Setup setup = setups().front();
     Sample sample = random_sample(4, 24);
     Bed bed(setup, sample.file_bytes);
     const auto base = bed.run(sample.rows);
-    sample.rows.encoder = std::make_shared<Delta>(base->digests());
+    sample.rows.encoder = against(base->digests());
     const auto job = bed.run(sample.rows);
     REQUIRE_FALSE(job->fault());
     CHECK(job->requests() == 0);
@@ -311,7 +349,8 @@ TEST_CASE("what lies on a device is encoded once it has come") {
 
 TEST_CASE("windows for an encoder hold every chunk once, and whole") {
     for (std::uint64_t seed = 0; seed < 50; ++seed) {
-        const Sample sample = random_sample(seed, 40);
+        Sample sample = random_sample(seed, 40);
+        sample.rows.encoder = std::make_shared<RunLength>();
         std::vector<int> seen(sample.rows.chunks, 0);
         std::uint64_t end = 0;
         for (const WriteWindow& window : plan_chunk_windows(sample.rows, 2 * mib, 8 * kib)) {

@@ -188,6 +188,12 @@ class Encoder:
 def identity_encoder() -> Encoder:
     """Chunks are stored as they are, where they are planned."""
 
+def delta_encoder(digests: NDArray[np.uint64], known: NDArray[np.bool_]) -> Encoder:
+    """Chunks are stored as they are, but for those of which the base has one with the same bytes.
+
+    digests, known  by a chunk's number in the job: the digest of the base's, and whether there is one
+    """
+
 class WriteExtents:
     """Columns of equal length n; row i puts `length[i]` bytes at `offset[i]` of file `file[i]`.
 
@@ -205,7 +211,7 @@ class WriteExtents:
     samples: for each device, LINE_BYTES at each of the `line_begins` of its lazy rows, in the order of the rows;
     there before the device's first copy is made, and kept by the caller until all is captured.
     encoder: None is the identity. With another one chunks lie where WriteJob.stored says, and a row of NO_DIGEST must
-    fill the first blocks of its file.
+    fill the first blocks of its file. It is for files from number `encoded_from` on.
     """
 
     def __init__(
@@ -214,7 +220,7 @@ class WriteExtents:
         layouts: Sequence[GatherLayout], chunks: int, lazy: NDArray[np.bool_] | None = None,
         device: NDArray[np.int32] | None = None, devices: Sequence[Device] = (),
         samples: Sequence[NDArray[np.uint8]] = (), seed: NDArray[np.uint64] | None = None,
-        encoder: Encoder | None = None,
+        encoder: Encoder | None = None, encoded_from: int = 0,
     ) -> None: ...
     def sample_digests(self) -> NDArray[np.uint64]:
         """For each row a digest of a few lines of it, as they are now (of a device's: as `samples` has them).

@@ -33,7 +33,10 @@ class PowerLoss(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One numbered operation. kind: mkdir create reserve fill write sync sync_directory rename exchange unlink rmdir"""
+    """One numbered operation.
+
+    kind  mkdir create reserve fill write sync sync_directory rename exchange link unlink rmdir
+    """
 
     number: int
     kind: str
@@ -154,6 +157,15 @@ class Disk(System):
             number = self._find(source)
             super().rename(source, target, source_at, target_at)
             self._nodes[number].places.append(self._place(target))
+
+    def link(self, source: Path, target: Path, source_at: int | None = None, target_at: int | None = None) -> None:
+        """A file of its own in the model, since a durable file does not change any more."""
+        with self._guard:
+            self._begin("link", target)
+            node = self._nodes[self._find(source)]
+            assert node.clean, "only what is durable is linked"
+            super().link(source, target, source_at, target_at)
+            self._add(Node(False, [None, self._place(target)], durable=node.durable, clean=True, bulk=node.bulk))
 
     def exchange(self, one: Path, other: Path, at: int) -> None:
         with self._guard:

@@ -226,6 +226,10 @@ class RankDisk(System):
         with self._turn():
             self._disk.rename(source, target, source_at, target_at)
 
+    def link(self, source: Path, target: Path, source_at: int | None = None, target_at: int | None = None) -> None:
+        with self._turn():
+            self._disk.link(source, target, source_at, target_at)
+
     def exchange(self, one: Path, other: Path, at: int) -> None:
         with self._turn():
             self._disk.exchange(one, other, at)

@@ -56,6 +56,19 @@ def test_name_alone_promises_no_content(disk, tmp_path):
     assert any(0 < len(content) < 8192 for content in contents)
 
 
+def test_link_that_is_not_synced_is_there_or_not_and_outlives_the_first_name(disk, tmp_path):
+    put(disk, "old", b"content")
+    disk.sync_directory(disk.sandbox)
+    disk.link(disk.sandbox / "old", disk.sandbox / "new")
+    old, new = ("old", b"content"), ("new", b"content")
+    assert outcomes(disk, tmp_path) == {(old,), (new, old)}
+    disk.sync_directory(disk.sandbox)
+    disk.unlink(disk.sandbox / "old")
+    disk.sync_directory(disk.sandbox)
+    disk.after_power_loss(tmp_path / "last", 0)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "last").iterdir()} == {"new": b"content"}
+
+
 def test_rename_that_is_not_synced_leaves_one_of_both_names(disk, tmp_path):
     put(disk, "old", b"content")
     disk.sync_directory(disk.sandbox)

@@ -191,6 +191,36 @@ class StoreContract:
         assert caught.value.errno == errno.EEXIST
         assert store.names() == ("directory", "file", "there")
 
+    def test_a_file_that_is_linked_is_there_until_its_last_name_is_removed(self, store: Store) -> None:
+        if not store.capabilities.links:
+            pytest.skip("a store without links")
+        store.make_directory()
+        store.make_directory("one")
+        store.make_directory("other")
+        store.put("one/file", b"content")
+        store.link("one/file", "other/again")
+        assert (store.names("one"), store.names("other")) == (("file",), ("again",))
+        store.remove("one/file")
+        assert not store.exists("one/file")
+        assert (store.read("other/again"), store.size("other/again")) == (b"content", 7)
+        store.remove("other/again")
+        assert not store.exists("other/again")
+
+    def test_a_link_never_replaces_and_needs_a_file(self, store: Store) -> None:
+        if not store.capabilities.links:
+            pytest.skip("a store without links")
+        store.make_directory()
+        store.put("one", b"1")
+        store.put("other", b"2")
+        with pytest.raises(StorageError, match="link") as caught:
+            store.link("one", "other")
+        assert caught.value.errno == errno.EEXIST
+        assert store.read("other") == b"2"
+        with pytest.raises(StorageError, match="link") as caught:
+            store.link("missing", "again")
+        assert caught.value.errno == errno.ENOENT
+        assert not store.exists("again")
+
     def test_file_and_empty_directory_are_removed_and_a_full_one_is_not(self, store: Store) -> None:
         store.make_directory("a")
         store.put("a/file", b"1")

@@ -205,6 +205,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     range_reads        the cost of a partial `read` depends on the part, not on the file
     appends            an existing file can grow
     direct             bulk bytes can bypass the page cache
+    links              `link` gives a file a further name; its bytes are there until the last name is removed
     """
 
     atomic_rename: bool
@@ -214,6 +215,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     range_reads: bool
     appends: bool
     direct: bool
+    links: bool
 
     @property
     def needs_sync(self) -> bool:
@@ -305,6 +307,12 @@ class Commit(Protocol):
         """Move a file to a free name; with `atomic_rename`, also a directory with its content.
 
         Atomic if `atomic_rename` holds; else a crash may leave the file under both names.
+        """
+
+    def link(self, source: str, target: str) -> None:
+        """Give a file that is durable a further, free name. Only called if `Capabilities.links`.
+
+        The name is durable once its directory is synced. A file system may refuse: EPERM, EMLINK, EXDEV, ENOTSUP.
         """
 
     def sync_directory(self, path: str = "") -> None:

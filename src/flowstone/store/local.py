@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _CAPABILITIES = Capabilities(
     atomic_rename=True, conditional_put=False, directory_sync=True, durable_on_return=False, range_reads=True,
-    appends=True, direct=True,
+    appends=True, direct=True, links=True,
 )
 
 
@@ -152,6 +152,12 @@ class LocalStore:
             if is_there(self.root / target):
                 raise FileExistsError(errno.EEXIST, f"{target} exists")
             self.system.rename(self.root / source, self.root / target, at, target_at)
+
+    def link(self, source: str, target: str) -> None:
+        with (
+            self._translated("link", source), parent(self.root, source) as at, parent(self.root, target) as target_at,
+        ):
+            self.system.link(self.root / source, self.root / target, at, target_at)
 
     def replace(self, source: str, target: str, aside: str) -> str | None:
         """Give the directory `source` the name `target`, whichever has it. All lie in the store's own directory.

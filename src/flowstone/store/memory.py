@@ -79,7 +79,7 @@ class MemoryStore:
         self._engines: dict[int, _native.Engine] = {}  # by the longest request
         self.capabilities = Capabilities(
             atomic_rename=atomic_rename, conditional_put=True, directory_sync=False, durable_on_return=True,
-            range_reads=True, appends=False, direct=False,
+            range_reads=True, appends=False, direct=False, links=atomic_rename,
         )
 
     # Names
@@ -154,6 +154,11 @@ class MemoryStore:
             for entry in [entry for entry in directories if f"{entry}/".startswith(f"{source}/")]:
                 directories.remove(entry)
                 directories.add(target + entry.removeprefix(source))
+
+    def link(self, source: str, target: str) -> None:
+        with self._acting("link", source):
+            self._check_free(target)
+            self.contents.files[target] = self._file(source)
 
     def sync_directory(self, path: str = "") -> None:
         with self._acting("fsync", path):

@@ -63,6 +63,13 @@ class System:
             _reached(source, source_at), _reached(target, target_at), src_dir_fd=source_at, dst_dir_fd=target_at
         )
 
+    def link(self, source: Path, target: Path, source_at: int | None = None, target_at: int | None = None) -> None:
+        """Give a file a further name."""
+        os.link(
+            _reached(source, source_at), _reached(target, target_at), src_dir_fd=source_at, dst_dir_fd=target_at,
+            follow_symlinks=False,
+        )
+
     def exchange(self, one: Path, other: Path, at: int) -> None:
         """Give each of two entries of a directory the name of the other, at once.
 

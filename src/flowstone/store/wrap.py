@@ -87,6 +87,9 @@ class Wrapper:
     def rename(self, source: str, target: str) -> None:
         self._call("rename", target, lambda: self.inner.rename(source, target))
 
+    def link(self, source: str, target: str) -> None:
+        self._call("link", target, lambda: self.inner.link(source, target))
+
     def sync_directory(self, path: str = "") -> None:
         self._call("sync_directory", path, lambda: self.inner.sync_directory(path))
 

@@ -35,7 +35,7 @@ class PowerLoss(BaseException):
 class Change:
     """One numbered operation.
 
-    kind  mkdir create reserve fill write sync sync_directory rename exchange link unlink rmdir
+    kind  mkdir create reserve fill resize write sync sync_directory rename exchange link unlink rmdir
     """
 
     number: int
@@ -120,7 +120,14 @@ class Disk(System):
                 os.dup2(full, fd, inheritable=False)
                 os.close(full)
 
-    def write(self, fd: int, content: bytes) -> None:
+    def resize(self, fd: int, size_bytes: int) -> None:
+        with self._guard:
+            node = self._nodes[self._open[fd]]
+            node.clean, node.bulk = False, True
+            self._begin("resize", self._path(self._open[fd]))
+            super().resize(fd, size_bytes)
+
+    def write(self, fd: int, content: bytes | memoryview) -> None:
         with self._guard:
             node = self._nodes[self._open[fd]]
             node.clean = False

@@ -206,6 +206,10 @@ class RankDisk(System):
         with self._turn():
             return self._disk.create(path, flags, at)
 
+    def resize(self, fd: int, size_bytes: int) -> None:
+        with self._turn():
+            self._disk.resize(fd, size_bytes)
+
     def reserve(self, fd: int, size_bytes: int) -> None:
         with self._turn():
             self._disk.reserve(fd, size_bytes)

@@ -293,6 +293,37 @@ class StoreContract:
         for source, target in zip(sources, targets, strict=True):
             np.testing.assert_array_equal(source, target)
 
+    def test_a_segment_has_the_size_that_an_encoder_decides_and_begins_with_its_header(
+        self, store: Store, arena: _native.Arena
+    ) -> None:
+        sources = [random_bytes(100 * KIB), random_bytes(3 * MIB + 17, 1)]
+        digests = [_native.xxh3_64(sources[1][at : at + MIB]) for at in range(0, sources[1].nbytes, MIB)]
+        sources[1][MIB + 5] ^= 1
+        files = [
+            FilePlan("moves", 128 * KIB),
+            FilePlan("rests", 4 * MIB, lambda size: f"{size} bytes".encode().ljust(ALIGNMENT)),
+        ]
+        room = np.zeros(ALIGNMENT, np.uint8)
+        encoder = _native.delta_encoder(np.array([0, *digests], np.uint64), np.array([False, True, True, True, True]))
+        rows = _native.WriteExtents(
+            file=np.array([0, 1, 1], np.uint32), offset=np.array([4096, 0, ALIGNMENT], np.uint64),
+            length=np.array([sources[0].nbytes, ALIGNMENT, sources[1].nbytes], np.uint64),
+            address=np.array([one.ctypes.data for one in (sources[0], room, sources[1])], np.uint64),
+            chunk=np.array([0, _native.NO_DIGEST, 1], np.uint64), layout=np.full(3, -1, np.int64), layouts=[], chunks=5,
+            encoder=encoder, encoded_from=1,
+        )
+        receipt = store.write(files, rows, arena).receipt()
+        assert receipt.error is None
+        found = receipt.encoded
+        assert found is not None
+        assert found.same.tolist() == [False, True, False, True, True]
+        assert list(found.file_bytes) == [128 * KIB, ALIGNMENT + MIB]
+        assert (store.size("moves"), store.size("rests")) == (128 * KIB, ALIGNMENT + MIB)
+        assert store.read("rests", length=ALIGNMENT).rstrip() == f"{ALIGNMENT + MIB} bytes".encode()
+        at = int(found.offset[2])
+        assert store.read("rests", offset=at, length=MIB) == sources[1][MIB : 2 * MIB].tobytes()
+        assert store.read("moves", offset=4096, length=100 * KIB) == sources[0].tobytes()
+
     def test_source_may_change_once_it_is_captured(self, store: Store, arena: _native.Arena) -> None:
         source = random_bytes(6 * MIB)
         store.make_directory("draft")

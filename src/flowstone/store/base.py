@@ -13,6 +13,7 @@ directory, never one to a file.
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -31,10 +32,15 @@ if TYPE_CHECKING:
 
 
 class FilePlan(msgspec.Struct, frozen=True):
-    """A segment to be created: its path in the store and its full size in bytes."""
+    """A segment to be created: its path in the store and its full size in bytes.
+
+    header  if an encoder decides the size, which is `bytes` at most: what the file begins with, by its size. Its length
+            is a multiple of 4096; the rows of this file leave room for it
+    """
 
     path: str
     bytes: int
+    header: Callable[[int], builtins.bytes] | None = None
 
 
 class Encoded(msgspec.Struct, frozen=True, eq=False):
@@ -273,7 +279,8 @@ class BulkBytes(Protocol):
         self, files: Sequence[FilePlan], rows: _native.WriteExtents, arena: _native.Arena, pace: Pace = UNPACED, *,
         reserved: bool = True,
     ) -> Writing:
-        """Create the segments with their full size and start writing them; returns without waiting.
+        """Create the segments with their full size and start writing them; returns without waiting. Those whose size an
+        encoder decides have their size when the receipt is there.
 
         reserved  False: `Writing.reserve` gives them their size, and nothing is written before that
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from flowstone import _native
 from flowstone.config import KIB, POLL_S, Watch
 from flowstone.errors import CancelledError, DamagedError, FlowstoneError, StateChangedError
 from flowstone.format.manifest import IoRecord
-from flowstone.store.base import Encoded, ReadReceipt, Receipt, Watched
+from flowstone.store.base import Encoded, FilePlan, ReadReceipt, Receipt, Watched
 from flowstone.store.os_errors import explain
 from flowstone.store.settings import Settings
 
@@ -23,6 +24,7 @@ class WriteWaits:
 
     _job: _native.WriteJob
     _watch: Watch
+    _plans: Sequence[FilePlan]
 
     @property
     def done_bytes(self) -> int:
@@ -73,20 +75,25 @@ class WriteWaits:
         if error is not None:
             return Receipt(error, np.zeros(0, np.uint64), io, spans=spans)
         stored = self._job.stored
-        encoded = None if stored is None else Encoded(*stored, self._job.file_ends)
+        ends = zip(self._plans, self._job.file_ends, strict=False)
+        sizes = [plan.bytes if plan.header is None else end for plan, end in ends]
+        encoded = None if stored is None else Encoded(*stored, sizes)
         return Receipt(None, self._job.digests, io, encoded, spans, synced)
 
 
 class JobWriting(WriteWaits):
     """A Writing of one job, into files of a store at `root` that already have their size and need no sync.
 
-    files  kept open until this is dropped
+    fit  called with the sizes of all files, once these are known, if an encoder decides some of them. It is kept until
+         this is dropped, and what it keeps open
     """
 
     def __init__(
-        self, root: Path, job: _native.WriteJob, settings: Settings, watch: Watch, files: object = None
+        self, root: Path, job: _native.WriteJob, settings: Settings, watch: Watch, plans: Sequence[FilePlan],
+        fit: Callable[[Sequence[int]], None],
     ) -> None:
-        self._root, self._job, self._settings, self._watch, self._files = root, job, settings, watch, files
+        self._root, self._job, self._settings, self._watch = root, job, settings, watch
+        self._plans, self._fit = plans, fit
 
     def reserve(self) -> None:
         """Nothing to do: the files have their size."""
@@ -94,9 +101,12 @@ class JobWriting(WriteWaits):
     def receipt(self) -> Receipt:
         self._wait()
         tuning = self._settings.tuning
-        return self._receipt(write_error(self._root, self._job), self._io(
+        receipt = self._receipt(write_error(self._root, self._job), self._io(
             "posix", self._settings, alignment=1, request_bytes=tuning.request_bytes, depth=tuning.queue_depth
         ))
+        if receipt.encoded is not None:
+            self._fit(receipt.encoded.file_bytes)
+        return receipt
 
 
 class JobReading:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import resource
 import time
@@ -31,7 +32,8 @@ class LocalWriting(WriteWaits):
         self, system: System, engines: EngineChoice, files: Sequence[FilePlan], rows: _native.WriteExtents,
         arena: _native.Arena, pace: Pace, *, reserved: bool = True,
     ) -> None:
-        self._root, self._system, self._engines, self._files = engines.root, system, engines, files
+        self._root, self._system, self._engines = engines.root, system, engines
+        self._files = self._plans = files
         self._watch = engines.options.watch
         self._bytes = sum(file.bytes for file in files)
         self._direct = engines.settings("write").direct_at(self._bytes)
@@ -69,7 +71,10 @@ class LocalWriting(WriteWaits):
     def _reserve_files(self) -> None:
         for number, (opened, file) in enumerate(zip(self._opened, self._files, strict=True)):
             with translated(self._root, "allocate", file.path, needed_bytes=self._bytes):
-                self._system.reserve(opened.fd, file.bytes)
+                if file.header is None:
+                    self._system.reserve(opened.fd, file.bytes)
+                else:
+                    self._system.resize(opened.fd, file.bytes)
             if opened.alignment > 1 and not self._engines.takes_direct(opened.fd):
                 with translated(self._root, "open", file.path):
                     self._opened.go_through_cache(number)
@@ -103,7 +108,7 @@ class LocalWriting(WriteWaits):
         alignment = self._alignment
         begin = time.monotonic()
         try:
-            error = self._error() or self._sync_error()
+            error = self._error() or self._fit_error() or self._sync_error()
         finally:
             self._opened.close()
         synced = begin, time.monotonic()
@@ -133,6 +138,19 @@ class LocalWriting(WriteWaits):
             return self._refusal
         return write_error(self._root, self._job)
 
+    def _fit_error(self) -> FlowstoneError | None:
+        """Give the files whose size an encoder has decided that size, and their beginning."""
+        ends = self._job.file_ends or [file.bytes for file in self._files]
+        for opened, file, size in zip(self._opened, self._files, ends, strict=True):
+            if file.header is None:
+                continue
+            try:
+                self._system.resize(opened.fd, size)
+                self._system.write(opened.fd, _aligned(file.header(size)))
+            except OSError as error:
+                return explain(self._root, "write", error.errno or 0, str(opened.path), needed_bytes=self._bytes)
+        return None
+
     def _sync_error(self) -> FlowstoneError | None:
         for opened in self._opened:
             try:
@@ -141,6 +159,13 @@ class LocalWriting(WriteWaits):
                 code, needed = error.errno or 0, self._bytes
                 return explain(self._root, "fsync", code, str(opened.path), needed_bytes=needed)
         return None
+
+
+def _aligned(content: bytes) -> memoryview:
+    """The same bytes at the begin of a page, as O_DIRECT needs them."""
+    memory = mmap.mmap(-1, len(content))
+    memory[:] = content
+    return memoryview(memory)
 
 
 class LocalReading:

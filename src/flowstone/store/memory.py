@@ -28,7 +28,7 @@ from flowstone.store.system import System
 
 
 class _File:
-    """An anonymous file of a fixed size; `number` is unique."""
+    """An anonymous file; `number` is unique."""
 
     def __init__(self, number: int, path: str, size_bytes: int, content: bytes = b"") -> None:
         self.number, self.path, self.size_bytes = number, path, size_bytes
@@ -38,6 +38,12 @@ class _File:
         if size_bytes:
             _native.reserve_file(self._fd, size_bytes)
         System().write(self._fd, content)
+
+    def fit(self, size_bytes: int, header: bytes) -> None:
+        """Give it another size, and its first bytes."""
+        os.ftruncate(self._fd, size_bytes)
+        os.pwrite(self._fd, header, 0)
+        self.size_bytes = size_bytes
 
     def native(self) -> _native.File:
         return _native.File(fd=self._fd, path=self.path, alignment=1)
@@ -208,7 +214,13 @@ class MemoryStore:
             blocks=pace.blocks, bytes_per_s=pace.bytes_per_s or 0, cap_bytes_per_s=pace.cap or 0,
             watch=self.options.watch,
         )
-        return JobWriting(Path(self.location), job, settings, self.options.watch, made)
+
+        def fit(sizes: Sequence[int]) -> None:
+            for file, plan, size in zip(made, files, sizes, strict=True):
+                if plan.header is not None:
+                    file.fit(size, plan.header(size))
+
+        return JobWriting(Path(self.location), job, settings, self.options.watch, files, fit)
 
     def read_extents(
         self, paths: Sequence[str], rows: _native.ReadExtents, arena: _native.Arena, *, wanted_bytes: int,

@@ -34,7 +34,11 @@ class System:
         """Give an empty file its size, with blocks reserved where the file system can."""
         _native.reserve_file(fd, size_bytes)
 
-    def write(self, fd: int, content: bytes) -> None:
+    def resize(self, fd: int, size_bytes: int) -> None:
+        """Give a file another size, without reserving blocks."""
+        os.ftruncate(fd, size_bytes)
+
+    def write(self, fd: int, content: bytes | memoryview) -> None:
         """Write all of it at the descriptor's position."""
         rest = memoryview(content)
         while rest:

@@ -79,6 +79,12 @@ def test_a_delta_is_complete_in_itself(run: Path, tmp_path: Path) -> None:
     assert content(loaded(run, 3)) == content(state(3))
 
 
+def test_a_delta_that_retention_removes_leaves_nothing(run: Path) -> None:
+    with fs.Checkpointer(run, keep=fs.Keep(last=1)) as checkpointer:
+        checkpointer.save(4, state(4))
+    assert [path.name for path in sorted(run.glob("step-*"))] == ["step-00000004"]
+
+
 def test_every_segment_opens_as_safetensors(run: Path) -> None:
     files = sorted((run / "step-00000003").glob("*-rank-*"))
     assert len(files) == 1

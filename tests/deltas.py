@@ -25,7 +25,7 @@ def make_delta(checkpoint: Path, base: Path) -> int:
     """
     mine, theirs = (open_checkpoint(one).index.chunks for one in (checkpoint, base))
     home = json.loads((base / "manifest.json").read_bytes())
-    name = f"from-{home['id'][:16]}-{OWN}"
+    name = f"from-{digest(home['id'].encode())}-{OWN}"
     os.link(base / OWN, checkpoint / name)
     differ = mine.digest != theirs.digest
     segment, offset = _places(theirs)

@@ -127,6 +127,8 @@ def run(path: Path, saves: int, between: Callable[[int, nn.Module], None]) -> tu
             save = checkpointer.save(step, {"model": model, "optimizer": optimizer})
             between(step, model)
             failed.append(isinstance(failure(save), fs.StateChangedError))
+            for parameter in model["adapter"].parameters():
+                parameter.grad = torch.ones_like(parameter)
             optimizer.step()
             optimizer.zero_grad()
     early = [event.early_bytes // MIB for event in told if isinstance(event, Captured)]

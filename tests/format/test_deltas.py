@@ -33,8 +33,8 @@ def state(step: int) -> dict[str, object]:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """Steps 1 to 3, of which 2 and 3 refer to 1."""
-    with fs.Checkpointer(tmp_path / "run") as checkpointer:
-        for step in (1, 2, 3):
+    for step in (1, 2, 3):
+        with fs.Checkpointer(tmp_path / "run") as checkpointer:  # whose first save has no base
             checkpointer.save(step, state(step))
     base = tmp_path / "run/step-00000001"
     assert make_delta(tmp_path / "run/step-00000002", base) == 1

@@ -116,6 +116,16 @@ def _save(step: int) -> Callable[[Job], None]:
     return lambda job: job.save(step)
 
 
+def _saves(*steps: int) -> Callable[[Job], None]:
+    """Of which the third and later ones refer to the one before, if tensors rest."""
+
+    def act(job: Job) -> None:
+        for step in steps:
+            job.save(step)
+
+    return act
+
+
 def _overwrite(job: Job) -> None:
     before = sorted(job.store.root.rglob("*"))
     job.refused(2)
@@ -207,6 +217,10 @@ SCENARIOS: Sequence[Scenario] = (
     Scenario(
         "saves_beside_training", _beside_training(1, 2, 3), keep=Keep(last=1), repeat=_beside_training(8, 9),
         start=".saving-00000002",
+    ),
+    Scenario("deltas", _saves(51, 52, 53, 54), keep=Keep(last=1), repeat=_saves(58, 59), start=".saving-00000053"),
+    Scenario(
+        "team_deltas", _saves(51, 52, 53), keep=Keep(last=1), repeat=_saves(58, 59), ranks=2, start=".saving-00000053"
     ),
     _by_dcp("dcp_first_save", 1),
     _by_dcp("dcp_second_save", 2, before=_saved(1)),

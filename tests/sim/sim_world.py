@@ -28,6 +28,7 @@ from flowstone.store.local import LocalStore
 from flowstone.store.local_io import LocalWriting
 from flowstone.store.system import System
 
+RESTING = 50  # the first step of a state with tensors that rest
 STORE = Path("runs/gpt")  # in the sandbox; neither directory is there before the first save
 _MIB = 1 << 20
 _URING = _native.has_io_uring()
@@ -41,9 +42,14 @@ def engine(number: int) -> EngineOptions:
 
 
 def state(tag: str) -> dict[str, dict[str, object]]:
-    """A state like no other tag's: one large tensor with a slot of its own, packed ones, objects."""
+    """A state like no other tag's: one large tensor with a slot of its own, packed ones, objects.
+
+    From step RESTING on with tensors that rest: one that never changes, and one that changes in its second chunk.
+    """
     chance = torch.Generator().manual_seed(zlib.crc32(tag.encode()))
-    return {
+    changing = torch.randint(0, 256, (5_000,), generator=chance, dtype=torch.uint8)
+    resting = {"whole": torch.arange(20_000), "partly": torch.cat([torch.zeros(_MIB, dtype=torch.uint8), changing])}
+    return ({"resting": resting} if tag[:-1].isdigit() and int(tag[:-1]) >= RESTING else {}) | {
         "model": {
             "wide": torch.randn(90, 257, generator=chance),
             "narrow": torch.randn(33, generator=chance).to(torch.bfloat16),
@@ -358,8 +364,8 @@ def check(sandbox: Path, ledger: Ledger, *, number: int = 0, go_on: bool = True)
 
 def _load(after: Job, ledger: Ledger) -> tuple[int, str] | None:
     """What a fresh process loads: its step and tag, after comparing every bit with what was saved as that."""
-    into = state("blank")
     latest = after.checkpointer.latest()
+    into = state("blank" if latest is None or latest.step < RESTING else f"{latest.step}-")
     try:
         report = after.checkpointer.load(into, fallback=bool(ledger.damaged))
     except NoCheckpointError:

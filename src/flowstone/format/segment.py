@@ -18,6 +18,7 @@ from flowstone.table.dtype import DType
 PAD_PREFIX = "__pad__."
 METADATA_KEY = "__metadata__"
 CHUNKS_ENTRY = "__chunks__"
+CHUNKS_HEADER_BYTES = BLOCK_BYTES
 METADATA: Mapping[str, str] = {"format": "pt", "flowstone": "1"}
 LENGTH_BYTES = 8
 _PAD_ENTRY_BYTES = len(f',"{PAD_PREFIX}":{{"dtype":"U8","shape":[],"data_offsets":[,]}}')  # without its four numbers
@@ -110,6 +111,15 @@ def encode_header(
     header = (",".join(parts) + "}").encode()
     room = header_bytes - LENGTH_BYTES
     assert len(header) <= room, "a plan reserved too little for its header"
+    return room.to_bytes(LENGTH_BYTES, "little") + header.ljust(room)
+
+
+def encode_chunks_header(file_bytes: int) -> bytes:
+    """The first CHUNKS_HEADER_BYTES of a segment that holds chunks, not pieces."""
+    count = file_bytes - CHUNKS_HEADER_BYTES
+    entry = {"dtype": "U8", "shape": [count], "data_offsets": [0, count]}
+    header = json.dumps({METADATA_KEY: METADATA, CHUNKS_ENTRY: entry}, separators=(",", ":")).encode()
+    room = CHUNKS_HEADER_BYTES - LENGTH_BYTES
     return room.to_bytes(LENGTH_BYTES, "little") + header.ljust(room)
 
 

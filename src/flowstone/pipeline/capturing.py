@@ -11,6 +11,7 @@ from flowstone.commit import publish
 from flowstone.config import CHUNK_BYTES, DRAFT_TRIES
 from flowstone.errors import StorageError
 from flowstone.format.manifest import SegmentRow
+from flowstone.pipeline.base import Base, Referred, refer
 from flowstone.pipeline.messages import Assignment
 from flowstone.pipeline.plan_cache import CachedPlan, lazy_pieces
 from flowstone.plan.write import WritePlan
@@ -25,11 +26,13 @@ class Capture(msgspec.Struct, frozen=True, eq=False):
 
     check        whether pieces that are captured late changed before their capture
     arena_bytes  size of an arena that would hold the whole save
+    referred     to what the base has, if some pieces rest
     is_reserved  the segments have their full size; else another thread allocates it: see `_reserves_aside`
     """
 
     draft: publish.Draft
     plan: WritePlan
+    referred: Referred | None
     assignment: Assignment
     staged: Staged
     check: CounterCheck
@@ -38,14 +41,16 @@ class Capture(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def segments(self) -> list[SegmentRow]:
+        """Those that list tensors."""
         return [
             SegmentRow(at, None, file.name, file.bytes, file.header_bytes, header)
             for at, (file, header) in enumerate(zip(self.plan.segments, self.staged.headers, strict=True))
+            if not file.chunks
         ]
 
     def remove(self, store: Store) -> None:
         """Remove this rank's files of a draft that is certainly not published."""
-        _remove(store, self.draft, self.plan)
+        _remove(store, self.draft, self.plan, self.referred)
 
     def abandon(self, store: Store) -> None:
         """Cancel the capture of a save that cannot be finished, and remove its files."""
@@ -55,7 +60,8 @@ class Capture(msgspec.Struct, frozen=True, eq=False):
 
 
 def begin_capture(
-    store: Store, draft: publish.Draft, cached: CachedPlan, described: Described, arena: _native.Arena, pace: Pace
+    store: Store, draft: publish.Draft, cached: CachedPlan, described: Described, arena: _native.Arena, pace: Pace,
+    base: Base | None,
 ) -> Capture:
     """Start the capture of a save into its draft. Call it uninterrupted."""
     plan, places, late = cached.plan, cached.places(described), cached.late()
@@ -63,19 +69,25 @@ def begin_capture(
     lazy = lazy_pieces(cached.layout, cached.waiter)
     check = CounterCheck(described.counters, cached.layout, late, lazy)
     is_aside = _reserves_aside(store, cached)
+    referred: Referred | None = None
     try:
-        staged = _capture_into(store, draft, cached, places, arena, pace, reserved=not is_aside)
+        if plan.rests.any():
+            referred = refer(store, draft, base, plan)
+        target = WriteTarget(store, draft.directory, arena, None if referred is None else referred.chunks)
+        staged = _capture_into(target, draft, cached, places, pace, reserved=not is_aside)
     except BaseException as error:
         if getattr(error, "errno", 0) != errno.EEXIST:  # a file that existed before is not ours
-            _remove(store, draft, plan)
+            _remove(store, draft, plan, referred)
         raise
     return Capture(
-        draft, plan, cached.assignment, staged, check, _arena_bytes(plan, staged, arena), is_reserved=not is_aside
+        draft, plan, referred, cached.assignment, staged, check, _arena_bytes(plan, staged, arena),
+        is_reserved=not is_aside,
     )
 
 
-def _remove(store: Store, draft: publish.Draft, plan: WritePlan) -> None:
-    publish.remove_own(store, draft, [segment.name for segment in plan.segments])
+def _remove(store: Store, draft: publish.Draft, plan: WritePlan, referred: Referred | None) -> None:
+    linked = [] if referred is None else [row.name for row in referred.segments]
+    publish.remove_own(store, draft, [*(segment.name for segment in plan.segments), *linked])
 
 
 def _reserves_aside(store: Store, cached: CachedPlan) -> bool:
@@ -89,22 +101,20 @@ def _reserves_aside(store: Store, cached: CachedPlan) -> bool:
 
 
 def _capture_into(
-    store: Store, draft: publish.Draft, cached: CachedPlan, places: Places, arena: _native.Arena, pace: Pace, *,
-    reserved: bool,
+    target: WriteTarget, draft: publish.Draft, cached: CachedPlan, places: Places, pace: Pace, *, reserved: bool
 ) -> Staged:
     """Start the capture. Retries if a rank that gives up removes the empty directory in between."""
     tries = DRAFT_TRIES
     while True:
         try:
             return start_capture(
-                WriteTarget(store, draft.directory, arena), cached.plan, places, pace, cached.headers,
-                seed=draft.step, reserved=reserved,
+                target, cached.plan, places, pace, cached.headers, seed=draft.step, reserved=reserved
             )
         except StorageError as error:
             tries -= 1
             if error.errno != errno.ENOENT or tries <= 0:
                 raise
-        publish.begin(store, draft.step, draft.id)
+        publish.begin(target.store, draft.step, draft.id)
 
 
 def _arena_bytes(plan: WritePlan, staged: Staged, arena: _native.Arena) -> int:

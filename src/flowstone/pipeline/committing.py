@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from flowstone.commit.manifests import inside
 from flowstone.errors import RankError
 from flowstone.events import BuffersFromOneRank, Event
 from flowstone.format.manifest import Manifest
+from flowstone.pipeline.base import unneeded
 from flowstone.pipeline.messages import Assignment, Contribution
 from flowstone.pipeline.save_coordinator import SaveCoordinator
 from flowstone.pipeline.save_run import SaveRun
@@ -25,12 +27,16 @@ def agree(run: SaveRun, coordinator: SaveCoordinator, store: Store) -> Assignmen
         raise
 
 
-def write(run: SaveRun, assignment: Assignment, emit: Callable[[Event], None]) -> Contribution | Exception:
+def write(
+    run: SaveRun, assignment: Assignment, store: Store, emit: Callable[[Event], None]
+) -> Contribution | Exception:
     """This rank's part of the commit once its segments are durable; or its failure, which the other ranks get."""
     try:
         receipt = run.receipt()
         emit(run.written(receipt))
         written = run.contribution(receipt)
+        for name in unneeded(run.begun.plan, run.begun.referred, written.segments):
+            store.remove(inside(run.begun.draft.directory, name))
         if assignment.buffers:
             emit(BuffersFromOneRank(run.save.step, assignment.buffers))
         return written

@@ -182,6 +182,7 @@ class Loads:
         unfinished_before = self._outcome.unfinished
         self._outcome.unfinished = f"the load of step {step} did not finish"
         self._frozen.forget()
+        self._outcome.loads += 1
         begun, failure = Event(), None
         try:
             found = read(ready, self._store, begun, teller(step, ready.plan.bytes, self._emit))

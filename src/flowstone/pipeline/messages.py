@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowstone.format.digest import digest
+from flowstone.format.index import ChunkPlaces
 from flowstone.format.manifest import IoRecord, SegmentRow
 from flowstone.format.merge_points import merge_map_of
 from flowstone.plan.assign_writers import WriterAssignment
@@ -100,6 +101,7 @@ class Written(msgspec.Struct, frozen=True, eq=False):
     sections    digest of each replicated section
     replicated  the sections' texts, from rank 0 alone: equal ones need not be sent
     folds       one number for each set of replicas that it is in; None if unknown
+    places      of each chunk, if some are in the base; `segment` being a position among `segments`
     """
 
     plan: str
@@ -114,6 +116,7 @@ class Written(msgspec.Struct, frozen=True, eq=False):
     per_rank: Mapping[str, bytes]
     io: IoRecord
     folds: NDArray[np.uint64] | None
+    places: ChunkPlaces | None = None
 
 
 class PackedWritten(msgspec.Struct, frozen=True):
@@ -130,6 +133,7 @@ class PackedWritten(msgspec.Struct, frozen=True):
     per_rank: dict[str, bytes]
     io: IoRecord
     folds: bytes | None
+    places: tuple[bytes, bytes] | None = None
 
 
 class Apart(msgspec.Struct, frozen=True):
@@ -196,6 +200,7 @@ class Contribution(msgspec.Struct, frozen=True):
     offsets   for the same pieces, in bytes
     objects   section to the value that `replicated` encodes
     looked_at digests of samples of its pieces, taken when the save began
+    places    of each chunk, if some are in the base; `segment` and `offsets` are then of no use
     """
 
     segments: Sequence[SegmentRow]
@@ -206,6 +211,7 @@ class Contribution(msgspec.Struct, frozen=True):
     per_rank: Mapping[str, bytes]
     objects: Mapping[str, object]
     looked_at: LookedAt
+    places: ChunkPlaces | None = None
 
     def folds(self, step: int, compared: Compared) -> NDArray[np.uint64] | None:
         """One number for each set of replicas that this rank is in; None if some pieces were not sampled."""
@@ -318,7 +324,7 @@ def written_by(
     return Written(
         plan=plan, draft=draft, tries=tries, segments=made.segments, segment=made.segment, offsets=made.offsets,
         digests=made.receipt.digests, sections={name: digest(text) for name, text in made.replicated.items()},
-        replicated=made.replicated, per_rank=made.per_rank, io=made.receipt.io, folds=folds,
+        replicated=made.replicated, per_rank=made.per_rank, io=made.receipt.io, folds=folds, places=made.places,
     )
 
 
@@ -331,6 +337,10 @@ def pack_written(one: Written) -> bytes:
         digests=zlib.compress(one.digests.astype("<u8").tobytes(), 0),
         sections=dict(one.sections), per_rank=dict(one.per_rank), io=one.io,
         folds=None if one.folds is None else one.folds.astype("<u8").tobytes(),
+        places=None if one.places is None else (
+            zlib.compress(one.places.segment.astype("<u4").tobytes(), 1),
+            zlib.compress(one.places.offset.astype("<u8").tobytes(), 1),
+        ),
     ))
 
 
@@ -341,6 +351,9 @@ def unpack_written(message: bytes) -> Written:
         segment=numbers(one.segment, np.uint32), offsets=numbers(one.offsets, np.uint64),
         digests=numbers(one.digests, np.uint64), sections=one.sections, replicated={}, per_rank=one.per_rank, io=one.io,
         folds=None if one.folds is None else np.frombuffer(one.folds, "<u8").astype(np.uint64),
+        places=None if one.places is None else ChunkPlaces(
+            numbers(one.places[0], np.uint32), numbers(one.places[1], np.uint64)
+        ),
     )
 
 

@@ -10,11 +10,12 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from flowstone.pipeline.base import Base
 from flowstone.pipeline.messages import Assignment
 from flowstone.plan.write import WritePlan, plan_writes
 from flowstone.stage.capture import Headers
 from flowstone.state import Described
-from flowstone.table.pieces import Layout, Places
+from flowstone.table.pieces import Layout, Pieces, Places
 
 FenceMode: TypeAlias = Literal["auto", "manual", "now"]
 """Until when the state must not change: an optimizer's step (which waits), the caller's fence, the return of `save`."""
@@ -46,19 +47,35 @@ class CachedPlan(msgspec.Struct, frozen=True, eq=False):
 
 
 def plan_save(
-    described: Described, known: CachedPlan | None, assignment: Assignment, *, fence: FenceMode, rank: int
+    described: Described, known: CachedPlan | None, assignment: Assignment, *, fence: FenceMode, rank: int,
+    base: Base | None = None,
 ) -> CachedPlan:
     """The plan for what is `described`: the `known` one itself when nothing differs that it depends on."""
     waiter, layout = waiter_of(described, fence), described.layout
-    if known is not None and known.layout is layout and known.waiter == waiter:
+    if known is not None and known.layout is layout and known.waiter == waiter and _rests_alike(known, base):
         if known.assignment is assignment:
             return known
         if known.assignment.positions is assignment.positions:
             return replace(known, assignment=assignment)  # a new plan, in which this rank writes the same
     lazy = lazy_pieces(layout, waiter)
     late = [lazy[at] for at in assignment.positions.tolist()] if lazy else ()
-    plan = plan_writes(assignment.pieces(), lazy=late, rank=rank, alone=assignment.is_everything)
+    pieces = assignment.pieces()
+    rests = None if base is None else base.resting(pieces, np.array(late, np.bool_) if late else _none(pieces))
+    plan = plan_writes(
+        pieces, lazy=late, rank=rank, alone=assignment.is_everything, resting=() if rests is None else rests.tolist()
+    )
     return CachedPlan(layout, waiter, plan, assignment)
+
+
+def _rests_alike(known: CachedPlan, base: Base | None) -> bool:
+    """Whether the pieces that rest are those for which the plan was made."""
+    plan = known.plan
+    rests = None if base is None else base.resting(plan.pieces, plan.lazy)
+    return not plan.rests.any() if rests is None else np.array_equal(rests & plan.slotted, plan.rests)
+
+
+def _none(pieces: Pieces) -> NDArray[np.bool_]:
+    return np.zeros(len(pieces), np.bool_)
 
 
 def waiter_of(described: Described, fence: FenceMode) -> Waiter:

@@ -17,9 +17,10 @@ from flowstone.commit import publish
 from flowstone.commit.read import join_objects
 from flowstone.config import FAR_COMPARED_MAX, INDEX_ROWS_KEPT_MAX, PLANS_REMEMBERED
 from flowstone.errors import CollisionError, RankError, StorageError, UnsupportedStateError
-from flowstone.format.index import Frame
+from flowstone.format.index import ChunkPlaces, Frame
 from flowstone.format.manifest import IoRecord, Manifest, SegmentRow
 from flowstone.format.merge_points import MergeMap, merge
+from flowstone.pipeline.base import planned_places
 from flowstone.pipeline.messages import (
     Apart,
     Assignment,
@@ -45,6 +46,7 @@ class _GlobalIndex(msgspec.Struct, frozen=True, eq=False):
     """The index of a plan whose ranks have written into these segments; `segment`: of each piece."""
 
     plan: str
+    is_delta: bool
     segment: NDArray[np.uint32]
     frame: Frame
     piece_order: NDArray[np.int64]
@@ -153,27 +155,48 @@ class RankZero:
                 check_visible(store, draft.directory, rank, one.segments)
             columns.append(one.segment + np.uint32(len(segments)))
             segments += [msgspec.structs.replace(row, id=len(segments) + at) for at, row in enumerate(one.segments)]
-        index = self._index_of(_joined(columns))
+        places = self._places(said)
+        index = self._index_of(_joined(columns), is_delta=places is not None)
         offsets, digests = _joined([one.offsets for one in said]), _joined([one.digests for one in said])
+        if places is not None:
+            places = ChunkPlaces(places.segment[index.chunk_order], places.offset[index.chunk_order])
         per_rank: dict[str, list[bytes]] = {}
         for one in said:
             for section, text in one.per_rank.items():
                 per_rank.setdefault(section, []).append(text)
         replicated = {**said[0].replicated, **_merged_sections(apart)}
         return publish.publish(store, draft, store_id, publish.Publication(
-            segments, index.frame.fill(offsets[index.piece_order], digests[index.chunk_order]), index.frame.totals,
-            join_objects(replicated, per_rank), io_of([one.io for one in said]),
-            writer=f"flowstone {__version__}", ranks=len(said),
+            segments, index.frame.fill(offsets[index.piece_order], digests[index.chunk_order], places),
+            index.frame.totals, join_objects(replicated, per_rank), io_of([one.io for one in said]),
+            writer=f"flowstone {__version__}", ranks=len(said), is_delta=places is not None,
         ))
 
-    def _index_of(self, segment: NDArray[np.uint32]) -> _GlobalIndex:
+    def _places(self, said: Sequence[Written]) -> ChunkPlaces | None:
+        """Where all chunks are, rank after rank; None if no rank refers to a base."""
+        if all(one.places is None for one in said):
+            return None
+        assert self._assignment is not None, "what is committed was assigned"
+        segments, offsets, count = [], [], 0
+        for rank, one in enumerate(said):
+            places = one.places
+            if places is None:
+                length = self._assignment.layouts[rank].lengths()[self._assignment.writes[rank]]
+                places = planned_places(one.segment, one.offsets, length)
+            segments.append(places.segment + np.uint32(count))
+            offsets.append(places.offset)
+            count += len(one.segments)
+        return ChunkPlaces(_joined(segments), _joined(offsets))
+
+    def _index_of(self, segment: NDArray[np.uint32], *, is_delta: bool) -> _GlobalIndex:
         """The index of the plan's pieces in these segments; kept for the next save by the same plan."""
         kept = self._index
-        if kept is not None and kept.plan == self._plan and np.array_equal(kept.segment, segment):
+        if kept is not None and kept.plan == self._plan and kept.is_delta == is_delta and (
+            is_delta or np.array_equal(kept.segment, segment)
+        ):
             return kept
         assert self._assignment is not None, "what is committed was assigned"
-        found = _GlobalIndex(self._plan, segment, *global_index(
-            self._assignment.layouts, self._assignment.writes, self._all_aliases(), segment
+        found = _GlobalIndex(self._plan, is_delta, segment, *global_index(
+            self._assignment.layouts, self._assignment.writes, self._all_aliases(), segment, is_delta=is_delta
         ))
         self._index = found if len(segment) <= INDEX_ROWS_KEPT_MAX else None
         return found

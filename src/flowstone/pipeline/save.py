@@ -28,12 +28,14 @@ from flowstone.commit.writer import StoreWriter
 from flowstone.config import FIRST_ARENA_BYTES
 from flowstone.events import Committed, SaveFailed, SaveStarted
 from flowstone.pipeline.absence import Absence
+from flowstone.pipeline.base import Base, base_of, places_of
 from flowstone.pipeline.capturing import begin_capture
 from flowstone.pipeline.committing import agree, commit, write
 from flowstone.pipeline.fencing import Fencing
 from flowstone.pipeline.futures import Save
 from flowstone.pipeline.handover import Handover
 from flowstone.pipeline.in_flight import InFlight
+from flowstone.pipeline.messages import Contribution
 from flowstone.pipeline.pacing import Captures
 from flowstone.pipeline.plan_cache import CachedPlan, FenceMode, plan_save
 from flowstone.pipeline.replica_samples import look
@@ -79,6 +81,8 @@ class Saves:
         self.sole_writer = SoleWriter(shared, store_writer, self._threads, self.in_flight, self._owner, on_start)
         self.fencing = Fencing(self.captures, shared.turn, shared.emit)
         self._plan: CachedPlan | None = None  # of the last save; replaced by any thread
+        self._base: Base | None = None  # of the next save; replaced by the writer's thread
+        self._links = shared.store.capabilities.links
         self._absence = Absence(self._coordinator, self._turn)
         self._handover = Handover(
             shared.store, shared.turn, self.in_flight, self.captures, shared.emit, self._threads.watcher
@@ -112,7 +116,7 @@ class Saves:
 
     def _begin(self, run: SaveRun, state: Mapping[str, object], fence: FenceMode, waited: Span) -> None:
         """THE ORDER, first half: describe, agree, plan, capture. `waited`: the wait for earlier saves."""
-        step, spans = run.save.step, run.spans
+        step, spans, run.loads = run.save.step, run.spans, self._outcome.loads
         queued = self.captures.wait_for_plan()  # this rank's part may change until earlier saves have a plan
         known = None if self._plan is None or queued else self._plan
         described = self._describe(state, known)
@@ -128,7 +132,9 @@ class Saves:
         if assignment is None:  # do not wait here for other ranks
             self._capture_once_planned(run, described, fence, tell)
             return
-        self._plan = cached = plan_save(described, known, assignment, fence=fence, rank=self._group.rank)
+        self._plan = cached = plan_save(
+            described, known, assignment, fence=fence, rank=self._group.rank, base=self._known_base()
+        )
         tell(cached)
         self._capture(run, cached, described)
 
@@ -166,7 +172,7 @@ class Saves:
             self.fencing.hooks.guard(described.optimizers)
         pace = self.captures.pace(plan, self._store.settings("write").tuning)
         draft = publish.begin(self._store, run.save.step, self._coordinator.draft_name(run.this_try))
-        capture = begin_capture(self._store, draft, cached, described, arena, pace)
+        capture = begin_capture(self._store, draft, cached, described, arena, pace, self._known_base())
         try:
             arena.grow(min(capture.arena_bytes, FIRST_ARENA_BYTES, self.captures.spare_bytes))
             if not capture.is_reserved:
@@ -227,7 +233,7 @@ class Saves:
         try:
             with run.spans.phase("agreed"):
                 assignment = agree(run, self._coordinator, self._store)
-            written = write(run, assignment, self._emit)
+            written = write(run, assignment, self._store, self._emit)
             store_id = self._store_writer.store_id or ""  # only rank 0 needs it
             with run.spans.phase("published"):
                 manifest = commit(run, assignment, written, self._coordinator, self._store, store_id)
@@ -235,11 +241,29 @@ class Saves:
             save.captured.await_end()  # the watcher completes it
             self._end_badly(run, error)
             return
-        self._emit(Committed(save.step, plan.file_bytes, run.ended(plan.file_bytes).seconds))
+        assert not isinstance(written, Exception), "what failed was not committed"
+        self._base = self._next_base(run, written)
+        file_bytes = sum(row.bytes for row in written.segments if row.home is None)
+        self._emit(Committed(save.step, file_bytes, run.ended(file_bytes).seconds))
         save.committed.set_result(Checkpoint(self._store, step_directory(save.step), self._options, manifest))
         # A larger arena shortens what a save waits for. Touching new pages is slower than a device, so no save waits.
         self.captures.grow(plan.file_bytes - plan.lazy_bytes)
         self._store_writer.retain(save.step)
+
+    def _next_base(self, run: SaveRun, written: Contribution) -> Base | None:
+        """This save, to whose files the next one may refer; None: it may not."""
+        capture, plan, offsets = run.begun, run.begun.plan, run.begun.staged.offsets
+        referred = capture.referred
+        self._links = self._links and (referred is None or not referred.refused)
+        if not self._links:
+            return None
+        places = written.places or places_of(plan, offsets)
+        digests, before = written.receipt.digests, self._known_base()
+        return base_of(capture.draft, plan, written.segments, digests, places, run.loads, before)
+
+    def _known_base(self) -> Base | None:
+        """The base, unless there was a load since, which may have found its bytes damaged."""
+        return self._base if self._base is not None and self._base.loads == self._outcome.loads else None
 
     def _begin_and_finish(
         self, run: SaveRun, waiting: Unplanned, described: Described, fence: FenceMode,

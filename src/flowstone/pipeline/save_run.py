@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from flowstone.errors import StateChangedError, StorageError
 from flowstone.events import Captured, Written
+from flowstone.pipeline.base import stored_chunks
 from flowstone.pipeline.capturing import Capture
 from flowstone.pipeline.changed import state_changed
 from flowstone.pipeline.futures import Save
@@ -59,6 +60,7 @@ class SaveRun:
     blocked_s  seconds for which the caller of `save` was blocked, once known
     call       the call of a verb that started it, by Turn's count
     is_agreed  the ranks have agreed on its plan
+    loads      how many loads there had been when `save` was called
     looked     samples of replicas, from when `save` was called
     sections   once they are encoded
     """
@@ -68,6 +70,7 @@ class SaveRun:
         self.capturing: Span | None = None
         self.blocked_s = 0.0
         self.call = 0
+        self.loads = 0
         self.is_agreed = False
         self.looked: Looked | None = None
         self.unplanned: Unplanned | None = None
@@ -187,9 +190,12 @@ class SaveRun:
         capture, sections, looked = self.begun, self.sections, self.looked
         assert sections is not None, "only what is encoded is handed on"
         assert looked is not None, "what is captured was looked at before"
+        segments, places = stored_chunks(
+            capture.segments, capture.plan, capture.staged.offsets, capture.referred, receipt
+        )
         return Contribution(
-            capture.segments, capture.plan.segment, capture.staged.offsets, receipt, sections.replicated,
-            sections.per_rank, sections.objects, looked.at(),
+            segments, capture.plan.segment, capture.staged.offsets, receipt, sections.replicated,
+            sections.per_rank, sections.objects, looked.at(), places,
         )
 
     def _with_names(self, error: StateChangedError, counted: tuple[str, ...]) -> StateChangedError:

@@ -17,7 +17,15 @@ from numpy.typing import NDArray
 
 from flowstone.config import BLOCK_BYTES, HEADER_BYTES_MAX, PACKED_BELOW_BYTES
 from flowstone.errors import CollisionError
-from flowstone.format.segment import Packed, entry_name, entry_text, pack_entries, reserve, reserved
+from flowstone.format.segment import (
+    CHUNKS_HEADER_BYTES,
+    Packed,
+    entry_name,
+    entry_text,
+    pack_entries,
+    reserve,
+    reserved,
+)
 from flowstone.plan.coverage import check_tiling
 from flowstone.table.box import Box
 from flowstone.table.chunks import first_chunks
@@ -29,6 +37,7 @@ class SegmentPlan(msgspec.Struct, frozen=True):
     """One file to be written: `pieces` are positions in the plan, in file order, the slotted ones first.
 
     packed  header entries of the packed pieces
+    chunks  it holds those chunks of its pieces that the base lacks, and has `bytes` at most (docs/FORMAT.md, Delta)
     """
 
     name: str
@@ -37,6 +46,7 @@ class SegmentPlan(msgspec.Struct, frozen=True):
     pieces: tuple[int, ...]
     slotted: int  # number of pieces with a slot
     packed: Packed
+    chunks: bool = False
 
 
 class WritePlan(msgspec.Struct, frozen=True, eq=False):
@@ -75,18 +85,26 @@ class WritePlan(msgspec.Struct, frozen=True, eq=False):
         return int(self.length[self.lazy].sum())
 
     @property
+    def rests(self) -> NDArray[np.bool_]:
+        """For each piece: whether the base is expected to have most of it."""
+        of_chunks = np.array([segment.chunks for segment in self.segments], np.bool_)
+        return of_chunks[self.segment] if len(self.segments) else np.zeros(len(self.pieces), np.bool_)
+
+    @property
     def file_bytes(self) -> int:
         return sum(segment.bytes for segment in self.segments)
 
 
 def plan_writes(
     pieces: Sequence[Piece], *, lazy: Sequence[bool] = (), rank: int = 0,
-    alone: bool = True, header_bytes_max: int = HEADER_BYTES_MAX,
+    alone: bool = True, header_bytes_max: int = HEADER_BYTES_MAX, resting: Sequence[bool] = (),
 ) -> WritePlan:
     """Lay out `pieces` in as few segments as headers of `header_bytes_max` allow.
 
     lazy     parallel to `pieces`: which may be captured late. They are kept apart from the others, so that early
              capture touches few windows. Packed pieces are never lazy. Empty: none
+    resting  parallel to `pieces`: of which the base is expected to have most chunks. They have the last segment to
+             themselves. Packed pieces never rest. Empty: none
     alone    these are all pieces of their tensors; else other ranks write the rest, and assign_writers has checked it
     raises   CoverageError   a tensor's pieces overlap or leave a hole
              CollisionError  two pieces make the same entry or a reserved one, or differ in the tensor's dtype or shape
@@ -103,10 +121,11 @@ def plan_writes(
     length = pieces.lengths()
     slotted = length >= PACKED_BELOW_BYTES
     late = slotted & np.array(lazy, np.bool_) if len(lazy) else np.zeros(len(pieces), np.bool_)
+    rests = slotted & np.array(resting, np.bool_) if len(resting) else np.zeros(len(pieces), np.bool_)
     segment = np.zeros(len(pieces), np.uint32)
     slot = np.zeros(len(pieces), np.uint64)
     segments = []
-    for number, (members, header_bytes) in enumerate(_split(text, length, header_bytes_max)):
+    for number, (members, header_bytes) in enumerate(_split(text, length, header_bytes_max, np.flatnonzero(~rests))):
         order, at = _lay_out(members, length, slotted, late, item, header_bytes, slot)
         segment[members] = number
         large, small = np.split(order, [int(slotted[order].sum())])
@@ -114,14 +133,26 @@ def plan_writes(
             map(text.__getitem__, small.tolist()), length[small].tolist(), header_bytes=header_bytes,
             begin=int(slot[small[0]]) if len(small) else at,
         )
-        name = f"rank-{rank:05d}" + (f".{number:04d}" if number else "") + ".safetensors"
+        name = _segment_name(rank, number)
         segments.append(SegmentPlan(name, header_bytes, _round_up(at), tuple(order.tolist()), len(large), packed))
+    if rests.any():
+        members, number = np.flatnonzero(rests), len(segments)
+        order, at = _lay_out(members, length, slotted, late, item, CHUNKS_HEADER_BYTES, slot)
+        segment[members] = number
+        segments.append(SegmentPlan(
+            _segment_name(rank, number), CHUNKS_HEADER_BYTES, _round_up(at), tuple(order.tolist()), len(order),
+            Packed("", at, at), chunks=True,
+        ))
     chunk = first_chunks(length)
     return WritePlan(
         pieces=pieces, segments=tuple(segments), text=text, segment=segment, slot=slot, length=length,
         slotted=slotted, lazy=late, chunk=chunk[:-1].astype(np.uint64), chunks=int(chunk[-1]),
         order=_row_order(segments),
     )
+
+
+def _segment_name(rank: int, number: int) -> str:
+    return f"rank-{rank:05d}" + (f".{number:04d}" if number else "") + ".safetensors"
 
 
 def data_offsets(plan: WritePlan, phases: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -143,10 +174,11 @@ def _round_up(n: int) -> int:
 
 
 def _split(
-    text: Sequence[str], length: NDArray[np.uint64], header_bytes_max: int
+    text: Sequence[str], length: NDArray[np.uint64], header_bytes_max: int, among: NDArray[np.int64]
 ) -> list[tuple[NDArray[np.int64], int]]:
-    """Runs of pieces whose header fits, each with the room reserved for its header."""
-    sizes = [len(entry.encode()) for entry in text]
+    """Runs of pieces whose header fits, each with the room reserved for its header. `among`: the pieces to be split."""
+    sizes = [len(text[at].encode()) for at in among.tolist()]
+    length = length[among]
     large = (length >= PACKED_BELOW_BYTES).tolist()
     # Upper bound of a file's length, used for the digits of offsets: one file with all pieces, each slot rounded up.
     file_bytes_max = int(length.sum()) + 2 * BLOCK_BYTES * (sum(large) + 1) + HEADER_BYTES_MAX
@@ -155,18 +187,18 @@ def _split(
         # At most one pad before each slotted piece, one before the packed ones, and one at the end.
         return reserve(text_bytes, entries=entries, pads=slotted + 2, file_bytes_max=file_bytes_max)
 
-    everything = room(sum(sizes), len(text), sum(large))
+    everything = room(sum(sizes), len(among), sum(large))
     if everything <= header_bytes_max:
-        return [(np.arange(len(text)), everything)]
+        return [(among, everything)]
     groups: list[tuple[NDArray[np.int64], int]] = []
     begin = text_bytes = slotted = 0
     for at, size in enumerate(sizes):
         if at > begin and room(text_bytes + size, at - begin + 1, slotted + large[at]) > header_bytes_max:
-            groups.append((np.arange(begin, at), room(text_bytes, at - begin, slotted)))
+            groups.append((among[begin:at], room(text_bytes, at - begin, slotted)))
             begin, text_bytes, slotted = at, 0, 0
         text_bytes += size
         slotted += large[at]
-    groups.append((np.arange(begin, len(text)), room(text_bytes, len(text) - begin, slotted)))
+    groups.append((among[begin:], room(text_bytes, len(among) - begin, slotted)))
     return groups
 
 

@@ -43,10 +43,10 @@ from flowstone import _native
 from flowstone.config import BLOCK_BYTES
 from flowstone.errors import StorageError, UnsupportedStateError
 from flowstone.format.digest import digest
-from flowstone.format.segment import encode_header
+from flowstone.format.segment import encode_chunks_header, encode_header
 from flowstone.plan.write import SegmentPlan, WritePlan, data_offsets
 from flowstone.stage.device import SideStream, row_bytes, side_stream
-from flowstone.stage.encode import encoder_of
+from flowstone.stage.encode import BaseChunks, delta_encoder, encoder_of
 from flowstone.store.base import UNPACED, FilePlan, Pace, Store, Writing
 from flowstone.table.pieces import Memory, Places
 
@@ -57,7 +57,7 @@ class Staged(msgspec.Struct, frozen=True, eq=False):
     """Segments that are being written.
 
     offsets  file offset of each piece's bytes, in plan order
-    headers  the digest of each segment's header
+    headers  the digest of each segment's header; of a segment of chunks, whose size is not known yet, of no use
     places   the memory of the pieces
     sources  further memory that the writers read: keep both alive until captured
     streams  of the devices that hold some pieces; that memory is read when the streams reach the copies
@@ -91,11 +91,15 @@ class Headers:
 
 
 class WriteTarget(msgspec.Struct, frozen=True, eq=False):
-    """Where segments are written to: a directory of a store, through the blocks of an arena."""
+    """Where segments are written to: a directory of a store, through the blocks of an arena.
+
+    base  what the base has; given if the plan has a segment of chunks
+    """
 
     store: Store
     directory: str
     arena: _native.Arena
+    base: BaseChunks | None = None
 
 
 def start_capture(
@@ -136,11 +140,16 @@ def start_capture(
         # Headers are ours and do not change, but a thread that waits for everything waits for them too.
         lazy=column(np.full(count, plan.lazy.any()), plan.lazy, np.bool_),
         device=column(np.full(count, -1), device, np.int32), devices=[stream.native for stream in streams],
-        samples=samples, seed=column(np.zeros(count), seeds, np.uint64), encoder=encoder_of(),
+        samples=samples, seed=column(np.zeros(count), seeds, np.uint64),
+        encoder=encoder_of() if target.base is None else delta_encoder(target.base),
+        encoded_from=sum(not segment.chunks for segment in plan.segments),
     )
     for stream in streams:
         stream.wait_current()
-    files = [FilePlan(f"{directory}/{segment.name}", segment.bytes) for segment in plan.segments]
+    files = [
+        FilePlan(f"{directory}/{segment.name}", segment.bytes, encode_chunks_header if segment.chunks else None)
+        for segment in plan.segments
+    ]
     writing = store.write(files, rows, arena, pace, reserved=reserved)
     _check_watched(writing, plan)
     return Staged(writing, offsets, digests, places, (hosted, headers, samples), streams)
@@ -167,6 +176,8 @@ def _check_watched(writing: Writing, plan: WritePlan) -> None:
 
 
 def _header(plan: WritePlan, file: SegmentPlan, offsets: NDArray[np.uint64]) -> bytes:
+    if file.chunks:
+        return encode_chunks_header(file.bytes)  # until the size is known
     moving = file.pieces[: file.slotted]
     rows = ((plan.text[p], int(offsets[p]), int(plan.length[p])) for p in moving)
     return encode_header(rows, header_bytes=file.header_bytes, file_bytes=file.bytes, packed=file.packed)

@@ -249,6 +249,13 @@ def maps_of_writer(rank: int, path: str) -> list[bool]:
     return [is_same, "flowstone-staged" in told, told.count("/torch_") <= 1]
 
 
+def staged_nothing(rank: int) -> list[int]:
+    """What a rank stages of a tensor with fewer rows than ranks."""
+    tensor = distribute_tensor(torch.ones(1, 3), init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
+    staged: Any = FlowstoneStager().stage({"x": tensor})
+    return list(staged["x"].to_local().shape)
+
+
 def staged_mesh(rank: int) -> bool:
     state = {"model": sharded()}
     staged: Any = FlowstoneStager().stage(state)

@@ -143,6 +143,10 @@ def test_the_process_that_writes_maps_what_was_staged(tmp_path: Path) -> None:
         assert told == [True, True, True]
 
 
+def test_a_rank_that_has_nothing_of_a_tensor_stages_nothing() -> None:
+    assert run(2, ACTS, "staged_nothing") == [[1, 3], [0, 3]]
+
+
 def test_a_device_mesh_is_not_copied() -> None:
     assert run(1, ACTS, "staged_mesh") == [True]
 

@@ -175,6 +175,8 @@ def _is_pinned(tensor: torch.Tensor) -> bool:
 
 
 def _with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.numel():  # what a rank has of a tensor with fewer rows than ranks
+        return torch.empty_like(tensor)
     raw = torch.from_numpy(tensor.view(-1).view(torch.uint8).numpy())
     return raw.view(tensor.dtype).view(tensor.shape)
 

@@ -49,7 +49,9 @@ def state(tag: str) -> dict[str, dict[str, object]]:
     chance = torch.Generator().manual_seed(zlib.crc32(tag.encode()))
     changing = torch.randint(0, 256, (5_000,), generator=chance, dtype=torch.uint8)
     resting = {"whole": torch.arange(20_000), "partly": torch.cat([torch.zeros(_MIB, dtype=torch.uint8), changing])}
-    return ({"resting": resting} if tag[:-1].isdigit() and int(tag[:-1]) >= RESTING else {}) | {
+    number, letter = tag[:-1], tag[-1:]
+    rests = number.isdigit() and not letter.isdigit() and int(number) >= RESTING
+    return ({"resting": resting} if rests else {}) | {
         "model": {
             "wide": torch.randn(90, 257, generator=chance),
             "narrow": torch.randn(33, generator=chance).to(torch.bfloat16),

@@ -44,7 +44,7 @@ _RENAME = "    store.rename(draft.directory, step_directory(draft.step))\n"
 _RECORD = "    manifest = record(store, draft, store_id, made)\n"
 MUTANTS = {
     "segments_are_not_synced": Mutant(
-        LocalWriting, "receipt", (("self._error() or self._sync_error()", "self._error()"),), "first_save",
+        LocalWriting, "receipt", ((" or self._sync_error()", ""),), "first_save",
         start="step-",
     ),
     "small_files_are_not_synced": Mutant(
@@ -91,11 +91,11 @@ MUTANTS = {
         WriterLock, "take", (("os.close(fd)  # an open", "pass  # an open"),), "second_save", "error"
     ),
     "failed_segment_is_published": Mutant(
-        LocalWriting, "receipt", (("self._error() or self._sync_error()", "self._sync_error()"),), "second_save",
+        LocalWriting, "receipt", (("self._error() or ", ""),), "second_save",
         "error", start="rank-",
     ),
     "segments_of_ranks_are_not_synced": Mutant(
-        LocalWriting, "receipt", (("self._error() or self._sync_error()", "self._error()"),), "team_second_save",
+        LocalWriting, "receipt", ((" or self._sync_error()", ""),), "team_second_save",
         start="step-",
     ),
     "draft_of_ranks_is_not_synced": Mutant(
@@ -105,7 +105,7 @@ MUTANTS = {
         publish, "publish", (("    sync(store)\n", ""),), "team_second_save", start="step-"
     ),
     "failed_segment_of_a_rank_is_published": Mutant(
-        LocalWriting, "receipt", (("self._error() or self._sync_error()", "self._sync_error()"),), "team_second_save",
+        LocalWriting, "receipt", (("self._error() or ", ""),), "team_second_save",
         "error", start="rank-",
     ),
     "ranks_give_up_what_rank_0_is_deciding": Mutant(
@@ -136,7 +136,7 @@ MUTANTS = {
         "team_overlapping", start="step-00000003",
     ),
     "dcp_segments_are_not_synced": Mutant(
-        LocalWriting, "receipt", (("self._error() or self._sync_error()", "self._error()"),), "dcp_team_first_save",
+        LocalWriting, "receipt", ((" or self._sync_error()", ""),), "dcp_team_first_save",
         start="step-",
     ),
     "dcp_draft_is_not_synced": Mutant(
@@ -171,7 +171,7 @@ MUTANTS = {
         publication, "begin", (("removal.empty(store, target.draft_directory)", "pass"),), "dcp_first_save", "kill",
     ),
     "dcp_publishes_a_failed_segment": Mutant(
-        LocalWriting, "receipt", (("self._error() or self._sync_error()", "self._sync_error()"),),
+        LocalWriting, "receipt", (("self._error() or ", ""),),
         "dcp_team_second_save", "error", start="rank-",
     ),
     "what_may_be_committed_is_removed": Mutant(

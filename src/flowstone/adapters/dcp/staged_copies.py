@@ -114,6 +114,11 @@ class StagedCopies:
 
         return make
 
+    @property
+    def tensors(self) -> int:
+        """How many are copied, those without elements included."""
+        return len(self._sources)
+
     def _add(self, tensor: torch.Tensor, path: str) -> int:
         source = resolved(tensor.detach())
         self._sources.append((source, path))

@@ -12,7 +12,7 @@ from flowstone import _native
 from flowstone.adapters.dcp.staged_copies import StagedCopies
 from flowstone.adapters.dcp.staged_state import StagedState
 from flowstone.adapters.dcp.staging_memory import StagingMemory
-from flowstone.config import DEADLINE_S, whole_number
+from flowstone.config import BLOCK_BYTES, DEADLINE_S, whole_number
 from flowstone.errors import ArgumentError, BudgetError, ClosedError
 from flowstone.stage.fence import Fence
 
@@ -97,9 +97,9 @@ class FlowstoneStager:
     def _staged(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         copies = StagedCopies()
         planned = {key: copies.plan(value, str(key)) for key, value in state_dict.items()}
-        if not copies.bytes:
+        if not copies.tensors:
             return {key: make() for key, make in planned.items()}
-        memory = self._buffer(copies.bytes, pinned=copies.is_far)
+        memory = self._buffer(max(copies.bytes, BLOCK_BYTES), pinned=copies.is_far)
         copies.run(memory, guard=self._guard)
         staged = {key: make() for key, make in planned.items()}
         if self._guard:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import weakref
 from collections.abc import Sequence
@@ -97,10 +98,19 @@ def _pinned(size_bytes: int) -> torch.Tensor:
 
 
 def _shared(size_bytes: int) -> torch.Tensor:
-    """Every page is there on return: one that the system could not give later would end the process."""
+    """Every page is there on return: one that the system could not give later would end the process.
+
+    Where the process may not have files of that size (`ulimit -f`), it is not shared, and torch copies it for others.
+    """
     fd = os.memfd_create("flowstone-staged", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(fd, 0, size_bytes)
+    except OSError as error:
+        os.close(fd)
+        if error.errno != errno.EFBIG:
+            raise
+        return torch.zeros(size_bytes, dtype=torch.uint8)
+    try:
         storage: Any = torch.UntypedStorage._new_shared_fd_cpu(fd, size_bytes)  # type: ignore[attr-defined]
     finally:
         os.close(fd)

@@ -44,6 +44,9 @@ class Look:
                     if keeps or directory.exists():
                         raise
                     continue
+                except ValueError as error:
+                    self.problems.append(f"COMMITTED WRONG: step {step} cannot be read: {error}")
+                    continue
                 self._check_wrong(step)
         self._check_outcomes(life, told, steps, keeps=keeps)
         self._check_loads(told, steps)

@@ -36,7 +36,7 @@ test: setup check
 # Recipes for frameworks, in an environment that has these. torch comes first and alone, as dev has it: what the group
 # asks for must not draw in another build of it.
 test-integrations: $(INTEGRATIONS)/installed
-	FLOWSTONE_INTEGRATIONS=all $(INTEGRATIONS)/bin/python -m pytest tests/integrations
+	FLOWSTONE_INTEGRATIONS=all $(INTEGRATIONS)/bin/python -m pytest -o faulthandler_timeout=3600 tests/integrations
 
 # build/site/: the documentation, to be opened or served by anything. A link that leads nowhere is an error.
 docs: setup $(DOCS)/installed
@@ -57,7 +57,7 @@ $(WHEELS): $(WHEEL)/installed tools/wheel.py README.md $(NATIVE_SOURCES) $(shell
 
 # The wheels where there is nothing: no compiler, no network, no PATH. What of this needs no wheel is in `make test`.
 test-wheels: setup wheel
-	FLOWSTONE_DIST=dist $(BIN)/python -m pytest tests/wheels
+	FLOWSTONE_DIST=dist $(BIN)/python -m pytest -o faulthandler_timeout=3600 tests/wheels
 
 # The oldest torch, in a bare Debian 13 that this makes under build/: needs root. A part of the tests, those of one rank;
 # several ranks are the demo's.

@@ -23,6 +23,7 @@ NUMPY_DTYPES = [
     np.dtype(name)
     for name in DTYPES
     if name.startswith(("bool", "int", "uint", "float", "complex")) and name in np.sctypeDict
+    and np.dtype(name).type.__module__ == "numpy"  # other libraries add theirs when they are imported
 ]
 
 # Binary text in names is the index's business; here keys vary in type and characters.

@@ -82,7 +82,8 @@ def test_any_box_of_any_tensor_reads_as_slicing_would(
         try:
             array = found.read("w", box, framework="numpy")
         except fs.UnsupportedStateError:
-            assert found.tensors["w"].dtype not in np.sctypeDict
+            name = found.tensors["w"].dtype
+            assert name not in np.sctypeDict or np.dtype(name).type.__module__ != "numpy"
         else:
             assert array.shape == box.shape
             assert array.tobytes() == expected

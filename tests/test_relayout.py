@@ -232,13 +232,15 @@ def check(store: object, job: Job, step: int) -> None:
 
 def play(store: object, changes: list[str]) -> None:
     job, told = Job(), list[Event]()
-    before: list[object] | None = None
+    before: tuple[object, ...] | None = None
     with fs.Checkpointer(store, engine=PLAIN, on_event=told.append, keep=fs.Keep(last=1)) as checkpointer:  # type: ignore[arg-type]
         for step, change in enumerate(["nothing", *changes]):
             CHANGES[change](job)
             checkpointer.save(step, job.state).committed.result()
             check(store, job, step)
-            now = layout(job.rows())
+            plan = checkpointer._saves._plan
+            assert plan is not None
+            now = layout(job.rows()), plan.plan.rests.tolist()  # what rests is part of a plan
             cached = [event.plan_cached for event in told if isinstance(event, SaveStarted)][-1]
             assert cached == (now == before), change
             before = now

@@ -462,6 +462,8 @@ def _fresh(dtype: DType, shape: tuple[int, ...], framework: str) -> tuple[torch.
         raise ArgumentError(f"framework {framework!r} is neither 'torch' nor 'numpy'", next="give one of them")
     try:
         array = np.empty(shape, dtype.name)
+        if array.dtype.type.__module__ != "numpy":  # whatever other libraries have added to it in this process
+            raise TypeError(array.dtype.type.__module__)
     except MemoryError as error:
         raise _no_memory(dtype, shape) from error
     except TypeError:

@@ -30,9 +30,9 @@ state = {"m": {"w": torch.zeros(4)}, "step": 0}
 _TELL = "\nprint(json.dumps([made, sorted(set(sys.modules) - before), state['step']]))\n"
 # What several ranks need for loads, other stores, and what only a call of the user's brings.
 _UNUSED = {
-    "flowstone.cli", "flowstone.pipeline.explain", "flowstone.pipeline.sharing", "flowstone.plan.assign_readers",
-    "flowstone.stage.node_reads", "flowstone.store.memory", "flowstone.store.shared_ring", "flowstone.store.wrap",
-    "numpy.random", "rich", "torch._dynamo",
+    "flowstone.cli", "flowstone.layout_rules", "flowstone.pipeline.explain", "flowstone.pipeline.sharing",
+    "flowstone.plan.assign_readers", "flowstone.stage.node_reads", "flowstone.store.memory",
+    "flowstone.store.shared_ring", "flowstone.store.wrap", "numpy.random", "rich", "torch._dynamo",
 }
 
 

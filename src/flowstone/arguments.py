@@ -8,13 +8,15 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from flowstone.config import STEP_MAX, EngineOptions, Keep, KeepRule, whole_number
 from flowstone.errors import ArgumentError, ClosedError, StorageError
-from flowstone.layout_rules import KINDS, LoadRule, RuleSet
 from flowstone.rules import Cast, Init
 from flowstone.store.base import Store, lacks
+
+if TYPE_CHECKING:
+    from flowstone.layout_rules import LoadRule
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//|/(?=[^/]))")
 _SCHEMES = frozenset({
@@ -96,6 +98,10 @@ def to_load(
 
 def to_rules(rules: object) -> tuple[LoadRule, ...]:
     """Rules as a tuple; a single rule is accepted. Raises ArgumentError for anything else."""
+    if rules == ():
+        return ()
+    from flowstone.layout_rules import KINDS, RuleSet  # imported here: most loads have no rules
+
     kinds = (Cast, Init, RuleSet, *KINDS)
     if isinstance(rules, kinds):
         return (rules,)

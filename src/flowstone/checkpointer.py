@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from flowstone import arguments as calls
 from flowstone.checkpoint import Checkpoint
@@ -14,7 +14,6 @@ from flowstone.commit.writer import StoreWriter
 from flowstone.config import DEADLINE_S, EngineOptions, Keep, KeepRule
 from flowstone.errors import FlowstoneError
 from flowstone.events import OnEvent
-from flowstone.layout_rules import LoadRule
 from flowstone.log import log
 from flowstone.pipeline.futures import Save
 from flowstone.pipeline.load import LoadReport, Loads
@@ -32,6 +31,9 @@ from flowstone.state_dict_verbs import StateDictVerbs
 from flowstone.store.base import Store
 from flowstone.store.local import LocalStore
 from flowstone.trace import Spans
+
+if TYPE_CHECKING:
+    from flowstone.layout_rules import LoadRule
 
 
 class Checkpointer(StateDictVerbs):

@@ -10,12 +10,12 @@ from flowstone.checkpoint import Checkpoint
 from flowstone.commit.entries import step_directory
 from flowstone.config import EngineOptions
 from flowstone.errors import ArgumentError, FlowstoneError
-from flowstone.layout_rules import LoadRule
 from flowstone.runtime.turns import Turn, one_at_a_time
 from flowstone.state import unpack
 from flowstone.trace import Spans
 
 if TYPE_CHECKING:
+    from flowstone.layout_rules import LoadRule
     from flowstone.pipeline.futures import Save
     from flowstone.pipeline.load import LoadReport, Loads
     from flowstone.pipeline.save import Saves

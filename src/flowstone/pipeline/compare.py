@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from flowstone.checkpoint import Checkpoint
 from flowstone.errors import ArgumentError
-from flowstone.layout_rules import LoadRule, RuleSet
 from flowstone.plan.match import (
     Available,
     Match,
@@ -33,6 +32,7 @@ from flowstone.state.names import strip_wrappers
 from flowstone.table.pieces import TensorColumns
 
 if TYPE_CHECKING:
+    from flowstone.layout_rules import LoadRule
     from flowstone.plan.arrange import Arrangement
 
 
@@ -109,7 +109,8 @@ def _arranged(
     checkpoint: Checkpoint, rules: Sequence[LoadRule], sections: Sequence[str]
 ) -> tuple[tuple[Rule, ...], Arrangement]:
     """The rules about names and differences, and what all of them make of the stored tensors."""
-    from flowstone.plan.arrange import arrange  # imported here: most loads have no such rules
+    from flowstone.layout_rules import RuleSet  # imported here: most loads have no such rules
+    from flowstone.plan.arrange import arrange
 
     index = checkpoint.index
     prefix = f"{_SECTION}." if any(name.startswith(f"{_SECTION}.") for name in index.rows()) else ""

@@ -24,7 +24,6 @@ from flowstone.commit.locations import check_no_checkpoint, check_store, stores_
 from flowstone.errors import FlowstoneError, NoCheckpointError, is_absence, is_damage
 from flowstone.events import FellBack, Loaded, LoadProgress
 from flowstone.format.manifest import Manifest
-from flowstone.layout_rules import LoadRule
 from flowstone.log import log
 from flowstone.pipeline.compare import Wanted, compare, want
 from flowstone.pipeline.interest import Interest, learn_interest
@@ -42,6 +41,7 @@ from flowstone.table.pieces import Memory, Pieces
 from flowstone.trace import Spans
 
 if TYPE_CHECKING:
+    from flowstone.layout_rules import LoadRule
     from flowstone.plan.arrange import Arrangement
     from flowstone.stage.node_reads import NodeReads
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
 from operator import is_
@@ -32,23 +31,23 @@ from flowstone.state.slot_columns import SlotColumns
 Built = Callable[[], object]
 
 
-@dataclass(eq=False)
 class Rebuild:
     """An optimizer's future state: the value of each slot and setting."""
 
-    loading: Loading
-    optimizer: Core
-    view: OptimizerView
-    place: Place
-    slots: dict[str, dict[object, Built]] = field(default_factory=dict)  # by path of the parameter
-    kept: dict[str, set[object]] = field(default_factory=dict)  # by path: slots that are read into their own tensors
-    options: dict[int, dict[str, Built]] = field(default_factory=dict)  # by index of the optimizer's group
-    shared: Built = dict
-    extra: Built = dict
-    _keeps_all: bool = False  # every slot stays the tensor that it is
-    _on_device: dict[str, bool] = field(default_factory=dict)  # by path: are scalar slots on the parameter's device
-    _flat: dict[tuple[int, object], torch.Tensor] = field(default_factory=dict)  # by owner and slot: new flat tensors
-    _agreed: dict[tuple[int, object], tuple[str, object]] = field(default_factory=dict)  # the same: listed values
+    def __init__(self, loading: Loading, optimizer: Core, view: OptimizerView, place: Place) -> None:
+        self.loading = loading
+        self.optimizer = optimizer
+        self.view = view
+        self.place = place
+        self.slots: dict[str, dict[object, Built]] = {}  # by path of the parameter
+        self.kept: dict[str, set[object]] = {}  # by path: slots that are read into their own tensors
+        self.options: dict[int, dict[str, Built]] = {}  # by index of the optimizer's group
+        self.shared: Built = dict
+        self.extra: Built = dict
+        self._keeps_all = False  # every slot stays the tensor that it is
+        self._on_device: dict[str, bool] = {}  # by path: are scalar slots on the parameter's device
+        self._flat: dict[tuple[int, object], torch.Tensor] = {}  # by owner and slot: new flat tensors
+        self._agreed: dict[tuple[int, object], tuple[str, object]] = {}  # the same: listed values
 
     @cached_property
     def _by_path(self) -> dict[str, Member]:

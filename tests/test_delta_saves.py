@@ -6,6 +6,7 @@ import errno
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -199,20 +200,32 @@ def test_a_base_that_was_removed_by_hand_is_missed_once(job: Job, tmp_path: Path
     assert content(fresh_load(tmp_path / "run", 4)) == content(job.state)
 
 
-def test_a_base_whose_step_was_saved_again_by_another_is_not_taken_for_it(job: Job, tmp_path: Path) -> None:
-    for step in (1, 2):
-        job.save(step)
+def test_a_base_whose_step_is_another_checkpoint_by_now_is_not_taken_for_it(job: Job, tmp_path: Path) -> None:
+    job.save(1)
     other = Job(tmp_path / "other")
     with torch.no_grad():
         other.model["base"][0].weight.add_(1)
-    for step in (1, 2):
-        other.save(step)
+    other.save(1)
     other.checkpointer.close()
-    shutil.rmtree(tmp_path / "run/step-00000002")
-    shutil.copytree(tmp_path / "other/step-00000002", tmp_path / "run/step-00000002")
-    shutil.copy(tmp_path / "other/step-00000001/rank-00000.safetensors", tmp_path / "run/step-00000002")
-    assert job.save(3).verify().sound
-    assert content(fresh_load(tmp_path / "run", 3)) == content(job.state)
+    shutil.rmtree(tmp_path / "run/step-00000001")
+    shutil.copytree(tmp_path / "other/step-00000001", tmp_path / "run/step-00000001")
+    assert job.save(2).verify().sound
+    assert job.written[-1] > BASE_BYTES
+    assert content(fresh_load(tmp_path / "run", 2)) == content(job.state)
+
+
+def test_another_fence_makes_no_tensor_rest(tmp_path: Path) -> None:
+    model = nn.Linear(512, 512)
+    fences: tuple[Literal["auto", "manual"], ...] = ("auto", "manual", "auto")
+    with fs.Checkpointer(tmp_path / "run") as checkpointer:
+        for step, fence in enumerate(fences):
+            with torch.no_grad():
+                model.weight.normal_()
+                model.bias.normal_()
+            save = checkpointer.save(step, {"model": model}, fence=fence)
+            if fence == "manual":
+                checkpointer.fence()
+            assert save.committed.result().manifest.critical == ()
 
 
 def test_a_store_without_links_gets_whole_checkpoints() -> None:

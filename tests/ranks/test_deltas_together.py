@@ -21,5 +21,5 @@ def test_each_rank_refers_to_what_it_has_written_before(tmp_path: Path, ranks: i
     for step in range(1, 5):
         checkpoint = fs.open(tmp_path / "run", step)
         assert checkpoint.verify().sound
-        assert checkpoint.read("model.base.2.weight")[0, 0].item() == 7.0 if step >= changes > 0 else True
+        assert (checkpoint.read("model.base.2.weight")[0, 0].item() == 7.0) == (step >= changes > 0)
         assert checkpoint.objects["step"] == step

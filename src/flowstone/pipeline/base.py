@@ -25,6 +25,7 @@ from flowstone.format.index import ChunkPlaces
 from flowstone.format.manifest import SegmentRow
 from flowstone.format.segment import CHUNKS_HEADER_BYTES, encode_chunks_header
 from flowstone.log import log
+from flowstone.pipeline.messages import Assignment
 from flowstone.plan.write import WritePlan
 from flowstone.stage.encode import BaseChunks
 from flowstone.store.base import Receipt, Store
@@ -38,7 +39,7 @@ _RESTING_SHARE = 0.25  # of a piece's chunks; below, the saved bytes are not wor
 class Base(msgspec.Struct, frozen=True, eq=False):
     """What this rank has of a committed step.
 
-    pieces    that it has written, in plan order; `lazy`: which of them were captured late
+    pieces    that it has written, in plan order; `lazy`: which of them its layout has as lazy
     digest    of each of their chunks
     places    where they lie, `segment` being a position among `segments`
     rests     pieces of which enough was in the base of that step; None: that was not compared
@@ -59,11 +60,14 @@ class Base(msgspec.Struct, frozen=True, eq=False):
         """Whether these are the pieces that it has, in the same order."""
         return self.pieces is pieces or self.pieces == pieces
 
-    def resting(self, pieces: Pieces, lazy: NDArray[np.bool_]) -> NDArray[np.bool_] | None:
-        """Which of the pieces of a new plan rest; None: none does. `lazy`: which of them are captured late."""
+    def resting(self, pieces: Pieces, assignment: Assignment) -> NDArray[np.bool_] | None:
+        """Which of the pieces that a new plan assigns rest; None: none does.
+
+        Until two saves have been compared, those that are lazy since the last one: parameters that were found frozen.
+        """
         if not self.has(pieces):
             return None
-        found = lazy & ~self.lazy if self.rests is None else self.rests
+        found = assignment.lazy() & ~self.lazy if self.rests is None else self.rests
         return found if found.any() else None
 
     def compared(self, before: Base | None, length: NDArray[np.uint64]) -> Base:
@@ -73,19 +77,7 @@ class Base(msgspec.Struct, frozen=True, eq=False):
         first = first_chunks(length)
         same = np.concatenate([[0], np.cumsum(self.digest == before.digest)])
         counts, equal = np.diff(first), same[first[1:]] - same[first[:-1]]
-        rests = (counts > 0) & (equal >= _RESTING_SHARE * counts)
-        if before.rests is not None and np.array_equal(rests, before.rests):
-            rests = before.rests  # the same object: plans are compared by it
-        return replace(self, rests=rests)
-
-
-def base_of(
-    draft: publish.Draft, plan: WritePlan, segments: Sequence[SegmentRow], digests: NDArray[np.uint64],
-    places: ChunkPlaces, loads: int, before: Base | None
-) -> Base:
-    """What a rank has of the step that is committed now. `before`: the same of an earlier one."""
-    found = Base(draft.step, draft.id, plan.pieces, plan.lazy, digests, segments, places, None, loads)
-    return found.compared(before, plan.length)
+        return replace(self, rests=(counts > 0) & (equal >= _RESTING_SHARE * counts))
 
 
 class Referred(msgspec.Struct, frozen=True, eq=False):

@@ -8,7 +8,7 @@ from flowstone.commit.manifests import inside
 from flowstone.errors import RankError
 from flowstone.events import BuffersFromOneRank, Event
 from flowstone.format.manifest import Manifest
-from flowstone.pipeline.base import unneeded
+from flowstone.pipeline.base import Base, places_of, unneeded
 from flowstone.pipeline.messages import Assignment, Contribution
 from flowstone.pipeline.save_coordinator import SaveCoordinator
 from flowstone.pipeline.save_run import SaveRun
@@ -28,15 +28,23 @@ def agree(run: SaveRun, coordinator: SaveCoordinator, store: Store) -> Assignmen
 
 
 def write(
-    run: SaveRun, assignment: Assignment, store: Store, emit: Callable[[Event], None]
+    run: SaveRun, assignment: Assignment, store: Store, before: Base | None, emit: Callable[[Event], None]
 ) -> Contribution | Exception:
-    """This rank's part of the commit once its segments are durable; or its failure, which the other ranks get."""
+    """This rank's part of the commit once its segments are durable; or its failure, which the other ranks get.
+
+    before  the base of an earlier save, with which `run.base` is compared
+    """
     try:
         receipt = run.receipt()
         emit(run.written(receipt))
         written = run.contribution(receipt)
-        for name in unneeded(run.begun.plan, run.begun.referred, written.segments):
-            store.remove(inside(run.begun.draft.directory, name))
+        begun, plan = run.begun, run.begun.plan
+        for name in unneeded(plan, begun.referred, written.segments):
+            store.remove(inside(begun.draft.directory, name))
+        run.base = Base(
+            begun.draft.step, begun.draft.id, plan.pieces, begun.assignment.lazy(), receipt.digests, written.segments,
+            written.places or places_of(plan, begun.staged.offsets), None, run.loads,
+        ).compared(before, plan.length)
         if assignment.buffers:
             emit(BuffersFromOneRank(run.save.step, assignment.buffers))
         return written

@@ -188,6 +188,10 @@ class Assignment(msgspec.Struct, frozen=True, eq=False):
             self.positions.tolist(), self.blocks
         )
 
+    def lazy(self) -> NDArray[np.bool_]:
+        """Which of those pieces the layout has as lazy, whatever waits for their capture."""
+        return np.array(self.layout.lazy, np.bool_)[self.positions]
+
     def places(self, of_layout: Places) -> Places:
         """The memory of those pieces. `of_layout`: the memory of all pieces that this rank holds."""
         return of_layout if self.is_everything else of_layout.take(self.positions.tolist(), self.blocks)

@@ -15,7 +15,7 @@ from flowstone.pipeline.messages import Assignment
 from flowstone.plan.write import WritePlan, plan_writes
 from flowstone.stage.capture import Headers
 from flowstone.state import Described
-from flowstone.table.pieces import Layout, Pieces, Places
+from flowstone.table.pieces import Layout, Places
 
 FenceMode: TypeAlias = Literal["auto", "manual", "now"]
 """Until when the state must not change: an optimizer's step (which waits), the caller's fence, the return of `save`."""
@@ -52,7 +52,8 @@ def plan_save(
 ) -> CachedPlan:
     """The plan for what is `described`: the `known` one itself when nothing differs that it depends on."""
     waiter, layout = waiter_of(described, fence), described.layout
-    if known is not None and known.layout is layout and known.waiter == waiter and _rests_alike(known, base):
+    fits = known is not None and known.layout is layout and known.waiter == waiter
+    if known is not None and fits and _rests_alike(known, base, assignment):
         if known.assignment is assignment:
             return known
         if known.assignment.positions is assignment.positions:
@@ -60,22 +61,18 @@ def plan_save(
     lazy = lazy_pieces(layout, waiter)
     late = [lazy[at] for at in assignment.positions.tolist()] if lazy else ()
     pieces = assignment.pieces()
-    rests = None if base is None else base.resting(pieces, np.array(late, np.bool_) if late else _none(pieces))
+    rests = None if base is None else base.resting(pieces, assignment)
     plan = plan_writes(
         pieces, lazy=late, rank=rank, alone=assignment.is_everything, resting=() if rests is None else rests.tolist()
     )
     return CachedPlan(layout, waiter, plan, assignment)
 
 
-def _rests_alike(known: CachedPlan, base: Base | None) -> bool:
+def _rests_alike(known: CachedPlan, base: Base | None, assignment: Assignment) -> bool:
     """Whether the pieces that rest are those for which the plan was made."""
     plan = known.plan
-    rests = None if base is None else base.resting(plan.pieces, plan.lazy)
+    rests = None if base is None else base.resting(plan.pieces, assignment)
     return not plan.rests.any() if rests is None else np.array_equal(rests & plan.slotted, plan.rests)
-
-
-def _none(pieces: Pieces) -> NDArray[np.bool_]:
-    return np.zeros(len(pieces), np.bool_)
 
 
 def waiter_of(described: Described, fence: FenceMode) -> Waiter:

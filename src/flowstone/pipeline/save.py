@@ -28,14 +28,13 @@ from flowstone.commit.writer import StoreWriter
 from flowstone.config import FIRST_ARENA_BYTES
 from flowstone.events import Committed, SaveFailed, SaveStarted
 from flowstone.pipeline.absence import Absence
-from flowstone.pipeline.base import Base, base_of, places_of
+from flowstone.pipeline.base import Base
 from flowstone.pipeline.capturing import begin_capture
 from flowstone.pipeline.committing import agree, commit, write
 from flowstone.pipeline.fencing import Fencing
 from flowstone.pipeline.futures import Save
 from flowstone.pipeline.handover import Handover
 from flowstone.pipeline.in_flight import InFlight
-from flowstone.pipeline.messages import Contribution
 from flowstone.pipeline.pacing import Captures
 from flowstone.pipeline.plan_cache import CachedPlan, FenceMode, plan_save
 from flowstone.pipeline.replica_samples import look
@@ -233,7 +232,7 @@ class Saves:
         try:
             with run.spans.phase("agreed"):
                 assignment = agree(run, self._coordinator, self._store)
-            written = write(run, assignment, self._store, self._emit)
+            written = write(run, assignment, self._store, self._known_base(), self._emit)
             store_id = self._store_writer.store_id or ""  # only rank 0 needs it
             with run.spans.phase("published"):
                 manifest = commit(run, assignment, written, self._coordinator, self._store, store_id)
@@ -242,7 +241,7 @@ class Saves:
             self._end_badly(run, error)
             return
         assert not isinstance(written, Exception), "what failed was not committed"
-        self._base = self._next_base(run, written)
+        self._base = run.base if self._may_refer(run) else None
         file_bytes = sum(row.bytes for row in written.segments if row.home is None)
         self._emit(Committed(save.step, file_bytes, run.ended(file_bytes).seconds))
         save.committed.set_result(Checkpoint(self._store, step_directory(save.step), self._options, manifest))
@@ -250,16 +249,11 @@ class Saves:
         self.captures.grow(plan.file_bytes - plan.lazy_bytes)
         self._store_writer.retain(save.step)
 
-    def _next_base(self, run: SaveRun, written: Contribution) -> Base | None:
-        """This save, to whose files the next one may refer; None: it may not."""
-        capture, plan, offsets = run.begun, run.begun.plan, run.begun.staged.offsets
-        referred = capture.referred
+    def _may_refer(self, run: SaveRun) -> bool:
+        """Whether a later save may refer to files of this one: not where the store refused to link a base's."""
+        referred = run.begun.referred
         self._links = self._links and (referred is None or not referred.refused)
-        if not self._links:
-            return None
-        places = written.places or places_of(plan, offsets)
-        digests, before = written.receipt.digests, self._known_base()
-        return base_of(capture.draft, plan, written.segments, digests, places, run.loads, before)
+        return self._links
 
     def _known_base(self) -> Base | None:
         """The base, unless there was a load since, which may have found its bytes damaged."""

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from flowstone.errors import StateChangedError, StorageError
 from flowstone.events import Captured, Written
-from flowstone.pipeline.base import stored_chunks
+from flowstone.pipeline.base import Base, stored_chunks
 from flowstone.pipeline.capturing import Capture
 from flowstone.pipeline.changed import state_changed
 from flowstone.pipeline.futures import Save
@@ -63,6 +63,7 @@ class SaveRun:
     loads      how many loads there had been when `save` was called
     looked     samples of replicas, from when `save` was called
     sections   once they are encoded
+    base       what a later save may refer to, once it is durable; only if it is committed
     """
 
     def __init__(self, save: Save, this_try: Try, spans: Spans) -> None:
@@ -71,6 +72,7 @@ class SaveRun:
         self.blocked_s = 0.0
         self.call = 0
         self.loads = 0
+        self.base: Base | None = None
         self.is_agreed = False
         self.looked: Looked | None = None
         self.unplanned: Unplanned | None = None

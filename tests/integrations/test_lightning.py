@@ -34,22 +34,14 @@ from torch.utils.data import DataLoader
 
 _MODULE = """
 import lightning_module
+from lightning_order import Order
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 prelude.STORE = prelude.Path("runs/lightning")
-class Order(torch.utils.data.Sampler):
-    begin = 0
-    def __len__(self):
-        return 40 // RANKS
-    def __iter__(self):
-        epoch, done = divmod(self.begin, len(self))
-        self.begin += len(self) - done
-        order = torch.randperm(40, generator=torch.Generator().manual_seed(epoch))
-        return iter(order[prelude.RANK::RANKS][done:].tolist())
 class Module(lightning_module.Module):
     def on_load_checkpoint(self, checkpoint):
         order.begin = 4 * checkpoint["global_step"]
-model, order = Module(), Order()
+model, order = Module(), Order(RANKS)
 loader = DataLoader(data, batch_size=4, sampler=order, generator=torch.Generator())
 options = dict(accelerator="cpu", devices=RANKS, strategy="auto" if RANKS == 1 else "ddp", logger=False,
                enable_progress_bar=False, use_distributed_sampler=False)

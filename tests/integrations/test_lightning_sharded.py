@@ -32,22 +32,14 @@ prelude.STORE = Path("runs/sharded")
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 """
 MODULE = """
+from lightning_order import Order
 from lightning.pytorch import Trainer, Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
-class Order(torch.utils.data.Sampler):
-    begin = 0
-    def __len__(self):
-        return 40 // RANKS
-    def __iter__(self):
-        epoch, done = divmod(self.begin, len(self))
-        self.begin += len(self) - done
-        order = torch.randperm(40, generator=torch.Generator().manual_seed(epoch))
-        return iter(order[prelude.RANK::RANKS][done:].tolist())
 class Module(lightning_sharded.Module):
     def on_load_checkpoint(self, checkpoint):
         order.begin = 4 * checkpoint["global_step"]
-model, order = Module(), Order()
+model, order = Module(), Order(RANKS)
 if os.environ["RECIPE_RUN"].endswith("resumed"):  # nothing of this may be left after a load
     for parameter in model.parameters():
         parameter.data.fill_(9)

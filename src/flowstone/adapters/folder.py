@@ -108,3 +108,19 @@ class Folder:
 
     def close(self) -> None:
         self.store.close()
+
+
+class Folders:
+    """The folders that one process has saved into."""
+
+    def __init__(self, engine: EngineOptions) -> None:
+        self._engine, self._folders = engine, dict[Path, Folder]()
+
+    def at(self, place: Path) -> Folder:
+        if place not in self._folders:
+            self._folders[place] = Folder(place, self._engine)
+        return self._folders[place]
+
+    def close(self) -> None:
+        for folder in self._folders.values():
+            folder.close()

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from flowstone.adapters.dcp.target import Target, is_local, target_of
+from flowstone.adapters.lightning.background import close_saves
 from flowstone.adapters.lightning.packages import checkpoint_io_classes, torch_checkpoint_io
 from flowstone.adapters.lightning.reading import await_writer, checked, read
 from flowstone.adapters.lightning.saves import Saves
 from flowstone.adapters.lightning.values import plain
 from flowstone.adapters.outer_exception import OuterException
 from flowstone.config import DEADLINE_S, STEP_MAX, EngineOptions
-from flowstone.errors import ArgumentError, FlowstoneError
-from flowstone.log import log
+from flowstone.errors import ArgumentError
 
 if TYPE_CHECKING:
     CheckpointIO = object
@@ -122,14 +122,8 @@ class FlowstoneIO(CheckpointIO):
         training_failed = self._outer_exception.training_has_failed()
         self._outer_exception = OuterException()  # a caller may train again in its except block
         saves, self._saves = self._of_this_process(), None
-        if saves is None:
-            return
-        try:
-            saves.close()
-        except FlowstoneError as failure:
-            if not training_failed:
-                raise
-            log.error("saving failed too, after another error: %s", failure)  # do not mask the first error
+        if saves is not None:
+            close_saves(saves, training_has_failed=training_failed)
 
     def _of_this_process(self) -> Saves | None:
         if self._pid != os.getpid():  # a process that was forked has none of its parent's threads

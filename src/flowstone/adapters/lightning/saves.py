@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -19,16 +18,14 @@ from flowstone.adapters.dcp.claim import Claim
 from flowstone.adapters.dcp.segments import Held, SegmentWriter
 from flowstone.adapters.dcp.stager import FlowstoneStager
 from flowstone.adapters.dcp.target import Target, check_target
-from flowstone.adapters.folder import Folder
+from flowstone.adapters.folder import Folder, Folders
+from flowstone.adapters.lightning.background import Background
 from flowstone.adapters.lightning.values import RECORD, Plain
 from flowstone.config import FIRST_ARENA_BYTES, EngineOptions
-from flowstone.errors import SaveFailedError
 from flowstone.log import log
-from flowstone.runtime.ending import Ending, without_frames
+from flowstone.runtime.ending import Ending
 from flowstone.stage.arena import open_write_arena
 from flowstone.state import describe
-
-_IN_FLIGHT_MAX = 2  # the stager has two buffers
 
 
 class Job(msgspec.Struct, eq=False):
@@ -45,13 +42,9 @@ class Saves:
     """What one process saves and removes. Threads: its caller's, and one that commits."""
 
     def __init__(self, engine: EngineOptions) -> None:
-        self._engine, self._folders = engine, dict[Path, Folder]()
+        self._folders, self._background = Folders(engine), Background()
         self._arena: _native.Arena | None = None
         self._stager, self._segments = FlowstoneStager(), SegmentWriter()
-        self._thread = ThreadPoolExecutor(1, "flowstone-lightning")
-        self._pending: deque[tuple[Path | None, Future[None]]] = deque()
-        self._failure: BaseException | None = None
-        self._failed_at: Path | None = None
         self._has_lost_one = False  # since the last save that was committed
         self._end = Ending(self.close)
         self._end.before_threads_end()
@@ -61,12 +54,11 @@ class Saves:
 
         raises  SaveFailedError, if an earlier save failed; what the system refuses
         """
-        self.raise_failure()
-        while len(self._pending) >= _IN_FLIGHT_MAX or any(path == target.path for path, _ in self._pending):
-            self._await_oldest()
+        self._background.raise_failure()
+        self._background.make_room(target.path)
         if not in_background:
             self.wait()  # before anything is made that its failure would leave behind
-        folder = self._folder(target.parent)
+        folder = self._folders.at(target.parent)
         check_target(folder.store, target, overwrite=True)
         claim = folder.begin(target, keep_name=keep_name)
         try:
@@ -79,23 +71,9 @@ class Saves:
             folder.give_up(target, claim)
             raise
         if in_background:
-            self._hand_over(target.path, lambda: self._commit(job))
+            self._background.hand_over(target.path, partial(self._commit, job))
         else:
             self._commit(job)
-
-    def _hand_over(self, path: Path | None, act: Callable[[], None]) -> None:
-        self._pending.append((path, self._thread.submit(self._guarded, path, act)))
-
-    def _guarded(self, path: Path | None, act: Callable[[], None]) -> None:
-        """Run it. Its failure is kept until a call raises it."""
-        try:
-            act()
-        except BaseException as error:
-            without_frames(error)  # which hold the state
-            if self._failure is None:
-                self._failure, self._failed_at = error, path
-            else:
-                log.error("saving %s failed too: %s", path, error)
 
     def _commit(self, job: Job) -> None:
         try:
@@ -123,7 +101,7 @@ class Saves:
 
     def remove(self, path: Path) -> None:
         """Remove what is at `path`, once the saves before are committed; not if one of them failed."""
-        folder = self._folder(path.parent)
+        folder = self._folders.at(path.parent)
 
         def act() -> None:
             if self._has_lost_one:
@@ -131,50 +109,29 @@ class Saves:
             else:
                 folder.remove(path.name)
 
-        if self._pending:
-            self._hand_over(None, act)
-        else:
+        if self._background.is_idle:
             act()
+        else:
+            self._background.hand_over(None, act)
 
     def wait(self) -> None:
         """Wait until all saves have ended, and raise a failure that was not raised yet."""
-        self.await_all()
-        self.raise_failure()
+        self._background.wait()
 
     def await_all(self) -> None:
-        while self._pending:
-            self._await_oldest()
-
-    def _await_oldest(self) -> None:
-        self._pending[0][1].result()
-        self._pending.popleft()
+        self._background.await_all()
 
     def raise_failure(self) -> None:
         """Raise the failure of an earlier save, once."""
-        while self._pending and self._pending[0][1].done():
-            self._pending.popleft()
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise SaveFailedError(
-                f"saving {self._failed_at} failed in the background: there is no such checkpoint"
-                if self._failed_at is not None else "a checkpoint could not be removed",
-                cause=str(failure), next="correct the cause, and resume from the checkpoint before",
-            ) from failure
+        self._background.raise_failure()
 
     def close(self) -> None:
         """Wait for all saves, and give memory, engine and thread back. Raises what `wait` raises."""
         self._end.call_off()
         try:
-            self.wait()
+            self._background.close()
         finally:
-            self._thread.shutdown(wait=True)
             self._stager.close()
             if self._arena is not None:
                 self._arena.close()
-            for folder in self._folders.values():
-                folder.close()
-
-    def _folder(self, place: Path) -> Folder:
-        if place not in self._folders:
-            self._folders[place] = Folder(place, self._engine)
-        return self._folders[place]
+            self._folders.close()

@@ -23,6 +23,7 @@ from flowstone.adapters.dcp import FlowstoneReader
 from flowstone.adapters.dcp.layout import RECORD as DCP_RECORD
 from flowstone.adapters.dcp.target import is_local
 from flowstone.adapters.deriving import derive
+from flowstone.adapters.lightning.background import close_saves
 from flowstone.adapters.lightning.checkpoint_io import AT_ONCE, is_last, target_for
 from flowstone.adapters.lightning.packages import sharded_strategies
 from flowstone.adapters.lightning.reading import checked
@@ -32,8 +33,7 @@ from flowstone.adapters.outer_exception import OuterException
 from flowstone.arguments import shown
 from flowstone.checkpoint import open_checkpoint
 from flowstone.config import EngineOptions
-from flowstone.errors import ArgumentError, FlowstoneError, MismatchError
-from flowstone.log import log
+from flowstone.errors import ArgumentError, MismatchError
 from flowstone.store.local import LocalStore
 
 T = TypeVar("T")
@@ -144,14 +144,8 @@ class Sharded:
         training_failed = self._outer_exception.training_has_failed()
         self._outer_exception = OuterException()  # a caller may train again in its except block
         saves, self._saves = self._saves, None
-        if saves is None:
-            return
-        try:
-            saves.close()
-        except FlowstoneError as failure:
-            if not training_failed:
-                raise
-            log.error("saving failed too, after another error: %s", failure)  # do not mask the first error
+        if saves is not None:
+            close_saves(saves, training_has_failed=training_failed)
 
     def _mine(self) -> ShardedSaves:
         if self._saves is None:

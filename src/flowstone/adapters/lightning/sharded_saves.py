@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,13 +19,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from flowstone.adapters.dcp import FlowstoneStager, FlowstoneWriter
 from flowstone.adapters.dcp.target import Target, check_target
-from flowstone.adapters.folder import Folder
+from flowstone.adapters.folder import Folders
+from flowstone.adapters.lightning.background import Background
 from flowstone.config import EngineOptions
 from flowstone.errors import FlowstoneError, SaveFailedError
 from flowstone.log import log
-from flowstone.runtime.ending import Ending, without_frames
-
-_IN_FLIGHT_MAX = 2  # the stager has two buffers
+from flowstone.runtime.ending import Ending
 
 
 class _Writer(FlowstoneWriter):
@@ -43,14 +41,10 @@ class ShardedSaves:
     """
 
     def __init__(self, engine: EngineOptions) -> None:
-        self._engine, self._folders = engine, dict[Path, Folder]()
+        self._folders, self._background = Folders(engine), Background(_cause)
         self._group = dist.new_group(backend="gloo")
         self._leads = dist.get_rank() == 0
         self._stager, self._writer = FlowstoneStager(), _Writer(engine=engine)
-        self._thread = ThreadPoolExecutor(1, "flowstone-lightning")
-        self._pending: deque[tuple[Path, Future[None]]] = deque()
-        self._failure: BaseException | None = None
-        self._failed_at: Path | None = None
         self._has_lost_one = False  # since the last save that was committed
         self._end = Ending(self.close)
         self._end.before_threads_end()
@@ -65,14 +59,13 @@ class ShardedSaves:
 
         raises  SaveFailedError on all ranks, if an earlier save failed, or one rank cannot begin this one
         """
-        while len(self._pending) >= _IN_FLIGHT_MAX or any(path == target.path for path, _ in self._pending):
-            self._await_oldest()
+        self._background.make_room(target.path)
         if not in_background:
             self.await_all()  # before anything is made that its failure would leave behind
         begun: dict[str, Any] = {}
 
         def begin() -> None:
-            self.raise_failure()
+            self._background.raise_failure()
             begun.update(state())
             if self._leads:
                 self._prepare(target, keep_name)
@@ -85,19 +78,19 @@ class ShardedSaves:
             self._give_up(target)
             raise
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-        self._pending.append((target.path, self._thread.submit(self._write, target, begun, device)))
+        self._background.hand_over(target.path, partial(self._write, target, begun, device))
         if not in_background:
             self.wait()
 
     def _prepare(self, target: Target, keep_name: bool) -> None:
-        folder = self._folder(target.parent)
+        folder = self._folders.at(target.parent)
         folder.store.make_directory()
         check_target(folder.store, target, overwrite=True)
         if keep_name and not folder.store.exists(target.name):
             folder.store.make_directory(target.name)
 
     def _write(self, target: Target, state: dict[str, Any], device: int | None) -> None:
-        """On the thread of each rank. A failure is kept until a call raises it."""
+        """On the thread of each rank."""
         if device is not None:
             torch.cuda.set_device(device)
         self._has_lost_one = True
@@ -106,18 +99,11 @@ class ShardedSaves:
             save(state, checkpoint_id=target.path, storage_writer=self._writer, process_group=self._group)
             self._has_lost_one = False
             log.info("saved %s", target.path)
-        except BaseException as error:
-            self._keep(error, target.path)
+        except BaseException:
             self._give_up(target)
+            raise
         finally:
             state.clear()
-
-    def _keep(self, error: BaseException, path: Path | None) -> None:
-        without_frames(error)  # which hold the state
-        if self._failure is None:
-            self._failure, self._failed_at = error, path
-        else:
-            log.error("saving %s failed too: %s", path, error)
 
     def _give_up(self, target: Target) -> None:
         if self._leads:
@@ -130,61 +116,33 @@ class ShardedSaves:
         remove_others  removes what is no checkpoint of ours
         """
         if self._leads:
-            self._thread.submit(self._remove, path, remove_others)
+            self._background.hand_over(None, partial(self._remove, path, remove_others))
 
     def _remove(self, path: Path, remove_others: Callable[[], None]) -> None:
         if self._has_lost_one:
             log.warning("%s is kept, since a save after it failed", path)
             return
-        try:
-            if is_lightnings(path):
-                remove_others()
-            else:
-                self._folder(path.parent).remove(path.name)
-        except BaseException as error:
-            self._keep(error, None)
+        if is_lightnings(path):
+            remove_others()
+        else:
+            self._folders.at(path.parent).remove(path.name)
 
     def wait(self) -> None:
         """Wait until all saves have ended, and raise a failure that was not raised yet."""
-        self.await_all()
-        self.raise_failure()
+        self._background.wait()
 
     def await_all(self) -> None:
-        while self._pending:
-            self._await_oldest()
-
-    def _await_oldest(self) -> None:
-        self._pending[0][1].result()
-        self._pending.popleft()
-
-    def raise_failure(self) -> None:
-        """Raise the failure of an earlier save, once."""
-        failure, self._failure = self._failure, None
-        if failure is None:
-            return
-        raise SaveFailedError(
-            f"saving {self._failed_at} failed in the background: there is no such checkpoint"
-            if self._failed_at is not None else "a checkpoint could not be removed",
-            cause=_cause(failure), next="correct the cause, and resume from the checkpoint before",
-        ) from failure
+        self._background.await_all()
 
     def close(self) -> None:
         """Wait for all saves and removals, and give memory, engine and thread back. Raises what `wait` raises."""
         self._end.call_off()
         try:
-            self._thread.shutdown(wait=True)
-            self._pending.clear()
-            self.raise_failure()
+            self._background.close()
         finally:
             self._stager.close()
             self._writer.close()
-            for folder in self._folders.values():
-                folder.close()
-
-    def _folder(self, place: Path) -> Folder:
-        if place not in self._folders:
-            self._folders[place] = Folder(place, self._engine)
-        return self._folders[place]
+            self._folders.close()
 
 
 def is_lightnings(path: Path) -> bool:

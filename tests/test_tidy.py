@@ -226,6 +226,10 @@ def test_functions_and_files_stay_short(folder: str) -> None:
         assert lines <= FILE_LINES_MAX[folder], f"{path.relative_to(ROOT)} has {lines} lines"
 
 
+def test_a_checkpointer_is_lifecycle_and_verbs() -> None:
+    assert len((SRC / "flowstone/checkpointer.py").read_text().splitlines()) < 250, "what the verbs do is in pipeline/"
+
+
 PARAMETERS_MAX = 7
 OPTIONS = {
     ("checkpointer.py", "__init__"), ("bench.py", "io"), ("writer.py", "__init__"), ("export.py", "export"),

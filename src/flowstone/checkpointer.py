@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -179,17 +178,7 @@ class Checkpointer(StateDictVerbs):
     def rewind(self, step: int) -> None:
         """Set every step above `step` aside, so that training can save them anew. `step` itself must exist."""
         self._check_open()
-        step = calls.step_number(step, verb="rewind")
-        self._saves.await_all()
-        failure: Exception | None = None
-        try:
-            self._saves.in_flight.settle()
-        except FlowstoneError as error:
-            failure = error
-        self._saves.count_alike("the saves before going back", failure)
-        set_aside = partial(self._saves.sole_writer.rewind, step)
-        self._group.decide(f"going back to step {step}", lambda: self._turn.uninterrupted(set_aside))
-        self._saves.in_flight.newest = step
+        self._saves.rewind(calls.step_number(step, verb="rewind"))
 
     @one_at_a_time
     def close(self) -> None:

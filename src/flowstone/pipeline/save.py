@@ -26,6 +26,7 @@ from flowstone.commit.entries import step_directory
 from flowstone.commit.read import encode_sections
 from flowstone.commit.writer import StoreWriter
 from flowstone.config import FIRST_ARENA_BYTES
+from flowstone.errors import FlowstoneError
 from flowstone.events import Committed, SaveFailed, SaveStarted
 from flowstone.pipeline.absence import Absence
 from flowstone.pipeline.base import Base
@@ -298,6 +299,19 @@ class Saves:
         """Wait until the saves in flight have ended, and other ranks know which of them this rank did not make."""
         self.in_flight.await_all()
         self._absence.await_told()
+
+    def rewind(self, step: int) -> None:
+        """Set every step above `step` aside, on all ranks alike. See Checkpointer.rewind."""
+        self.await_all()
+        failure: Exception | None = None
+        try:
+            self.in_flight.settle()
+        except FlowstoneError as error:
+            failure = error
+        self.count_alike("the saves before going back", failure)
+        set_aside = partial(self.sole_writer.rewind, step)
+        self._group.decide(f"going back to step {step}", lambda: self._turn.uninterrupted(set_aside))
+        self.in_flight.newest = step
 
     def count_alike(self, phase: str, error: Exception | None) -> None:
         """Make all ranks count the tries of each step alike. Raises `error`, or RankError for another rank's error."""

@@ -208,12 +208,12 @@ std::vector<std::uint32_t> files_of(const ReadExtents& rows) {
 }
 
 PyReadJob start_read(const PyEngine& engine, const PyArena& arena, const std::vector<std::optional<PyFile>>& files,
-                     const PyReadExtents& rows, bool stop_at_bad, bool in_place, std::uint64_t request_bytes) {
+                     const PyReadExtents& rows, bool stop_at_bad, bool in_place, std::uint64_t request_bytes, bool ahead) {
     std::vector<std::shared_ptr<const File>> opened;
     for (const std::optional<PyFile>& file : files) opened.push_back(file ? file->held : nullptr);
     PyReadJob job;
     const Unlocked unlocked;
-    job.held = engine.held->read(arena.held, std::move(opened), rows.held, {stop_at_bad, in_place, request_bytes});
+    job.held = engine.held->read(arena.held, std::move(opened), rows.held, {stop_at_bad, in_place, request_bytes, ahead});
     return job;
 }
 
@@ -436,6 +436,7 @@ void bind_jobs(nb::module_& module) {
         })
         .def_prop_ro("file_ends", [](const PyWriteJob& job) { return job.held->file_ends(); });
     bind_job<PyReadJob>(module, "ReadJob")
+        .def("aim", [](const PyReadJob& job, const PyReadExtents& rows) { const Unlocked unlocked; job.held->aim(rows.held); })
         .def_prop_ro("requested_bytes", [](const PyReadJob& job) { return job.held->requested_bytes(); })
         .def_prop_ro("direct_bytes", [](const PyReadJob& job) { return job.held->direct_bytes(); })
         .def_prop_ro("bad_chunks", [](const PyReadJob& job) { return to_numpy(job.held->bad_chunks()); })
@@ -456,7 +457,7 @@ void bind_engine(nb::module_& module) {
              "blocks"_a = nb::none(), "bytes_per_s"_a = 0, "cap_bytes_per_s"_a = 0,
              "watch"_a = "samples", "files_ready"_a = true)
         .def("read", &start_read, "arena"_a, "files"_a, "rows"_a, nb::kw_only(), "stop_at_bad"_a = true,
-             "in_place"_a = true, "request_bytes"_a = 0)
+             "in_place"_a = true, "request_bytes"_a = 0, "ahead"_a = false)
         .def("close", [](const PyEngine& engine) { const Unlocked unlocked; engine.held->close(); });
 }
 

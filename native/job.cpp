@@ -70,7 +70,18 @@ void Job::take_outcome(Outcome outcome) {
 
 void Job::wait_for_room(std::uint32_t windows_max) {
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return under_way_ < windows_max || stopping(); });
+    changed_.wait(lock, [&] { return under_way_ - aside_ < windows_max || stopping(); });
+}
+
+void Job::wait_for_windows() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return under_way_ == 0 || stopping(); });
+}
+
+void Job::set_aside() {
+    const std::lock_guard lock(mutex_);
+    ++aside_;
+    changed_.notify_all();
 }
 
 void Job::begin_window(bool reads_source) {
@@ -112,10 +123,11 @@ void Job::release_early() {
     if (early_captured_) changed_.notify_all();
 }
 
-void Job::end_window() {
+void Job::end_window(bool aside) {
     const std::lock_guard lock(mutex_);
     assert(under_way_ > 0);
     --under_way_;
+    if (aside) --aside_;
     changed_.notify_all();
 }
 

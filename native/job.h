@@ -95,8 +95,12 @@ protected:
     /// The fault: no memory to continue.
     Fault no_memory() const { return flowstone::no_memory(files_.empty() ? nullptr : files_.front()->path); }
 
-    /// Blocks until fewer than `windows_max` windows are under way, or the job is stopping.
+    /// Blocks until fewer than `windows_max` windows are under way and not set aside, or the job is stopping.
     void wait_for_room(std::uint32_t windows_max);
+    /// Blocks until none is under way, or the job is stopping.
+    void wait_for_windows();
+    /// A window takes no room from now on; say so at its end.
+    void set_aside();
     /// `reads_source`: the window counts as not queued until `queue_sources`, then as not captured until
     /// `release_sources`.
     void begin_window(bool reads_source);
@@ -106,7 +110,7 @@ protected:
     /// `release_sources`.
     void expect_early(std::size_t windows);
     void release_early();
-    void end_window();
+    void end_window(bool aside = false);
     /// The coordinator begins no more windows.
     void end_feeding();
     /// The coordinator's last call: blocks until every window has ended, then lets `wait` return.
@@ -158,6 +162,7 @@ private:
     mutable std::mutex mutex_;
     std::condition_variable changed_;
     std::uint32_t under_way_ = 0;
+    std::uint32_t aside_ = 0;  // of those
     std::uint32_t queueing_sources_ = 0;
     std::uint32_t reading_sources_ = 0;
     std::size_t early_left_ = 0;

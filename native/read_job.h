@@ -17,16 +17,21 @@ namespace flowstone {
 /// stop_at_bad    after the first bad chunk, start no new reads, and change no more memory
 /// in_place       read straight into targets with the file's alignment, instead of through the arena
 /// request_bytes  the longest window; 0: the engine's
+/// ahead          the rows' targets are not known yet: read as much as the arena holds, verify, and wait for `aim`.
+///                Needs stop_at_bad
 struct ReadOptions {
     bool stop_at_bad = true;
     bool in_place = true;
     std::uint64_t request_bytes = 0;
+    bool ahead = false;
 };
 
 /// A verified chunk for a device is queued to be copied there from its block. Chunks in mapped memory are verified
 /// there, and copied to their target without a block.
 /// Targets stay alive until wait() has returned true; rows, files and arena are the job's.
 /// The destructor cancels and waits.
+///
+/// A job that reads ahead ends when it has its targets and everything is stored, or when it fails or is cancelled.
 ///
 /// Invariant: a chunk that went through the arena reaches its target only after its digest matched;
 /// a row's touched flag is set before the first byte of its target can change.
@@ -37,6 +42,10 @@ public:
     ReadJob(Machine machine, std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<const File>> files,
             std::shared_ptr<const ReadExtents> rows, const ReadOptions& options);
     ~ReadJob();
+
+    /// Of a job that reads ahead: the same rows with their targets, which may change from now on. Once. Any thread, which
+    /// helps to store what has arrived. Throws std::invalid_argument if these are other rows, or the job has its targets.
+    void aim(std::shared_ptr<const ReadExtents> rows);
 
     /// Indices of the digests that did not match so far, ascending.
     std::vector<std::uint64_t> bad_chunks() const;
@@ -53,6 +62,9 @@ private:
     friend struct Staged<ReadJob, Window>;
 
     void begin_all();
+    void begin_windows();
+    bool hold(const std::shared_ptr<Window>& window);
+    void drop_held();
     void post(const std::shared_ptr<Window>& window, Stage stage) noexcept;
     bool is_mapped(const ReadWindow& planned) const;
     void begin_mapped(const ReadWindow& planned);
@@ -60,6 +72,8 @@ private:
     void aim_direct(Window& window, std::vector<iovec>& parts);
     void end_op(const std::shared_ptr<Window>& window, const Outcome& outcome);
     void deliver(const std::shared_ptr<Window>& window, LiveAccess& live);
+    void deliver_now(const std::shared_ptr<Window>& window);
+    void verify(const std::shared_ptr<Window>& window);
     void expect_stored(const std::shared_ptr<Window>& window);
     void stored(const std::shared_ptr<Window>& window);
     void abandon(const std::shared_ptr<Window>& window);
@@ -80,6 +94,10 @@ private:
     std::atomic<bool> damaged_{false};
     mutable std::mutex bad_mutex_;
     std::set<std::uint64_t> bad_;
+    std::shared_ptr<const ReadExtents> aimed_;         // under held_mutex_
+    std::atomic<const ReadExtents*> targets_{nullptr};  // rows_, or aimed_; null: not known yet
+    std::mutex held_mutex_;
+    std::vector<std::shared_ptr<Window>> held_;  // verified, until the targets are known; under held_mutex_
     std::jthread coordinator_;  // last: it uses all of the above
 };
 

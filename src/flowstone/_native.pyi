@@ -314,6 +314,9 @@ class WriteJob:
 class ReadJob:
     """Bytes on their way into memory. Keep every target alive until `wait` returns True."""
 
+    def aim(self, rows: ReadExtents) -> None:
+        """Give a job that reads ahead its targets: the same rows, with addresses and layouts. They change from now on.
+        """
     def wait(self, timeout_s: float) -> bool: ...
     def cancel(self) -> None: ...
     @property
@@ -379,13 +382,14 @@ class Engine:
         """
     def read(
         self, arena: Arena, files: Sequence[File | None], rows: ReadExtents, *,
-        stop_at_bad: bool = True, in_place: bool = True, request_bytes: int = 0,
+        stop_at_bad: bool = True, in_place: bool = True, request_bytes: int = 0, ahead: bool = False,
     ) -> ReadJob:
         """Start reading and checking. Returns at once. Rows of files that are None are left out.
 
         stop_at_bad    a chunk whose digest differs stops the job; else it goes on and reports all that do
         in_place       read straight into targets at the phase of the file; else all goes through the arena
         request_bytes  the longest window; 0 for the engine's. An arena block holds one
+        ahead          the targets are not known yet: as much as the arena holds is read, and waits for `aim`
         """
     def close(self) -> None:
         """Wait for running jobs, stop the threads."""

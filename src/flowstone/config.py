@@ -46,6 +46,7 @@ ARENA_SHARE_OF_AVAILABLE = 4  # the default budget is a quarter of the memory th
 READ_ARENA_BYTES = 256 * MIB  # loads and checks never need more to reach the device's rate
 FIRST_ARENA_BYTES = 128 * MIB  # of staging memory for a first save: sixteen requests of 8 MiB
 RING_HALF_BYTES = 16 * MIB  # of half a ring buffer, which passes bytes to other ranks of the node
+READ_AHEAD_BYTES_MIN = 16 * MIB  # less is read faster than a second way to read it is prepared
 SHARED_READ_BYTES_MIN = 32 * MIB  # below this each rank reads for itself, which is faster than agreeing on it
 READ_FILES_MAX = 256  # open at once in one load or check; at most a quarter of the process's limit
 READ_REQUEST_BYTES = 8 * MIB + 2 * BLOCK_BYTES  # eight whole chunks, wherever the first begins in its block

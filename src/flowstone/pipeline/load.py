@@ -27,6 +27,7 @@ from flowstone.format.manifest import Manifest
 from flowstone.log import log
 from flowstone.pipeline.compare import Wanted, compare, want
 from flowstone.pipeline.interest import Interest, learn_interest
+from flowstone.pipeline.read_ahead import ReadAhead, read_ahead
 from flowstone.pipeline.shared import Shared
 from flowstone.plan.match import Match, rename
 from flowstone.plan.read import ReadPlan, plan_reads
@@ -93,6 +94,7 @@ class Loading(msgspec.Struct, frozen=True, eq=False):
     wanted        the pieces to be read; with rules about layouts, boxes of what is stored
     destinations  parallel to `wanted`: the memory to read into
     node_reads    how ranks of a node read for each other; None: each reads for itself
+    ahead         what is read already; None: nothing
     held          closed once all is read
     """
 
@@ -105,6 +107,7 @@ class Loading(msgspec.Struct, frozen=True, eq=False):
     destinations: Destinations
     arranged: Arranged | None = None
     node_reads: NodeReads | None = None
+    ahead: ReadAhead | None = None
     held: ExitStack = msgspec.field(default_factory=ExitStack)
 
 
@@ -173,9 +176,11 @@ class Loads:
     ) -> LoadReport:
         """THE ORDER: want, agree, plan, agree, read, finish, agree. Raises what `Checkpointer.load` does."""
         spans = Spans("load", step, self._group.rank)
-        wanted, interest = self._want(step, state, rules)
-        spans.lap("wanted")
-        ready = self._share_reads(self._plan(wanted, interest, verify_first=verify_first))
+        with ExitStack() as held:
+            wanted, interest, ahead = self._want(step, state, rules, held)
+            spans.lap("wanted")
+            ready = self._plan(wanted, interest, verify_first=verify_first)
+            ready = self._share_reads(replace(ready, ahead=ahead, held=held.pop_all()))
         spans.lap("planned")
         # Set before the first byte can change: from here on only a load that succeeds makes the state whole again,
         # unless it is certain that no byte has changed on any rank.
@@ -203,16 +208,23 @@ class Loads:
         self._emit(Loaded(step, done.bytes, done.seconds))
         return done
 
-    def _want(self, step: int, state: Mapping[str, object], rules: Sequence[LoadRule]) -> tuple[Wanted, Interest]:
-        """What the state needs of the checkpoint, and what all ranks need of it."""
+    def _want(
+        self, step: int, state: Mapping[str, object], rules: Sequence[LoadRule], held: ExitStack
+    ) -> tuple[Wanted, Interest, ReadAhead | None]:
+        """What the state needs of the checkpoint, what all ranks need of it, and what is read meanwhile."""
         phase = f"what is wanted of step {step}"
+        ahead: ReadAhead | None = None
         try:
             checkpoint = Checkpoint(self._store, step_directory(step), self._options)
+            if self._group.size == 1:  # of several ranks, each wants a part
+                ahead = read_ahead(checkpoint, state, rules, self._store)
+            if ahead is not None:
+                held.callback(ahead.close)
             wanted = want(checkpoint, state, rules=rules, rank=self._group.rank, ranks=self._group.size)
         except Exception as error:
             self._group.confirm(phase, error)
             raise
-        return wanted, learn_interest(self._group, phase, wanted)
+        return wanted, learn_interest(self._group, phase, wanted), ahead
 
     def _plan(self, wanted: Wanted, interest: Interest, *, verify_first: bool) -> Loading:
         """Which bytes are read into which memory, once all ranks have found that state and checkpoint agree."""
@@ -291,11 +303,19 @@ def read(loading: Loading, store: Store, begun: Event, on_progress: Callable[[in
     for stream in loading.destinations.streams.values():
         stream.wait_current()
     with loading.held as stack:
-        arena = open_read_arena(store)
-        stack.callback(arena.close)
-        fill = Fill(index, plan, loading.wanted, loading.destinations.places, devices)
+        ahead, ordered = loading.ahead, None
+        if ahead is not None:
+            ordered = None if devices else ahead.takes(index, plan)
+        if ahead is not None and ordered is None:
+            ahead.close()  # read in vain
+        if ordered is None:
+            arena = open_read_arena(store)
+            stack.callback(arena.close)
+        fill = Fill(index, ordered or plan, loading.wanted, loading.destinations.places, devices)
         begun.set()  # if anything fails after this line, the state may have changed
-        if loading.node_reads is None:
+        if ahead is not None and ordered is not None:
+            found = ahead.scatter(fill, on_progress)
+        elif loading.node_reads is None:
             found = scatter(store, paths, fill, arena, on_progress)
         else:
             found = loading.node_reads.run(store, paths, fill, arena, on_progress)

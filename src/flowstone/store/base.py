@@ -163,7 +163,13 @@ class Writing(Protocol):
 class Reading(Protocol):
     """Extents on their way into memory."""
 
-    def wait(self, timeout_s: float) -> bool: ...
+    def aim(self, rows: _native.ReadExtents) -> None:
+        """Give extents that are read ahead their targets: the same rows, with memory, which changes from now on. Once.
+        """
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has ended, after at most `timeout_s`. What is read ahead has its targets by now, or is cancelled.
+        """
 
     def receipt(self) -> ReadReceipt:
         """Block until the end."""
@@ -289,13 +295,14 @@ class BulkBytes(Protocol):
 
     def read_extents(
         self, paths: Sequence[str], rows: _native.ReadExtents, arena: _native.Arena, *, wanted_bytes: int,
-        stop_at_bad: bool = True, past_cache: bool = False,
+        stop_at_bad: bool = True, past_cache: bool = False, ahead: bool = False,
     ) -> Reading:
         """Start reading and checking extents of the files at `paths`; returns without waiting.
 
         wanted_bytes  length of all chunks in `rows`: the settings depend on it
         stop_at_bad   start no new requests once a digest differs; else read on and report all that differ
         past_cache    bypass the page cache if possible, whatever was tuned, to check what the device holds
+        ahead         the rows have no targets yet: what the arena holds is read, and waits there for `Reading.aim`
         """
 
     def reads_past_cache(self, path: str, wanted_bytes: int) -> bool:

@@ -119,6 +119,9 @@ class JobReading:
     def done_bytes(self) -> int:
         return self._job.done_bytes
 
+    def aim(self, rows: _native.ReadExtents) -> None:
+        self._job.aim(rows)
+
     def wait(self, timeout_s: float) -> bool:
         return self._job.wait(timeout_s)
 

@@ -217,13 +217,13 @@ class LocalStore:
 
     def read_extents(
         self, paths: Sequence[str], rows: _native.ReadExtents, arena: _native.Arena, *, wanted_bytes: int,
-        stop_at_bad: bool = True, past_cache: bool = False,
+        stop_at_bad: bool = True, past_cache: bool = False, ahead: bool = False,
     ) -> LocalReading:
         from flowstone.store.local_io import LocalReading  # as above
 
         settings = self._engines.settings("read")
         direct = settings.direct if past_cache else settings.direct_at(wanted_bytes)
-        return LocalReading(self._engines, paths, rows, arena, direct=direct, stop_at_bad=stop_at_bad)
+        return LocalReading(self._engines, paths, rows, arena, direct=direct, stop_at_bad=stop_at_bad, ahead=ahead)
 
     def reads_past_cache(self, path: str, wanted_bytes: int) -> bool:
         direct = self._engines.settings("read").direct_at(wanted_bytes)

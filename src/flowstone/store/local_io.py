@@ -178,10 +178,10 @@ class LocalReading:
 
     def __init__(
         self, engines: EngineChoice, paths: Sequence[str], rows: _native.ReadExtents, arena: _native.Arena, *,
-        direct: Direct, stop_at_bad: bool,
+        direct: Direct, stop_at_bad: bool, ahead: bool = False,
     ) -> None:
         self._root, self._engines, self._paths, self._rows, self._arena = engines.root, engines, paths, rows, arena
-        self._direct, self._stop_at_bad = direct, stop_at_bad
+        self._direct, self._stop_at_bad, self._ahead = direct, stop_at_bad, ahead
         self._files = rows.files
         self._read_files = 0  # number of files done
         self._opened = OpenFiles()
@@ -204,6 +204,7 @@ class LocalReading:
                 self._job = self._running.engine.read(
                     self._arena, natives, self._rows, stop_at_bad=self._stop_at_bad,
                     in_place=self._running.settings.tuning.in_place, request_bytes=self._running.request_bytes,
+                    ahead=self._ahead,
                 )
             if self._cancelled:  # meanwhile, by another thread
                 self._job.cancel()
@@ -229,6 +230,11 @@ class LocalReading:
                 self._opened.close(leave=len(self._opened) // 2)  # leave descriptors to the rest of this process
                 return
             self._opened.add(self._root / path, fd, alignment)
+
+    def aim(self, rows: _native.ReadExtents) -> None:
+        assert self._job is not None, "it starts at once"
+        self._rows, self._ahead = rows, False  # of further jobs, for the next files or the same ones again
+        self._job.aim(rows)
 
     @property
     def done_bytes(self) -> int:

@@ -224,7 +224,7 @@ class MemoryStore:
 
     def read_extents(
         self, paths: Sequence[str], rows: _native.ReadExtents, arena: _native.Arena, *, wanted_bytes: int,
-        stop_at_bad: bool = True, past_cache: bool = False,
+        stop_at_bad: bool = True, past_cache: bool = False, ahead: bool = False,
     ) -> JobReading:
         files: dict[int, _File] = {}
         for number in rows.files:
@@ -233,7 +233,8 @@ class MemoryStore:
         natives = [files[number].native() if number in files else None for number in range(len(paths))]
         tuning = self.settings("read").tuning
         job = self._engine(arena).read(
-            arena, natives, rows, stop_at_bad=stop_at_bad, in_place=tuning.in_place, request_bytes=tuning.request_bytes
+            arena, natives, rows, stop_at_bad=stop_at_bad, in_place=tuning.in_place, request_bytes=tuning.request_bytes,
+            ahead=ahead,
         )
         return JobReading(Path(self.location), job, files)
 

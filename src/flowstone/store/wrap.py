@@ -118,11 +118,11 @@ class Wrapper:
 
     def read_extents(
         self, paths: Sequence[str], rows: _native.ReadExtents, arena: _native.Arena, *, wanted_bytes: int,
-        stop_at_bad: bool = True, past_cache: bool = False,
+        stop_at_bad: bool = True, past_cache: bool = False, ahead: bool = False,
     ) -> Reading:
         path = paths[0] if paths else ""
         reading = self._call("read_extents", path, lambda: self.inner.read_extents(
-            paths, rows, arena, wanted_bytes=wanted_bytes, stop_at_bad=stop_at_bad, past_cache=past_cache
+            paths, rows, arena, wanted_bytes=wanted_bytes, stop_at_bad=stop_at_bad, past_cache=past_cache, ahead=ahead
         ))
         return _WrappedReading(reading, lambda act: self._call("read_through", path, act))
 
@@ -155,7 +155,7 @@ class _WrappedWriting:
 class _WrappedReading:
     def __init__(self, inner: Reading, around: Callable[[Callable[[], ReadReceipt]], ReadReceipt]) -> None:
         self._inner, self._around = inner, around
-        self.wait, self.cancel = inner.wait, inner.cancel
+        self.aim, self.wait, self.cancel = inner.aim, inner.wait, inner.cancel
 
     @property
     def done_bytes(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 
 import pytest
+import torch
 from faulty_disk import FaultyDisk, Trouble
 from large import entries, loaded, state
 
@@ -77,6 +78,22 @@ def test_direct_reads_refused_anywhere_are_read_again_through_the_page_cache(
         assert loaded(checkpointer, 2.0)
     # A refusal of the first block is part of finding out how to read, and told to nobody.
     assert len(caplog.messages) == (spared > 0)
+
+
+@pytest.mark.parametrize("spared", [1, 4])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_direct_reads_refused_to_what_is_read_ahead_are_read_again(
+    disk: FaultyDisk, backend: str, spared: int
+) -> None:
+    run = disk.path / "run"
+    small = {str(at): torch.full((10_000,), float(at)) for at in range(600)}
+    with fs.Checkpointer(run, engine=options(backend)) as checkpointer:
+        checkpointer.save(1, {"model": small}).committed.result()
+        disk.befall(refused("read", spared=spared))
+        blank = {name: torch.zeros(10_000) for name in small}
+        checkpointer.load({"model": blank})
+        assert disk.befall()["read"] >= 1
+    assert all(torch.equal(blank[name], tensor) for name, tensor in small.items())
 
 
 def test_direct_insisted_on_and_refused_is_an_error_with_the_remedy(disk: FaultyDisk) -> None:

@@ -230,6 +230,14 @@ def to_options(given: Mapping[str, object]) -> tuple[Keep | KeepRule | None, int
         raise ArgumentError(
             f"alone {shown(alone)} is neither True nor False", next="leave it out to save with all ranks"
         )
+    if not isinstance(given["every_step"], bool):
+        raise ArgumentError(
+            f"every_step {shown(given['every_step'])} is neither True nor False", next="leave it out for no journal"
+        )
+    if not _number("recovery_s", given["recovery_s"]) > 0:
+        raise ArgumentError(
+            f"recovery_s {shown(given['recovery_s'])} is not above 0", next="give a number of seconds"
+        )
     deadline = _number("deadline_s", deadline_s)
     if not deadline > 0:
         raise ArgumentError(f"deadline_s {shown(deadline_s)} is not above 0", next="give a number of seconds")

@@ -6,6 +6,7 @@ import html
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -157,10 +158,24 @@ class Checkpoint:
     def __init__(self, store: Store, directory: str, options: EngineOptions, manifest: Manifest | None = None) -> None:
         self._store, self._directory, self._options = store, directory, options
         self.manifest = manifest or read_manifest(store, directory)
+        self._journal_step: int | None = None
 
     @property
     def step(self) -> int:
         return self.manifest.step
+
+    @property
+    def journal_step(self) -> int | None:
+        """The step that `Checkpointer.load` replays from here on, if a journal led further when this was opened."""
+        return self._journal_step
+
+    def with_journal(self, step: int | None) -> Checkpoint:
+        """The same checkpoint, from which a journal leads to `step`."""
+        if step == self.manifest.step:
+            step = None
+        same = copy(self)
+        same._journal_step = step
+        return same
 
     @property
     def path(self) -> str:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from flowstone import arguments as calls
 from flowstone.checkpoint import Checkpoint
 from flowstone.commit.writer import StoreWriter
-from flowstone.config import DEADLINE_S, EngineOptions, Keep, KeepRule
+from flowstone.config import DEADLINE_S, RECOVERY_S, EngineOptions, Keep, KeepRule
 from flowstone.errors import FlowstoneError
 from flowstone.events import OnEvent
 from flowstone.log import log
 from flowstone.pipeline.futures import Save
-from flowstone.pipeline.load import LoadReport, Loads
-from flowstone.pipeline.load_outcome import LoadOutcome
+from flowstone.pipeline.load import Loads
+from flowstone.pipeline.load_outcome import LoadOutcome, LoadReport
 from flowstone.pipeline.replica_samples import first_samples
 from flowstone.pipeline.save import Saves
 from flowstone.pipeline.shared import SaveOptions, Shared
@@ -47,6 +48,8 @@ class Checkpointer(StateDictVerbs):
     engine             how bytes move; options not given are as tuned for the mount, else a measured default
     saves_in_flight    how many saves may be under way at once; `save` waits when there are more
     deadline_s         in a job of several ranks, how long they wait for the slowest of them
+    every_step         each save is durable before the next returns: checkpoints, and a journal of what replays steps
+    recovery_s         with every_step: a checkpoint is saved once a load would take longer than that
     alone              this process saves and loads by itself, whatever job it is in; its state must hold whole tensors.
                        For `if rank == 0: ckpt.save(...)`, and for what one rank evaluates
     on_event           is called with every event (see events.py), on the thread where it happens
@@ -71,6 +74,7 @@ class Checkpointer(StateDictVerbs):
         engine: EngineOptions | None = None,
         saves_in_flight: int = 2,
         deadline_s: float = DEADLINE_S,
+        every_step: bool = False, recovery_s: float = RECOVERY_S,
         alone: bool = False,
         on_event: OnEvent | None = None,
     ) -> None:
@@ -78,7 +82,7 @@ class Checkpointer(StateDictVerbs):
         keep, budget_bytes, max_unsaved_steps, saves_in_flight, deadline_s = calls.to_options({
             "keep": keep, "budget_bytes": budget_bytes, "on_error": on_error, "max_unsaved_steps": max_unsaved_steps,
             "engine": engine, "saves_in_flight": saves_in_flight, "deadline_s": deadline_s, "alone": alone,
-            "on_event": on_event,
+            "on_event": on_event, "every_step": every_step, "recovery_s": recovery_s,
         })
         engine = engine or EngineOptions()
         self._store: Store = LocalStore(place, engine) if isinstance(place, Path) else place
@@ -94,6 +98,9 @@ class Checkpointer(StateDictVerbs):
         frozen = Frozen(first_samples)
         shared = Shared(self._store, engine, self._group, self._turn, emit, frozen, LoadOutcome())
         self._loads, self._saves = Loads(shared), Saves(shared, options, self._store_writer, self, self._end)
+        if every_step:
+            from flowstone.pipeline.every_step import EveryStep  # imported here: others do not need it
+            self._saves = EveryStep(shared, self._saves, options, recovery_s)
         self._closed = False
 
     @one_at_a_time
@@ -134,7 +141,8 @@ class Checkpointer(StateDictVerbs):
         self._check_open()
         state, step, rules = calls.to_load(state, step, rules, {"verify_first": verify_first, "fallback": fallback})
         self._saves.await_all()
-        return self._loads.load_newest(step, state, rules, verify_first=verify_first, fallback=fallback)
+        load = partial(self._loads.load_newest, step, state, rules, verify_first=verify_first, fallback=fallback)
+        return self._saves.around_load(state, load)
 
     @one_at_a_time
     def save(self, step: int, state: Mapping[str, object], *, fence: Literal["auto", "manual"] = "auto") -> Save:
@@ -166,13 +174,13 @@ class Checkpointer(StateDictVerbs):
     def fence(self) -> None:
         """Wait until the state may change: every save so far is captured. Emits the event Fenced."""
         self._check_open()
-        self._saves.fencing.pass_fence()
+        self._saves.pass_fence()
 
     @one_at_a_time
     def wait(self) -> None:
         """Wait until every save so far is durable. Raises SaveFailedError for a failure that was not raised yet."""
         self._check_open()
-        self._saves.in_flight.settle()
+        self._saves.settle()
 
     @one_at_a_time
     def rewind(self, step: int) -> None:
@@ -187,10 +195,10 @@ class Checkpointer(StateDictVerbs):
             return
         failure: Exception | None = None
         try:
-            self._saves.in_flight.settle()
+            self._saves.settle()
         except Exception as error:
             failure = error
-        self._saves.in_flight.await_all()  # an interrupt ends this wait and changes nothing
+        self._saves.await_ends()  # an interrupt ends this wait and changes nothing
         self._saves.sole_writer.drain_at_end()
         self._turn.uninterrupted(self._let_go)
         if failure is not None:
@@ -216,7 +224,7 @@ class Checkpointer(StateDictVerbs):
         # This may be one of its own threads. Optimizers' hooks, which may be running, notice by themselves.
         self._saves.end(wait=False)
         try:
-            self._saves.in_flight.settle()
+            self._saves.settle()
             self._give_back()
         except FlowstoneError as failure:
             self._give_back()
@@ -226,7 +234,7 @@ class Checkpointer(StateDictVerbs):
     def finish_saves(self, location: str) -> None:
         """Wait until saves into the store at `location` have ended, with their follow-up work, if it is this store."""
         if not self._closed and os.getpid() == self._pid and self._store.location == location:
-            self._saves.in_flight.await_all()
+            self._saves.await_ends()
             self._saves.sole_writer.drain()
 
     def __enter__(self) -> Checkpointer:

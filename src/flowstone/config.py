@@ -81,6 +81,13 @@ NOTICE_S = 5.0  # until the first such line
 REJOIN_S = 2.0  # for other ranks to come to their next call, after they gave up the call that this rank missed
 UNANSWERED_S = 10.0  # for ranks that have not called, if they are known not to, or others are held up
 
+# Journals (every_step).
+RECOVERY_S = 60.0  # reading the checkpoint and replaying the journal may take this long, by default
+JOURNAL_WINDOWS = 8  # of the state; one is fingerprinted with each step
+JOURNAL_AHEAD_BYTES = 256 * MIB  # of space to have reserved: each time, the file system writes its own journal
+JOURNAL_VALUE_BYTES_MAX = 4 * MIB  # of what no optimizer explains, and has changed since the step before
+JOURNAL_RATE_BYTES_PER_S = 500e6  # of reads, until some were measured
+
 # Below this, gathering by windows cannot keep even a slow device busy.
 BUDGET_BYTES_MIN = 32 * MIB
 REQUEST_BYTES_MIN = 2 * MIB  # a block of the arena holds a request, and any chunk with its block's head and tail

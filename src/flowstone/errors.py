@@ -122,6 +122,10 @@ class CollisionError(StateError):
     """Two paths of the state make the same name."""
 
 
+class ReplayError(StateError):
+    """A step that was replayed from a journal is not bit for bit what it was; the state is of no step."""
+
+
 class MismatchError(StateError):
     """State and checkpoint differ, and no memory was changed.
 

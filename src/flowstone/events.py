@@ -153,8 +153,43 @@ class LeftAlone:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Journaled:
+    """This step is durable: the journal has what replays it (`every_step`)."""
+
+    step: int
+    bytes: int
+    seconds: float  # since `save` was called
+
+
+@dataclass(frozen=True, slots=True)
+class NotJournaled:
+    """With `every_step`: what has changed since the step before cannot be replayed, so this step is saved whole."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """A load has replayed the steps after a checkpoint's, from the journal. See LoadReport.replay."""
+
+    base: int
+    step: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class NotReplayed:
+    """The journal leads from the checkpoint that was loaded to a newer step, but cannot be replayed here."""
+
+    base: int
+    newest: int
+    reason: str
+
+
 Event = (
     SaveStarted | Captured | Fenced | Written | BuffersFromOneRank | Committed | SaveFailed | LoadProgress | Loaded
-    | FellBack | Removed | RemovalFailed | LeftAlone
+    | FellBack | Removed | RemovalFailed | LeftAlone | Journaled | NotJournaled | Replayed | NotReplayed
 )
 OnEvent = Callable[[Event], None]

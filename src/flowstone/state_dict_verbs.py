@@ -16,8 +16,10 @@ from flowstone.trace import Spans
 
 if TYPE_CHECKING:
     from flowstone.layout_rules import LoadRule
+    from flowstone.pipeline.every_step import EveryStep
     from flowstone.pipeline.futures import Save
-    from flowstone.pipeline.load import LoadReport, Loads
+    from flowstone.pipeline.load import Loads
+    from flowstone.pipeline.load_outcome import LoadReport
     from flowstone.pipeline.save import Saves
     from flowstone.ranks import RankGroup
     from flowstone.store.base import Store
@@ -35,7 +37,7 @@ class StateDictVerbs:
     _store: Store
     _turn: Turn
     _group: RankGroup
-    _saves: Saves
+    _saves: Saves | EveryStep
     _loads: Loads
     _pid: int
     _closed: bool

@@ -21,14 +21,16 @@ _TEMPORARY = {
     f".{TUNING_NAME}-": "a tuning that was never put in place",
     f".{LOCK_NAME}-": "a lock that was never put in place",
 }
+_JOURNAL = re.compile(r"journal-(\d{8,})-([0-9a-f]{16})", re.ASCII)
 _STEP = re.compile(r"step-(\d{8,})", re.ASCII)
 _NUMBERED = re.compile(r"(\d{8,})-(.+)", re.ASCII | re.DOTALL)
 
 
 class Kind(Enum):
-    """What an entry is. Readers ignore all kinds except a step's directory."""
+    """What an entry is. Readers ignore all kinds except a step's directory, and journals."""
 
     STEP = "a checkpoint, once its manifest is there"
+    JOURNAL = "what replays the steps after one"
     SAVING = "a save that never finished"
     DELETING = "a deletion that never finished"
     SUPERSEDED = "a step that was set aside"
@@ -60,6 +62,9 @@ def parse(name: str) -> Entry | None:
     found = _STEP.fullmatch(name)
     if found is not None and step_directory(int(found[1])) == name:
         return Entry(name, Kind.STEP, int(found[1]))
+    found = _JOURNAL.fullmatch(name)
+    if found is not None and journal_directory(int(found[1]), found[2]) == name:
+        return Entry(name, Kind.JOURNAL, int(found[1]), found[2])
     for prefix, kind in _KINDS.items():
         if name.startswith(prefix):
             found = _NUMBERED.fullmatch(name, len(prefix))
@@ -75,6 +80,11 @@ def step_of(name: str) -> int | None:
     return entry.step if entry is not None and entry.kind is Kind.STEP else None
 
 
+def is_journal(name: str) -> bool:
+    entry = parse(name)
+    return entry is not None and entry.kind is Kind.JOURNAL
+
+
 def is_leftover(name: str) -> bool:
     """Whether a dead writer left this entry, if no writer is alive."""
     entry = parse(name)
@@ -83,6 +93,15 @@ def is_leftover(name: str) -> bool:
 
 def step_directory(step: int) -> str:
     return f"step-{step:08d}"
+
+
+def journal_directory(after: int, identity: str) -> str:
+    """The journal of the steps after one."""
+    return f"journal-{after:08d}-{identity}"
+
+
+def journal_file(rank: int) -> str:
+    return f"rank-{rank:05d}.journal"
 
 
 def saving_directory(step: int, identity: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from flowstone.commit import catalog, publish
+from flowstone.commit.entries import is_journal
 from flowstone.commit.retention import Retention
 from flowstone.config import Keep, KeepRule
 from flowstone.errors import LockedError, StorageError
@@ -37,13 +38,13 @@ class StoreWriter:
         try:
             store_id = publish.open_store(store)
             catalog.sweep(store, self._on_removed, self._stays)
-            existing = catalog.steps(store)
+            newest = newest_step(store)
         except BaseException:
             store.unlock()
             raise
         self._retention = Retention(store, store_id, self._keep, self._on_removed, self._on_left)
         self.store_id = store_id
-        return existing[-1] if existing else None
+        return newest
 
     def _stays(self, name: str, why: str) -> None:
         log.warning("not removed: %s/%s %s", self._store.location, name, why)
@@ -70,6 +71,10 @@ class StoreWriter:
         try:
             if self._retention is not None:
                 self._retention.run(committed)
+                if any(map(is_journal, self._store.names())):
+                    from flowstone.commit import journals  # imported here: most stores have none
+
+                    journals.remove_older(self._store, committed, self._on_removed)
         except LockedError as error:
             log.warning("retention stopped: %s", error)
         except Exception:
@@ -77,4 +82,29 @@ class StoreWriter:
 
     def rewind(self, step: int) -> tuple[int, ...]:
         """Set every step above `step` aside. Returns those steps."""
-        return catalog.rewind(self._store, step)
+        moved = catalog.rewind(self._store, step)
+        if any(map(is_journal, self._store.names())):
+            from flowstone.commit import journals  # as above
+
+            journals.cut(self._store, step)
+        return moved
+
+
+def newest_step(store: Store) -> int | None:
+    """The newest durable step, in a journal or not; None in an empty store."""
+    if any(map(is_journal, store.names())):
+        from flowstone.commit import journals  # as above
+
+        return journals.newest_step(store)
+    existing = catalog.steps(store)
+    return existing[-1] if existing else None
+
+
+def find_step(store: Store, step: int) -> None:
+    """Raise NoCheckpointError if no checkpoint, and no journal that leads on from the newest, has `step`."""
+    if any(map(is_journal, store.names())):
+        from flowstone.commit import journals  # as above
+
+        if journals.leads_to(store, step) is not None:
+            return
+    catalog.find(store, step)

@@ -228,6 +228,11 @@ class _Tensors(Mapping[str, StoredTensor]):
         return len(self._rows)
 
 
+def stored_of(checkpoint: Checkpoint, rank: int) -> Stored:
+    """A checkpoint's content as it is, without rules."""
+    return _stored(checkpoint, checkpoint.index.rows(), (), rank)
+
+
 def _stored(checkpoint: Checkpoint, names: Mapping[str, int], rules: Sequence[Rule], rank: int) -> Stored:
     """What the state layer needs to know about a checkpoint before a byte is read."""
     index, content = checkpoint.index, checkpoint.contents

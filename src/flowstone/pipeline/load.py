@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from threading import Event
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,7 @@ from msgspec.structs import replace
 
 from flowstone.checkpoint import Checkpoint
 from flowstone.commit import catalog
-from flowstone.commit.entries import step_directory
+from flowstone.commit.entries import is_journal, step_directory
 from flowstone.commit.locations import check_no_checkpoint, check_store, stores_below
 from flowstone.errors import FlowstoneError, NoCheckpointError, is_absence, is_damage
 from flowstone.events import FellBack, Loaded, LoadProgress
@@ -27,6 +26,7 @@ from flowstone.format.manifest import Manifest
 from flowstone.log import log
 from flowstone.pipeline.compare import Wanted, compare, want
 from flowstone.pipeline.interest import Interest, learn_interest
+from flowstone.pipeline.load_outcome import LoadReport
 from flowstone.pipeline.read_ahead import ReadAhead, read_ahead
 from flowstone.pipeline.shared import Shared
 from flowstone.plan.match import Match, rename
@@ -42,41 +42,10 @@ from flowstone.table.pieces import Memory, Pieces
 from flowstone.trace import Spans
 
 if TYPE_CHECKING:
+    from flowstone.commit.journals import Chain
     from flowstone.layout_rules import LoadRule
     from flowstone.plan.arrange import Arrangement
     from flowstone.stage.node_reads import NodeReads
-
-
-
-@dataclass(frozen=True, slots=True)
-class LoadReport:
-    """What a load did.
-
-    matched      names of the tensors that were read
-    initialised  in the state, not in the checkpoint, left as they were (Init)
-    skipped      in the checkpoint, not in the state (Skip)
-    cast         converted from another dtype (Cast)
-    renamed      stored name and name in the state, if they differ (Rename)
-    notes        remarks on anything unusual
-    bytes        length of the chunks that this rank has read
-    shared_bytes length of the chunks that it took from shared reads on its node, including those that it read itself
-    rearranged   name in the state, and the stored tensors that it is made of (Split, Fuse, Stack, ...)
-
-    A chunk that several parts of a rearranged tensor need is read once, and counts for each.
-    """
-
-    step: int
-    path: str
-    matched: tuple[str, ...]
-    initialised: tuple[str, ...]
-    skipped: tuple[str, ...]
-    cast: tuple[str, ...]
-    renamed: tuple[tuple[str, str], ...]
-    notes: tuple[str, ...]
-    bytes: int
-    seconds: float
-    shared_bytes: int = 0
-    rearranged: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 class Arranged(msgspec.Struct, frozen=True, eq=False):
@@ -115,6 +84,7 @@ class Loads:
     """The loads of one Checkpointer, by a group of N ranks, N at least 1."""
 
     def __init__(self, shared: Shared) -> None:
+        self._shared = shared
         self._store, self._options, self._group = shared.store, shared.options, shared.group
         self._emit, self._frozen, self._outcome = shared.emit, shared.frozen, shared.outcome
 
@@ -130,10 +100,14 @@ class Loads:
                     log.warning("there is no checkpoint in %s; stores are in %s", self._store.location, below)
                 return []
             read[newest.step] = newest
-            return [newest.step]
+            chain = leads_to(self._store, None)
+            return [newest.step, newest.step if chain is None else chain.newest]
 
         found = self._group.decide("which step is the newest", look)
-        return Checkpoint(self._store, step_directory(found[0]), self._options, read.get(found[0])) if found else None
+        if not found:
+            return None
+        step, leads = found
+        return Checkpoint(self._store, step_directory(step), self._options, read.get(step)).with_journal(leads)
 
     def load_newest(
         self, step: int | None, state: Mapping[str, object], rules: Sequence[LoadRule], *, verify_first: bool,
@@ -141,12 +115,18 @@ class Loads:
     ) -> LoadReport:
         """Load the newest step, or `step`; with `fallback`, the newest at or below it that is not damaged."""
 
+        chains: list[Chain | None] = [None]  # on rank 0
+
         def look() -> list[int]:
             check_store(self._store)
-            newest = catalog.find(self._store, step)
-            return [s for s in reversed(catalog.steps(self._store)) if s <= newest] if fallback else [newest]
+            chains[0] = chain = leads_to(self._store, step)
+            newest = catalog.find(self._store, step) if chain is None else chain.base
+            return [
+                int(chain is not None),
+                *([s for s in reversed(catalog.steps(self._store)) if s <= newest] if fallback else [newest]),
+            ]
 
-        candidates = self._group.decide("which step to load", look)
+        is_longer, *candidates = self._group.decide("which step to load", look)
         for candidate in candidates:
             try:
                 report = self.load(candidate, state, rules, verify_first=verify_first)
@@ -160,6 +140,10 @@ class Loads:
             else:
                 if candidate != candidates[0]:
                     self._outcome.superseded_above = candidate
+                elif is_longer:
+                    from flowstone.pipeline.replaying import go_on  # imported here: only journals need it
+
+                    return go_on(self._shared, report, state, chains[0], rules=rules, fallback=fallback)
                 return report
         raise NoCheckpointError(f"no checkpoint in {self._store.location}", next="check the path")
 
@@ -250,6 +234,15 @@ class Loads:
         except BaseException:
             ready.held.close()
             raise
+
+
+def leads_to(store: Store, step: int | None) -> Chain | None:
+    """The journals that lead from a checkpoint to `step`, or to the newest; None if a checkpoint has that step."""
+    if not any(map(is_journal, store.names())):
+        return None
+    from flowstone.commit import journals  # imported here: most stores have none
+
+    return journals.leads_to(store, step)
 
 
 def plan_load(

@@ -1,4 +1,4 @@
-"""What a load leaves for the next save to check."""
+"""What a load did, for its caller, and what it leaves for the next save to check."""
 
 from __future__ import annotations
 
@@ -27,3 +27,59 @@ class LoadOutcome:
                 f"cannot save the state: {self.unfinished}, and part of the state has changed",
                 next="load a checkpoint successfully first",
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """The steps that a load has replayed.
+
+    base       the step of the checkpoint that was read
+    steps      how many were replayed
+    newest     to which step the journal leads; above the report's step if not all could be replayed
+    exactness  "exact": the steps are proven to be bit for bit what they were, by fingerprints that cover all tensors of
+               the optimizers once in eight steps. "tolerance": torch or the processor differ from those of the steps,
+               and `differs_from` is the first step of which a fingerprint differs, None if none does
+    reason     why not all were replayed, "" if all were
+    """
+
+    base: int
+    steps: int
+    newest: int
+    exactness: str
+    differs_from: int | None
+    reason: str
+    seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a load did.
+
+    matched      names of the tensors that were read
+    initialised  in the state, not in the checkpoint, left as they were (Init)
+    skipped      in the checkpoint, not in the state (Skip)
+    cast         converted from another dtype (Cast)
+    renamed      stored name and name in the state, if they differ (Rename)
+    notes        remarks on anything unusual
+    bytes        length of the chunks that this rank has read
+    shared_bytes length of the chunks that it took from shared reads on its node, including those that it read itself
+    rearranged   name in the state, and the stored tensors that it is made of (Split, Fuse, Stack, ...)
+    replay       the steps that were replayed after the checkpoint's, if a journal leads further (every_step)
+
+    A chunk that several parts of a rearranged tensor need is read once, and counts for each.
+    """
+
+    step: int
+    path: str
+    matched: tuple[str, ...]
+    initialised: tuple[str, ...]
+    skipped: tuple[str, ...]
+    cast: tuple[str, ...]
+    renamed: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+    bytes: int
+    seconds: float
+    shared_bytes: int = 0
+    rearranged: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    replay: Replay | None = None

@@ -36,6 +36,7 @@ from flowstone.pipeline.fencing import Fencing
 from flowstone.pipeline.futures import Save
 from flowstone.pipeline.handover import Handover
 from flowstone.pipeline.in_flight import InFlight
+from flowstone.pipeline.load_outcome import LoadReport
 from flowstone.pipeline.pacing import Captures
 from flowstone.pipeline.plan_cache import CachedPlan, FenceMode, plan_save
 from flowstone.pipeline.replica_samples import look
@@ -83,6 +84,7 @@ class Saves:
         self._plan: CachedPlan | None = None  # of the last save; replaced by any thread
         self._base: Base | None = None  # of the next save; replaced by the writer's thread
         self._links = shared.store.capabilities.links
+        self.newest_draft = ""  # id of the checkpoint that the last call of `save` was to make
         self._absence = Absence(self._coordinator, self._turn)
         self._handover = Handover(
             shared.store, shared.turn, self.in_flight, self.captures, shared.emit, self._threads.watcher
@@ -97,6 +99,7 @@ class Saves:
         try:
             run = SaveRun(save, self._coordinator.begin_try(step), spans)  # counted before anything can fail
             self._await_turn(step)
+            self.newest_draft = self._coordinator.draft_name(run.this_try)
             waited = spans.lap("waited")
             self.sole_writer.check()
             self.in_flight.check_new(step, looks=self._group.rank == 0)
@@ -299,6 +302,22 @@ class Saves:
         """Wait until the saves in flight have ended, and other ranks know which of them this rank did not make."""
         self.in_flight.await_all()
         self._absence.await_told()
+
+    def await_ends(self) -> None:
+        """Wait until the saves in flight have ended; an interrupt ends this wait and changes nothing."""
+        self.in_flight.await_all()
+
+    def settle(self) -> None:
+        """Wait until every save so far is durable. Raises the first failure that was not raised yet."""
+        self.in_flight.settle()
+
+    def pass_fence(self) -> None:
+        """Wait until the state may change: every save so far is captured."""
+        self.fencing.pass_fence()
+
+    def around_load(self, _: Mapping[str, object], load: Callable[[], LoadReport]) -> LoadReport:
+        """Call `load`, which changes the state."""
+        return load()
 
     def rewind(self, step: int) -> None:
         """Set every step above `step` aside, on all ranks alike. See Checkpointer.rewind."""

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
-from flowstone.commit import catalog
 from flowstone.commit.locations import check_no_checkpoint
-from flowstone.commit.writer import StoreWriter
+from flowstone.commit.writer import StoreWriter, find_step
 from flowstone.pipeline.in_flight import InFlight
 from flowstone.pipeline.shared import Shared
 from flowstone.runtime.threads import Threads
@@ -61,7 +60,7 @@ class SoleWriter:
 
     def rewind(self, step: int) -> Sequence[int]:
         """Set every step above `step` aside, on rank 0. Returns those steps."""
-        catalog.find(self._store, step)
+        find_step(self._store, step)
         self.check()
         self.drain()
         aside = self._store_writer.rewind(step)

@@ -215,7 +215,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     directory_sync     names are durable after `sync_directory`
     durable_on_return  names and small files are durable when the call that creates, moves or removes them returns
     range_reads        the cost of a partial `read` depends on the part, not on the file
-    appends            an existing file can grow
+    appends            an existing file can grow: the store has `append_to_new` (see Appends)
     direct             bulk bytes can bypass the page cache
     links              `link` gives a file a further name; its bytes are there until the last name is removed
     """
@@ -308,6 +308,41 @@ class BulkBytes(Protocol):
     def reads_past_cache(self, path: str, wanted_bytes: int) -> bool:
         """Whether a read of that many bytes, this file's among them, bypasses the page cache: each rank reads the
         device.
+        """
+
+
+class Appending(Protocol):
+    """A file that grows. One thread at a time."""
+
+    @property
+    def bytes(self) -> int:
+        """How many have been appended."""
+
+    def append(
+        self, parts: Sequence[memoryview], *, ahead_bytes: int, confirm: Callable[[], None] = lambda: None
+    ) -> None:
+        """Write the parts at the end, one behind the other; address and length of each are multiples of 4096. Blocks.
+
+        ahead_bytes  of space to have reserved behind them when the file has to grow
+        confirm      called when all but the first part are written; if it raises, the first one is not, and nothing
+                     counts as appended
+        """
+
+    def sync(self) -> None:
+        """Make all bytes so far durable; the file's name is once its directory is synced."""
+
+    def close(self) -> None: ...
+
+
+class Appends(Protocol):
+    """What a store with `Capabilities.appends` has besides."""
+
+    def append_to_new(self, path: str) -> Appending:
+        """Create a file that grows. Raises StorageError, EEXIST where there is one."""
+
+    def read_into(self, path: str, offset_bytes: int, target: memoryview) -> int:
+        """Read into memory whose address and length are multiples of 4096, as is the offset. Returns how many bytes the
+        file had there.
         """
 
 

@@ -26,6 +26,7 @@ from flowstone.store.system import System
 
 if TYPE_CHECKING:
     from flowstone import _native
+    from flowstone.store.appending import LocalAppending
     from flowstone.store.local_io import LocalReading, LocalWriting
 
 _CAPABILITIES = Capabilities(
@@ -224,6 +225,16 @@ class LocalStore:
         settings = self._engines.settings("read")
         direct = settings.direct if past_cache else settings.direct_at(wanted_bytes)
         return LocalReading(self._engines, paths, rows, arena, direct=direct, stop_at_bad=stop_at_bad, ahead=ahead)
+
+    def append_to_new(self, path: str) -> LocalAppending:
+        from flowstone.store.appending import LocalAppending  # imported here: only journals need it
+
+        return LocalAppending(self.root, self.system, self._engines, path)
+
+    def read_into(self, path: str, offset_bytes: int, target: memoryview) -> int:
+        from flowstone.store.appending import read_past_cache  # as above
+
+        return read_past_cache(self.root, self._engines, path, offset_bytes, target)
 
     def reads_past_cache(self, path: str, wanted_bytes: int) -> bool:
         direct = self._engines.settings("read").direct_at(wanted_bytes)

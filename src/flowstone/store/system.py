@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from flowstone import _native
@@ -46,6 +47,27 @@ class System:
             if not written:  # else this would loop for ever
                 raise OSError(errno.EIO, "the system wrote nothing")
             rest = rest[written:]
+
+    def extend(self, fd: int, size_bytes: int) -> None:
+        """Give a file that has content a larger size, with blocks reserved where the file system can."""
+        _native.reserve_file(fd, size_bytes)
+
+    def write_at(self, fd: int, parts: Sequence[memoryview], offset_bytes: int) -> None:
+        """Write all of the parts at that place, one behind the other."""
+        rest = list(parts)
+        while rest:
+            written = os.pwritev(fd, rest, offset_bytes)
+            if not written:  # else this would loop for ever
+                raise OSError(errno.EIO, "the system wrote nothing")
+            offset_bytes += written
+            while rest and written >= len(rest[0]):
+                written -= len(rest.pop(0))
+            if rest and written:
+                rest[0] = rest[0][written:]
+
+    def sync_bytes(self, fd: int) -> None:
+        """Make a file's bytes durable, with what is needed to read them back."""
+        os.fdatasync(fd)
 
     def sync(self, fd: int) -> None:
         """Make a file's bytes and size durable, not its name."""

@@ -6,7 +6,7 @@ import errno
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from msgspec.structs import replace
 
@@ -16,6 +16,8 @@ from flowstone.errors import FlowstoneError, StorageError
 from flowstone.log import log
 from flowstone.store.base import (
     UNPACED,
+    Appending,
+    Appends,
     Capabilities,
     FilePlan,
     Pace,
@@ -74,6 +76,12 @@ class Wrapper:
         return self._call(
             "read", path, lambda: self.inner.read(path, offset=offset, length=length, bytes_max=bytes_max)
         )
+
+    def append_to_new(self, path: str) -> Appending:
+        return self._call("append_to_new", path, lambda: cast("Appends", self.inner).append_to_new(path))
+
+    def read_into(self, path: str, offset_bytes: int, target: memoryview) -> int:
+        return self._call("read", path, lambda: cast("Appends", self.inner).read_into(path, offset_bytes, target))
 
     def make_directory(self, path: str = "") -> None:
         self._call("make_directory", path, lambda: self.inner.make_directory(path))

@@ -19,7 +19,7 @@ from flowstone.commit.entries import step_directory
 from flowstone.errors import ArgumentError, NoCheckpointError, NotAStoreError, StorageError
 from flowstone.log import log
 from flowstone.pipeline.futures import Save
-from flowstone.pipeline.load import LoadReport
+from flowstone.pipeline.load_outcome import LoadReport
 from flowstone.store.local import LocalStore
 
 

@@ -1,0 +1,303 @@
+"""Journals of a store: which there are, to which step they lead, and which may go (docs/FORMAT.md, Journal).
+
+Without torch; imported only where a store has a journal, or one is to be written.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+
+import msgspec
+
+from flowstone.commit import catalog, removal
+from flowstone.commit.durable import sync
+from flowstone.commit.entries import (
+    Kind,
+    journal_directory,
+    journal_file,
+    new_deleting,
+    new_superseded_directory,
+    parse,
+    step_directory,
+)
+from flowstone.commit.manifests import inside, read_manifest
+from flowstone.config import BLOCK_BYTES
+from flowstone.errors import FormatError, StorageError
+from flowstone.format.digest import digest
+from flowstone.format.journal import (
+    OPENING,
+    STEP,
+    Frame,
+    Opening,
+    StepRow,
+    decode_document,
+    decode_prefix,
+    encode_head,
+)
+from flowstone.log import log
+from flowstone.store.base import Names, Store
+
+
+class FramePlace(msgspec.Struct, frozen=True):
+    """A frame of a step in its file."""
+
+    step: int
+    offset: int
+    frame: Frame
+
+
+class Journal(msgspec.Struct, frozen=True):
+    """A journal that can be opened, by the opening of its first file."""
+
+    directory: str
+    opening: Opening
+
+
+class Part(msgspec.Struct, frozen=True):
+    """The steps of a chain that lie in one journal: those above `after`, up to `until`."""
+
+    journal: Journal
+    until: int
+
+
+class Chain(msgspec.Struct, frozen=True):
+    """What leads from a committed checkpoint to the newest durable step.
+
+    parts  in order; the last one's `until` is that step
+    """
+
+    base: int
+    parts: tuple[Part, ...]
+
+    @property
+    def newest(self) -> int:
+        return self.parts[-1].until if self.parts else self.base
+
+    def steps(self, store: Names, rank: int) -> Iterator[tuple[Part, FramePlace]]:
+        """The frames of a rank, in order."""
+        for part in self.parts:
+            for place in frames(store, part.journal, rank):
+                if place.step <= part.until:
+                    yield part, place
+
+    def ends_at(self, store: Names, step: int) -> bool:
+        """Whether the last journal has a frame of `step`."""
+        return any(place.step == step for place in frames(store, self.parts[-1].journal, 0))
+
+    def up_to(self, step: int) -> Chain:
+        """The same, to a step on the way."""
+        parts = [part for part in self.parts if part.journal.opening.after < step]
+        cut = [msgspec.structs.replace(part, until=min(part.until, step)) for part in parts]
+        return Chain(self.base, tuple(cut))
+
+
+def listed(store: Names) -> list[Journal]:
+    """All that can be opened, the newest first. Those that cannot are passed over: a crash may have left them."""
+    found = []
+    for name in store.names():
+        entry = parse(name)
+        if entry is None or entry.kind is not Kind.JOURNAL or store.is_link(name):
+            continue
+        for file in store.names(name):
+            opening = _opening(store, name, file)
+            if opening is not None and journal_directory(opening.after, opening.id) == name:
+                found.append(Journal(name, opening))
+                break
+    return sorted(found, key=lambda one: one.opening.number, reverse=True)
+
+
+def _opening(store: Names, directory: str, file: str) -> Opening | None:
+    """The opening of a file; None if it is torn, or none of ours."""
+    path = inside(directory, file)
+    if not removal.is_journal_file(file):
+        return None
+    try:
+        frame = _frame_at(store, path, 0)
+        if frame is None or frame.kind != OPENING:
+            return None
+        data = store.read(path, length=frame.payload_offset)
+        return decode_document(data, frame, Opening, path=f"{store.location}/{path}")
+    except (FormatError, StorageError) as error:
+        log.warning("cannot open the journal %s/%s: %s", store.location, path, error)
+        return None
+
+
+def _frame_at(store: Names, path: str, offset: int) -> Frame | None:
+    return decode_prefix(store.read(path, offset=offset, length=BLOCK_BYTES))
+
+
+def frames(store: Names, journal: Journal, rank: int) -> list[FramePlace]:
+    """A rank's steps, up to the first frame that is not whole. Of all but the last, payloads are not read here.
+
+    A frame is written only once the one before it is durable, so a crash tears the last one alone.
+    """
+    path = inside(journal.directory, journal_file(rank))
+    if not store.exists(path):
+        return []
+    size, found = store.size(path), list[FramePlace]()
+    frame = _frame_at(store, path, 0)
+    if frame is None or frame.journal != journal.opening.id or frame.kind != OPENING:
+        return []
+    end, step = frame.frame_bytes, frame.step
+    while end < size:
+        frame = _frame_at(store, path, end)
+        follows = frame is not None and frame.kind == STEP and frame.journal == journal.opening.id
+        if frame is None or not follows or frame.number != len(found) + 1 or frame.step <= step:
+            break
+        if end + frame.frame_bytes > size:
+            break
+        found.append(FramePlace(frame.step, end, frame))
+        end, step = end + frame.frame_bytes, frame.step
+    if found and not _is_whole(store, path, found[-1]):
+        found.pop()
+    return found
+
+
+def _is_whole(store: Names, path: str, place: FramePlace) -> bool:
+    frame = place.frame
+    head = store.read(path, offset=place.offset, length=frame.payload_offset)
+    row = decode_document(head, frame, StepRow, path=f"{store.location}/{path}")
+    if row is None:
+        return False
+    begin = place.offset + frame.payload_offset
+    for tensor in row.tensors:
+        data = store.read(path, offset=begin + tensor.offset, length=tensor.bytes)
+        if len(data) < tensor.bytes or digest(data) != tensor.digest:
+            return False
+    return True
+
+
+def newest_chain(store: Names) -> Chain | None:
+    """What leads to the newest durable step; None if no journal leads beyond the newest checkpoint."""
+    committed = catalog.steps(store)
+    if not committed:
+        return None
+    known = listed(store)
+    for journal in known:
+        chain = _chain_to(store, journal, known, committed)
+        if chain is not None:
+            return chain if chain.base >= committed[-1] and chain.parts else None
+    return None
+
+
+def _chain_to(store: Names, last: Journal, known: Sequence[Journal], committed: Sequence[int]) -> Chain | None:
+    """The chain that ends with `last`; None if it leads to no committed checkpoint."""
+    by_id = {one.opening.id: one for one in known}
+    way = [last]
+    while not _begins_at_checkpoint(store, way[-1].opening, committed):
+        parent = by_id.get(way[-1].opening.parent or "")
+        if parent is None or parent in way or parent.opening.number >= way[-1].opening.number:
+            return None
+        way.append(parent)
+    parts = list[Part]()
+    for at, journal in enumerate(reversed(way)):
+        nearer = way[len(way) - 2 - at] if at + 1 < len(way) else None
+        steps = [journal.opening.after, *_common_steps(store, journal)]
+        until = steps[-1] if nearer is None else nearer.opening.after
+        if until not in steps:
+            log.warning("%s/%s ends before step %d", store.location, journal.directory, until)
+            return None
+        if until > journal.opening.after:
+            parts.append(Part(journal, until))
+    return Chain(way[-1].opening.after, tuple(parts))
+
+
+def _begins_at_checkpoint(store: Names, opening: Opening, committed: Sequence[int]) -> bool:
+    if opening.checkpoint is None or opening.after not in committed:
+        return False
+    try:
+        return read_manifest(store, step_directory(opening.after)).id == opening.checkpoint
+    except (FormatError, StorageError):
+        return False
+
+
+def _common_steps(store: Names, journal: Journal) -> list[int]:
+    """The steps that the files of all ranks have, up to the first that one lacks."""
+    of_all = [[place.step for place in frames(store, journal, rank)] for rank in range(journal.opening.ranks)]
+    common = []
+    for steps in zip(*of_all, strict=False):
+        if len(set(steps)) > 1:
+            break
+        common.append(steps[0])
+    return common
+
+
+def leads_to(store: Names, step: int | None) -> Chain | None:
+    """What leads to `step`, or to the newest durable one; None if no journal has it."""
+    chain = newest_chain(store)
+    if chain is None or step is None:
+        return chain
+    inner = chain.up_to(step)
+    return inner if inner.parts and inner.ends_at(store, step) else None
+
+
+def newest_step(store: Names) -> int | None:
+    """The newest durable step, in a journal or not; None in an empty store."""
+    committed = catalog.steps(store)
+    chain = newest_chain(store)
+    return chain.newest if chain is not None else committed[-1] if committed else None
+
+
+def next_number(store: Names) -> int:
+    """A number above those of all journals."""
+    return 1 + max((one.opening.number for one in listed(store)), default=0)
+
+
+def cut(store: Store, step: int) -> None:
+    """Make `step` the newest one of the journals. Needs the lock. Durable on return.
+
+    Journals that begin later are set aside. A journal that leads further ends at `step` from now on: a new one begins
+    there, and has no frames yet. Nothing of it is removed.
+    """
+    chain = newest_chain(store)
+    if chain is not None and chain.base <= step < chain.newest:
+        inner = chain.up_to(step)
+        if inner.newest != step:
+            raise AssertionError("the caller has checked that there is such a step")
+        _begin_empty(store, chain, inner)
+    for journal in listed(store):
+        if journal.opening.after > step:
+            removal.move(store, journal.directory, f"{new_superseded_directory(journal.opening.after)}.journal")
+    sync(store)
+
+
+def _begin_empty(store: Store, chain: Chain, inner: Chain) -> None:
+    like = chain.parts[0].journal.opening
+    base = read_manifest(store, step_directory(chain.base)).id
+    parent = inner.parts[-1].journal.opening.id if inner.parts else None
+    opening = msgspec.structs.replace(
+        like, id=secrets.token_hex(8), number=next_number(store), after=inner.newest, rank=0, ranks=1,
+        checkpoint=base if parent is None else None, parent=parent,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    directory = journal_directory(opening.after, opening.id)
+    store.make_directory(directory)
+    store.put(inside(directory, journal_file(0)), encode_head(OPENING, 0, opening.after, opening.id, opening, 0))
+    sync(store, directory)
+
+
+def remove_older(
+    store: Store, committed: int, on_removed: Callable[[str, str, StorageError | None], None]
+) -> None:
+    """Remove the journals that begin before `committed`, a checkpoint that is durable. Needs the lock."""
+    names = {
+        name: entry.step for name in store.names()
+        if (entry := parse(name)) is not None and entry.kind is Kind.JOURNAL and entry.step is not None
+        and entry.step < committed
+    }
+    for name, step in sorted(names.items(), key=lambda one: one[1]):
+        why = f"step {committed} is committed, and needs no journal from before it"
+        try:
+            if store.is_link(name):
+                continue
+            store.check_lock()
+            deleting = new_deleting(step)
+            store.rename(name, deleting.name)
+            sync(store)
+            catalog.finish_deletion(store, deleting)
+        except StorageError as error:
+            on_removed(name, why, error)
+        else:
+            on_removed(name, why, None)

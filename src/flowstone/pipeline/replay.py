@@ -1,0 +1,230 @@
+"""THE ORDER of a replay: a checkpoint is loaded; then the steps of a journal are made again; then objects are restored.
+
+    frames --read ahead, verified--> acts --Replayer--> the state --fingerprint--> proven, step by step
+
+On the caller's thread    `replay`: steps, fingerprints, objects
+On `flowstone-replay`     reads the next frame into the other of two buffers, and verifies it
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+import numpy as np
+
+from flowstone.checkpoint import Checkpoint
+from flowstone.commit.entries import journal_file
+from flowstone.commit.journals import Chain, FramePlace, Part
+from flowstone.commit.manifests import inside
+from flowstone.errors import DamagedError, ReplayError
+from flowstone.format import objects
+from flowstone.format.digest import digest
+from flowstone.format.journal import Opening, StepRow, TensorRow, decode_document
+from flowstone.pipeline.compare import stored_of
+from flowstone.pipeline.load_outcome import Replay
+from flowstone.stage.journal_frames import bytes_at, window_of
+from flowstone.stage.replayer import Replayer
+from flowstone.state import describe, prepare
+from flowstone.state.stepped import environment, optimizer_rows, replayable
+from flowstone.store.base import Appends, Store
+from flowstone.table.box import Box
+
+if TYPE_CHECKING:
+    from flowstone.state import Described, Restoration
+
+
+class UnfitError(Exception):
+    """The journal is of another layout: nothing was replayed."""
+
+
+class _Read(msgspec.Struct, frozen=True, eq=False):
+    part: Part
+    place: FramePlace
+    row: StepRow
+    payload: memoryview
+    path: str
+
+
+def replay(
+    store: Store, checkpoint: Checkpoint, state: Mapping[str, object], chain: Chain, *, rank: int, fallback: bool
+) -> tuple[Replay, Exception | None]:
+    """Bring `state`, which is that of `checkpoint`, to the end of `chain`. Blocks.
+
+    returns  what was done; and the damage that ended it early, where `fallback` allows that
+
+    raises   UnfitError    optimizers, layout or ranks are not those of the journal; the state is as before
+             ReplayError   a step is not bit for bit what it was
+             DamagedError  the journal's bytes are not what was written
+    """
+    started = monotonic()
+    described = describe(state, rank=rank)
+    optimizers, why = replayable(described.optimizers, described.unguarded)
+    opening = chain.parts[0].journal.opening
+    if not why:
+        rows, why = optimizer_rows(state, optimizers, rank)
+        if not why and rows != opening.optimizers:
+            why = "its steps are of other optimizers, or of other parameters"
+    if why:
+        raise UnfitError(why)
+    done = _Done(described, opening)
+    replayer, damage = Replayer(optimizers), None
+    with replayer.stepping(opening.threads):
+        try:
+            for one in _frames(store, chain, rank):
+                replayer.apply(one.row, one.payload, one.path)
+                done.note(one, state, rank)
+        except DamagedError as error:
+            if not fallback or done.row_begun(error):
+                raise
+            damage = error
+    if done.steps:
+        _restore_rest(checkpoint, state, done, rank)
+    found = Replay(
+        chain.base, done.steps, chain.newest, done.exactness, done.differs_from, "" if damage is None else str(damage),
+        monotonic() - started, done.bytes,
+    )
+    return found, damage
+
+
+class _Done:
+    """What a replay has come to. `values`, `texts`: the newest of what no optimizer explains."""
+
+    def __init__(self, described: Described, opening: Opening) -> None:
+        self._described, self._opening = described, opening
+        self.steps, self.bytes, self.step = 0, 0, opening.after
+        self.differs_from: int | None = None
+        here = environment()
+        same = (opening.torch, opening.processor) == (here.torch, here.processor) and opening.exactness == "exact"
+        self.exactness = "exact" if same else "tolerance"
+        self.values: dict[str, tuple[TensorRow, bytes]] = {}
+        self.replicated: dict[str, bytes] = {}
+        self.per_rank: dict[str, bytes] = {}
+
+    def row_begun(self, error: DamagedError) -> bool:
+        """Whether the damage was found in the middle of a step, so that the state is of none."""
+        return "does not fit" in error.message
+
+    def note(self, one: _Read, state: Mapping[str, object], rank: int) -> None:
+        """A step was made: prove it, and keep what belongs to its end."""
+        row, payload = one.row, one.payload
+        self._prove(one, state, rank)
+        for name, at in row.values.items():
+            tensor = row.tensors[at]
+            self.values[name] = tensor, bytes(payload[tensor.offset : tensor.offset + tensor.bytes])
+        for kept, texts in ((self.replicated, row.replicated), (self.per_rank, row.per_rank)):
+            for section, at in texts.items():
+                tensor = row.tensors[at]
+                kept[section] = bytes(payload[tensor.offset : tensor.offset + tensor.bytes])
+        self.steps, self.step = self.steps + 1, one.place.step
+        self.bytes += one.place.frame.frame_bytes
+
+    def _prove(self, one: _Read, state: Mapping[str, object], rank: int) -> None:
+        """Compare the fingerprint of the step's window."""
+        opening, row = one.part.journal.opening, one.row
+        if row.window is None or row.window >= opening.windows:
+            return
+        if self.steps <= 1:
+            self._described = describe(state, rank=rank)  # the first step may have made the slots
+        pieces, places = self._described.pieces, self._described.places
+        rows = {name: at for at, name in enumerate(pieces.names)}
+        if any(name not in rows or rows[name] in places.apart for name in opening.proven):
+            raise UnfitError("its tensors are not those of this state")
+        at = np.array([rows[name] for name in opening.proven], np.int64)
+        window = window_of(row.window, opening.windows, places.address[at], pieces.lengths()[at], state)
+        if window.fingerprint() == row.fingerprint:
+            return
+        if self.exactness == "exact":
+            raise ReplayError(
+                f"step {one.place.step} could not be replayed bit for bit", journal=one.path,
+                found="another fingerprint than the step had; with the same torch and processor it should be the same",
+                next=f"load(step={opening.after}), or an older checkpoint",
+            )
+        self.differs_from = one.place.step if self.differs_from is None else self.differs_from
+
+
+def _frames(store: Store, chain: Chain, rank: int) -> Iterator[_Read]:
+    """The frames of a chain, each verified; the next one is read while the caller works with one.
+
+    raises  DamagedError where one is damaged
+    """
+    places = list(chain.steps(store, rank))
+    buffers = [_Buffer(), _Buffer()]
+
+    def read(number: int) -> _Read:
+        return _read_frame(store, *places[number], rank, buffers[number % 2])
+
+    with ThreadPoolExecutor(1, thread_name_prefix="flowstone-replay") as ahead:
+        following = ahead.submit(read, 0) if places else None
+        for number in range(len(places)):
+            assert following is not None, "there is one for each place"
+            found = following.result()
+            following = ahead.submit(read, number + 1) if number + 1 < len(places) else None
+            yield found
+
+
+class _Buffer:
+    """Memory for one frame, used again."""
+
+    def __init__(self) -> None:
+        self._pages = mmap.mmap(-1, 4096)
+
+    def room(self, length: int) -> memoryview:
+        if len(self._pages) < length:
+            self._pages = mmap.mmap(-1, length)
+            self._pages.madvise(mmap.MADV_HUGEPAGE)
+        return memoryview(self._pages)[:length]
+
+
+def _read_frame(store: Store, part: Part, place: FramePlace, rank: int, buffer: _Buffer) -> _Read:
+    path = inside(part.journal.directory, journal_file(rank))
+    shown = f"{store.location}/{path}"
+    frame = place.frame
+    data = buffer.room(frame.frame_bytes)  # which the file has: `journals.frames` has looked
+    found = cast("Appends", store).read_into(path, place.offset, data)
+    row = decode_document(data, frame, StepRow, path=shown) if found >= frame.frame_bytes else None
+    payload = data[frame.payload_offset :]
+    if row is None or any(digest(payload[t.offset : t.offset + t.bytes]) != t.digest for t in row.tensors):
+        raise DamagedError(
+            f"{shown} is damaged: what replays step {place.step} differs from what was written",
+            range=f"bytes {place.offset}..{place.offset + frame.frame_bytes}",
+            next=f"load with fallback=True for the steps before, or load(step={part.journal.opening.after})",
+        )
+    return _Read(part, place, row, payload, shown)
+
+
+def _restore_rest(checkpoint: Checkpoint, state: Mapping[str, object], done: _Done, rank: int) -> None:
+    """Restore all but what the optimizers' steps have made: objects, generators, tensors that no optimizer explains."""
+    stored = stored_of(checkpoint, rank)
+    replicated = {name: objects.decode_text(text, name) for name, text in done.replicated.items()}
+    per_rank = {name: objects.decode_text(text, name) for name, text in done.per_rank.items()}
+    stored = msgspec.structs.replace(
+        stored, objects={**stored.objects, **replicated}, per_rank={**stored.per_rank, **per_rank}
+    )
+    restoration = prepare(state, stored, rank=rank)
+    live = set(describe(state, rank=rank).places.address.tolist())
+    for at, piece in enumerate(restoration.pieces):
+        _fill(restoration, at, piece.name, piece.box, live, done, checkpoint)
+    restoration.finish()
+
+
+def _fill(
+    restoration: Restoration, at: int, name: str, box: Box, live: set[int], done: _Done, checkpoint: Checkpoint
+) -> None:
+    """Bring the newest value of a tensor into its memory, unless it is there."""
+    address = int(restoration.places.address[at])
+    known = done.values.get(name)
+    if known is not None:
+        content = known[1]
+    elif address in live or not int(restoration.pieces.lengths()[at]):
+        return
+    else:  # memory of our own for what has not changed since the checkpoint
+        content = checkpoint.read(name, box, framework="numpy").tobytes()
+    if len(content) != int(restoration.pieces.lengths()[at]) or at in restoration.places.apart:
+        raise DamagedError(f"'{name}' in the journal does not fit the state", next="load the checkpoint by its step")
+    bytes_at(address, len(content))[:] = content
+

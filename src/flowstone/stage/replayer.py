@@ -1,0 +1,124 @@
+"""Replays of optimizer steps: the same optimizers step again, on the gradients and settings that a journal holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+
+from flowstone.errors import DamagedError
+from flowstone.format import objects
+from flowstone.format.journal import ActRow, StepRow, TensorRow
+from flowstone.state.shards import is_dtensor
+from flowstone.state.stepped import local, stepped_parameters
+from flowstone.state.tensors import torch_dtype
+from flowstone.table.dtype import DTYPES
+
+
+class Replayer:
+    """Steps the optimizers of a state. The state must be that of the step before."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = list(optimizers)
+        self._parameters = [stepped_parameters(one) for one in optimizers]
+
+    @contextmanager
+    def stepping(self, threads: int) -> Iterator[None]:
+        """While inside, steps are made with as many threads as they were, and torch's generator is theirs.
+
+        A kernel's last elements may be computed otherwise than those before, and threads divide a tensor.
+        """
+        generator, had = torch.get_rng_state(), torch.get_num_threads()
+        gradients = [[parameter.grad for parameter in of] for of in self._parameters]
+        torch.set_num_threads(min(threads, 1024))
+        try:
+            yield
+        finally:
+            torch.set_num_threads(had)
+            torch.set_rng_state(generator)
+            for of, own in zip(self._parameters, gradients, strict=True):
+                for parameter, gradient in zip(of, own, strict=True):
+                    parameter.grad = gradient
+
+    def apply(self, row: StepRow, payload: memoryview, path: str) -> None:
+        """Make a step's acts, in order. `payload` is read, and written by optimizers that change gradients.
+
+        raises  DamagedError if they do not fit the optimizers; acts before may have been made
+        """
+        for act in row.acts:
+            if not 0 <= act.optimizer < len(self._optimizers):
+                raise _unfit(path, f"optimizer {act.optimizer}", f"{len(self._optimizers)} optimizers")
+            self._act(act, row.tensors, payload, path)
+
+    def _act(self, act: ActRow, tensors: Sequence[TensorRow], payload: memoryview, path: str) -> None:
+        optimizer, parameters = self._optimizers[act.optimizer], self._parameters[act.optimizer]
+        found: dict[int, torch.Tensor] = {}
+        for at, number in act.gradients:
+            if not 0 <= at < len(parameters):
+                raise _unfit(path, f"parameter {at}", f"{len(parameters)} parameters")
+            found[at] = _gradient(parameters[at], tensors[number], payload, path)
+        if act.options is not None:
+            self._set_options(optimizer, act, path)
+        if act.generator is not None:
+            torch.set_rng_state(_tensor(tensors[act.generator], payload).clone())
+        for at, parameter in enumerate(parameters):
+            parameter.grad = found.get(at)
+        scaled = {"grad_scale": act.grad_scale, "found_inf": act.found_inf}
+        device = local(parameters[0]).device if parameters else "cpu"
+        for name, number_of in scaled.items():
+            if number_of is not None:
+                setattr(optimizer, name, torch.full((), number_of, dtype=torch.float32, device=device))
+        try:
+            # The method of the class, below the function that calls hooks: those of the user are for training.
+            step = type(optimizer).step
+            getattr(step, "__wrapped__", step)(optimizer)
+        finally:
+            for name, number_of in scaled.items():
+                if number_of is not None:
+                    delattr(optimizer, name)
+
+    def _set_options(self, optimizer: torch.optim.Optimizer, act: ActRow, path: str) -> None:
+        groups = optimizer.param_groups
+        assert act.options is not None, "the caller has looked"
+        if len(act.options) != len(groups):
+            raise _unfit(path, f"{len(act.options)} groups", f"{len(groups)} groups")
+        for i, (group, text) in enumerate(zip(groups, act.options, strict=True)):
+            options = objects.decode_text(text, f"{path}: param_groups.{i}")
+            if not isinstance(options, dict) or any(key not in group for key in options):
+                raise _unfit(path, "settings that the optimizer does not have", "its own")
+            for key, value in options.items():
+                if isinstance(group[key], torch.Tensor):
+                    with torch.no_grad():
+                        group[key].fill_(cast("float", value))
+                else:
+                    group[key] = value
+
+
+def _tensor(row: TensorRow, payload: memoryview) -> torch.Tensor:
+    dtype = torch_dtype(DTYPES[row.dtype])
+    if not row.bytes:
+        return torch.empty(row.shape, dtype=dtype)
+    flat = torch.frombuffer(payload[row.offset : row.offset + row.bytes], dtype=torch.uint8).view(dtype)
+    return flat.view(row.shape) if row.stride is None else flat.as_strided(row.shape, row.stride)
+
+
+def _gradient(parameter: torch.Tensor, row: TensorRow, payload: memoryview, path: str) -> torch.Tensor:
+    own = local(parameter)
+    if tuple(own.shape) != row.shape:
+        raise _unfit(path, f"a gradient of shape {row.shape}", f"shape {tuple(own.shape)}")
+    gradient = _tensor(row, payload).to(own.device)
+    if not is_dtensor(parameter):
+        return gradient
+    like = cast("Any", parameter)
+    return cast("torch.Tensor", type(like).from_local(
+        gradient, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    ))
+
+
+def _unfit(path: str, found: str, expected: str) -> DamagedError:
+    return DamagedError(
+        f"{path} does not fit the optimizers of this state", expected=expected, found=found,
+        next="load the checkpoint that it begins with: load(step=...)",
+    )

@@ -1,0 +1,84 @@
+"""What optimizers' steps explain of a state: which parameters they step, by name, and which memory only they change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+
+from flowstone.format.journal import OptimizerRow
+from flowstone.state.inner import is_optimizer, takes_hook
+from flowstone.state.shards import is_dtensor
+from flowstone.state.walk import scan
+
+
+def replayable(guarded: Iterable[object], unguarded: Sequence[str]) -> tuple[list[torch.optim.Optimizer], str]:
+    """The optimizers of a state whose steps can be logged; and why not all can, "" if they can.
+
+    guarded  every optimizer of the state, wrappers and inner ones too; `unguarded`: names of those without a hook
+    """
+    if unguarded:
+        return [], f"no hook can be put on the step of '{unguarded[0]}'"
+    found: list[torch.optim.Optimizer] = []
+    for one in guarded:
+        if isinstance(one, torch.optim.Optimizer):
+            if not takes_hook(one):
+                return [], f"{type(one).__name__} takes no hooks"
+            found.append(one)
+        elif not is_optimizer(one):
+            return [], f"{type(one).__name__} is no optimizer of torch"
+    if not found:
+        return [], "the state has no optimizer"
+    return found, ""
+
+
+def optimizer_rows(
+    state: Mapping[str, object], optimizers: Sequence[torch.optim.Optimizer], rank: int
+) -> tuple[tuple[OptimizerRow, ...], str]:
+    """The optimizers by the names of their parameters; and why that cannot be, "" if it can."""
+    parameters = scan(state, rank).parameters()
+    rows = []
+    for optimizer in optimizers:
+        groups = []
+        for group in optimizer.param_groups:
+            homes = [parameters.home(parameter) for parameter in group["params"]]
+            if any(home is None or home.held is not None for home in homes):
+                return (), f"a parameter of {type(optimizer).__name__} is in no module of the state, or a part of one"
+            groups.append(tuple(home.path for home in homes if home is not None))
+        rows.append(OptimizerRow(type(optimizer).__name__, tuple(groups)))
+    return tuple(rows), ""
+
+
+def stepped_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Its parameters, group by group; acts number them in this order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a DTensor; any other tensor itself."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def explained_addresses(optimizers: Sequence[torch.optim.Optimizer]) -> set[int]:
+    """Where the tensors lie that the optimizers' steps change: their parameters, and all tensors of their states."""
+    found = set()
+    for optimizer in optimizers:
+        slots = (value for own in optimizer.state.values() if isinstance(own, dict) for value in own.values())
+        for tensor in chain(stepped_parameters(optimizer), slots):
+            if isinstance(tensor, torch.Tensor) and tensor.numel():
+                found.add(local(tensor).data_ptr())
+    return found
+
+
+class Environment(NamedTuple):
+    """With what steps are made: if all of it is the same, a replay is bit-exact."""
+
+    torch: str
+    processor: str
+    threads: int
+
+
+def environment() -> Environment:
+    return Environment(str(torch.__version__), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads())

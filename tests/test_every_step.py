@@ -1,0 +1,361 @@
+"""A durable checkpoint of every step: what loads is, bit for bit, what the step was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from journaled import Make, Noisy, Training, adamw, bits, momentum, run, same
+
+import flowstone as fs
+from flowstone.commit import catalog, journals
+from flowstone.store.local import LocalStore
+
+TRAININGS = {
+    "adamw": {}, "momentum": {"make": momentum}, "kept gradients": {"keeps_gradients": True},
+    "skipped steps": {"skips": (3, 4, 7)},
+    "fused": {"make": lambda own: torch.optim.AdamW(own, lr=1e-2, fused=True)},
+    "one by one": {"make": lambda own: torch.optim.AdamW(own, lr=1e-2, foreach=False, amsgrad=True)},
+    "draws": {"make": lambda own: Noisy(own, lr=0.05)},
+    "captured lr": {"make": lambda own: torch.optim.Adam(own, lr=torch.tensor(0.01), foreach=False)},
+}
+
+
+def loaded(root: Path, like: dict[str, object], **options: object) -> tuple[Training, fs.LoadReport]:
+    """A fresh training that has loaded from the store."""
+    training = Training(seed=9, **like)  # type: ignore[arg-type]
+    with fs.Checkpointer(root) as checkpointer:
+        return training, checkpointer.load(training.state(), **options)  # type: ignore[arg-type]
+
+
+def of(events: list[fs.Event], kind: type[fs.Event]) -> list[int]:
+    return [one.step for one in events if isinstance(one, kind)]
+
+
+@pytest.mark.parametrize("like", TRAININGS.values(), ids=TRAININGS.keys())
+def test_the_newest_step_loads_bit_for_bit_and_training_goes_on_as_if_nothing_had_been(
+    tmp_path: Path, like: dict[str, object]
+) -> None:
+    training = Training(**like)  # type: ignore[arg-type]
+    events = run(training, tmp_path, 1, 12)
+    assert of(events, fs.Committed) == [1], "one whole checkpoint"
+    assert of(events, fs.Journaled) == list(range(2, 13))
+    expected = bits(training)
+    again, report = loaded(tmp_path, like)
+    assert report.step == 12
+    assert report.replay is not None
+    assert (report.replay.base, report.replay.steps, report.replay.exactness) == (1, 11, "exact")
+    assert same(bits(again), expected)
+    for step in range(13, 16):
+        again.learn(step)
+    there = bits(again)
+    other, _ = loaded(tmp_path, like)
+    events = run(other, tmp_path, 13, 15)
+    assert same(bits(other), there)
+    third, report = loaded(tmp_path, like)
+    assert report.step == 15
+    assert same(bits(third), there)
+
+
+def test_a_job_goes_on_in_the_journal_of_the_job_before(tmp_path: Path) -> None:
+    training = Training()
+    run(training, tmp_path, 1, 5)
+    for first in (6, 8):  # twice, the second time from a journal that begins in one
+        training = Training(seed=9)
+        with fs.Checkpointer(tmp_path, every_step=True) as checkpointer:
+            checkpointer.load(training.state())
+            for step in (first, first + 1):
+                training.learn(step)
+                save = checkpointer.save(step, training.state(step))
+            assert save.committed.result().journal_step == step
+    assert catalog.steps(LocalStore(tmp_path)) == (1,)
+    again, report = loaded(tmp_path, {})
+    assert report.step == 9
+    assert same(bits(again), bits(training))
+
+
+def test_each_step_loads_by_its_number(tmp_path: Path) -> None:
+    training, at = Training(), {}
+    with fs.Checkpointer(tmp_path, every_step=True) as checkpointer:
+        for step in range(1, 7):
+            training.learn(step)
+            checkpointer.save(step, training.state(step))
+            at[step] = bits(training)
+    for step, expected in at.items():
+        again, report = loaded(tmp_path, {}, step=step)
+        assert report.step == step
+        assert same(bits(again), expected)
+    with pytest.raises(fs.NoCheckpointError):
+        loaded(tmp_path, {}, step=7)
+
+
+def test_a_rewind_into_a_journal_ends_it_there(tmp_path: Path) -> None:
+    training = Training()
+    run(training, tmp_path, 1, 6)
+    training = Training(seed=9)
+    with fs.Checkpointer(tmp_path, every_step=True) as checkpointer:
+        checkpointer.load(training.state(), step=4)
+        expected = bits(training)
+        with pytest.raises(fs.StepExistsError, match="rewind"):
+            checkpointer.save(5, training.state(5))
+        checkpointer.rewind(4)
+        latest = checkpointer.latest()
+        assert latest is not None
+        assert latest.journal_step == 4
+    again, report = loaded(tmp_path, {})
+    assert report.step == 4
+    assert same(bits(again), expected)
+    events = run(again, tmp_path, 5, 6)
+    assert of(events, fs.Committed) == [5], "what was loaded without every_step is saved whole first"
+    assert loaded(tmp_path, {})[1].step == 6
+
+
+def test_what_cannot_be_replayed_is_saved_whole_and_the_event_says_why(tmp_path: Path) -> None:
+    training, events = Training(), []
+    with fs.Checkpointer(tmp_path, every_step=True, on_event=events.append) as checkpointer:
+        for step in range(1, 10):
+            training.learn(step)
+            if step == 4:
+                with torch.no_grad():
+                    training.model[0].weight.mul_(0.5)  # not by the optimizer
+            if step == 7:
+                training.model[2].p = 0.1  # is in no checkpoint
+                training.optimizer.step(lambda: torch.zeros(()))
+            checkpointer.save(step, training.state(step))
+    assert of(events, fs.NotJournaled) == [4, 7]
+    assert of(events, fs.Committed) == [1, 4, 7]
+    assert any("was changed between steps" in one.reason for one in events if isinstance(one, fs.NotJournaled))
+    again, report = loaded(tmp_path, {})
+    assert (report.step, report.replay.base if report.replay else None) == (9, 7)
+    assert same(bits(again), bits(training))
+
+
+def test_lbfgs_is_saved_whole_at_every_step(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(5))
+    model = torch.nn.Module()
+    model.weight = weight
+    optimizer = torch.optim.LBFGS([weight], lr=0.1)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = weight.square().sum()
+        loss.backward()
+        return loss
+
+    events: list[fs.Event] = []
+    with fs.Checkpointer(tmp_path, every_step=True, on_event=events.append) as checkpointer:
+        for step in (1, 2, 3):
+            optimizer.step(closure)
+            checkpointer.save(step, {"model": model, "optimizer": optimizer})
+    assert of(events, fs.Committed) == [1, 2, 3]
+    assert of(events, fs.NotJournaled) == [2, 3]
+
+
+def test_several_optimizers_and_several_steps_between_saves(tmp_path: Path) -> None:
+    def make(seed: int) -> tuple[torch.nn.Module, list[torch.optim.Optimizer]]:
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(200, 200), torch.nn.Linear(200, 10))
+        return model, [adamw(list(model[0].parameters())), momentum(list(model[1].parameters()))]
+
+    def state(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, object]:
+        return {"model": model, "first": optimizers[0], "second": optimizers[1]}
+
+    model, optimizers = make(0)
+    with fs.Checkpointer(tmp_path, every_step=True) as checkpointer:
+        for step in range(1, 13):
+            model(torch.randn(4, 200)).square().mean().backward()  # gradients accumulate in place
+            optimizers[step % 2].step()
+            if step % 3 == 0:
+                optimizers[0].step()
+                for one in optimizers:
+                    one.zero_grad(set_to_none=False)
+                checkpointer.save(step, state(model, optimizers))
+    again, theirs = make(1)
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        report = checkpointer.load(state(again, theirs))
+    assert report.replay is not None
+    assert report.replay.steps == 3
+    assert same(dict(again.state_dict()), dict(model.state_dict()))
+
+
+def test_a_whole_checkpoint_follows_once_a_load_would_take_too_long(tmp_path: Path) -> None:
+    training = Training()
+    events = run(training, tmp_path, 1, 10, recovery_s=1e-9, keep=1)
+    whole = of(events, fs.Committed)
+    assert len(whole) > 2
+    assert whole[0] == 1
+    assert of(events, fs.Journaled)[: whole[1] - 1] == list(range(2, whole[1] + 1)), "journaled as well"
+    assert not of(events, fs.NotJournaled)
+    again, report = loaded(tmp_path, {})
+    assert report.step == 10
+    assert same(bits(again), bits(training))
+    kept = [one.opening.after for one in journals.listed(LocalStore(tmp_path))]
+    assert all(after >= catalog.steps(LocalStore(tmp_path))[-1] for after in kept), "older journals go"
+
+
+def test_what_no_optimizer_explains_is_logged_if_it_is_small_and_saved_whole_if_not(tmp_path: Path) -> None:
+    for length, whole in ((1000, [1]), (2_000_000, [1, 2, 3])):
+        root = tmp_path / str(length)
+        training, average, events = Training(), torch.zeros(length), []
+        with fs.Checkpointer(root, every_step=True, on_event=events.append) as checkpointer:
+            for step in (1, 2, 3):
+                training.learn(step)
+                average += step
+                checkpointer.save(step, {**training.state(step), "average": average})
+        assert of(events, fs.Committed) == whole
+        again, other = Training(seed=9), torch.ones(length)
+        with fs.Checkpointer(root) as checkpointer:
+            assert checkpointer.load({**again.state(), "average": other}).step == 3
+        assert torch.equal(other, average)
+        assert same(bits(again), bits(training))
+
+
+def test_another_layout_loads_the_checkpoint_and_says_what_is_missing(tmp_path: Path) -> None:
+    training, events = Training(), []
+    run(training, tmp_path, 1, 5)
+    with fs.Checkpointer(tmp_path, on_event=events.append) as checkpointer:
+        report = checkpointer.load({"model": training.model})
+    assert report.step == 1
+    assert report.replay is not None
+    assert (report.replay.steps, report.replay.newest) == (0, 5)
+    assert "no optimizer" in report.replay.reason
+    assert [one.newest for one in events if isinstance(one, fs.NotReplayed)] == [5]
+
+
+def _file(root: Path) -> Path:
+    (found,) = root.glob("journal-*/rank-00000.journal")
+    return found
+
+
+def test_a_torn_tail_is_cut_to_the_newest_whole_step(tmp_path: Path) -> None:
+    training = Training()
+    run(training, tmp_path, 1, 5)
+    (journal,) = journals.listed(LocalStore(tmp_path))
+    last = journals.frames(LocalStore(tmp_path), journal, 0)[-1]
+    with _file(tmp_path).open("r+b") as file:
+        file.seek(last.offset + last.frame.frame_bytes - 5000)
+        file.write(b"\0" * 5000)
+    again, report = loaded(tmp_path, {})
+    assert report.step == 4
+    with fs.Checkpointer(tmp_path, every_step=True) as checkpointer:
+        checkpointer.load(again.state())
+        again.learn(5)
+        checkpointer.save(5, again.state(5))
+    other, report = loaded(tmp_path, {})
+    assert report.step == 5
+    assert same(bits(other), bits(again))
+
+
+def test_damage_in_the_middle_raises_and_a_fallback_ends_before_it(tmp_path: Path) -> None:
+    training, at = Training(), {}
+    with fs.Checkpointer(tmp_path, every_step=True) as checkpointer:
+        for step in range(1, 7):
+            training.learn(step)
+            checkpointer.save(step, training.state(step))
+            at[step] = bits(training)
+    (journal,) = journals.listed(LocalStore(tmp_path))
+    place = journals.frames(LocalStore(tmp_path), journal, 0)[2]  # of step 4
+    with _file(tmp_path).open("r+b") as file:
+        file.seek(place.offset + place.frame.frame_bytes - 20_000)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(fs.DamagedError, match="step 4"):
+        loaded(tmp_path, {})
+    again, report = loaded(tmp_path, {}, fallback=True)
+    assert report.step == 3
+    assert same(bits(again), at[3])
+
+
+def test_a_replay_that_differs_is_noticed_and_named(tmp_path: Path) -> None:
+    training = Training(make=momentum)
+    run(training, tmp_path, 1, 12)
+
+    class Other(torch.optim.SGD):
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            super().step(closure)
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].view(-1)[0] += 1e-6
+
+    Other.__name__ = "SGD"
+    groups = momentum(list(Training().model.parameters())).param_groups
+    options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+    def other(own: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return Other([{"params": own[:1], **options[0]}, {"params": own[1:], **options[1]}], lr=0.05)
+
+    again = Training(make=other, seed=9)
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(fs.ReplayError, match=r"step \d+ could not be replayed bit for bit"):
+            checkpointer.load(again.state())
+        with pytest.raises(fs.DamagedError, match="part of the state has changed"):
+            checkpointer.save(13, again.state())
+
+
+_KILLED = """
+import os, sys
+sys.path.insert(0, sys.argv[2])
+import torch
+torch.set_num_threads(1)
+import flowstone as fs
+from journaled import Training, momentum, adamw
+make = momentum if sys.argv[3] == "momentum" else adamw
+training = Training(make=make, seed=0, keeps_gradients=sys.argv[4] == "keeps", width=600, skips=(5, 11))
+with fs.Checkpointer(sys.argv[1], every_step=True, recovery_s=0.5, keep=2) as checkpointer:
+    done = 0
+    if checkpointer.latest() is not None:
+        done = checkpointer.load(training.state()).step
+    print("loaded", done, flush=True)
+    for step in range(done + 1, 41):
+        training.learn(step)
+        save = checkpointer.save(step, training.state(step))
+        print("begun", step, flush=True)
+"""
+
+
+@pytest.mark.parametrize(("make", "keeps"), [(adamw, ""), (momentum, "keeps")], ids=["adamw", "momentum"])
+def test_killed_at_any_instant_at_most_the_step_in_progress_is_lost_and_the_end_is_the_same(
+    tmp_path: Path, make: Make, keeps: str
+) -> None:
+    """Each save returns once the step before it is durable."""
+    chance = torch.Generator().manual_seed(5)
+    tests = str(Path(__file__).parent)
+    begun, kills = 0, 0
+    while True:
+        arguments = [sys.executable, "-c", _KILLED, str(tmp_path), tests, make.__name__, keeps]
+        with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            wanted = begun + 1 + int(torch.randint(0, 9, (1,), generator=chance))
+            for line in process.stdout:
+                word, number = line.split()
+                if word == "loaded":
+                    assert int(number) >= begun - 1, f"step {begun} was begun, so step {begun - 1} was durable"
+                begun = max(begun, int(number))
+                if word == "begun" and begun >= wanted and kills < 4:
+                    time.sleep(float(torch.rand(1, generator=chance)) * 0.01)
+                    process.send_signal(signal.SIGKILL)
+                    kills += 1
+                    break
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL
+    assert kills == 4
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        like = {"make": make, "keeps_gradients": bool(keeps), "width": 600, "skips": (5, 11)}
+        undisturbed = Training(seed=0, **like)  # type: ignore[arg-type]
+        for step in range(1, 41):
+            undisturbed.learn(step)
+        expected = bits(undisturbed)
+        found, report = loaded(tmp_path, like)
+        assert report.step == 40
+        assert same(bits(found), expected)
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,49 @@
+// Codec `planes`: the bytes of elements by their position, each plane raw, constant or entropy coded. docs/FORMAT.md
+// (Codecs) has the stored form.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "encoder.h"
+#include "rans.h"
+
+namespace flowstone {
+
+inline constexpr std::uint8_t codec_planes = 1;
+
+/// How long elements may be, in bytes: 1, 2, 4 or 8.
+bool is_plane_width(std::uint64_t width);
+
+namespace planes {
+
+using rans::Way;
+
+/// For encode and decode: so many bytes for data of `bytes`.
+constexpr std::uint64_t room_bytes(std::uint64_t bytes) { return 2 * bytes; }
+
+/// Looks at a few lines of a chunk, to tell which planes are worth coding.
+class Probe {
+public:
+    Probe();
+    /// One bit for each plane that looks worth it. `data` has `bytes`, a multiple of `width`.
+    std::uint32_t worthwhile(const std::byte* data, std::size_t bytes, std::size_t width) const;
+
+private:
+    static constexpr std::size_t elements_max = 1024;
+    std::array<float, elements_max + 1> bits_of_;  // n log2 n
+};
+
+/// Encode `bytes` of elements of `width` into `room`, coding the planes in `chosen`. Returns the length of the result;
+/// 0: it is no shorter than the data. `room` has room_bytes.
+std::size_t encode(const std::byte* data, std::size_t bytes, std::size_t width, std::uint32_t chosen, std::byte* room, Way way = Way::best);
+
+/// Decode to exactly `bytes` of `data`. False: no encoder has written this, and `data` is as before. `room` has
+/// room_bytes. Any stored bytes are safe.
+bool decode(const std::byte* stored, std::size_t length, std::byte* data, std::size_t bytes, std::byte* room, Way way = Way::best);
+
+}  // namespace planes
+}  // namespace flowstone

@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "bind_codecs.h"
 #include "bind_columns.h"
 #include "bind_held.h"
 #include "bind_tensors.h"
@@ -40,7 +41,6 @@ struct PyArena : Held<Arena> {};
 struct PyFile : Held<const File> {};
 struct PyWriteExtents : Held<const WriteExtents> {};
 struct PyReadExtents : Held<const ReadExtents> {};
-struct PyEncoder : Held<const Encoder> {};
 struct PyGather { Layout layout; };
 struct PyScatter { Layout layout; };
 
@@ -127,19 +127,6 @@ PyWriteExtents make_write_extents(const Array& file, const Array& offset, const 
         rows->rows.push_back(
             {offsets[i], lengths[i], addresses[i], first_chunks[i], numbers[i], files[i], flags[i], places[i], seeds[i]});
     return {{std::move(rows)}};
-}
-
-/// File, offset and length of each chunk.
-using StoredColumns = std::tuple<Array, Array, Array>;
-
-std::vector<ChunkPlace> chunk_places(const StoredColumns& columns, std::size_t count) {
-    const auto files = column<std::uint32_t>(std::get<0>(columns), "stored file", count);
-    const auto offsets = column<std::uint64_t>(std::get<1>(columns), "stored offset", count);
-    const auto lengths = column<std::uint32_t>(std::get<2>(columns), "stored length", count);
-    std::vector<ChunkPlace> chunks;
-    chunks.reserve(count);
-    for (std::size_t i = 0; i < count; ++i) chunks.push_back({offsets[i], lengths[i], files[i]});
-    return chunks;
 }
 
 PyReadExtents make_read_extents(const Array& file, const Array& offset, const Array& length, const Array& address,
@@ -232,19 +219,6 @@ std::optional<Fault> run_plain_requests(const std::string& backend, const std::s
     for (std::size_t i = 0; i < count; ++i) requests.rows.push_back({offsets[i], addresses[i], lengths[i], numbers[i]});
     const Unlocked unlocked;
     return run_requests(backend, queue_depth, requests);
-}
-
-std::uint64_t digest_buffer(nb::object source) {
-    // The buffer protocol, rather than an array type, also accepts bytes.
-    Py_buffer view;
-    if (PyObject_GetBuffer(source.ptr(), &view, PyBUF_SIMPLE) != 0) throw nb::python_error();
-    std::uint64_t digest = 0;
-    {
-        const Unlocked unlocked;
-        digest = xxh3_64(view.buf, static_cast<std::size_t>(view.len));
-    }
-    PyBuffer_Release(&view);
-    return digest;
 }
 
 /// The members that both kinds of job share.
@@ -341,11 +315,6 @@ void bind_devices(nb::module_& module) {
 }
 
 void bind_rows(nb::module_& module) {
-    nb::class_<PyEncoder>(module, "Encoder");
-    module.def("identity_encoder", [] { return PyEncoder{{identity_encoder()}}; });
-    module.def("delta_encoder", [](const Array& digests, const Array& known) {
-        return PyEncoder{{delta_encoder(known_column<std::uint64_t>(digests, "digests", known))}};
-    }, "digests"_a, "known"_a);
     nb::class_<PyGather>(module, "GatherLayout")
         .def("__init__", [](PyGather* self, std::uint64_t item_bytes, const Sizes& shape, const Strides& strides_bytes) {
             new (self) PyGather(make_gather(item_bytes, shape, strides_bytes));
@@ -491,6 +460,7 @@ NB_MODULE(_native, module) {
     bind_memory(module);
     bind_copies(module);
     bind_devices(module);
+    bind_codecs(module);
     bind_rows(module);
     bind_tensors(module);
     bind_jobs(module);

@@ -32,17 +32,6 @@ template <class Item> std::vector<Item> column(const Array& array, const char* n
     return items;
 }
 
-/// The same, without the rows that are not `known`.
-template <class Item> std::vector<std::optional<Item>> known_column(const Array& array, const char* name, const Array& known) {
-    if (array.ndim() != 1) throw std::invalid_argument(std::string(name) + ": wrong dtype or number of dimensions");
-    const std::vector<Item> items = column<Item>(array, name, array.shape(0));
-    const std::vector<bool> is_known = column<bool>(known, "known", items.size());
-    std::vector<std::optional<Item>> found(items.size());
-    for (std::size_t i = 0; i < items.size(); ++i)
-        if (is_known[i]) found[i] = items[i];
-    return found;
-}
-
 inline std::size_t row_count(const Array& array) {
     if (array.ndim() != 1) throw std::invalid_argument("file: wrong dtype or number of dimensions");
     return array.shape(0);
@@ -65,18 +54,20 @@ inline nb::object to_numpy_bool(const std::vector<bool>& flags) {
 }
 
 /// Columns: offset, length, codec, whether the base's chunk is used.
-inline std::tuple<nb::object, nb::object, nb::object, nb::object> stored_columns(const std::vector<StoredChunk>& chunks) {
+inline std::tuple<nb::object, nb::object, nb::object, nb::object, nb::object> stored_columns(const std::vector<StoredChunk>& chunks) {
     std::vector<std::uint64_t> offset;
     std::vector<std::uint32_t> length;
     std::vector<std::uint8_t> codec;
     std::vector<bool> same;
+    std::vector<std::uint64_t> captured;
     for (const StoredChunk& chunk : chunks) {
         offset.push_back(chunk.offset);
         length.push_back(chunk.encoded.length);
         codec.push_back(chunk.encoded.codec);
         same.push_back(chunk.encoded.kind == Encoded::Kind::same);
+        captured.push_back(chunk.captured_digest);
     }
-    return {to_numpy(std::move(offset)), to_numpy(std::move(length)), to_numpy(std::move(codec)), to_numpy_bool(same)};
+    return {to_numpy(std::move(offset)), to_numpy(std::move(length)), to_numpy(std::move(codec)), to_numpy_bool(same), to_numpy(std::move(captured))};
 }
 
 /// Columns: phase, begin and end in nanoseconds of the monotonic clock, bytes, thread.

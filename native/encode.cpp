@@ -8,6 +8,7 @@
 
 #include "bounds.h"
 #include "digest.h"
+#include "planes.h"
 
 namespace flowstone {
 namespace {
@@ -15,24 +16,50 @@ namespace {
 class Identity final : public Encoder {
 public:
     bool is_identity() const override { return true; }
-    void encode(std::span<const CapturedChunk> chunks, std::span<Encoded> encoded, std::byte*) const override {
-        for (std::size_t i = 0; i < chunks.size(); ++i) encoded[i] = {Encoded::Kind::stored, codec_raw, chunks[i].length};
-    }
+    Encoded encode(const CapturedChunk& chunk, std::byte*) const override { return {Encoded::Kind::stored, codec_raw, chunk.length}; }
 };
 
-class Delta final : public Encoder {
+class Delta : public Encoder {
 public:
-    explicit Delta(std::vector<std::optional<std::uint64_t>> digests) : digests_(std::move(digests)) {}
-    void encode(std::span<const CapturedChunk> chunks, std::span<Encoded> encoded, std::byte*) const override {
-        for (std::size_t i = 0; i < chunks.size(); ++i) {
-            const CapturedChunk& chunk = chunks[i];
-            const bool is_same = chunk.number < digests_.size() && digests_[chunk.number] == chunk.digest;
-            encoded[i] = {is_same ? Encoded::Kind::same : Encoded::Kind::stored, codec_raw, chunk.length};
-        }
+    explicit Delta(BaseChunks base) : base_(std::move(base)) {}
+    Encoded encode(const CapturedChunk& chunk, std::byte*) const override {
+        return {has(chunk, codec_raw, chunk.digest) ? Encoded::Kind::same : Encoded::Kind::stored, codec_raw, chunk.length};
+    }
+
+protected:
+    /// Whether the base has the chunk, stored with that codec, by the digest of what is stored then.
+    bool has(const CapturedChunk& chunk, std::uint8_t codec, std::uint64_t digest) const {
+        if (chunk.number >= base_.size() || !base_[chunk.number]) return false;
+        return base_[chunk.number]->codec == codec && base_[chunk.number]->digest == digest;
+    }
+    bool has_encoded(const CapturedChunk& chunk) const {
+        return chunk.number < base_.size() && base_[chunk.number] && base_[chunk.number]->codec != codec_raw;
     }
 
 private:
-    const std::vector<std::optional<std::uint64_t>> digests_;
+    const BaseChunks base_;
+};
+
+class Planes final : public Delta {
+public:
+    Planes(std::vector<std::uint8_t> widths, BaseChunks base) : Delta(std::move(base)), widths_(std::move(widths)) {
+        for (const std::uint8_t width : widths_)
+            if (width != 0 && !is_plane_width(width)) throw std::invalid_argument("widths: elements have 1, 2, 4 or 8 bytes");
+    }
+    Encoded encode(const CapturedChunk& chunk, std::byte* room) const override {
+        const Encoded unchanged = Delta::encode(chunk, room);
+        const std::size_t width = chunk.number < widths_.size() ? widths_[chunk.number] : 0;
+        if (unchanged.kind == Encoded::Kind::same || width == 0 || chunk.length % width != 0) return unchanged;
+        const std::uint32_t chosen = probe_.worthwhile(chunk.bytes, chunk.length, width);
+        const std::size_t length = planes::encode(chunk.bytes, chunk.length, width, chosen, room);
+        if (length == 0) return unchanged;
+        const bool is_same = has_encoded(chunk) && has(chunk, codec_planes, xxh3_64(room, length));
+        return {is_same ? Encoded::Kind::same : Encoded::Kind::stored, codec_planes, static_cast<std::uint32_t>(length)};
+    }
+
+private:
+    const std::vector<std::uint8_t> widths_;
+    const planes::Probe probe_;
 };
 
 /// each(row, number of the chunk in the row, begin and end in the file)
@@ -65,8 +92,10 @@ std::vector<CapturedChunk> captured_chunks(const WriteExtents& rows, const Write
 
 std::shared_ptr<const Encoder> identity_encoder() { return std::make_shared<const Identity>(); }
 
-std::shared_ptr<const Encoder> delta_encoder(std::vector<std::optional<std::uint64_t>> digests) {
-    return std::make_shared<const Delta>(std::move(digests));
+std::shared_ptr<const Encoder> delta_encoder(BaseChunks base) { return std::make_shared<const Delta>(std::move(base)); }
+
+std::shared_ptr<const Encoder> planes_encoder(std::vector<std::uint8_t> widths, BaseChunks base) {
+    return std::make_shared<const Planes>(std::move(widths), std::move(base));
 }
 
 void check_encodable(const WriteExtents& rows) {
@@ -112,7 +141,7 @@ std::vector<StoredChunk> planned_chunks(const WriteExtents& rows) {
     for (const WriteExtent& row : rows.rows)
         if (row.chunk != no_digest)
             for_chunks(row, [&](std::uint64_t chunk, std::uint64_t begin, std::uint64_t end) {
-                stored[row.chunk + chunk] = {begin, {Encoded::Kind::stored, codec_raw, static_cast<std::uint32_t>(end - begin)}};
+                stored[row.chunk + chunk] = {begin, {Encoded::Kind::stored, codec_raw, static_cast<std::uint32_t>(end - begin)}, 0};
             });
     return stored;
 }
@@ -127,17 +156,20 @@ Appender::Appender(const WriteExtents& rows, std::size_t files) : rows_(rows), s
 
 Appender::Range Appender::append(const WriteWindow& window, std::byte* image, std::byte* room, std::span<std::uint64_t> digests) {
     const std::vector<CapturedChunk> chunks = captured_chunks(rows_, window, image, digests);
-    std::vector<Encoded> encoded(chunks.size());
-    rows_.encoder->encode(chunks, encoded, room);
     std::uint64_t bytes = 0;
-    for (std::size_t i = 0; i < chunks.size(); ++i) {
-        const CapturedChunk& chunk = chunks[i];
-        stored_[chunk.number] = {bytes, encoded[i]};
-        if (encoded[i].kind == Encoded::Kind::same) continue;
-        assert(encoded[i].codec == codec_raw ? encoded[i].length == chunk.length : encoded[i].length <= chunk.length);
-        if (encoded[i].codec != codec_raw) digests[chunk.number] = xxh3_64(chunk.bytes, encoded[i].length);
-        std::memmove(image + bytes, chunk.bytes, encoded[i].length);
-        bytes += encoded[i].length;
+    for (const CapturedChunk& chunk : chunks) {
+        const Encoded encoded = rows_.encoder->encode(chunk, room);
+        stored_[chunk.number] = {bytes, encoded, chunk.digest};
+        if (encoded.kind == Encoded::Kind::same) continue;
+        if (encoded.codec == codec_raw) {
+            assert(encoded.length == chunk.length);
+            std::memmove(image + bytes, chunk.bytes, encoded.length);
+        } else {
+            assert(encoded.length < chunk.length);
+            digests[chunk.number] = xxh3_64(room, encoded.length);
+            std::memcpy(image + bytes, room, encoded.length);
+        }
+        bytes += encoded.length;
     }
     std::memset(image + bytes, 0, block_ceil(bytes) - bytes);
     const Range range{take(window.file, block_ceil(bytes)), block_ceil(bytes)};

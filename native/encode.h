@@ -37,7 +37,7 @@ public:
 
     /// Encode a window whose image is `image`. The stored chunks end up consecutive at the image's start, padded with
     /// zeros to a block; they go to the returned range of the file. `digests` are then those of the stored bytes.
-    /// `room` has chunk_bytes.
+    /// `room` has encode_room_bytes.
     Range append(const WriteWindow& window, std::byte* image, std::byte* room, std::span<std::uint64_t> digests);
 
     /// How each chunk is stored; complete once all windows are appended.

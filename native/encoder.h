@@ -5,12 +5,14 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <span>
 #include <vector>
+
+#include "bounds.h"
 
 namespace flowstone {
 
 inline constexpr std::uint8_t codec_raw = 0;
+inline constexpr std::uint64_t encode_room_bytes = 2 * chunk_bytes;
 
 /// A whole chunk in a block, as captured.
 struct CapturedChunk {
@@ -21,7 +23,7 @@ struct CapturedChunk {
 };
 
 /// The result of encoding a chunk.
-/// stored  the first `length` bytes of its memory, which `codec` decodes; unchanged, if that is codec_raw
+/// stored  `length` bytes: of the chunk, if `codec` is codec_raw; else of the room, fewer, and `codec` decodes them
 /// same    nothing is stored: the base's chunk of that number has the same bytes
 struct Encoded {
     enum class Kind : std::uint8_t { stored, same };
@@ -34,7 +36,16 @@ struct Encoded {
 struct StoredChunk {
     std::uint64_t offset = 0;
     Encoded encoded;
+    std::uint64_t captured_digest = 0;  // if an encoder got it
 };
+
+/// What the base has of a chunk: the digest of its bytes, as they were captured if `codec` is codec_raw.
+struct BaseChunk {
+    std::uint64_t digest = 0;
+    std::uint8_t codec = codec_raw;
+};
+/// By the number of a chunk; nullopt: the base has none. Chunks beyond the end are not in the base either.
+using BaseChunks = std::vector<std::optional<BaseChunk>>;
 
 /// Shared by a job's workers, which call it concurrently.
 class Encoder {
@@ -43,16 +54,19 @@ public:
     /// Whether chunks are stored as captured, where the plan has put them. Then `encode` is never called, at no cost.
     /// Otherwise places are assigned as lengths become known, and windows hold whole chunks.
     virtual bool is_identity() const { return false; }
-    /// Encode the chunks of one window in place: `encoded[i]` describes the result for `chunks[i]`, which may not grow.
-    /// `room` has chunk_bytes, for use during the call. May throw std::bad_alloc, which fails the job.
-    virtual void encode(std::span<const CapturedChunk> chunks, std::span<Encoded> encoded, std::byte* room) const = 0;
+    /// Encode one chunk, which stays as it is. `room` has encode_room_bytes. May throw std::bad_alloc, which fails the
+    /// job.
+    virtual Encoded encode(const CapturedChunk& chunk, std::byte* room) const = 0;
 };
 
 /// Stores chunks unchanged.
 std::shared_ptr<const Encoder> identity_encoder();
 
 /// Stores chunks unchanged, but for those of which the base has one with the same bytes.
-/// digests  of the base's chunks, by number; nullopt: it has none with that number
-std::shared_ptr<const Encoder> delta_encoder(std::vector<std::optional<std::uint64_t>> digests);
+std::shared_ptr<const Encoder> delta_encoder(BaseChunks base);
+
+/// The same, and codes those that are worth it (planes.h).
+/// widths  length of a chunk's elements in bytes, by the chunk's number; 0: it is stored unchanged
+std::shared_ptr<const Encoder> planes_encoder(std::vector<std::uint8_t> widths, BaseChunks base);
 
 }  // namespace flowstone

@@ -4,6 +4,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "planes.h"
+
 namespace flowstone {
 namespace {
 
@@ -96,8 +98,10 @@ void check_extents(const ReadExtents& rows, std::size_t file_count) {
             const ChunkPlace& where = rows.stored[row.chunk + chunk];
             require(where.file < file_count, i, "a stored chunk's file is no index into files");
             check_range(where.offset, where.length, i);
-            require(where.length == std::min(chunk_bytes, row.length - chunk * chunk_bytes), i,
-                    "a stored chunk is not as long as the chunk, and nothing decodes it");
+            const std::uint32_t data_bytes = rows.data_bytes(row, chunk);
+            require(where.codec == codec_raw || where.codec == codec_planes, i, "nothing decodes a stored chunk");
+            require(where.codec == codec_raw ? where.length == data_bytes : where.length < data_bytes, i,
+                    "a stored chunk is not as long as the chunk, or as an encoded one can be");
         }
     }
 }

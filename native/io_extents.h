@@ -91,6 +91,7 @@ struct ChunkPlace {
     std::uint64_t offset;
     std::uint32_t length;
     std::uint32_t file;
+    std::uint8_t codec = codec_raw;
 };
 
 /// Any order; extents may repeat.
@@ -101,10 +102,13 @@ struct ReadExtents {
     std::vector<std::shared_ptr<Device>> devices = {};
     std::vector<ChunkPlace> stored = {};  // for each digest; empty: every chunk is at its logical place in its extent
 
+    std::uint32_t data_bytes(const ReadExtent& row, std::uint64_t chunk) const {
+        return static_cast<std::uint32_t>(std::min(chunk_bytes, row.length - chunk * chunk_bytes));
+    }
     ChunkPlace place_of(const ReadExtent& row, std::uint64_t chunk) const {
         if (!stored.empty()) return stored[row.chunk + chunk];
         const std::uint64_t skipped = chunk * chunk_bytes;
-        return {row.offset + skipped, static_cast<std::uint32_t>(std::min(chunk_bytes, row.length - skipped)), row.file};
+        return {row.offset + skipped, data_bytes(row, chunk), row.file};
     }
 };
 

@@ -31,7 +31,7 @@ bool is_refusal(int error) { return error == ENOSYS || error == EPERM || error =
 
 }  // namespace
 
-static_assert(chunk_bytes + LiveAccess::bounce_bytes <= huge_page_bytes);
+static_assert(chunk_bytes + LiveAccess::bounce_bytes <= huge_page_bytes && 2 * chunk_bytes <= huge_page_bytes);
 
 LiveAccess::LiveAccess(Way way) : self_(::getpid()), way_(way) {
     mapping_ = ::mmap(nullptr, mapping_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);

@@ -48,6 +48,8 @@ public:
 
     /// A buffer for one chunk, for the caller's use.
     std::byte* chunk_room() const { return room_; }
+    /// A buffer of two chunks, for the thread while it reads nothing: chunk_room and bounce are parts of it.
+    std::byte* coding_room() const { return room_; }
     /// A buffer of `bounce_bytes`, for copies in two steps.
     std::byte* bounce() const { return room_ + chunk_bytes; }
     /// A list of runs, for the caller's use.

@@ -5,10 +5,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
-#include <vector>
 
-#include "encoder.h"
 #include "rans.h"
 
 namespace flowstone {
@@ -22,7 +19,7 @@ namespace planes {
 
 using rans::Way;
 
-/// For encode and decode: so many bytes for data of `bytes`.
+/// For encode: so many bytes for data of `bytes`.
 constexpr std::uint64_t room_bytes(std::uint64_t bytes) { return 2 * bytes; }
 
 /// Looks at a few lines of a chunk, to tell which planes are worth coding.
@@ -42,7 +39,7 @@ private:
 std::size_t encode(const std::byte* data, std::size_t bytes, std::size_t width, std::uint32_t chosen, std::byte* room, Way way = Way::best);
 
 /// Decode to exactly `bytes` of `data`. False: no encoder has written this, and `data` is as before. `room` has
-/// room_bytes. Any stored bytes are safe.
+/// `bytes`, too. Any stored bytes are safe.
 bool decode(const std::byte* stored, std::size_t length, std::byte* data, std::size_t bytes, std::byte* room, Way way = Way::best);
 
 }  // namespace planes

@@ -3,12 +3,14 @@
 #include <algorithm>
 #include <cassert>
 #include <cstring>
+#include <future>
 #include <optional>
 #include <stdexcept>
 #include <tuple>
 #include <utility>
 
 #include "bounds.h"
+#include "planes.h"
 #include "thread_name.h"
 
 namespace flowstone {
@@ -71,11 +73,12 @@ void ReadJob::aim(std::shared_ptr<const ReadExtents> rows) {
     }
     if (held.empty()) return;
     const std::shared_ptr<Workers> workers = machine_.workers;  // the last window's end may end the job
-    const std::size_t own = held.size() / (1 + workers->count());
+    // Decoding needs a worker's buffers.
+    const std::size_t own = rows_->stored.empty() ? held.size() / (1 + workers->count()) : 0;
     for (std::size_t i = own; i < held.size(); ++i) workers->post(held[i]->at(*this, &ReadJob::deliver, held[i]));
     for (std::size_t i = 0; i < own; ++i) {
         try {
-            deliver_now(held[i]);
+            deliver_now(held[i], nullptr);
         } catch (const std::bad_alloc&) {
             abandon(held[i]);
         }
@@ -244,7 +247,7 @@ void ReadJob::verify(const std::shared_ptr<Window>& window) {
 }
 
 /// What has arrived is stored; ahead, it is verified, and stored once the targets are known.
-void ReadJob::deliver(const std::shared_ptr<Window>& window, LiveAccess&) {
+void ReadJob::deliver(const std::shared_ptr<Window>& window, LiveAccess& live) {
     if (targets_.load() == nullptr) {
         verify(window);
         if (hold(window)) return;
@@ -252,11 +255,11 @@ void ReadJob::deliver(const std::shared_ptr<Window>& window, LiveAccess&) {
     if (targets_.load() == nullptr)
         end(window);  // stopped before they were known
     else
-        deliver_now(window);
+        deliver_now(window, &live);
 }
 
 /// For every chunk of an arrived window: verify it in place, then (from the arena) store it.
-void ReadJob::deliver_now(const std::shared_ptr<Window>& window) {
+void ReadJob::deliver_now(const std::shared_ptr<Window>& window, LiveAccess* live) {
     window->rows = targets_.load();
     const ReadWindow& planned = *window->planned;
     const std::int64_t begin_ns = now_ns();
@@ -273,7 +276,12 @@ void ReadJob::deliver_now(const std::shared_ptr<Window>& window) {
         good = known ? good : window->verified || check(chunk, bytes);
         if (!good) continue;
         // Once one chunk is bad the load has failed: report further ones, but change no more memory.
-        if (!in_place && !damaged_.load()) store(*window, chunk, bytes);
+        if (!in_place && !damaged_.load()) {
+            if (codec_of(chunk) == codec_raw)
+                store(*window, chunk, bytes);
+            else if (!decode(*window, chunk, bytes, *live))
+                continue;
+        }
         (in_place ? direct_bytes_ : copied_bytes_) += chunk.length;
         done_bytes_ += chunk.length;
         delivered += chunk.length;
@@ -339,20 +347,58 @@ void ReadJob::copy_edges(const Window& window) {
     }
 }
 
+std::uint8_t ReadJob::codec_of(const WantedChunk& chunk) const {
+    return rows_->stored.empty() ? codec_raw : rows_->stored[digest_of(chunk)].codec;
+}
+
 std::uint64_t ReadJob::digest_of(const WantedChunk& chunk) const { return rows_->rows[chunk.row].chunk + chunk.number; }
 
 bool ReadJob::check(const WantedChunk& chunk, const std::byte* bytes) {
-    const std::uint64_t index = digest_of(chunk);
-    if (xxh3_64(bytes, chunk.length) == rows_->digests[index]) return true;
+    if (xxh3_64(bytes, chunk.length) == rows_->digests[digest_of(chunk)]) return true;
+    report_bad(chunk);
+    return false;
+}
+
+void ReadJob::report_bad(const WantedChunk& chunk) {
     {
         const std::lock_guard lock(bad_mutex_);
-        bad_.insert(index);
+        bad_.insert(digest_of(chunk));
     }
-    if (options_.stop_at_bad) {
-        damaged_ = true;
-        stop();
+    if (!options_.stop_at_bad) return;
+    damaged_ = true;
+    stop();
+}
+
+bool ReadJob::decode(Window& window, const WantedChunk& chunk, const std::byte* bytes, LiveAccess& live) {
+    const ReadExtent& row = window.rows->rows[chunk.row];
+    const std::uint32_t data_bytes = window.rows->data_bytes(row, chunk.number);
+    const bool is_dense = row.device == on_host && row.layout == contiguous && row.address != verify_only;
+    std::byte* const data = is_dense ? row.target() + chunk.logical_begin() : live.coding_room() + chunk_bytes;
+    if (is_dense) touched_[chunk.row] = true;
+    if (!planes::decode(bytes, chunk.length, data, data_bytes, live.coding_room())) {
+        report_bad(chunk);
+        return false;
     }
-    return false;
+    if (is_dense) return true;
+    const WantedChunk whole{chunk.begin, data_bytes, chunk.row, chunk.file, chunk.number};
+    if (row.device == on_host)
+        store(window, whole, data);
+    else
+        send(window, whole, data);
+    return true;
+}
+
+/// To a device, from a buffer that the next chunk takes.
+void ReadJob::send(const Window& window, const WantedChunk& chunk, const std::byte* bytes) {
+    const ReadExtent& row = window.rows->rows[chunk.row];
+    const std::shared_ptr<Device>& device = window.rows->devices[static_cast<std::size_t>(row.device)];
+    touched_[chunk.row] = true;
+    int error = device->from_host(row.address + chunk.logical_begin(), bytes, chunk.length);
+    std::promise<int> copied;
+    device->then([&copied](int failure) { copied.set_value(failure); });
+    const int later = copied.get_future().get();
+    if (error == 0) error = later;
+    if (error != 0) take_outcome(device_fault(*device, error, *files_[chunk.file], chunk.begin, chunk.length));
 }
 
 void ReadJob::store(Window& window, const WantedChunk& chunk, const std::byte* bytes) {

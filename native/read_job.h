@@ -72,7 +72,8 @@ private:
     void aim_direct(Window& window, std::vector<iovec>& parts);
     void end_op(const std::shared_ptr<Window>& window, const Outcome& outcome);
     void deliver(const std::shared_ptr<Window>& window, LiveAccess& live);
-    void deliver_now(const std::shared_ptr<Window>& window);
+    /// `live` is null only where nothing is encoded.
+    void deliver_now(const std::shared_ptr<Window>& window, LiveAccess* live);
     void verify(const std::shared_ptr<Window>& window);
     void expect_stored(const std::shared_ptr<Window>& window);
     void stored(const std::shared_ptr<Window>& window);
@@ -81,8 +82,13 @@ private:
     void copy_edges(const Window& window);
     /// Index of the chunk's digest.
     std::uint64_t digest_of(const WantedChunk& chunk) const;
+    std::uint8_t codec_of(const WantedChunk& chunk) const;
     bool check(const WantedChunk& chunk, const std::byte* bytes);
+    void report_bad(const WantedChunk& chunk);
+    /// Into its target where that is one run of bytes on the host, else into a buffer of `live` and from there.
+    bool decode(Window& window, const WantedChunk& chunk, const std::byte* bytes, LiveAccess& live);
     void store(Window& window, const WantedChunk& chunk, const std::byte* bytes);
+    void send(const Window& window, const WantedChunk& chunk, const std::byte* bytes);
     void end(const std::shared_ptr<Window>& window);
 
     const std::shared_ptr<const ReadExtents> rows_;

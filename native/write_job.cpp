@@ -231,7 +231,7 @@ void WriteJob::capture(const std::shared_ptr<Window>& window, LiveAccess& live) 
     if (window->planned.appended) {
         if (stopping()) return end(window);
         const std::int64_t encode_ns = now_ns();
-        const Appender::Range range = appender_->append(window->planned, window->block.bytes(), live.chunk_room(), digests_);
+        const Appender::Range range = appender_->append(window->planned, window->block.bytes(), live.coding_room(), digests_);
         spans_.add(Phase::encode, encode_ns, bytes);
         if (range.bytes == 0) return end(window);  // all of it is in the base
         ops.push_back(make_op(window, range.offset, {window->block.bytes(), range.bytes}));

@@ -34,18 +34,15 @@ Bytes run_length_decode(const Bytes& bytes) {
 
 class RunLength final : public Encoder {
 public:
-    void encode(std::span<const CapturedChunk> chunks, std::span<Encoded> encoded, std::byte* room) const override {
-        for (std::size_t i = 0; i < chunks.size(); ++i) {
-            const std::uint32_t length = run_length_encode(chunks[i].bytes, chunks[i].length, room);
-            encoded[i] = {Encoded::Kind::stored, length != 0 ? run_length : codec_raw, length != 0 ? length : chunks[i].length};
-            std::memcpy(chunks[i].bytes, room, length);
-        }
+    Encoded encode(const CapturedChunk& chunk, std::byte* room) const override {
+        const std::uint32_t length = run_length_encode(chunk.bytes, chunk.length, room);
+        return {Encoded::Kind::stored, length != 0 ? run_length : codec_raw, length != 0 ? length : chunk.length};
     }
 };
 
 class WithoutMemory final : public Encoder {
 public:
-    void encode(std::span<const CapturedChunk>, std::span<Encoded>, std::byte*) const override { throw std::bad_alloc(); }
+    Encoded encode(const CapturedChunk&, std::byte*) const override { throw std::bad_alloc(); }
 };
 
 /// Every third large row is long runs of few bytes, in memory and in what is expected.
@@ -103,7 +100,9 @@ std::uint64_t count_same(const std::vector<StoredChunk>& chunks) {
 }
 
 std::shared_ptr<const Encoder> against(const std::vector<std::uint64_t>& base) {
-    return delta_encoder(std::vector<std::optional<std::uint64_t>>(base.begin(), base.end()));
+    BaseChunks chunks;
+    for (const std::uint64_t digest : base) chunks.push_back(BaseChunk{digest});
+    return delta_encoder(std::move(chunks));
 }
 
 void check_apart(std::vector<StoredChunk> chunks, std::uint64_t file_end) {
@@ -223,7 +222,8 @@ TEST_CASE("of two files the one that is for the encoder refers to the base, and 
 
         resting.memory[0].start()[2 * mib + 3] ^= std::byte{1};
         rows.encoded_from = 1;
-        std::vector<std::optional<std::uint64_t>> known(base->digests().begin(), base->digests().end());
+        BaseChunks known;
+        for (const std::uint64_t digest : base->digests()) known.push_back(BaseChunk{digest});
         known.back().reset();  // the base has no such chunk: it is stored, though its bytes are the same
         rows.encoder = delta_encoder(known);
         const auto job = write(after);

@@ -55,7 +55,7 @@ Bytes encoded(const Bytes& data, std::size_t width, std::uint32_t chosen, Way wa
 }
 
 bool decoded(const Bytes& stored, Bytes& data, Way way = Way::best) {
-    Bytes room(planes::room_bytes(data.size()), std::byte{0x55});
+    Bytes room(data.size(), std::byte{0x55});
     const Bytes exact(stored);
     return planes::decode(exact.data(), exact.size(), data.data(), data.size(), room.data(), way);
 }

@@ -188,11 +188,32 @@ class Encoder:
 def identity_encoder() -> Encoder:
     """Chunks are stored as they are, where they are planned."""
 
-def delta_encoder(digests: NDArray[np.uint64], known: NDArray[np.bool_]) -> Encoder:
+def delta_encoder(
+    digests: NDArray[np.uint64], known: NDArray[np.bool_], codecs: NDArray[np.uint8] | None = None
+) -> Encoder:
     """Chunks are stored as they are, but for those of which the base has one with the same bytes.
 
     digests, known  by a chunk's number in the job: the digest of the base's, and whether there is one
+    codecs          with which it is stored, if the digest is of its stored bytes; 0: it is of the captured ones. None:
+                    all are
     """
+
+def planes_encoder(
+    widths: NDArray[np.uint8], digests: NDArray[np.uint64], known: NDArray[np.bool_],
+    codecs: NDArray[np.uint8] | None = None,
+) -> Encoder:
+    """The same, and chunks are coded where that pays (docs/FORMAT.md, Codecs).
+
+    widths  length of a chunk's elements in bytes: 1, 2, 4, 8; 0: it is stored as it is
+    """
+
+def encode_planes(chunk: bytes | bytearray | memoryview | NDArray[np.uint8], width: int) -> bytes | None:
+    """A chunk with elements of `width` bytes as codec `planes` stores it; None: it would be stored raw."""
+
+def decode_planes(
+    stored: bytes | bytearray | memoryview | NDArray[np.uint8], data_bytes: int
+) -> bytes | None:
+    """The `data_bytes` of a chunk that codec `planes` has stored; None: no encoder has written this."""
 
 class WriteExtents:
     """Columns of equal length n; row i puts `length[i]` bytes at `offset[i]` of file `file[i]`.
@@ -238,8 +259,8 @@ class ReadExtents:
     address         where the extent's byte 0 belongs (layout -1: contiguous memory),
                     or the box's first element (layout >= 0), or VERIFY_ONLY
     device          index into `devices`, whose memory the address is in; such rows have layout -1
-    stored          file, offset and length of each chunk that `digests` has; None: every chunk lies at its logical
-                    place in its extent. Nothing decodes: a stored chunk is as long as the chunk
+    stored          file, offset, length and codec of each chunk that `digests` has; None: every chunk lies as it is, at
+                    its logical place in its extent
     Rows may be in any order; the engine sorts and merges them.
     """
 
@@ -248,7 +269,7 @@ class ReadExtents:
         address: NDArray[np.uint64], chunk: NDArray[np.uint64], first: NDArray[np.uint64],
         last: NDArray[np.uint64], layout: NDArray[np.int64], layouts: Sequence[ScatterLayout],
         digests: NDArray[np.uint64], device: NDArray[np.int32] | None = None, devices: Sequence[Device] = (),
-        stored: tuple[NDArray[np.uint32], NDArray[np.uint64], NDArray[np.uint32]] | None = None,
+        stored: tuple[NDArray[np.uint32], NDArray[np.uint64], NDArray[np.uint32], NDArray[np.uint8]] | None = None,
     ) -> None: ...
     @property
     def files(self) -> list[int]: ...  # the numbers of the files that rows are in, ascending
@@ -292,9 +313,12 @@ class WriteJob:
     @property
     def stored(
         self,
-    ) -> tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.uint8], NDArray[np.bool_]] | None:
-        """After wait without fault, for each chunk: its offset in its file, its length there, its codec, and whether
-        nothing is stored, as it is the base's. None: all chunks are stored as they are, where they were planned.
+    ) -> tuple[
+        NDArray[np.uint64], NDArray[np.uint32], NDArray[np.uint8], NDArray[np.bool_], NDArray[np.uint64]
+    ] | None:
+        """After wait without fault, for each chunk: its offset in its file, its length there, its codec, whether
+        nothing is stored, as it is the base's, and the digest of what an encoder got. None: all chunks are stored as
+        they are, where they were planned.
         """
     @property
     def file_ends(self) -> list[int]: ...  # with `stored`: how long each file is; else empty

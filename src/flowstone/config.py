@@ -99,6 +99,7 @@ TUNING_BYTES_MAX = 64 * KIB  # of a tuning file; a longer file is ignored
 Backend = Literal["auto", "io_uring", "posix"]
 Direct = Literal["auto", "on", "off"]
 Watch = Literal["auto", "exact", "samples"]
+Compress = Literal["off", "max"]
 Direction = Literal["write", "read"]
 
 
@@ -184,6 +185,8 @@ class EngineOptions:
                     memory it takes half the time, and anywhere 140 MB less memory (docs/performance/in-place.md)
     write_bytes_per_s  limit for the saves of this process on a shared device or network, also when a caller waits for
     them; None: no limit. Even without it, a lazy save writes only as fast as needed to end before the fence
+    compress        "max": tensors of 64 KiB and more are encoded where that makes them shorter, without loss; other
+    readers of safetensors do not find those by name (docs/FORMAT.md, Codecs). "off": never
     watch           how changes before capture are detected in tensors captured after `save` returned (docs/LIMITS.md).
     "exact": every write is detected, or the save is refused. "samples": some bytes are compared.
     "auto": exact where that costs almost nothing (memory in huge pages, and 64 MiB of other memory)
@@ -200,6 +203,7 @@ class EngineOptions:
     write_bytes_per_s: int | None = None
     share_reads: bool = True
     watch: Watch = "auto"
+    compress: Compress = "off"
 
     def __post_init__(self) -> None:
         for name in ("queue_depth", "request_bytes", "workers", "write_bytes_per_s"):
@@ -213,6 +217,10 @@ class EngineOptions:
         if self.watch not in ("auto", "exact", "samples"):
             raise ArgumentError(
                 f"watch {self.watch!r} is not one of 'auto', 'exact', 'samples'", next="'auto' is the default"
+            )
+        if self.compress not in ("off", "max"):
+            raise ArgumentError(
+                f"compress {self.compress!r} is not one of 'off', 'max'", next="'off' is the default"
             )
         if self.write_bytes_per_s is not None and self.write_bytes_per_s < REQUEST_BYTES_MIN:
             raise ArgumentError(

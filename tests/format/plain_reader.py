@@ -12,7 +12,7 @@ BASE64 = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 def read(checkpoint):
     """Tensors by name, replicated and per-rank objects. Types that numpy lacks come as bytes, one more dimension."""
     manifest = json.loads((checkpoint / "manifest.json").read_bytes())
-    if manifest["flowstone"] != 1 or manifest["critical"] not in ([], ["delta"]):
+    if manifest["flowstone"] != 1 or manifest["critical"] not in ([], ["delta"], ["delta", "codec.planes"]):
         raise ValueError(f"cannot read version {manifest['flowstone']} with {manifest['critical']}")
     tensors = read_tensors(checkpoint, manifest, "chunk" if manifest["critical"] else "piece")
     nodes = json.loads((checkpoint / "objects.json").read_bytes())
@@ -33,14 +33,51 @@ def read_tensors(checkpoint, manifest, table):
         kind, raw = dtypes[dtype], [*(next(lengths) for _ in range(ndim)), ODD_BYTES.get(dtypes[dtype], 1)]
         arrays.append(np.empty(raw[:-1], kind) if kind in np.sctypeDict else np.empty(raw, "u1"))
     for piece, row in enumerate(column["piece.tensor"]):
-        run = slice(chunk, chunk := chunk + (-(-column["piece.bytes"][piece] // 2**20) if table == "chunk" else 1))
-        places = zip(*(column[f"{table}.{name}"][run] for name in ("segment", "offset", "bytes")), strict=True)
+        size, first = column["piece.bytes"][piece], chunk
+        run = slice(first, chunk := first + (-(-size // 2**20) if table == "chunk" else 1))
+        places = list(zip(*(column[f"{table}.{name}"][run] for name in ("segment", "offset", "bytes")), strict=True))
         offset, shape = ([next(boxes) for _ in range(column["tensor.ndim"][row])] for _ in range(2))
-        raw = b"".join(bytes(np.fromfile(files[file], "u1", size, offset=at)) for file, at, size in places)
+        stored = [bytes(np.fromfile(files[file], "u1", count, offset=at)) for file, at, count in places]
+        codecs = column["chunk.codec"][run] if table == "chunk" else [0]
+        raw = b"".join(
+            planes(data, min(2**20, size - number * 2**20)) if codec else data
+            for number, (codec, data) in enumerate(zip(codecs, stored, strict=True))
+        )
         box = tuple(slice(begin, begin + n) for begin, n in zip(offset, shape, strict=True))
         arrays[row][box] = np.frombuffer(raw, arrays[row].dtype).reshape(arrays[row][box].shape)
     arrays += [arrays[row] for row in column["alias.tensor"]]
     return dict(zip(texts(column, "tensor") + texts(column, "alias"), arrays, strict=True))
+
+
+def planes(stored, data_bytes):
+    """The data of a chunk with codec 1."""
+    width = stored[0]
+    modes, at, count = stored[1 : 1 + width], 1 + width, data_bytes // width
+    data = np.empty((count, width), "u1")
+    for mode, plane in sorted((mode > 0, plane) for plane, mode in enumerate(modes)):
+        size = count if not mode else 1 if modes[plane] == 1 else 4 + struct.unpack_from("<I", stored, at)[0]
+        body = stored[at : at + size]
+        data[:, plane] = coded_plane(body[4:], count) if modes[plane] == 2 else np.frombuffer(body, "u1")
+        at += size
+    return data.tobytes()
+
+
+def coded_plane(coded, count):
+    """Interleaved rANS, 32 symbols at a time."""
+    state = np.frombuffer(coded, "<u4", 32).astype("i8")
+    bytes_ = np.flatnonzero(np.unpackbits(np.frombuffer(coded, "u1", 32, 128), bitorder="little"))
+    f = np.frombuffer(coded, "<u2", len(bytes_), 160).astype("i8")
+    words, at = np.frombuffer(coded, "<u2", offset=160 + 2 * len(bytes_)), 0
+    slot_of, c, found = np.repeat(np.arange(len(f)), f), np.cumsum(f) - f, np.empty(count, "u1")
+    for i in range(0, count, 32):
+        x = state[: min(32, count - i)]  # a view
+        k = slot_of[x % 4096]
+        found[i : i + 32] = bytes_[k]
+        x[:] = f[k] * (x // 4096) + x % 4096 - c[k]
+        low = np.flatnonzero(x < 2**15)
+        x[low] = x[low] * 2**16 + words[at : at + len(low)]
+        at += len(low)
+    return found
 
 
 def texts(column, table: str):

@@ -1,13 +1,20 @@
 """Codecs by their ids: what a reader knows. tests/stage/test_stored_chunks.py has what it refuses, by the tensor."""
 
-from flowstone.format.codec import CODECS, RAW, Codec
+import numpy as np
+
+from flowstone.format.codec import CODECS, FEATURES, PLANES, RAW, Codec, announced, features_of
 from flowstone.table.chunks import CODEC_RAW
 
 
-def test_raw_is_the_only_codec_and_needs_no_announcement() -> None:
-    assert list(CODECS.values()) == [RAW]
+def test_raw_needs_no_announcement_and_planes_does() -> None:
+    assert list(CODECS.values()) == [RAW, PLANES]
     assert RAW.id == CODEC_RAW
     assert RAW.feature is None
+    assert {"codec.planes"} == FEATURES
+    assert announced(["delta"]) == {RAW.id}
+    assert announced(["delta", "codec.planes"]) == {RAW.id, PLANES.id}
+    assert features_of(np.array([0, 0], np.uint8)) == ()
+    assert features_of(np.array([0, 1, 0], np.uint8)) == ("codec.planes",)
 
 
 def test_any_other_codec_is_a_critical_feature_by_its_name() -> None:

@@ -17,8 +17,8 @@ from flowstone.state import describe
 SOURCE = Path(plain_reader.__file__).read_text()
 
 
-def test_plain_reader_has_under_80_lines_and_imports_nothing_of_ours() -> None:
-    assert len(SOURCE.splitlines()) < 80
+def test_plain_reader_has_under_120_lines_and_imports_nothing_of_ours() -> None:
+    assert len(SOURCE.splitlines()) < 120
     tree = ast.parse(SOURCE)
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
@@ -55,3 +55,19 @@ def test_plain_reader_puts_boxes_together(store: Path) -> None:
         checkpointer.save(1, {"table": table})
     tensors, _, _ = plain_reader.read(store / "step-00000001")
     assert np.array_equal(tensors["table"], table.numpy())
+
+
+def test_plain_reader_decodes_planes(store: Path) -> None:
+    import torch
+
+    torch.manual_seed(1)
+    state = {
+        "weights": torch.randn(700, 1000), "half": torch.randn(300_001).bfloat16(), "zeros": torch.zeros(40_000),
+        "steps": torch.arange(100_000), "random": torch.randint(0, 256, (100_000,), dtype=torch.uint8),
+    }
+    with fs.Checkpointer(store, engine=fs.EngineOptions(compress="max")) as checkpointer:
+        manifest = checkpointer.save(1, state).committed.result().manifest
+    assert manifest.critical == ("delta", "codec.planes")
+    tensors, _, _ = plain_reader.read(store / "step-00000001")
+    for name, tensor in state.items():
+        assert tensors[name].tobytes() == raw_bytes(tensor).tobytes(), name

@@ -16,7 +16,6 @@ from flowstone.errors import FlowstoneError, StorageError
 from flowstone.format.digest import chunk_digests
 from flowstone.format.index import Totals
 from flowstone.format.manifest import (
-    DELTA,
     INDEX_NAME,
     MANIFEST_NAME,
     MARKER_NAME,
@@ -52,7 +51,7 @@ class Publication(msgspec.Struct, frozen=True):
     io        how the segments were written
     writer    the program that wrote them
     ranks     of the job that saved
-    is_delta  some chunks may be in files of an earlier checkpoint, which are among the segments
+    critical  features that a reader must know
     """
 
     segments: Sequence[SegmentRow]
@@ -62,7 +61,7 @@ class Publication(msgspec.Struct, frozen=True):
     io: IoRecord
     writer: str
     ranks: int
-    is_delta: bool = False
+    critical: tuple[str, ...] = ()
 
 
 def open_store(store: Store) -> str:
@@ -147,7 +146,7 @@ def record(store: Store, draft: Draft, store_id: str, made: Publication) -> Mani
         store.put(inside(draft.directory, name), data)
     manifest = Manifest(
         step=draft.step, id=draft.id, store=store_id, created=_now(), writer=made.writer, ranks=made.ranks,
-        segments=tuple(made.segments), critical=(DELTA,) if made.is_delta else (),
+        segments=tuple(made.segments), critical=made.critical,
         index=FileRow(INDEX_NAME, len(index), chunk_digests(index)),
         objects=FileRow(OBJECTS_NAME, len(objects), chunk_digests(objects)),
         tensors=totals.tensors, pieces=totals.pieces, data_bytes=totals.data_bytes, io=made.io,

@@ -13,6 +13,7 @@ from flowstone.config import CHUNK_BYTES, OBJECTS_BYTES_MAX, OBJECTS_CONTAINERS_
 from flowstone.errors import DamagedError, StorageError, UnsupportedStateError
 from flowstone.format import objects
 from flowstone.format.bounds import containers
+from flowstone.format.codec import announced
 from flowstone.format.digest import check_chunks, digest
 from flowstone.format.index import Index, check_index_header, decode_index
 from flowstone.format.manifest import (
@@ -51,7 +52,8 @@ def read_index(store: Names, directory: str, manifest: Manifest) -> Index:
             check_first=lambda part: check_index_header(part, manifest.index.bytes, path=path),
         )
         return decode_index(
-            memoryview(data).toreadonly(), segments=manifest.segments, path=path, is_delta=DELTA in manifest.critical
+            memoryview(data).toreadonly(), segments=manifest.segments, path=path, is_delta=DELTA in manifest.critical,
+            codecs=announced(manifest.critical),
         )
 
 

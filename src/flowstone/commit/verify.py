@@ -53,8 +53,10 @@ class Verified:
 class _Runs(msgspec.Struct, frozen=True, eq=False):
     """Runs of at most CHUNK_BYTES of a segment, as columns, each with its expected digest.
 
-    piece  index row of the piece that the run is a chunk of; -1 for padding
-    chunk  number of the run in that piece
+    length      as stored
+    piece       index row of the piece that the run is a chunk of; -1 for padding
+    chunk       number of the run in that piece
+    data_bytes  length of the data that it is stored for, with `codec`
     """
 
     offset: NDArray[np.int64]
@@ -62,6 +64,8 @@ class _Runs(msgspec.Struct, frozen=True, eq=False):
     digest: NDArray[np.uint64]
     piece: NDArray[np.int64]
     chunk: NDArray[np.int64]
+    data_bytes: NDArray[np.int64]
+    codec: NDArray[np.uint8]
 
     def within(self, begin: int, end: int) -> _Runs:
         """Those that begin in bytes [begin, end) of the segment."""
@@ -245,12 +249,15 @@ def _check_runs(
         np.concatenate([none.astype(np.uint64), *(getattr(run, name).astype(np.uint64) for run in runs)])
         for name in ("offset", "length", "digest")
     )
-    count = len(offset)
+    count, file = len(offset), np.repeat(np.arange(len(segments), dtype=np.uint32), counts)
+    codec = np.concatenate([none.astype(np.uint8), *(run.codec for run in runs)])
+    data_bytes = np.concatenate([none.astype(np.uint64), *(run.data_bytes.astype(np.uint64) for run in runs)])
+    stored = (file, offset, length.astype(np.uint32), codec) if codec.any() else None  # encoded chunks are decoded, too
     rows = _native.ReadExtents(
-        file=np.repeat(np.arange(len(segments), dtype=np.uint32), counts), offset=offset, length=length,
+        file=file, offset=offset, length=data_bytes,
         address=np.full(count, _native.VERIFY_ONLY, np.uint64), chunk=np.arange(count, dtype=np.uint64),
         first=np.zeros(count, np.uint64), last=np.ones(count, np.uint64), layout=np.full(count, -1, np.int64),
-        layouts=[], digests=digests,
+        layouts=[], digests=digests, stored=stored,
     )
     paths = [inside(checked.directory, row.name) for row in segments]
     reading = checked.store.read_extents(
@@ -274,10 +281,14 @@ def _runs(chunks: Chunks, segments: Sequence[SegmentRow]) -> list[_Runs]:
     order = np.lexsort((offset, segment))
     ids = np.array([row.id for row in segments], np.int64)
     starts, stops = (np.searchsorted(segment[order], ids, side=side).tolist() for side in ("left", "right"))
-    length, found = chunks.stored_lengths(), []
+    length, found, codecs = chunks.stored_lengths(), [], chunks.codecs()
+    data_bytes = chunks.logical_bytes(piece, chunk, chunk + 1)
     for row, start, stop in zip(segments, starts, stops, strict=True):
         here = order[start:stop]
-        stored = _Runs(offset[here], length[here].astype(np.int64), chunks.digest[here], piece[here], chunk[here])
+        stored = _Runs(
+            offset[here], length[here].astype(np.int64), chunks.digest[here], piece[here], chunk[here],
+            data_bytes[here], codecs[here],
+        )
         found.append(_with_padding(stored, row) if row.home is None else stored)
     return found
 
@@ -296,6 +307,8 @@ def _with_padding(stored: _Runs, row: SegmentRow) -> _Runs:
         np.concatenate([stored.offset, offset])[order], np.concatenate([stored.length, length])[order],
         np.concatenate([stored.digest, digests])[order], np.concatenate([stored.piece, nothing - 1])[order],
         np.concatenate([stored.chunk, nothing])[order],
+        np.concatenate([stored.data_bytes, length])[order],
+        np.concatenate([stored.codec, nothing.astype(np.uint8)])[order],
     )
 
 

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from flowstone.table.chunks import CODEC_RAW
 
@@ -28,5 +30,19 @@ class Codec(msgspec.Struct, frozen=True):
 
 
 RAW = Codec(CODEC_RAW, "raw")
-CODECS: Mapping[int, Codec] = MappingProxyType({codec.id: codec for codec in (RAW,)})
+PLANES = Codec(1, "planes")
+CODECS: Mapping[int, Codec] = MappingProxyType({codec.id: codec for codec in (RAW, PLANES)})
 """All codecs that this version reads and writes, by id."""
+FEATURES: frozenset[str] = frozenset(codec.feature for codec in CODECS.values() if codec.feature is not None)
+"""The critical features that announce them."""
+
+
+def announced(critical: Collection[str]) -> frozenset[int]:
+    """The ids of the codecs that chunks may have in a checkpoint with these critical features."""
+    return frozenset(codec.id for codec in CODECS.values() if codec.feature is None or codec.feature in critical)
+
+
+def features_of(codecs: NDArray[np.uint8]) -> tuple[str, ...]:
+    """The critical features of a checkpoint whose chunks have these codecs."""
+    used = (CODECS[int(number)].feature for number in np.flatnonzero(np.bincount(codecs, minlength=1)))
+    return tuple(feature for feature in used if feature is not None)

@@ -7,7 +7,7 @@ vector operations. See docs/FORMAT.md, Index, for each column's meaning.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, TypeAlias, TypeVar
@@ -119,12 +119,15 @@ class Frame(msgspec.Struct, frozen=True, eq=False):
     def fill(self, offset: U64, digest: U64, places: ChunkPlaces | None = None) -> bytes:
         """The index file's bytes, from one offset per piece and one digest per chunk, in index order.
 
+        digest  of stored bytes, but for those of which `places` has it
         places  where chunks lie, if this is the frame of a delta; pieces then have none
         """
         columns: dict[str, NDArray[Any]] = {"piece.offset": offset, "chunk.digest": digest}
         if places is not None:
             columns |= {"chunk.segment": places.segment, "chunk.offset": places.offset}
             columns["piece.offset"] = np.zeros(len(offset), np.uint64)
+            if (forms := places.forms) is not None:
+                columns |= {"chunk.bytes": forms.length, "chunk.codec": forms.codec, "chunk.digest": forms.digest}
         first, *others = self.parts
         found = [*first]
         for name, parts in zip(self.left_out, others, strict=True):
@@ -132,20 +135,40 @@ class Frame(msgspec.Struct, frozen=True, eq=False):
         return b"".join(found)
 
 
+class ChunkForms(msgspec.Struct, frozen=True, eq=False):
+    """How each chunk is stored: its length in bytes, its codec, and the digest of its stored bytes."""
+
+    length: NDArray[np.uint32]
+    codec: NDArray[np.uint8]
+    digest: U64
+
+    def of(self, chunks: NDArray[np.int64]) -> ChunkForms:
+        """Those of these chunks."""
+        return ChunkForms(self.length[chunks], self.codec[chunks], self.digest[chunks])
+
+
 class ChunkPlaces(msgspec.Struct, frozen=True, eq=False):
-    """The segment of each chunk, and the offset there, in bytes."""
+    """The segment of each chunk, and the offset there, in bytes; `forms`: None if all are stored as they are."""
 
     segment: NDArray[np.uint32]
     offset: U64
+    forms: ChunkForms | None = None
+
+    def of(self, chunks: NDArray[np.int64]) -> ChunkPlaces:
+        """Those of these chunks."""
+        forms = None if self.forms is None else self.forms.of(chunks)
+        return ChunkPlaces(self.segment[chunks], self.offset[chunks], forms)
 
 
 def frame_of(
-    pieces: Pieces, aliases: Sequence[tuple[str, int]], chunks: Chunks, *, is_delta: bool = False
+    pieces: Pieces, aliases: Sequence[tuple[str, int]], chunks: Chunks, *, is_delta: bool = False,
+    is_coded: bool = False,
 ) -> Frame:
     """All of an index file that does not depend on where pieces lie, and on digests. Keeps the columns, not a copy.
 
     pieces, aliases, chunks  as in Index
-    is_delta                 some chunks lie in a base's segments
+    is_delta                 each chunk has a place of its own
+    is_coded                 and a codec and a length
     """
     tensors = pieces.tensors
     kinds = sorted({dtype.name for dtype in tensors.dtypes})
@@ -167,6 +190,8 @@ def frame_of(
     variable = {"piece.offset": len(pieces), "chunk.digest": len(chunks.digest)}
     if is_delta:
         variable |= {"chunk.segment": len(chunks.digest), "chunk.offset": len(chunks.digest)}
+    if is_coded:
+        variable |= {"chunk.bytes": len(chunks.digest), "chunk.codec": len(chunks.digest)}
     return _framed(columns, variable, " ".join(kinds), totals)
 
 
@@ -213,10 +238,14 @@ def check_index_header(data: Part, file_bytes: int, *, path: str) -> None:
         )
 
 
-def decode_index(data: Part, *, segments: Sequence[SegmentRow], path: str, is_delta: bool = False) -> Index:
+def decode_index(
+    data: Part, *, segments: Sequence[SegmentRow], path: str, is_delta: bool = False,
+    codecs: Collection[int] = (CODEC_RAW,),
+) -> Index:
     """Read and check an index whose digests have been verified. Raises DamagedError.
 
     is_delta  each chunk has a place of its own
+    codecs    ids of the codecs that chunks may have
     """
     kinds = _DELTA_COLUMNS if is_delta else _COLUMNS
     entries, metadata, start = parse_header(data[: _header_end(data)], path=path)
@@ -230,7 +259,7 @@ def decode_index(data: Part, *, segments: Sequence[SegmentRow], path: str, is_de
             if entry.end - entry.begin != count * np.dtype(kind).itemsize:
                 raise ValueError(f"the length of column {name!r} does not match its shape")
             columns[name] = np.frombuffer(data, kind, count, start + entry.begin)
-        index = _assemble(columns, metadata["dtypes"].split())
+        index = _assemble(columns, metadata["dtypes"].split(), codecs if is_delta else (CODEC_RAW,))
         _check(index, segments)
     except (ValueError, KeyError, IndexError, OverflowError) as error:
         raise DamagedError(f"{path} contradicts itself: {error!s:.300}", next="use an older step") from error
@@ -241,7 +270,7 @@ def _header_end(data: Part) -> int:
     return LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
 
 
-def _assemble(columns: dict[str, NDArray[np.generic]], kinds: list[str]) -> Index:
+def _assemble(columns: dict[str, NDArray[np.generic]], kinds: list[str], codecs: Collection[int]) -> Index:
     unknown = sorted(set(kinds) - set(DTYPES))
     if unknown:
         raise ValueError(f"unknown dtypes {unknown}")
@@ -260,17 +289,17 @@ def _assemble(columns: dict[str, NDArray[np.generic]], kinds: list[str]) -> Inde
     return Index(
         pieces=_pieces(tensors, tensor, columns),
         aliases=tuple(zip(aliases, columns["alias.tensor"].tolist(), strict=True)),
-        chunks=_chunks(columns),
+        chunks=_chunks(columns, codecs),
     )
 
 
-def _chunks(columns: Mapping[str, NDArray[Any]]) -> Chunks:
+def _chunks(columns: Mapping[str, NDArray[Any]], codecs: Collection[int]) -> Chunks:
     """The chunk table, checked as far as that needs no segments. Raises ValueError."""
     found = Chunks(
         _own(columns["piece.segment"], np.uint32), _own(columns["piece.offset"], np.uint64),
         _own(columns["piece.bytes"], np.uint64), _own(columns["chunk.digest"], np.uint64),
     )
-    _check_chunks(found, columns["chunk.bytes"], columns["chunk.codec"])
+    _check_chunks(found, columns["chunk.bytes"], columns["chunk.codec"], codecs)
     if "chunk.segment" not in columns:
         return found
     segment, offset = _own(columns["chunk.segment"], np.uint32), _own(columns["chunk.offset"], np.uint64)
@@ -319,13 +348,16 @@ def _check(index: Index, segments: Sequence[SegmentRow]) -> None:
     _check_extents(index.chunks, segments)
 
 
-def _check_chunks(chunks: Chunks, stored: NDArray[np.generic], codec: NDArray[np.generic]) -> None:
-    """Check that version 1's chunks are stored raw and consecutive: then these columns add nothing."""
+def _check_chunks(
+    chunks: Chunks, stored: NDArray[np.uint32], codec: NDArray[np.uint8], codecs: Collection[int]
+) -> None:
+    """Check that raw chunks are as long as their data, and that those with another of `codecs` are shorter."""
     if {len(stored), len(codec), int(chunks.first[-1])} != {len(chunks.digest)}:
         raise ValueError("the chunk columns do not match the pieces")
-    if (codec != CODEC_RAW).any():
+    if not np.isin(codec, list(codecs)).all():
         raise ValueError(f"unknown codec {int(codec.max())}")
-    if (stored != chunks.stored_lengths()).any():
+    length, raw = chunks.stored_lengths(), codec == CODEC_RAW
+    if (stored != length)[raw].any() or (stored >= length)[~raw].any():
         raise ValueError("a chunk's stored length does not fit its extent")
 
 

@@ -18,6 +18,7 @@ from flowstone.config import (
 )
 from flowstone.errors import DamagedError, UnsupportedFormatError
 from flowstone.format.checksummed import add_checksum, verify_checksum
+from flowstone.format.codec import FEATURES
 
 MARKER_NAME = "flowstone.json"
 MANIFEST_NAME = "manifest.json"
@@ -25,9 +26,9 @@ OBJECTS_NAME = "objects.json"
 INDEX_NAME = "index.safetensors"
 
 DELTA = "delta"
-"""The critical feature of a checkpoint that uses chunks of an earlier one's files."""
+"""The critical feature of a checkpoint in which each chunk has a place of its own, maybe in an earlier one's file."""
 
-KNOWN_FEATURES: frozenset[str] = frozenset({DELTA})
+KNOWN_FEATURES: frozenset[str] = frozenset({DELTA}) | FEATURES
 """Critical features that this reader knows."""
 
 _IO_NUMBERS = (

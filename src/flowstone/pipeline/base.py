@@ -21,15 +21,15 @@ from flowstone.commit.manifests import inside, read_manifest
 from flowstone.config import CHUNK_BYTES
 from flowstone.errors import FlowstoneError, NoCheckpointError, StorageError
 from flowstone.format.digest import digest
-from flowstone.format.index import ChunkPlaces
+from flowstone.format.index import ChunkForms, ChunkPlaces
 from flowstone.format.manifest import SegmentRow
 from flowstone.format.segment import CHUNKS_HEADER_BYTES, encode_chunks_header
 from flowstone.log import log
 from flowstone.pipeline.messages import Assignment
 from flowstone.plan.write import WritePlan
 from flowstone.stage.encode import BaseChunks
-from flowstone.store.base import Receipt, Store
-from flowstone.table.chunks import first_chunks, spread
+from flowstone.store.base import Encoded, Receipt, Store
+from flowstone.table.chunks import Chunks, first_chunks, spread
 from flowstone.table.pieces import Pieces
 
 _REFUSALS = (errno.EPERM, errno.EACCES, errno.EMLINK, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS)  # of links
@@ -40,7 +40,7 @@ class Base(msgspec.Struct, frozen=True, eq=False):
     """What this rank has of a committed step.
 
     pieces    that it has written, in plan order; `lazy`: which of them its layout has as lazy
-    digest    of each of their chunks
+    digest    of each of their chunks, as it was captured
     places    where they lie, `segment` being a position among `segments`
     rests     pieces of which enough was in the base of that step; None: that was not compared
     loads     how many loads there had been before that save
@@ -135,7 +135,7 @@ def refer(store: Store, draft: publish.Draft, base: Base | None, plan: WritePlan
     known[numbers] = True
     position = np.zeros(len(base.segments), np.uint32)
     position[needed] = np.arange(len(needed))
-    places = ChunkPlaces(position[base.places.segment], base.places.offset)
+    places = replace(base.places, segment=position[base.places.segment])
     return Referred(rows, BaseChunks(base.digest, known), places)
 
 
@@ -155,11 +155,11 @@ def stored_chunks(
     segments  those that list tensors; `offsets`: of each piece
     """
     encoded = receipt.encoded
-    if referred is None or encoded is None:
+    if encoded is None:
         return segments, None
+    referred = referred or Referred.nothing(plan.chunks)
     rows, same = list(segments), encoded.same
-    rests = np.repeat(plan.rests, np.diff(first_chunks(plan.length)))
-    new = rests & ~same
+    new = plan.of_chunks(plan.apart) & ~same
     planned = places_of(plan, offsets)
     segment, offset = planned.segment.astype(np.int64), planned.offset.copy()
     if new.any():
@@ -171,7 +171,37 @@ def stored_chunks(
     position[used] = len(rows) + np.arange(len(used))
     rows += [replace(referred.segments[at], id=len(rows) + number) for number, at in enumerate(used)]
     segment[same], offset[same] = position[referred.places.segment[same]], referred.places.offset[same]
-    return rows, ChunkPlaces(segment.astype(np.uint32), offset)
+    forms = _forms(plan, encoded, referred.places.forms, receipt.digests)
+    return rows, ChunkPlaces(segment.astype(np.uint32), offset, forms)
+
+
+def _forms(
+    plan: WritePlan, encoded: Encoded, of_base: ChunkForms | None, digests: NDArray[np.uint64]
+) -> ChunkForms | None:
+    """How the chunks are stored, those that are the base's as there; None: all as they are."""
+    same = encoded.same
+    new = plan.of_chunks(plan.width > 0) & ~same
+    if not encoded.codec[new].any() and (of_base is None or not of_base.codec[same].any()):
+        return None
+    found = raw_forms(plan.length, digests)
+    found.length[new], found.codec[new] = encoded.length[new], encoded.codec[new]
+    if of_base is not None:
+        found.length[same], found.codec[same] = of_base.length[same], of_base.codec[same]
+        found.digest[same] = of_base.digest[same]
+    return found
+
+
+def raw_forms(length: NDArray[np.uint64], digests: NDArray[np.uint64]) -> ChunkForms:
+    """The chunks of pieces that are stored as they are. `length`: of each piece, in bytes."""
+    lengths = Chunks.to_come(np.zeros(len(length), np.uint32), length).stored_lengths()
+    return ChunkForms(lengths.copy(), np.zeros(len(lengths), np.uint8), digests.copy())
+
+
+def captured_digests(plan: WritePlan, receipt: Receipt) -> NDArray[np.uint64]:
+    """Of each chunk as it was captured, whether it is encoded or not."""
+    if receipt.encoded is None:
+        return receipt.digests
+    return np.where(plan.of_chunks(plan.apart), receipt.encoded.captured, receipt.digests)
 
 
 def unneeded(plan: WritePlan, referred: Referred | None, segments: Sequence[SegmentRow]) -> list[str]:

@@ -8,7 +8,7 @@ from flowstone.commit.manifests import inside
 from flowstone.errors import RankError
 from flowstone.events import BuffersFromOneRank, Event
 from flowstone.format.manifest import Manifest
-from flowstone.pipeline.base import Base, places_of, unneeded
+from flowstone.pipeline.base import Base, captured_digests, places_of, unneeded
 from flowstone.pipeline.messages import Assignment, Contribution
 from flowstone.pipeline.save_coordinator import SaveCoordinator
 from flowstone.pipeline.save_run import SaveRun
@@ -42,7 +42,8 @@ def write(
         for name in unneeded(plan, begun.referred, written.segments):
             store.remove(inside(begun.draft.directory, name))
         run.base = Base(
-            begun.draft.step, begun.draft.id, plan.pieces, begun.assignment.lazy(), receipt.digests, written.segments,
+            begun.draft.step, begun.draft.id, plan.pieces, begun.assignment.lazy(),
+            captured_digests(plan, receipt), written.segments,
             written.places or places_of(plan, begun.staged.offsets), None, run.loads,
         ).compared(before, plan.length)
         if assignment.buffers:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowstone.format.digest import digest
-from flowstone.format.index import ChunkPlaces
+from flowstone.format.index import ChunkForms, ChunkPlaces
 from flowstone.format.manifest import IoRecord, SegmentRow
 from flowstone.format.merge_points import merge_map_of
 from flowstone.plan.assign_writers import WriterAssignment
@@ -133,7 +133,7 @@ class PackedWritten(msgspec.Struct, frozen=True):
     per_rank: dict[str, bytes]
     io: IoRecord
     folds: bytes | None
-    places: tuple[bytes, bytes] | None = None
+    places: tuple[bytes, ...] | None = None
 
 
 class Apart(msgspec.Struct, frozen=True):
@@ -341,10 +341,7 @@ def pack_written(one: Written) -> bytes:
         digests=zlib.compress(one.digests.astype("<u8").tobytes(), 0),
         sections=dict(one.sections), per_rank=dict(one.per_rank), io=one.io,
         folds=None if one.folds is None else one.folds.astype("<u8").tobytes(),
-        places=None if one.places is None else (
-            zlib.compress(one.places.segment.astype("<u4").tobytes(), 1),
-            zlib.compress(one.places.offset.astype("<u8").tobytes(), 1),
-        ),
+        places=None if one.places is None else _packed_places(one.places),
     ))
 
 
@@ -355,10 +352,23 @@ def unpack_written(message: bytes) -> Written:
         segment=numbers(one.segment, np.uint32), offsets=numbers(one.offsets, np.uint64),
         digests=numbers(one.digests, np.uint64), sections=one.sections, replicated={}, per_rank=one.per_rank, io=one.io,
         folds=None if one.folds is None else np.frombuffer(one.folds, "<u8").astype(np.uint64),
-        places=None if one.places is None else ChunkPlaces(
-            numbers(one.places[0], np.uint32), numbers(one.places[1], np.uint64)
-        ),
+        places=None if one.places is None else _unpacked_places(one.places),
     )
+
+
+def _packed_places(places: ChunkPlaces) -> tuple[bytes, ...]:
+    found: list[tuple[NDArray[np.integer], str]] = [(places.segment, "<u4"), (places.offset, "<u8")]
+    if (forms := places.forms) is not None:
+        found += [(forms.length, "<u4"), (forms.codec, "u1"), (forms.digest, "<u8")]
+    return tuple(zlib.compress(column.astype(kind).tobytes(), 1) for column, kind in found)
+
+
+def _unpacked_places(columns: tuple[bytes, ...]) -> ChunkPlaces:
+    segment, offset, *form = columns
+    forms = None
+    if form:
+        forms = ChunkForms(numbers(form[0], np.uint32), numbers(form[1], np.uint8), numbers(form[2], np.uint64))
+    return ChunkPlaces(numbers(segment, np.uint32), numbers(offset, np.uint64), forms)
 
 
 def apart_of(made: Contribution, sections: Sequence[str]) -> Apart:

@@ -26,6 +26,7 @@ Waiter: TypeAlias = Literal["nothing", "optimizers", "caller"]
 class CachedPlan(msgspec.Struct, frozen=True, eq=False):
     """A layout with the plan for what this rank writes of it; kept for the next save.
 
+    codes    whether large pieces are encoded
     headers  of its last save
     """
 
@@ -33,6 +34,7 @@ class CachedPlan(msgspec.Struct, frozen=True, eq=False):
     waiter: Waiter
     plan: WritePlan
     assignment: Assignment
+    codes: bool = False
     headers: Headers = msgspec.field(default_factory=Headers)
 
     def late(self) -> NDArray[np.bool_]:
@@ -48,12 +50,15 @@ class CachedPlan(msgspec.Struct, frozen=True, eq=False):
 
 def plan_save(
     described: Described, known: CachedPlan | None, assignment: Assignment, *, fence: FenceMode, rank: int,
-    base: Base | None = None,
+    base: Base | None = None, codes: bool = False,
 ) -> CachedPlan:
-    """The plan for what is `described`: the `known` one itself when nothing differs that it depends on."""
+    """The plan for what is `described`: the `known` one itself when nothing differs that it depends on.
+
+    codes  large pieces are encoded where that makes them shorter
+    """
     waiter, layout = waiter_of(described, fence), described.layout
     fits = known is not None and known.layout is layout and known.waiter == waiter
-    if known is not None and fits and _rests_alike(known, base, assignment):
+    if known is not None and fits and known.codes == codes and _rests_alike(known, base, assignment):
         if known.assignment is assignment:
             return known
         if known.assignment.positions is assignment.positions:
@@ -63,9 +68,10 @@ def plan_save(
     pieces = assignment.pieces()
     rests = None if base is None else base.resting(pieces, assignment)
     plan = plan_writes(
-        pieces, lazy=late, rank=rank, alone=assignment.is_everything, resting=() if rests is None else rests.tolist()
+        pieces, lazy=late, rank=rank, alone=assignment.is_everything, resting=() if rests is None else rests.tolist(),
+        coded=(True,) * len(pieces) if codes else (),
     )
-    return CachedPlan(layout, waiter, plan, assignment)
+    return CachedPlan(layout, waiter, plan, assignment, codes)
 
 
 def _rests_alike(known: CachedPlan, base: Base | None, assignment: Assignment) -> bool:

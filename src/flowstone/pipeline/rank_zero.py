@@ -17,10 +17,11 @@ from flowstone.commit import publish
 from flowstone.commit.read import join_objects
 from flowstone.config import FAR_COMPARED_MAX, INDEX_ROWS_KEPT_MAX, PLANS_REMEMBERED
 from flowstone.errors import CollisionError, RankError, StorageError, UnsupportedStateError
-from flowstone.format.index import ChunkPlaces, Frame
-from flowstone.format.manifest import IoRecord, Manifest, SegmentRow
+from flowstone.format.codec import features_of
+from flowstone.format.index import ChunkForms, ChunkPlaces, Frame
+from flowstone.format.manifest import DELTA, IoRecord, Manifest, SegmentRow
 from flowstone.format.merge_points import MergeMap, merge
-from flowstone.pipeline.base import planned_places
+from flowstone.pipeline.base import planned_places, raw_forms
 from flowstone.pipeline.messages import (
     Apart,
     Assignment,
@@ -47,10 +48,18 @@ class _GlobalIndex(msgspec.Struct, frozen=True, eq=False):
 
     plan: str
     is_delta: bool
+    is_coded: bool
     segment: NDArray[np.uint32]
     frame: Frame
     piece_order: NDArray[np.int64]
     chunk_order: NDArray[np.int64]
+
+
+def _critical(places: ChunkPlaces | None) -> tuple[str, ...]:
+    """The critical features of a checkpoint whose chunks have such places; None: those of their pieces."""
+    if places is None:
+        return ()
+    return (DELTA, *(() if places.forms is None else features_of(places.forms.codec)))
 
 
 class RankZero:
@@ -156,10 +165,10 @@ class RankZero:
             columns.append(one.segment + np.uint32(len(segments)))
             segments += [msgspec.structs.replace(row, id=len(segments) + at) for at, row in enumerate(one.segments)]
         places = self._places(said)
-        index = self._index_of(_joined(columns), is_delta=places is not None)
+        index = self._index_of(_joined(columns), places)
         offsets, digests = _joined([one.offsets for one in said]), _joined([one.digests for one in said])
         if places is not None:
-            places = ChunkPlaces(places.segment[index.chunk_order], places.offset[index.chunk_order])
+            places = places.of(index.chunk_order)
         per_rank: dict[str, list[bytes]] = {}
         for one in said:
             for section, text in one.per_rank.items():
@@ -168,35 +177,43 @@ class RankZero:
         return publish.publish(store, draft, store_id, publish.Publication(
             segments, index.frame.fill(offsets[index.piece_order], digests[index.chunk_order], places),
             index.frame.totals, join_objects(replicated, per_rank), io_of([one.io for one in said]),
-            writer=f"flowstone {__version__}", ranks=len(said), is_delta=places is not None,
+            writer=f"flowstone {__version__}", ranks=len(said), critical=_critical(places),
         ))
 
     def _places(self, said: Sequence[Written]) -> ChunkPlaces | None:
-        """Where all chunks are, rank after rank; None if no rank refers to a base."""
+        """Where all chunks are, rank after rank; None if no rank refers to a base, or encodes."""
         if all(one.places is None for one in said):
             return None
         assert self._assignment is not None, "what is committed was assigned"
-        segments, offsets, count = [], [], 0
+        segments, offsets, forms, count = [], [], [], 0
+        is_coded = any(one.places is not None and one.places.forms is not None for one in said)
         for rank, one in enumerate(said):
             places = one.places
-            if places is None:
+            if places is None or is_coded:
                 length = self._assignment.layouts[rank].lengths()[self._assignment.writes[rank]]
+            if places is None:
                 places = planned_places(one.segment, one.offsets, length)
+            if is_coded:
+                forms.append(places.forms or raw_forms(length, one.digests))
             segments.append(places.segment + np.uint32(count))
             offsets.append(places.offset)
             count += len(one.segments)
-        return ChunkPlaces(_joined(segments), _joined(offsets))
+        return ChunkPlaces(_joined(segments), _joined(offsets), ChunkForms(
+            _joined([one.length for one in forms]), _joined([one.codec for one in forms]),
+            _joined([one.digest for one in forms]),
+        ) if is_coded else None)
 
-    def _index_of(self, segment: NDArray[np.uint32], *, is_delta: bool) -> _GlobalIndex:
+    def _index_of(self, segment: NDArray[np.uint32], places: ChunkPlaces | None) -> _GlobalIndex:
         """The index of the plan's pieces in these segments; kept for the next save by the same plan."""
-        kept = self._index
-        if kept is not None and kept.plan == self._plan and kept.is_delta == is_delta and (
+        kept, is_delta, is_coded = self._index, places is not None, places is not None and places.forms is not None
+        if kept is not None and (kept.plan, kept.is_delta, kept.is_coded) == (self._plan, is_delta, is_coded) and (
             is_delta or np.array_equal(kept.segment, segment)
         ):
             return kept
         assert self._assignment is not None, "what is committed was assigned"
-        found = _GlobalIndex(self._plan, is_delta, segment, *global_index(
-            self._assignment.layouts, self._assignment.writes, self._all_aliases(), segment, is_delta=is_delta
+        found = _GlobalIndex(self._plan, is_delta, is_coded, segment, *global_index(
+            self._assignment.layouts, self._assignment.writes, self._all_aliases(), segment, is_delta=is_delta,
+            is_coded=is_coded,
         ))
         self._index = found if len(segment) <= INDEX_ROWS_KEPT_MAX else None
         return found

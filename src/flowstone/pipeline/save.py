@@ -83,6 +83,7 @@ class Saves:
         self.fencing = Fencing(self.captures, shared.turn, shared.emit)
         self._plan: CachedPlan | None = None  # of the last save; replaced by any thread
         self._base: Base | None = None  # of the next save; replaced by the writer's thread
+        self._codes = shared.options.compress == "max"
         self._links = shared.store.capabilities.links
         self.newest_draft = ""  # id of the checkpoint that the last call of `save` was to make
         self._absence = Absence(self._coordinator, self._turn)
@@ -136,7 +137,8 @@ class Saves:
             self._capture_once_planned(run, described, fence, tell)
             return
         self._plan = cached = plan_save(
-            described, known, assignment, fence=fence, rank=self._group.rank, base=self._known_base()
+            described, known, assignment, fence=fence, rank=self._group.rank, base=self._known_base(),
+            codes=self._codes,
         )
         tell(cached)
         self._capture(run, cached, described)
@@ -275,7 +277,9 @@ class Saves:
             assignment = self._coordinator.assign(step, described.layout, is_far=is_far)
             run.is_agreed = True
             try:
-                self._plan = cached = plan_save(described, None, assignment, fence=fence, rank=self._group.rank)
+                self._plan = cached = plan_save(
+                    described, None, assignment, fence=fence, rank=self._group.rank, codes=self._codes
+                )
                 begin(cached)
             except Exception as error:
                 self._coordinator.give_up(step, error)

@@ -23,7 +23,7 @@ _SHORT_MAX = np.iinfo(np.uint16).max
 
 def global_index(
     layouts: Sequence[Pieces], writes: Sequence[NDArray[np.int64]], aliases: Sequence[Alias],
-    segment: NDArray[np.uint32], *, is_delta: bool = False,
+    segment: NDArray[np.uint32], *, is_delta: bool = False, is_coded: bool = False,
 ) -> tuple[Frame, NDArray[np.int64], NDArray[np.int64]]:
     """The index of the pieces that several ranks write: its frame, and the order of pieces and of chunks in it.
 
@@ -43,7 +43,8 @@ def global_index(
     chunks = Chunks.to_come(segment[order], pieces.lengths())
     row = {name: at for at, name in enumerate(tensors.names)}
     tied = [(alias.name, row[alias.target]) for alias in aliases]
-    return frame_of(pieces, tied, chunks, is_delta=is_delta), order, chunks_in_order(chunks, order)
+    frame = frame_of(pieces, tied, chunks, is_delta=is_delta, is_coded=is_coded)
+    return frame, order, chunks_in_order(chunks, order)
 
 
 def _pieces(

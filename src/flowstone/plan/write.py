@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -32,12 +33,15 @@ from flowstone.table.chunks import first_chunks
 from flowstone.table.dtype import DType
 from flowstone.table.pieces import Piece, Pieces
 
+_Number = TypeVar("_Number", bound=np.generic)
+
 
 class SegmentPlan(msgspec.Struct, frozen=True):
     """One file to be written: `pieces` are positions in the plan, in file order, the slotted ones first.
 
     packed  header entries of the packed pieces
-    chunks  it holds those chunks of its pieces that the base lacks, and has `bytes` at most (docs/FORMAT.md, Delta)
+    chunks  it holds chunks of its pieces, those that the base lacks, encoded or not, and has `bytes` at most
+            (docs/FORMAT.md, Delta)
     """
 
     name: str
@@ -57,6 +61,8 @@ class WritePlan(msgspec.Struct, frozen=True, eq=False):
     slot      offset_bytes in the segment's file: of the slot, or of the packed piece itself
     slotted   whether the piece may start up to BLOCK_BYTES - 1 after `slot`
     lazy      whether the piece may be captured after `save` has returned
+    rests     whether the base is expected to have most of it
+    width     length in bytes of the numbers by which its chunks are encoded; 0: they are not
     chunk     the number of the piece's first chunk, over the whole plan
     order     rows of all files in file order: number s is the header of segment s, and
               number len(segments) + p is piece p
@@ -70,6 +76,8 @@ class WritePlan(msgspec.Struct, frozen=True, eq=False):
     length: NDArray[np.uint64]
     slotted: NDArray[np.bool_]
     lazy: NDArray[np.bool_]
+    rests: NDArray[np.bool_]
+    width: NDArray[np.uint8]
     chunk: NDArray[np.uint64]
     chunks: int
     order: NDArray[np.int64]
@@ -85,10 +93,14 @@ class WritePlan(msgspec.Struct, frozen=True, eq=False):
         return int(self.length[self.lazy].sum())
 
     @property
-    def rests(self) -> NDArray[np.bool_]:
-        """For each piece: whether the base is expected to have most of it."""
-        of_chunks = np.array([segment.chunks for segment in self.segments], np.bool_)
-        return of_chunks[self.segment] if len(self.segments) else np.zeros(len(self.pieces), np.bool_)
+    def apart(self) -> NDArray[np.bool_]:
+        """For each piece: whether it is in the segment of chunks."""
+        found: NDArray[np.bool_] = self.rests | (self.width > 0)
+        return found
+
+    def of_chunks(self, column: NDArray[_Number]) -> NDArray[_Number]:
+        """A column with one entry per chunk, of one with an entry per piece."""
+        return np.repeat(column, np.diff(first_chunks(self.length)))
 
     @property
     def file_bytes(self) -> int:
@@ -98,6 +110,7 @@ class WritePlan(msgspec.Struct, frozen=True, eq=False):
 def plan_writes(
     pieces: Sequence[Piece], *, lazy: Sequence[bool] = (), rank: int = 0,
     alone: bool = True, header_bytes_max: int = HEADER_BYTES_MAX, resting: Sequence[bool] = (),
+    coded: Sequence[bool] = (),
 ) -> WritePlan:
     """Lay out `pieces` in as few segments as headers of `header_bytes_max` allow.
 
@@ -105,6 +118,8 @@ def plan_writes(
              capture touches few windows. Packed pieces are never lazy. Empty: none
     resting  parallel to `pieces`: of which the base is expected to have most chunks. They have the last segment to
              themselves. Packed pieces never rest. Empty: none
+    coded    parallel to `pieces`: whose chunks may be encoded. They are in that segment, too. Packed pieces never are.
+             Empty: none
     alone    these are all pieces of their tensors; else other ranks write the rest, and assign_writers has checked it
     raises   CoverageError   a tensor's pieces overlap or leave a hole
              CollisionError  two pieces make the same entry or a reserved one, or differ in the tensor's dtype or shape
@@ -122,10 +137,12 @@ def plan_writes(
     slotted = length >= PACKED_BELOW_BYTES
     late = slotted & np.array(lazy, np.bool_) if len(lazy) else np.zeros(len(pieces), np.bool_)
     rests = slotted & np.array(resting, np.bool_) if len(resting) else np.zeros(len(pieces), np.bool_)
+    width = _widths(pieces, slotted & np.array(coded, np.bool_)) if len(coded) else np.zeros(len(pieces), np.uint8)
+    apart = rests | (width > 0)
     segment = np.zeros(len(pieces), np.uint32)
     slot = np.zeros(len(pieces), np.uint64)
     segments = []
-    for number, (members, header_bytes) in enumerate(_split(text, length, header_bytes_max, np.flatnonzero(~rests))):
+    for number, (members, header_bytes) in enumerate(_split(text, length, header_bytes_max, np.flatnonzero(~apart))):
         order, at = _lay_out(members, length, slotted, late, item, header_bytes, slot)
         segment[members] = number
         large, small = np.split(order, [int(slotted[order].sum())])
@@ -135,8 +152,8 @@ def plan_writes(
         )
         name = _segment_name(rank, number)
         segments.append(SegmentPlan(name, header_bytes, _round_up(at), tuple(order.tolist()), len(large), packed))
-    if rests.any():
-        members, number = np.flatnonzero(rests), len(segments)
+    if apart.any():
+        members, number = np.flatnonzero(apart), len(segments)
         order, at = _lay_out(members, length, slotted, late, item, CHUNKS_HEADER_BYTES, slot)
         segment[members] = number
         segments.append(SegmentPlan(
@@ -146,13 +163,19 @@ def plan_writes(
     chunk = first_chunks(length)
     return WritePlan(
         pieces=pieces, segments=tuple(segments), text=text, segment=segment, slot=slot, length=length,
-        slotted=slotted, lazy=late, chunk=chunk[:-1].astype(np.uint64), chunks=int(chunk[-1]),
+        slotted=slotted, lazy=late, rests=rests, width=width, chunk=chunk[:-1].astype(np.uint64), chunks=int(chunk[-1]),
         order=_row_order(segments),
     )
 
 
 def _segment_name(rank: int, number: int) -> str:
     return f"rank-{rank:05d}" + (f".{number:04d}" if number else "") + ".safetensors"
+
+
+def _widths(pieces: Pieces, coded: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    """For each piece the length of its numbers, in bytes; 0 of those that are not `coded`."""
+    numbers = np.array([dtype.number_bytes for dtype in pieces.tensors.dtypes], np.uint8)[pieces.tensor]
+    return np.where(coded, numbers, 0).astype(np.uint8)
 
 
 def data_offsets(plan: WritePlan, phases: NDArray[np.uint64]) -> NDArray[np.uint64]:

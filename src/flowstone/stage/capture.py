@@ -46,7 +46,7 @@ from flowstone.format.digest import digest
 from flowstone.format.segment import encode_chunks_header, encode_header
 from flowstone.plan.write import SegmentPlan, WritePlan, data_offsets
 from flowstone.stage.device import SideStream, row_bytes, side_stream
-from flowstone.stage.encode import BaseChunks, delta_encoder, encoder_of
+from flowstone.stage.encode import BaseChunks, encoder_of
 from flowstone.store.base import UNPACED, FilePlan, Pace, Store, Writing
 from flowstone.table.pieces import Memory, Places
 
@@ -141,7 +141,7 @@ def start_capture(
         lazy=column(np.full(count, plan.lazy.any()), plan.lazy, np.bool_),
         device=column(np.full(count, -1), device, np.int32), devices=[stream.native for stream in streams],
         samples=samples, seed=column(np.zeros(count), seeds, np.uint64),
-        encoder=encoder_of() if target.base is None else delta_encoder(target.base),
+        encoder=encoder_of(target.base, plan.of_chunks(plan.width) if plan.width.any() else plan.width),
         encoded_from=sum(not segment.chunks for segment in plan.segments),
     )
     for stream in streams:

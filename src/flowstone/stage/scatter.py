@@ -156,7 +156,9 @@ def read_rows(index: Index, runs: Runs, targets: Targets) -> _native.ReadExtents
     chunks, piece = index.chunks, runs.piece
     chunks.check_codecs(piece, runs.first, runs.last, index.tensors.names, index.pieces.tensor[piece], CODECS)
     assert chunks.stored is None or runs.offset is None, "a ring holds extents as they are"
-    stored = None if chunks.stored is None else (chunks.stored.segment, chunks.stored.offset, chunks.stored.length)
+    stored = None if chunks.stored is None else (
+        chunks.stored.segment, chunks.stored.offset, chunks.stored.length, chunks.stored.codec
+    )
     return _native.ReadExtents(
         file=chunks.segment[piece] if runs.file is None else runs.file.astype(np.uint32),
         offset=chunks.offset[piece] if runs.offset is None else runs.offset.astype(np.uint64),

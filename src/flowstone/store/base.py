@@ -49,6 +49,7 @@ class Encoded(msgspec.Struct, frozen=True, eq=False):
     offset, length  in bytes, in its segment
     codec           see format/codec.py
     same            no byte is stored: the base's chunk has the same bytes
+    captured        digest of what the encoder got, of chunks in segments of chunks
     file_bytes      of each segment
     """
 
@@ -56,6 +57,7 @@ class Encoded(msgspec.Struct, frozen=True, eq=False):
     length: NDArray[np.uint32]
     codec: NDArray[np.uint8]
     same: NDArray[np.bool_]
+    captured: NDArray[np.uint64]
     file_bytes: Sequence[int]
 
 

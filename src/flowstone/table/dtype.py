@@ -17,6 +17,11 @@ class DType(msgspec.Struct, frozen=True):
         """Whether safetensors lacks the type, so that segments store it as U8 with one more dimension."""
         return self.stored == "U8" and self.name != "uint8"
 
+    @property
+    def number_bytes(self) -> int:
+        """Length of a number: a complex element has two."""
+        return self.item_bytes // 2 if self.name.startswith("complex") else self.item_bytes
+
 
 def _dtype_table() -> dict[str, DType]:
     native = {

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flowstone.checkpoint import Checkpoint
-from flowstone.convert.source import Source, check_source, source_file
-from flowstone.errors import ArgumentError, UnsupportedFormatError
+from flowstone.convert.source import Source, SourceFile, check_source, source_file
+from flowstone.convert.sources.stored_chunks import ChunkData
+from flowstone.errors import ArgumentError
+from flowstone.format.manifest import MANIFEST_NAME
 from flowstone.table.pieces import Alias
 from flowstone.table.stored import DigestedRun, SourceTensor, StoredBox
 
@@ -27,19 +30,9 @@ def read_flowstone(checkpoint: Checkpoint) -> Source:
         )
     index = checkpoint.index
     chunks, held = index.chunks, index.tensors
-    if chunks.codecs().any():
-        raise UnsupportedFormatError(
-            f"{checkpoint.path} is stored with a codec, which conversion does not decode",
-            next="load it, and save it without one",
-        )
     extents = chunks.extents()
-    apart = np.flatnonzero((extents[0] < 0) & (chunks.length > 0))
-    if len(apart):
-        name = held.names[int(index.pieces.tensor[apart[0]])]
-        raise UnsupportedFormatError(
-            f"{checkpoint.path} has tensors of which only a part has changed since an earlier checkpoint",
-            found=f"{name} and {len(apart) - 1} others", next="load it, and save it into another store",
-        )
+    if chunks.codecs().any() or ((extents[0] < 0) & (chunks.length > 0)).any():
+        return _by_chunks(checkpoint)
     segments, offsets, firsts = np.maximum(extents[0], 0).tolist(), extents[1].tolist(), chunks.first.tolist()
     lengths = chunks.length.tolist()
     tensors = tuple(
@@ -50,9 +43,32 @@ def read_flowstone(checkpoint: Checkpoint) -> Source:
         ))
         for row, name in enumerate(held.names)
     )
-    objects = checkpoint.contents
+    files = tuple(source_file(directory / row.name) for row in checkpoint.manifest.segments)
+    return _source(checkpoint, files, tensors, chunks.digest)
+
+
+def _by_chunks(checkpoint: Checkpoint) -> Source:
+    """The same, where chunks are encoded, or those of one piece lie apart: all data as one file, which verifies itself.
+    """
+    index, data = checkpoint.index, ChunkData(checkpoint)
+    begins, held = data.begins.tolist(), index.tensors
+    tensors = tuple(
+        SourceTensor(name, held.dtypes[row], tuple(held.shapes[row]), tuple(
+            StoredBox(index.pieces.box(at), 0, begins[at]) for at in index.pieces_of(row)
+        ))
+        for row, name in enumerate(held.names)
+    )
+    changed_ns = source_file(Path(checkpoint.path) / MANIFEST_NAME).changed_ns
+    return _source(checkpoint, (SourceFile(checkpoint.path, begins[-1], changed_ns, data),), tensors)
+
+
+def _source(
+    checkpoint: Checkpoint, files: tuple[SourceFile, ...], tensors: tuple[SourceTensor, ...],
+    digests: NDArray[np.uint64] | None = None,
+) -> Source:
+    index, objects = checkpoint.index, checkpoint.contents
     return check_source(Source(
-        "flowstone", checkpoint.path, tuple(source_file(directory / row.name) for row in checkpoint.manifest.segments),
-        tensors, tuple(Alias(name, held.names[row]) for name, row in index.aliases),
-        dict(objects.replicated), dict(objects.per_rank), digests=chunks.digest, step=checkpoint.step,
+        "flowstone", checkpoint.path, files, tensors,
+        tuple(Alias(name, index.tensors.names[row]) for name, row in index.aliases),
+        dict(objects.replicated), dict(objects.per_rank), digests=digests, step=checkpoint.step,
     ))

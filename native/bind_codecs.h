@@ -1,0 +1,117 @@
+// Digests, codecs and encoders for Python. For bind.cpp.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bind_columns.h"
+#include "bind_held.h"
+#include "bounds.h"
+#include "digest.h"
+#include "encoder.h"
+#include "io_extents.h"
+#include "planes.h"
+
+namespace flowstone {
+
+struct PyEncoder : Held<const Encoder> {};
+
+/// Of bytes that Python has. The buffer protocol, rather than an array type, also accepts `bytes`.
+class BufferView {
+public:
+    explicit BufferView(const nb::object& source) {
+        if (PyObject_GetBuffer(source.ptr(), &view_, PyBUF_SIMPLE) != 0) throw nb::python_error();
+    }
+    ~BufferView() { PyBuffer_Release(&view_); }
+    BufferView(const BufferView&) = delete;
+    BufferView& operator=(const BufferView&) = delete;
+
+    const std::byte* bytes() const { return static_cast<const std::byte*>(view_.buf); }
+    std::size_t size() const { return static_cast<std::size_t>(view_.len); }
+
+private:
+    Py_buffer view_{};
+};
+
+inline std::uint64_t digest_buffer(const nb::object& source) {
+    const BufferView view(source);
+    const nb::gil_scoped_release unlocked;
+    return xxh3_64(view.bytes(), view.size());
+}
+
+/// The stored form of a chunk; None: it is stored raw.
+inline nb::object encode_planes(const nb::object& source, std::size_t width) {
+    const BufferView view(source);
+    if (!is_plane_width(width) || view.size() % width != 0 || view.size() > chunk_bytes)
+        throw std::invalid_argument("a chunk has elements of 1, 2, 4 or 8 bytes, and 1 MiB at most");
+    std::vector<std::byte> room(planes::room_bytes(view.size()));
+    std::size_t length = 0;
+    {
+        const nb::gil_scoped_release unlocked;
+        const planes::Probe probe;
+        length = planes::encode(view.bytes(), view.size(), width, probe.worthwhile(view.bytes(), view.size(), width), room.data());
+    }
+    return length == 0 ? nb::none() : nb::object(nb::bytes(room.data(), length));
+}
+
+/// A chunk of `data_bytes`; None: no encoder has written this.
+inline nb::object decode_planes(const nb::object& stored, std::size_t data_bytes) {
+    if (data_bytes > chunk_bytes) throw std::invalid_argument("a chunk has 1 MiB at most");
+    const BufferView view(stored);
+    std::vector<std::byte> data(data_bytes), room(data_bytes);
+    bool good = false;
+    {
+        const nb::gil_scoped_release unlocked;
+        good = planes::decode(view.bytes(), view.size(), data.data(), data_bytes, room.data());
+    }
+    return good ? nb::object(nb::bytes(data.data(), data_bytes)) : nb::none();
+}
+
+/// File, offset, length and codec of each chunk.
+using StoredColumns = std::tuple<Array, Array, Array, Array>;
+
+inline std::vector<ChunkPlace> chunk_places(const StoredColumns& columns, std::size_t count) {
+    const auto files = column<std::uint32_t>(std::get<0>(columns), "stored file", count);
+    const auto offsets = column<std::uint64_t>(std::get<1>(columns), "stored offset", count);
+    const auto lengths = column<std::uint32_t>(std::get<2>(columns), "stored length", count);
+    const auto codecs = column<std::uint8_t>(std::get<3>(columns), "stored codec", count);
+    std::vector<ChunkPlace> chunks;
+    chunks.reserve(count);
+    for (std::size_t i = 0; i < count; ++i) chunks.push_back({offsets[i], lengths[i], files[i], codecs[i]});
+    return chunks;
+}
+
+inline BaseChunks base_chunks(const Array& digests, const Array& known, const std::optional<Array>& codecs) {
+    const std::size_t count = row_count(digests);
+    const auto digest = column<std::uint64_t>(digests, "digests", count);
+    const auto is_known = column<bool>(known, "known", count);
+    const auto codec = codecs ? column<std::uint8_t>(*codecs, "codecs", count) : std::vector<std::uint8_t>(count, codec_raw);
+    BaseChunks base(count);
+    for (std::size_t i = 0; i < count; ++i)
+        if (is_known[i]) base[i] = BaseChunk{digest[i], codec[i]};
+    return base;
+}
+
+inline void bind_codecs(nb::module_& module) {
+    using namespace nb::literals;
+    module.def("encode_planes", &encode_planes, "chunk"_a, "width"_a);
+    module.def("decode_planes", &decode_planes, "stored"_a, "data_bytes"_a);
+    nb::class_<PyEncoder>(module, "Encoder");
+    module.def("identity_encoder", [] { return PyEncoder{{identity_encoder()}}; });
+    module.def("delta_encoder", [](const Array& digests, const Array& known, const std::optional<Array>& codecs) {
+        return PyEncoder{{delta_encoder(base_chunks(digests, known, codecs))}};
+    }, "digests"_a, "known"_a, "codecs"_a = nb::none());
+    module.def("planes_encoder", [](const Array& widths, const Array& digests, const Array& known, const std::optional<Array>& codecs) {
+        return PyEncoder{{planes_encoder(column<std::uint8_t>(widths, "widths", row_count(widths)), base_chunks(digests, known, codecs))}};
+    }, "widths"_a, "digests"_a, "known"_a, "codecs"_a = nb::none());
+}
+
+}  // namespace flowstone

@@ -1,0 +1,60 @@
+"""A checkpoint's chunks, of which each may lie apart or be encoded, as one run of the bytes that they hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowstone import _native
+from flowstone.checkpoint import Checkpoint
+from flowstone.config import CHUNK_BYTES
+from flowstone.errors import DamagedError
+from flowstone.store.os_errors import translated
+from flowstone.table.chunks import CODEC_RAW
+
+
+class ChunkData:
+    """What all pieces of a checkpoint hold, in index order: verified, decoded. Any thread may read."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint, self._chunks = checkpoint, checkpoint.index.chunks
+        length = self._chunks.length.astype(np.int64)
+        self.begins = np.concatenate([np.zeros(1, np.int64), np.cumsum(length)])  # of each piece, then the end
+        count = int(self._chunks.first[-1])
+        self._piece, number = self._chunks.locate(np.arange(count))
+        self._segment, self._offset = self._chunks.stored_at(self._piece, number)
+        self._stored, self._codec = self._chunks.stored_lengths(), self._chunks.codecs()
+        self._bytes = self._chunks.logical_bytes(self._piece, number, number + 1)
+        self._begin = self.begins[self._piece] + number * CHUNK_BYTES
+
+    def read(self, begin: int, into: NDArray[np.uint8]) -> None:
+        """Fill memory with the bytes from `begin` on. Raises DamagedError, StorageError."""
+        end = begin + len(into)
+        first = int(np.searchsorted(self._begin, begin, side="right")) - 1
+        last = int(np.searchsorted(self._begin, end))
+        for chunk in range(first, last):
+            at = int(self._begin[chunk])
+            low, high = max(begin, at), min(end, at + int(self._bytes[chunk]))
+            if low < high:
+                into[low - begin : high - begin] = np.frombuffer(self._data(chunk), np.uint8)[low - at : high - at]
+
+    def _data(self, chunk: int) -> bytes:
+        path = Path(self._checkpoint.path) / self._checkpoint.manifest.segments[int(self._segment[chunk])].name
+        with translated(path.parent, "read", path.name), path.open("rb") as file:
+            file.seek(int(self._offset[chunk]))
+            stored = file.read(int(self._stored[chunk]))
+        if len(stored) == self._stored[chunk] and _native.xxh3_64(stored) == int(self._chunks.digest[chunk]):
+            raw = self._codec[chunk] == CODEC_RAW
+            data = stored if raw else _native.decode_planes(stored, int(self._bytes[chunk]))
+            if data is not None:
+                return data
+        index, piece = self._checkpoint.index, int(self._piece[chunk])
+        name = index.tensors.names[int(index.pieces.tensor[piece])]
+        number, offset = chunk - int(self._chunks.first[piece]), int(self._offset[chunk])
+        raise DamagedError(
+            f"{path} is damaged: {name!r}, chunk {number}, is not what was written",
+            range=f"bytes {offset}..{offset + int(self._stored[chunk])}",
+            next="restore the file from a copy, or convert another step",
+        )

@@ -186,6 +186,44 @@ def test_damage_that_is_found_during_the_walk_leaves_memory_as_it_was(watched: W
         checkpointer.save(2, state)  # nothing was changed, so nothing forbids it
 
 
+def test_small_files_are_read_before_the_tensors_bytes_and_once(watched: Watched) -> None:
+    calls: list[tuple[str, str]] = []
+    traced = Traced(watched, lambda call: calls.append((call.verb, call.path.rpartition("/")[2])))
+    with fs.Checkpointer(traced) as checkpointer:
+        checkpointer.load({"model": _model(0.0), "step": 0})
+    reads = [call for call in calls if call[0] in ("read", "read_extents")]
+    assert reads[-1][0] == "read_extents", "a small file waits behind large ones"
+    names = [name for verb, name in reads if verb == "read"]
+    assert names.count("objects.json") == names.count("rank-00000.safetensors") == 1
+
+
+def test_a_checkpoint_that_was_fetched_is_checked_anew_the_next_time(watched: Watched) -> None:
+    checkpoint = fs.open(watched.root)
+    checkpoint.fetch()
+    checkpoint.check()
+    assert checkpoint.objects["step"] == 7
+    flip(_segment(watched), 100)
+    with pytest.raises(fs.DamagedError, match="the header of"):
+        checkpoint.check()
+
+
+def test_what_a_damaged_load_has_changed_counts_as_written(watched: Watched) -> None:
+    """A graph that saved values, which are others now, is to notice."""
+    flip(*place_of(watched.root / "step-00000001", "model.599"))
+    fresh = _model(-1.0)
+    before = {name: tensor._version for name, tensor in fresh.items()}
+    with fs.Checkpointer(watched.root, engine=fs.EngineOptions(queue_depth=1, workers=1)) as checkpointer:
+        with pytest.raises(fs.DamagedError):
+            checkpointer.load({"model": fresh, "step": 0}, rules=[fs.Init("nothing")])
+        changed = [name for name, tensor in fresh.items() if bool((tensor != -1.0).any())]
+        assert changed, "the test proves nothing: no byte has changed"
+        assert all(fresh[name]._version > before[name] for name in changed)
+        whole = _model(-1.0)
+        flip(*place_of(watched.root / "step-00000001", "model.599"))
+        checkpointer.load({"model": whole, "step": 0})
+        assert {tensor._version for tensor in whole.values()} == {1}, "each load counts once"
+
+
 def test_damage_anywhere_names_every_tensor_that_has_changed(watched: Watched) -> None:
     flip(*place_of(watched.root / "step-00000001", "model.599"))
     fresh = _model(-1.0)

@@ -39,9 +39,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "commit": {"config", "errors", "log", "table", "format", "store", "_native"},
     "ranks": {"config", "errors", "log"},
     "cluster": {"errors", "_version"},
+    "notebook": set(),
     "verification": {"cluster", "config", "errors", "format", "store", "stage", "commit"},
     "checkpoint": _BASE
-    | {"arguments", "regions", "streaming", "format", "plan", "store", "stage", "commit", "state", "verification"},
+    | {"arguments", "regions", "streaming", "format", "plan", "store", "stage", "commit", "state", "verification",
+       "notebook"},
     "streaming": {"errors", "table", "format", "plan", "store", "stage", "state", "_native"},
     "pipeline": _BASE
     | {"arguments", "runtime", "format", "plan", "store", "stage", "commit", "state", "ranks", "checkpoint", "_native"},

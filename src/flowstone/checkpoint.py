@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
@@ -48,8 +47,6 @@ if TYPE_CHECKING:
     import torch
 
     from flowstone.cluster import Cluster
-
-_SHOWN = 20  # tensors in a notebook's table
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +156,8 @@ class Checkpoint:
         self._store, self._directory, self._options = store, directory, options
         self.manifest = manifest or read_manifest(store, directory)
         self._journal_step: int | None = None
+        self._objects_text: bytearray | None = None  # of `fetch`, until it is decoded
+        self._headers_checked = False  # by `fetch`
 
     @property
     def step(self) -> int:
@@ -193,7 +192,8 @@ class Checkpoint:
     @cached_property
     def contents(self) -> contents.Objects:
         """All values that are not tensors, verified; per-rank values kept apart."""
-        return contents.read_objects(self._store, self._directory, self.manifest)
+        text, self._objects_text = self._objects_text, None
+        return contents.read_objects(self._store, self._directory, self.manifest, text)
 
     @property
     def objects(self) -> Mapping[str, object]:
@@ -203,7 +203,16 @@ class Checkpoint:
     def check(self) -> None:
         """Check everything that needs no tensor bytes: index, objects, sizes and headers of segments."""
         _ = self.index, self.contents
+        checked, self._headers_checked = self._headers_checked, False
+        if not checked:
+            contents.check_segments(self._store, self._directory, self.manifest)
+
+    def fetch(self) -> None:
+        """Read what `check` needs, which then reads nothing: it would wait behind requests for tensors' bytes."""
+        _ = self.index
         contents.check_segments(self._store, self._directory, self.manifest)
+        self._headers_checked = True
+        self._objects_text = contents.objects_text(self._store, self._directory, self.manifest)
 
     @overload
     def read(self, name: str, box: Region = None, *, framework: Literal["torch"] = "torch") -> torch.Tensor: ...
@@ -408,20 +417,12 @@ class Checkpoint:
 
     def _repr_html_(self) -> str:
         """A table of the largest tensors, for notebooks; only the line of `repr` where the index cannot be read."""
-        line = f"<p><code>{html.escape(repr(self))}</code></p>"
+        from flowstone.notebook import as_html  # imported here: only a notebook asks
+
         try:
-            largest = sorted(self.tensors.values(), key=lambda entry: -entry.bytes)
+            return as_html(repr(self), list(self.tensors.values()))
         except FlowstoneError as error:
-            return f"{line}<p>{html.escape(str(error).partition(chr(10))[0])}</p>"
-        rows = "".join(
-            f"<tr><td>{html.escape(one.name)}</td><td>{one.dtype}</td><td>{one.shape}</td>"
-            f"<td>{one.bytes / 1e6:,.3f}</td></tr>"
-            for one in largest[:_SHOWN]
-        )
-        rest = len(largest) - _SHOWN
-        more = f"<p>and {rest} smaller ones: list(checkpoint.tensors)</p>" if rest > 0 else ""
-        head = "<tr><th>tensor</th><th>dtype</th><th>shape</th><th>MB</th></tr>"
-        return f"{line}<table>{head}{rows}</table>{more}"
+            return as_html(repr(self), [], str(error).partition("\n")[0])
 
 
 def open_checkpoint(

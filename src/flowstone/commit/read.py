@@ -57,11 +57,17 @@ def read_index(store: Names, directory: str, manifest: Manifest) -> Index:
         )
 
 
-def read_objects(store: Names, directory: str, manifest: Manifest) -> Objects:
-    """All values that are not tensors, verified and decoded."""
+def read_objects(store: Names, directory: str, manifest: Manifest, text: bytearray | None = None) -> Objects:
+    """All values that are not tensors, verified and decoded. `text`: the file's, if it is read already."""
     path = f"{store.location}/{inside(directory, OBJECTS_NAME)}"
     with _memory_enough(path):
-        return _decoded(_vouched(store, directory, manifest.objects, OBJECTS_NAME), path)
+        return _decoded(objects_text(store, directory, manifest) if text is None else text, path)
+
+
+def objects_text(store: Names, directory: str, manifest: Manifest) -> bytearray:
+    """The file of all values that are not tensors, verified."""
+    with _memory_enough(f"{store.location}/{inside(directory, OBJECTS_NAME)}"):
+        return _vouched(store, directory, manifest.objects, OBJECTS_NAME)
 
 
 def _decoded(data: bytearray, path: str) -> Objects:

@@ -167,7 +167,9 @@ def decode_text(text: msgspec.Raw | bytes, path: str) -> object:
         found = _REFERENCES.decode(text)
         keys = "".join(found)
         if valid_text(keys) and not ("$" in keys and any(key[:1] == "$" for key in found)):
-            return dict(zip(found, tensor_refs([one.name for one in found.values()]), strict=True))
+            references = cast("dict[str, object]", found)
+            references.update(zip(references, tensor_refs([one.name for one in found.values()]), strict=True))
+            return references
     return decode(msgspec.json.decode(text), path)
 
 

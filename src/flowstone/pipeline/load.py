@@ -307,9 +307,9 @@ def read(loading: Loading, store: Store, begun: Event, on_progress: Callable[[in
         fill = Fill(index, ordered or plan, loading.wanted, loading.destinations.places, devices)
         begun.set()  # if anything fails after this line, the state may have changed
         if ahead is not None and ordered is not None:
-            found = ahead.scatter(fill, on_progress)
+            found = ahead.scatter(fill, on_progress, loading.restoration.count_as_written)
         elif loading.node_reads is None:
-            found = scatter(store, paths, fill, arena, on_progress)
+            found = scatter(store, paths, fill, arena, on_progress, loading.restoration.count_as_written)
         else:
             found = loading.node_reads.run(store, paths, fill, arena, on_progress)
     bounced = loading.destinations.bounced

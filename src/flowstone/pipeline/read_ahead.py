@@ -44,7 +44,7 @@ class ReadAhead:
             return None
         return part_of(plan, index, order, first, last)
 
-    def scatter(self, fill: Fill, on_progress: Callable[[int], None]) -> Scattered:
+    def scatter(self, fill: Fill, on_progress: Callable[[int], None], meanwhile: Callable[[], None]) -> Scattered:
         """As `scatter` does, what is read ahead; `fill` has a plan that this takes."""
 
         def aim(rows: _native.ReadExtents) -> Reading:
@@ -52,7 +52,7 @@ class ReadAhead:
             self._ended = True  # or will have, in any case, when `scatter_by` returns
             return self._reading
 
-        return scatter_by(aim, fill, self._runs, on_progress)
+        return scatter_by(aim, fill, self._runs, on_progress, meanwhile)
 
     def stop(self) -> None:
         """Return once nothing is read any more. The arena is free then."""
@@ -72,7 +72,7 @@ def read_ahead(
 
     At most as much as an arena holds is read in vain. None: the load reads what it wants once that is known.
 
-    raises  DamagedError, StorageError: the index cannot be read
+    raises  DamagedError, StorageError: what `Checkpoint.check` finds before it decodes objects
     """
     manifest = checkpoint.manifest
     if rules or not READ_AHEAD_BYTES_MIN <= manifest.data_bytes < manifest.pieces * PACKED_BELOW_BYTES:
@@ -83,6 +83,7 @@ def read_ahead(
         return None
     try:
         arena.grow(min(manifest.data_bytes, READ_ARENA_BYTES))  # meanwhile the index is read
+        checkpoint.fetch()
         if _wants_all(checkpoint.index, state):
             return _begun(checkpoint, store, arena)
     except BaseException:

@@ -19,7 +19,7 @@ from flowstone.errors import DamagedError, FlowstoneError, RankError, StorageErr
 from flowstone.format.codec import CODECS
 from flowstone.format.index import Index
 from flowstone.plan.read import ReadPlan
-from flowstone.store.base import Reading, ReadReceipt, Store, finish_reading
+from flowstone.store.base import Reading, ReadReceipt, Store, finish_reading, stop_reading
 from flowstone.table.box import Box
 from flowstone.table.pieces import Memory, Pieces, Places
 
@@ -97,12 +97,13 @@ class Targets(msgspec.Struct, frozen=True, eq=False):
 
 def scatter(
     store: Store, paths: Sequence[str], fill: Fill, arena: _native.Arena,
-    on_progress: Callable[[int], None] | None = None,
+    on_progress: Callable[[int], None] | None = None, meanwhile: Callable[[], None] | None = None,
 ) -> Scattered:
     """Read a plan into memory. Blocks.
 
     paths        of the segments in the store, by id
     on_progress  called with the bytes done, every POLL_S
+    meanwhile    called once, while bytes are read
     Never raises for damaged bytes or a failing store: the result has those. Ctrl-C cancels the read, and is raised once
     no byte moves any more.
     """
@@ -111,12 +112,12 @@ def scatter(
     def read(rows: _native.ReadExtents) -> Reading:
         return store.read_extents(paths, rows, arena, wanted_bytes=plan.bytes)
 
-    return scatter_by(read, fill, Runs(plan.piece, plan.first, plan.last), on_progress)
+    return scatter_by(read, fill, Runs(plan.piece, plan.first, plan.last), on_progress, meanwhile)
 
 
 def scatter_by(
     read: Callable[[_native.ReadExtents], Reading], fill: Fill, runs: Runs,
-    on_progress: Callable[[int], None] | None,
+    on_progress: Callable[[int], None] | None, meanwhile: Callable[[], None] | None = None,
 ) -> Scattered:
     """As `scatter`, for bytes that `read` reads. `runs`: those of the plan, in its order."""
     index, plan = fill.index, fill.plan
@@ -124,6 +125,12 @@ def scatter_by(
         reading = read(read_rows(index, runs, _targets(fill)))
     except FlowstoneError as error:  # before the first byte moved
         return Scattered(nothing_read(error), (), ())
+    try:
+        if meanwhile is not None:
+            meanwhile()
+    except BaseException:
+        stop_reading(reading)
+        raise
     receipt = finish_reading(reading, on_progress)
     written = np.zeros(len(fill.wanted), np.bool_)
     written[plan.target[receipt.touched]] = True

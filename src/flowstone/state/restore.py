@@ -52,7 +52,16 @@ class Restoration:
         self.new_bytes = loading.new_bytes
         self._actions = loading.actions
         self._written = loading.written
-        self._finished = False
+        self._counted = self._finished = False
+
+    def count_as_written(self) -> None:
+        """Increment version counters: bytes are written without autograd, and a graph that saved values must notice.
+
+        Call it once bytes may change; for tens of thousands of tensors it takes long enough to be called meanwhile.
+        """
+        if not self._counted:
+            self._counted = True
+            _count_as_written(self._written)
 
     def finish(self) -> None:
         """Restore everything that is not tensor bytes. Call once, with every requested byte in place and verified.
@@ -62,7 +71,7 @@ class Restoration:
         """
         assert not self._finished, "a restoration finishes once"
         self._finished = True
-        _count_as_written(self._written)
+        self.count_as_written()
         for phase in Phase:
             for action in self._actions[phase]:
                 action()
@@ -170,8 +179,6 @@ def _section(loading: Loading, section: str, value: object, state: Mapping[str, 
 
 
 def _count_as_written(written: Sequence[torch.Tensor]) -> None:
-    """Increment version counters: bytes were written without autograd, and a graph that saved the values must notice.
-    """
     try:
         torch.autograd.graph.increment_version(written)
     except RuntimeError:  # inference tensors have no version; counting the others twice is harmless

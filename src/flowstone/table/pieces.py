@@ -111,7 +111,11 @@ def _shapes(sides: Numbers, ndim: Numbers) -> tuple[tuple[int, ...], ...]:
     for count in np.flatnonzero(np.bincount(ndim)).tolist():
         at = starts[ndim == count]
         columns = [sides[at + dim].tolist() for dim in range(count)]
-        streams[count] = zip(*columns, strict=True) if count else repeat(())
+        if count == 1:  # as a rule the most, of few lengths: of equal shapes one is kept
+            lengths = {length: (length,) for length in set(columns[0])}
+            streams[count] = map(lengths.__getitem__, columns[0])
+        else:
+            streams[count] = zip(*columns, strict=True) if count else repeat(())
     if len(streams) == 1:
         (stream,) = streams.values()
         return tuple(islice(stream, len(ndim)))

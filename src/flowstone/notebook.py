@@ -1,0 +1,39 @@
+"""A checkpoint in a notebook."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from typing import Protocol
+
+_SHOWN = 20
+
+
+class Entry(Protocol):
+    """A tensor, as `Checkpoint.tensors` has it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def bytes(self) -> int: ...
+
+
+def as_html(line: str, tensors: Sequence[Entry], failure: str = "") -> str:
+    """The line, and a table of the largest tensors; in its place the reason, where there can be none."""
+    line = f"<p><code>{html.escape(line)}</code></p>"
+    if failure:
+        return f"{line}<p>{html.escape(failure)}</p>"
+    largest = sorted(tensors, key=lambda entry: -entry.bytes)
+    rows = "".join(
+        f"<tr><td>{html.escape(one.name)}</td><td>{one.dtype}</td><td>{one.shape}</td>"
+        f"<td>{one.bytes / 1e6:,.3f}</td></tr>"
+        for one in largest[:_SHOWN]
+    )
+    rest = len(largest) - _SHOWN
+    more = f"<p>and {rest} smaller ones: list(checkpoint.tensors)</p>" if rest > 0 else ""
+    head = "<tr><th>tensor</th><th>dtype</th><th>shape</th><th>MB</th></tr>"
+    return f"{line}<table>{head}{rows}</table>{more}"

@@ -18,6 +18,7 @@
 #include "digest.h"
 #include "encoder.h"
 #include "io_extents.h"
+#include "live_memory.h"
 #include "planes.h"
 
 namespace flowstone {
@@ -52,27 +53,29 @@ inline nb::object encode_planes(const nb::object& source, std::size_t width) {
     const BufferView view(source);
     if (!is_plane_width(width) || view.size() % width != 0 || view.size() > chunk_bytes)
         throw std::invalid_argument("a chunk has elements of 1, 2, 4 or 8 bytes, and 1 MiB at most");
-    std::vector<std::byte> room(planes::room_bytes(view.size()));
+    const LentAccess live;
+    std::byte* const room = (*live).coding_room();
     std::size_t length = 0;
     {
         const nb::gil_scoped_release unlocked;
-        const planes::Probe probe;
-        length = planes::encode(view.bytes(), view.size(), width, probe.worthwhile(view.bytes(), view.size(), width), room.data());
+        static const planes::Probe probe;
+        length = planes::encode(view.bytes(), view.size(), width, probe.worthwhile(view.bytes(), view.size(), width), room);
     }
-    return length == 0 ? nb::none() : nb::object(nb::bytes(room.data(), length));
+    return length == 0 ? nb::none() : nb::object(nb::bytes(room, length));
 }
 
 /// A chunk of `data_bytes`; None: no encoder has written this.
 inline nb::object decode_planes(const nb::object& stored, std::size_t data_bytes) {
     if (data_bytes > chunk_bytes) throw std::invalid_argument("a chunk has 1 MiB at most");
     const BufferView view(stored);
-    std::vector<std::byte> data(data_bytes), room(data_bytes);
+    const LentAccess live;
+    std::byte* const room = (*live).coding_room();
     bool good = false;
     {
         const nb::gil_scoped_release unlocked;
-        good = planes::decode(view.bytes(), view.size(), data.data(), data_bytes, room.data());
+        good = planes::decode(view.bytes(), view.size(), room + chunk_bytes, data_bytes, room);
     }
-    return good ? nb::object(nb::bytes(data.data(), data_bytes)) : nb::none();
+    return good ? nb::object(nb::bytes(room + chunk_bytes, data_bytes)) : nb::none();
 }
 
 /// File, offset, length and codec of each chunk.

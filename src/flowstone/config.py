@@ -99,7 +99,7 @@ TUNING_BYTES_MAX = 64 * KIB  # of a tuning file; a longer file is ignored
 Backend = Literal["auto", "io_uring", "posix"]
 Direct = Literal["auto", "on", "off"]
 Watch = Literal["auto", "exact", "samples"]
-Compress = Literal["off", "max"]
+Compress = Literal["auto", "off", "max"]
 Direction = Literal["write", "read"]
 
 
@@ -186,7 +186,8 @@ class EngineOptions:
     write_bytes_per_s  limit for the saves of this process on a shared device or network, also when a caller waits for
     them; None: no limit. Even without it, a lazy save writes only as fast as needed to end before the fence
     compress        "max": tensors of 64 KiB and more are encoded where that makes them shorter, without loss; other
-    readers of safetensors do not find those by name (docs/FORMAT.md, Codecs). "off": never
+    readers of safetensors do not find those by name (docs/FORMAT.md, Codecs). "off": never.
+    "auto": from the second save on, as long as saves are measured to end sooner so than without
     watch           how changes before capture are detected in tensors captured after `save` returned (docs/LIMITS.md).
     "exact": every write is detected, or the save is refused. "samples": some bytes are compared.
     "auto": exact where that costs almost nothing (memory in huge pages, and 64 MiB of other memory)
@@ -218,9 +219,9 @@ class EngineOptions:
             raise ArgumentError(
                 f"watch {self.watch!r} is not one of 'auto', 'exact', 'samples'", next="'auto' is the default"
             )
-        if self.compress not in ("off", "max"):
+        if self.compress not in ("auto", "off", "max"):
             raise ArgumentError(
-                f"compress {self.compress!r} is not one of 'off', 'max'", next="'off' is the default"
+                f"compress {self.compress!r} is not one of 'auto', 'off', 'max'", next="'off' is the default"
             )
         if self.write_bytes_per_s is not None and self.write_bytes_per_s < REQUEST_BYTES_MIN:
             raise ArgumentError(

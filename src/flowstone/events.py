@@ -67,6 +67,21 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
+class Compressed:
+    """Some tensors were encoded (`EngineOptions.compress`); of this rank.
+
+    data_bytes    of their chunks that an earlier checkpoint does not have
+    stored_bytes  of those in files
+    seconds       of the engine's threads together
+    """
+
+    step: int
+    data_bytes: int
+    stored_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class BuffersFromOneRank:
     """Several ranks hold module buffers (BatchNorm statistics) whose values may differ: the lowest rank's are saved.
 
@@ -189,7 +204,8 @@ class NotReplayed:
 
 
 Event = (
-    SaveStarted | Captured | Fenced | Written | BuffersFromOneRank | Committed | SaveFailed | LoadProgress | Loaded
-    | FellBack | Removed | RemovalFailed | LeftAlone | Journaled | NotJournaled | Replayed | NotReplayed
+    SaveStarted | Captured | Fenced | Written | Compressed | BuffersFromOneRank | Committed | SaveFailed
+    | LoadProgress | Loaded | FellBack | Removed | RemovalFailed | LeftAlone | Journaled | NotJournaled | Replayed
+    | NotReplayed
 )
 OnEvent = Callable[[Event], None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -17,6 +17,9 @@ from flowstone.stage.capture import Headers
 from flowstone.state import Described
 from flowstone.table.pieces import Layout, Places
 
+if TYPE_CHECKING:
+    from flowstone.pipeline.coding import Coding
+
 FenceMode: TypeAlias = Literal["auto", "manual", "now"]
 """Until when the state must not change: an optimizer's step (which waits), the caller's fence, the return of `save`."""
 Waiter: TypeAlias = Literal["nothing", "optimizers", "caller"]
@@ -26,7 +29,6 @@ Waiter: TypeAlias = Literal["nothing", "optimizers", "caller"]
 class CachedPlan(msgspec.Struct, frozen=True, eq=False):
     """A layout with the plan for what this rank writes of it; kept for the next save.
 
-    codes    whether large pieces are encoded
     headers  of its last save
     """
 
@@ -34,7 +36,6 @@ class CachedPlan(msgspec.Struct, frozen=True, eq=False):
     waiter: Waiter
     plan: WritePlan
     assignment: Assignment
-    codes: bool = False
     headers: Headers = msgspec.field(default_factory=Headers)
 
     def late(self) -> NDArray[np.bool_]:
@@ -50,15 +51,14 @@ class CachedPlan(msgspec.Struct, frozen=True, eq=False):
 
 def plan_save(
     described: Described, known: CachedPlan | None, assignment: Assignment, *, fence: FenceMode, rank: int,
-    base: Base | None = None, codes: bool = False,
+    base: Base | None = None, coding: Coding | None = None,
 ) -> CachedPlan:
-    """The plan for what is `described`: the `known` one itself when nothing differs that it depends on.
-
-    codes  large pieces are encoded where that makes them shorter
-    """
+    """The plan for what is `described`: the `known` one itself when nothing differs that it depends on."""
     waiter, layout = waiter_of(described, fence), described.layout
     fits = known is not None and known.layout is layout and known.waiter == waiter
-    if known is not None and fits and known.codes == codes and _rests_alike(known, base, assignment):
+    if known is not None and fits and _rests_alike(known, base, assignment) and (
+        _coded_alike(known.plan, coding)
+    ):
         if known.assignment is assignment:
             return known
         if known.assignment.positions is assignment.positions:
@@ -67,11 +67,12 @@ def plan_save(
     late = [lazy[at] for at in assignment.positions.tolist()] if lazy else ()
     pieces = assignment.pieces()
     rests = None if base is None else base.resting(pieces, assignment)
+    coded = None if coding is None else coding.chosen(pieces)
     plan = plan_writes(
         pieces, lazy=late, rank=rank, alone=assignment.is_everything, resting=() if rests is None else rests.tolist(),
-        coded=(True,) * len(pieces) if codes else (),
+        coded=() if coded is None else coded.tolist(),
     )
-    return CachedPlan(layout, waiter, plan, assignment, codes)
+    return CachedPlan(layout, waiter, plan, assignment)
 
 
 def _rests_alike(known: CachedPlan, base: Base | None, assignment: Assignment) -> bool:
@@ -79,6 +80,14 @@ def _rests_alike(known: CachedPlan, base: Base | None, assignment: Assignment) -
     plan = known.plan
     rests = None if base is None else base.resting(plan.pieces, assignment)
     return not plan.rests.any() if rests is None else np.array_equal(rests & plan.slotted, plan.rests)
+
+
+def _coded_alike(plan: WritePlan, coding: Coding | None) -> bool:
+    """Whether the pieces that are to be encoded are those for which the plan was made."""
+    if coding is None:
+        return True
+    coded, before = coding.chosen(plan.pieces), plan.width > 0
+    return not before.any() if coded is None else np.array_equal(coded & plan.slotted, before)
 
 
 def waiter_of(described: Described, fence: FenceMode) -> Waiter:

@@ -19,13 +19,14 @@ import socket
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 from flowstone.checkpoint import Checkpoint
 from flowstone.commit import publish
 from flowstone.commit.entries import step_directory
 from flowstone.commit.read import encode_sections
 from flowstone.commit.writer import StoreWriter
-from flowstone.config import FIRST_ARENA_BYTES
+from flowstone.config import FIRST_ARENA_BYTES, EngineOptions
 from flowstone.errors import FlowstoneError
 from flowstone.events import Committed, SaveFailed, SaveStarted
 from flowstone.pipeline.absence import Absence
@@ -52,6 +53,18 @@ from flowstone.runtime.writer_lock import Owner
 from flowstone.stage.device import as_on_this_thread
 from flowstone.state import Described, describe, found_in, warn_of_save
 from flowstone.trace import Span, Spans
+
+if TYPE_CHECKING:
+    from flowstone.pipeline.coding import Coding
+
+
+def coding_of(options: EngineOptions) -> Coding | None:
+    """What chooses the pieces that saves encode; None: none ever is."""
+    if options.compress == "off":
+        return None
+    from flowstone.pipeline.coding import Coding  # imported here: most processes encode nothing
+
+    return Coding(options.compress)
 
 
 class Saves:
@@ -83,7 +96,7 @@ class Saves:
         self.fencing = Fencing(self.captures, shared.turn, shared.emit)
         self._plan: CachedPlan | None = None  # of the last save; replaced by any thread
         self._base: Base | None = None  # of the next save; replaced by the writer's thread
-        self._codes = shared.options.compress == "max"
+        self._coding = coding_of(shared.options)
         self._links = shared.store.capabilities.links
         self.newest_draft = ""  # id of the checkpoint that the last call of `save` was to make
         self._absence = Absence(self._coordinator, self._turn)
@@ -138,7 +151,7 @@ class Saves:
             return
         self._plan = cached = plan_save(
             described, known, assignment, fence=fence, rank=self._group.rank, base=self._known_base(),
-            codes=self._codes,
+            coding=self._coding,
         )
         tell(cached)
         self._capture(run, cached, described)
@@ -247,6 +260,8 @@ class Saves:
             self._end_badly(run, error)
             return
         assert not isinstance(written, Exception), "what failed was not committed"
+        if self._coding is not None and (told := self._coding.learn(save.step, run.begun.plan, written.receipt)):
+            self._emit(told)
         self._base = run.base if self._may_refer(run) else None
         file_bytes = sum(row.bytes for row in written.segments if row.home is None)
         self._emit(Committed(save.step, file_bytes, run.ended(file_bytes).seconds))
@@ -278,7 +293,7 @@ class Saves:
             run.is_agreed = True
             try:
                 self._plan = cached = plan_save(
-                    described, None, assignment, fence=fence, rank=self._group.rank, codes=self._codes
+                    described, None, assignment, fence=fence, rank=self._group.rank, coding=self._coding
                 )
                 begin(cached)
             except Exception as error:

@@ -1,0 +1,23 @@
+"""Saves of several ranks that encode what they write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from compress_acts import ROWS, part
+from processes import run
+
+import flowstone as fs
+
+
+def test_of_ranks_that_gain_by_it_and_that_do_not_every_part_is_read(tmp_path: Path) -> None:
+    assert run(2, "compress_acts", "saves", str(tmp_path / "run"), 2) == [True, True]
+    checkpoint = fs.open(tmp_path / "run", 2)
+    assert checkpoint.manifest.critical == ("delta", "codec.planes")
+    assert checkpoint.verify().sound
+    table = checkpoint.read("m.table")
+    assert torch.equal(table[:ROWS], part(0))
+    assert torch.equal(table[ROWS:], part(1))
+    codecs = checkpoint.index.chunks.codecs().tolist()
+    assert set(codecs) == {0, 1}

@@ -17,6 +17,7 @@ import errno
 import os
 import random
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,7 +36,7 @@ class PowerLoss(BaseException):
 class Change:
     """One numbered operation.
 
-    kind  mkdir create reserve fill resize write sync sync_directory rename exchange link unlink rmdir
+    kind  mkdir create reserve fill resize extend append write sync sync_directory rename exchange link unlink rmdir
     """
 
     number: int
@@ -137,6 +138,27 @@ class Disk(System):
                 super().write(fd, content[: len(content) // 2])
                 raise
             super().write(fd, content)
+
+    def extend(self, fd: int, size_bytes: int) -> None:
+        with self._guard:
+            node = self._nodes[self._open[fd]]
+            node.clean = False
+            self._begin("extend", self._path(self._open[fd]))
+            super().extend(fd, size_bytes)
+
+    def write_at(self, fd: int, parts: Sequence[memoryview], offset_bytes: int) -> None:
+        with self._guard:
+            node = self._nodes[self._open[fd]]
+            node.clean = False
+            try:
+                self._begin("append", self._path(self._open[fd]))
+            except BaseException:
+                super().write_at(fd, parts[: len(parts) // 2], offset_bytes)
+                raise
+            super().write_at(fd, parts, offset_bytes)
+
+    def sync_bytes(self, fd: int) -> None:
+        self.sync(fd)
 
     def sync(self, fd: int) -> None:
         with self._guard:
@@ -323,6 +345,9 @@ def _torn(old: bytes, new: bytes, length: int, chance: random.Random) -> bytes:
 
 class Unsynced(System):
     """The operating system without its waits for the device: for what is checked, not crashed."""
+
+    def sync_bytes(self, fd: int) -> None:
+        pass
 
     def sync(self, fd: int) -> None:
         pass

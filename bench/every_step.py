@@ -1,0 +1,115 @@
+"""What a durable checkpoint of every step costs a training, and how fast its journal replays.
+
+    python -m bench.every_step [--directory DIR] [--rounds 4] [--steps 25]
+
+The demo's GPT (25.4 million parameters, fp32, fused AdamW, both cores) trains in one process; blocks of steps without
+and with `every_step` take turns, so that both meet the same machine. A step's time includes its call of `save`. Then a
+fresh training loads, which replays the last block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+import flowstone as fs
+from flowstone.events import Event
+from flowstone_demo.sizes import FULL
+from flowstone_demo.train import Training
+from flowstone_study import machine
+
+
+def plain(training: Training, steps: int) -> list[float]:
+    """Seconds of each step, nothing saved."""
+    found = []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        training.learn()
+        found.append(time.perf_counter() - begin)
+    return found
+
+
+def journaled(training: Training, root: Path, steps: int) -> tuple[list[float], list[Event], int]:
+    """Seconds of each step, all of them durable; what was told; and how many steps, at most, were not durable yet when
+    a `save` had returned. The whole checkpoint that the journal begins with, and the step that copies gradients as the
+    loop is not known yet, come before.
+    """
+    events: list[Event] = []
+    found, behind = [], 0
+    with fs.Checkpointer(root, every_step=True, recovery_s=600, on_event=events.append) as checkpointer:
+        saves = []
+        for step in range(1, steps + 4):
+            begin = time.perf_counter()
+            training.learn()
+            saves.append(checkpointer.save(step, training.state(step)))
+            found.append(time.perf_counter() - begin)
+            if step < 4:
+                saves[-1].committed.result()
+            behind = max(behind, sum(not save.committed.done() for save in saves))
+    return found[3:], events, behind
+
+
+def replayed(training: Training, root: Path) -> tuple[fs.Replay, bool]:
+    """What a fresh training's load has replayed, and whether it is bit for bit what the other one is."""
+    fresh = Training(FULL, seed=2)
+    fresh.learn()  # torch's first step imports its compiler
+    with fs.Checkpointer(root) as checkpointer:
+        report = checkpointer.load(fresh.state(0))
+    assert report.replay is not None
+    mine, theirs = training.model.parameters(), fresh.model.parameters()
+    return report.replay, all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--directory", type=Path, default=None, help="of the device to measure")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=25, help="of a block; the last one has twice as many")
+    chosen = parser.parse_args(arguments)
+    work = Path(tempfile.mkdtemp(prefix="every-step-", dir=chosen.directory))
+    training = Training(FULL, seed=1)
+    without: list[float] = []
+    within: list[float] = []
+    behind, events = 0, list[Event]()
+    try:
+        plain(training, 3)
+        for number in range(chosen.rounds):
+            last = number == chosen.rounds - 1
+            without += plain(training, chosen.steps)
+            times, told, most = journaled(training, work / str(number), chosen.steps * (2 if last else 1))
+            within, events, behind = within + times, events + told, max(behind, most)
+            if not last:
+                shutil.rmtree(work / str(number))
+        replay, is_same = replayed(training, work / str(chosen.rounds - 1))
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    written = [event for event in events if isinstance(event, fs.Journaled)]
+    median, median_with = statistics.median(without), statistics.median(within)
+    print(json.dumps({
+        "machine": machine.describe(work.parent),
+        "step_ms": {"without": round(1e3 * median, 1), "with": round(1e3 * median_with, 1)},
+        "p50": round(median_with / median, 4), "p95": round(percentile(within, 0.95) / percentile(without, 0.95), 4),
+        "steps_not_durable_max": behind, "bytes_per_step": int(statistics.median(one.bytes for one in written)),
+        "durable_after_ms": round(1e3 * statistics.median(one.seconds for one in written), 1),
+        "replay": {
+            "steps": replay.steps, "seconds": round(replay.seconds, 2), "exactness": replay.exactness,
+            "same_bits": is_same, "share_of_training": round(replay.seconds / (replay.steps * median), 3),
+        },
+    }, indent=2))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

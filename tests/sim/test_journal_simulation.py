@@ -1,0 +1,193 @@
+"""Stop, or fail, at every change of jobs that save every step: what was reported durable loads, bit for bit.
+
+Each step is waited for, so that the changes' numbers do not depend on chance.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from sim_disk import Disk, PowerLoss, Unsynced
+from sim_world import STORE, engine
+
+from flowstone import Checkpointer, FlowstoneError
+from flowstone.store.local import LocalStore
+from flowstone.store.system import System
+
+STEPS = 12
+_SEEDS = {"power": lambda at: (at % 3, 3 + at), "kill": lambda at: (at,), "error": lambda at: (at % 2,)}
+
+
+class Training:
+    """A linear layer of 80 KiB (its gradient lies in a slot of its own) that learns by momentum, step by step alike."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.model = torch.nn.Linear(128, 160)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.progress = {"step": 0}
+
+    def state(self) -> dict[str, object]:
+        return {"model": self.model, "optimizer": self.optimizer, "progress": self.progress}
+
+    def learn(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        inputs = torch.randn(2, 128, generator=torch.Generator().manual_seed(step))
+        self.model(inputs).square().mean().backward()
+        self.optimizer.step()
+        self.progress = {"step": step}
+
+    def bits(self) -> bytes:
+        slots = [self.optimizer.state[one].get("momentum_buffer") for one in self.model.parameters()]
+        tensors = [*self.model.parameters(), *(slot for slot in slots if slot is not None)]
+        return b"".join(bytes(one.detach().reshape(-1).view(torch.uint8).numpy()) for one in tensors)
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[int, bytes]:
+    """What the state is at each step of the undisturbed run."""
+    training, found = Training(), {}
+    for step in range(1, STEPS + 1):
+        training.learn(step)
+        found[step] = training.bits()
+    return found
+
+
+@dataclass
+class Promised:
+    """`durable`: the newest step that was reported durable, and not given up since; `begun`: the newest one begun."""
+
+    durable: int = 0
+    begun: int = 0
+    lowest: int = 0  # a rewind that was begun may have gone so far
+
+
+@dataclass(frozen=True)
+class Scenario:
+    name: str
+    act: Callable[[Checkpointer, Promised], None]
+    before: tuple[int, ...] = ()
+    options: dict[str, object] = field(default_factory=dict)
+
+
+def _go_on(checkpointer: Checkpointer, promised: Promised, *, to: int) -> Training:
+    training, done = Training(), 0
+    if checkpointer.latest() is not None:
+        done = checkpointer.load(training.state()).step
+    for step in range(done + 1, to + 1):
+        training.learn(step)
+        promised.begun = max(promised.begun, step)
+        save = checkpointer.save(step, training.state())
+        save.committed.result()
+        promised.durable = step
+        checkpointer.wait()
+    return training
+
+
+def _trains(to: int) -> Callable[[Checkpointer, Promised], None]:
+    return lambda checkpointer, promised: _go_on(checkpointer, promised, to=to) and None
+
+
+def _rewinds(checkpointer: Checkpointer, promised: Promised) -> None:
+    promised.lowest = promised.durable = 3
+    checkpointer.rewind(3)
+    promised.begun = 3
+    _go_on(checkpointer, promised, to=5)
+
+
+SCENARIOS = (
+    Scenario("first", _trains(4)),
+    Scenario("goes_on", _trains(5), (3,)),
+    Scenario("whole_ones_between", _trains(6), (3,), {"recovery_s": 1e-9, "keep": 1}),
+    Scenario("rewind", _rewinds, (5,)),
+)
+
+
+def _checkpointer(sandbox: Path, system: System, number: int = 0, **options: object) -> Checkpointer:
+    options = {"every_step": True, "budget_bytes": 4 << 20, **options}
+    store = LocalStore(sandbox / STORE, engine(number), system)
+    return Checkpointer(store, **options)  # type: ignore[arg-type]
+
+
+def _play(scenario: Scenario, disk: Disk, number: int) -> Promised:
+    promised = Promised(durable=max(scenario.before, default=0), begun=max(scenario.before, default=0))
+    checkpointer = _checkpointer(disk.sandbox, disk, number, **scenario.options)
+    with suppress(FlowstoneError, PowerLoss):
+        scenario.act(checkpointer, promised)
+    with suppress(FlowstoneError, PowerLoss):
+        checkpointer.close()
+    return promised
+
+
+def _check(sandbox: Path, promised: Promised, reference: dict[int, bytes], number: int) -> None:
+    """What loads is a step that may be there, bit for bit; and training goes on from it to the same end."""
+    training = Training()
+    with _checkpointer(sandbox, Unsynced(), number) as checkpointer:
+        found = 0
+        if checkpointer.latest() is not None:
+            found = checkpointer.load(training.state()).step
+        assert promised.durable <= found <= max(promised.begun, STEPS if promised.lowest else 0), (
+            f"loads step {found}; {promised}"
+        )
+        assert found == 0 or training.bits() == reference[found], f"step {found} is not what it was"
+        assert training.progress["step"] == found
+    with _checkpointer(sandbox, Unsynced(), number) as checkpointer:
+        _go_on(checkpointer, promised, to=STEPS)
+    training = Training()
+    with _checkpointer(sandbox, Unsynced(), number) as checkpointer:
+        assert checkpointer.load(training.state()).step == STEPS
+    assert training.bits() == reference[STEPS]
+    left = [name for name in LocalStore(sandbox / STORE).names() if name.startswith((".saving", ".deleting"))]
+    assert not left, f"not swept: {left}"
+
+
+def _cases(base: Path, scratch: Path, scenario: Scenario) -> Iterator[tuple[int, Path]]:
+    """Each change of the scenario, and a copy of the base to play it in."""
+    shutil.copytree(base, scratch / "count")
+    disk = Disk(scratch / "count")
+    _play(scenario, disk, 0)
+    for at in range(len(disk.changes)):
+        sandbox = scratch / f"play{at}"
+        shutil.copytree(base, sandbox)
+        yield at, sandbox
+        shutil.rmtree(sandbox)
+
+
+@pytest.mark.parametrize("mode", ["power", "kill", "error"])
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=[one.name for one in SCENARIOS])
+def test_a_step_that_was_durable_is_replayed_after_a_crash_at_any_change(
+    scenario: Scenario, mode: str, scratch: Path, reference: dict[int, bytes]
+) -> None:
+    base = scratch / "base"
+    base.mkdir()
+    for to in scenario.before:
+        with _checkpointer(base, Unsynced()) as earlier:
+            _go_on(earlier, Promised(), to=to)
+    for at, sandbox in _cases(base, scratch, scenario):
+        disk = Disk(sandbox)
+        if mode == "error":
+            disk.fail_at, disk.errno = at, (errno.EIO, errno.ENOSPC)[at % 2]
+        else:
+            disk.stop_at = at
+        promised = _play(scenario, disk, at)
+        for seed in _SEEDS[mode](at):
+            after = sandbox
+            if mode == "power":
+                after = scratch / f"after{at}-{seed}"
+                disk.after_power_loss(after, seed)
+            elif mode == "kill":
+                disk.restart(seed)
+            try:
+                _check(after, Promised(promised.durable, promised.begun, promised.lowest), reference, at)
+            except Exception as error:
+                trace = "\n".join(map(str, disk.changes[: at + 1]))
+                raise AssertionError(f"{mode} at change {at}, seed {seed}: {error}\n{trace}") from error
+            if mode == "power":
+                shutil.rmtree(after)

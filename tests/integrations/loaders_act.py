@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -75,8 +76,23 @@ def streamed() -> tuple[Any, Any]:
     return torch.utils.data.DataLoader(dataset, **own), dataset
 
 
+def mosaic_loader(workers: int = 0) -> tuple[Any, Any]:
+    """Ranks share the data set on the disk, which the test has written; it counts its epochs by itself."""
+    from mosaic import streaming
+
+    dataset = streaming().StreamingDataset(
+        local=os.environ["LOADERS_DATA"], shuffle=True, shuffle_seed=5, num_canonical_nodes=1,
+        batch_size=BATCH // RANKS,
+    )
+    loader = streaming().StreamingDataLoader(
+        dataset, batch_size=BATCH // RANKS, num_workers=workers, collate_fn=rows_of, generator=torch.Generator(),
+    )
+    return loader, SimpleNamespace(set_epoch=lambda epoch: None)
+
+
 LOADERS = {
-    "datasets": streamed, "torchdata": torchdata_loader, "torchdata-workers": lambda: torchdata_loader(2),
+    "datasets": streamed, "streaming": mosaic_loader, "streaming-workers": lambda: mosaic_loader(2),
+    "torchdata": torchdata_loader, "torchdata-workers": lambda: torchdata_loader(2),
 }
 
 

@@ -9,16 +9,21 @@ from typing import Any
 
 import pytest
 from jobs import is_installed, run_ranks
+from mosaic import write_numbers
 
 HERE = Path(__file__).resolve().parent
-KINDS = {"datasets": "datasets", "torchdata": "torchdata", "torchdata-workers": "torchdata"}
+KINDS = {
+    "datasets": "datasets", "streaming": "mosaicml-streaming", "streaming-workers": "mosaicml-streaming",
+    "torchdata": "torchdata", "torchdata-workers": "torchdata",
+}
 STEPS, KILL_AT = 24, 17  # of two epochs of twelve; saved behind every fifth
 
 
 def act(kind: str, folder: Path, name: str, ranks: int, **told: Any) -> list[dict[str, Any]]:
     """What each rank has ended with; nothing if they were killed."""
     told |= {"kind": kind, "out": str(folder / name)}
-    codes = run_ranks([str(HERE / "loaders_act.py"), json.dumps(told)], folder / name, ranks, {"OMP_NUM_THREADS": "1"})
+    environment = {"OMP_NUM_THREADS": "1", "LOADERS_DATA": str(folder / "data")}
+    codes = run_ranks([str(HERE / "loaders_act.py"), json.dumps(told)], folder / name, ranks, environment)
     said = "\n".join((folder / f"{name}-{rank}.txt").read_text()[-3000:] for rank in range(ranks))
     if "kill_at" in told:
         assert -signal.SIGKILL in codes, said
@@ -31,6 +36,8 @@ def act(kind: str, folder: Path, name: str, ranks: int, **told: Any) -> list[dic
 def test_a_killed_training_resumes_exactly_and_on_other_ranks(kind: str, tmp_path: Path) -> None:
     if not is_installed(KINDS[kind]):
         pytest.skip(f"{KINDS[kind]}: not installed; make test-integrations runs this")
+    if kind.startswith("streaming"):
+        write_numbers(tmp_path / "data", 96)
     whole = act(kind, tmp_path, "whole", 2, runs=str(tmp_path / "a"))
     act(kind, tmp_path, "killed", 2, runs=str(tmp_path / "b"), kill_at=KILL_AT)
     alone = act(kind, tmp_path, "alone", 1, runs=str(tmp_path / "b"), step=10)

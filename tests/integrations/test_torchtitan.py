@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jobs import is_installed, run_ranks
@@ -17,16 +18,16 @@ pytestmark = pytest.mark.skipif(
 MODES = ["disabled", "async", "async_with_pinned_mem"]
 
 
-def act(name: str, mode: str, directory: Path, ranks: int = 1) -> None:
+def act(name: str, mode: str, directory: Path, ranks: int = 1, script: str = "torchtitan_act.py") -> None:
     """Run it; to be killed is what `killed` is for."""
-    command = [str(HERE / "torchtitan_act.py"), name, mode, str(directory)]
+    command = [str(HERE / script), name, mode, str(directory)]
     log = Path(f"{directory}-{name}")
     codes = run_ranks(command, log, ranks, {"OMP_NUM_THREADS": "1"}, is_launched=True)
     said = "\n".join(Path(f"{log}-{rank}.txt").read_text()[-3000:] for rank in range(ranks))
     assert -9 in codes if name == "killed" else codes == [0] * ranks, said
 
 
-def told(name: str, directory: Path, ranks: int = 1) -> list[dict[str, str]]:
+def told(name: str, directory: Path, ranks: int = 1) -> list[dict[str, Any]]:
     return [json.loads(Path(f"{directory}-{name}-{rank}.json").read_text()) for rank in range(ranks)]
 
 
@@ -45,6 +46,16 @@ def test_a_killed_run_resumes_to_the_last_bit(tmp_path: Path, mode: str, ranks: 
     folder = tmp_path / "b" / "checkpoint"
     assert {path.name for path in folder.iterdir()} == {f"step-{step}" for step in range(1, 9)}
     assert all(fs.open(path).verify().sound for path in folder.iterdir())
+
+
+@pytest.mark.parametrize(("mode", "ranks"), [("async", 1), ("async_with_pinned_mem", 2)])
+def test_torchtitans_own_trainer_is_killed_and_resumes_to_the_last_bit(tmp_path: Path, mode: str, ranks: int) -> None:
+    for name, directory in (("whole", tmp_path / "a"), ("killed", tmp_path / "b"), ("resumed", tmp_path / "b")):
+        act(name, mode, directory, ranks, "torchtitan_trainer_act.py")
+    whole, resumed = told("whole", tmp_path / "a", ranks), told("resumed", tmp_path / "b", ranks)
+    assert {one["begun"] for one in resumed} in ({2}, {3}, {4})
+    assert [one["parts"] for one in resumed] == [one["parts"] for one in whole]
+    assert all(fs.open(path).verify().sound for path in (tmp_path / "b" / "checkpoint").iterdir())
 
 
 def test_a_run_that_torchtitan_saved_goes_on_through_flowstone(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ policies         what its policies do to checkpoints of Flowstone
 exports          weights alone, for Hugging Face, and from there
 failures         saves that fail, and what is refused
 
-torchtitan's Trainer cannot be imported without triton, nor run without an accelerator: `Job` is its loop, in its order.
+`Job` is the loop of torchtitan's Trainer, in its order, with parts that can be exchanged; `torchtitan_trainer_act.py`
+runs the Trainer itself.
 """
 
 from __future__ import annotations

@@ -255,11 +255,28 @@ def test_what_has_no_place_is_named_and_may_be_left_out(
 
 @pytest.mark.parametrize(("options", "told"), [
     ({"dtype": "bf16"}, "leave out --dtype"), ({"section": None}, "name the module's section"),
-    ({"rules": fs.Rename("model.first", "model.other")}, "all rules but --skip"),
 ])
 def test_what_would_be_another_training_state_is_refused(tmp_path: Path, options: dict[str, Any], told: str) -> None:
     with pytest.raises(fs.ArgumentError, match=told):
         fs.export(saved(tmp_path), tmp_path / "universal", to="universal", **options)
+
+
+def test_rules_move_parameters_with_their_slots_and_groups(tmp_path: Path) -> None:
+    rules = [
+        fs.Split("model.first.weight", ("model.upper", "model.lower"), 0, (1, 2)),
+        fs.Rename("model.norm", "model.scale"),
+    ]
+    fs.export(saved(tmp_path), tmp_path / "universal", to="universal", rules=[*rules, fs.Skip("model.last.weight")])
+    fs.export(tmp_path / "run", tmp_path / "as-it-is", to="universal")
+    zero, before = (tmp_path / place / TAG / "zero" for place in ("universal", "as-it-is"))
+    assert {path.name for path in zero.iterdir()} >= {"upper", "lower", "scale.weight", "first.bias"}
+    for slot in ("fp32", "exp_avg", "exp_avg_sq"):
+        whole = loaded(before / "first.weight" / f"{slot}.pt")["param"]
+        assert torch.equal(loaded(zero / "upper" / f"{slot}.pt")["param"], whole[:3])
+        assert torch.equal(loaded(zero / "lower" / f"{slot}.pt")["param"], whole[3:])
+    assert loaded(zero / "lower" / "step.pt") == loaded(before / "first.weight" / "step.pt")
+    groups = loaded(zero / "optimizer_state.pt")["param_groups"]
+    assert [group["lr"] for group in groups] == [0.125, 0.001]
 
 
 def test_a_parameter_that_the_optimizer_has_no_state_of_keeps_its_weights(tmp_path: Path) -> None:

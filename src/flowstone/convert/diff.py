@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -19,13 +21,15 @@ from flowstone.config import CHUNK_BYTES, MIB
 from flowstone.convert.copy import BUDGET_BYTES_DEFAULT, BUDGET_BYTES_MIN
 from flowstone.convert.elements import Differences, Tolerance, compare, has_numbers
 from flowstone.convert.fetch import Fetcher, Wanted
+from flowstone.convert.followers import Follow
 from flowstone.convert.layout import Output
 from flowstone.convert.mapping import DOCUMENTS_SECTION, Rules, all_names, check_mapped, check_rules, leaves
 from flowstone.convert.opening import open_source
 from flowstone.convert.source import Source
 from flowstone.errors import ArgumentError, BudgetError, CollisionError, NoTensorError
 from flowstone.layout_rules import GivenRules
-from flowstone.plan.rearrange import Origin, rearranged
+from flowstone.plan.rearrange import Followers, Origin, rearranged
+from flowstone.rules import STATE
 from flowstone.table.stored import SourceTensor
 
 _SHARES = 8  # of the budget: for each side staging memory and two windows, and what comparisons take
@@ -147,10 +151,11 @@ def diff(
     select = _Selection(_patterns(names), _patterns(skip))
     prefixes = [f"{section}." if one.is_flat and not all(s.is_flat for s in sources) else "" for one in sources]
     known = check_rules(rules, sources[0], section), Rules((), ())
-    tensors = [
-        _tensors(source, prefix, select, found) for source, prefix, found in zip(sources, prefixes, known, strict=True)
-    ]
-    values = [_values(source, select, found) for source, found in zip(sources, known, strict=True)]
+    tensors, values = [], []
+    for source, prefix, found_rules in zip(sources, prefixes, known, strict=True):
+        with Follow(source, found_rules.steps, partial(_is_left_out, select, found_rules)) as follow:
+            tensors.append(_tensors(source, prefix, select, found_rules, follow.slots))
+            values.append(_values(source, select, found_rules, follow.objects(all_names(source))))
     idle = select.idle([name for names in (*tensors, *values) for name in names])
     if idle:
         raise NoTensorError("no name of either checkpoint matches", found=", ".join(idle), next="correct the pattern")
@@ -183,6 +188,11 @@ class _Selection(msgspec.Struct, frozen=True):
         """The patterns that chose none of these: what they were to compare has not been looked at."""
         return [one for one in self.names if not any(fnmatchcase(name, one) for name in found)]
 
+    def speaks_of(self, section: str) -> bool:
+        """Whether a pattern may choose names below a section, whatever these are."""
+        heads = [re.split(r"[*?\[]", one, maxsplit=1)[0] for one in self.names]
+        return any(f"{section}.".startswith(head) or head.startswith(f"{section}.") for head in heads)
+
     def skips(self, name: str) -> bool:
         return any(fnmatchcase(name, one) for one in self.skip)
 
@@ -201,20 +211,29 @@ def _tolerance(relative: float, absolute: float) -> Tolerance:
     return Tolerance(float(relative), float(absolute))
 
 
-def _tensors(source: Source, prefix: str, select: _Selection, rules: Rules) -> dict[str, SourceTensor]:
+def _is_left_out(select: _Selection, rules: Rules, name: str) -> bool:
+    """Whether what becomes of an optimizer's slot, or of an optimizer, is not compared."""
+    return rules.skip(name) or select.skips(name) or not select.speaks_of(name.partition(STATE)[0])
+
+
+def _tensors(
+    source: Source, prefix: str, select: _Selection, rules: Rules, slots: Followers | None
+) -> dict[str, SourceTensor]:
     unmapped = [one for one in source.unmapped if not rules.skip(one.name) and select.has(prefix + one.name)]
     check_mapped(source, unmapped)
     every = {
         name: tensor for name, tensor in all_names(source).items()
         if not rules.skip(name) and not select.skips(prefix + name)
     }
-    found = rearranged(every, rules.steps, Origin(source.location))
+    found = rearranged(every, rules.steps, Origin(source.location, followers=slots))
     return {prefix + name: tensor for name, tensor in found.items() if select.has(prefix + name)}
 
 
-def _values(source: Source, select: _Selection, rules: Rules) -> Mapping[str, object]:
-    """What is no tensor, by dotted names."""
-    objects = dict(source.objects)
+def _values(
+    source: Source, select: _Selection, rules: Rules, followed: Mapping[str, object]
+) -> Mapping[str, object]:
+    """What is no tensor, by dotted names. `followed`: the source's objects, as its rules have them."""
+    objects = dict(followed)
     if source.documents:
         objects.setdefault(DOCUMENTS_SECTION, dict(source.documents))
     for section, ranks in source.per_rank.items():

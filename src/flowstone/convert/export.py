@@ -16,8 +16,17 @@ from flowstone.cluster import Cluster
 from flowstone.convert.cast import cast_target
 from flowstone.convert.copy import BUDGET_BYTES_DEFAULT, Job, copy, resumable, window_bytes, windows
 from flowstone.convert.draft import Draft
+from flowstone.convert.followers import Follow
 from flowstone.convert.layout import Layout, plan_digest
-from flowstone.convert.mapping import Mapped, check_objects, check_rules, choose, documents_of
+from flowstone.convert.mapping import (
+    Mapped,
+    all_names,
+    check_objects,
+    check_rules,
+    choose,
+    documents_of,
+    without_lost,
+)
 from flowstone.convert.opening import open_source
 from flowstone.convert.source import Source
 from flowstone.convert.sources.deepspeed_zero import MASTER
@@ -95,10 +104,7 @@ def export(
     if to == "universal":
         mapped, lost, layout, texts = _lay_out_universal(source, section, dtype, rules)
     else:
-        wanted = None if source.is_flat else section
-        known = check_rules(rules, source, wanted)
-        mapped = choose(source, wanted, known, cast_target(dtype))
-        lost = check_objects(source, wanted, known, to)
+        mapped, lost = _mapped(source, to, section, dtype, rules)
         layout, texts = _lay_out(to, mapped, draft.path.name, int(shard_bytes))
     if to == "hf":
         texts = {**documents_of(source, None if documents is None else Path(documents)), **texts}
@@ -120,6 +126,17 @@ def export(
     return _report(draft.path, to, files, mapped, lost, (layout.bytes, resumed, time.monotonic() - begun))
 
 
+def _mapped(
+    source: Source, to: Format, section: str | None, dtype: str | None, rules: GivenRules
+) -> tuple[Mapped, tuple[str, ...]]:
+    """The tensors of the section, and the names of values that rules leave out."""
+    wanted = None if source.is_flat else section
+    known = check_rules(rules, source, wanted)
+    with Follow(source, known.steps, known.skip) as follow:
+        mapped = choose(source, wanted, known, cast_target(dtype), follow)
+    return mapped, check_objects(source, wanted, known, to)
+
+
 def _lay_out(to: Format, mapped: Mapped, name: str, shard_bytes: int) -> tuple[Layout, Mapping[str, bytes]]:
     """The target's files, and the small ones that are written when those are durable."""
     if to == "hf":
@@ -139,8 +156,13 @@ def _lay_out_universal(
             next="leave out --dtype, and name the module's section with --section",
         )
     known = check_rules(rules, source, section)
-    mapped = choose(source, None, known, None)
-    contents = universal_contents(source, mapped, known, section)
+    with Follow(source, known.steps, known.skip) as follow:
+        mapped = choose(source, None, known, None, follow)
+        names = {*(one.name for one in mapped.outputs), *(alias.name for alias in mapped.aliases)}
+        objects = follow.objects(all_names(source))
+    if known.steps:
+        objects = {key: without_lost(value, names) for key, value in objects.items()}
+    contents = universal_contents(msgspec.structs.replace(source, objects=objects), mapped, known, section)
     masters = [one for group in contents.groups for one in group.parameters]
     cast = tuple(one.name for one in masters if one.slots[MASTER].dtype is not one.slots[MASTER].tensor.dtype)
     layout, texts = lay_out_universal(contents, source.step)

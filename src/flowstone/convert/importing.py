@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from flowstone.arguments import step_number, store_path
 from flowstone.cluster import Cluster
 from flowstone.commit import catalog, publish
@@ -19,9 +21,10 @@ from flowstone.commit.manifests import inside, read_manifest
 from flowstone.convert.cast import cast_target
 from flowstone.convert.copy import BUDGET_BYTES_DEFAULT, Copied, Job, copy, resumable, window_bytes
 from flowstone.convert.file_io import QUEUE_DEPTH, REQUEST_BYTES, backend
+from flowstone.convert.followers import Follow
 from flowstone.convert.journal import Journal
 from flowstone.convert.layout import plan_digest
-from flowstone.convert.mapping import DOCUMENTS_SECTION, Mapped, Rules, check_rules, choose, without_lost
+from flowstone.convert.mapping import DOCUMENTS_SECTION, Mapped, Rules, all_names, check_rules, choose, without_lost
 from flowstone.convert.opening import open_source
 from flowstone.convert.source import Source
 from flowstone.convert.targets.flowstone import StepLayout, io_record, lay_out_step, publish_step
@@ -86,7 +89,9 @@ def import_checkpoint(
     if not section or "@" in section or section.startswith("__") or "\0" in section:
         raise ArgumentError(f"{section!r:.60} cannot name a section", next="give a name without '@' and NUL")
     known = check_rules(rules, opened, section)
-    mapped = _in_sections(opened, choose(opened, None, known, cast_target(dtype)), section)
+    with Follow(opened, known.steps, known.skip) as follow:
+        mapped = _in_sections(opened, choose(opened, None, known, cast_target(dtype), follow), section)
+        opened = msgspec.structs.replace(opened, objects=follow.objects(all_names(opened)))
     place = store_path(Path(store))
     if opened.kind != "flowstone" and os.path.realpath(place) == os.path.realpath(Path(source).expanduser()):
         raise ArgumentError(
@@ -112,9 +117,7 @@ def _in_sections(source: Source, mapped: Mapped, section: str) -> Mapped:
     """The same, below a section where the source knows none."""
     if not source.is_flat:
         return mapped
-    from msgspec.structs import replace
-
-    outputs = tuple(replace(one, name=f"{section}.{one.name}") for one in mapped.outputs)
+    outputs = tuple(msgspec.structs.replace(one, name=f"{section}.{one.name}") for one in mapped.outputs)
     aliases = tuple(Alias(f"{section}.{alias.name}", f"{section}.{alias.target}") for alias in mapped.aliases)
     cast = tuple(f"{section}.{name}" for name in mapped.cast)
     return Mapped(outputs, aliases, mapped.skipped, cast)

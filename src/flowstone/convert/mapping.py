@@ -9,6 +9,7 @@ import msgspec
 
 from flowstone.config import NAMES_TOLD
 from flowstone.convert.cast import CASTABLE
+from flowstone.convert.followers import Follow
 from flowstone.convert.layout import Output
 from flowstone.convert.source import Source, Unmapped
 from flowstone.errors import ArgumentError, CollisionError, MismatchError, NoTensorError, UnsupportedFormatError
@@ -76,10 +77,10 @@ def check_rules(rules: object, source: Source, section: str | None) -> Rules:
     return Rules(tuple(skips), tuple(steps))
 
 
-def choose(source: Source, section: str | None, rules: Rules, dtype: DType | None) -> Mapped:
+def choose(source: Source, section: str | None, rules: Rules, dtype: DType | None, follow: Follow) -> Mapped:
     """The tensors of a section by their names in it, or all; as the rules have them, but for those that one skips.
 
-    A name that only an alias has in the section is a tensor of the target.
+    A name that only an alias has in the section is a tensor of the target. Optimizer state follows its parameters.
 
     raises  NoTensorError   no tensor is in that section, or a rule names none
             CollisionError  rules give two tensors one name
@@ -105,7 +106,7 @@ def choose(source: Source, section: str | None, rules: Rules, dtype: DType | Non
             else f"{source.location} has no tensor",
             found=f"sections {sections}", next="name one of them with --section",
         )
-    found = rearranged(tensors, rules.steps, Origin(source.location, prefix))
+    found = rearranged(tensors, rules.steps, Origin(source.location, prefix, follow.slots))
     return _mapped([(name.removeprefix(prefix), tensor) for name, tensor in found.items()], tuple(skipped), dtype)
 
 

@@ -19,7 +19,7 @@ from flowstone.convert.mapping import DOCUMENTS_SECTION, Mapped, Rules, leaves
 from flowstone.convert.source import Source
 from flowstone.convert.sources.deepspeed import ENGINE_KEYS, OWN_KEYS
 from flowstone.convert.sources.deepspeed_zero import MASTER
-from flowstone.errors import ArgumentError, MismatchError, UnsupportedFormatError
+from flowstone.errors import MismatchError, UnsupportedFormatError
 from flowstone.format.objects import Named, TensorRef
 from flowstone.table.dtype import DTYPES
 
@@ -79,13 +79,7 @@ def universal_contents(source: Source, mapped: Mapped, rules: Rules, section: st
 
     raises  MismatchError           values that have no place, and that no rule leaves out
             UnsupportedFormatError  a job of model parallelism, or with experts
-            ArgumentError           a rule that is no Skip
     """
-    if rules.steps:
-        raise ArgumentError(
-            "a Universal Checkpoint is written with the names and shapes that the optimizer has",
-            next="leave out all rules but --skip PATTERN (fs.Skip)",
-        )
     return _Contents(source, mapped, rules, section).collect()
 
 

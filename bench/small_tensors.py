@@ -35,10 +35,11 @@ SAVE = {
     "index": "flowstone.format.index.Frame.fill", "publish": "flowstone.commit.publish.publish",
 }
 LOAD = {
-    "open": "flowstone.checkpoint.Checkpoint.check", "prepare": "flowstone.pipeline.compare.prepare",
+    "read ahead (begins)": "flowstone.pipeline.load.read_ahead", "open": "flowstone.checkpoint.Checkpoint.check",
+    "prepare": "flowstone.pipeline.compare.prepare",
     "match": "flowstone.pipeline.compare.match", "plan": "flowstone.pipeline.load.plan_reads",
     "land": "flowstone.pipeline.load.choose_destinations",
-    "scatter (with reading)": "flowstone.pipeline.load.scatter", "finish": "flowstone.pipeline.load.finish",
+    "read (and deliver)": "flowstone.pipeline.load.read", "finish": "flowstone.pipeline.load.finish",
     "report": "flowstone.pipeline.load.report",
 }
 

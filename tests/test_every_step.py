@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -296,6 +297,22 @@ def test_a_replay_that_differs_is_noticed_and_named(tmp_path: Path) -> None:
             checkpointer.load(again.state())
         with pytest.raises(fs.DamagedError, match="part of the state has changed"):
             checkpointer.save(13, again.state())
+
+
+def test_ls_and_latest_tell_where_a_journal_leads(tmp_path: Path) -> None:
+    run(Training(), tmp_path, 1, 4)
+    listed = subprocess.run(
+        [sys.executable, "-m", "flowstone", "ls", str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert "a journal leads from step 1 on to step 4" in listed.stdout
+    as_json = subprocess.run(
+        [sys.executable, "-m", "flowstone", "ls", "--json", str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert json.loads(as_json.stdout)["journal"] == {"base": 1, "newest": 4}
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        latest = checkpointer.latest()
+        assert latest is not None
+        assert (latest.step, latest.journal_step) == (1, 4)
 
 
 _KILLED = """

@@ -8,7 +8,7 @@ import typer
 
 from flowstone.arguments import store_path
 from flowstone.cli.output import AsJson, StorePath, errors_reported, print_json, print_rows, size_text
-from flowstone.commit.entries import Kind, parse
+from flowstone.commit.entries import Kind, is_journal, parse
 from flowstone.commit.locations import check_store
 from flowstone.commit.manifests import listing, read_manifest
 from flowstone.errors import NotAStoreError
@@ -22,10 +22,13 @@ def ls(path: StorePath, as_json: AsJson = False) -> None:
     """List the checkpoints of a store. Exit status 1 if one of them is damaged."""
     with errors_reported(as_json):
         rows, leftovers = _listing(path)
+        journal = journal_of(path)
     if as_json:
-        print_json({"path": str(path), "checkpoints": rows, "leftovers": leftovers})
+        print_json({"path": str(path), "checkpoints": rows, "leftovers": leftovers, "journal": journal})
     else:
         print_rows(("step", "created", "size", "tensors", "ranks", "state"), [_cells(row) for row in rows])
+        if journal is not None:
+            typer.echo(f"a journal leads from step {journal['base']} on to step {journal['newest']}")
         if leftovers:
             typer.echo(f"{len(leftovers)} unfinished or set aside (never read): {', '.join(leftovers)}")
     if any(row["error"] is not None for row in rows):
@@ -55,6 +58,17 @@ def _listing(path: Path) -> tuple[list[dict[str, object]], list[str]]:
         else:
             rows.append(row_of(one.manifest, f"{store.location}/{one.directory}"))
     return rows, [name for name in store.names() if (entry := parse(name)) is not None and entry.kind in _UNFINISHED]
+
+
+def journal_of(path: Path) -> dict[str, int] | None:
+    """From which checkpoint a journal leads on, and to which step; None if none does."""
+    store = LocalStore(store_path(path))
+    if not any(map(is_journal, store.names())):
+        return None
+    from flowstone.commit import journals  # imported here: most stores have none
+
+    chain = journals.newest_chain(store)
+    return None if chain is None else {"base": chain.base, "newest": chain.newest}
 
 
 def row_of(manifest: Manifest, directory: str) -> dict[str, object]:

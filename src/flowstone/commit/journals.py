@@ -215,7 +215,11 @@ def _begins_at_checkpoint(store: Names, opening: Opening, committed: Sequence[in
 
 def _common_steps(store: Names, journal: Journal) -> list[int]:
     """The steps that the files of all ranks have, up to the first that one lacks."""
-    of_all = [[place.step for place in frames(store, journal, rank)] for rank in range(journal.opening.ranks)]
+    of_all: list[list[int]] = []
+    for rank in range(journal.opening.ranks):
+        of_all.append([place.step for place in frames(store, journal, rank)])
+        if not of_all[-1]:  # nor are the files of further ranks looked for, of which an opening may claim any number
+            return []
     common = []
     for steps in zip(*of_all, strict=False):
         if len(set(steps)) > 1:

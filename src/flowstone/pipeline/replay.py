@@ -133,7 +133,10 @@ class _Done:
         pieces, places = self._described.pieces, self._described.places
         rows = {name: at for at, name in enumerate(pieces.names)}
         if any(name not in rows or rows[name] in places.apart for name in opening.proven):
-            raise UnfitError("its tensors are not those of this state")
+            raise ReplayError(
+                f"step {one.place.step} was replayed, and cannot be proven", journal=one.path,
+                found="it names tensors that the state does not have", next=f"load(step={opening.after})",
+            )
         at = np.array([rows[name] for name in opening.proven], np.int64)
         window = window_of(row.window, opening.windows, places.address[at], pieces.lengths()[at], state)
         if window.fingerprint() == row.fingerprint:
@@ -200,12 +203,22 @@ def _read_frame(store: Store, part: Part, place: FramePlace, rank: int, buffer: 
 def _restore_rest(checkpoint: Checkpoint, state: Mapping[str, object], done: _Done, rank: int) -> None:
     """Restore all but what the optimizers' steps have made: objects, generators, tensors that no optimizer explains."""
     stored = stored_of(checkpoint, rank)
-    replicated = {name: objects.decode_text(text, name) for name, text in done.replicated.items()}
-    per_rank = {name: objects.decode_text(text, name) for name, text in done.per_rank.items()}
+    try:
+        replicated = {name: objects.decode_text(text, name) for name, text in done.replicated.items()}
+        per_rank = {name: objects.decode_text(text, name) for name, text in done.per_rank.items()}
+    except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
+        raise DamagedError(
+            f"the objects of step {done.step} are not valid: {error!s:.300}", next="load the checkpoint by its step"
+        ) from error
     stored = msgspec.structs.replace(
         stored, objects={**stored.objects, **replicated}, per_rank={**stored.per_rank, **per_rank}
     )
     restoration = prepare(state, stored, rank=rank)
+    for one in restoration.differences:
+        raise DamagedError(
+            f"'{one.name}' in the journal does not fit the state", expected=one.expected, found=one.found,
+            next="load the checkpoint by its step",
+        )
     live = set(describe(state, rank=rank).places.address.tolist())
     for at, piece in enumerate(restoration.pieces):
         _fill(restoration, at, piece.name, piece.box, live, done, checkpoint)

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from flowstone.errors import DamagedError
+from flowstone.errors import DamagedError, FlowstoneError
 from flowstone.format import objects
 from flowstone.format.journal import ActRow, StepRow, TensorRow
 from flowstone.state.shards import is_dtensor
@@ -50,7 +50,12 @@ class Replayer:
         for act in row.acts:
             if not 0 <= act.optimizer < len(self._optimizers):
                 raise _unfit(path, f"optimizer {act.optimizer}", f"{len(self._optimizers)} optimizers")
-            self._act(act, row.tensors, payload, path)
+            try:
+                self._act(act, row.tensors, payload, path)
+            except (FlowstoneError, MemoryError):
+                raise
+            except Exception as error:  # what a file says reaches torch: sizes, settings, a generator's state
+                raise _unfit(path, f"{type(error).__name__}: {error!s:.300}", "what its steps can take") from error
 
     def _act(self, act: ActRow, tensors: Sequence[TensorRow], payload: memoryview, path: str) -> None:
         optimizer, parameters = self._optimizers[act.optimizer], self._parameters[act.optimizer]

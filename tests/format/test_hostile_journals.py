@@ -1,0 +1,154 @@
+"""Journals that hold anything: a load ends with an error of ours, or with a state that some step had."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+import flowstone as fs
+from flowstone import _native
+from flowstone.format.journal import PREFIX_BYTES, decode_prefix
+from flowstone.store.local import LocalStore
+
+LAST = 5
+
+
+class Training:
+    """One layer, by AdamW."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        self.model = torch.nn.Linear(160, 110)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, foreach=False)
+        self.progress = {"step": 0}
+
+    def state(self) -> dict[str, object]:
+        return {"model": self.model, "optimizer": self.optimizer, "progress": self.progress}
+
+    def bits(self) -> bytes:
+        return b"".join(bytes(one.detach().reshape(-1).view(torch.uint8).numpy()) for one in self.model.parameters())
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, bytes]]:
+    """A store with a journal, and what each step was."""
+    root, training, at = tmp_path_factory.mktemp("run"), Training(), {}
+    with fs.Checkpointer(root, every_step=True) as checkpointer:
+        for step in range(1, LAST + 1):
+            training.optimizer.zero_grad()
+            training.model(torch.randn(2, 160)).square().mean().backward()
+            training.optimizer.step()
+            training.progress["step"] = step
+            checkpointer.save(step, training.state())
+            at[step] = training.bits()
+    return root, at
+
+
+@pytest.fixture
+def copied(store: tuple[Path, dict[int, bytes]], tmp_path: Path) -> tuple[Path, Path, dict[int, bytes]]:
+    shutil.copytree(store[0], tmp_path / "run")
+    (path,) = (tmp_path / "run").glob("journal-*/rank-00000.journal")
+    return tmp_path / "run", path, store[1]
+
+
+def outcome(root: Path) -> tuple[fs.LoadReport | None, Training]:
+    """The report of a load; None if it ended with an error of ours. Any other error is a failure."""
+    training = Training()
+    try:
+        with fs.Checkpointer(LocalStore(root)) as checkpointer:
+            return checkpointer.load(training.state()), training
+    except fs.FlowstoneError:
+        return None, training
+
+
+def test_no_flipped_or_lost_byte_is_believed(copied: tuple[Path, Path, dict[int, bytes]]) -> None:
+    root, path, at = copied
+    content, chance = path.read_bytes(), random.Random(7)
+    reports = set()
+    for turn in range(120):
+        mutated = bytearray(content)
+        if turn % 4 == 3:
+            del mutated[chance.randrange(len(mutated)) :]
+        else:
+            begin = chance.choice([chance.randrange(len(mutated)), chance.randrange(0, len(mutated), 4096)])
+            for place in range(begin, min(len(mutated), begin + chance.choice([1, 8, 600]))):
+                mutated[place] = chance.randrange(256)
+        path.write_bytes(mutated)
+        report, training = outcome(root)
+        reports.add(report is not None)
+        if report is not None:
+            assert training.bits() == at[report.step]
+            assert training.progress["step"] == report.step
+    assert reports == {True, False}, "some mutations tear the tail, some damage the middle"
+
+
+Forge = Callable[[dict[str, Any]], object]
+FORGERIES: dict[str, tuple[int, Forge]] = {
+    "claims many ranks": (0, lambda row: row.update(ranks=1 << 50)),
+    "claims many threads": (0, lambda row: row.update(threads=1 << 50)),
+    "is its own parent": (0, lambda row: row.update(checkpoint=None, parent=row["id"])),
+    "has other optimizers": (0, lambda row: row.update(optimizers=[])),
+    "proves nothing there": (0, lambda row: row.update(proven=["nothing"])),
+    "claims a huge tensor": (2, lambda row: row["tensors"][0].update(shape=[1 << 60], bytes=1 << 62)),
+    "claims no rows of many": (2, lambda row: row["tensors"][0].update(shape=[0, 1 << 62], bytes=0)),
+    "lies behind the end": (2, lambda row: row["tensors"][0].update(offset=1 << 40)),
+    "lies before the begin": (2, lambda row: row["tensors"][0].update(offset=-4096)),
+    "has a misaligned tensor": (2, lambda row: row["tensors"][0].update(offset=row["tensors"][0]["offset"] + 1)),
+    "has strides with gaps": (2, lambda row: row["tensors"][0].update(stride=[1 << 40, 1])),
+    "has another dtype": (2, lambda row: row["tensors"][0].update(dtype="int32")),
+    "has an unknown dtype": (2, lambda row: row["tensors"][0].update(dtype="float7")),
+    "steps an optimizer that is not there": (2, lambda row: row["acts"][0].update(optimizer=7)),
+    "has a gradient of no parameter": (2, lambda row: row["acts"][0].update(gradients=[[99, 0]])),
+    "has a gradient of no tensor": (2, lambda row: row["acts"][0].update(gradients=[[0, 99]])),
+    "sets what is no option": (1, lambda row: row["acts"][0].update(options=[{"step": 3}])),
+    "sets a text": (1, lambda row: row["acts"][0]["options"][0].update(lr="fast")),
+    "sets too many groups": (1, lambda row: row["acts"][0].update(options=[{}, {}])),
+    "has no generator's state": (2, lambda row: row["acts"][0].update(generator=0)),
+    "has another fingerprint": (2, lambda row: row.update(fingerprint="0" * 16)),
+    "has objects that are tensors": (4, lambda row: row.update(replicated={"progress": 0})),
+    "has values that do not fit": (4, lambda row: row.update(values={"model.weight": 1})),
+    "has fields of other types": (2, lambda row: row.update(acts={})),
+}
+
+
+def forge(path: Path, number: int, change: Forge) -> None:
+    """Change the document of a frame, with digests that fit."""
+    content, at = bytearray(path.read_bytes()), 0
+    for _ in range(number):
+        frame = decode_prefix(bytes(content[at : at + PREFIX_BYTES]))
+        assert frame is not None
+        at += frame.frame_bytes
+    frame = decode_prefix(bytes(content[at : at + PREFIX_BYTES]))
+    assert frame is not None
+    row = msgspec.json.decode(content[at + PREFIX_BYTES : at + PREFIX_BYTES + frame.document_bytes])
+    change(row)
+    text = msgspec.json.encode(row)
+    assert PREFIX_BYTES + len(text) <= frame.payload_offset, "it still fits before the payload"
+    content[at + PREFIX_BYTES : at + frame.payload_offset] = text.ljust(frame.payload_offset - PREFIX_BYTES, b"\0")
+    content[at + 40 : at + 48] = len(text).to_bytes(8, "little")
+    content[at + 56 : at + 64] = _native.xxh3_64(text).to_bytes(8, "little")
+    content[at + 64 : at + 72] = _native.xxh3_64(bytes(content[at : at + 64])).to_bytes(8, "little")
+    path.write_bytes(content)
+    assert decode_prefix(bytes(content[at : at + PREFIX_BYTES])) is not None, "the forgery is read"
+
+
+@pytest.mark.parametrize(("number", "change"), FORGERIES.values(), ids=FORGERIES.keys())
+def test_a_forged_journal_ends_with_an_error_or_short_of_the_forgery(
+    copied: tuple[Path, Path, dict[int, bytes]], number: int, change: Forge
+) -> None:
+    root, path, at = copied
+    forge(path, number, change)
+    report, training = outcome(root)
+    if report is None:
+        return
+    harmless = change is FORGERIES["claims many threads"][1]  # steps with as many threads as there may be
+    assert report.step == (LAST if harmless else 1) or report.step < number + 1
+    if report.step == 1 or harmless:
+        assert training.bits() == at[report.step]

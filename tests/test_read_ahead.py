@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from forge import flip, place_of
+from forge import edit_manifest, flip, place_of
 
 import flowstone as fs
 from flowstone.state import Restoration, prepare
@@ -333,6 +333,20 @@ def test_a_store_in_memory_and_a_wrapped_one_read_ahead_too(tmp_path: Path) -> N
         assert _same(_model(), fresh)
         opened.close()
     assert verbs.count("read_extents") == verbs.count("read_through") == 1
+
+
+def test_a_manifest_that_claims_more_than_the_index_has_is_not_believed(store: Path) -> None:
+    with fs.Checkpointer(store) as checkpointer:
+        checkpointer.save(1, {"step": 7})
+
+    def claim(manifest: dict[str, object]) -> None:
+        manifest["pieces"], manifest["data_bytes"] = 1 << 40, 1 << 50
+
+    edit_manifest(store / "step-00000001", claim)
+    state = {"step": 0}
+    with fs.Checkpointer(store) as checkpointer:
+        checkpointer.load(state)
+    assert state["step"] == 7
 
 
 def test_several_threads_may_load_at_once(watched: Watched) -> None:

@@ -63,6 +63,12 @@ COPY_BYTES_PER_S = 4e9  # into touched memory, by two cores that train meanwhile
 SPLIT_WORTH_BYTES = 16 * MIB
 SPLIT_BLOCK_BYTES_MIN = 1 * MIB
 
+# An earlier file that a save refers to is kept by every chunk that is used of it. Chunks of files that are used less
+# are written again, so many bytes by each save of a rank, and files that are more are written together.
+COMPACT_BELOW = 0.25
+COMPACTED_BYTES_MAX = 256 * MIB
+REFERRED_FILES_MAX = 64
+
 # How ranks agree. A value in a torch.distributed store may have 8 MiB; smaller ones delay other ranks less.
 MESSAGE_BYTES_MAX = 1 * MIB
 TREE_FAN = 16  # messages that one rank reads in an agreement: 8,192 ranks are three levels below rank 0

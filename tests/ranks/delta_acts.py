@@ -9,6 +9,31 @@ from torch import nn
 from flowstone.events import Committed, Event
 
 
+def once(rank: int, path: str, step: int) -> tuple[int, list[str | None]]:
+    """One day of a job: load what is there, train a step, save, load that. The bytes that this rank has written, and
+    the homes of all files.
+    """
+    torch.manual_seed(1)
+    base = nn.ModuleList([nn.Linear(1024, 512, bias=False) for _ in range(3)]).requires_grad_(False)
+    model = nn.ModuleDict({"base": base, "adapter": nn.Linear(128, 64)})
+    optimizer = torch.optim.AdamW(model["adapter"].parameters())
+    told: list[Event] = []
+    with opened(path, on_event=told.append) as saver:
+        if step > 1:
+            saver.load({"model": model, "optimizer": optimizer})
+        for parameter in model["adapter"].parameters():
+            parameter.grad = torch.full_like(parameter, step)
+        optimizer.step()
+        wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        made = saver.save(step, {"model": model, "optimizer": optimizer}).committed.result(120)
+        for tensor in model.state_dict().values():
+            tensor.fill_(-1)
+        saver.load({"model": model})
+        assert all(torch.equal(wanted[name], tensor) for name, tensor in model.state_dict().items())
+    (written,) = [event.bytes for event in told if isinstance(event, Committed)]
+    return written, [row.home for row in made.manifest.segments]
+
+
 def saves(rank: int, path: str, changes: int) -> list[int]:
     """Four saves of a frozen base with an adapter, equal on all ranks; before save `changes` one number of the base
     changes. The bytes that this rank has written in each.

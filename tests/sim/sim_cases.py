@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 from sim_dcp import DcpJob, dcp_job
 from sim_disk import Change, Disk, PowerLoss, Unsynced
@@ -20,6 +21,7 @@ from flowstone import FlowstoneError, Keep, StepExistsError
 from flowstone.commit.entries import DELETING, SAVING, step_directory
 from flowstone.events import RemovalFailed
 from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME
+from flowstone.plan import compaction
 
 POWER, KILL, ERROR, FREEZE = 0, 1, 2, 3
 MODES = {"power": POWER, "kill": KILL, "error": ERROR, "freeze": FREEZE}
@@ -82,6 +84,15 @@ def _saved(*steps: int) -> Callable[[Path, Ledger], None]:
     return before
 
 
+def _saved_by_team(*steps: int) -> Callable[[Path, Ledger], None]:
+    def before(sandbox: Path, ledger: Ledger) -> None:
+        with group(sandbox, Disk(sandbox), ledger, ranks=2, attempt="o") as earlier:
+            for step in steps:
+                earlier.save(step)
+
+    return before
+
+
 def _saved_by_dcp(step: int) -> Callable[[Path, Ledger], None]:
     def before(sandbox: Path, ledger: Ledger) -> None:
         with dcp_job(sandbox, Disk(sandbox), ledger, attempt="o") as earlier:
@@ -122,6 +133,26 @@ def _saves(*steps: int) -> Callable[[Job], None]:
     def act(job: Job) -> None:
         for step in steps:
             job.save(step)
+
+    return act
+
+
+def _resumed(*steps: int) -> Callable[[Job], None]:
+    """A process that loads what is there: its first save refers to that."""
+
+    def act(job: Job) -> None:
+        job.load()
+        _saves(*steps)(job)
+
+    return act
+
+
+def _compacted(*steps: int) -> Callable[[Job], None]:
+    """The third save writes again what rests, as its file has too much else; later ones refer to what that wrote."""
+
+    def act(job: Job) -> None:
+        with mock.patch.object(compaction, "COMPACT_BELOW", 0.95):
+            _saves(*steps)(job)
 
     return act
 
@@ -221,6 +252,14 @@ SCENARIOS: Sequence[Scenario] = (
     Scenario("deltas", _saves(51, 52, 53, 54), keep=Keep(last=1), repeat=_saves(58, 59), start=".saving-00000053"),
     Scenario(
         "team_deltas", _saves(51, 52, 53), keep=Keep(last=1), repeat=_saves(58, 59), ranks=2, start=".saving-00000053"
+    ),
+    Scenario("deltas_resumed", _resumed(54, 55), _saved(51, 52, 53), Keep(last=1), _resumed(58)),
+    Scenario(
+        "team_deltas_resumed", _resumed(54), _saved_by_team(51, 52, 53), Keep(last=1), _resumed(58), ranks=2,
+    ),
+    Scenario(
+        "deltas_compacted", _compacted(51, 52, 53, 54, 55), keep=Keep(last=1), repeat=_compacted(58, 59),
+        start=".saving-00000053",
     ),
     _by_dcp("dcp_first_save", 1),
     _by_dcp("dcp_second_save", 2, before=_saved(1)),

@@ -57,6 +57,9 @@ class GroupJob:
     def save(self, step: int) -> None:
         self._each(lambda member: member.save(step))
 
+    def load(self) -> None:
+        self._each(lambda member: member.load())
+
     def save_twice(self, step: int) -> None:
         self._each(lambda member: member.save_twice(step))
 

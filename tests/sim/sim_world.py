@@ -285,6 +285,12 @@ class Job:
         """Load what can be loaded; the next save sets newer, damaged steps aside."""
         self.ledger.rewinding(self.checkpointer.load(state("blank"), fallback=True).step)
 
+    def load(self) -> None:
+        """The newest step, into a state of the same layout; nothing where a crash has left none."""
+        latest = self.checkpointer.latest()
+        if latest is not None:
+            self.checkpointer.load(self._part(state(f"{latest.step}-")), step=latest.step)
+
     def wait(self) -> None:
         self.checkpointer.wait()
 

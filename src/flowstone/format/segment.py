@@ -6,12 +6,14 @@ A safetensors file is 8 bytes of header length, a JSON header, and data without 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from flowstone.config import BLOCK_BYTES, HEADER_BYTES_MAX
 from flowstone.errors import DamagedError
+from flowstone.format.digest import digest
 from flowstone.table.box import Box
 from flowstone.table.dtype import DType
 
@@ -21,6 +23,7 @@ CHUNKS_ENTRY = "__chunks__"
 CHUNKS_HEADER_BYTES = BLOCK_BYTES
 METADATA: Mapping[str, str] = {"format": "pt", "flowstone": "1"}
 LENGTH_BYTES = 8
+_WRITTEN_BY = re.compile(r"(?:from-[0-9a-f]{16}-)?rank-(\d{5,})(?:\.\d{4,})?\.safetensors", re.ASCII)
 _PAD_ENTRY_BYTES = len(f',"{PAD_PREFIX}":{{"dtype":"U8","shape":[],"data_offsets":[,]}}')  # without its four numbers
 
 
@@ -37,6 +40,22 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
 def entry_name(tensor: str, box: Box, shape: Sequence[int]) -> str:
     """The tensor's name if the box is the whole tensor, else the name with begin:end for each dimension."""
     return tensor if box == Box.whole(shape) else f"{tensor}{box}"
+
+
+def segment_name(rank: int, number: int) -> str:
+    """The name of a rank's segment; `number`: among those of one save."""
+    return f"rank-{rank:05d}" + (f".{number:04d}" if number else "") + ".safetensors"
+
+
+def linked_name(home: str, name: str) -> str:
+    """The name of a segment in a checkpoint that refers to it. `home`: identity of the one that wrote it."""
+    return f"from-{digest(home.encode())}-{name}"
+
+
+def is_of_rank(name: str, rank: int) -> bool:
+    """Whether a segment, of whichever checkpoint, was written by that rank."""
+    found = _WRITTEN_BY.fullmatch(name)
+    return found is not None and int(found[1]) == rank
 
 
 def reserved(entry: str) -> bool:

@@ -1,4 +1,5 @@
-"""The base of the next save: the newest save that is committed, as this rank has written it.
+"""The base of the next save: the newest save that is committed, as this rank has written it; of a first save, what
+adopted_base.py has found.
 
 A piece *rests* if most of it is expected to be in the base already: a parameter that is found frozen, and whatever was
 equal in two saves, one after the other. Resting pieces are captured and digested like all others, but only chunks that
@@ -23,9 +24,10 @@ from flowstone.errors import FlowstoneError, NoCheckpointError, StorageError
 from flowstone.format.digest import digest
 from flowstone.format.index import ChunkForms, ChunkPlaces
 from flowstone.format.manifest import SegmentRow
-from flowstone.format.segment import CHUNKS_HEADER_BYTES, encode_chunks_header
+from flowstone.format.segment import CHUNKS_HEADER_BYTES, encode_chunks_header, linked_name
 from flowstone.log import log
 from flowstone.pipeline.messages import Assignment
+from flowstone.plan.compaction import to_write_again
 from flowstone.plan.write import WritePlan
 from flowstone.stage.encode import BaseChunks
 from flowstone.store.base import Encoded, Receipt, Store
@@ -44,6 +46,7 @@ class Base(msgspec.Struct, frozen=True, eq=False):
     places    where they lie, `segment` being a position among `segments`
     rests     pieces of which enough was in the base of that step; None: that was not compared
     loads     how many loads there had been before that save
+    known     chunks that may be referred to; None: all
     """
 
     step: int
@@ -55,6 +58,7 @@ class Base(msgspec.Struct, frozen=True, eq=False):
     places: ChunkPlaces
     rests: NDArray[np.bool_] | None
     loads: int
+    known: NDArray[np.bool_] | None = None
 
     def has(self, pieces: Pieces) -> bool:
         """Whether these are the pieces that it has, in the same order."""
@@ -74,10 +78,15 @@ class Base(msgspec.Struct, frozen=True, eq=False):
         """The same, knowing what rests; `before`: the base of that step. `length`: of each piece, in bytes."""
         if before is None or not before.has(self.pieces):
             return self
-        first = first_chunks(length)
-        same = np.concatenate([[0], np.cumsum(self.digest == before.digest)])
-        counts, equal = np.diff(first), same[first[1:]] - same[first[:-1]]
-        return replace(self, rests=(counts > 0) & (equal >= _RESTING_SHARE * counts))
+        return replace(self, rests=mostly(self.digest == before.digest, length))
+
+
+def mostly(found: NDArray[np.bool_], length: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Which pieces have so many chunks that are `found` that they rest. `length`: of each piece, in bytes."""
+    first, total = first_chunks(length), np.concatenate([[0], np.cumsum(found)])
+    counts, number = np.diff(first), total[first[1:]] - total[first[:-1]]
+    enough: NDArray[np.bool_] = (counts > 0) & (number >= _RESTING_SHARE * counts)
+    return enough
 
 
 class Referred(msgspec.Struct, frozen=True, eq=False):
@@ -109,9 +118,7 @@ def refer(store: Store, draft: publish.Draft, base: Base | None, plan: WritePlan
     """
     if base is None or not base.has(plan.pieces):
         return Referred.nothing(plan.chunks)
-    first = first_chunks(plan.length)
-    rests = np.flatnonzero(plan.rests)
-    numbers = spread(first[:-1][rests], np.diff(first)[rests])
+    numbers = _worth_referring(base, plan)
     needed = sorted(set(base.places.segment[numbers].tolist()))
     rows = [_as_linked(base.segments[at], base.id) for at in needed]
     linked: list[str] = []
@@ -139,11 +146,27 @@ def refer(store: Store, draft: publish.Draft, base: Base | None, plan: WritePlan
     return Referred(rows, BaseChunks(base.digest, known), places)
 
 
+def _worth_referring(base: Base, plan: WritePlan) -> NDArray[np.int64]:
+    """Numbers of the chunks of resting pieces that the base has, without those that are written again to free a file.
+    """
+    first = first_chunks(plan.length)
+    rests = np.flatnonzero(plan.rests)
+    numbers = spread(first[:-1][rests], np.diff(first)[rests])
+    if base.known is not None:
+        numbers = numbers[base.known[numbers]]
+    length = Chunks.to_come(plan.segment, plan.length).stored_lengths()[numbers]
+    file_bytes = np.array([row.bytes for row in base.segments], np.int64)
+    again = to_write_again(base.places.segment[numbers], length, file_bytes)
+    if again.any():
+        log.info("%d bytes that are in little used files are written again", int(length[again].sum()))
+    return numbers[~again]
+
+
 def _as_linked(row: SegmentRow, home: str) -> SegmentRow:
     """The row of a base's file in a checkpoint that refers to it."""
     if row.home is not None:
         return row
-    return replace(row, home=home, name=f"from-{digest(home.encode())}-{row.name}")
+    return replace(row, home=home, name=linked_name(home, row.name))
 
 
 def stored_chunks(

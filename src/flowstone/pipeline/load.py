@@ -14,19 +14,22 @@ from threading import Event
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 from msgspec.structs import replace
 
 from flowstone.checkpoint import Checkpoint
 from flowstone.commit import catalog
 from flowstone.commit.entries import is_journal, step_directory
 from flowstone.commit.locations import check_no_checkpoint, check_store, stores_below
-from flowstone.errors import FlowstoneError, NoCheckpointError, is_absence, is_damage
+from flowstone.commit.manifests import inside
+from flowstone.errors import FlowstoneError, NoCheckpointError, StorageError, is_absence, is_damage
 from flowstone.events import FellBack, Loaded, LoadProgress
 from flowstone.format.manifest import Manifest
+from flowstone.format.segment import is_of_rank
 from flowstone.log import log
 from flowstone.pipeline.compare import Wanted, compare, want
 from flowstone.pipeline.interest import Interest, learn_interest
-from flowstone.pipeline.load_outcome import LoadReport
+from flowstone.pipeline.load_outcome import LoadReport, VerifiedRead
 from flowstone.pipeline.read_ahead import ReadAhead, read_ahead
 from flowstone.pipeline.shared import Shared
 from flowstone.plan.match import Match, rename
@@ -38,6 +41,7 @@ from flowstone.stage.bounce import Destinations, choose_destinations, fill_with_
 from flowstone.stage.scatter import Fill, Scattered, raise_damage, scatter, scattered_targets
 from flowstone.state import Restoration
 from flowstone.store.base import Store
+from flowstone.table.chunks import spread
 from flowstone.table.pieces import Memory, Pieces
 from flowstone.trace import Spans
 
@@ -172,6 +176,8 @@ class Loads:
         self._outcome.unfinished = f"the load of step {step} did not finish"
         self._frozen.forget()
         self._outcome.loads += 1
+        self._outcome.verified = None
+        stamps = self._stamps(ready.checkpoint)
         begun, failure = Event(), None
         try:
             found = read(ready, self._store, begun, teller(step, ready.plan.bytes, self._emit))
@@ -188,9 +194,20 @@ class Loads:
         self._group.confirm(f"the load of step {step}", failure)
         spans.lap("agreed")
         self._outcome.unfinished = None
+        self._outcome.verified = verified_read(ready, stamps)
         done = report(ready, found, spans.whole("load", ready.plan.bytes, track="loads").seconds)
         self._emit(Loaded(step, done.bytes, done.seconds))
         return done
+
+    def _stamps(self, checkpoint: Checkpoint) -> Mapping[str, str | None]:
+        """Of the files that a later save of this rank may refer to, where the store can link them."""
+        if not self._store.capabilities.links:
+            return {}
+        names = [row.name for row in checkpoint.manifest.segments if is_of_rank(row.name, self._group.rank)]
+        try:
+            return {name: self._store.stamp(inside(step_directory(checkpoint.step), name)) for name in names}
+        except StorageError:
+            return {}  # safe: no save refers to this checkpoint. What is wrong with the store, the read tells
 
     def _want(
         self, step: int, state: Mapping[str, object], rules: Sequence[LoadRule], held: ExitStack
@@ -327,6 +344,16 @@ def finish(loading: Loading, found: Scattered) -> None:
     for padding in () if loading.arranged is None else loading.arranged.zeros:
         fill_with_zeros(padding)
     loading.restoration.finish()
+
+
+def verified_read(loading: Loading, stamps: Mapping[str, str | None]) -> VerifiedRead | None:
+    """What a load that succeeded has verified; None if no save can refer to it. `stamps`: see VerifiedRead."""
+    if not stamps:
+        return None
+    chunks, plan, manifest = loading.checkpoint.index.chunks, loading.plan, loading.checkpoint.manifest
+    read = np.zeros(int(chunks.first[-1]), np.bool_)
+    read[spread(chunks.first[plan.piece] + plan.first, plan.last - plan.first)] = True
+    return VerifiedRead(manifest.step, manifest.id, np.packbits(read), stamps)
 
 
 def report(loading: Loading, found: Scattered, seconds: float) -> LoadReport:

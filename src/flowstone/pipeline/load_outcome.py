@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
 from flowstone.errors import DamagedError
+
+
+class VerifiedRead(msgspec.Struct, frozen=True, eq=False):
+    """What a load has read of a checkpoint, and found to be what was written.
+
+    step, id  of the checkpoint
+    chunks    for each chunk of its index whether it was read; packed bits
+    stamps    of the files that a later save of this rank may refer to, by name; taken before the first byte was read
+    """
+
+    step: int
+    id: str
+    chunks: NDArray[np.uint8]
+    stamps: Mapping[str, str | None]
 
 
 @dataclass(slots=True)
@@ -14,11 +33,13 @@ class LoadOutcome:
     unfinished        the reason why the state must not be saved: a load changed a part of it and did not finish
     superseded_above  a load fell back to this step: the next save sets newer steps aside
     loads             how many have begun to read
+    verified          what the last one has read, if it succeeded
     """
 
     unfinished: str | None = None
     superseded_above: int | None = None
     loads: int = 0
+    verified: VerifiedRead | None = None
 
     def check_whole(self) -> None:
         """Raise DamagedError if a part of the state may be from another step than the rest."""

@@ -38,6 +38,7 @@ from flowstone.pipeline.futures import Save
 from flowstone.pipeline.handover import Handover
 from flowstone.pipeline.in_flight import InFlight
 from flowstone.pipeline.load_outcome import LoadReport
+from flowstone.pipeline.messages import Assignment
 from flowstone.pipeline.pacing import Captures
 from flowstone.pipeline.plan_cache import CachedPlan, FenceMode, plan_save
 from flowstone.pipeline.replica_samples import look
@@ -80,6 +81,7 @@ class Saves:
         self, shared: Shared, options: SaveOptions, store_writer: StoreWriter, owner: Owner, end: Ending
     ) -> None:
         """`owner`: the Checkpointer. Referenced only while one of its saves is under way."""
+        self._shared = shared
         self._store, self._options, self._group = shared.store, shared.options, shared.group
         self._turn, self._emit, self._frozen, self._outcome = shared.turn, shared.emit, shared.frozen, shared.outcome
         self._saves_in_flight, self._store_writer = options.saves_in_flight, store_writer
@@ -97,6 +99,7 @@ class Saves:
         self._plan: CachedPlan | None = None  # of the last save; replaced by any thread
         self._base: Base | None = None  # of the next save; replaced by the writer's thread
         self._coding = coding_of(shared.options)
+        self._adopted: tuple[int, Base | None] | None = None  # after so many loads, a base that an earlier process made
         self._links = shared.store.capabilities.links
         self.newest_draft = ""  # id of the checkpoint that the last call of `save` was to make
         self._absence = Absence(self._coordinator, self._turn)
@@ -150,7 +153,7 @@ class Saves:
             self._capture_once_planned(run, described, fence, tell)
             return
         self._plan = cached = plan_save(
-            described, known, assignment, fence=fence, rank=self._group.rank, base=self._known_base(),
+            described, known, assignment, fence=fence, rank=self._group.rank, base=self._find_base(assignment),
             coding=self._coding,
         )
         tell(cached)
@@ -277,8 +280,20 @@ class Saves:
         return self._links
 
     def _known_base(self) -> Base | None:
-        """The base, unless there was a load since, which may have found its bytes damaged."""
-        return self._base if self._base is not None and self._base.loads == self._outcome.loads else None
+        """The base, unless there was a load since, which may have found its bytes damaged: then what was loaded."""
+        if self._base is not None and self._base.loads == self._outcome.loads:
+            return self._base
+        return self._adopted[1] if self._adopted is not None and self._adopted[0] == self._outcome.loads else None
+
+    def _find_base(self, assignment: Assignment) -> Base | None:
+        """The same; at the first save, and at the first one after a load, also looked for in the store."""
+        loads, found = self._outcome.loads, self._known_base()
+        if found is None and self._links and (self._adopted is None or self._adopted[0] != loads):
+            from flowstone.pipeline.adopted_base import adopted_base  # imported here: most processes need it once
+
+            found = adopted_base(self._shared, assignment)
+            self._adopted = loads, found
+        return found
 
     def _begin_and_finish(
         self, run: SaveRun, waiting: Unplanned, described: Described, fence: FenceMode,
@@ -293,7 +308,8 @@ class Saves:
             run.is_agreed = True
             try:
                 self._plan = cached = plan_save(
-                    described, None, assignment, fence=fence, rank=self._group.rank, coding=self._coding
+                    described, None, assignment, fence=fence, rank=self._group.rank, coding=self._coding,
+                    base=self._find_base(assignment),
                 )
                 begin(cached)
             except Exception as error:

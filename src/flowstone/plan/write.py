@@ -26,6 +26,7 @@ from flowstone.format.segment import (
     pack_entries,
     reserve,
     reserved,
+    segment_name,
 )
 from flowstone.plan.coverage import check_tiling
 from flowstone.table.box import Box
@@ -150,14 +151,14 @@ def plan_writes(
             map(text.__getitem__, small.tolist()), length[small].tolist(), header_bytes=header_bytes,
             begin=int(slot[small[0]]) if len(small) else at,
         )
-        name = _segment_name(rank, number)
+        name = segment_name(rank, number)
         segments.append(SegmentPlan(name, header_bytes, _round_up(at), tuple(order.tolist()), len(large), packed))
     if apart.any():
         members, number = np.flatnonzero(apart), len(segments)
         order, at = _lay_out(members, length, slotted, late, item, CHUNKS_HEADER_BYTES, slot)
         segment[members] = number
         segments.append(SegmentPlan(
-            _segment_name(rank, number), CHUNKS_HEADER_BYTES, _round_up(at), tuple(order.tolist()), len(order),
+            segment_name(rank, number), CHUNKS_HEADER_BYTES, _round_up(at), tuple(order.tolist()), len(order),
             Packed("", at, at), chunks=True,
         ))
     chunk = first_chunks(length)
@@ -166,10 +167,6 @@ def plan_writes(
         slotted=slotted, lazy=late, rests=rests, width=width, chunk=chunk[:-1].astype(np.uint64), chunks=int(chunk[-1]),
         order=_row_order(segments),
     )
-
-
-def _segment_name(rank: int, number: int) -> str:
-    return f"rank-{rank:05d}" + (f".{number:04d}" if number else "") + ".safetensors"
 
 
 def _widths(pieces: Pieces, coded: NDArray[np.bool_]) -> NDArray[np.uint8]:

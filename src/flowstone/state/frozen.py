@@ -34,6 +34,11 @@ class Frozen:
         self._samples: NDArray[np.uint16] | None = None  # of the first save; None once they have been compared
         self._still = np.zeros(0, np.bool_)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of those that the last save has found, whether they have changed or not."""
+        return self._names
+
     def forget(self) -> None:
         """Drop all addresses, counters and samples: a load has written to the parameters."""
         self._names, self._seen = (), None

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from flowstone.checkpoint import Checkpoint
 from flowstone.config import CHUNK_BYTES, MIB
 from flowstone.convert.copy import BUDGET_BYTES_DEFAULT, BUDGET_BYTES_MIN
+from flowstone.convert.digests import unequal_runs
 from flowstone.convert.elements import Differences, Tolerance, compare, has_numbers
 from flowstone.convert.fetch import Fetcher, Wanted
 from flowstone.convert.followers import Follow
@@ -47,6 +48,7 @@ class TensorDiff:
     largest_at    the index of the element with the largest |a - b|
     nans          how many of the elements are NaN
     by_digest     whether it was not read, as all digests are equal
+    unread        elements that were not read, as their chunks have equal digests; NaNs among them are not counted
     equal         nothing differs but what the call tolerates
     """
 
@@ -61,6 +63,7 @@ class TensorDiff:
     largest_at: tuple[int, ...] | None = None
     nans: tuple[int, int] = (0, 0)
     by_digest: bool = False
+    unread: int = 0
 
     @property
     def elements(self) -> int:
@@ -138,8 +141,9 @@ def diff(
     rules         what becomes of the tensors of `a` before they are compared: it is another program's, perhaps
     rtol, atol    elements are equal if |a - b| <= atol + rtol * |b|
     ignore_dtype  whether tensors of two types may be equal; their values are compared in any case
-    trust_digests of two checkpoints of ours: tensors with equal boxes and equal digests of all chunks are equal, and
-                  are not read. XXH3-64 finds accidents, not intent, and what is on the disk now is not looked at
+    trust_digests of two checkpoints of ours: chunks of tensors with equal boxes that have equal digests are equal, and
+                  only what the others hold is read. XXH3-64 finds accidents, not intent, and what is on the disk now of
+                  the equal ones is not looked at
     budget_bytes  of memory for bytes on their way
 
     raises  NoTensorError where no name matches; UnsupportedFormatError for values that are not known and not skipped;
@@ -162,7 +166,7 @@ def diff(
     work = _Work(sources, _pairs(*tensors), tolerance, trust_digests, budget_bytes)
     found = work.run(on_progress)
     compared = [
-        _described(name, pair, found[at], ignore_dtype=ignore_dtype, by_digest=at in work.proven)
+        _described(name, pair, found[at], ignore_dtype=ignore_dtype, unread=work.unread(at))
         for at, pair in enumerate(work.pairs) for name in pair.names
     ]
     order = {name: at for at, name in enumerate(tensors[0])}
@@ -291,17 +295,27 @@ class _Work:
             )
         self.pairs, self._sources, self._tolerance = pairs, sources, tolerance
         self._window_bytes = budget_bytes // _SHARES // MIB * MIB
-        self.proven = {at for at, pair in enumerate(pairs) if trust_digests and _same_digests(sources, pair)}
-        self._read = [
-            at for at, pair in enumerate(pairs) if at not in self.proven and pair.a.tensor.shape == pair.b.tensor.shape
-        ]
-        self.bytes = sum(pairs[at].a.bytes + pairs[at].b.bytes for at in self._read)
+        self._read: dict[int, list[tuple[int, int]]] = {}  # of each pair, runs of elements
+        for at, pair in enumerate(pairs):
+            runs = unequal_runs(sources, pair.a.tensor, pair.b.tensor) if trust_digests else None
+            if pair.a.tensor.shape == pair.b.tensor.shape:
+                self._read[at] = [(0, math.prod(pair.a.tensor.shape))] if runs is None else runs
+        self.bytes = sum(
+            (end - begin) * (pairs[at].a.dtype.item_bytes + pairs[at].b.dtype.item_bytes)
+            for at, runs in self._read.items() for begin, end in runs
+        )
+
+    def unread(self, at: int) -> int:
+        """How many elements of a pair are not read, as digests prove them equal."""
+        return math.prod(self.pairs[at].a.tensor.shape) - sum(end - begin for begin, end in self._read.get(at, ()))
 
     def run(self, on_progress: Callable[[int, int], None] | None) -> dict[int, Differences | None]:
         """What differs of each pair; None where shapes do, and of those that digests prove equal, nothing."""
         found: dict[int, Differences | None] = dict.fromkeys(range(len(self.pairs)))
-        found |= {at: Differences() for at in self.proven}
-        found |= {at: _nothing_yet(self.pairs[at]) for at in self._read}
+        found |= {
+            at: _nothing_yet(self.pairs[at]) if runs or not self.unread(at) else Differences()
+            for at, runs in self._read.items()
+        }
         done = 0
         sides = [_Side(source, self._window_bytes) for source in self._sources]
         try:
@@ -326,12 +340,11 @@ class _Work:
         """Runs of elements that fit into a window on either side."""
         window: list[_Run] = []
         left = self._window_bytes
-        for at in self._read:
-            pair = self.pairs[at]
+        for at, begin, count in ((at, begin, end) for at, runs in self._read.items() for begin, end in runs):
+            pair, first = self.pairs[at], begin
             item = max(pair.a.dtype.item_bytes, pair.b.dtype.item_bytes)
-            begin, count = 0, math.prod(pair.a.tensor.shape)
             while begin < count:
-                if left < item or (begin == 0 and left < min(count * item, CHUNK_BYTES)):
+                if left < item or (begin == first and left < min((count - begin) * item, CHUNK_BYTES)):
                     yield window
                     window, left = [], self._window_bytes
                 end = min(count, begin + left // item)
@@ -390,30 +403,8 @@ def _nothing_yet(pair: _Pair) -> Differences:
     return Differences() if is_known else Differences(absolute=None, relative=None)
 
 
-def _same_digests(sources: tuple[Source, Source], pair: _Pair) -> bool:
-    """Whether both are stored in the same boxes, whose chunks have the same digests."""
-    a, b = pair.a.tensor, pair.b.tensor
-    if (a.dtype, a.shape, len(a.boxes)) != (b.dtype, b.shape, len(b.boxes)):
-        return False
-    for one, other in zip(*(sorted(t.boxes, key=lambda stored: stored.box.offset) for t in (a, b)), strict=True):
-        if one.box != other.box or one.strides is not None or other.strides is not None:
-            return False
-        chunks = -(-one.box.elements * a.dtype.item_bytes // CHUNK_BYTES)
-        runs: list[NDArray[np.uint64]] = []
-        for source, stored in zip(sources, (one, other), strict=True):
-            run = stored.digested
-            if run is None or source.digests is None or run.offset_bytes != stored.offset_bytes:
-                return False
-            if run.bytes != stored.box.elements * a.dtype.item_bytes:
-                return False  # rules have cut it
-            runs.append(source.digests[run.first_chunk : run.first_chunk + chunks])
-        if not np.array_equal(runs[0], runs[1]):
-            return False
-    return True
-
-
 def _described(
-    name: str, pair: _Pair, found: Differences | None, *, ignore_dtype: bool, by_digest: bool
+    name: str, pair: _Pair, found: Differences | None, *, ignore_dtype: bool, unread: int
 ) -> TensorDiff:
     a, b = pair.a, pair.b
     dtypes, shapes = (a.dtype.name, b.dtype.name), (a.tensor.shape, b.tensor.shape)
@@ -423,7 +414,8 @@ def _described(
     return TensorDiff(
         name, dtypes, shapes, equal=not found.unequal and (ignore_dtype or a.dtype is b.dtype), unequal=found.unequal,
         unequal_bits=found.unequal_bits, largest_absolute=found.absolute, largest_relative=found.relative,
-        largest_at=at if shapes[0] or at is None else (), nans=found.nans, by_digest=by_digest,
+        largest_at=at if shapes[0] or at is None else (), nans=found.nans,
+        by_digest=0 < unread == math.prod(shapes[0]), unread=unread,
     )
 
 

@@ -35,13 +35,24 @@ class StoredBox(msgspec.Struct, frozen=True):
     digested: DigestedRun | None = None
 
 
+class DigestedPiece(msgspec.Struct, frozen=True):
+    """A box whose row-major bytes, wherever they lie, have digests in chunks of CHUNK_BYTES, from `first_chunk` on."""
+
+    box: Box
+    first_chunk: int
+
+
 class SourceTensor(msgspec.Struct, frozen=True):
-    """A tensor by its global name, and the boxes that fill it."""
+    """A tensor by its global name, and the boxes that fill it.
+
+    pieces  what it was saved in, where that is a checkpoint of ours and no rule has changed the tensor
+    """
 
     name: str
     dtype: DType
     shape: tuple[int, ...]
     boxes: tuple[StoredBox, ...]
+    pieces: tuple[DigestedPiece, ...] = ()
 
     @property
     def bytes(self) -> int:

@@ -1,0 +1,125 @@
+"""Conversions of checkpoints of which chunks lie in files of earlier saves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from forge import flip
+from msgspec.structs import replace
+from safetensors.torch import load_file
+
+import flowstone as fs
+from flowstone.config import MIB
+from flowstone.convert.digests import unequal_runs
+from flowstone.convert.source import Source
+from flowstone.errors import DamagedError
+from flowstone.table.box import Box
+from flowstone.table.dtype import DTYPES
+from flowstone.table.stored import DigestedPiece, SourceTensor
+
+
+def changed(step: int) -> dict[str, torch.Tensor]:
+    """A tensor of eleven chunks of which some differ in each step, one of odd sides, one that is always the same."""
+    long = torch.arange(11 * MIB // 4 - 3, dtype=torch.int32)
+    odd = torch.arange(3 * 700_001, dtype=torch.float32).reshape(3, 700_001).clone()
+    if step > 2:
+        long[[0, 3 * MIB // 4, 7 * MIB // 4 + 1]] = -step
+        odd[1, 5] = odd[2, 700_000] = step
+    return {"long": long, "odd": odd, "same": torch.ones(500, 600), "adapter": torch.full((9000,), float(step))}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps 1 to 5, saved by one process: from step 3 on tensors rest, of which a part differs in steps 3, 4 and 5."""
+    root = tmp_path_factory.mktemp("deltas") / "run"
+    with fs.Checkpointer(root) as checkpointer:
+        for step in range(1, 6):
+            checkpointer.save(step, {"m": changed(step), "step": step}).committed.result()
+    assert fs.open(root, 4).manifest.critical == ("delta",)
+    return root
+
+
+def test_they_are_stored_in_parts(run: Path) -> None:
+    """What the tests below are about."""
+    segment, _ = fs.open(run, 4).index.chunks.extents()
+    assert (segment == -1).sum() >= 2
+
+
+@pytest.mark.parametrize("step", [3, 4, 5])
+def test_an_export_has_every_tensor_as_a_whole(run: Path, tmp_path: Path, step: int) -> None:
+    fs.export(fs.open(run, step), tmp_path / "hf", section="m")
+    found = load_file(tmp_path / "hf/model.safetensors")
+    wanted = changed(step)
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("step", [3, 5])
+def test_reads_and_streams_have_every_element(run: Path, step: int) -> None:
+    checkpoint, wanted = fs.open(run, step), changed(step)
+    assert torch.equal(checkpoint.read("m.odd", fs.Box((1, 3), (2, 700_000 - 3))), wanted["odd"][1:, 3:700_000])
+    streamed = {name.removeprefix("m."): tensor.clone() for name, tensor in checkpoint.stream("m.*")}
+    assert all(torch.equal(streamed[name], tensor) for name, tensor in wanted.items())
+
+
+def test_rules_cut_what_lies_in_parts(run: Path, tmp_path: Path) -> None:
+    rules = [fs.Split("m.odd", ("m.first", "m.rest"), parts=(1, 2))]
+    fs.export(fs.open(run, 5), tmp_path / "hf", section="m", rules=rules)
+    found = load_file(tmp_path / "hf/model.safetensors")
+    assert torch.equal(found["rest"], changed(5)["odd"][1:])
+    assert torch.equal(found["first"], changed(5)["odd"][:1])
+
+
+def test_a_flipped_bit_in_any_file_is_found_by_an_export(run: Path, tmp_path: Path) -> None:
+    checkpoint = fs.open(run, 5)
+    chunks = checkpoint.index.chunks
+    assert chunks.stored is not None
+    names = [row.name for row in checkpoint.manifest.segments]
+    for number in np.unique(chunks.stored.segment, return_index=True)[1].tolist():
+        file = Path(checkpoint.path) / names[int(chunks.stored.segment[number])]
+        flip(file, int(chunks.stored.offset[number]))
+        with pytest.raises(DamagedError, match=f"{file.name} is damaged: '[a-z.]+', chunk"):
+            fs.export(checkpoint, tmp_path / f"hf-{number}", section="m")
+        flip(file, int(chunks.stored.offset[number]))
+
+
+def test_a_diff_that_trusts_digests_reads_unequal_chunks_alone(run: Path) -> None:
+    whole = fs.diff(run, run, step_a=4, step_b=5, names="m.*")
+    found = fs.diff(run, run, step_a=4, step_b=5, names="m.*", trust_digests=True)
+    counts = ("name", "unequal", "unequal_bits", "largest_absolute", "largest_relative", "largest_at", "equal")
+    for one, other in zip(whole.tensors, found.tensors, strict=True):
+        assert [getattr(one, name) for name in counts] == [getattr(other, name) for name in counts]
+    by_name = {one.name: one for one in found.tensors}
+    assert (by_name["m.same"].by_digest, by_name["m.same"].unread) == (True, 300_000)
+    assert by_name["m.long"].unread == 11 * MIB // 4 - 3 - 3 * MIB // 4
+    assert not by_name["m.long"].by_digest
+    assert found.bytes <= 2 * (5 * MIB + 36_000)
+    assert whole.bytes > 2 * 19 * MIB
+
+
+def test_a_diff_by_digests_of_a_step_with_itself_reads_nothing(run: Path) -> None:
+    found = fs.diff(run, run, step_a=5, step_b=5, trust_digests=True, names="m.*")
+    assert found.equal
+    assert found.bytes == 0
+    assert all(one.by_digest for one in found.tensors)
+
+
+def test_pieces_that_are_columns_are_compared_by_the_rows_that_their_chunks_reach() -> None:
+    """Two halves of the columns of 1000 x 2000 floats: four chunks each, of which one differs in the right half."""
+    halves = tuple(DigestedPiece(Box((0, at), (1000, 1000)), first) for at, first in ((0, 0), (1000, 4)))
+    tensor = SourceTensor("w", DTYPES["float32"], (1000, 2000), (), halves)
+    digests = np.arange(8, dtype=np.uint64)
+    other = digests.copy()
+    other[6] = 99
+    sources = tuple(Source("flowstone", "", (), (tensor,), digests=one) for one in (digests, other))
+    (run,) = unequal_runs(sources, tensor, tensor) or []  # type: ignore[arg-type]
+    first, last = 2 * MIB // 4, 3 * MIB // 4 - 1  # elements of the piece, whose rows have 1000
+    assert run == (first // 1000 * 2000 + 1000 + first % 1000, last // 1000 * 2000 + 1000 + last % 1000 + 1)
+    assert unequal_runs((sources[0], sources[0]), tensor, tensor) == []
+    cut = SourceTensor("w", DTYPES["float32"], (1000, 2000), (), halves[:1])
+    assert unequal_runs(sources, tensor, cut) is None  # type: ignore[arg-type]
+    assert unequal_runs(sources, replace(tensor, dtype=DTYPES["int32"]), tensor) is None  # type: ignore[arg-type]

@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from flowstone.convert.diff import DiffReport, TensorDiff, ValueDiff, diff
     from flowstone.convert.export import ExportReport, export
     from flowstone.convert.importing import ImportReport, import_checkpoint
+    from flowstone.convert.pack import PackReport, pack
     from flowstone.convert.ready_rules import ready_rules
     from flowstone.convert.rule_files import read_rules
     from flowstone.layout_rules import (
@@ -113,6 +114,7 @@ _LATER = {
     "Fuse": "flowstone.layout_rules",
     "LayoutRule": "flowstone.layout_rules",
     "LoadRule": "flowstone.layout_rules",
+    "PackReport": "flowstone.convert.pack",
     "Pad": "flowstone.layout_rules",
     "RuleSet": "flowstone.layout_rules",
     "Split": "flowstone.layout_rules",
@@ -142,6 +144,7 @@ _LATER = {
     "export": "flowstone.convert.export",
     "import_checkpoint": "flowstone.convert.importing",
     "open": "flowstone.checkpoint",
+    "pack": "flowstone.convert.pack",
     "read_rules": "flowstone.convert.rule_files",
     "ready_rules": "flowstone.convert.ready_rules",
     "register_provider": "flowstone.state",
@@ -213,6 +216,7 @@ __all__ = [
     "NotReplayed",
     "ObjectPart",
     "OnEvent",
+    "PackReport",
     "Pad",
     "Part",
     "PerRank",
@@ -259,6 +263,7 @@ __all__ = [
     "export",
     "import_checkpoint",
     "open",
+    "pack",
     "read_rules",
     "ready_rules",
     "register_provider",

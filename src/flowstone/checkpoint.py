@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
 from copy import copy
@@ -24,12 +23,10 @@ from flowstone.commit.verify import Verified
 from flowstone.config import EngineOptions
 from flowstone.errors import (
     ArgumentError,
-    BudgetError,
     DamagedError,
     FlowstoneError,
     NoCheckpointError,
     NoTensorError,
-    UnsupportedStateError,
 )
 from flowstone.format.index import Index
 from flowstone.format.manifest import MANIFEST_NAME, Manifest
@@ -40,13 +37,13 @@ from flowstone.stage.scatter import Fill, raise_damage, scatter
 from flowstone.store.base import Store
 from flowstone.store.local import LocalStore
 from flowstone.table.box import Box
-from flowstone.table.dtype import DType
-from flowstone.table.pieces import Memory, Piece, Pieces, Places
+from flowstone.table.pieces import Piece, Pieces, Places
 
 if TYPE_CHECKING:
     import torch
 
     from flowstone.cluster import Cluster
+    from flowstone.commit.makeup import SectionMakeup
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +192,13 @@ class Checkpoint:
         text, self._objects_text = self._objects_text, None
         return contents.read_objects(self._store, self._directory, self.manifest, text)
 
+    @cached_property
+    def sections(self) -> tuple[SectionMakeup, ...]:
+        """What the tensors of each section are made up of: written, referred to, coded. Reads no data."""
+        from flowstone.commit.makeup import sections_of  # here: loads need nothing of it
+
+        return sections_of(self.manifest, self.index, [*self.objects, *self.contents.per_rank])
+
     @property
     def objects(self) -> Mapping[str, object]:
         """Section name to value, for all values that are not tensors."""
@@ -239,13 +243,15 @@ class Checkpoint:
         self, rows: Sequence[int], names: Sequence[str], boxes: Sequence[Box], framework: str
     ) -> list[torch.Tensor | np.ndarray]:
         """Boxes of tensors, each in fresh memory, read at once; every chunk verified."""
+        from flowstone.stage.fresh import fresh  # here: loads need nothing of it
+
         index = self.index
         wanted = Pieces.of([
             Piece(name, index.tensors.dtypes[row], index.tensors.shapes[row], box)
             for name, row, box in zip(names, rows, boxes, strict=True)
         ])
         plan = plan_reads(index, wanted, rows)  # before memory is allocated: raises if a part is not stored
-        made = [_fresh(index.tensors.dtypes[row], box.shape, framework) for row, box in zip(rows, boxes, strict=True)]
+        made = [fresh(index.tensors.dtypes[row], box.shape, framework) for row, box in zip(rows, boxes, strict=True)]
         fill = Fill(index, plan, wanted, Places.of([memory for _, memory in made]))
         arena = open_read_arena(self._store)
         try:
@@ -462,38 +468,6 @@ def _belongs(name: str, place: str, sections: Iterable[str]) -> bool:
     return not any(
         len(other) > len(place) and other.startswith(place) and (name == other or name.startswith(f"{other}."))
         for other in sections
-    )
-
-
-def _fresh(dtype: DType, shape: tuple[int, ...], framework: str) -> tuple[torch.Tensor | np.ndarray, Memory]:
-    if framework == "torch":
-        from flowstone.state import tensors  # the one place where a reader needs torch
-
-        try:
-            result = tensors.empty(dtype, shape)
-        except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError when memory runs out
-            raise _no_memory(dtype, shape) from error
-        return result, tensors.memory_of(result)
-    if framework != "numpy":
-        raise ArgumentError(f"framework {framework!r} is neither 'torch' nor 'numpy'", next="give one of them")
-    try:
-        array = np.empty(shape, dtype.name)
-        if array.dtype.type.__module__ != "numpy":  # whatever other libraries have added to it in this process
-            raise TypeError(array.dtype.type.__module__)
-    except MemoryError as error:
-        raise _no_memory(dtype, shape) from error
-    except TypeError:
-        raise UnsupportedStateError(
-            f"numpy has no {dtype.name}", next="read it with framework='torch', or open the segment with safetensors"
-        ) from None
-    return array, Memory(array, array.ctypes.data, array.shape, array.strides, array.itemsize)
-
-
-def _no_memory(dtype: DType, shape: tuple[int, ...]) -> BudgetError:
-    needed = math.prod(shape) * dtype.item_bytes
-    return BudgetError(
-        f"no memory for a tensor of {dtype.name} and shape {shape}", needed=f"{needed} bytes",
-        next="read it in boxes, one after the other",
     )
 
 

@@ -32,7 +32,7 @@ OVERLAPPING_SEEDS: dict[str, Seeds] = {  # some of the changes each
 LIFE_SEEDS: dict[str, Seeds] = SEEDS | {"power": lambda at: (0, 3 + at)}
 SEEDS_OF = {
     "life": LIFE_SEEDS, "team_life": LIFE_SEEDS, "team_two_tries": TRIES_SEEDS, "team_overlapping": OVERLAPPING_SEEDS,
-    "deltas_resumed": OVERLAPPING_SEEDS, "team_deltas_resumed": OVERLAPPING_SEEDS, "deltas_compacted": OVERLAPPING_SEEDS,
+    **dict.fromkeys(("deltas_resumed", "team_deltas_resumed", "deltas_compacted"), OVERLAPPING_SEEDS),
 }
 SOAK_SEEDS: dict[str, Seeds] = {
     "power": lambda at: range(60), "kill": lambda at: range(8), "error": lambda at: range(4),

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from flowstone._version import __version__
-from flowstone.cli import bench, demo, diff, export, import_, ls, show, tune, verify
+from flowstone.cli import bench, demo, diff, du, export, import_, ls, pack, show, tune, verify
 from flowstone.cli.output import refused
 
 app = typer.Typer(
@@ -20,8 +20,10 @@ app = typer.Typer(
 )
 app.command()(ls.ls)
 app.command()(show.show)
+app.command()(du.du)
 app.command()(verify.verify)
 app.command()(diff.diff)
+app.command()(pack.pack)
 app.command()(export.export)
 app.command("import")(import_.import_)
 app.command()(demo.demo)

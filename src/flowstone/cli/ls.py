@@ -26,7 +26,7 @@ def ls(path: StorePath, as_json: AsJson = False) -> None:
     if as_json:
         print_json({"path": str(path), "checkpoints": rows, "leftovers": leftovers, "journal": journal})
     else:
-        print_rows(("step", "created", "size", "tensors", "ranks", "state"), [_cells(row) for row in rows])
+        print_rows(("step", "created", "size", "own", "tensors", "ranks", "state"), [_cells(row) for row in rows])
         if journal is not None:
             typer.echo(f"a journal leads from step {journal['base']} on to step {journal['newest']}")
         if leftovers:
@@ -38,9 +38,9 @@ def ls(path: StorePath, as_json: AsJson = False) -> None:
 def _cells(row: dict[str, object]) -> list[str]:
     step, error = str(row["step"]), row["error"]
     if error is not None:
-        return [step, "", "", "", "", f"damaged: {str(error).splitlines()[0]}"]
-    created, size = local_time(str(row["created"])), size_text(row["bytes"])
-    return [step, created, size, f"{row['tensors']:,}", str(row["ranks"]), "ok"]
+        return [step, "", "", "", "", "", f"damaged: {str(error).splitlines()[0]}"]
+    created, size, own = local_time(str(row["created"])), size_text(row["bytes"]), size_text(row["own_bytes"])
+    return [step, created, size, own, f"{row['tensors']:,}", str(row["ranks"]), "ok"]
 
 
 def _listing(path: Path) -> tuple[list[dict[str, object]], list[str]]:
@@ -72,10 +72,12 @@ def journal_of(path: Path) -> dict[str, int] | None:
 
 
 def row_of(manifest: Manifest, directory: str) -> dict[str, object]:
-    """A checkpoint's row in a listing."""
+    """A checkpoint's row in a listing. Its own bytes are those that it does not share with the ones that wrote them."""
     size = sum(row.bytes for row in manifest.segments) + manifest.index.bytes + manifest.objects.bytes
+    own = size - sum(row.bytes for row in manifest.segments if row.home is not None)
     return {
         "step": manifest.step, "directory": directory, "created": manifest.created, "bytes": size,
+        "own_bytes": own,
         "tensors": manifest.tensors, "pieces": manifest.pieces, "ranks": manifest.ranks, "error": None,
     }
 

@@ -14,6 +14,8 @@ from flowstone.config import MIB
 from flowstone.format.manifest import IoRecord
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from flowstone.checkpoint import Checkpoint
 
 _SHOWN_TENSORS = 40  # rows that `show` prints unless asked for all
@@ -46,6 +48,7 @@ def show(
         f"{manifest.tensors:,} tensors, {size_text(manifest.data_bytes)} in {len(manifest.segments)} segment(s)"
     )
     console.print(f"written by {_io(manifest.io)}", markup=False)
+    _print_makeup(console, checkpoint)
     table = Table("tensor", "dtype", "shape", "size", "pieces")
     names = list(tensors)
     for name in names if everything else names[:_SHOWN_TENSORS]:
@@ -70,14 +73,30 @@ def _shown(checkpoint: Checkpoint) -> dict[str, object]:
         {"name": e.name, "dtype": e.dtype, "shape": list(e.shape), "bytes": e.bytes, "pieces": e.pieces,
          "alias_of": e.alias_of} for e in checkpoint.tensors.values()
     ]
-    files = [{"name": row.name, "bytes": row.bytes} for row in manifest.segments]
+    files = [{"name": row.name, "bytes": row.bytes, "home": row.home} for row in manifest.segments]
     files += [{"name": row.name, "bytes": row.bytes} for row in (manifest.index, manifest.objects)]
     return row_of(checkpoint.manifest, checkpoint.path) | {
         "writer": manifest.writer, "id": manifest.id, "files": files, "tensors": tensors,
+        "sections": [msgspec.structs.asdict(one) | {"ratio": round(one.ratio, 3)} for one in checkpoint.sections],
         "objects": {section: _plain(value) for section, value in checkpoint.objects.items()},
         "per_rank": {section: [_plain(v) for v in vs] for section, vs in checkpoint.contents.per_rank.items()},
         "io": {"direct": manifest.io.alignment > 1} | msgspec.structs.asdict(manifest.io),
     }
+
+
+def _print_makeup(console: Console, checkpoint: Checkpoint) -> None:
+    """A line for each section: written by its own save, in files of earlier ones, and how coded."""
+    from rich.table import Table
+
+    table = Table("section", "tensors", "size", "written", "referred to", "coded")
+    for one in checkpoint.sections:
+        codecs = ", ".join(one.codecs) if len(one.codecs) > 1 or "raw" not in one.codecs else ""
+        homes = f" in {len(one.referred)} earlier save(s)" if one.referred else ""
+        table.add_row(
+            marked(one.section), f"{one.tensors:,}", size_text(one.bytes), size_text(one.written),
+            f"{size_text(sum(one.referred.values()))}{homes}", f"{codecs} {one.ratio:.2f} x" if codecs else "",
+        )
+    console.print(table)
 
 
 def _plain(value: object) -> object:

@@ -6,7 +6,6 @@ A safetensors file is 8 bytes of header length, a JSON header, and data without 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
@@ -23,7 +22,7 @@ CHUNKS_ENTRY = "__chunks__"
 CHUNKS_HEADER_BYTES = BLOCK_BYTES
 METADATA: Mapping[str, str] = {"format": "pt", "flowstone": "1"}
 LENGTH_BYTES = 8
-_WRITTEN_BY = re.compile(r"(?:from-[0-9a-f]{16}-)?rank-(\d{5,})(?:\.\d{4,})?\.safetensors", re.ASCII)
+_LINKED_CHARS = len("from-0123456789abcdef-")  # before the name of a linked segment
 _PAD_ENTRY_BYTES = len(f',"{PAD_PREFIX}":{{"dtype":"U8","shape":[],"data_offsets":[,]}}')  # without its four numbers
 
 
@@ -54,8 +53,7 @@ def linked_name(home: str, name: str) -> str:
 
 def is_of_rank(name: str, rank: int) -> bool:
     """Whether a segment, of whichever checkpoint, was written by that rank."""
-    found = _WRITTEN_BY.fullmatch(name)
-    return found is not None and int(found[1]) == rank
+    return name[_LINKED_CHARS * name.startswith("from-") :].startswith(f"rank-{rank:05d}.")
 
 
 def reserved(entry: str) -> bool:

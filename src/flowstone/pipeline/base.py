@@ -27,7 +27,6 @@ from flowstone.format.manifest import SegmentRow
 from flowstone.format.segment import CHUNKS_HEADER_BYTES, encode_chunks_header, linked_name
 from flowstone.log import log
 from flowstone.pipeline.messages import Assignment
-from flowstone.plan.compaction import to_write_again
 from flowstone.plan.write import WritePlan
 from flowstone.stage.encode import BaseChunks
 from flowstone.store.base import Encoded, Receipt, Store
@@ -149,12 +148,15 @@ def refer(store: Store, draft: publish.Draft, base: Base | None, plan: WritePlan
 def _worth_referring(base: Base, plan: WritePlan) -> NDArray[np.int64]:
     """Numbers of the chunks of resting pieces that the base has, without those that are written again to free a file.
     """
+    from flowstone.plan.compaction import to_write_again  # imported here: only where something rests
+
     first = first_chunks(plan.length)
     rests = np.flatnonzero(plan.rests)
     numbers = spread(first[:-1][rests], np.diff(first)[rests])
     if base.known is not None:
         numbers = numbers[base.known[numbers]]
-    length = Chunks.to_come(plan.segment, plan.length).stored_lengths()[numbers]
+    forms = base.places.forms
+    length = (Chunks.to_come(plan.segment, plan.length).stored_lengths() if forms is None else forms.length)[numbers]
     file_bytes = np.array([row.bytes for row in base.segments], np.int64)
     again = to_write_again(base.places.segment[numbers], length, file_bytes)
     if again.any():

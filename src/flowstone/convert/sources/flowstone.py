@@ -61,11 +61,12 @@ def _by_chunks(checkpoint: Checkpoint) -> Source:
         for row, name in enumerate(held.names)
     )
     changed_ns = source_file(Path(checkpoint.path) / MANIFEST_NAME).changed_ns
-    return _source(checkpoint, (SourceFile(checkpoint.path, begins[-1], changed_ns, data),), tensors, index.chunks.digest)
+    file = SourceFile(checkpoint.path, begins[-1], changed_ns, data)
+    return _source(checkpoint, (file,), tensors, index.chunks.digest)
 
 
 def _pieces(index: Index, row: int) -> tuple[DigestedPiece, ...]:
-    """What a tensor was saved in. Equal digests mean equal chunks, encoded or not: a chunk's length tells these apart."""
+    """What a tensor was saved in. Equal digests mean equal chunks, encoded or not: lengths tell these apart."""
     return tuple(DigestedPiece(index.pieces.box(at), int(index.chunks.first[at])) for at in index.pieces_of(row))
 
 

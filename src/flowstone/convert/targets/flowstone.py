@@ -61,6 +61,13 @@ def publish_step(
     io: IoRecord,
 ) -> Manifest:
     """Commit what was copied: `checks` are the digests of chunks in the order of the files. Durable on return."""
+    return publish(store, draft, store_id, publication_of(step, checks, join_objects(encode_sections(objects), {}), io))
+
+
+def publication_of(
+    step: StepLayout, checks: Sequence[int], objects: bytes, io: IoRecord, *, ranks: int = 1
+) -> Publication:
+    """The parts of a checkpoint that was copied: see `publish_step`. `objects`: the text of objects.json."""
     plan = step.plan
     frame, order, chunks = global_index(
         [plan.pieces], [np.arange(len(plan.pieces))], step.aliases, plan.segment
@@ -69,10 +76,10 @@ def publish_step(
         SegmentRow(number, None, segment.name, segment.bytes, segment.header_bytes, digest(header))
         for number, (segment, header) in enumerate(zip(plan.segments, step.headers, strict=True))
     ]
-    return publish(store, draft, store_id, Publication(
+    return Publication(
         segments=segments, index=frame.fill(step.offsets[order], _by_piece(plan, checks)[chunks]), totals=frame.totals,
-        objects=join_objects(encode_sections(objects), {}), io=io, writer=f"flowstone {__version__}", ranks=1,
-    ))
+        objects=objects, io=io, writer=f"flowstone {__version__}", ranks=ranks,
+    )
 
 
 def _by_piece(plan: WritePlan, checks: Sequence[int]) -> NDArray[np.uint64]:

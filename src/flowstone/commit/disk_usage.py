@@ -1,0 +1,110 @@
+"""What a store takes of its disk, and what removing steps would free. Files are counted by inode, and none is read."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import msgspec
+
+from flowstone.commit.entries import Kind, parse
+from flowstone.errors import NoCheckpointError
+from flowstone.store.os_errors import translated
+
+
+class StepUsage(msgspec.Struct, frozen=True):
+    """What a step takes. Bytes are those that the file system has allocated.
+
+    bytes        of all files in its directory
+    alone_bytes  that would be freed if this step alone were removed
+    up_to_bytes  that would be freed if this step, and every one before it, were removed
+    """
+
+    step: int
+    bytes: int
+    alone_bytes: int
+    up_to_bytes: int
+
+
+class DiskUsage(msgspec.Struct, frozen=True):
+    """What a store takes, each file counted once.
+
+    other_bytes  of what is in no step: unfinished saves, what was set aside, the marker
+    """
+
+    steps: tuple[StepUsage, ...]
+    bytes: int
+    other_bytes: int
+
+
+class _File(msgspec.Struct, frozen=True):
+    """A file, by inode: what it takes, and how many names it has, wherever they are."""
+
+    bytes: int
+    links: int
+
+
+class Disk:
+    """The files of a store, as they are now."""
+
+    def __init__(self, root: Path) -> None:
+        """`root`: of the store. Raises StorageError."""
+        self._files: dict[tuple[int, int], _File] = {}
+        # Of each step, and of what is in none: how many names a file has there.
+        self._names: dict[int | None, dict[tuple[int, int], int]] = {None: {}}
+        with translated(root, "look at", str(root)):
+            for place, _, names in os.walk(root):
+                head = Path(place).relative_to(root).parts[:1]
+                entry = parse(head[0]) if head else None
+                step = entry.step if entry is not None and entry.kind is Kind.STEP else None
+                self._look(place, names, self._names.setdefault(step, {}))
+
+    def _look(self, place: str, names: Sequence[str], counts: dict[tuple[int, int], int]) -> None:
+        for name in names:
+            try:
+                found = os.stat(os.path.join(place, name), follow_symlinks=False)
+            except FileNotFoundError:
+                continue  # a writer has removed it meanwhile
+            if stat.S_ISREG(found.st_mode):
+                identity = found.st_dev, found.st_ino
+                self._files[identity] = _File(found.st_blocks * 512, found.st_nlink)
+                counts[identity] = counts.get(identity, 0) + 1
+
+    @property
+    def steps(self) -> list[int]:
+        return sorted(step for step in self._names if step is not None)
+
+    def freed(self, steps: Collection[int]) -> int:
+        """Bytes that would be free if these steps were removed together: of files that have no name elsewhere.
+
+        raises  NoCheckpointError  a step is not there
+        """
+        for step in steps:
+            if step not in self._names:
+                raise NoCheckpointError(
+                    f"there is no step {step}", found=", ".join(map(str, self.steps)) or "none",
+                    next="run `flowstone ls` to see what is there",
+                )
+        return self._freed({}, sorted(set(steps)))
+
+    def _freed(self, gone: dict[tuple[int, int], int], steps: Sequence[int]) -> int:
+        """Bytes that go with the last names of files in these steps. `gone`: names that went before; updated."""
+        found = 0
+        for identity, count in (one for step in steps for one in self._names[step].items()):
+            gone[identity] = gone.get(identity, 0) + count
+            if gone[identity] >= self._files[identity].links:
+                found += self._files[identity].bytes
+        return found
+
+    def usage(self) -> DiskUsage:
+        """What each step takes, and all together."""
+        found, gone, freed = [], dict[tuple[int, int], int](), 0
+        for step in self.steps:
+            size = sum(self._files[one].bytes for one in self._names[step])
+            freed += self._freed(gone, [step])
+            found.append(StepUsage(step, size, self._freed({}, [step]), freed))
+        in_steps = {one for step in self.steps for one in self._names[step]}
+        other = sum(self._files[one].bytes for one in self._names[None].keys() - in_steps)
+        return DiskUsage(tuple(found), sum(file.bytes for file in self._files.values()), other)

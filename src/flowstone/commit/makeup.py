@@ -1,0 +1,85 @@
+"""How a checkpoint is made up: what each section has written, what it refers to, and how that is coded.
+
+From the manifest and the index alone: no data is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import msgspec
+import numpy as np
+
+from flowstone.format.codec import CODECS
+from flowstone.format.index import Index
+from flowstone.format.manifest import Manifest
+
+
+class SectionMakeup(msgspec.Struct, frozen=True):
+    """What a section's tensors are made up of. Bytes are of their chunks as stored, without padding and headers.
+
+    section      its name; of what each rank has of its own, `section@rank`
+    tensors      how many; tied ones count once
+    bytes        of the tensors
+    written      bytes that the checkpoint's own save has written
+    referred     bytes in files of earlier saves, by the identity of the checkpoint that wrote them
+    codecs       bytes by codec, written and referred
+    """
+
+    section: str
+    tensors: int
+    bytes: int
+    written: int
+    referred: Mapping[str, int]
+    codecs: Mapping[str, int]
+
+    @property
+    def stored(self) -> int:
+        """Bytes as stored, written and referred."""
+        return self.written + sum(self.referred.values())
+
+    @property
+    def ratio(self) -> float:
+        """Bytes of the tensors per stored byte; 1 where nothing is coded, or nothing stored."""
+        return self.bytes / self.stored if self.stored else 1.0
+
+
+def sections_of(manifest: Manifest, index: Index, names: Collection[str]) -> tuple[SectionMakeup, ...]:
+    """The makeup of each section that has tensors, in stored order. `names`: of the state's sections."""
+    chunks, pieces = index.chunks, index.pieces
+    found = {name: _section(name, names) for name in index.tensors.names}
+    order = {section: at for at, section in enumerate(dict.fromkeys(found.values()))}
+    of_tensor = np.array([order[section] for section in found.values()], np.int64)
+    of_piece = of_tensor[pieces.tensor]
+    numbers = np.arange(int(chunks.first[-1]))
+    holder, within = chunks.locate(numbers)
+    segment, _ = chunks.stored_at(holder, within)
+    length, codec, section = chunks.stored_lengths(), chunks.codecs(), of_piece[holder]
+    homes = [row.home for row in manifest.segments]
+    kinds = list(dict.fromkeys(homes))
+    home = np.array([kinds.index(one) for one in homes], np.int64)[segment]
+    by_home = {
+        (at, kind): int(length[(section == at) & (home == number)].sum())
+        for at in order.values() for number, kind in enumerate(kinds)
+    }
+    lengths = np.bincount(of_piece, chunks.length, len(order))
+    counts = np.bincount(of_tensor, minlength=len(order))
+    return tuple(
+        SectionMakeup(
+            name, int(counts[at]), int(lengths[at]), by_home.get((at, None), 0),
+            {kind: size for kind in kinds if kind is not None and (size := by_home[at, kind])},
+            {CODECS[one].name if one in CODECS else f"codec {one}": size for one in np.flatnonzero(
+                np.bincount(codec[section == at])
+            ).tolist() if (size := int(length[(section == at) & (codec == one)].sum()))},
+        )
+        for name, at in order.items()
+    )
+
+
+def _section(name: str, sections: Collection[str]) -> str:
+    """The section of a tensor: the longest that its name begins with; of a rank's own, with the rank."""
+    known = [one for one in sections if name == one or name.startswith((f"{one}.", f"{one}@"))]
+    if not known:
+        return name.partition(".")[0]
+    longest = max(known, key=len)
+    return longest + name[len(longest) :].partition(".")[0]

@@ -1,0 +1,114 @@
+"""Pack: a step that refers to files of earlier ones becomes an ordinary checkpoint of format version 1."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from flowstone.checkpoint import Checkpoint, open_checkpoint
+from flowstone.cluster import Cluster
+from flowstone.commit import publish
+from flowstone.commit.entries import step_of
+from flowstone.commit.read import encode_sections, join_objects
+from flowstone.convert.copy import BUDGET_BYTES_DEFAULT, Copied, Job, copy, resumable, window_bytes, windows
+from flowstone.convert.draft import Draft
+from flowstone.convert.file_io import QUEUE_DEPTH, REQUEST_BYTES, backend
+from flowstone.convert.layout import Output, plan_digest
+from flowstone.convert.sources.flowstone import read_flowstone
+from flowstone.convert.targets.flowstone import StepLayout, io_record, lay_out_step, publication_of
+from flowstone.errors import ArgumentError
+from flowstone.format.manifest import INDEX_NAME, MANIFEST_NAME, OBJECTS_NAME, Manifest
+from flowstone.store.local import LocalStore
+
+
+@dataclass(frozen=True, slots=True)
+class PackReport:
+    """What a pack did. `resumed_bytes`: of `bytes`, what an earlier, unfinished one had written."""
+
+    path: str
+    step: int
+    tensors: int
+    files: tuple[str, ...]
+    bytes: int
+    resumed_bytes: int
+    seconds: float
+
+
+def pack(
+    checkpoint: str | os.PathLike[str] | Checkpoint, path: str | os.PathLike[str], *, step: int | None = None,
+    budget_bytes: int = BUDGET_BYTES_DEFAULT, on_progress: Callable[[int, int], None] | None = None,
+    cluster: Cluster | None = None,
+) -> PackReport:
+    """Make a step an ordinary checkpoint in a directory of its own, in bounded memory; every chunk is verified. Blocks.
+
+    What comes out needs no feature beyond version 1: every tensor lies as a whole in a segment that lists it, and any
+    version of Flowstone, and any reader of safetensors, reads it. Objects are the same, those of each rank too. Killed
+    and called again with the same arguments, it goes on where the last durable window ended; the directory appears
+    under its name once it is whole and durable.
+
+    checkpoint   a store (its newest step, or `step`), or one checkpoint
+    path         a new directory, or an empty one; if it is called `step-N`, N has to be the step
+    budget_bytes of memory for bytes on their way
+    on_progress  is told the bytes done and the bytes in all
+    cluster      does it, in parts of which each has that budget; None: this process does
+
+    raises  StorageError where something else is at `path`, DamagedError, NoCheckpointError, ArgumentError, ...
+    """
+    begun = time.monotonic()
+    opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint, step)
+    draft = Draft(Path(path), is_file=False)
+    if step_of(draft.path.name) not in (None, opened.step):
+        raise ArgumentError(
+            f"{draft.path.name} cannot be the name of step {opened.step}",
+            next=f"call it step-{opened.step:08d}, or anything else",
+        )
+    source, objects = read_flowstone(opened), _objects_text(opened)
+    laid = lay_out_step([Output(one.name, one, one.dtype) for one in source.tensors], source.aliases)
+    layout, window = laid.layout, window_bytes(budget_bytes)
+    resumed = layout.bytes
+    try:
+        if draft.begin(plan_digest(source, layout, ["pack", window, opened.manifest.id]), len(windows(layout, window))):
+            draft.end()
+        else:
+            draft.journal.durable = resumable(layout, draft.journal, draft.directory, window)
+            copied = copy(
+                Job(source, layout, draft.directory, budget_bytes), draft.journal, on_progress=on_progress,
+                cluster=cluster,
+            )
+            resumed = copied.resumed_bytes
+            _record(opened.manifest, laid, copied, objects, draft.directory)
+            draft.finish(layout)
+    finally:
+        draft.journal.close()
+    names = (*(file.name for file in layout.files), INDEX_NAME, OBJECTS_NAME, MANIFEST_NAME)
+    return PackReport(
+        str(draft.path), opened.step, len(source.tensors), names, layout.bytes, resumed, time.monotonic() - begun
+    )
+
+
+def _objects_text(opened: Checkpoint) -> bytes:
+    """What objects.json will be: the same values, those of each rank too."""
+    found = opened.contents
+    per_rank = {name: [encode_sections({name: one})[name] for one in each] for name, each in found.per_rank.items()}
+    return join_objects(encode_sections(found.replicated), per_rank)
+
+
+def _record(manifest: Manifest, laid: StepLayout, copied: Copied, objects: bytes, directory: Path) -> None:
+    """Write index, objects and manifest, in this order, each durably; those of an earlier try that ended here go.
+
+    manifest  of the checkpoint that is packed
+    """
+    store = LocalStore(directory)
+    for name in (MANIFEST_NAME, INDEX_NAME, OBJECTS_NAME):
+        if store.exists(name):
+            store.remove(name)
+    io = io_record(backend(), REQUEST_BYTES, QUEUE_DEPTH, copied.bytes)
+    made = publication_of(laid, copied.checks, objects, io, ranks=manifest.ranks)
+    publish.record(store, publish.Draft(manifest.step, secrets.token_hex(8), ""), manifest.store, made)
+
+
+__all__ = ["PackReport", "pack"]

@@ -1,0 +1,150 @@
+"""What checkpoints are made up of, and what removing them frees, on the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from lora_job import BASE_BYTES, SMALL_BYTES, Job
+from typer.testing import CliRunner, Result
+
+import flowstone as fs
+from flowstone.cli import app
+from flowstone.config import MIB
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def told(*arguments: object) -> dict[str, object]:
+    done = run(*arguments, "--json")
+    assert done.exit_code == 0, done.stderr
+    found: dict[str, object] = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """Three steps of which the base is written in the first."""
+    job = Job(tmp_path / "run")
+    for step in (1, 2, 3):
+        job.save(step)
+    job.checkpointer.close()
+    return tmp_path / "run"
+
+
+def test_ls_tells_a_steps_own_size_beside_its_whole_size(store: Path) -> None:
+    rows = told("ls", store)["checkpoints"]
+    assert [row["own_bytes"] == row["bytes"] for row in rows] == [True, False, False]
+    for row in rows[1:]:
+        assert row["bytes"] > BASE_BYTES
+        own = [path for path in Path(row["directory"]).iterdir() if not path.name.startswith(("from-", "manifest"))]
+        assert row["own_bytes"] == sum(path.stat().st_size for path in own)
+    lines = [line for line in run("ls", store).stdout.splitlines() if " ok " in line]
+    cells = [[cell.strip() for cell in line.split("│")] for line in lines]
+    assert cells[0][3] == cells[0][4]
+    assert ("MB" in cells[2][3], "kB" in cells[2][4]) == (True, True)
+
+
+def test_show_tells_what_each_section_has_written_and_refers_to(store: Path) -> None:
+    first = fs.open(store, 1).manifest.id
+    sections = {one["section"]: one for one in told("show", store)["sections"]}
+    assert set(sections) == {"model", "optimizer"}
+    model = sections["model"]
+    assert model["referred"] == {first: BASE_BYTES}
+    assert model["bytes"] == model["written"] + BASE_BYTES
+    assert sections["optimizer"]["referred"] == {}
+    assert sections["optimizer"]["written"] == sections["optimizer"]["bytes"]
+    assert model["codecs"] == {"raw": model["bytes"]}
+    assert model["ratio"] == 1.0
+    files = {one["name"]: one["home"] for one in told("show", store)["files"] if "home" in one}
+    assert set(files.values()) == {None, first}
+    line = next(line for line in run("show", store).stdout.splitlines() if line.startswith("│ model "))
+    assert "12.6 MB in 1 earlier save(s)" in line
+
+
+def test_sections_are_told_without_a_byte_of_data(store: Path) -> None:
+    for path in store.glob("step-*/*rank-*"):
+        os.truncate(path, 0)
+    found = fs.open(store).sections
+    assert [one.section for one in found] == ["model", "optimizer"]
+    assert sum(one.stored for one in found) == fs.open(store).manifest.data_bytes
+
+
+def test_sections_are_told_of_what_each_rank_has_and_of_names_with_dots(tmp_path: Path) -> None:
+    state = {"a": torch.ones(3), "a.b": {"c": torch.ones(5)}, "own": fs.PerRank({"t": torch.ones(7)}), "n": 3}
+    with fs.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, state)
+    found = {one.section: (one.tensors, one.bytes, one.written) for one in fs.open(tmp_path / "run").sections}
+    assert found == {"a": (1, 12, 12), "a.b": (1, 20, 20), "own@0": (1, 28, 28)}
+
+
+def test_nothing_is_made_up_of_nothing(tmp_path: Path) -> None:
+    with fs.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, {"n": 1, "e": torch.zeros(0)})
+    (one,) = fs.open(tmp_path / "run").sections
+    assert (one.section, one.tensors, one.bytes, one.stored, one.ratio, one.codecs) == ("e", 1, 0, 0, 1.0, {})
+    assert run("show", tmp_path / "run").exit_code == 0
+
+
+def allocated(*paths: Path) -> int:
+    """Of all files, each once whatever its names."""
+    files = (file for path in paths for file in path.rglob("*") if file.is_file())
+    return sum({file.stat().st_ino: file.stat().st_blocks * 512 for file in files}.values())
+
+
+def test_du_tells_what_removing_frees(store: Path) -> None:
+    found = told("du", store)
+    steps = {one["step"]: one for one in found["steps"]}
+    assert found["bytes"] == allocated(store)
+    assert list(steps) == [1, 2, 3]
+    for one in steps.values():
+        assert one["bytes"] > BASE_BYTES
+        assert 0 < one["alone_bytes"] < SMALL_BYTES, "the base's file stays, whichever step is removed"
+    assert steps[2]["up_to_bytes"] == steps[1]["alone_bytes"] + steps[2]["alone_bytes"]
+    assert steps[3]["up_to_bytes"] > BASE_BYTES
+    assert steps[3]["up_to_bytes"] + found["other_bytes"] == found["bytes"]
+
+
+@pytest.mark.parametrize("steps", [[1], [1, 2], [2, 3], [1, 2, 3]])
+def test_du_foretells_what_a_removal_frees(store: Path, steps: list[int]) -> None:
+    options = [part for step in steps for part in ("--step", step)]
+    freed = told("du", store, *options)["removing"]
+    assert freed["steps"] == steps
+    before = allocated(store)
+    for step in steps:
+        shutil.rmtree(store / f"step-{step:08d}")
+    assert before - allocated(store) == freed["freed_bytes"]
+
+
+def test_du_does_not_promise_what_a_name_elsewhere_keeps(store: Path, tmp_path: Path) -> None:
+    shared = max((store / "step-00000003").glob("from-*"), key=lambda path: path.stat().st_size)
+    os.link(shared, tmp_path / "mine")
+    assert told("du", store, "--step", 1, "--step", 2, "--step", 3)["removing"]["freed_bytes"] < 5 * SMALL_BYTES
+
+
+def test_du_counts_what_is_in_no_step(store: Path) -> None:
+    before = told("du", store)["other_bytes"]
+    (store / ".saving-00000009-dead").mkdir()
+    (store / ".saving-00000009-dead/rank-00000.safetensors").write_bytes(bytes(MIB))
+    after = told("du", store)
+    assert after["other_bytes"] - before == MIB
+    assert "in no step" in run("du", store).stdout
+
+
+def test_du_is_a_table_for_people(store: Path) -> None:
+    shown = run("du", store, "--step", 1).stdout
+    assert "shared files counted once" in shown
+    assert "removing 1 step(s) frees" in shown
+    done = run("du", store, "--step", 9)
+    assert done.exit_code == 1
+    assert "there is no step 9" in done.stderr
+    for path in (store / "nowhere", store / "step-00000001"):
+        done = run("du", path)
+        assert done.exit_code == 1
+        assert done.stderr.startswith("NotAStoreError")

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
-from flowstone.table.chunks import CODEC_RAW
+if TYPE_CHECKING:  # a listing reads manifests, which name codecs, and needs no numpy
+    import numpy as np
+    from numpy.typing import NDArray
+
+_RAW = 0  # table.chunks.CODEC_RAW
 
 
 class Codec(msgspec.Struct, frozen=True):
@@ -26,10 +29,10 @@ class Codec(msgspec.Struct, frozen=True):
     @property
     def feature(self) -> str | None:
         """The critical feature that a manifest lists if a chunk uses this codec; None: every reader knows the codec."""
-        return None if self.id == CODEC_RAW else f"codec.{self.name}"
+        return None if self.id == _RAW else f"codec.{self.name}"
 
 
-RAW = Codec(CODEC_RAW, "raw")
+RAW = Codec(_RAW, "raw")
 PLANES = Codec(1, "planes")
 CODECS: Mapping[int, Codec] = MappingProxyType({codec.id: codec for codec in (RAW, PLANES)})
 """All codecs that this version reads and writes, by id."""
@@ -44,5 +47,5 @@ def announced(critical: Collection[str]) -> frozenset[int]:
 
 def features_of(codecs: NDArray[np.uint8]) -> tuple[str, ...]:
     """The critical features of a checkpoint whose chunks have these codecs."""
-    used = (CODECS[int(number)].feature for number in np.flatnonzero(np.bincount(codecs, minlength=1)))
-    return tuple(feature for feature in used if feature is not None)
+    used = (codec for number, codec in CODECS.items() if (codecs == number).any())
+    return tuple(codec.feature for codec in used if codec.feature is not None)

@@ -15,6 +15,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,24 +39,37 @@ def plain(training: Training, steps: int) -> list[float]:
     return found
 
 
-def journaled(training: Training, root: Path, steps: int) -> tuple[list[float], list[Event], int]:
-    """Seconds of each step, all of them durable; what was told; and how many steps, at most, were not durable yet when
-    a `save` had returned. The whole checkpoint that the journal begins with, and the step that copies gradients as the
-    loop is not known yet, come before.
+def journal_cpu_s() -> float:
+    """Seconds of a processor that the journal's thread has taken."""
+    own = [one.native_id for one in threading.enumerate() if one.name.startswith("flowstone-journal")]
+    return sum(int(Path(f"/proc/self/task/{number}/schedstat").read_text().split()[0]) for number in own) / 1e9
+
+
+def journaled(training: Training, root: Path, steps: int) -> tuple[list[float], list[Event], int, list[float]]:
+    """Seconds of each step, all of them durable; what was told; how many steps, at most, were not durable yet when a
+    `save` had returned; seconds of a processor, of each call of `save`, and last the mean of the journal's thread.
+
+    The whole checkpoint that the journal begins with, and the step that copies gradients as the loop is not known yet,
+    come before.
     """
     events: list[Event] = []
-    found, behind = [], 0
+    found, behind, cpu, before = [], 0, list[float](), 0.0
     with fs.Checkpointer(root, every_step=True, recovery_s=600, on_event=events.append) as checkpointer:
         saves = []
         for step in range(1, steps + 4):
             begin = time.perf_counter()
             training.learn()
+            cpu.append(-time.thread_time())
             saves.append(checkpointer.save(step, training.state(step)))
+            cpu[-1] += time.thread_time()
             found.append(time.perf_counter() - begin)
             if step < 4:
                 saves[-1].committed.result()
             behind = max(behind, sum(not save.committed.done() for save in saves))
-    return found[3:], events, behind
+            before = journal_cpu_s() if step == 3 else before
+        saves[-1].committed.result()
+        cpu.append((journal_cpu_s() - before) / steps)
+    return found[3:], events, behind, cpu[3:]
 
 
 def replayed(training: Training, root: Path) -> tuple[fs.Replay, bool]:
@@ -89,7 +103,7 @@ def main(arguments: Sequence[str]) -> None:
         for number in range(chosen.rounds):
             last = number == chosen.rounds - 1
             without += plain(training, chosen.steps)
-            times, told, most = journaled(training, work / str(number), chosen.steps * (2 if last else 1))
+            times, told, most, cpu = journaled(training, work / str(number), chosen.steps * (2 if last else 1))
             within, events, behind = within + times, events + told, max(behind, most)
             if not last:
                 shutil.rmtree(work / str(number))
@@ -103,6 +117,7 @@ def main(arguments: Sequence[str]) -> None:
         "step_ms": {"without": round(1e3 * median, 1), "with": round(1e3 * median_with, 1)},
         "p50": round(median_with / median, 4), "p95": round(percentile(within, 0.95) / percentile(without, 0.95), 4),
         "steps_not_durable_max": behind, "bytes_per_step": int(statistics.median(one.bytes for one in written)),
+        "cpu_ms_per_step": {"save": round(1e3 * statistics.median(cpu[:-1]), 1), "journal": round(1e3 * cpu[-1], 1)},
         "durable_after_ms": round(1e3 * statistics.median(one.seconds for one in written), 1),
         "replay": {
             "steps": replay.steps, "seconds": round(replay.seconds, 2), "exactness": replay.exactness,

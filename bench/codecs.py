@@ -5,8 +5,8 @@
 
 `rates` trains the demo's GPT with AdamW, and encodes chunks of 1 MiB of its weights (fp32, and rounded to bf16) and of
 both moments: by this codec, and where they are installed (`pip install blosc2 zipnn`) by blosc2 (shuffle and zstd at
-level 1) and ZipNN. Rates are of the thread's processor time, the best of the rounds, of what goes in when encoding, and
-comes out when decoding.
+level 1) and ZipNN. Rates are of the process' time on processors, the best of the rounds, of what goes in when encoding,
+and comes out when decoding.
 
 `saves` measures from `save` to `committed`, and a cold load, in a process of its own that a control group (version 1,
 blkio) holds to a rate; by turns without and with `compress`. It needs root; without such a group it says so.
@@ -116,9 +116,9 @@ def rates(options: argparse.Namespace) -> None:
 def _best(rounds: int, work: Callable[[], object]) -> float:
     found = []
     for _ in range(rounds):
-        begin = time.thread_time()
+        begin = time.process_time()
         work()
-        found.append(time.thread_time() - begin)
+        found.append(time.process_time() - begin)
     return max(min(found), 1e-9)
 
 

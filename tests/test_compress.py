@@ -203,3 +203,14 @@ def test_whatever_is_encoded_is_decoded_and_any_other_bytes_are_refused() -> Non
     for width, wrong in ((3, data), (8, data[:4]), (4, bytes(CHUNK_BYTES + 4))):
         with pytest.raises(ValueError, match="1 MiB at most"):
             _native.encode_planes(wrong, width)
+
+
+def test_what_is_read_while_the_state_is_walked_is_decoded(tmp_path: Path) -> None:
+    many: dict[str, object] = {f"{at}": torch.full((1024,), float(at)) for at in range(5000)}
+    many["large"] = torch.randn(500_000)
+    with fs.Checkpointer(tmp_path, engine=MAX) as checkpointer:
+        checkpointer.save(1, {"m": many})
+    into = {"m": {name: torch.zeros_like(tensor) for name, tensor in many.items()}}  # type: ignore[call-overload]
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.load(into)
+    assert content(into) == content({"m": many})

@@ -122,12 +122,14 @@ TEST_CASE("chunks are asked for where they are stored, shorter and in another or
     CHECK(plan_reads({rows.rows, {}, rows.digests}, 8 * mib).windows.at(0).direct);
 }
 
-TEST_CASE("a stored chunk that is not as long as the chunk is refused: nothing decodes it") {
+TEST_CASE("a raw chunk that is not as long as the chunk is refused, and so is a codec that nothing decodes") {
     ReadExtents rows{{read_row(0, mib + 5, 0x10000000)}, {}, {0, 0}};
     rows.stored = {{0, static_cast<std::uint32_t>(mib), 0}, {2 * mib, 5, 0}};
     CHECK_NOTHROW(check_extents(rows, 1));
     rows.stored[1].length = 4;
-    CHECK_THROWS_WITH(check_extents(rows, 1), doctest::Contains("nothing decodes it"));
+    CHECK_THROWS_WITH(check_extents(rows, 1), doctest::Contains("not as long as the chunk"));
+    rows.stored[1].codec = 77;
+    CHECK_THROWS_WITH(check_extents(rows, 1), doctest::Contains("nothing decodes a stored chunk"));
     rows.stored[1] = {2 * mib, 5, 1};
     CHECK_THROWS_WITH(check_extents(rows, 1), doctest::Contains("no index into files"));
     rows.stored.pop_back();

@@ -10,7 +10,7 @@ import numpy as np
 import plain_reader
 import pytest
 import torch
-from golden import make, make_provided
+from golden import make, make_planes, make_provided
 from strategies import assert_same, raw_bytes
 
 import flowstone as fs
@@ -164,3 +164,20 @@ def test_plain_reader_reads_what_providers_said() -> None:
     assert reel["parts"]["frames"].tolist() == np.arange(15).reshape(5, 3).tolist()
     assert split["$provided"] == split["objects"]["outer"]["type"] == "quantised.RowInt8"
     assert split["objects"]["outer"]["shape"] == (4, 3)
+
+
+PLANES = GOLDEN / "planes-1"
+
+
+def test_the_golden_checkpoint_with_planes_is_read_and_written_again_alike(tmp_path: Path) -> None:
+    wanted, checkpoint = make_planes.state(), fs.open(PLANES)
+    assert checkpoint.manifest.critical == ("delta", "codec.planes")
+    assert checkpoint.verify().sound
+    assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in wanted.items())
+    tensors, _, _ = plain_reader.read(PLANES / CHECKPOINT)
+    assert all(np.array_equal(tensors[name], tensor.numpy()) for name, tensor in wanted.items())
+    into = {name: torch.ones_like(tensor) for name, tensor in wanted.items()}
+    with fs.Checkpointer(tmp_path, engine=fs.EngineOptions(compress="max")) as checkpointer:
+        again = checkpointer.save(make.STEP, wanted).committed.result()
+        checkpointer.load(into)
+    assert again.index.chunks.digest.tolist() == checkpoint.index.chunks.digest.tolist(), "the same stored bytes"

@@ -15,6 +15,7 @@
 #include "bind_columns.h"
 #include "bind_held.h"
 #include "bounds.h"
+#include "codecs.h"
 #include "digest.h"
 #include "encoder.h"
 #include "io_extents.h"
@@ -65,7 +66,7 @@ inline nb::object encode_planes(const nb::object& source, std::size_t width) {
 }
 
 /// A chunk of `data_bytes`; None: no encoder has written this.
-inline nb::object decode_planes(const nb::object& stored, std::size_t data_bytes) {
+inline nb::object decode_stored_chunk(std::uint8_t codec, const nb::object& stored, std::size_t data_bytes) {
     if (data_bytes > chunk_bytes) throw std::invalid_argument("a chunk has 1 MiB at most");
     const BufferView view(stored);
     const LentAccess live;
@@ -73,7 +74,7 @@ inline nb::object decode_planes(const nb::object& stored, std::size_t data_bytes
     bool good = false;
     {
         const nb::gil_scoped_release unlocked;
-        good = planes::decode(view.bytes(), view.size(), room + chunk_bytes, data_bytes, room);
+        good = decode_chunk(codec, view.bytes(), view.size(), room + chunk_bytes, data_bytes, room);
     }
     return good ? nb::object(nb::bytes(room + chunk_bytes, data_bytes)) : nb::none();
 }
@@ -106,7 +107,6 @@ inline BaseChunks base_chunks(const Array& digests, const Array& known, const st
 inline void bind_codecs(nb::module_& module) {
     using namespace nb::literals;
     module.def("encode_planes", &encode_planes, "chunk"_a, "width"_a);
-    module.def("decode_planes", &decode_planes, "stored"_a, "data_bytes"_a);
     nb::class_<PyEncoder>(module, "Encoder");
     module.def("identity_encoder", [] { return PyEncoder{{identity_encoder()}}; });
     module.def("delta_encoder", [](const Array& digests, const Array& known, const std::optional<Array>& codecs) {
@@ -115,6 +115,15 @@ inline void bind_codecs(nb::module_& module) {
     module.def("planes_encoder", [](const Array& widths, const Array& digests, const Array& known, const std::optional<Array>& codecs) {
         return PyEncoder{{planes_encoder(column<std::uint8_t>(widths, "widths", row_count(widths)), base_chunks(digests, known, codecs))}};
     }, "widths"_a, "digests"_a, "known"_a, "codecs"_a = nb::none());
+    module.def("quantizing_encoder", [](const Array& elements, const Array& blocks, const Array& widths, const Array& digests, const Array& known, const std::optional<Array>& codecs) {
+        const std::size_t count = row_count(blocks);
+        const auto element = column<std::uint8_t>(elements, "elements", count);
+        const auto block = column<std::uint16_t>(blocks, "blocks", count);
+        std::vector<Quantization> quantized(count);
+        for (std::size_t i = 0; i < count; ++i) quantized[i] = {element[i], block[i]};
+        return PyEncoder{{quantizing_encoder(std::move(quantized), column<std::uint8_t>(widths, "widths", count), base_chunks(digests, known, codecs))}};
+    }, "elements"_a, "blocks"_a, "widths"_a, "digests"_a, "known"_a, "codecs"_a = nb::none());
+    module.def("decode_chunk", &decode_stored_chunk, "codec"_a, "stored"_a, "data_bytes"_a);
 }
 
 }  // namespace flowstone

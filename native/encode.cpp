@@ -9,6 +9,7 @@
 #include "bounds.h"
 #include "digest.h"
 #include "planes.h"
+#include "quantized.h"
 
 namespace flowstone {
 namespace {
@@ -40,7 +41,7 @@ private:
     const BaseChunks base_;
 };
 
-class Planes final : public Delta {
+class Planes : public Delta {
 public:
     Planes(std::vector<std::uint8_t> widths, BaseChunks base) : Delta(std::move(base)), widths_(std::move(widths)) {
         for (const std::uint8_t width : widths_)
@@ -60,6 +61,26 @@ public:
 private:
     const std::vector<std::uint8_t> widths_;
     const planes::Probe probe_;
+};
+
+class Quantizing final : public Planes {
+public:
+    Quantizing(std::vector<Quantization> quantized, std::vector<std::uint8_t> widths, BaseChunks base)
+        : Planes(std::move(widths), std::move(base)), quantized_(std::move(quantized)) {
+        for (const Quantization& how : quantized_)
+            if (how.block != 0 && !quantized::is_valid(how.element, how.block)) throw std::invalid_argument("a chunk cannot be quantized like that");
+    }
+    Encoded encode(const CapturedChunk& chunk, std::byte* room) const override {
+        const Quantization how = chunk.number < quantized_.size() ? quantized_[chunk.number] : Quantization{};
+        if (how.block == 0 || has(chunk, codec_raw, chunk.digest)) return Planes::encode(chunk, room);
+        const std::size_t length = quantized::encode(chunk.bytes, chunk.length, static_cast<quantized::Element>(how.element), how.block, room);
+        if (length == 0) return Planes::encode(chunk, room);
+        const bool is_same = has_encoded(chunk) && has(chunk, codec_quantized, xxh3_64(room, length));
+        return {is_same ? Encoded::Kind::same : Encoded::Kind::stored, codec_quantized, static_cast<std::uint32_t>(length)};
+    }
+
+private:
+    const std::vector<Quantization> quantized_;
 };
 
 /// each(row, number of the chunk in the row, begin and end in the file)
@@ -96,6 +117,10 @@ std::shared_ptr<const Encoder> delta_encoder(BaseChunks base) { return std::make
 
 std::shared_ptr<const Encoder> planes_encoder(std::vector<std::uint8_t> widths, BaseChunks base) {
     return std::make_shared<const Planes>(std::move(widths), std::move(base));
+}
+
+std::shared_ptr<const Encoder> quantizing_encoder(std::vector<Quantization> quantized, std::vector<std::uint8_t> widths, BaseChunks base) {
+    return std::make_shared<const Quantizing>(std::move(quantized), std::move(widths), std::move(base));
 }
 
 void check_encodable(const WriteExtents& rows) {

@@ -69,4 +69,14 @@ std::shared_ptr<const Encoder> delta_encoder(BaseChunks base);
 /// widths  length of a chunk's elements in bytes, by the chunk's number; 0: it is stored unchanged
 std::shared_ptr<const Encoder> planes_encoder(std::vector<std::uint8_t> widths, BaseChunks base);
 
+/// How a chunk is quantized (quantized.h). block 0: it is not
+struct Quantization {
+    std::uint8_t element = 0;
+    std::uint16_t block = 0;
+};
+
+/// The same, and quantizes some chunks, where the bound holds; those lose precision.
+/// quantized  by the chunk's number
+std::shared_ptr<const Encoder> quantizing_encoder(std::vector<Quantization> quantized, std::vector<std::uint8_t> widths, BaseChunks base);
+
 }  // namespace flowstone

@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "planes.h"
+#include "codecs.h"
 
 namespace flowstone {
 namespace {
@@ -99,7 +99,7 @@ void check_extents(const ReadExtents& rows, std::size_t file_count) {
             require(where.file < file_count, i, "a stored chunk's file is no index into files");
             check_range(where.offset, where.length, i);
             const std::uint32_t data_bytes = rows.data_bytes(row, chunk);
-            require(where.codec == codec_raw || where.codec == codec_planes, i, "nothing decodes a stored chunk");
+            require(is_known_codec(where.codec), i, "nothing decodes a stored chunk");
             require(where.codec == codec_raw ? where.length == data_bytes : where.length < data_bytes, i,
                     "a stored chunk is not as long as the chunk, or as an encoded one can be");
         }

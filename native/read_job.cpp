@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "bounds.h"
-#include "planes.h"
+#include "codecs.h"
 #include "thread_name.h"
 
 namespace flowstone {
@@ -375,7 +375,7 @@ bool ReadJob::decode(Window& window, const WantedChunk& chunk, const std::byte* 
     const bool is_dense = row.device == on_host && row.layout == contiguous && row.address != verify_only;
     std::byte* const data = is_dense ? row.target() + chunk.logical_begin() : live.coding_room() + chunk_bytes;
     if (is_dense) touched_[chunk.row] = true;
-    if (!planes::decode(bytes, chunk.length, data, data_bytes, live.coding_room())) {
+    if (!decode_chunk(codec_of(chunk), bytes, chunk.length, data, data_bytes, live.coding_room())) {
         report_bad(chunk);
         return false;
     }

@@ -15,7 +15,7 @@ from flowstone import _native
 from flowstone.config import MIB
 from flowstone.format.manifest import IoRecord
 from flowstone.pipeline.coding import Coding, Costs, compressed, costs_of, trial_s_per_byte
-from flowstone.plan.write import WritePlan, plan_writes
+from flowstone.plan.write import Coded, WritePlan, plan_writes
 from flowstone.store.base import Encoded, Receipt
 from flowstone.table.box import Box
 from flowstone.table.dtype import DTYPES
@@ -53,7 +53,7 @@ def receipt(
 
 def planned(coding: Coding, of: Pieces) -> WritePlan:
     coded = coding.chosen(of)
-    return plan_writes(of, coded=() if coded is None else coded.tolist())
+    return plan_writes(of, coded=Coded(() if coded is None else coded.tolist()))
 
 
 def test_off_encodes_nothing_and_max_everything_whatever_was_measured() -> None:

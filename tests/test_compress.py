@@ -196,9 +196,9 @@ def test_whatever_is_encoded_is_decoded_and_any_other_bytes_are_refused() -> Non
     stored = _native.encode_planes(data, 4)
     assert stored is not None
     assert len(stored) < len(data)
-    assert _native.decode_planes(stored, len(data)) == data
-    assert _native.decode_planes(stored[:-1], len(data)) is None
-    assert _native.decode_planes(stored, len(data) - 4) is None
+    assert _native.decode_chunk(1, stored, len(data)) == data
+    assert _native.decode_chunk(1, stored[:-1], len(data)) is None
+    assert _native.decode_chunk(1, stored, len(data) - 4) is None
     assert _native.encode_planes(np.random.default_rng(0).bytes(5000), 4) is None
     for width, wrong in ((3, data), (8, data[:4]), (4, bytes(CHUNK_BYTES + 4))):
         with pytest.raises(ValueError, match="1 MiB at most"):

@@ -16,7 +16,7 @@ SRC = ROOT / "src"
 PACKAGE = SRC / "flowstone"
 
 # Layer -> what it may import of ours. A layer is a module or a package of src/flowstone.
-_BASE = {"config", "errors", "events", "table", "trace", "rules", "layout_rules", "log", "_version"}
+_BASE = {"config", "errors", "events", "table", "trace", "quantize", "rules", "layout_rules", "log", "_version"}
 MAY_IMPORT: dict[str, set[str]] = {
     "_version": set(),
     "config": {"errors"},  # what an option cannot be
@@ -27,8 +27,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "table": {"config", "errors"},  # the length of a chunk
     "name_patterns": set(),
     "rules": {"errors", "name_patterns"},
+    "quantize": {"errors", "rules"},
     "layout_rules": {"errors", "name_patterns", "rules"},
-    "arguments": {"config", "errors", "rules", "layout_rules", "store"},  # what an object lacks of a store
+    "arguments": {"config", "errors", "quantize", "rules", "layout_rules", "store"},  # what an object lacks of a store
     "regions": {"arguments", "errors", "table"},
     "runtime": {"errors", "events", "log"},
     "format": {"config", "errors", "table", "_native"},

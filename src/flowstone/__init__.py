@@ -88,6 +88,7 @@ if TYPE_CHECKING:
     from flowstone.pipeline.explain import Explanation, Source, explain
     from flowstone.pipeline.futures import Save
     from flowstone.pipeline.load_outcome import LoadReport, Replay
+    from flowstone.quantize import Quantize
     from flowstone.state import (
         Flat,
         ObjectPart,
@@ -124,6 +125,7 @@ _LATER = {
     "Unstack": "flowstone.layout_rules",
     "LoadReport": "flowstone.pipeline.load_outcome",
     "Replay": "flowstone.pipeline.load_outcome",
+    "Quantize": "flowstone.quantize",
     "Save": "flowstone.pipeline.futures",
     "Flat": "flowstone.state",
     "ObjectPart": "flowstone.state",
@@ -226,6 +228,7 @@ __all__ = [
     "Registration",
     "RemovalFailed",
     "Removed",
+    "Quantize",
     "Rename",
     "Replay",
     "ReplayError",

@@ -210,10 +210,20 @@ def planes_encoder(
 def encode_planes(chunk: bytes | bytearray | memoryview | NDArray[np.uint8], width: int) -> bytes | None:
     """A chunk with elements of `width` bytes as codec `planes` stores it; None: it would be stored raw."""
 
-def decode_planes(
-    stored: bytes | bytearray | memoryview | NDArray[np.uint8], data_bytes: int
+def quantizing_encoder(
+    elements: NDArray[np.uint8], blocks: NDArray[np.uint16], widths: NDArray[np.uint8],
+    digests: NDArray[np.uint64], known: NDArray[np.bool_], codecs: NDArray[np.uint8] | None = None,
+) -> Encoder:
+    """The same, and chunks are quantized where the bound holds; those lose precision.
+
+    elements  0: float32, 1: bfloat16, 2: float16
+    blocks    elements that share a scale, 16 to 4096; 0: the chunk is not quantized
+    """
+
+def decode_chunk(
+    codec: int, stored: bytes | bytearray | memoryview | NDArray[np.uint8], data_bytes: int
 ) -> bytes | None:
-    """The `data_bytes` of a chunk that codec `planes` has stored; None: no encoder has written this."""
+    """The `data_bytes` of a chunk that an encoder has stored; None: no encoder has written this."""
 
 class WriteExtents:
     """Columns of equal length n; row i puts `length[i]` bytes at `offset[i]` of file `file[i]`.

@@ -17,6 +17,7 @@ from flowstone.store.base import Store, lacks
 
 if TYPE_CHECKING:
     from flowstone.layout_rules import LoadRule
+    from flowstone.quantize import Quantize
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//|/(?=[^/]))")
 _SCHEMES = frozenset({
@@ -118,6 +119,26 @@ def to_rules(rules: object) -> tuple[LoadRule, ...]:
                 next=f"say what may differ: fs.Skip({pattern}), fs.Init({pattern}), ...",
             )
     return tuple(rules)
+
+
+def to_quantize(rules: object, every_step: bool) -> tuple[Quantize, ...]:
+    """Rules of saves as a tuple; a single rule is accepted. Raises ArgumentError for anything else."""
+    if rules == ():
+        return ()
+    from flowstone.quantize import Quantize  # imported here: most saves have no rules
+
+    given = (rules,) if isinstance(rules, Quantize) else rules
+    if isinstance(given, Sequence) and all(isinstance(rule, Quantize) for rule in given):
+        if given and every_step:
+            raise ArgumentError(
+                "rules with every_step: steps cannot be replayed exactly from a state of less precision",
+                next="leave one of them out",
+            )
+        return tuple(given)
+    raise ArgumentError(
+        f"rules: {shown(rules)} is no sequence of fs.Quantize",
+        next="write rules=[fs.Quantize('optimizer.*.exp_avg*')]; other rules are for load",
+    )
 
 
 def _is_state(value: object) -> bool:

@@ -19,7 +19,6 @@ from flowstone.commit import read as contents
 from flowstone.commit.entries import step_directory
 from flowstone.commit.locations import check_store
 from flowstone.commit.manifests import inside, read_manifest
-from flowstone.commit.verify import Verified
 from flowstone.config import EngineOptions
 from flowstone.errors import (
     ArgumentError,
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
 
     from flowstone.cluster import Cluster
     from flowstone.commit.makeup import SectionMakeup
+    from flowstone.commit.verify import Verified
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,14 +34,14 @@ from flowstone.trace import Spans
 
 if TYPE_CHECKING:
     from flowstone.layout_rules import LoadRule
+    from flowstone.quantize import Quantize
 
 
 class Checkpointer(StateDictVerbs):
     """Saves a training state into the store at `path` while training goes on, and loads it back.
 
     path               a directory, or an open Store, which this closes; other files in the directory are left alone
-    keep               which checkpoints retention spares; a number: the newest so many; None keeps all;
-                       a function: see KeepRule
+    keep               which checkpoints retention spares: the newest so many; None: all; a function: see KeepRule
     budget_bytes       limit of staging memory on this rank; None: a node's ranks share a quarter of available memory
     on_error           "raise": a failed save raises at the next call; "continue": it only emits an event,
                        until `max_unsaved_steps` steps have passed since the last committed one
@@ -50,15 +50,14 @@ class Checkpointer(StateDictVerbs):
     deadline_s         in a job of several ranks, how long they wait for the slowest of them
     every_step         each save is durable before the next returns: checkpoints, and a journal of what replays steps
     recovery_s         with every_step: a checkpoint is saved once a load would take longer than that
-    alone              this process saves and loads by itself, whatever job it is in; its state must hold whole tensors.
-                       For `if rank == 0: ckpt.save(...)`, and for what one rank evaluates
+    rules              which tensors are saved with less precision than they have (Quantize); without a rule none is
+    alone              this process saves and loads by itself, as in `if rank == 0: ckpt.save(...)`: whole tensors only
     on_event           is called with every event (see events.py), on the thread where it happens
 
     Calls from several threads wait for each other, except `fence`. What another thread changes before `save` has
-    returned is not protected. A call inside of another call, in `on_event` or in a Future's callback raises BusyError;
-    so does waiting there for another save. A context manager: leaving it, or the end of the process, waits for saves
-    in flight; a failure that was never raised ends the process with status 1. A Checkpointer that is no longer
-    referenced gives store and memory back after its saves.
+    returned is not protected. Calling it, or waiting for a save, inside of a call, in `on_event` or in a Future's
+    callback raises BusyError. Leaving it as a context manager, or the end of the process, waits for saves in flight; a
+    failure that was never raised ends the process with status 1. Without references it gives store and memory back.
     """
 
     _closed = True  # until there is something to close
@@ -75,6 +74,7 @@ class Checkpointer(StateDictVerbs):
         saves_in_flight: int = 2,
         deadline_s: float = DEADLINE_S,
         every_step: bool = False, recovery_s: float = RECOVERY_S,
+        rules: Quantize | Sequence[Quantize] = (),
         alone: bool = False,
         on_event: OnEvent | None = None,
     ) -> None:
@@ -84,17 +84,17 @@ class Checkpointer(StateDictVerbs):
             "engine": engine, "saves_in_flight": saves_in_flight, "deadline_s": deadline_s, "alone": alone,
             "on_event": on_event, "every_step": every_step, "recovery_s": recovery_s,
         })
+        lossy = calls.to_quantize(rules, every_step)
+        options = SaveOptions(budget_bytes, saves_in_flight, on_error, max_unsaved_steps, lossy)
         engine = engine or EngineOptions()
         self._store: Store = LocalStore(place, engine) if isinstance(place, Path) else place
         self.made_at, self._pid, self._turn = caller(), os.getpid(), Turn()
         emit = Teller(on_event, self._store.location)
         self._store_writer = StoreWriter(self._store, keep, emit.removed, emit.left)
-        options = SaveOptions(budget_bytes, saves_in_flight, on_error, max_unsaved_steps)
         # Last: it makes this Checkpointer known to the other ranks.
         self._group = RankGroup(deadline_s, self._store.location, self._turn, alone=alone)
         self._turn.on_interrupt = self._group.agreement.leave_call
-        emit.quiet = self._group.rank > 0
-        self._end = Ending(self.close)
+        emit.quiet, self._end = self._group.rank > 0, Ending(self.close)
         frozen = Frozen(first_samples)
         shared = Shared(self._store, engine, self._group, self._turn, emit, frozen, LoadOutcome())
         self._loads, self._saves = Loads(shared), Saves(shared, options, self._store_writer, self, self._end)

@@ -28,7 +28,7 @@ class Rename:
     target: str
 
     def __post_init__(self) -> None:
-        _check_text("Rename", source=self.source, target=self.target)
+        check_text("Rename", source=self.source, target=self.target)
         check_placeholders("Rename", self.source, self.target)
 
     def apply(self, name: str) -> str:
@@ -60,7 +60,7 @@ class Skip:
     pattern: str
 
     def __post_init__(self) -> None:
-        _check_text(type(self).__name__, pattern=self.pattern)
+        check_text(type(self).__name__, pattern=self.pattern)
 
     def allows(self, name: str) -> bool:
         return fnmatchcase(name, self.pattern)
@@ -73,7 +73,7 @@ class Init:
     pattern: str
 
     def __post_init__(self) -> None:
-        _check_text(type(self).__name__, pattern=self.pattern)
+        check_text(type(self).__name__, pattern=self.pattern)
 
     def allows(self, name: str) -> bool:
         return fnmatchcase(name, self.pattern)
@@ -86,13 +86,13 @@ class Cast:
     pattern: str
 
     def __post_init__(self) -> None:
-        _check_text(type(self).__name__, pattern=self.pattern)
+        check_text(type(self).__name__, pattern=self.pattern)
 
     def allows(self, name: str) -> bool:
         return fnmatchcase(name, self.pattern)
 
 
-def _check_text(rule: str, **texts: object) -> None:
+def check_text(rule: str, **texts: object) -> None:
     """Raise ArgumentError for a pattern that is not text: it would match nothing, and the rule would do nothing."""
     for name, text in texts.items():
         if not isinstance(text, str) or not text:

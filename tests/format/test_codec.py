@@ -2,19 +2,20 @@
 
 import numpy as np
 
-from flowstone.format.codec import CODECS, FEATURES, PLANES, RAW, Codec, announced, features_of
+from flowstone.format.codec import CODECS, FEATURES, PLANES, QUANTIZED, RAW, Codec, announced, features_of
 from flowstone.table.chunks import CODEC_RAW
 
 
-def test_raw_needs_no_announcement_and_planes_does() -> None:
-    assert list(CODECS.values()) == [RAW, PLANES]
+def test_raw_needs_no_announcement_and_the_others_do() -> None:
+    assert list(CODECS.values()) == [RAW, PLANES, QUANTIZED]
     assert RAW.id == CODEC_RAW
     assert RAW.feature is None
-    assert {"codec.planes"} == FEATURES
+    assert {"codec.planes", "codec.quantized"} == FEATURES
     assert announced(["delta"]) == {RAW.id}
     assert announced(["delta", "codec.planes"]) == {RAW.id, PLANES.id}
     assert features_of(np.array([0, 0], np.uint8)) == ()
     assert features_of(np.array([0, 1, 0], np.uint8)) == ("codec.planes",)
+    assert features_of(np.array([3, 1, 0], np.uint8)) == ("codec.planes", "codec.quantized")
 
 
 def test_any_other_codec_is_a_critical_feature_by_its_name() -> None:

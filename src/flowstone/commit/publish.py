@@ -13,6 +13,7 @@ from flowstone.commit.durable import sync
 from flowstone.commit.entries import new_temporary_file, saving_directory, step_directory
 from flowstone.commit.manifests import inside, read_marker
 from flowstone.errors import FlowstoneError, StorageError
+from flowstone.format.codec import BLOCK_BOUND, QUANTIZED, RELATIVE_BOUND
 from flowstone.format.digest import chunk_digests
 from flowstone.format.index import Totals
 from flowstone.format.manifest import (
@@ -22,6 +23,7 @@ from flowstone.format.manifest import (
     OBJECTS_NAME,
     FileRow,
     IoRecord,
+    LossyRow,
     Manifest,
     Marker,
     SegmentRow,
@@ -150,12 +152,19 @@ def record(store: Store, draft: Draft, store_id: str, made: Publication) -> Mani
         index=FileRow(INDEX_NAME, len(index), chunk_digests(index)),
         objects=FileRow(OBJECTS_NAME, len(objects), chunk_digests(objects)),
         tensors=totals.tensors, pieces=totals.pieces, data_bytes=totals.data_bytes, io=made.io,
+        lossy=_lossy(made.critical),
     )
     if not draft.is_in_place:
         store.put(inside(draft.directory, MANIFEST_NAME), encode_manifest(manifest))
         # The entries too: a file whose name is not durable can vanish with a power loss.
         sync(store, draft.directory)
     return manifest
+
+
+def _lossy(critical: Sequence[str]) -> tuple[LossyRow, ...] | msgspec.UnsetType:
+    if QUANTIZED.feature not in critical:
+        return msgspec.UNSET
+    return (LossyRow(QUANTIZED.name, RELATIVE_BOUND, BLOCK_BOUND),)
 
 
 def _put_last(store: Store, draft: Draft, manifest: bytes) -> None:

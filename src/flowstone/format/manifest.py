@@ -88,6 +88,14 @@ class IoRecord(msgspec.Struct, frozen=True):
     sampled_because: str | None = None
 
 
+class LossyRow(msgspec.Struct, frozen=True):
+    """A codec by which an element may be off by `relative` of itself, or by `of_block` of the largest of its block."""
+
+    codec: str
+    relative: float
+    of_block: float
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The commit record: a checkpoint exists once this file is in place."""
 
@@ -106,6 +114,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     pieces: int
     data_bytes: int
     io: IoRecord
+    lossy: tuple[LossyRow, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class _Version(msgspec.Struct):
@@ -205,6 +214,9 @@ def _faults_of_words_and_numbers(manifest: Manifest) -> list[str]:
     for name, text in words.items():
         if not _is_shown(text):
             faults.append(f"{name} {text!r:.80} is not a short printable text")
+    lossy = manifest.lossy or ()
+    faults += [f"lossy codec {row.codec!r:.80} is unknown" for row in lossy if f"codec.{row.codec}" not in FEATURES]
+    faults += [f"a bound of {row} is negative" for row in lossy if not (row.relative >= 0 and row.of_block >= 0)]
     if manifest.step > STEP_MAX:
         faults.append(f"step {manifest.step} is above {STEP_MAX}")
     numbers = {name: getattr(manifest, name) for name in ("ranks", "tensors", "pieces", "data_bytes")}

@@ -205,7 +205,7 @@ def _forms(
 ) -> ChunkForms | None:
     """How the chunks are stored, those that are the base's as there; None: all as they are."""
     same = encoded.same
-    new = plan.of_chunks(plan.width > 0) & ~same
+    new = plan.of_chunks(plan.coded) & ~same
     if not encoded.codec[new].any() and (of_base is None or not of_base.codec[same].any()):
         return None
     found = raw_forms(plan.length, digests)

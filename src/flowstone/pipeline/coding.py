@@ -9,6 +9,7 @@ saves, so that a device that others use, or processors that training uses, count
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -17,9 +18,12 @@ from numpy.typing import NDArray
 from flowstone import _native
 from flowstone.config import Compress
 from flowstone.events import Compressed
-from flowstone.plan.write import WritePlan
+from flowstone.format.codec import QUANTIZED_ELEMENTS
+from flowstone.plan.write import Coded, WritePlan
+from flowstone.quantize import Quantize
 from flowstone.store.base import Receipt
 from flowstone.table.chunks import Chunks
+from flowstone.table.dtype import DType
 from flowstone.table.pieces import Pieces
 
 _BEGINS_BELOW, _ENDS_ABOVE = 0.9, 0.97  # of the time without: what encoding has to gain, and what it may lose of that
@@ -79,7 +83,7 @@ def _covered_s(spans: NDArray[np.int64]) -> float:
 
 def compressed(step: int, plan: WritePlan, receipt: Receipt) -> Compressed | None:
     """The event of a save that has encoded some of its pieces."""
-    encoded, coded = receipt.encoded, plan.width > 0
+    encoded, coded = receipt.encoded, plan.coded
     if encoded is None or not coded.any():
         return None
     new = plan.of_chunks(coded) & ~encoded.same
@@ -93,16 +97,30 @@ def _encoding_s(receipt: Receipt) -> float:
 
 
 class Coding:
-    """Chooses the pieces that the next save of a rank encodes. `learn` and `chosen` may be called by any thread."""
+    """Chooses the pieces that the next save of a rank encodes. `learn` and `chosen` may be called by any thread.
 
-    def __init__(self, mode: Compress) -> None:
-        self._mode = mode
+    mode      whether those are encoded that are not quantized
+    quantize  which are quantized
+    """
+
+    def __init__(self, mode: Compress, quantize: Sequence[Quantize] = ()) -> None:
+        self._mode, self._quantize = mode, quantize
         self._is_on = False
         self._coder_s_per_byte = 0.0
         self._found: tuple[Pieces, NDArray[np.float64]] | None = None  # the stored share of each piece, once encoded
 
+    def coded(self, pieces: Pieces) -> Coded:
+        """How each of the pieces is encoded."""
+        planes, block = self.chosen(pieces), ()
+        if self._quantize:
+            tensors = pieces.tensors
+            pairs = zip(tensors.names, tensors.dtypes, strict=True)
+            blocks = np.array([_block(name, dtype, self._quantize) for name, dtype in pairs], np.uint16)
+            block = blocks[pieces.tensor].tolist()
+        return Coded(() if planes is None else planes.tolist(), block)
+
     def chosen(self, pieces: Pieces) -> NDArray[np.bool_] | None:
-        """Which of the pieces are encoded; None: none is."""
+        """Which of the pieces are encoded by planes, unless they are quantized; None: none is."""
         if self._mode == "max":
             return np.ones(len(pieces), np.bool_)
         if self._mode == "off" or not self._is_on:
@@ -129,7 +147,7 @@ class Coding:
             shares = self._learn_shares(plan, receipt, shares)
         elif not self._coder_s_per_byte:
             self._coder_s_per_byte = trial_s_per_byte()
-        worth = plan.slotted & (shares < _WORTH_BELOW)
+        worth = plan.slotted & (plan.block == 0) & (shares < _WORTH_BELOW)
         coded_bytes = int(plan.length[worth].sum())
         saved_bytes = int((plan.length * (1 - shares))[worth].sum())
         gain = costs.gain(coded_bytes, saved_bytes, self._coder_s_per_byte)
@@ -146,6 +164,11 @@ class Coding:
         self._coder_s_per_byte = _encoding_s(receipt) / max(int(plan.length[coded].sum()), 1)
         self._found = plan.pieces, shares
         return shares
+
+
+def _block(name: str, dtype: DType, rules: Sequence[Quantize]) -> int:
+    """The block of the first rule that matches; 0: none does, or the dtype cannot be quantized."""
+    return next((rule.block for rule in rules if rule.matches(name)), 0) if dtype.name in QUANTIZED_ELEMENTS else 0
 
 
 def _first_share(name: str, number_bytes: int) -> float:

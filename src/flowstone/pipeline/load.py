@@ -24,6 +24,7 @@ from flowstone.commit.locations import check_no_checkpoint, check_store, stores_
 from flowstone.commit.manifests import inside
 from flowstone.errors import FlowstoneError, NoCheckpointError, StorageError, is_absence, is_damage
 from flowstone.events import FellBack, Loaded, LoadProgress
+from flowstone.format.codec import QUANTIZED
 from flowstone.format.manifest import Manifest
 from flowstone.format.segment import is_of_rank
 from flowstone.log import log
@@ -41,7 +42,7 @@ from flowstone.stage.bounce import Destinations, choose_destinations, fill_with_
 from flowstone.stage.scatter import Fill, Scattered, raise_damage, scatter, scattered_targets
 from flowstone.state import Restoration
 from flowstone.store.base import Store
-from flowstone.table.chunks import spread
+from flowstone.table.chunks import distinct, spread
 from flowstone.table.pieces import Memory, Pieces
 from flowstone.trace import Spans
 
@@ -366,7 +367,20 @@ def report(loading: Loading, found: Scattered, seconds: float) -> LoadReport:
         renamed=_renamed_pairs(loading.checkpoint.index.rows(), loading.rules, arranged),
         rearranged=() if arranged is None else arranged.arrangement.rearranged(arranged.names),
         notes=tuple(loading.restoration.notes), bytes=found.bytes, seconds=seconds, shared_bytes=found.shared_bytes,
+        lossy=_lossy(loading),
     )
+
+
+def _lossy(loading: Loading) -> tuple[str, ...]:
+    """Stored names of the tensors that the state needs, of which a chunk is quantized."""
+    checkpoint = loading.checkpoint
+    if not checkpoint.manifest.lossy:
+        return ()
+    index, chunks = checkpoint.index, checkpoint.index.chunks
+    pieces = np.repeat(index.pieces.tensor, np.diff(chunks.first))[chunks.codecs() == QUANTIZED.id]
+    skipped = set(loading.matched.skipped)
+    names = (index.tensors.names[at] for at in distinct(pieces).tolist())
+    return tuple(name for name in names if name not in skipped)
 
 
 def _renamed_pairs(

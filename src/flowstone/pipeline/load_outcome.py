@@ -86,6 +86,7 @@ class LoadReport:
     bytes        length of the chunks that this rank has read
     shared_bytes length of the chunks that it took from shared reads on its node, including those that it read itself
     rearranged   name in the state, and the stored tensors that it is made of (Split, Fuse, Stack, ...)
+    lossy        stored names of what was saved with less precision (Quantize); the manifest says how much less
     replay       the steps that were replayed after the checkpoint's, if a journal leads further (every_step)
 
     A chunk that several parts of a rearranged tensor need is read once, and counts for each.
@@ -104,3 +105,4 @@ class LoadReport:
     shared_bytes: int = 0
     rearranged: tuple[tuple[str, tuple[str, ...]], ...] = ()
     replay: Replay | None = None
+    lossy: tuple[str, ...] = ()

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from flowstone.pipeline.base import Base
 from flowstone.pipeline.messages import Assignment
-from flowstone.plan.write import WritePlan, plan_writes
+from flowstone.plan.write import NOT_CODED, WritePlan, plan_writes
 from flowstone.stage.capture import Headers
 from flowstone.state import Described
 from flowstone.table.pieces import Layout, Places
@@ -67,10 +67,10 @@ def plan_save(
     late = [lazy[at] for at in assignment.positions.tolist()] if lazy else ()
     pieces = assignment.pieces()
     rests = None if base is None else base.resting(pieces, assignment)
-    coded = None if coding is None else coding.chosen(pieces)
+    coded = NOT_CODED if coding is None else coding.coded(pieces)
     plan = plan_writes(
         pieces, lazy=late, rank=rank, alone=assignment.is_everything, resting=() if rests is None else rests.tolist(),
-        coded=() if coded is None else coded.tolist(),
+        coded=coded,
     )
     return CachedPlan(layout, waiter, plan, assignment)
 
@@ -87,7 +87,7 @@ def _coded_alike(plan: WritePlan, coding: Coding | None) -> bool:
     if coding is None:
         return True
     coded, before = coding.chosen(plan.pieces), plan.width > 0
-    return not before.any() if coded is None else np.array_equal(coded & plan.slotted, before)
+    return not before.any() if coded is None else np.array_equal(coded & plan.slotted & (plan.block == 0), before)
 
 
 def waiter_of(described: Described, fence: FenceMode) -> Waiter:

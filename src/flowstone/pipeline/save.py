@@ -57,15 +57,16 @@ from flowstone.trace import Span, Spans
 
 if TYPE_CHECKING:
     from flowstone.pipeline.coding import Coding
+    from flowstone.quantize import Quantize
 
 
-def coding_of(options: EngineOptions) -> Coding | None:
+def coding_of(options: EngineOptions, quantize: tuple[Quantize, ...]) -> Coding | None:
     """What chooses the pieces that saves encode; None: none ever is."""
-    if options.compress == "off":
+    if options.compress == "off" and not quantize:
         return None
     from flowstone.pipeline.coding import Coding  # imported here: most processes encode nothing
 
-    return Coding(options.compress)
+    return Coding(options.compress, quantize)
 
 
 class Saves:
@@ -98,7 +99,7 @@ class Saves:
         self.fencing = Fencing(self.captures, shared.turn, shared.emit)
         self._plan: CachedPlan | None = None  # of the last save; replaced by any thread
         self._base: Base | None = None  # of the next save; replaced by the writer's thread
-        self._coding = coding_of(shared.options)
+        self._coding = coding_of(shared.options, options.quantize)
         self._adopted: tuple[int, Base | None] | None = None  # after so many loads, a base that an earlier process made
         self._links = shared.store.capabilities.links
         self.newest_draft = ""  # id of the checkpoint that the last call of `save` was to make

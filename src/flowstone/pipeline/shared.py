@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -13,6 +13,9 @@ from flowstone.runtime.telling import Teller
 from flowstone.runtime.turns import Turn
 from flowstone.state import Frozen
 from flowstone.store.base import Store
+
+if TYPE_CHECKING:
+    from flowstone.quantize import Quantize
 
 
 class Shared(msgspec.Struct, frozen=True):
@@ -40,3 +43,4 @@ class SaveOptions(msgspec.Struct, frozen=True):
     saves_in_flight: int
     on_error: Literal["raise", "continue"]
     max_unsaved_steps: int | None
+    quantize: tuple[Quantize, ...] = ()

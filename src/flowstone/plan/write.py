@@ -64,6 +64,7 @@ class WritePlan(msgspec.Struct, frozen=True, eq=False):
     lazy      whether the piece may be captured after `save` has returned
     rests     whether the base is expected to have most of it
     width     length in bytes of the numbers by which its chunks are encoded; 0: they are not
+    block     elements that share a scale where its chunks are quantized; 0: they are not
     chunk     the number of the piece's first chunk, over the whole plan
     order     rows of all files in file order: number s is the header of segment s, and
               number len(segments) + p is piece p
@@ -79,6 +80,7 @@ class WritePlan(msgspec.Struct, frozen=True, eq=False):
     lazy: NDArray[np.bool_]
     rests: NDArray[np.bool_]
     width: NDArray[np.uint8]
+    block: NDArray[np.uint16]
     chunk: NDArray[np.uint64]
     chunks: int
     order: NDArray[np.int64]
@@ -96,7 +98,12 @@ class WritePlan(msgspec.Struct, frozen=True, eq=False):
     @property
     def apart(self) -> NDArray[np.bool_]:
         """For each piece: whether it is in the segment of chunks."""
-        found: NDArray[np.bool_] = self.rests | (self.width > 0)
+        return self.rests | self.coded
+
+    @property
+    def coded(self) -> NDArray[np.bool_]:
+        """For each piece: whether its chunks may be encoded."""
+        found: NDArray[np.bool_] = (self.width > 0) | (self.block > 0)
         return found
 
     def of_chunks(self, column: NDArray[_Number]) -> NDArray[_Number]:
@@ -108,10 +115,24 @@ class WritePlan(msgspec.Struct, frozen=True, eq=False):
         return sum(segment.bytes for segment in self.segments)
 
 
+class Coded(msgspec.Struct, frozen=True, eq=False):
+    """How the chunks of pieces are encoded; each column is parallel to them, and empty if none is encoded so.
+
+    planes  whether by planes, which loses nothing
+    block   elements that share a scale where they are quantized; 0: they are not
+    """
+
+    planes: Sequence[bool] = ()
+    block: Sequence[int] = ()
+
+
+NOT_CODED = Coded()
+
+
 def plan_writes(
     pieces: Sequence[Piece], *, lazy: Sequence[bool] = (), rank: int = 0,
     alone: bool = True, header_bytes_max: int = HEADER_BYTES_MAX, resting: Sequence[bool] = (),
-    coded: Sequence[bool] = (),
+    coded: Coded = NOT_CODED,
 ) -> WritePlan:
     """Lay out `pieces` in as few segments as headers of `header_bytes_max` allow.
 
@@ -119,8 +140,7 @@ def plan_writes(
              capture touches few windows. Packed pieces are never lazy. Empty: none
     resting  parallel to `pieces`: of which the base is expected to have most chunks. They have the last segment to
              themselves. Packed pieces never rest. Empty: none
-    coded    parallel to `pieces`: whose chunks may be encoded. They are in that segment, too. Packed pieces never are.
-             Empty: none
+    coded    those that may be encoded are in that segment, too. Packed pieces never are
     alone    these are all pieces of their tensors; else other ranks write the rest, and assign_writers has checked it
     raises   CoverageError   a tensor's pieces overlap or leave a hole
              CollisionError  two pieces make the same entry or a reserved one, or differ in the tensor's dtype or shape
@@ -138,8 +158,9 @@ def plan_writes(
     slotted = length >= PACKED_BELOW_BYTES
     late = slotted & np.array(lazy, np.bool_) if len(lazy) else np.zeros(len(pieces), np.bool_)
     rests = slotted & np.array(resting, np.bool_) if len(resting) else np.zeros(len(pieces), np.bool_)
-    width = _widths(pieces, slotted & np.array(coded, np.bool_)) if len(coded) else np.zeros(len(pieces), np.uint8)
-    apart = rests | (width > 0)
+    block = np.where(slotted, np.array(coded.block or [0], np.uint16), 0).astype(np.uint16)
+    width = _widths(pieces, slotted & (block == 0) & np.array(coded.planes or [False], np.bool_))
+    apart = rests | (width > 0) | (block > 0)
     segment = np.zeros(len(pieces), np.uint32)
     slot = np.zeros(len(pieces), np.uint64)
     segments = []
@@ -164,8 +185,8 @@ def plan_writes(
     chunk = first_chunks(length)
     return WritePlan(
         pieces=pieces, segments=tuple(segments), text=text, segment=segment, slot=slot, length=length,
-        slotted=slotted, lazy=late, rests=rests, width=width, chunk=chunk[:-1].astype(np.uint64), chunks=int(chunk[-1]),
-        order=_row_order(segments),
+        slotted=slotted, lazy=late, rests=rests, width=width, block=block,
+        chunk=chunk[:-1].astype(np.uint64), chunks=int(chunk[-1]), order=_row_order(segments),
     )
 
 

@@ -141,7 +141,7 @@ def start_capture(
         lazy=column(np.full(count, plan.lazy.any()), plan.lazy, np.bool_),
         device=column(np.full(count, -1), device, np.int32), devices=[stream.native for stream in streams],
         samples=samples, seed=column(np.zeros(count), seeds, np.uint64),
-        encoder=encoder_of(target.base, plan.of_chunks(plan.width) if plan.width.any() else plan.width),
+        encoder=encoder_of(target.base, plan),
         encoded_from=sum(not segment.chunks for segment in plan.segments),
     )
     for stream in streams:

@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowstone import _native
+from flowstone.format.codec import QUANTIZED_ELEMENTS
+from flowstone.plan.write import WritePlan
 
 
 class BaseChunks(msgspec.Struct, frozen=True, eq=False):
@@ -28,14 +30,18 @@ class BaseChunks(msgspec.Struct, frozen=True, eq=False):
     codec: NDArray[np.uint8] | None = None
 
 
-def encoder_of(base: BaseChunks | None, width: NDArray[np.uint8]) -> _native.Encoder:
-    """The encoder that leaves out what the base has, and codes the chunks that have a width where that pays.
-
-    width  for each chunk of the plan: see WritePlan.width
-    """
-    if width.any():
+def encoder_of(base: BaseChunks | None, plan: WritePlan) -> _native.Encoder:
+    """The encoder that leaves out what the base has, and codes the chunks of a plan that may be where that pays."""
+    if plan.coded.any():
         found = base or BaseChunks(np.zeros(0, np.uint64), np.zeros(0, np.bool_))
-        return _native.planes_encoder(width, found.digest, found.known, found.codec)
+        width = plan.of_chunks(plan.width)
+        if not plan.block.any():
+            return _native.planes_encoder(width, found.digest, found.known, found.codec)
+        element = np.array([QUANTIZED_ELEMENTS.get(dtype.name, 0) for dtype in plan.pieces.tensors.dtypes], np.uint8)
+        return _native.quantizing_encoder(
+            plan.of_chunks(element[plan.pieces.tensor]), plan.of_chunks(plan.block), width,
+            found.digest, found.known, found.codec,
+        )
     if base is not None:
         return _native.delta_encoder(base.digest, base.known, base.codec)
     return _native.identity_encoder()

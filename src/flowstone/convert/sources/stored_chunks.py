@@ -47,7 +47,7 @@ class ChunkData:
             stored = file.read(int(self._stored[chunk]))
         if len(stored) == self._stored[chunk] and _native.xxh3_64(stored) == int(self._chunks.digest[chunk]):
             raw = self._codec[chunk] == CODEC_RAW
-            data = stored if raw else _native.decode_planes(stored, int(self._bytes[chunk]))
+            data = stored if raw else _native.decode_chunk(int(self._codec[chunk]), stored, int(self._bytes[chunk]))
             if data is not None:
                 return data
         index, piece = self._checkpoint.index, int(self._piece[chunk])

@@ -1,0 +1,16 @@
+// Decoding, by codec. docs/FORMAT.md (Codecs) has the stored forms.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace flowstone {
+
+/// Whether stored chunks may have that codec; codec_raw, too.
+bool is_known_codec(std::uint8_t codec);
+
+/// Decode a chunk to exactly `bytes` of `data`. False: no encoder has written this, and `data` is undefined. `room` has
+/// `bytes`, too. Any stored bytes are safe.
+bool decode_chunk(std::uint8_t codec, const std::byte* stored, std::size_t length, std::byte* data, std::size_t bytes, std::byte* room);
+
+}  // namespace flowstone

@@ -10,7 +10,7 @@ import numpy as np
 import plain_reader
 import pytest
 import torch
-from golden import make, make_planes, make_provided
+from golden import make, make_delta, make_planes, make_provided
 from strategies import assert_same, raw_bytes
 
 import flowstone as fs
@@ -181,3 +181,41 @@ def test_the_golden_checkpoint_with_planes_is_read_and_written_again_alike(tmp_p
         again = checkpointer.save(make.STEP, wanted).committed.result()
         checkpointer.load(into)
     assert again.index.chunks.digest.tolist() == checkpoint.index.chunks.digest.tolist(), "the same stored bytes"
+
+
+DELTA = GOLDEN / "delta-1"
+
+
+def test_a_delta_loads_bit_for_bit() -> None:
+    before = tree_digest(DELTA)
+    assert fs.open(DELTA).verify().extra == ()
+    assert fs.open(DELTA).manifest.critical == ("delta",)
+    expected = make_delta.state(make_delta.STEP)
+    found = make_delta.state(99)
+    found["m"]["rests"].fill_(0)
+    with fs.Checkpointer(DELTA) as checkpointer:
+        checkpointer.load(found)
+    assert found["step"] == make_delta.STEP
+    for name, value in expected["m"].items():
+        assert_same(found["m"][name], value, name)
+    assert tree_digest(DELTA) == before, "a load wrote into the store"
+
+
+def test_plain_reader_reads_a_delta() -> None:
+    tensors, objects, _ = plain_reader.read(DELTA / f"step-{make_delta.STEP:08d}")
+    assert objects["step"] == make_delta.STEP
+    expected = make_delta.state(make_delta.STEP)["m"]
+    assert set(tensors) == {f"m.{name}" for name in expected}
+    for name, value in expected.items():
+        assert tensors[f"m.{name}"].tobytes() == raw_bytes(value).tobytes(), name
+
+
+def test_the_golden_delta_is_stored_in_all_the_ways_that_there_are() -> None:
+    """In a segment of its own, in one of chunks, and in a file of an earlier save; one tensor in two of these."""
+    checkpoint = fs.open(DELTA)
+    homes = [row.home is None for row in checkpoint.manifest.segments]
+    chunks = checkpoint.index.chunks
+    assert chunks.stored is not None
+    assert set(chunks.stored.segment.tolist()) == {0, 1, 2}
+    assert sorted(homes) == [False, True, True]
+    assert (chunks.extents()[0] == -1).any()

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = "performance"  # beside the page
-PAGES = ("rivals", "ranks", "dcp", "training", "watching", "tracing", "in-place", "codecs", "deltas", "scale", "pairs")
+PAGES = ("rivals", "ranks", "dcp", "training", "watching", "tracing", "in-place", "codecs", "deltas", "every-step",
+         "quantized", "scale", "pairs")
 _GOAL = re.compile(r"^- (pass|miss)  (.+): ([^:]+), goal (.+)$", re.MULTILINE)
 _COMMAND = re.compile(r"^`([^`]+)`, (\d{4}-\d\d-\d\d)$", re.MULTILINE)
 
-# The questions of somebody who has to choose, each answered by the goal of a page that begins with these words.
+# The questions that a choice depends on, each answered by the goal of a page that begins with these words.
 QUESTIONS = (
     ("Durable saves, of the rate at which fio writes", "rivals", "durable save, later saves, of fio's write rate"),
     ("... the first of a process", "rivals", "durable save, first save of a process, of fio's write rate"),

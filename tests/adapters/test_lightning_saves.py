@@ -241,7 +241,7 @@ def test_a_save_at_once_after_a_lost_one_leaves_nothing(
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
     try:
-        saves._thread.submit(gate.wait)  # so that the first is under way until the next one waits for it
+        saves._background._thread.submit(gate.wait)  # so that the first is under way until the next one waits for it
         monkeypatch.setattr(saves, "wait", lambda: (gate.set(), wait()))
         save(saves, tmp_path / "x-1", {"w": torch.zeros(10_000)})
         with pytest.raises(fs.SaveFailedError, match="x-1 failed"):

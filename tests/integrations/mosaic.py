@@ -17,6 +17,8 @@ def streaming() -> Any:
         import streaming
 
         return streaming
+    from transformers import BatchEncoding, BatchFeature  # noqa: F401  # streaming's, which look for a real torchvision
+
     given: dict[str, Any] = {name: ModuleType(name) for name in _OF_IMAGES}
     given["torchvision.datasets"].VisionDataset = object
     given["torchvision.transforms.functional"].to_tensor = None

@@ -58,6 +58,7 @@ class Run:
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.state = {"model": self.model, "optimizer": optimizer, "early": torch.randn(early_mib * MIB // 4)}
         self.save(1).committed.result()
+        self.checkpointer.finish_saves(self.store.location)  # retention lists directories after the commit
         self.open_files = descriptors()
 
     def save(self, step: int) -> fs.Save:

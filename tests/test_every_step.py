@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -81,13 +82,19 @@ def test_a_job_goes_on_in_the_journal_of_the_job_before(tmp_path: Path) -> None:
     assert same(bits(again), bits(training))
 
 
-def test_each_step_loads_by_its_number(tmp_path: Path) -> None:
+def six_steps(place: Path) -> dict[int, Mapping[str, object]]:
+    """Six steps of a training, each saved; all of it after each of them."""
     training, at = Training(), {}
-    with fs.Checkpointer(tmp_path, every_step=True) as checkpointer:
+    with fs.Checkpointer(place, every_step=True) as checkpointer:
         for step in range(1, 7):
             training.learn(step)
             checkpointer.save(step, training.state(step))
             at[step] = bits(training)
+    return at
+
+
+def test_each_step_loads_by_its_number(tmp_path: Path) -> None:
+    at = six_steps(tmp_path)
     for step, expected in at.items():
         again, report = loaded(tmp_path, {}, step=step)
         assert report.step == step
@@ -254,12 +261,7 @@ def test_a_torn_tail_is_cut_to_the_newest_whole_step(tmp_path: Path) -> None:
 
 
 def test_damage_in_the_middle_raises_and_a_fallback_ends_before_it(tmp_path: Path) -> None:
-    training, at = Training(), {}
-    with fs.Checkpointer(tmp_path, every_step=True) as checkpointer:
-        for step in range(1, 7):
-            training.learn(step)
-            checkpointer.save(step, training.state(step))
-            at[step] = bits(training)
+    at = six_steps(tmp_path)
     (journal,) = journals.listed(LocalStore(tmp_path))
     place = journals.frames(LocalStore(tmp_path), journal, 0)[2]  # of step 4
     with _file(tmp_path).open("r+b") as file:

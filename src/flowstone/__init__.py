@@ -101,6 +101,7 @@ if TYPE_CHECKING:
         register_provider,
         rng,
     )
+    from flowstone.state.compressed import CompressedBucket, CompressedGradients
     from flowstone.table.box import Box
     from flowstone.trace import Span, Trace
 
@@ -108,6 +109,8 @@ _LATER = {
     "Box": "flowstone.table.box",
     "Checkpoint": "flowstone.checkpoint",
     "Checkpointer": "flowstone.checkpointer",
+    "CompressedBucket": "flowstone.state.compressed",
+    "CompressedGradients": "flowstone.state.compressed",
     "DiffReport": "flowstone.convert.diff",
     "ExportReport": "flowstone.convert.export",
     "Explanation": "flowstone.pipeline.explain",
@@ -183,6 +186,8 @@ __all__ = [
     "CollisionError",
     "Committed",
     "Compressed",
+    "CompressedBucket",
+    "CompressedGradients",
     "CoverageError",
     "DamagedError",
     "DiffReport",

@@ -170,11 +170,15 @@ class LeftAlone:
 
 @dataclass(frozen=True, slots=True)
 class Journaled:
-    """This step is durable: the journal has what replays it (`every_step`)."""
+    """This step is durable: the journal has what replays it (`every_step`).
+
+    uncompressed  why gradients were logged as they are, though training exchanges them compressed; "" if none were
+    """
 
     step: int
     bytes: int
     seconds: float  # since `save` was called
+    uncompressed: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,73 @@ FORGERIES: dict[str, tuple[int, Forge]] = {
     "has values that do not fit": (4, lambda row: row.update(values={"model.weight": 1})),
     "has fields of other types": (2, lambda row: row.update(acts={})),
 }
+
+
+class Halves:
+    """Gradients are exchanged in half the precision: for a journal of compressed gradients."""
+
+    kind, exact = "halves.1", True
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._parameters, self._buckets = list(model.parameters()), list[fs.CompressedBucket]()
+
+    def exchange(self) -> None:
+        flat = torch.cat([one.grad.view(-1) for one in self._parameters if one.grad is not None]).half()
+        offsets, self._buckets = [0, self._parameters[0].numel()], []
+        for one, begin in zip(self._parameters, offsets, strict=True):
+            one.grad = flat[begin : begin + one.numel()].float().view_as(one)
+        self._buckets = [fs.CompressedBucket(self._parameters, offsets, len(flat), {"half": flat})]
+
+    def compressed(self) -> Sequence[fs.CompressedBucket]:
+        return self._buckets
+
+    def decompress(self, tensors: Mapping[str, torch.Tensor], length: int) -> torch.Tensor:
+        return tensors["half"].float()
+
+    def replayed(self, bucket: fs.CompressedBucket) -> None: ...
+
+    def state_dict(self) -> dict[str, object]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, object], /) -> None: ...
+
+
+def bucket_of(row: dict[str, Any]) -> dict[str, Any]:
+    (found,) = row["acts"][0]["compressed"]
+    assert isinstance(found, dict)
+    return found
+
+
+BUCKETS: dict[str, Forge] = {
+    "is of no source": lambda row: bucket_of(row).update(source=3),
+    "is longer than its tensors": lambda row: bucket_of(row).update(length=bucket_of(row)["length"] - 1),
+    "is longer than all parameters": lambda row: bucket_of(row).update(length=1 << 60),
+    "is of no parameter": lambda row: bucket_of(row).update(parameters=[[9, 0]]),
+    "has no parameter": lambda row: bucket_of(row).update(parameters=[]),
+    "has a gradient behind its end": lambda row: bucket_of(row).update(parameters=[[0, 0], [1, 1 << 40]]),
+    "has a negative offset": lambda row: bucket_of(row).update(parameters=[[0, 0], [1, -4]]),
+    "has a tensor that is not there": lambda row: bucket_of(row).update(tensors={"half": 77}),
+    "lacks its tensor": lambda row: bucket_of(row).update(tensors={}),
+    "has another scale": lambda row: bucket_of(row).update(scale=0.5),
+}
+
+
+@pytest.mark.parametrize("change", BUCKETS.values(), ids=BUCKETS.keys())
+def test_a_forged_bucket_ends_with_an_error(tmp_path: Path, change: Forge) -> None:
+    training = Training()
+    halves = Halves(training.model)
+    with fs.Checkpointer(tmp_path, every_step=True) as checkpointer:
+        for step in range(1, 4):
+            training.optimizer.zero_grad()
+            training.model(torch.randn(2, 160)).square().mean().backward()
+            halves.exchange()
+            training.optimizer.step()
+            checkpointer.save(step, {**training.state(), "gradients": halves})
+    (path,) = tmp_path.glob("journal-*/rank-00000.journal")
+    forge(path, 1, change)
+    again = Training()
+    with pytest.raises(fs.FlowstoneError), fs.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.load({**again.state(), "gradients": Halves(again.model)})
 
 
 def forge(path: Path, number: int, change: Forge) -> None:

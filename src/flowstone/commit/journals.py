@@ -278,7 +278,8 @@ def _begin_empty(store: Store, chain: Chain, inner: Chain) -> None:
     )
     directory = journal_directory(opening.after, opening.id)
     store.make_directory(directory)
-    store.put(inside(directory, journal_file(0)), encode_head(OPENING, 0, opening.after, opening.id, opening, 0))
+    head = encode_head(OPENING, 0, opening.after, opening.id, opening, 0, opening.version)
+    store.put(inside(directory, journal_file(0)), head)
     sync(store, directory)
 
 

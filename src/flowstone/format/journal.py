@@ -20,7 +20,7 @@ from flowstone.errors import DamagedError, UnsupportedFormatError
 from flowstone.table.dtype import DTYPES
 
 MAGIC = b"FLOWJRNL"
-VERSION = 1
+VERSION = 2  # the first one without compressed gradients is 1, and journals that have none say so
 OPENING, STEP = 1, 2
 DOCUMENT_BYTES_MAX = 64 << 20
 PREFIX_BYTES = 72
@@ -36,6 +36,17 @@ class OptimizerRow(msgspec.Struct, frozen=True):
     groups: tuple[tuple[str, ...], ...]
 
 
+class SourceRow(msgspec.Struct, frozen=True):
+    """What decompresses gradients: a section of the state, and the kind of source that it has to be.
+
+    exact  whether the section's own tensors follow from the journal too
+    """
+
+    section: str
+    kind: str
+    exact: bool
+
+
 class Opening(msgspec.Struct, frozen=True, kw_only=True):
     """The first frame of a journal.
 
@@ -49,6 +60,7 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
     optimizers  in the order in which acts number them
     proven      tensors that a replay must reproduce, in the order of the fingerprints
     windows     into how many windows they are divided; one is fingerprinted with each step
+    sources     of compressed gradients; only in journals of version 2
     """
 
     id: str
@@ -67,6 +79,12 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
     optimizers: tuple[OptimizerRow, ...]
     proven: tuple[str, ...]
     windows: int
+    sources: tuple[SourceRow, ...] = ()
+
+    @property
+    def version(self) -> int:
+        """The version that all frames of the journal have: the least that a reader must know."""
+        return 2 if self.sources else 1
 
 
 class TensorRow(msgspec.Struct, frozen=True):
@@ -85,6 +103,23 @@ class TensorRow(msgspec.Struct, frozen=True):
     digest: str
 
 
+class CompressedRow(msgspec.Struct, frozen=True):
+    """Gradients that a source decompresses.
+
+    source      position in the opening's `sources`
+    tensors     name -> position in the frame: what it decompresses
+    length      of the result, in elements
+    parameters  (position among all of the optimizer, where its gradient begins in the result, in elements)
+    scale       what the result is multiplied by; None: by nothing
+    """
+
+    source: int
+    tensors: dict[str, int]
+    length: int
+    parameters: tuple[tuple[int, int], ...]
+    scale: float | None = None
+
+
 class ActRow(msgspec.Struct, frozen=True):
     """One step of one optimizer.
 
@@ -92,6 +127,7 @@ class ActRow(msgspec.Struct, frozen=True):
     gradients   (parameter, tensor): the parameter's position among all of the optimizer, and the tensor's in the frame
     generator   position of the state of torch's generator before the step, if the step drew from it
     grad_scale  and `found_inf`: what a GradScaler gave to a fused optimizer
+    compressed  gradients that are not in `gradients`, but decompressed
     """
 
     optimizer: int
@@ -100,6 +136,7 @@ class ActRow(msgspec.Struct, frozen=True):
     generator: int | None = None
     grad_scale: float | None = None
     found_inf: float | None = None
+    compressed: tuple[CompressedRow, ...] = ()
 
 
 class StepRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,12 +204,14 @@ def lay_out(lengths: Sequence[int], phases: Sequence[int]) -> tuple[list[int], i
     return offsets, end
 
 
-def encode_head(kind: int, number: int, step: int, journal: str, row: Opening | StepRow, payload_bytes: int) -> bytes:
-    """Prefix and document of a frame, padded to blocks: all that comes before its payload."""
+def encode_head(
+    kind: int, number: int, step: int, journal: str, row: Opening | StepRow, payload_bytes: int, version: int = 1
+) -> bytes:
+    """Prefix and document of a frame, padded to blocks: all that comes before its payload. `version`: the journal's."""
     document = msgspec.json.encode(row)
     head_bytes = _blocks(PREFIX_BYTES + len(document))
     numbers = (
-        MAGIC, VERSION, kind, number, step, int(journal, 16), len(document), head_bytes + payload_bytes,
+        MAGIC, version, kind, number, step, int(journal, 16), len(document), head_bytes + payload_bytes,
         _native.xxh3_64(document),
     )
     prefix = _PREFIX.pack(*numbers, 0)[:-8]
@@ -236,9 +275,12 @@ def _fault(row: Opening | StepRow, frame: Frame) -> str:
     used = [at for act in row.acts for _, at in act.gradients]
     used += [act.generator for act in row.acts if act.generator is not None]
     used += [*row.values.values(), *row.replicated.values(), *row.per_rank.values()]
+    compressed = [one for act in row.acts for one in act.compressed]
+    used += [at for one in compressed for at in one.tensors.values()]
     if any(not 0 <= at < len(row.tensors) for at in used):
         return "it refers to a tensor that it does not have"
     numbers = [act.optimizer for act in row.acts] + [at for act in row.acts for at, _ in act.gradients]
+    numbers += [number for one in compressed for number in (one.source, one.length, *itertools.chain(*one.parameters))]
     if any(not 0 <= number <= _NUMBER_MAX for number in numbers) or (row.window or 0) < 0:
         return "it has a negative number"
     return ""

@@ -26,6 +26,7 @@ from flowstone.commit.read import encode_sections
 from flowstone.config import JOURNAL_RATE_BYTES_PER_S, JOURNAL_VALUE_BYTES_MAX, JOURNAL_WINDOWS
 from flowstone.errors import ArgumentError, StepExistsError
 from flowstone.events import NotJournaled
+from flowstone.format.journal import SourceRow
 from flowstone.pipeline.futures import ExpeditingFuture, Save
 from flowstone.pipeline.in_flight import InFlight
 from flowstone.pipeline.journaling import Journaling, Kept, Lineage
@@ -39,6 +40,7 @@ from flowstone.runtime.ending import without_frames
 from flowstone.stage.journal_frames import Source, StepContent, bytes_at, window_of
 from flowstone.stage.optimizer_steps import Act, StepRecorder
 from flowstone.state import Described, describe
+from flowstone.state.compressed import CompressedGradients, is_of, sources_of
 from flowstone.state.stepped import environment, explained_addresses, optimizer_rows, replayable
 from flowstone.table.pieces import Layout
 from flowstone.trace import Spans
@@ -52,6 +54,7 @@ class _Known(msgspec.Struct):
     others    positions of the pieces that they do not explain, and may change
     digests   of these, and of sections, as they were last written
     options   of each optimizer, as they were last written
+    sources   of compressed gradients, by section
     """
 
     layout: Layout
@@ -59,6 +62,12 @@ class _Known(msgspec.Struct):
     others: NDArray[np.int64]
     digests: dict[str, int]
     options: dict[int, tuple[msgspec.Raw, ...]]
+    sources: dict[str, CompressedGradients]
+
+    @property
+    def unlogged(self) -> tuple[str, ...]:
+        """Sections whose tensors and objects no step has: they do not follow from compressed gradients."""
+        return tuple(section for section, source in self.sources.items() if not source.exact)
 
 
 class EveryStep:
@@ -106,7 +115,7 @@ class EveryStep:
             described = None if self._lineage is None else self._describe(state)
             content = None
             if described is not None:
-                content, why = self._content(step, acts, why, described)
+                content, why = self._content(step, acts, why or self._other_sources(state), described)
             if content is None:
                 return self._save_whole(step, state, fence, spans, why)
             return self._journal(content, state, fence, spans, began)
@@ -129,7 +138,7 @@ class EveryStep:
         self._journaling.add(save, content, partial(self._end_step, save, self._root), began)
         self._records.add(save)
         self._replay_s += sum(act.seconds for act in content.acts)
-        self._replay_bytes += sum(one.tensor.nbytes for act in content.acts for one in act.gradients)
+        self._replay_bytes += sum(act.gradient_bytes for act in content.acts)
         self._lineage = Lineage(step, None, lineage.journal)
         if self._recovery_estimate_s() > self._recovery_s and (self._whole is None or self._whole.committed.done()):
             return self._begin_whole(step, state, fence, spans)
@@ -201,7 +210,7 @@ class EveryStep:
         why = why or cannot or self._journaling.broken
         if not why and described.layout is not known.layout and described.layout != known.layout:
             why = "the tensors of the state have changed"
-        if not why and not self._recorder.watch(optimizers):
+        if not why and not self._recorder.watch(optimizers, tuple(known.sources.values())):
             why = "the optimizers of the state have changed"
         if why:
             return None, why
@@ -223,6 +232,15 @@ class EveryStep:
             step, acts, repeats, values, self._changed_sections(known, replicated),
             self._changed_sections(known, per_rank), window,
         ), ""
+
+    def _other_sources(self, state: Mapping[str, object]) -> str:
+        known = self._known
+        assert known is not None, "a lineage is known with its state"
+        if not known.sources and not sources_of(state):
+            return ""
+        same = {section: id(one) for section, one in sources_of(state).items()}
+        changed = same != {section: id(one) for section, one in known.sources.items()}
+        return "what decompresses gradients has changed" if changed else ""
 
     def _changed_values(self, described: Described, known: _Known) -> tuple[dict[str, Source], str]:
         """Copies of what no optimizer explains, and has changed; and why that cannot be logged."""
@@ -246,6 +264,8 @@ class EveryStep:
     def _changed_sections(self, known: _Known, texts: Mapping[str, bytes]) -> dict[str, bytes]:
         changed = {}
         for section, text in texts.items():
+            if section in known.unlogged:
+                continue
             digest, name = xxh3_64(text), f"{section}\0"
             if known.digests.get(name) != digest:
                 known.digests[name] = digest
@@ -259,18 +279,23 @@ class EveryStep:
         if cannot:
             self._lineage = self._known = None
             return
-        self._recorder.watch(optimizers)
+        sources = sources_of(state)
+        self._recorder.watch(optimizers, tuple(sources.values()))
         self._recorder.reset()
         layout, places = described.layout, described.places
         own = np.array(sorted(explained_addresses(optimizers)), np.uint64)
         explained = np.isin(places.address, own)
         apart = np.zeros(len(places.address), np.bool_)
         apart[list(places.apart)] = True
-        others = np.flatnonzero(~explained & ~np.array(layout.lazy, np.bool_))
+        unlogged = [section for section, source in sources.items() if not source.exact]
+        logged = np.ones(len(places.address), np.bool_)
+        if unlogged:
+            logged = np.array([not is_of(name, unlogged) for name in layout.pieces.names], np.bool_)
+        others = np.flatnonzero(~explained & logged & ~np.array(layout.lazy, np.bool_))
         if apart[others].any():
             self._lineage = self._known = None  # what is on a device, or strided, is not compared here
             return
-        known = _Known(layout, np.flatnonzero(explained & ~apart), others, {}, {})
+        known = _Known(layout, np.flatnonzero(explained & ~apart), others, {}, {}, sources)
         for at, length in zip(others.tolist(), layout.pieces.lengths()[others].tolist(), strict=True):
             view = bytes_at(int(places.address[at]), length) if length else memoryview(b"")
             known.digests[layout.pieces.names[at]] = xxh3_64(view)
@@ -281,7 +306,8 @@ class EveryStep:
     def _kept(self, state: Mapping[str, object], known: _Known) -> Kept:
         optimizers, _ = replayable(self._describe(state).optimizers, ())
         rows, _ = optimizer_rows(state, optimizers, self._group.rank)
-        return Kept(rows, tuple(known.layout.pieces.names[at] for at in known.proven.tolist()), environment())
+        sources = tuple(SourceRow(section, one.kind, one.exact) for section, one in known.sources.items())
+        return Kept(rows, tuple(known.layout.pieces.names[at] for at in known.proven.tolist()), environment(), sources)
 
     def _recovery_estimate_s(self) -> float:
         """How long a load would take now: read the checkpoint, then read and replay the journal, side by side."""

@@ -23,7 +23,7 @@ from flowstone.commit.manifests import inside
 from flowstone.config import JOURNAL_AHEAD_BYTES, JOURNAL_WINDOWS
 from flowstone.errors import StateChangedError, StorageError
 from flowstone.events import Journaled, SaveFailed
-from flowstone.format.journal import OPENING, Opening, OptimizerRow, encode_head
+from flowstone.format.journal import OPENING, Opening, OptimizerRow, SourceRow, encode_head
 from flowstone.pipeline.futures import Save
 from flowstone.pipeline.shared import Shared
 from flowstone.runtime.threads import start
@@ -51,6 +51,7 @@ class Kept(msgspec.Struct, frozen=True):
     optimizers: tuple[OptimizerRow, ...]
     proven: tuple[str, ...]
     environment: Environment
+    sources: tuple[SourceRow, ...] = ()
 
 
 class _File(msgspec.Struct):
@@ -88,10 +89,10 @@ class Journaling:
             rank=self._group.rank, ranks=self._group.size, exactness="exact", torch=kept.environment.torch,
             processor=kept.environment.processor, threads=kept.environment.threads,
             writer=f"flowstone {__version__}", created=datetime.now(UTC).isoformat(timespec="seconds"),
-            optimizers=kept.optimizers, proven=kept.proven, windows=JOURNAL_WINDOWS,
+            optimizers=kept.optimizers, proven=kept.proven, windows=JOURNAL_WINDOWS, sources=kept.sources,
         )
         self._end_file()
-        self._file = _File(opening, FrameMaker(identity))
+        self._file = _File(opening, FrameMaker(identity, opening.version))
         self.broken = ""
         return identity
 
@@ -145,7 +146,7 @@ class Journaling:
         save.captured.tell()
         pending.open()
         self._emit(
-            Journaled(content.step, length, monotonic() - began) if failure is None
+            Journaled(content.step, length, monotonic() - began, content.uncompressed) if failure is None
             else SaveFailed(content.step, str(failure))
         )
         end(failure)
@@ -158,7 +159,7 @@ class Journaling:
 
         def confirm() -> None:
             """The head, which makes it a frame, is written only if what it tells of has not changed meanwhile."""
-            if not all(one.is_unchanged for act in content.acts for one in act.gradients):
+            if not all(act.is_unchanged for act in content.acts):
                 raise StateChangedError(
                     f"a gradient changed before it was written: step {content.step} cannot be replayed",
                     path=journal_directory(file.opening.after, file.opening.id), offset=0, length=length,
@@ -189,7 +190,7 @@ def _create(store: Store, opening: Opening) -> Appending:
         if error.errno != errno.EEXIST or opening.ranks == 1:
             raise
     appending = cast("Appends", store).append_to_new(inside(directory, journal_file(opening.rank)))
-    head = encode_head(OPENING, 0, opening.after, opening.id, opening, 0)
+    head = encode_head(OPENING, 0, opening.after, opening.id, opening, 0, opening.version)
     appending.append(_aligned(head), ahead_bytes=0)
     appending.sync()
     sync(store, directory)

@@ -61,6 +61,8 @@ class Replay:
                the optimizers once in eight steps. "tolerance": torch or the processor differ from those of the steps,
                and `differs_from` is the first step of which a fingerprint differs, None if none does
     reason     why not all were replayed, "" if all were
+    approximate  sections that are near to what they were, and not the same: residuals of compressed gradients, whatever
+               `exactness` says of all else
     """
 
     base: int
@@ -71,6 +73,7 @@ class Replay:
     reason: str
     seconds: float
     bytes: int
+    approximate: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

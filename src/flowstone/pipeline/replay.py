@@ -9,7 +9,7 @@ On `flowstone-replay`     reads the next frame into the other of two buffers, an
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from typing import TYPE_CHECKING, cast
@@ -30,6 +30,7 @@ from flowstone.pipeline.load_outcome import Replay
 from flowstone.stage.journal_frames import bytes_at, window_of
 from flowstone.stage.replayer import Replayer
 from flowstone.state import describe, prepare
+from flowstone.state.compressed import CompressedGradients, is_of, sources_of
 from flowstone.state.stepped import environment, optimizer_rows, replayable
 from flowstone.store.base import Appends, Store
 from flowstone.table.box import Box
@@ -71,24 +72,54 @@ def replay(
             why = "its steps are of other optimizers, or of other parameters"
     if why:
         raise UnfitError(why)
+    sources = _sources(state, chain)
     done = _Done(described, opening)
     replayer, damage = Replayer(optimizers), None
     with replayer.stepping(opening.threads):
         try:
             for one in _frames(store, chain, rank):
+                replayer.sources = sources[one.part.journal.opening.id]
                 replayer.apply(one.row, one.payload, one.path)
                 done.note(one, state, rank)
         except DamagedError as error:
             if not fallback or done.row_begun(error):
                 raise
             damage = error
+    approximate = _approximate(chain)
     if done.steps:
-        _restore_rest(checkpoint, state, done, rank)
+        rest = {section: value for section, value in state.items() if section not in approximate}
+        _restore_rest(checkpoint, rest, done, rank, approximate)
     found = Replay(
         chain.base, done.steps, chain.newest, done.exactness, done.differs_from, "" if damage is None else str(damage),
-        monotonic() - started, done.bytes,
+        monotonic() - started, done.bytes, approximate if done.steps else (),
     )
     return found, damage
+
+
+def _sources(state: Mapping[str, object], chain: Chain) -> dict[str, list[CompressedGradients]]:
+    """What decompresses gradients, for each journal of a chain.
+
+    raises  UnfitError if the state does not have it
+    """
+    here = sources_of(state)
+    found: dict[str, list[CompressedGradients]] = {}
+    for part in chain.parts:
+        opening = part.journal.opening
+        for row in opening.sources:
+            own = here.get(row.section)
+            if own is None or own.kind != row.kind:
+                raise UnfitError(
+                    f"its gradients are compressed ({row.kind}), and '{row.section}' of the state is nothing that "
+                    "decompresses them"
+                )
+        found[opening.id] = [here[row.section] for row in opening.sources]
+    return found
+
+
+def _approximate(chain: Chain) -> tuple[str, ...]:
+    """Sections whose tensors no journal has: `CompressedGradients.replayed` has brought them near to what they were."""
+    rows = [row for part in chain.parts for row in part.journal.opening.sources if not row.exact]
+    return tuple(dict.fromkeys(row.section for row in rows))
 
 
 class _Done:
@@ -200,8 +231,13 @@ def _read_frame(store: Store, part: Part, place: FramePlace, rank: int, buffer: 
     return _Read(part, place, row, payload, shown)
 
 
-def _restore_rest(checkpoint: Checkpoint, state: Mapping[str, object], done: _Done, rank: int) -> None:
-    """Restore all but what the optimizers' steps have made: objects, generators, tensors that no optimizer explains."""
+def _restore_rest(
+    checkpoint: Checkpoint, state: Mapping[str, object], done: _Done, rank: int, left_out: Sequence[str]
+) -> None:
+    """Restore all but what the optimizers' steps have made: objects, generators, tensors that no optimizer explains.
+
+    left_out  sections that `state` has not, and the checkpoint has
+    """
     stored = stored_of(checkpoint, rank)
     try:
         replicated = {name: objects.decode_text(text, name) for name, text in done.replicated.items()}
@@ -211,10 +247,14 @@ def _restore_rest(checkpoint: Checkpoint, state: Mapping[str, object], done: _Do
             f"the objects of step {done.step} are not valid: {error!s:.300}", next="load the checkpoint by its step"
         ) from error
     stored = msgspec.structs.replace(
-        stored, objects={**stored.objects, **replicated}, per_rank={**stored.per_rank, **per_rank}
+        stored,
+        objects={name: one for name, one in {**stored.objects, **replicated}.items() if name not in left_out},
+        per_rank={name: one for name, one in {**stored.per_rank, **per_rank}.items() if name not in left_out},
     )
     restoration = prepare(state, stored, rank=rank)
     for one in restoration.differences:
+        if is_of(one.name, left_out):
+            continue
         raise DamagedError(
             f"'{one.name}' in the journal does not fit the state", expected=one.expected, found=one.found,
             next="load the checkpoint by its step",

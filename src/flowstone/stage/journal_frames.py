@@ -100,14 +100,17 @@ class StepContent(msgspec.Struct, frozen=True, eq=False):
     per_rank: dict[str, bytes]
     window: Window | None
 
-
+    @property
+    def uncompressed(self) -> str:
+        """Why gradients are logged as they are, though they are exchanged compressed; "" if none are."""
+        return next((act.uncompressed for act in self.acts if act.uncompressed), "")
 
 
 class FrameMaker:
     """Makes the frames of one journal. One thread at a time: the scratch buffer is used again."""
 
-    def __init__(self, journal: str) -> None:
-        self._journal, self._scratch = journal, mmap.mmap(-1, 1 << 20)
+    def __init__(self, journal: str, version: int = 1) -> None:
+        self._journal, self._version, self._scratch = journal, version, mmap.mmap(-1, 1 << 20)
 
     def make(self, number: int, content: StepContent, fingerprint: str) -> list[memoryview]:
         """The frame's bytes, in parts whose addresses and lengths are multiples of 4096. Valid until the next call, and
@@ -122,11 +125,19 @@ class FrameMaker:
         def blobs(texts: dict[str, bytes]) -> dict[str, int]:
             return {name: added(Source.of_bytes(text)) for name, text in texts.items()}
 
+        shared: dict[int, int] = {}  # several acts may be of one exchange
+
+        def added_once(tensor: torch.Tensor) -> int:
+            if id(tensor) not in shared:
+                shared[id(tensor)] = added(Source.of(tensor))
+            return shared[id(tensor)]
+
         acts = tuple(
             ActRow(
                 act.optimizer, None if repeats else act.options,
                 tuple([(one.parameter, added(Source.of(one.tensor))) for one in act.gradients]),
                 None if act.generator is None else added(Source.of(act.generator)), act.grad_scale, act.found_inf,
+                tuple([one.row(added_once) for one in act.compressed]),
             )
             for act, repeats in zip(content.acts, content.repeats_options, strict=True)
         )
@@ -143,7 +154,7 @@ class FrameMaker:
             acts=acts, values=values, replicated=replicated, per_rank=per_rank,
             window=None if content.window is None else content.window.number, fingerprint=fingerprint,
         )
-        head = encode_head(STEP, number, content.step, self._journal, row, payload_bytes)
+        head = encode_head(STEP, number, content.step, self._journal, row, payload_bytes, self._version)
         return self._parts(head, views, [one.address for one in sources], offsets)
 
     def _parts(

@@ -20,6 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from flowstone.errors import UnsupportedStateError
 from flowstone.format import objects
+from flowstone.stage.compressed_gradients import Compressed, compress
+from flowstone.state.compressed import CompressedGradients
 from flowstone.state.shards import is_dtensor
 from flowstone.state.stepped import local, stepped_parameters
 from flowstone.state.tensors import versions_of
@@ -47,7 +49,9 @@ class Gradient(msgspec.Struct, frozen=True, eq=False):
 class Act(msgspec.Struct, frozen=True, eq=False):
     """One step of one optimizer; see format.journal.ActRow.
 
-    copies  memory of a pool that gradients were copied to; give it back once they are written
+    copies        memory of a pool that gradients were copied to; give it back once they are written
+    compressed    gradients that are logged in the form in which they were exchanged
+    uncompressed  why not all are that were; "" if all are
     """
 
     optimizer: int
@@ -58,6 +62,18 @@ class Act(msgspec.Struct, frozen=True, eq=False):
     found_inf: float | None
     seconds: float
     copies: Callable[[], None]
+    compressed: tuple[Compressed, ...] = ()
+    uncompressed: str = ""
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether what is to be written is what it was, as far as version counters tell."""
+        return all(one.is_unchanged for one in self.gradients) and all(one.is_unchanged for one in self.compressed)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of gradients, or of what they are decompressed from."""
+        return sum(one.tensor.nbytes for one in self.gradients) + sum(one.nbytes for one in self.compressed)
 
 
 class _Begun(msgspec.Struct):
@@ -78,6 +94,7 @@ class StepRecorder:
     def __init__(self, before_step: Callable[[], None]) -> None:
         self._before_step = weakref.WeakMethod(before_step)
         self._watched: list[_Watched] = []
+        self._sources: tuple[CompressedGradients, ...] = ()
         self._acts: list[Act] = []
         self._why = ""
         self._is_muted = False
@@ -85,9 +102,14 @@ class StepRecorder:
         self._begun: _Begun | None = None
         self._depth = 0  # of steps inside of the open one
 
-    def watch(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+    def watch(
+        self, optimizers: Sequence[torch.optim.Optimizer], sources: Sequence[CompressedGradients] = ()
+    ) -> bool:
         """Note the steps of these, and of no others. Returns whether they were watched before, with these parameters.
+
+        sources  of their gradients, where these are exchanged compressed
         """
+        self._sources = tuple(sources)
         known = [one.is_of(optimizer) for one, optimizer in zip(self._watched, optimizers, strict=False)]
         same = len(self._watched) == len(optimizers) and all(known)
         if not same:
@@ -145,7 +167,7 @@ class StepRecorder:
         if (args[1] if len(args) > 1 else named.get("closure")) is not None:
             self._why = self._why or f"{type(optimizer).__name__} was given a closure, which computes the gradients"
         if not self._why:
-            self._begun, self._why = watched.begin(optimizer)
+            self._begun, self._why = watched.begin(optimizer, self._sources)
 
     def _post(self, optimizer: torch.optim.Optimizer, _: object, __: object) -> None:
         if self._is_muted or self._open is None:
@@ -214,7 +236,9 @@ class _Watched:
         kind = type(self._optimizer()).__name__
         return f"parameter {int(moved[0])} of {kind} was changed between steps, and not by its optimizer"
 
-    def begin(self, optimizer: torch.optim.Optimizer) -> tuple[_Begun | None, str]:
+    def begin(
+        self, optimizer: torch.optim.Optimizer, sources: Sequence[CompressedGradients]
+    ) -> tuple[_Begun | None, str]:
         """Note what the step is about to use."""
         gradients: list[tuple[int, torch.Tensor]] = []
         for at, parameter in enumerate(self._parameters):
@@ -231,11 +255,14 @@ class _Watched:
             ])
         except UnsupportedStateError as error:
             return None, error.message
+        compressed, why = compress(sources, self._parameters, dict(gradients)) if sources else ((), "")
+        done = {at for one in compressed for at, _ in one.parameters}
+        gradients = [one for one in gradients if one[0] not in done] if done else gradients
         scale, inf = (_number(getattr(optimizer, name, None)) for name in ("grad_scale", "found_inf"))
         tensors = [tensor for _, tensor in gradients]
         versions = [tensor._version for tensor in tensors]
         noted, give_back = self._noted(gradients, copies=self.copies_always or scale is not None)
-        act = Act(self.number, options, noted, torch.get_rng_state(), scale, inf, 0.0, give_back)
+        act = Act(self.number, options, noted, torch.get_rng_state(), scale, inf, 0.0, give_back, compressed, why)
         return _Begun(monotonic(), act, tensors, versions), ""
 
     def _noted(

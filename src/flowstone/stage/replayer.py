@@ -10,7 +10,8 @@ import torch
 
 from flowstone.errors import DamagedError, FlowstoneError
 from flowstone.format import objects
-from flowstone.format.journal import ActRow, StepRow, TensorRow
+from flowstone.format.journal import ActRow, CompressedRow, StepRow, TensorRow
+from flowstone.state.compressed import CompressedBucket, CompressedGradients, gradient_in
 from flowstone.state.shards import is_dtensor
 from flowstone.state.stepped import local, stepped_parameters
 from flowstone.state.tensors import torch_dtype
@@ -18,10 +19,14 @@ from flowstone.table.dtype import DTYPES
 
 
 class Replayer:
-    """Steps the optimizers of a state. The state must be that of the step before."""
+    """Steps the optimizers of a state. The state must be that of the step before.
+
+    sources  of compressed gradients, as the journal numbers them whose steps come next
+    """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = list(optimizers)
+        self.sources: Sequence[CompressedGradients] = ()
         self._parameters = [stepped_parameters(one) for one in optimizers]
 
     @contextmanager
@@ -64,6 +69,7 @@ class Replayer:
             if not 0 <= at < len(parameters):
                 raise _unfit(path, f"parameter {at}", f"{len(parameters)} parameters")
             found[at] = _gradient(parameters[at], tensors[number], payload, path)
+        buckets = [self._decompress(one, parameters, tensors, payload, found, path) for one in act.compressed]
         if act.options is not None:
             self._set_options(optimizer, act, path)
         if act.generator is not None:
@@ -83,6 +89,29 @@ class Replayer:
             for name, number_of in scaled.items():
                 if number_of is not None:
                     delattr(optimizer, name)
+        for one, bucket in zip(act.compressed, buckets, strict=True):
+            if not self.sources[one.source].exact:
+                self.sources[one.source].replayed(bucket)
+
+    def _decompress(
+        self, row: CompressedRow, parameters: Sequence[torch.Tensor], tensors: Sequence[TensorRow],
+        payload: memoryview, found: dict[int, torch.Tensor], path: str,
+    ) -> CompressedBucket:
+        """Add the gradients of a bucket to `found`."""
+        members = [(parameters[at], offset) for at, offset in row.parameters if at < len(parameters)]
+        reach = max((one.numel() + offset for one, offset in members), default=0)
+        possible = row.source < len(self.sources) and members and len(members) == len(row.parameters)
+        if not possible or not reach <= row.length <= sum(one.numel() for one in parameters):
+            raise _unfit(path, f"a bucket of {row.length} elements", "one of this optimizer's parameters")
+        device = members[0][0].device
+        content = {name: _tensor(tensors[at], payload).to(device) for name, at in row.tensors.items()}
+        flat = self.sources[row.source].decompress(content, row.length)
+        if flat.shape != (row.length,):
+            raise _unfit(path, f"a bucket that decompresses to {tuple(flat.shape)}", f"{row.length} elements")
+        flat = flat if row.scale is None else flat * row.scale
+        for (at, _), (parameter, offset) in zip(row.parameters, members, strict=True):
+            found[at] = gradient_in(flat, parameter, offset)
+        return CompressedBucket([one for one, _ in members], [at for _, at in members], row.length, content)
 
     def _set_options(self, optimizer: torch.optim.Optimizer, act: ActRow, path: str) -> None:
         groups = optimizer.param_groups

@@ -1,0 +1,307 @@
+"""Compressed gradients: the compressed form is logged, and a replay makes bit-equal gradients of it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import flowstone as fs
+from flowstone.adapters.ddp import Int8Gradients, TopKGradients, exchange
+from flowstone.commit import journals
+from flowstone.store.local import LocalStore
+
+WIDTH, LAST = 256, 9
+Change = Callable[[Sequence[torch.nn.Parameter]], object]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def alone() -> Iterator[None]:
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Training:
+    """Two layers behind DDP, in several buckets."""
+
+    def __init__(self, make: Callable[[torch.nn.Module], Any], seed: int = 0, *, view: bool = False) -> None:
+        torch.manual_seed(seed)
+        layers = torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(), torch.nn.Linear(WIDTH, WIDTH)
+        self.model = DistributedDataParallel(
+            torch.nn.Sequential(*layers), gradient_as_bucket_view=view, bucket_cap_mb=0.1
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.gradients = make(self.model)
+        self.model.register_comm_hook(self.gradients, exchange)
+
+    def state(self) -> dict[str, object]:
+        return {"model": self.model, "optimizer": self.optimizer, "gradients": fs.PerRank(self.gradients)}
+
+    def backward(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        inputs = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
+        self.model(inputs).square().mean().backward()
+
+    def learn(self, step: int) -> None:
+        self.backward(step)
+        self.optimizer.step()
+
+    def bits(self) -> list[bytes]:
+        tensors = [*self.model.parameters()]
+        tensors += [one for own in self.optimizer.state.values() for one in own.values()]
+        return [one.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for one in tensors]
+
+    def residual(self) -> dict[str, torch.Tensor]:
+        return {name: one.clone() for name, one in self.gradients.state_dict()["residual"].items()}
+
+
+def run(
+    training: Training, root: Path, last: int = LAST, changes: Mapping[int, Change] | None = None
+) -> list[fs.Event]:
+    events: list[fs.Event] = []
+    with fs.Checkpointer(root, every_step=True, on_event=events.append) as checkpointer:
+        for step in range(1, last + 1):
+            training.backward(step)
+            if changes and step in changes:
+                changes[step](list(training.model.parameters()))
+            training.optimizer.step()
+            checkpointer.save(step, training.state())
+    return events
+
+
+def loaded(root: Path, training: Training, **options: Any) -> fs.LoadReport:
+    with fs.Checkpointer(root) as checkpointer:
+        return checkpointer.load(training.state(), **options)
+
+
+def journaled(events: Sequence[fs.Event]) -> dict[int, fs.Journaled]:
+    return {one.step: one for one in events if isinstance(one, fs.Journaled)}
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["own gradients", "views of buckets"])
+@pytest.mark.parametrize(("make", "share"), [(TopKGradients, 0.016), (Int8Gradients, 0.1)], ids=["top k", "int8"])
+def test_what_was_exchanged_is_logged_and_the_newest_step_loads_bit_for_bit(
+    tmp_path: Path, make: type[Any], share: float, view: bool
+) -> None:
+    training = Training(make, view=view)
+    written = journaled(run(training, tmp_path))
+    assert sorted(written) == list(range(2, LAST + 1))
+    assert not any(one.uncompressed for one in written.values())
+    state_bytes = 3 * sum(one.nbytes for one in training.model.parameters())
+    assert max(one.bytes for one in written.values()) < share * state_bytes
+    again = Training(make, seed=1, view=view)
+    report = loaded(tmp_path, again)
+    assert report.step == LAST
+    assert report.replay is not None
+    assert (report.replay.exactness, report.replay.approximate) == ("exact", ("gradients",))
+    assert again.bits() == training.bits()
+
+
+@pytest.mark.parametrize("make", [TopKGradients, Int8Gradients])
+def test_without_error_feedback_training_goes_on_as_if_nothing_had_been(tmp_path: Path, make: type[Any]) -> None:
+    def without(model: torch.nn.Module) -> Any:
+        return make(model, error_feedback=False)
+
+    training = Training(without)
+    run(training, tmp_path)
+    again = Training(without, seed=1)
+    report = loaded(tmp_path, again)
+    assert report.replay is not None
+    assert (report.replay.steps, report.replay.approximate) == (LAST - 1, ())
+    for step in range(LAST + 1, LAST + 4):
+        training.learn(step)
+        again.learn(step)
+    assert again.bits() == training.bits()
+
+
+def test_a_residual_is_that_of_the_checkpoint_less_what_was_sent_since(tmp_path: Path) -> None:
+    training, sent = Training(TopKGradients), dict[str, torch.Tensor]()
+    run(training, tmp_path, 1)
+    base = training.residual()
+    with fs.Checkpointer(tmp_path, every_step=True) as checkpointer:
+        checkpointer.load(training.state())
+        for step in range(2, 5):
+            before = training.residual()
+            training.learn(step)
+            checkpointer.save(step, training.state())
+            for name, one in training.residual().items():
+                now = (one == 0) & (before[name] != 0)
+                sent[name] = now | sent.get(name, torch.zeros_like(now))
+    again = Training(TopKGradients, seed=1)
+    loaded(tmp_path, again)
+    found = again.residual()
+    for name, one in base.items():
+        assert torch.equal(found[name] == 0, sent[name] | (one == 0))
+        assert torch.equal(found[name][~sent[name]], one[~sent[name]])
+    assert sum(int(one.sum()) for one in sent.values()) > 1000
+    whole = Training(TopKGradients, seed=1)
+    loaded(tmp_path, whole, step=1)
+    assert all(torch.equal(one, base[name]) for name, one in whole.residual().items())
+
+
+def clip(parameters: Sequence[torch.nn.Parameter]) -> None:
+    torch.nn.utils.clip_grad_norm_(parameters, 1e-3)
+
+
+def clip_each(parameters: Sequence[torch.nn.Parameter]) -> None:
+    torch.nn.utils.clip_grad_value_(parameters, 1e-5)
+
+
+def clip_unseen(parameters: Sequence[torch.nn.Parameter]) -> None:
+    for one in parameters:
+        assert one.grad is not None
+        one.grad.data.clamp_(-1e-5, 1e-5)  # version counters do not tell
+
+
+def accumulate(parameters: Sequence[torch.nn.Parameter]) -> None:
+    for one in parameters:
+        one.grad = torch.full_like(one, 1e-4)
+
+
+def test_a_clipping_is_a_factor_and_other_changes_are_logged_whole_and_told(tmp_path: Path) -> None:
+    training = Training(TopKGradients)
+    changes = {3: clip, 5: clip_each, 6: clip_unseen, 7: accumulate}
+    written = journaled(run(training, tmp_path, changes=changes))
+    whole = {step: one.uncompressed for step, one in written.items() if one.uncompressed}
+    assert sorted(whole) == [5, 6, 7]
+    assert all("not by one factor" in why for why in whole.values())
+    gradient_bytes = sum(one.nbytes for one in training.model.parameters())
+    assert all((one.bytes > gradient_bytes) == (step in whole) for step, one in written.items())
+    again = Training(TopKGradients, seed=1)
+    assert loaded(tmp_path, again).step == LAST
+    assert again.bits() == training.bits()
+
+
+class Signs:
+    """Anybody's: a gradient is its signs and one magnitude. No DDP, no proof: each bit is compared."""
+
+    kind, exact = "signs.1", True
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._parameters, self._buckets = list(parameters), list[fs.CompressedBucket]()
+
+    def compress(self) -> None:
+        self._buckets = []
+        for one in self._parameters:
+            assert one.grad is not None
+            tensors = {"signs": one.grad.sign().to(torch.int8).view(-1), "size": one.grad.abs().mean()}
+            one.grad.copy_(self.decompress(tensors, one.numel()).view_as(one))
+            self._buckets.append(fs.CompressedBucket([one], [0], one.numel(), tensors))
+
+    def compressed(self) -> Sequence[fs.CompressedBucket]:
+        return self._buckets
+
+    def decompress(self, tensors: Mapping[str, torch.Tensor], length: int) -> torch.Tensor:
+        return tensors["signs"].float() * tensors["size"]
+
+    def replayed(self, bucket: fs.CompressedBucket) -> None:
+        raise AssertionError("it is exact")
+
+    def state_dict(self) -> dict[str, object]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, object], /) -> None: ...
+
+
+def signed(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, Signs]:
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(WIDTH, WIDTH)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), Signs(list(model.parameters()))
+
+
+def test_gradients_that_anybody_compresses_are_logged_compressed(tmp_path: Path) -> None:
+    model, optimizer, signs = signed(0)
+    assert isinstance(signs, fs.CompressedGradients)
+    events: list[fs.Event] = []
+    with fs.Checkpointer(tmp_path, every_step=True, on_event=events.append) as checkpointer:
+        for step in range(1, 6):
+            optimizer.zero_grad()
+            model(torch.randn(4, WIDTH)).square().mean().backward()
+            signs.compress()
+            optimizer.step()
+            checkpointer.save(step, {"model": model, "optimizer": optimizer, "signs": signs})
+    assert all(one.bytes < 90_000 and not one.uncompressed for one in journaled(events).values())
+    other, theirs, own = signed(1)
+    with fs.Checkpointer(tmp_path) as checkpointer:
+        report = checkpointer.load({"model": other, "optimizer": theirs, "signs": own})
+        assert report.replay is not None
+        assert (report.step, report.replay.approximate) == (5, ())
+        assert all(torch.equal(*pair) for pair in zip(model.parameters(), other.parameters(), strict=True))
+        own.kind = "signs.2"
+        report = checkpointer.load({"model": other, "optimizer": theirs, "signs": own})
+    assert report.step == 1
+    assert report.replay is not None
+    assert "signs.1" in report.replay.reason
+
+
+def test_journals_name_the_reader_that_they_need(tmp_path: Path) -> None:
+    run(Training(TopKGradients), tmp_path / "compressed", 3)
+    training = Training(TopKGradients)
+    with fs.Checkpointer(tmp_path / "plain", every_step=True) as checkpointer:
+        for step in range(1, 4):
+            training.learn(step)
+            checkpointer.save(step, {"model": training.model, "optimizer": training.optimizer})
+    for name, version in (("compressed", 2), ("plain", 1)):
+        store = LocalStore(tmp_path / name)
+        (journal,) = journals.listed(store)
+        path = tmp_path / name / journal.directory / "rank-00000.journal"
+        offsets = [0, *[one.offset for one in journals.frames(store, journal, 0)]]
+        assert {path.read_bytes()[at + 8] for at in offsets} == {version}
+
+
+_KILLED = """
+import sys
+import torch, torch.distributed as dist
+sys.path.insert(0, sys.argv[2])
+torch.set_num_threads(1)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+import flowstone as fs
+from flowstone.adapters.ddp import TopKGradients
+from test_ddp_gradients import Training
+training = Training(lambda model: TopKGradients(model, error_feedback=False))
+with fs.Checkpointer(sys.argv[1], every_step=True, recovery_s=0.05) as checkpointer:
+    done = 0 if checkpointer.latest() is None else checkpointer.load(training.state()).step
+    print("loaded", done, flush=True)
+    for step in range(done + 1, 31):
+        training.learn(step)
+        checkpointer.save(step, training.state())
+        print("begun", step, flush=True)
+"""
+
+
+def test_killed_at_any_instant_the_step_before_comes_back_and_the_end_is_the_same(tmp_path: Path) -> None:
+    begun, kills = 0, 0
+    for wanted in (9, 31):
+        arguments = [sys.executable, "-c", _KILLED, str(tmp_path), str(Path(__file__).parent)]
+        with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                word, number = line.split()
+                assert word != "loaded" or int(number) >= begun - 1
+                begun = max(begun, int(number))
+                if begun >= wanted:
+                    process.send_signal(signal.SIGKILL)
+                    kills += 1
+                    break
+    assert kills == 1
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        undisturbed = Training(lambda model: TopKGradients(model, error_feedback=False))
+        for step in range(1, 31):
+            undisturbed.learn(step)
+        found = Training(lambda model: TopKGradients(model, error_feedback=False), seed=1)
+        assert loaded(tmp_path, found).step == 30
+        assert found.bits() == undisturbed.bits()
+    finally:
+        torch.set_num_threads(threads)

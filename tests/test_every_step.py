@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from warm_start import warm_start
 
 import flowstone as fs
 from flowstone.commit import catalog, journals
+from flowstone.store.appending import LocalAppending
 from flowstone.store.local import LocalStore
 
 TRAININGS = {
@@ -379,3 +381,31 @@ def test_killed_at_any_instant_at_most_the_step_in_progress_is_lost_and_the_end_
         assert same(bits(found), expected)
     finally:
         torch.set_num_threads(threads)
+
+
+def test_a_save_returns_once_the_step_before_is_durable_and_not_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However slow the disk is: here, as slow as the test wants."""
+    sync, may_sync = LocalAppending.sync, threading.Event()
+
+    def waiting(appending: LocalAppending) -> None:
+        assert may_sync.wait(60)
+        sync(appending)
+
+    monkeypatch.setattr(LocalAppending, "sync", waiting)
+    training, durable = Training(), []
+    events: list[fs.Event] = []
+    with fs.Checkpointer(tmp_path, every_step=True, on_event=events.append) as checkpointer:
+        try:
+            training.learn(1)
+            checkpointer.save(1, training.state(1)).committed.result()
+            training.learn(2)
+            checkpointer.save(2, training.state(2))
+            training.learn(3)
+            threading.Timer(0.3, lambda: (durable.append(of(events, fs.Journaled)), may_sync.set())).start()
+            checkpointer.save(3, training.state(3))
+            assert durable == [[]], "it has waited"
+            assert 2 in of(events, fs.Journaled)
+        finally:
+            may_sync.set()

@@ -1,4 +1,4 @@
-"""The demo's four acts, in order, and the verdict."""
+"""The demo's five acts, in order, and the verdict."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from msgspec import structs
 from rich.console import Console
 
 import flowstone as fs
@@ -18,10 +19,11 @@ from flowstone_demo import across, claims, claims_of_ranks
 from flowstone_demo.child_process import ChildProcess, DiedError
 from flowstone_demo.claims import Claim
 from flowstone_demo.compare import compare
+from flowstone_demo.every_step import EveryStepRun, run_every_step
 from flowstone_demo.kill_loop import LISTEN_S, KilledRun, kill_loop
 from flowstone_demo.messages import Order, RankOrder
 from flowstone_demo.run_log import RunLog
-from flowstone_demo.screen import Screen, saves_table, torn_line
+from flowstone_demo.screen import Screen, every_step_table, saves_table, torn_line
 from flowstone_demo.sizes import FULL, FULL_RANKS, SMALL, SMALL_RANKS, DemoSize, RankDemoSize
 
 SEED_BITS = 31  # torch takes 64; fewer are easier to read
@@ -37,9 +39,9 @@ def run(
     directory  to work in: absent or empty; by default a new one in `runs/` of the current directory
     seed       of the training and of the kills; by default a new one, which is printed
     keep       keep stores and logs; otherwise everything is removed at the end
-    small      tiny models and few kills: half a minute instead of two and a half, for tests
-    flip_bit   flip one bit of one weight, at the end of act two and after each load of act four; the demo must
-               then fail
+    small      tiny models and few kills: half a minute instead of four, for tests
+    flip_bit   flip one bit of one weight, at the end of acts two and five and after each load of act four; the demo
+               must then fail
     console    for the output; by default standard output
     judged     receives every claim with its verdict, for a caller that wants more than the status
 
@@ -77,7 +79,7 @@ def run(
 def _show(
     screen: Screen, work: Path, form: DemoSize, ranks: RankDemoSize, *, seed: int, flip_bit: bool, verdicts: list[Claim]
 ) -> None:
-    """Run the four acts; every claim is added to `verdicts` as soon as it is judged."""
+    """Run the five acts; every claim is added to `verdicts` as soon as it is judged."""
 
     def judge(found: list[Claim]) -> None:
         for claim in found:
@@ -108,8 +110,20 @@ def _show(
     fewer = RankOrder(form=ranks, seed=seed, store=str(work / "across"), flip_bit=flip_bit)
     judge(_act_four(screen, fewer, work))
 
+    every_step_order = structs.replace(
+        killed_order, store=str(work / "every-step"), save_every=1, torch_saves=0, every_step=True
+    )
+    screen.act(
+        "Act five: a durable checkpoint of every step",
+        f"the run of act one, killed {form.journal_kills} times; gradients of each step go into a journal, and a load "
+        "replays them",
+    )
+    each = run_every_step(every_step_order, work / "every-step.log", _Restarts(screen, form).show)
+    judge(claims.of_every_step(form, reference, each))
+
     screen.act("What it cost", "all in this run; torch.save of the same state, its file and directory fsynced")
     screen.table(saves_table(seen.run_log.saves, seen.run_log.torch_saves))
+    screen.table(every_step_table(reference, each.run_log))
     judge(_verbs(screen, killed_order.store))
 
 
@@ -173,6 +187,21 @@ class _Watch:
         self._starts, self._kills = len(seen.resumes), len(seen.kills)
         line = f"{seen.run_log.line(self._form.steps)}   kills {len(seen.kills)}   torn {len(seen.torn)}"
         self._screen.live(line)
+
+
+class _Restarts:
+    """Shows act five while it runs: the live line, and each start once."""
+
+    def __init__(self, screen: Screen, form: DemoSize) -> None:
+        self._screen, self._form, self._shown = screen, form, 0
+
+    def show(self, seen: EveryStepRun) -> None:
+        for restart in seen.restarts[self._shown :]:
+            killed = f"killed with step {restart.returned} saved; " if restart.returned else ""
+            found = f"from step {restart.found}" if restart.found else "fresh"
+            self._screen.say(f"{killed}start {self._shown + 1}: {found}")
+            self._shown += 1
+        self._screen.live(seen.line(self._form.steps))
 
 
 def _verbs(screen: Screen, store: str) -> list[Claim]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from flowstone.events import Captured, Committed, Event, Loaded
+from flowstone.events import Captured, Committed, Event, Journaled, Loaded
 from flowstone_demo.fingerprint import fingerprint
 from flowstone_demo.messages import (
     Began,
@@ -19,11 +19,13 @@ from flowstone_demo.messages import (
     Order,
     SaveCaptured,
     SaveCommitted,
+    Saved,
+    StepDurable,
     Stepped,
     TorchSaved,
     encode,
 )
-from flowstone_demo.train import Training, train
+from flowstone_demo.train import Training, train, train_every_step
 
 STDOUT = 1
 
@@ -32,6 +34,7 @@ def main(argument: str) -> None:
     order = msgspec.json.decode(argument, type=Order)
     run = Training(order.form, order.seed)
     load_s: list[float] = []
+    stepped_at: list[float] = []
 
     def on_start(step: int | None) -> None:
         parameters = sum(parameter.numel() for parameter in run.model.parameters())
@@ -40,7 +43,11 @@ def main(argument: str) -> None:
     def on_step(step: int, loss: float) -> None:
         if order.flip_bit and step == order.form.steps:
             flip_bit(next(run.model.parameters()).detach())
-        tell(Stepped(step, loss))
+        stepped_at.append(time.perf_counter())
+        tell(Stepped(step, loss, 0.0 if len(stepped_at) == 1 else stepped_at[-1] - stepped_at[-2]))
+
+    def on_saved(step: int, seconds: float) -> None:
+        tell(Saved(step, seconds))
 
     def on_event(event: Event) -> None:
         match event:
@@ -50,8 +57,17 @@ def main(argument: str) -> None:
                 tell(SaveCaptured(step, blocked_s))
             case Committed(step, bytes, seconds):
                 tell(SaveCommitted(step, bytes, seconds))
+            case Journaled(step, bytes, seconds):
+                tell(StepDurable(step, bytes, seconds))
 
-    train(run, Path(order.store), save_every=order.save_every, on_start=on_start, on_step=on_step, on_event=on_event)
+    store = Path(order.store)
+    if order.every_step:
+        train_every_step(
+            run, store, recovery_s=order.form.recovery_s, on_start=on_start, on_step=on_step, on_saved=on_saved,
+            on_event=on_event,
+        )
+    else:
+        train(run, store, save_every=order.save_every, on_start=on_start, on_step=on_step, on_event=on_event)
     for _ in range(order.torch_saves):
         tell(torch_save(run, Path(order.scratch)))
     tell(Finished(order.form.steps, *fingerprint(run)))

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flowstone_demo.compare import Compared
+from flowstone_demo.every_step import EveryStepRun
 from flowstone_demo.kill_loop import KilledRun
+from flowstone_demo.messages import Finished
 from flowstone_demo.run_log import RunLog
 from flowstone_demo.sizes import DemoSize
 
@@ -79,10 +81,37 @@ def of_comparison(form: DemoSize, reference: RunLog, seen: RunLog, compared: Map
         claims.append(Claim("nothing else in the checkpoints", False, ", ".join(strange)))
     left, right = reference.finished, seen.finished
     alike = left is not None and left == right
-    digests = " against ".join(sorted({end.sha256[:16] if end else "none" for end in (left, right)}))
-    size = f" over {left.bytes:,} bytes of tensors and all else" if left else ""
-    claims.append(Claim("equal in live memory, by SHA-256 without Flowstone", alike, digests + size))
+    claims.append(Claim("equal in live memory, by SHA-256 without Flowstone", alike, _ends(left, right)))
     return claims
+
+
+def of_every_step(form: DemoSize, reference: RunLog, seen: EveryStepRun) -> list[Claim]:
+    expected = {step.step: step.loss for step in reference.steps}
+    steps = seen.run_log.steps
+    unlike = [step.step for step in steps if expected.get(step.step) != step.loss]
+    reached = {step.step for step in steps} == set(expected)
+    wrong = [restart for restart in seen.restarts if not restart.right]
+    lost = sum(restart.lost for restart in seen.restarts)
+    end, left = seen.run_log.finished, reference.finished
+    durable = {step.step for step in seen.run_log.journaled} | {save.step for save in seen.run_log.saves}
+    return [
+        Claim(f"killed {form.journal_kills} times at random instants", seen.kills >= form.journal_kills,
+              f"{seen.kills} times by SIGKILL; {len(durable)} of {form.steps} steps were reported durable"),
+        Claim("each time the step in progress was lost, at most", not wrong and len(seen.restarts) == seen.kills + 1,
+              f"of {form.steps} steps that were saved {lost} had to be done again, by {seen.kills} kills"
+              + (f"; wrong: {wrong[:SHOWN_MAX]}" if wrong else "")),
+        Claim("every step, redone ones too, had the reference's loss, bit for bit", reached and not unlike,
+              f"{len(steps)} steps" + (f"; unlike at {unlike[:SHOWN_MAX]}" if unlike else "")),
+        Claim("the end equal in live memory to the undisturbed run's, by SHA-256 without Flowstone",
+              end is not None and end == left, _ends(end, left)),
+        Claim("and loaded once more, by replay of the journal", seen.reloaded is not None and seen.reloaded == left,
+              _ends(seen.reloaded, left)),
+    ]
+
+
+def _ends(*ends: Finished | None) -> str:
+    digests = " against ".join(sorted({end.sha256[:16] if end else "none" for end in ends}))
+    return digests + (f" over {ends[0].bytes:,} bytes of tensors and all else" if ends[0] else "")
 
 
 def _shown(part: Compared) -> str:

@@ -80,15 +80,18 @@ class Trigger:
 
     begun   whether a save has begun in this process
     save_s  the shortest duration of a save
+    step_s  the duration of a step, before there are two to learn it from
 
     It learns a step's duration from the last two: other load on the machine may change it tenfold.
     """
 
-    def __init__(self, kill: PlannedKill, begun: Callable[[], bool], *, save_s: float) -> None:
+    def __init__(
+        self, kill: PlannedKill, begun: Callable[[], bool], *, save_s: float, step_s: float = 0.0
+    ) -> None:
         self._kill, self._begun, self._save_s = kill, begun, save_s
         self._armed = False
         self._stepped_at: float | None = None
-        self._step_s = 0.0
+        self._step_s = step_s
         self._due_at: float | None = None
 
     def hear(self, message: Message, now: float) -> None:

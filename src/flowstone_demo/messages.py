@@ -15,6 +15,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """The work of a training process: its one argument.
 
     save_every   None: only the last step is saved
+    every_step   save each step, by a journal between checkpoints; then `save_every` is 1
     torch_saves  how often to time torch.save of the same state at the end, in `scratch`
     flip_bit     flip one bit of one weight before the last save
     """
@@ -25,6 +26,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     scratch: str
     save_every: int | None
     torch_saves: int = 0
+    every_step: bool = False
     flip_bit: bool = False
 
 
@@ -49,8 +51,11 @@ class Began(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True):
+    """A step is done; `seconds` since the step before was, its save included. 0 for the first step of a process."""
+
     step: int
     loss: float
+    seconds: float = 0.0
 
 
 class Undisturbed(msgspec.Struct, frozen=True, tag=True):
@@ -83,6 +88,21 @@ class SaveCaptured(msgspec.Struct, frozen=True, tag=True):
     blocked_s: float
 
 
+class Saved(msgspec.Struct, frozen=True, tag=True):
+    """`save` of a step has returned, after `blocked_s`."""
+
+    step: int
+    blocked_s: float
+
+
+class StepDurable(msgspec.Struct, frozen=True, tag=True):
+    """The journal has what replays the step, `seconds` after `save` was called."""
+
+    step: int
+    bytes: int
+    seconds: float
+
+
 class SaveCommitted(msgspec.Struct, frozen=True, tag=True):
     """The checkpoint is durable, `seconds` after `save` was called."""
 
@@ -113,7 +133,8 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
 
 
 Message: TypeAlias = (
-    Began | Stepped | Undisturbed | Held | Saving | SaveCaptured | SaveCommitted | TorchSaved | Lost | Finished
+    Began | Stepped | Undisturbed | Held | Saving | SaveCaptured | SaveCommitted | Saved | StepDurable | TorchSaved
+    | Lost | Finished
 )
 
 

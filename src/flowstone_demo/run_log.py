@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from flowstone_demo.messages import Began, Finished, Message, SaveCaptured, SaveCommitted, Stepped, TorchSaved
+from flowstone_demo.messages import (
+    Began,
+    Finished,
+    Message,
+    SaveCaptured,
+    SaveCommitted,
+    Saved,
+    StepDurable,
+    Stepped,
+    TorchSaved,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +34,8 @@ class RunLog:
     began: list[Began] = field(default_factory=list)
     steps: list[Stepped] = field(default_factory=list)
     saves: list[SaveTime] = field(default_factory=list)
+    returned: list[Saved] = field(default_factory=list)
+    journaled: list[StepDurable] = field(default_factory=list)
     torch_saves: list[TorchSaved] = field(default_factory=list)
     finished: Finished | None = None
     _blocked_s: dict[int, float] = field(default_factory=dict)
@@ -38,6 +50,10 @@ class RunLog:
                 self._blocked_s[step] = blocked_s
             case SaveCommitted(step, bytes, seconds):
                 self.saves.append(SaveTime(step, bytes, self._blocked_s[step], seconds))
+            case Saved():
+                self.returned.append(message)
+            case StepDurable():
+                self.journaled.append(message)
             case TorchSaved():
                 self.torch_saves.append(message)
             case Finished():
@@ -45,8 +61,13 @@ class RunLog:
 
     @property
     def promised(self) -> int:
-        """The highest step reported committed; 0 before the first."""
-        return max((save.step for save in self.saves), default=0)
+        """The highest step reported durable, by a checkpoint or the journal; 0 before the first."""
+        return max(0, *(save.step for save in self.saves), *(step.step for step in self.journaled), 0)
+
+    @property
+    def last_returned(self) -> int:
+        """The highest step whose `save` has returned; 0 before the first."""
+        return max((save.step for save in self.returned), default=0)
 
     def shortest_save_s(self, unknown: float) -> float:
         """The shortest time until durable so far; `unknown` before the first save."""
@@ -58,4 +79,6 @@ class RunLog:
             return "starting the training process"
         last = self.steps[-1]
         shown = f"step {last.step:3d} of {steps}   loss {last.loss:.3f}"
+        if self.journaled:
+            return f"{shown}   durable in the journal {len(self.journaled)}   checkpoints {len(self.saves)}"
         return f"{shown}   saves {len(self.saves)}" if self.saves else shown

@@ -14,7 +14,7 @@ from rich.text import Text
 from flowstone_demo.claims import Claim
 from flowstone_demo.kill_loop import TornSave
 from flowstone_demo.messages import TorchSaved
-from flowstone_demo.run_log import SaveTime
+from flowstone_demo.run_log import RunLog, SaveTime
 
 PIPED_EVERY_S = 10.0
 
@@ -93,6 +93,36 @@ def saves_table(saves: Sequence[SaveTime], torch_saves: Sequence[TorchSaved]) ->
     waited, durable = theirs / typical.blocked_s, theirs / typical.durable_s
     table.add_row("torch.save / median", "", f"{waited:.1f} x", f"{durable:.1f} x", "")
     return table
+
+
+def every_step_table(without: RunLog, seen: RunLog) -> Table:
+    """A step with and without a durable checkpoint of it, medians and 95th percentiles; and what was written."""
+    table = Table(title="A step, with and without a durable checkpoint of it", title_justify="left")
+    for heading in ("step", "median", "p95", "blocked in save", "MB written", "to durable"):
+        table.add_column(heading, justify="left" if heading == "step" else "right", no_wrap=True)
+    plain, journaled = _step_times(without), _step_times(seen)
+    table.add_row("without (act one)", *_ms(plain), "", "", "")
+    megabytes = median(step.bytes for step in seen.journaled) / 1e6
+    table.add_row(
+        "each step durable", *_ms(journaled), f"{median(one.blocked_s for one in seen.returned) * 1e3:.1f} ms",
+        f"{megabytes:.1f}", f"{median(step.seconds for step in seen.journaled) * 1e3:.0f} ms",
+    )
+    ratios = (ours / bare for ours, bare in zip(_typical(journaled), _typical(plain), strict=True))
+    table.add_row("with / without", *(f"{ratio:.2f} x" for ratio in ratios))
+    return table
+
+
+def _step_times(seen: RunLog) -> list[float]:
+    return [step.seconds for step in seen.steps if step.seconds]
+
+
+def _typical(seconds: list[float]) -> tuple[float, float]:
+    """Median and 95th percentile."""
+    return median(seconds), sorted(seconds)[len(seconds) * 95 // 100]
+
+
+def _ms(seconds: list[float]) -> tuple[str, ...]:
+    return tuple(f"{one * 1e3:.0f} ms" for one in _typical(seconds))
 
 
 def torn_line(torn: TornSave) -> str:

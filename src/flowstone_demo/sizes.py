@@ -27,7 +27,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DemoSize(Sizes, frozen=True, kw_only=True):
-    """All parameters of acts one to three that are not random.
+    """All parameters of acts one to three, and five, that are not random.
 
     save_every    steps from one save to the next in act two
     kills         number of planned SIGKILLs; `aimed` of them wait for a save to begin
@@ -35,6 +35,8 @@ class DemoSize(Sizes, frozen=True, kw_only=True):
     torn          how many of them must have left a torn save behind
     kills_max     give up after this many without enough torn saves
     free_bytes    room for the stores, with one more save in flight, and for torch.save's file
+    journal_kills number of SIGKILLs of act five, at random instants
+    recovery_s    in act five a checkpoint is saved once a load would take longer
     """
 
     save_every: int
@@ -44,6 +46,8 @@ class DemoSize(Sizes, frozen=True, kw_only=True):
     torn: int
     kills_max: int
     free_bytes: int
+    journal_kills: int
+    recovery_s: float
     torch_saves: int = 3
 
 
@@ -67,13 +71,13 @@ class RankDemoSize(Sizes, frozen=True, kw_only=True):
 # 25.4 million parameters. A step of 256 bytes of text took 0.33 s on two cores, these 192 take less.
 FULL = DemoSize(
     width=512, depth=8, heads=8, length=48, batch=4, corpus_bytes=4_000_000, steps=80, save_every=4,
-    kills=6, kills_min=5, aimed=4, torn=2, kills_max=12, free_bytes=2_500_000_000,
+    kills=6, kills_min=5, aimed=4, torn=2, kills_max=12, free_bytes=6_000_000_000, journal_kills=10, recovery_s=2.0,
 )
 
 # 3.2 million parameters, 38 MB: small enough for a test, large enough for a kill to hit a save.
 SMALL = DemoSize(
     width=256, depth=4, heads=4, length=32, batch=2, corpus_bytes=200_000, steps=30, save_every=3, threads=1,
-    kills=2, kills_min=2, aimed=2, torn=1, kills_max=8, free_bytes=400_000_000,
+    kills=2, kills_min=2, aimed=2, torn=1, kills_max=8, free_bytes=800_000_000, journal_kills=2, recovery_s=0.3,
 )
 
 # Without dropout: each rank would draw masks for its own rows, differently on another number of ranks.

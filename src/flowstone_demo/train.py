@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -83,15 +84,25 @@ def train(
         go_on(run, ckpt, save_every=save_every, on_start=on_start, on_step=on_step)
 
 
+def train_every_step(
+    run: Training, store: Path, *, recovery_s: float, on_start: Callable[[int | None], None],
+    on_step: Callable[[int, float], None], on_saved: Callable[[int, float], None], on_event: OnEvent | None = None,
+) -> None:
+    """The same with each step durable, one step later at most. `on_saved` is told how long each `save` took."""
+    with fs.Checkpointer(store, keep=1, every_step=True, recovery_s=recovery_s, on_event=on_event) as ckpt:
+        go_on(run, ckpt, save_every=1, on_start=on_start, on_step=on_step, on_saved=on_saved)
+
+
 def go_on(
     run: Training, ckpt: fs.Checkpointer, *, save_every: int | None, on_start: Callable[[int | None], None],
-    on_step: Callable[[int, float], None],
+    on_step: Callable[[int, float], None], on_saved: Callable[[int, float], None] | None = None,
 ) -> None:
     """The training loop.
 
     save_every  steps from one save to the next; None: only the last
     on_start    called with the step of the loaded checkpoint, or None for a new start
     on_step     called with each step and its loss, before that step is saved
+    on_saved    called with each step that was saved, once `save` has returned, and its seconds
     """
     last, done = run.form.steps, 0
     if ckpt.latest() is not None:
@@ -102,7 +113,10 @@ def go_on(
         run.losses["train"].append(loss)
         on_step(step, loss)
         if is_saved(step, last, save_every):
+            began = time.perf_counter()
             ckpt.save(step, run.state(step))  # returns at once; the write goes on beside the next steps
+            if on_saved is not None:
+                on_saved(step, time.perf_counter() - began)
 
 
 def is_saved(step: int, last: int, save_every: int | None) -> bool:

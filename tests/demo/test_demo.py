@@ -15,12 +15,24 @@ from rich.console import Console
 from warm_start import warm_start
 
 import flowstone as fs
-from flowstone_demo import acts, claims, corpus
+from flowstone_demo import acts, claims, corpus, every_step
 from flowstone_demo.child_process import ChildProcess, DiedError
 from flowstone_demo.compare import compare, object_difference
+from flowstone_demo.every_step import EveryStepRun, Restart
 from flowstone_demo.kill_loop import Kill, KilledRun, Resume, TornSave, Trigger, torn_saves
 from flowstone_demo.kill_schedule import PlannedKill, one_more, plan_kills
-from flowstone_demo.messages import Began, Finished, Order, SaveCaptured, SaveCommitted, Stepped, decode, encode
+from flowstone_demo.messages import (
+    Began,
+    Finished,
+    Order,
+    SaveCaptured,
+    SaveCommitted,
+    Saved,
+    StepDurable,
+    Stepped,
+    decode,
+    encode,
+)
 from flowstone_demo.run_log import RunLog
 from flowstone_demo.sizes import FULL, SMALL
 
@@ -51,20 +63,23 @@ def test_small_demo_holds_every_claim_and_leaves_nothing(tmp_path: Path) -> None
     assert "torn: .saving-" in text
     assert "rank 2 killed as it began to save" in text
     assert "SIGKILL" in text
+    assert "killed 2 times at random instants" in text
     assert not (tmp_path / "work").exists()
 
 
 def test_one_flipped_bit_of_one_weight_fails_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a demo whose act two is short: one kill, wherever it falls."""
-    short = structs.replace(SMALL, steps=12, kills=1, kills_min=1, aimed=0, torn=0)
+    short = structs.replace(SMALL, steps=12, kills=1, kills_min=1, aimed=0, torn=0, journal_kills=1)
     monkeypatch.setattr(acts, "SMALL", short)
     status, text = shown(tmp_path / "work", seed=4, flip_bit=True, keep=True)
     assert status == 1, text
     failed = [line for line in text.splitlines() if line.startswith(("✗", "FAILED"))]
-    assert len(failed) == 3, text
+    assert len(failed) == 5, text
     assert "model.wte.weight: 1 of 262144 bytes differ, the first at byte 0" in failed[0]
     assert "live memory" in failed[1]
     assert failed[2].endswith("unlike: wte.weight on 2, wte.weight on 1")
+    assert "live memory" in failed[3]
+    assert "loaded once more" in failed[4]
     assert fs.open(tmp_path / "work" / "killed").step == short.steps
 
 
@@ -282,6 +297,47 @@ def test_every_claim_of_act_two_can_fail() -> None:
     assert verdicts(good_run(losses[:-1]), losses) == [True, True, True, False]
 
 
+def every_step_run(losses: list[float]) -> EveryStepRun:
+    run_log = run_of(losses)
+    restarts = [Restart(0, 0, 0), Restart(9, 8, 9), Restart(20, 19, 19)]
+    return EveryStepRun(run_log, SMALL.journal_kills, restarts, run_log.finished)
+
+
+@pytest.mark.parametrize("wrong", [Restart(20, 18, 18), Restart(20, 20, 19), Restart(3, 1, 0)])
+def test_every_claim_of_act_five_can_fail(wrong: Restart) -> None:
+    losses = [5.0 - step / 10 for step in range(SMALL.steps)]
+
+    def held(seen: EveryStepRun) -> list[bool]:
+        return [claim.held for claim in claims.of_every_step(SMALL, run_of(losses), seen)]
+
+    assert held(every_step_run(losses)) == [True] * 5
+    seen = every_step_run(losses)
+    seen.restarts[-1] = wrong
+    assert held(seen) == [True, False, True, True, True]
+    seen = every_step_run([*losses[:-1], 0.0])
+    assert held(seen) == [True, True, False, True, True]
+    seen = every_step_run(losses)
+    seen.kills -= 1
+    seen.restarts.pop()
+    assert held(seen) == [False, True, True, True, True]
+    other = Finished(SMALL.steps, "another digest", 12)
+    seen.run_log.finished = seen.reloaded = other
+    assert held(seen)[3:] == [False, False]
+
+
+def test_kills_of_act_five_are_the_seed_s_one_in_each_part_of_the_run() -> None:
+    for form in (FULL, SMALL):
+        for seed in range(200):
+            plan = every_step.plan_kills(form, seed)
+            assert plan == every_step.plan_kills(form, seed)
+            steps = [kill.after_step for kill in plan]
+            assert len({*steps}) == form.journal_kills
+            assert steps == sorted(steps)
+            assert 1 < steps[0] <= steps[-1] < form.steps - 1
+            assert not any(kill.aimed for kill in plan)
+    assert every_step.plan_kills(FULL, 1) != every_step.plan_kills(FULL, 2)
+
+
 def test_equal_but_empty_checkpoints_prove_nothing() -> None:
     run_log = run_of([1.0])
     held = [claim.held for claim in claims.of_comparison(SMALL, run_log, run_log, {})]
@@ -292,5 +348,8 @@ def test_equal_but_empty_checkpoints_prove_nothing() -> None:
 
 
 def test_messages_read_back_bit_for_bit() -> None:
-    for message in (Stepped(3, 0.1 + 0.2), SaveCaptured(3, 1e-9), SaveCommitted(3, 1 << 40, 0.3), Began(None, 1, 0.0)):
+    for message in (
+        Stepped(3, 0.1 + 0.2, 1e-3), SaveCaptured(3, 1e-9), SaveCommitted(3, 1 << 40, 0.3), Began(None, 1, 0.0),
+        Saved(3, 1e-5), StepDurable(3, 1 << 33, 0.1 + 0.2),
+    ):
         assert decode(encode(message).strip()) == message

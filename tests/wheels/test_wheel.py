@@ -67,4 +67,4 @@ def test_the_demo_runs_from_a_wheel(tmp_path: Path) -> None:
     bare.fetch(wheel_for(sys.version_info[:2]), torch)
     bare.install("flowstone[torch]")
     bare.run("python", "-c", _TRAIN)
-    assert "Act four" in bare.run("flowstone", "demo", "--small"), "its status says that every claim held"
+    assert "Act five" in bare.run("flowstone", "demo", "--small"), "its status says that every claim held"

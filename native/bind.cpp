@@ -104,7 +104,8 @@ PyWriteExtents make_write_extents(const Array& file, const Array& offset, const 
                             const Array& chunk, const Array& layout, const std::vector<const PyGather*>& layouts,
                             std::uint64_t chunks, const std::optional<Array>& lazy, const std::optional<Array>& device,
                             const std::vector<const PyDevice*>& devices, const std::vector<Array>& samples,
-                            const std::optional<Array>& seed, const std::optional<PyEncoder>& encoder, std::uint32_t encoded_from) {
+                            const std::optional<Array>& seed, const std::optional<PyEncoder>& encoder, std::uint32_t encoded_from,
+                            const std::optional<DerivedColumns>& derived) {
     const std::size_t count = row_count(file);
     const auto files = column<std::uint32_t>(file, "file", count);
     const auto offsets = column<std::uint64_t>(offset, "offset", count);
@@ -126,6 +127,7 @@ PyWriteExtents make_write_extents(const Array& file, const Array& offset, const 
     for (std::size_t i = 0; i < count; ++i)
         rows->rows.push_back(
             {offsets[i], lengths[i], addresses[i], first_chunks[i], numbers[i], files[i], flags[i], places[i], seeds[i]});
+    if (derived) add_derivations(*derived, rows->rows);
     return {{std::move(rows)}};
 }
 
@@ -185,8 +187,12 @@ std::vector<std::uint32_t> files_of(const ReadExtents& rows) {
     };
     for (const ReadExtent& row : rows.rows) {
         if (rows.stored.empty()) use(row.file);
-        for (std::uint64_t chunk = row.first; !rows.stored.empty() && chunk < row.last; ++chunk)
-            use(rows.place_of(row, chunk).file);
+        for (std::uint64_t chunk = row.first; !rows.stored.empty() && chunk < row.last; ++chunk) {
+            const ChunkPlace place = rows.place_of(row, chunk);
+            if (place.codec != codec_cast) use(place.file);
+            for (std::uint64_t half = 0; place.codec == codec_cast && half < cast::half_count(rows.data_bytes(row, chunk)); ++half)
+                use(rows.source_of(place, half).file);
+        }
     }
     std::vector<std::uint32_t> numbers;
     for (std::size_t i = 0; i < used.size(); ++i)
@@ -329,12 +335,13 @@ void bind_rows(nb::module_& module) {
                             const Array& chunk, const Array& layout, const std::vector<const PyGather*>& layouts, std::uint64_t chunks,
                             const std::optional<Array>& lazy, const std::optional<Array>& device,
                             const std::vector<const PyDevice*>& devices, const std::vector<Array>& samples,
-                            const std::optional<Array>& seed, const std::optional<PyEncoder>& encoder, std::uint32_t encoded_from) {
+                            const std::optional<Array>& seed, const std::optional<PyEncoder>& encoder, std::uint32_t encoded_from,
+                            const std::optional<DerivedColumns>& derived) {
             new (self) PyWriteExtents(make_write_extents(file, offset, length, address, chunk, layout, layouts, chunks, lazy, device, devices,
-                                                   samples, seed, encoder, encoded_from));
+                                                   samples, seed, encoder, encoded_from, derived));
         }, nb::kw_only(), "file"_a, "offset"_a, "length"_a, "address"_a, "chunk"_a, "layout"_a, "layouts"_a, "chunks"_a,
            "lazy"_a = nb::none(), "device"_a = nb::none(), "devices"_a = std::vector<const PyDevice*>(), "samples"_a = std::vector<Array>(),
-           "seed"_a = nb::none(), "encoder"_a = nb::none(), "encoded_from"_a = 0)
+           "seed"_a = nb::none(), "encoder"_a = nb::none(), "encoded_from"_a = 0, "derived"_a = nb::none())
         .def("sample_digests", [](const PyWriteExtents& rows) {
             std::vector<std::uint64_t> digests;
             {

@@ -15,6 +15,7 @@
 #include "bind_columns.h"
 #include "bind_held.h"
 #include "bounds.h"
+#include "cast.h"
 #include "codecs.h"
 #include "digest.h"
 #include "encoder.h"
@@ -93,6 +94,34 @@ inline std::vector<ChunkPlace> chunk_places(const StoredColumns& columns, std::s
     return chunks;
 }
 
+/// Of each row its Derivation, and the first chunk of the row that it may follow from.
+using DerivedColumns = std::tuple<Array, Array>;
+
+inline void add_derivations(const DerivedColumns& columns, std::vector<WriteExtent>& rows) {
+    const auto kinds = column<std::uint8_t>(std::get<0>(columns), "derivation", rows.size());
+    const auto sources = column<std::uint64_t>(std::get<1>(columns), "source", rows.size());
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+        if (kinds[i] > static_cast<std::uint8_t>(Derivation::float16)) throw std::invalid_argument("derivation: no such number");
+        rows[i].derivation = static_cast<Derivation>(kinds[i]);
+        rows[i].follows = sources[i];
+    }
+}
+
+/// float32 numbers rounded to 16 bits; None: one of them is NaN.
+inline nb::object cast_numbers(const nb::object& source, std::uint32_t element, bool plain) {
+    const BufferView view(source);
+    if (!cast::is_element(element) || view.size() % sizeof(float) != 0 || view.size() > chunk_bytes)
+        throw std::invalid_argument("float32 numbers are rounded to element 2 or 3, 1 MiB of them at most");
+    const LentAccess live;
+    std::byte* const room = (*live).coding_room();
+    bool good = false;
+    {
+        const nb::gil_scoped_release unlocked;
+        good = cast::round(view.bytes(), view.size() / sizeof(float), static_cast<cast::Element>(element), room, plain ? cast::Way::plain : cast::Way::best);
+    }
+    return good ? nb::object(nb::bytes(room, view.size() / 2)) : nb::none();
+}
+
 inline BaseChunks base_chunks(const Array& digests, const Array& known, const std::optional<Array>& codecs) {
     const std::size_t count = row_count(digests);
     const auto digest = column<std::uint64_t>(digests, "digests", count);
@@ -123,6 +152,7 @@ inline void bind_codecs(nb::module_& module) {
         for (std::size_t i = 0; i < count; ++i) quantized[i] = {element[i], block[i]};
         return PyEncoder{{quantizing_encoder(std::move(quantized), column<std::uint8_t>(widths, "widths", count), base_chunks(digests, known, codecs))}};
     }, "elements"_a, "blocks"_a, "widths"_a, "digests"_a, "known"_a, "codecs"_a = nb::none());
+    module.def("cast_numbers", &cast_numbers, "singles"_a, "element"_a, "plain"_a = false);
     module.def("decode_chunk", &decode_stored_chunk, "codec"_a, "stored"_a, "data_bytes"_a);
 }
 

@@ -53,21 +53,22 @@ inline nb::object to_numpy_bool(const std::vector<bool>& flags) {
     return nb::ndarray<nb::numpy, bool, nb::ndim<1>>(data, {flags.size()}, owner).cast();
 }
 
-/// Columns: offset, length, codec, whether the base's chunk is used.
-inline std::tuple<nb::object, nb::object, nb::object, nb::object, nb::object> stored_columns(const std::vector<StoredChunk>& chunks) {
+/// Columns: offset, length, codec, whether the base's chunk is used, the digest before encoding, whether it follows from others.
+inline std::tuple<nb::object, nb::object, nb::object, nb::object, nb::object, nb::object> stored_columns(const std::vector<StoredChunk>& chunks) {
     std::vector<std::uint64_t> offset;
     std::vector<std::uint32_t> length;
     std::vector<std::uint8_t> codec;
-    std::vector<bool> same;
+    std::vector<bool> same, derived;
     std::vector<std::uint64_t> captured;
     for (const StoredChunk& chunk : chunks) {
         offset.push_back(chunk.offset);
         length.push_back(chunk.encoded.length);
         codec.push_back(chunk.encoded.codec);
         same.push_back(chunk.encoded.kind == Encoded::Kind::same);
+        derived.push_back(chunk.encoded.kind == Encoded::Kind::derived);
         captured.push_back(chunk.captured_digest);
     }
-    return {to_numpy(std::move(offset)), to_numpy(std::move(length)), to_numpy(std::move(codec)), to_numpy_bool(same), to_numpy(std::move(captured))};
+    return {to_numpy(std::move(offset)), to_numpy(std::move(length)), to_numpy(std::move(codec)), to_numpy_bool(same), to_numpy(std::move(captured)), to_numpy_bool(derived)};
 }
 
 /// Columns: phase, begin and end in nanoseconds of the monotonic clock, bytes, thread.

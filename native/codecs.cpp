@@ -8,6 +8,8 @@ namespace flowstone {
 
 bool is_known_codec(std::uint8_t codec) { return codec == codec_raw || codec == codec_planes || codec == codec_quantized; }
 
+bool is_cast_source(std::uint8_t codec) { return codec == codec_planes; }
+
 bool decode_chunk(std::uint8_t codec, const std::byte* stored, std::size_t length, std::byte* data, std::size_t bytes, std::byte* room) {
     switch (codec) {
         case codec_planes: return planes::decode(stored, length, data, bytes, room);

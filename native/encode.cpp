@@ -147,10 +147,11 @@ std::vector<WriteWindow> plan_chunk_windows(const WriteExtents& rows, std::uint6
                 windows.push_back({row.file, at, std::min(at + limit, row.end()), i, i + 1, row.lazy, false});
             continue;
         }
+        const bool is_derived = row.derivation != Derivation::none;
         for_chunks(row, [&](std::uint64_t, std::uint64_t begin, std::uint64_t end) {
             WriteWindow* const open = windows.empty() || !windows.back().appended ? nullptr : &windows.back();
-            if (open == nullptr || open->file != row.file || end - open->begin > limit || begin - open->end > gap_bytes) {
-                windows.push_back({row.file, begin, end, i, i + 1, row.lazy, true});
+            if (open == nullptr || open->file != row.file || end - open->begin > limit || begin - open->end > gap_bytes || open->derived != is_derived) {
+                windows.push_back({row.file, begin, end, i, i + 1, row.lazy, true, is_derived});
                 return;
             }
             open->end = end;
@@ -171,7 +172,8 @@ std::vector<StoredChunk> planned_chunks(const WriteExtents& rows) {
     return stored;
 }
 
-Appender::Appender(const WriteExtents& rows, std::size_t files) : rows_(rows), stored_(planned_chunks(rows)), ends_(files, 0) {
+Appender::Appender(const WriteExtents& rows, std::size_t files, const DerivedChunks* derived)
+    : rows_(rows), derived_(derived), stored_(planned_chunks(rows)), ends_(files, 0) {
     const std::size_t first = rows.first_encoded();
     for (std::size_t i = 0; i < rows.rows.size(); ++i) {
         const WriteExtent& row = rows.rows[i];
@@ -183,9 +185,9 @@ Appender::Range Appender::append(const WriteWindow& window, std::byte* image, st
     const std::vector<CapturedChunk> chunks = captured_chunks(rows_, window, image, digests);
     std::uint64_t bytes = 0;
     for (const CapturedChunk& chunk : chunks) {
-        const Encoded encoded = rows_.encoder->encode(chunk, room);
+        const Encoded encoded = encode(chunk, room);
         stored_[chunk.number] = {bytes, encoded, chunk.digest};
-        if (encoded.kind == Encoded::Kind::same) continue;
+        if (encoded.kind != Encoded::Kind::stored) continue;
         if (encoded.codec == codec_raw) {
             assert(encoded.length == chunk.length);
             std::memmove(image + bytes, chunk.bytes, encoded.length);
@@ -200,6 +202,12 @@ Appender::Range Appender::append(const WriteWindow& window, std::byte* image, st
     const Range range{take(window.file, block_ceil(bytes)), block_ceil(bytes)};
     for (const CapturedChunk& chunk : chunks) stored_[chunk.number].offset += range.offset;
     return range;
+}
+
+Encoded Appender::encode(const CapturedChunk& chunk, std::byte* room) const {
+    if (derived_ != nullptr)
+        if (const std::optional<std::uint8_t> codec = derived_->codec_of(chunk)) return {Encoded::Kind::derived, *codec, 0};
+    return rows_.encoder->encode(chunk, room);
 }
 
 std::uint64_t Appender::take(std::uint32_t file, std::uint64_t bytes) {

@@ -6,6 +6,7 @@
 #include <span>
 #include <vector>
 
+#include "derived.h"
 #include "encoder.h"
 #include "write_plan.h"
 
@@ -33,7 +34,8 @@ public:
         std::uint64_t bytes;
     };
 
-    Appender(const WriteExtents& rows, std::size_t files);
+    /// derived  of the rows; null: none is
+    Appender(const WriteExtents& rows, std::size_t files, const DerivedChunks* derived = nullptr);
 
     /// Encode a window whose image is `image`. The stored chunks end up consecutive at the image's start, padded with
     /// zeros to a block; they go to the returned range of the file. `digests` are then those of the stored bytes.
@@ -48,7 +50,10 @@ public:
 private:
     std::uint64_t take(std::uint32_t file, std::uint64_t bytes);
 
+    Encoded encode(const CapturedChunk& chunk, std::byte* room) const;
+
     const WriteExtents& rows_;
+    const DerivedChunks* const derived_;
     std::vector<StoredChunk> stored_;
     mutable std::mutex mutex_;
     std::vector<std::uint64_t> ends_;

@@ -25,8 +25,9 @@ struct CapturedChunk {
 /// The result of encoding a chunk.
 /// stored  `length` bytes: of the chunk, if `codec` is codec_raw; else of the room, fewer, and `codec` decodes them
 /// same    nothing is stored: the base's chunk of that number has the same bytes
+/// derived nothing is stored: it follows from other chunks of the job (derived.h)
 struct Encoded {
-    enum class Kind : std::uint8_t { stored, same };
+    enum class Kind : std::uint8_t { stored, same, derived };
     Kind kind = Kind::stored;
     std::uint8_t codec = codec_raw;
     std::uint32_t length = 0;

@@ -34,6 +34,21 @@ void check_device(std::int32_t device, std::int64_t layout, std::size_t devices,
     require(layout == contiguous, row, "a device's memory must be contiguous");
 }
 
+/// What a chunk of `data_bytes` follows from: float32 chunks, each raw or encoded by itself.
+void check_cast(const ReadExtents& rows, const ChunkPlace& where, std::uint32_t data_bytes, std::size_t file_count, std::size_t row) {
+    const std::uint64_t halves = cast::half_count(data_bytes);
+    require(cast::is_element(where.length) && data_bytes % 2 == 0, row, "a cast chunk has no such elements");
+    require(is_inside(where.offset, halves, rows.stored.size()), row, "a cast chunk's source is beyond digests");
+    for (std::uint64_t half = 0; half < halves; ++half) {
+        const ChunkPlace& source = rows.source_of(where, half);
+        const std::uint64_t bytes = 2 * std::min(cast::half_bytes, data_bytes - half * cast::half_bytes);
+        require(source.file < file_count, row, "a stored chunk's file is no index into files");
+        check_range(source.offset, source.length, row);
+        require(source.codec == codec_raw ? source.length == bytes : is_cast_source(source.codec) && source.length < bytes, row,
+                "a cast chunk's source is not as long as it has to be, or is itself derived");
+    }
+}
+
 }  // namespace
 
 std::uint64_t scattered(std::uint64_t number) {
@@ -96,9 +111,13 @@ void check_extents(const ReadExtents& rows, std::size_t file_count) {
         if (rows.stored.empty()) continue;
         for (std::uint64_t chunk = row.first; chunk < row.last; ++chunk) {
             const ChunkPlace& where = rows.stored[row.chunk + chunk];
+            const std::uint32_t data_bytes = rows.data_bytes(row, chunk);
+            if (where.codec == codec_cast) {
+                check_cast(rows, where, data_bytes, file_count, i);
+                continue;
+            }
             require(where.file < file_count, i, "a stored chunk's file is no index into files");
             check_range(where.offset, where.length, i);
-            const std::uint32_t data_bytes = rows.data_bytes(row, chunk);
             require(is_known_codec(where.codec), i, "nothing decodes a stored chunk");
             require(where.codec == codec_raw ? where.length == data_bytes : where.length < data_bytes, i,
                     "a stored chunk is not as long as the chunk, or as an encoded one can be");

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bounds.h"
+#include "cast.h"
 #include "device.h"
 #include "encoder.h"
 #include "kernels.h"
@@ -31,6 +32,9 @@ std::uint64_t scattered(std::uint64_t number);
 /// row.
 std::uint64_t line_begin(std::uint64_t row_bytes, std::uint64_t line, std::uint64_t seed);
 
+/// How a row may follow from another one: it has the same bytes, or is what that one's float32 numbers are rounded to.
+enum class Derivation : std::uint8_t { none, copy, bfloat16 = static_cast<std::uint8_t>(cast::Element::bfloat16), float16 = static_cast<std::uint8_t>(cast::Element::float16) };
+
 /// `length` bytes at `offset` of file number `file`, taken from `address`.
 struct WriteExtent {
     std::uint64_t offset;
@@ -42,6 +46,8 @@ struct WriteExtent {
     bool lazy = false;  // may be captured after the caller has gone on; its source is watched
     std::int32_t device = on_host;  // whose memory `address` is in; a device's rows are contiguous
     std::uint64_t seed = 0;  // chooses its lines: different for each row and save
+    Derivation derivation = Derivation::none;
+    std::uint64_t follows = 0;  // index of the first chunk's digest of the row that it may follow from
 
     std::uint64_t end() const { return offset + length; }
     const std::byte* source() const { return reinterpret_cast<const std::byte*>(address); }
@@ -86,7 +92,8 @@ struct ReadExtent {
     std::byte* target() const { return reinterpret_cast<std::byte*>(address); }
 };
 
-/// Where a chunk is stored.
+/// Where a chunk is stored. With codec_cast it is not: `offset` is the index of the digest of the first chunk that it follows
+/// from, and `length` a cast::Element.
 struct ChunkPlace {
     std::uint64_t offset;
     std::uint32_t length;
@@ -105,6 +112,8 @@ struct ReadExtents {
     std::uint32_t data_bytes(const ReadExtent& row, std::uint64_t chunk) const {
         return static_cast<std::uint32_t>(std::min(chunk_bytes, row.length - chunk * chunk_bytes));
     }
+    /// With codec_cast: where half number `half` of the chunk comes from.
+    const ChunkPlace& source_of(const ChunkPlace& chunk, std::uint64_t half) const { return stored[chunk.offset + half]; }
     ChunkPlace place_of(const ReadExtent& row, std::uint64_t chunk) const {
         if (!stored.empty()) return stored[row.chunk + chunk];
         const std::uint64_t skipped = chunk * chunk_bytes;

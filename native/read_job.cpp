@@ -38,6 +38,11 @@ struct ReadJob::Window final : Staged<ReadJob, Window> {
     std::atomic<std::size_t> storing{0};  // devices
 };
 
+struct ReadJob::Computed {
+    AlignedBytes data;
+    std::uint64_t halves_left;  // under computed_mutex_
+};
+
 ReadJob::ReadJob(Machine machine, std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<const File>> files,
                  std::shared_ptr<const ReadExtents> rows, const ReadOptions& options)
     : Job(std::move(machine), std::move(arena), std::move(files)), rows_(std::move(rows)), options_(options),
@@ -272,12 +277,14 @@ void ReadJob::deliver_now(const std::shared_ptr<Window>& window, LiveAccess* liv
         const WantedChunk& chunk = plan_.chunks[i];
         const std::byte* bytes = arrived(*window, chunk);
         // Rows that need the same chunk follow each other: parts of one stored tensor, for example.
-        const bool known = i != planned.first && digest_of(chunk) == digest_of(plan_.chunks[i - 1]);
+        const bool known = i != planned.first && stored_of(chunk) == stored_of(plan_.chunks[i - 1]);
         good = known ? good : window->verified || check(chunk, bytes);
         if (!good) continue;
         // Once one chunk is bad the load has failed: report further ones, but change no more memory.
         if (!in_place && !damaged_.load()) {
-            if (codec_of(chunk) == codec_raw)
+            if (chunk.half != 0) {
+                if (!compute(*window, chunk, bytes, *live)) continue;
+            } else if (codec_of(chunk) == codec_raw)
                 store(*window, chunk, bytes);
             else if (!decode(*window, chunk, bytes, *live))
                 continue;
@@ -348,21 +355,27 @@ void ReadJob::copy_edges(const Window& window) {
 }
 
 std::uint8_t ReadJob::codec_of(const WantedChunk& chunk) const {
-    return rows_->stored.empty() ? codec_raw : rows_->stored[digest_of(chunk)].codec;
+    return rows_->stored.empty() ? codec_raw : rows_->stored[stored_of(chunk)].codec;
 }
 
 std::uint64_t ReadJob::digest_of(const WantedChunk& chunk) const { return rows_->rows[chunk.row].chunk + chunk.number; }
 
+std::uint64_t ReadJob::stored_of(const WantedChunk& chunk) const {
+    const std::uint64_t own = digest_of(chunk);
+    return chunk.half == 0 ? own : rows_->stored[own].offset + chunk.half - 1;
+}
+
 bool ReadJob::check(const WantedChunk& chunk, const std::byte* bytes) {
-    if (xxh3_64(bytes, chunk.length) == rows_->digests[digest_of(chunk)]) return true;
-    report_bad(chunk);
+    const std::uint64_t digest = stored_of(chunk);
+    if (xxh3_64(bytes, chunk.length) == rows_->digests[digest]) return true;
+    report_bad(digest);
     return false;
 }
 
-void ReadJob::report_bad(const WantedChunk& chunk) {
+void ReadJob::report_bad(std::uint64_t digest) {
     {
         const std::lock_guard lock(bad_mutex_);
-        bad_.insert(digest_of(chunk));
+        bad_.insert(digest);
     }
     if (!options_.stop_at_bad) return;
     damaged_ = true;
@@ -376,16 +389,57 @@ bool ReadJob::decode(Window& window, const WantedChunk& chunk, const std::byte* 
     std::byte* const data = is_dense ? row.target() + chunk.logical_begin() : live.coding_room() + chunk_bytes;
     if (is_dense) touched_[chunk.row] = true;
     if (!decode_chunk(codec_of(chunk), bytes, chunk.length, data, data_bytes, live.coding_room())) {
-        report_bad(chunk);
+        report_bad(stored_of(chunk));
         return false;
     }
     if (is_dense) return true;
+    place(window, chunk, data_bytes, data);
+    return true;
+}
+
+bool ReadJob::compute(Window& window, const WantedChunk& chunk, const std::byte* bytes, LiveAccess& live) {
+    const ReadExtent& row = window.rows->rows[chunk.row];
+    const std::uint32_t data_bytes = window.rows->data_bytes(row, chunk.number);
+    const std::uint64_t begin = (chunk.half - 1) * cast::half_bytes, singles_bytes = 2 * std::min(cast::half_bytes, data_bytes - begin);
+    const std::byte* singles = bytes;
+    if (codec_of(chunk) != codec_raw) {
+        singles = live.coding_room() + chunk_bytes;
+        if (!decode_chunk(codec_of(chunk), bytes, chunk.length, live.coding_room() + chunk_bytes, singles_bytes, live.coding_room())) {
+            report_bad(stored_of(chunk));
+            return false;
+        }
+    }
+    const std::pair key(chunk.row, chunk.number);
+    std::shared_ptr<Computed> computed;
+    {
+        const std::lock_guard lock(computed_mutex_);
+        std::shared_ptr<Computed>& found = computed_[key];
+        if (found == nullptr) found = std::make_shared<Computed>(Computed{allocate_aligned(block_ceil(data_bytes)), cast::half_count(data_bytes)});
+        computed = found;
+    }
+    const auto element = static_cast<cast::Element>(rows_->stored[digest_of(chunk)].length);
+    // Of a NaN, which no writer takes, the digest tells whether it is the one that was saved.
+    (void)cast::round(singles, singles_bytes / sizeof(float), element, computed->data.get() + begin);
+    {
+        const std::lock_guard lock(computed_mutex_);
+        if (--computed->halves_left != 0) return true;
+        computed_.erase(key);
+    }
+    if (xxh3_64(computed->data.get(), data_bytes) != rows_->digests[digest_of(chunk)]) {
+        report_bad(digest_of(chunk));
+        return false;
+    }
+    if (row.address != verify_only && !damaged_.load()) place(window, chunk, data_bytes, computed->data.get());
+    return true;
+}
+
+void ReadJob::place(Window& window, const WantedChunk& chunk, std::uint32_t data_bytes, const std::byte* data) {
+    const ReadExtent& row = window.rows->rows[chunk.row];
     const WantedChunk whole{chunk.begin, data_bytes, chunk.row, chunk.file, chunk.number};
     if (row.device == on_host)
         store(window, whole, data);
     else
         send(window, whole, data);
-    return true;
 }
 
 /// To a device, from a buffer that the next chunk takes.

@@ -2,10 +2,12 @@
 #pragma once
 
 #include <atomic>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <set>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "aligned.h"
@@ -56,7 +58,8 @@ public:
     std::uint64_t direct_bytes() const { return direct_bytes_.load(); }
 
 private:
-    struct Window;  // one on its way
+    struct Window;    // one on its way
+    struct Computed;  // a cast chunk of which one half is there
 
     using Stage = void (ReadJob::*)(const std::shared_ptr<Window>& window, LiveAccess& live);
     friend struct Staged<ReadJob, Window>;
@@ -80,13 +83,18 @@ private:
     void abandon(const std::shared_ptr<Window>& window);
     const std::byte* arrived(const Window& window, const WantedChunk& chunk) const;
     void copy_edges(const Window& window);
-    /// Index of the chunk's digest.
+    /// Index of the digest of the chunk, and of what is stored for it or for its half.
     std::uint64_t digest_of(const WantedChunk& chunk) const;
+    std::uint64_t stored_of(const WantedChunk& chunk) const;
     std::uint8_t codec_of(const WantedChunk& chunk) const;
     bool check(const WantedChunk& chunk, const std::byte* bytes);
-    void report_bad(const WantedChunk& chunk);
+    void report_bad(std::uint64_t digest);
     /// Into its target where that is one run of bytes on the host, else into a buffer of `live` and from there.
     bool decode(Window& window, const WantedChunk& chunk, const std::byte* bytes, LiveAccess& live);
+    /// One half of a cast chunk, which is stored once it has both and its digest matches.
+    bool compute(Window& window, const WantedChunk& chunk, const std::byte* bytes, LiveAccess& live);
+    /// From a buffer to the target, whatever that is.
+    void place(Window& window, const WantedChunk& chunk, std::uint32_t data_bytes, const std::byte* data);
     void store(Window& window, const WantedChunk& chunk, const std::byte* bytes);
     void send(const Window& window, const WantedChunk& chunk, const std::byte* bytes);
     void end(const std::shared_ptr<Window>& window);
@@ -104,6 +112,8 @@ private:
     std::atomic<const ReadExtents*> targets_{nullptr};  // rows_, or aimed_; null: not known yet
     std::mutex held_mutex_;
     std::vector<std::shared_ptr<Window>> held_;  // verified, until the targets are known; under held_mutex_
+    std::mutex computed_mutex_;
+    std::map<std::pair<std::uint32_t, std::uint32_t>, std::shared_ptr<Computed>> computed_;  // by row and number; under computed_mutex_
     std::jthread coordinator_;  // last: it uses all of the above
 };
 

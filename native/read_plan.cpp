@@ -14,8 +14,15 @@ std::vector<WantedChunk> list_chunks(const ReadExtents& rows) {
         const ReadExtent& row = rows.rows[i];
         for (std::uint64_t chunk = row.first; chunk < row.last; ++chunk) {
             const ChunkPlace place = rows.place_of(row, chunk);
-            chunks.push_back({place.offset, place.length, static_cast<std::uint32_t>(i), place.file,
-                              static_cast<std::uint32_t>(chunk)});
+            const auto add = [&](const ChunkPlace& where, std::uint8_t half) {
+                chunks.push_back({where.offset, where.length, static_cast<std::uint32_t>(i), where.file, static_cast<std::uint32_t>(chunk), half});
+            };
+            if (place.codec != codec_cast) {
+                add(place, 0);
+                continue;
+            }
+            for (std::uint8_t half = 0; half < cast::half_count(rows.data_bytes(row, chunk)); ++half)
+                add(rows.source_of(place, half), static_cast<std::uint8_t>(half + 1));
         }
     }
     const auto before = [](const WantedChunk& a, const WantedChunk& b) {

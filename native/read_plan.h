@@ -8,13 +8,15 @@
 
 namespace flowstone {
 
-/// One requested chunk: chunk number `number` of row number `row`, stored in file range [begin, begin + length).
+/// One requested chunk: chunk number `number` of row number `row`, stored in file range [begin, begin + length); or what one
+/// half of it follows from, if `half` is 1 or 2.
 struct WantedChunk {
     std::uint64_t begin;
     std::uint32_t length;
     std::uint32_t row;
     std::uint32_t file;
     std::uint32_t number;
+    std::uint8_t half = 0;
 
     std::uint64_t end() const { return begin + length; }
     /// The position of its first byte in the row.

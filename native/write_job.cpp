@@ -4,6 +4,7 @@
 #include <cassert>
 #include <chrono>
 #include <optional>
+#include <tuple>
 #include <utility>
 
 #include "bounds.h"
@@ -16,12 +17,13 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::size_t spans_per_window = 3;  // capture, encode, write
 
-/// In the order in which they begin: early ones first, each kind in the order of the files.
+/// In the order in which they begin: early ones first, of each kind those that are derived last, else in the order of the files.
 std::vector<WriteWindow> ordered_windows(const WriteExtents& rows, std::uint64_t window_bytes, std::uint64_t gap_bytes) {
     std::vector<WriteWindow> windows = plan_windows(rows, window_bytes);
     const std::vector<WriteWindow> encoded = plan_chunk_windows(rows, window_bytes, gap_bytes);
     windows.insert(windows.end(), encoded.begin(), encoded.end());
-    std::stable_partition(windows.begin(), windows.end(), [](const WriteWindow& window) { return !window.lazy; });
+    const auto is_before = [](const WriteWindow& a, const WriteWindow& b) { return std::tie(a.lazy, a.derived) < std::tie(b.lazy, b.derived); };
+    std::stable_sort(windows.begin(), windows.end(), is_before);
     return windows;
 }
 
@@ -70,7 +72,9 @@ WriteJob::WriteJob(Machine machine, std::shared_ptr<Arena> arena, std::vector<st
       digests_(rows_->chunks, 0),
       detector_(*rows_, options_.watching),
       files_ready_(options_.files_ready) {
-    if (!rows_->keeps_places()) appender_.emplace(*rows_, files_.size());
+    const auto is_derived = [](const WriteExtent& row) { return row.derivation != Derivation::none; };
+    if (std::any_of(rows_->rows.begin(), rows_->rows.end(), is_derived)) derived_.emplace(*rows_);
+    if (!rows_->keeps_places()) appender_.emplace(*rows_, files_.size(), derived_ ? &*derived_ : nullptr);
     coordinator_ = std::jthread([this] {
         name_this_thread("fs-write");
         coordinate([this] {
@@ -116,6 +120,7 @@ void WriteJob::begin_all() {
     // The caller decides how far the arena grows; but without any block nothing would ever move.
     if (!windows.empty() && arena_->touched_bytes() == 0) arena_->grow(2 * arena_->block_bytes());
     for (const WriteWindow& window : windows) {
+        if (window.derived) await_sources(window);
         if (window.lazy) arena_->wait(pace.due(), [this] { return expedite_ || stopping(); });
         arena_->wait(cap.due(), [this] { return stopping(); });
         std::optional<Block> block = acquire_block(window.lazy);
@@ -126,6 +131,12 @@ void WriteJob::begin_all() {
         begin(window, std::move(*block));
     }
     if (stopping()) detector_.let_go();  // also of windows that never began
+}
+
+/// All that the window's rows follow from has a block already, or had one: so this waits for no memory.
+void WriteJob::await_sources(const WriteWindow& window) {
+    const auto is_ready = [&] { return derived_->is_ready(window.lazy) || stopping(); };
+    while (!is_ready()) arena_->wait(Clock::now() + std::chrono::hours(1), is_ready);
 }
 
 /// A block for the next window, once one is free and the window may take it; none when the job stops.
@@ -217,14 +228,16 @@ void WriteJob::capture(const std::shared_ptr<Window>& window, LiveAccess& live) 
     const std::vector<WriteRun> runs = runs_of(window->planned);
     std::vector<std::unique_ptr<Op>> ops;
     ops.reserve(runs.size());
+    const ChunkNotes notes{digests_, derived_ ? &*derived_ : nullptr};
     for (const WriteRun& run : runs) {
         std::byte* const image = window->block.bytes() + (run.begin - window->planned.begin);
         if (!run.appended) ops.push_back(make_op(window, run.begin, {image, run.end - run.begin}));
-        capture_run(*rows_, run, image, window->rest, digests_, detector_, live);
+        capture_run(*rows_, run, image, window->rest, notes, detector_, live);
         bytes += row_bytes(*rows_, run);
         settle_run(*rows_, run, detector_);
     }
     copied_bytes_ += bytes;
+    if (derived_) arena_->wake();  // `await_sources`
     spans_.add(Phase::capture, begin_ns, bytes);
     take_change();
     release(*window);

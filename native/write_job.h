@@ -41,6 +41,9 @@ struct WriteOptions {
 /// A window is captured into a block, encoded, digested and submitted. With an encoder other than identity, it holds
 /// whole chunks, and gets its place in the file once their lengths are known.
 ///
+/// Windows of derived rows are the last ones of the early windows, and of the others. They begin once all that they follow from
+/// is captured.
+///
 /// Capture does not need the files: until they are ready, windows are captured while the arena has room, and their ops
 /// wait.
 class WriteJob final : public Job {
@@ -80,6 +83,7 @@ private:
     friend struct Staged<WriteJob, Window>;
 
     void begin_all();
+    void await_sources(const WriteWindow& window);
     std::optional<Block> acquire_block(bool lazy);
     void begin(const WriteWindow& planned, Block block);
     void fetch(const std::shared_ptr<Window>& window, LiveAccess& live);
@@ -108,6 +112,7 @@ private:
     const WriteOptions options_;
     std::vector<std::uint64_t> digests_;
     MutationDetector detector_;
+    std::optional<DerivedChunks> derived_;  // none: no row is derived
     std::optional<Appender> appender_;  // none: chunks keep their planned places
     std::atomic<bool> expedite_{false};
     std::atomic<std::uint32_t> lazy_under_way_{0};

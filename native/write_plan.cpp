@@ -59,8 +59,8 @@ bool read_row(const WriteExtents& rows, std::size_t row, std::uint64_t begin, st
 /// Makes a run's image. Short parts are copied in batches; a chunk is digested while it is in the cache.
 class Capture {
 public:
-    Capture(const WriteExtents& rows, const std::byte* fetched, std::span<std::uint64_t> digests, MutationDetector& detector, LiveAccess& live)
-        : rows_(rows), fetched_(fetched), digests_(digests), detector_(detector), live_(live), batch_(live) {}
+    Capture(const WriteExtents& rows, const std::byte* fetched, const ChunkNotes& notes, MutationDetector& detector, LiveAccess& live)
+        : rows_(rows), fetched_(fetched), notes_(notes), detector_(detector), live_(live), batch_(live) {}
     ~Capture() { flush(); }
     Capture(const Capture&) = delete;
     Capture& operator=(const Capture&) = delete;
@@ -109,7 +109,7 @@ private:
     void take(const ChunkShare& part, const std::byte* image) {
         if (rows_.rows[part.row].chunk == no_digest) return;
         const std::uint64_t bytes = part.high - part.low;
-        if (part.ends_here()) return note(part, image, xxh3_64(image, bytes));
+        if (part.ends_here()) return note(part, image, nullptr, xxh3_64(image, bytes));
         Digester digester;
         digester.update(image, bytes);
         finish(part, image, digester);
@@ -125,8 +125,9 @@ private:
 
     /// The digester has read the part: it also reads the rest of the chunk beyond the run.
     void finish(const ChunkShare& part, const std::byte* image, Digester& digester) {
+        const std::byte* rest = nullptr;
         if (part.starts_here() && !part.ends_here()) {
-            const std::byte* rest = fetched_;
+            rest = fetched_;
             if (rest == nullptr) {
                 rest = live_.chunk_room();
                 if (!read_row(rows_, part.row, part.high, part.end, live_.chunk_room(), detector_, live_)) return;
@@ -134,20 +135,24 @@ private:
             digester.update(rest, part.end - part.high);
             detector_.note_split(part.row, part.high, xxh3_64(rest, part.end - part.high));
         }
-        note(part, image, digester.value());
+        note(part, image, rest, digester.value());
     }
 
-    void note(const ChunkShare& part, const std::byte* image, std::uint64_t digest) {
+    /// `rest`: of the chunk beyond the run, if it starts here.
+    void note(const ChunkShare& part, const std::byte* image, const std::byte* rest, std::uint64_t digest) {
         detector_.compare(part.row, part.low, part.high, image);
-        if (part.starts_here())
-            digests_[rows_.rows[part.row].chunk + part.chunk] = digest;
-        else if (part.ends_here())
+        if (part.starts_here()) {
+            const std::uint64_t number = rows_.rows[part.row].chunk + part.chunk;
+            notes_.digests[number] = digest;
+            if (notes_.derived != nullptr)
+                notes_.derived->note(number, {image, part.high - part.low}, {rest, part.end - part.high}, digest, live_.coding_room() + chunk_bytes);
+        } else if (part.ends_here())
             detector_.note_split(part.row, part.low, digest);
     }
 
     const WriteExtents& rows_;
     const std::byte* const fetched_;
-    const std::span<std::uint64_t> digests_;
+    const ChunkNotes notes_;
     MutationDetector& detector_;
     LiveAccess& live_;
     LiveBatch<Item> batch_;
@@ -262,9 +267,9 @@ void fetch_run(const WriteExtents& rows, const WriteRun& run, std::byte* image, 
         });
 }
 
-void capture_run(const WriteExtents& rows, const WriteRun& run, std::byte* image, const std::byte* rest,
-                 std::span<std::uint64_t> digests, MutationDetector& detector, LiveAccess& live) {
-    Capture capture(rows, rest, digests, detector, live);
+void capture_run(const WriteExtents& rows, const WriteRun& run, std::byte* image, const std::byte* rest, const ChunkNotes& notes,
+                 MutationDetector& detector, LiveAccess& live) {
+    Capture capture(rows, rest, notes, detector, live);
     walk(
         rows, run, run.begin, run.end,
         [&](std::uint64_t low, std::uint64_t high) { capture.gap(image + (low - run.begin), high - low); },

@@ -7,6 +7,7 @@
 #include <span>
 #include <vector>
 
+#include "derived.h"
 #include "live_memory.h"
 #include "io_extents.h"
 #include "mutation_detector.h"
@@ -25,6 +26,7 @@ struct WriteWindow {
     std::size_t last_row;
     bool lazy = false;  // all its rows are
     bool appended = false;  // whole chunks, placed in the file once they are encoded (encode.h)
+    bool derived = false;   // all its rows may follow from others, and are captured after these
 };
 
 /// The part of a window that one request writes: no gap of untouched blocks longer than gap_bytes.
@@ -48,11 +50,17 @@ int copy_row(const WriteExtents& rows, const WriteExtent& row, std::uint64_t beg
 /// part.
 int copy_part(const WriteExtents& rows, std::size_t row, std::uint64_t begin, std::uint64_t end, std::byte* out);
 
+/// Who is told of captured chunks. `derived`: null if none follows from another.
+struct ChunkNotes {
+    std::span<std::uint64_t> digests;
+    DerivedChunks* derived = nullptr;
+};
+
 /// Fill `image` with the run's exact bytes, gaps as zero, and digest every chunk that starts in the run (also if it
 /// continues past the run's end). The image is digested, not the source, so the digests are those of the written bytes
 /// whatever happens to the source; `detector` gets what was read. `rest` is null, or fetch_run has filled both.
-void capture_run(const WriteExtents& rows, const WriteRun& run, std::byte* image, const std::byte* rest,
-                 std::span<std::uint64_t> digests, MutationDetector& detector, LiveAccess& live);
+void capture_run(const WriteExtents& rows, const WriteRun& run, std::byte* image, const std::byte* rest, const ChunkNotes& notes,
+                 MutationDetector& detector, LiveAccess& live);
 
 /// Copies `bytes` from a row on a device, later; their memory must stay valid until then.
 using Fetch = std::function<void(const WriteExtent& row, std::uint64_t begin, std::uint64_t bytes, std::byte* out)>;

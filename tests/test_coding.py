@@ -46,7 +46,7 @@ def receipt(
         length = np.repeat([int(part * MIB) for part in stored], 8).astype(np.uint32)
         zeros = np.zeros(len(length), np.uint64)
         codec, same = (length < MIB).astype(np.uint8), np.zeros(len(length), np.bool_)
-        encoded = Encoded(zeros, length, codec, same, zeros, [int(length.sum())])
+        encoded = Encoded(zeros, length, codec, same, zeros, np.zeros_like(same), [int(length.sum())])
     io = IoRecord("posix", 1, 8 * MIB, 4, plan.bytes, 0, workers=1)
     return Receipt(None, np.zeros(plan.chunks, np.uint64), io, encoded, [found], (10.0, 10.0 + synced_s))
 

@@ -225,6 +225,14 @@ def decode_chunk(
 ) -> bytes | None:
     """The `data_bytes` of a chunk that an encoder has stored; None: no encoder has written this."""
 
+def cast_numbers(
+    singles: bytes | bytearray | memoryview | NDArray[np.uint8], element: int, plain: bool = False
+) -> bytes | None:
+    """float32 numbers rounded to bfloat16 (`element` 2) or float16 (3), ties to even; None: one of them is NaN.
+
+    plain  without vectors, as on any processor
+    """
+
 class WriteExtents:
     """Columns of equal length n; row i puts `length[i]` bytes at `offset[i]` of file `file[i]`.
 
@@ -243,6 +251,9 @@ class WriteExtents:
     there before the device's first copy is made, and kept by the caller until all is captured.
     encoder: None is the identity. With another one chunks lie where WriteJob.stored says, and a row of NO_DIGEST must
     fill the first blocks of its file. It is for files from number `encoded_from` on.
+    derived: how each of the encoder's rows may follow from another one (0: it does not, 1: it has the same bytes, 2
+    and 3: it is what the other one's float32 numbers are rounded to as bfloat16 and float16), and the first chunk of
+    that one, which is as long, or twice as long, and captured no later. None: no row does.
     """
 
     def __init__(
@@ -252,6 +263,7 @@ class WriteExtents:
         device: NDArray[np.int32] | None = None, devices: Sequence[Device] = (),
         samples: Sequence[NDArray[np.uint8]] = (), seed: NDArray[np.uint64] | None = None,
         encoder: Encoder | None = None, encoded_from: int = 0,
+        derived: tuple[NDArray[np.uint8], NDArray[np.uint64]] | None = None,
     ) -> None: ...
     def sample_digests(self) -> NDArray[np.uint64]:
         """For each row a digest of a few lines of it, as they are now (of a device's: as `samples` has them).
@@ -270,7 +282,8 @@ class ReadExtents:
                     or the box's first element (layout >= 0), or VERIFY_ONLY
     device          index into `devices`, whose memory the address is in; such rows have layout -1
     stored          file, offset, length and codec of each chunk that `digests` has; None: every chunk lies as it is, at
-                    its logical place in its extent
+                    its logical place in its extent. Of codec 4 the offset is the index of the first chunk that it
+                    is rounded from, and the length 2 or 3: to bfloat16, float16
     Rows may be in any order; the engine sorts and merges them.
     """
 
@@ -324,11 +337,12 @@ class WriteJob:
     def stored(
         self,
     ) -> tuple[
-        NDArray[np.uint64], NDArray[np.uint32], NDArray[np.uint8], NDArray[np.bool_], NDArray[np.uint64]
+        NDArray[np.uint64], NDArray[np.uint32], NDArray[np.uint8], NDArray[np.bool_], NDArray[np.uint64],
+        NDArray[np.bool_],
     ] | None:
         """After wait without fault, for each chunk: its offset in its file, its length there, its codec, whether
-        nothing is stored, as it is the base's, and the digest of what an encoder got. None: all chunks are stored as
-        they are, where they were planned.
+        nothing is stored, as it is the base's, the digest of what an encoder got, and whether nothing is stored, as it
+        follows from other chunks. None: all chunks are stored as they are, where they were planned.
         """
     @property
     def file_ends(self) -> list[int]: ...  # with `stored`: how long each file is; else empty

@@ -105,7 +105,7 @@ TUNING_BYTES_MAX = 64 * KIB  # of a tuning file; a longer file is ignored
 Backend = Literal["auto", "io_uring", "posix"]
 Direct = Literal["auto", "on", "off"]
 Watch = Literal["auto", "exact", "samples"]
-Compress = Literal["auto", "off", "max"]
+Compress = Literal["auto", "off", "derived", "max"]
 Direction = Literal["write", "read"]
 
 
@@ -193,7 +193,9 @@ class EngineOptions:
     them; None: no limit. Even without it, a lazy save writes only as fast as needed to end before the fence
     compress        "max": tensors of 64 KiB and more are encoded where that makes them shorter, without loss; other
     readers of safetensors do not find those by name (docs/FORMAT.md, Codecs). "off": never.
-    "auto": from the second save on, as long as saves are measured to end sooner so than without
+    "auto": from the second save on, as long as saves are measured to end sooner so than without.
+    With each but "off", tensors that follow from others are not stored: copies, and 16-bit weights that are a
+    rounded float32 master copy. "derived": nothing else is done
     watch           how changes before capture are detected in tensors captured after `save` returned (docs/LIMITS.md).
     "exact": every write is detected, or the save is refused. "samples": some bytes are compared.
     "auto": exact where that costs almost nothing (memory in huge pages, and 64 MiB of other memory)
@@ -225,9 +227,9 @@ class EngineOptions:
             raise ArgumentError(
                 f"watch {self.watch!r} is not one of 'auto', 'exact', 'samples'", next="'auto' is the default"
             )
-        if self.compress not in ("auto", "off", "max"):
+        if self.compress not in ("auto", "off", "derived", "max"):
             raise ArgumentError(
-                f"compress {self.compress!r} is not one of 'auto', 'off', 'max'", next="'off' is the default"
+                f"compress {self.compress!r} is not one of 'auto', 'off', 'derived', 'max'", next="'off' is the default"
             )
         if self.write_bytes_per_s is not None and self.write_bytes_per_s < REQUEST_BYTES_MIN:
             raise ArgumentError(

@@ -12,7 +12,7 @@ BASE64 = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 def read(checkpoint):
     """Tensors by name, replicated and per-rank objects. Types that numpy lacks come as bytes, one more dimension."""
     manifest = json.loads((checkpoint / "manifest.json").read_bytes())
-    if manifest["flowstone"] != 1 or manifest["critical"] not in ([], ["delta"], ["delta", "codec.planes"]):
+    if manifest["flowstone"] != 1 or not {*manifest["critical"]} <= {"delta", "copies", "codec.planes", "codec.cast"}:
         raise ValueError(f"cannot read version {manifest['flowstone']} with {manifest['critical']}")
     tensors = read_tensors(checkpoint, manifest, "chunk" if manifest["critical"] else "piece")
     nodes = json.loads((checkpoint / "objects.json").read_bytes())
@@ -32,21 +32,37 @@ def read_tensors(checkpoint, manifest, table):
     for dtype, ndim in zip(column["tensor.dtype"], column["tensor.ndim"], strict=True):
         kind, raw = dtypes[dtype], [*(next(lengths) for _ in range(ndim)), ODD_BYTES.get(dtypes[dtype], 1)]
         arrays.append(np.empty(raw[:-1], kind) if kind in np.sctypeDict else np.empty(raw, "u1"))
+    sizes, places = column["piece.bytes"], [column[f"{table}.{name}"] for name in ("segment", "offset", "bytes")]
+    if table == "chunk":
+        sizes = [min(2**20, size - at) for size in sizes for at in range(0, size, 2**20)]
+
+    def chunk_data(number, kind):
+        file, at, count = (place[number] for place in places)
+        codec = column["chunk.codec"][number] if table == "chunk" else 0
+        if codec == 4:
+            singles = [chunk_data(at + half, "float32") for half in range(1 + (sizes[number] > 2**19))]
+            return rounded(b"".join(singles), kind)
+        stored = bytes(np.fromfile(files[file], "u1", count, offset=at))
+        return planes(stored, sizes[number]) if codec else stored
+
     for piece, row in enumerate(column["piece.tensor"]):
         size, first = column["piece.bytes"][piece], chunk
-        run = slice(first, chunk := first + (-(-size // 2**20) if table == "chunk" else 1))
-        places = list(zip(*(column[f"{table}.{name}"][run] for name in ("segment", "offset", "bytes")), strict=True))
+        chunk = first + (-(-size // 2**20) if table == "chunk" else 1)
         offset, shape = ([next(boxes) for _ in range(column["tensor.ndim"][row])] for _ in range(2))
-        stored = [bytes(np.fromfile(files[file], "u1", count, offset=at)) for file, at, count in places]
-        codecs = column["chunk.codec"][run] if table == "chunk" else [0]
-        raw = b"".join(
-            planes(data, min(2**20, size - number * 2**20)) if codec else data
-            for number, (codec, data) in enumerate(zip(codecs, stored, strict=True))
-        )
+        kind = dtypes[column["tensor.dtype"][row]]
+        raw = b"".join(chunk_data(number, kind) for number in range(first, chunk))
         box = tuple(slice(begin, begin + n) for begin, n in zip(offset, shape, strict=True))
         arrays[row][box] = np.frombuffer(raw, arrays[row].dtype).reshape(arrays[row][box].shape)
     arrays += [arrays[row] for row in column["alias.tensor"]]
     return dict(zip(texts(column, "tensor") + texts(column, "alias"), arrays, strict=True))
+
+
+def rounded(singles, kind):
+    """The data of a chunk with codec 4: to nearest, ties to even."""
+    if kind == "float16":
+        return np.frombuffer(singles, "<f4").astype("<f2").tobytes()
+    bits = np.frombuffer(singles, "<u4").astype("u8")
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2").tobytes()
 
 
 def planes(stored, data_bytes):

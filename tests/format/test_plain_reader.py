@@ -17,8 +17,8 @@ from flowstone.state import describe
 SOURCE = Path(plain_reader.__file__).read_text()
 
 
-def test_plain_reader_has_under_120_lines_and_imports_nothing_of_ours() -> None:
-    assert len(SOURCE.splitlines()) < 120
+def test_plain_reader_has_under_140_lines_and_imports_nothing_of_ours() -> None:
+    assert len(SOURCE.splitlines()) < 140
     tree = ast.parse(SOURCE)
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
@@ -55,6 +55,20 @@ def test_plain_reader_puts_boxes_together(store: Path) -> None:
         checkpointer.save(1, {"table": table})
     tensors, _, _ = plain_reader.read(store / "step-00000001")
     assert np.array_equal(tensors["table"], table.numpy())
+
+
+def test_plain_reader_finds_copies_and_rounds(store: Path) -> None:
+    import torch
+
+    torch.manual_seed(1)
+    master = torch.randn(700, 1000)
+    state = {"master": master, "copy": master.clone(), "work": master.bfloat16(), "half": master.half(), "n": 3}
+    with fs.Checkpointer(store, engine=fs.EngineOptions(compress="derived")) as checkpointer:
+        manifest = checkpointer.save(1, state).committed.result().manifest
+    assert manifest.critical == ("delta", "copies", "codec.cast")
+    tensors, _, _ = plain_reader.read(store / "step-00000001")
+    for name in ("master", "copy", "work", "half"):
+        assert tensors[name].tobytes() == raw_bytes(state[name]).tobytes(), name
 
 
 def test_plain_reader_decodes_planes(store: Path) -> None:

@@ -88,13 +88,14 @@ def _print_makeup(console: Console, checkpoint: Checkpoint) -> None:
     """A line for each section: written by its own save, in files of earlier ones, and how coded."""
     from rich.table import Table
 
-    table = Table("section", "tensors", "size", "written", "referred to", "coded")
+    table = Table("section", "tensors", "size", "written", "referred to", "derived", "coded")
     for one in checkpoint.sections:
         codecs = ", ".join(one.codecs) if len(one.codecs) > 1 or "raw" not in one.codecs else ""
         homes = f" in {len(one.referred)} earlier save(s)" if one.referred else ""
         table.add_row(
             marked(one.section), f"{one.tensors:,}", size_text(one.bytes), size_text(one.written),
-            f"{size_text(sum(one.referred.values()))}{homes}", f"{codecs} {one.ratio:.2f} x" if codecs else "",
+            f"{size_text(sum(one.referred.values()))}{homes}",
+            size_text(one.derived) if one.derived else "", f"{codecs} {one.ratio:.2f} x" if codecs else "",
         )
     console.print(table)
 

@@ -9,10 +9,12 @@ from collections.abc import Collection, Mapping
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from flowstone.format.codec import CODECS
+from flowstone.format.codec import CAST, CODECS
 from flowstone.format.index import Index
 from flowstone.format.manifest import Manifest
+from flowstone.table.chunks import Chunks
 
 
 class SectionMakeup(msgspec.Struct, frozen=True):
@@ -23,6 +25,7 @@ class SectionMakeup(msgspec.Struct, frozen=True):
     bytes        of the tensors
     written      bytes that the checkpoint's own save has written
     referred     bytes in files of earlier saves, by the identity of the checkpoint that wrote them
+    derived      bytes of which nothing is stored: equal to, or rounded from, what other tensors have
     codecs       bytes by codec, written and referred
     """
 
@@ -31,6 +34,7 @@ class SectionMakeup(msgspec.Struct, frozen=True):
     bytes: int
     written: int
     referred: Mapping[str, int]
+    derived: int
     codecs: Mapping[str, int]
 
     @property
@@ -54,7 +58,10 @@ def sections_of(manifest: Manifest, index: Index, names: Collection[str]) -> tup
     numbers = np.arange(int(chunks.first[-1]))
     holder, within = chunks.locate(numbers)
     segment, _ = chunks.stored_at(holder, within)
-    length, codec, section = chunks.stored_lengths(), chunks.codecs(), of_piece[holder]
+    codec, section = chunks.codecs(), of_piece[holder]
+    is_derived = (codec == CAST.id) | _repeats(chunks)
+    length = np.where(is_derived, 0, chunks.stored_lengths())
+    data_bytes = chunks.logical_bytes(holder, within, within + 1)
     homes = [row.home for row in manifest.segments]
     kinds = list(dict.fromkeys(homes))
     home = np.array([kinds.index(one) for one in homes], np.int64)[segment]
@@ -68,12 +75,23 @@ def sections_of(manifest: Manifest, index: Index, names: Collection[str]) -> tup
         SectionMakeup(
             name, int(counts[at]), int(lengths[at]), by_home.get((at, None), 0),
             {kind: size for kind in kinds if kind is not None and (size := by_home[at, kind])},
+            int(data_bytes[(section == at) & is_derived].sum()),
             {CODECS[one].name if one in CODECS else f"codec {one}": size for one in np.flatnonzero(
                 np.bincount(codec[section == at])
             ).tolist() if (size := int(length[(section == at) & (codec == one)].sum()))},
         )
         for name, at in order.items()
     )
+
+
+def _repeats(chunks: Chunks) -> NDArray[np.bool_]:
+    """Which chunks have the place of one before them."""
+    found = np.zeros(int(chunks.first[-1]), np.bool_)
+    if chunks.stored is not None:
+        order = np.lexsort((chunks.stored.offset, chunks.stored.segment))
+        places = np.stack([chunks.stored.segment[order].astype(np.uint64), chunks.stored.offset[order]])
+        found[order[1:]] = (places[:, 1:] == places[:, :-1]).all(axis=0)
+    return found
 
 
 def _section(name: str, sections: Collection[str]) -> str:

@@ -17,6 +17,7 @@ from flowstone.format.codec import announced
 from flowstone.format.digest import check_chunks, digest
 from flowstone.format.index import Index, check_index_header, decode_index
 from flowstone.format.manifest import (
+    COPIES,
     DELTA,
     INDEX_NAME,
     OBJECTS_NAME,
@@ -53,7 +54,7 @@ def read_index(store: Names, directory: str, manifest: Manifest) -> Index:
         )
         return decode_index(
             memoryview(data).toreadonly(), segments=manifest.segments, path=path, is_delta=DELTA in manifest.critical,
-            codecs=announced(manifest.critical),
+            codecs=announced(manifest.critical), has_copies=COPIES in manifest.critical,
         )
 
 

@@ -20,6 +20,8 @@ from flowstone.commit import read as contents
 from flowstone.commit.manifests import inside, read_manifest
 from flowstone.config import CHUNK_BYTES
 from flowstone.errors import FlowstoneError, FormatError, StorageError, is_damage
+from flowstone.format.codec import CAST
+from flowstone.format.derived import cast_chunks, stored_columns
 from flowstone.format.digest import digest, zero_digest
 from flowstone.format.index import Index
 from flowstone.format.manifest import MANIFEST_NAME, Manifest, SegmentRow
@@ -154,6 +156,8 @@ def check_share(
                 _check_entries(store, directory, row, index, own)
         findings += own if share.owns(begin) else []
     if index is not None:
+        if share.owns(0):
+            _check_casts(checked, index, arena, findings)
         runs = [
             run.within(share.begin - begin, share.end - begin)
             for run, (_, begin) in zip(_runs(index.chunks, [row for row, _ in sound]), sound, strict=True)
@@ -226,6 +230,8 @@ def _check_entries(store: Store, directory: str, row: SegmentRow, index: Index, 
         expected[name] = (dtype.stored, (*shape, dtype.item_bytes) if dtype.as_bytes else shape, begin, end)
     found = {e.name: (e.dtype, e.shape, e.begin, e.end) for e in entries.values() if not e.name.startswith(PAD_PREFIX)}
     differing = [name for name in sorted(expected.keys() | found.keys()) if expected.get(name) != found.get(name)]
+    listed = {place[2:] for name, place in found.items() if expected.get(name) == place}
+    differing = [name for name in differing if name in found or expected[name][2:] not in listed]  # others are copies
     findings += [Finding(row.name, f"entry {name!r} differs between header and index") for name in differing]
     if entries and start + max(entry.end for entry in entries.values()) != row.bytes:
         findings.append(Finding(row.name, "the header does not account for the whole file"))
@@ -274,14 +280,45 @@ def _check_runs(
         findings.append(_finding(checked.directory, receipt.error))
 
 
+def _check_casts(checked: Checked, index: Index, arena: _native.Arena, findings: list[Finding]) -> None:
+    """Check that what is rounded from other chunks is what was saved. Damage of these chunks is found elsewhere."""
+    chunks, numbers = index.chunks, cast_chunks(index.chunks)
+    if not len(numbers):
+        return
+    piece, within = chunks.locate(numbers)
+    count = len(numbers)
+    rows = _native.ReadExtents(
+        file=np.zeros(count, np.uint32), offset=np.zeros(count, np.uint64), length=chunks.length[piece],
+        address=np.full(count, _native.VERIFY_ONLY, np.uint64), chunk=chunks.first[piece].astype(np.uint64),
+        first=within.astype(np.uint64), last=within.astype(np.uint64) + np.uint64(1),
+        layout=np.full(count, -1, np.int64), layouts=[], digests=chunks.digest,
+        stored=stored_columns(chunks, index.pieces),
+    )
+    paths = [inside(checked.directory, row.name) for row in checked.manifest.segments]
+    read_bytes = 2 * int(chunks.logical_bytes(piece, within, within + 1).sum())
+    receipt = finish_reading(checked.store.read_extents(
+        paths, rows, arena, wanted_bytes=read_bytes, stop_at_bad=False, past_cache=True
+    ))
+    for number in np.intersect1d(receipt.bad.astype(np.int64), numbers).tolist():
+        of, at = chunks.locate(np.array([number]))
+        name = index.tensors.names[int(index.pieces.tensor[int(of[0])])]
+        told = f"tensor {name!r}, chunk {int(at[0])}: what it is rounded from gives something else"
+        findings.append(Finding(checked.manifest.index.name, told))
+
+
 def _runs(chunks: Chunks, segments: Sequence[SegmentRow]) -> list[_Runs]:
     """For each segment: every chunk, and every run of padding, after its header; ascending. Of a base's, its chunks."""
     piece, chunk = chunks.locate(np.arange(int(chunks.first[-1])))
     segment, offset = chunks.stored_at(piece, chunk)
+    codecs = chunks.codecs()
     order = np.lexsort((offset, segment))
+    order = order[codecs[order] != CAST.id]
+    begins = np.stack([segment[order].astype(np.int64), offset[order]])
+    order = order[np.append(np.ones(min(1, len(order)), np.bool_), (begins[:, 1:] != begins[:, :-1]).any(axis=0))]
     ids = np.array([row.id for row in segments], np.int64)
     starts, stops = (np.searchsorted(segment[order], ids, side=side).tolist() for side in ("left", "right"))
-    length, found, codecs = chunks.stored_lengths(), [], chunks.codecs()
+    length: NDArray[np.uint32] = chunks.stored_lengths()
+    found: list[_Runs] = []
     data_bytes = chunks.logical_bytes(piece, chunk, chunk + 1)
     for row, start, stop in zip(segments, starts, stops, strict=True):
         here = order[start:stop]

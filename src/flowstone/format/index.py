@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from flowstone.config import NAME_BYTES_MAX, NDIM_MAX
 from flowstone.errors import DamagedError
+from flowstone.format.codec import CAST
+from flowstone.format.derived import check_casts
 from flowstone.format.manifest import SegmentRow
 from flowstone.format.segment import LENGTH_BYTES, METADATA_KEY, parse_header
 from flowstone.table.chunks import CODEC_RAW, Chunks, StoredChunks, run_starts
@@ -148,7 +150,10 @@ class ChunkForms(msgspec.Struct, frozen=True, eq=False):
 
 
 class ChunkPlaces(msgspec.Struct, frozen=True, eq=False):
-    """The segment of each chunk, and the offset there, in bytes; `forms`: None if all are stored as they are."""
+    """The segment of each chunk, and the offset there, in bytes; `forms`: None if all are stored as they are.
+
+    Of a chunk that is rounded from others, the segment is 0, and the offset the number of the first of these chunks.
+    """
 
     segment: NDArray[np.uint32]
     offset: U64
@@ -158,6 +163,17 @@ class ChunkPlaces(msgspec.Struct, frozen=True, eq=False):
         """Those of these chunks."""
         forms = None if self.forms is None else self.forms.of(chunks)
         return ChunkPlaces(self.segment[chunks], self.offset[chunks], forms)
+
+    def in_order(self, chunks: NDArray[np.int64]) -> ChunkPlaces:
+        """Those of all chunks in another order."""
+        found = self.of(chunks)
+        if found.forms is None or not (casts := found.forms.codec == CAST.id).any():
+            return found
+        number = np.empty(len(chunks), np.uint64)
+        number[chunks] = np.arange(len(chunks), dtype=np.uint64)
+        segment, offset = np.where(casts, 0, found.segment).astype(np.uint32), found.offset.copy()
+        offset[casts] = number[offset[casts].astype(np.int64)]
+        return ChunkPlaces(segment, offset, found.forms)
 
 
 def frame_of(
@@ -240,12 +256,13 @@ def check_index_header(data: Part, file_bytes: int, *, path: str) -> None:
 
 def decode_index(
     data: Part, *, segments: Sequence[SegmentRow], path: str, is_delta: bool = False,
-    codecs: Collection[int] = (CODEC_RAW,),
+    codecs: Collection[int] = (CODEC_RAW,), has_copies: bool = False,
 ) -> Index:
     """Read and check an index whose digests have been verified. Raises DamagedError.
 
     is_delta  each chunk has a place of its own
     codecs    ids of the codecs that chunks may have
+    has_copies  several chunks may have one place
     """
     kinds = _DELTA_COLUMNS if is_delta else _COLUMNS
     entries, metadata, start = parse_header(data[: _header_end(data)], path=path)
@@ -260,7 +277,7 @@ def decode_index(
                 raise ValueError(f"the length of column {name!r} does not match its shape")
             columns[name] = np.frombuffer(data, kind, count, start + entry.begin)
         index = _assemble(columns, metadata["dtypes"].split(), codecs if is_delta else (CODEC_RAW,))
-        _check(index, segments)
+        _check(index, segments, has_copies=has_copies)
     except (ValueError, KeyError, IndexError, OverflowError) as error:
         raise DamagedError(f"{path} contradicts itself: {error!s:.300}", next="use an older step") from error
     return index
@@ -339,13 +356,14 @@ def _names(text: NDArray[np.generic], lengths: NDArray[np.generic]) -> tuple[str
     return tuple([data[a:b].decode() for a, b in pairwise(ends)])
 
 
-def _check(index: Index, segments: Sequence[SegmentRow]) -> None:
+def _check(index: Index, segments: Sequence[SegmentRow], *, has_copies: bool) -> None:
     """Check what plans rely on, except for boxes and chunks. Raises ValueError."""
     if len(index.rows()) != len(index.tensors.names) + len(index.aliases):
         raise ValueError("a name occurs twice")
     if any(row >= len(index.tensors.names) for _, row in index.aliases):
         raise ValueError("an alias names no tensor")
-    _check_extents(index.chunks, segments)
+    check_casts(index.chunks, index.pieces)
+    _check_extents(index.chunks, segments, has_copies=has_copies)
 
 
 def _check_chunks(
@@ -387,11 +405,11 @@ def _is_immense(sides: U64, starts: NDArray[np.int64], ndim: NDArray[np.int64]) 
     return bool((bits[~empty] >= 59).any())
 
 
-def _check_extents(chunks: Chunks, segments: Sequence[SegmentRow]) -> None:
+def _check_extents(chunks: Chunks, segments: Sequence[SegmentRow], *, has_copies: bool) -> None:
     """Raise ValueError unless extents, or chunks with places of their own, lie in segments, and apart in new ones."""
     segment, offset, length = chunks.segment, chunks.offset, chunks.length
     if chunks.stored is not None:
-        segment, offset, length = chunks.stored.segment, chunks.stored.offset, chunks.stored.length.astype(np.uint64)
+        segment, offset, length = _distinct_places(chunks, has_copies=has_copies)
     if segment.max(initial=0) >= len(segments) and len(segment):
         raise ValueError("a piece lies in a segment that the manifest does not list")
     if not len(segments):
@@ -408,3 +426,18 @@ def _check_extents(chunks: Chunks, segments: Sequence[SegmentRow]) -> None:
     begin, length = begin[order], length[some][order]
     if (begin[:-1] + length[:-1] > begin[1:]).any():
         raise ValueError("two extents overlap")
+
+
+def _distinct_places(chunks: Chunks, *, has_copies: bool) -> tuple[NDArray[np.uint32], U64, U64]:
+    """Segment, offset and length of the chunks that are stored; of copies, of which nothing differs, only one."""
+    assert chunks.stored is not None, "the caller asks"
+    stored = chunks.stored
+    numbers = np.flatnonzero(stored.codec != CAST.id)
+    if has_copies:
+        numbers = numbers[np.lexsort((stored.offset[numbers], stored.segment[numbers]))]
+        columns = stored.segment, stored.offset, stored.length, stored.codec, chunks.digest
+        differs = np.zeros(max(len(numbers) - 1, 0), np.bool_)
+        for column in columns:
+            differs |= column[numbers][1:] != column[numbers][:-1]
+        numbers = numbers[np.append(np.ones(min(1, len(numbers)), np.bool_), differs)]
+    return stored.segment[numbers], stored.offset[numbers], stored.length[numbers].astype(np.uint64)

@@ -28,7 +28,10 @@ INDEX_NAME = "index.safetensors"
 DELTA = "delta"
 """The critical feature of a checkpoint in which each chunk has a place of its own, maybe in an earlier one's file."""
 
-KNOWN_FEATURES: frozenset[str] = frozenset({DELTA}) | FEATURES
+COPIES = "copies"
+"""The critical feature of one in which several chunks may have one place."""
+
+KNOWN_FEATURES: frozenset[str] = frozenset({DELTA, COPIES}) | FEATURES
 """Critical features that this reader knows."""
 
 _IO_NUMBERS = (

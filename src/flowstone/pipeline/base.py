@@ -21,6 +21,7 @@ from flowstone.commit.entries import step_directory
 from flowstone.commit.manifests import inside, read_manifest
 from flowstone.config import CHUNK_BYTES
 from flowstone.errors import FlowstoneError, NoCheckpointError, StorageError
+from flowstone.format.codec import CAST
 from flowstone.format.digest import digest
 from flowstone.format.index import ChunkForms, ChunkPlaces
 from flowstone.format.manifest import SegmentRow
@@ -30,7 +31,7 @@ from flowstone.pipeline.messages import Assignment
 from flowstone.plan.write import WritePlan
 from flowstone.stage.encode import BaseChunks
 from flowstone.store.base import Encoded, Receipt, Store
-from flowstone.table.chunks import Chunks, first_chunks, spread
+from flowstone.table.chunks import CODEC_RAW, Chunks, first_chunks, spread
 from flowstone.table.pieces import Pieces
 
 _REFUSALS = (errno.EPERM, errno.EACCES, errno.EMLINK, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS)  # of links
@@ -184,7 +185,7 @@ def stored_chunks(
         return segments, None
     referred = referred or Referred.nothing(plan.chunks)
     rows, same = list(segments), encoded.same
-    new = plan.of_chunks(plan.apart) & ~same
+    new = plan.of_chunks(plan.apart) & ~same & ~encoded.derived
     planned = places_of(plan, offsets)
     segment, offset = planned.segment.astype(np.int64), planned.offset.copy()
     if new.any():
@@ -197,7 +198,8 @@ def stored_chunks(
     rows += [replace(referred.segments[at], id=len(rows) + number) for number, at in enumerate(used)]
     segment[same], offset[same] = position[referred.places.segment[same]], referred.places.offset[same]
     forms = _forms(plan, encoded, referred.places.forms, receipt.digests)
-    return rows, ChunkPlaces(segment.astype(np.uint32), offset, forms)
+    places = ChunkPlaces(segment.astype(np.uint32), offset, forms)
+    return rows, _with_derived(plan, encoded, places, receipt.digests) if encoded.derived.any() else places
 
 
 def _forms(
@@ -205,7 +207,7 @@ def _forms(
 ) -> ChunkForms | None:
     """How the chunks are stored, those that are the base's as there; None: all as they are."""
     same = encoded.same
-    new = plan.of_chunks(plan.coded) & ~same
+    new = plan.of_chunks(plan.coded) & ~same & ~encoded.derived
     if not encoded.codec[new].any() and (of_base is None or not of_base.codec[same].any()):
         return None
     found = raw_forms(plan.length, digests)
@@ -214,6 +216,23 @@ def _forms(
         found.length[same], found.codec[same] = of_base.length[same], of_base.codec[same]
         found.digest[same] = of_base.digest[same]
     return found
+
+
+def _with_derived(
+    plan: WritePlan, encoded: Encoded, places: ChunkPlaces, digests: NDArray[np.uint64]
+) -> ChunkPlaces:
+    """The same, with the chunks that follow from others: a copy is where the other one is, a cast refers to it."""
+    source, segment, offset, forms = plan.source_chunks(), places.segment.copy(), places.offset.copy(), places.forms
+    copies, casts = (encoded.derived & (encoded.codec == codec) for codec in (CODEC_RAW, CAST.id))
+    segment[copies], offset[copies] = segment[source[copies]], offset[source[copies]]
+    if forms is None and casts.any():
+        forms = raw_forms(plan.length, digests)
+    if forms is not None:
+        for column in (forms.length, forms.codec, forms.digest):
+            column[copies] = column[source[copies]]
+        forms.length[casts], forms.codec[casts], forms.digest[casts] = 0, CAST.id, digests[casts]
+        segment[casts], offset[casts] = 0, source[casts]
+    return ChunkPlaces(segment, offset, forms)
 
 
 def raw_forms(length: NDArray[np.uint64], digests: NDArray[np.uint64]) -> ChunkForms:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from copy import copy
 
 import msgspec
 import numpy as np
@@ -19,12 +20,14 @@ from flowstone import _native
 from flowstone.config import Compress
 from flowstone.events import Compressed
 from flowstone.format.codec import QUANTIZED_ELEMENTS
-from flowstone.plan.write import Coded, WritePlan
+from flowstone.pipeline.deriving import Deriving
+from flowstone.pipeline.messages import Assignment
+from flowstone.plan.write import Coded, Derived, WritePlan
 from flowstone.quantize import Quantize
 from flowstone.store.base import Receipt
 from flowstone.table.chunks import Chunks
 from flowstone.table.dtype import DType
-from flowstone.table.pieces import Pieces
+from flowstone.table.pieces import Pieces, Places
 
 _BEGINS_BELOW, _ENDS_ABOVE = 0.9, 0.97  # of the time without: what encoding has to gain, and what it may lose of that
 _WORTH_BELOW = 0.97  # of a piece's bytes: what of it is stored, for it to be encoded again
@@ -105,11 +108,24 @@ class Coding:
 
     def __init__(self, mode: Compress, quantize: Sequence[Quantize] = ()) -> None:
         self._mode, self._quantize = mode, quantize
+        self._deriving, self._looks = Deriving(), True
         self._is_on = False
         self._coder_s_per_byte = 0.0
         self._found: tuple[Pieces, NDArray[np.float64]] | None = None  # the stored share of each piece, once encoded
 
-    def coded(self, pieces: Pieces) -> Coded:
+    def from_afar(self) -> Coding:
+        """The same, for a plan that is made while the state may change: it looks at no memory."""
+        found = copy(self)
+        found._looks = False
+        return found
+
+    def derived(self, pieces: Pieces, assignment: Assignment, places: Places) -> Derived | None:
+        """Which of the pieces need not be stored. `places`: the memory of what this rank holds."""
+        if self._mode == "off":
+            return None
+        return self._deriving.derived(pieces, assignment, places if self._looks else None)
+
+    def coded(self, pieces: Pieces, derived: Derived | None = None) -> Coded:
         """How each of the pieces is encoded."""
         planes, block = self.chosen(pieces), ()
         if self._quantize:
@@ -117,13 +133,13 @@ class Coding:
             pairs = zip(tensors.names, tensors.dtypes, strict=True)
             blocks = np.array([_block(name, dtype, self._quantize) for name, dtype in pairs], np.uint16)
             block = blocks[pieces.tensor].tolist()
-        return Coded(() if planes is None else planes.tolist(), block)
+        return Coded(() if planes is None else planes.tolist(), block, derived)
 
     def chosen(self, pieces: Pieces) -> NDArray[np.bool_] | None:
         """Which of the pieces are encoded by planes, unless they are quantized; None: none is."""
         if self._mode == "max":
             return np.ones(len(pieces), np.bool_)
-        if self._mode == "off" or not self._is_on:
+        if self._mode != "auto" or not self._is_on:
             return None
         found: NDArray[np.bool_] = self._shares(pieces) < _WORTH_BELOW
         return found if found.any() else None
@@ -137,6 +153,7 @@ class Coding:
 
     def learn(self, step: int, plan: WritePlan, receipt: Receipt) -> Compressed | None:
         """Decide about the next save, from one whose segments are durable. What that one has encoded, if anything."""
+        self._deriving.learn(plan, receipt)
         if self._mode == "auto" and plan.bytes:
             self._decide(plan, receipt)
         return compressed(step, plan, receipt)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from flowstone.commit.manifests import inside
 from flowstone.errors import RankError
 from flowstone.events import BuffersFromOneRank, Event
+from flowstone.format.codec import CAST
+from flowstone.format.index import ChunkPlaces
 from flowstone.format.manifest import Manifest
 from flowstone.pipeline.base import Base, captured_digests, places_of, unneeded
 from flowstone.pipeline.messages import Assignment, Contribution
@@ -41,16 +46,24 @@ def write(
         begun, plan = run.begun, run.begun.plan
         for name in unneeded(plan, begun.referred, written.segments):
             store.remove(inside(begun.draft.directory, name))
+        places = written.places or places_of(plan, begun.staged.offsets)
         run.base = Base(
             begun.draft.step, begun.draft.id, plan.pieces, begun.assignment.lazy(),
-            captured_digests(plan, receipt), written.segments,
-            written.places or places_of(plan, begun.staged.offsets), None, run.loads,
+            captured_digests(plan, receipt), written.segments, places, None, run.loads, _stored(places),
         ).compared(before, plan.length)
         if assignment.buffers:
             emit(BuffersFromOneRank(run.save.step, assignment.buffers))
         return written
     except Exception as error:
         return error
+
+
+def _stored(places: ChunkPlaces) -> NDArray[np.bool_] | None:
+    """Which chunks have bytes that a later save may refer to; None: all."""
+    if places.forms is None:
+        return None
+    stored: NDArray[np.bool_] = places.forms.codec != CAST.id
+    return None if stored.all() else stored
 
 
 def commit(

@@ -102,6 +102,7 @@ class Written(msgspec.Struct, frozen=True, eq=False):
     replicated  the sections' texts, from rank 0 alone: equal ones need not be sent
     folds       one number for each set of replicas that it is in; None if unknown
     places      of each chunk, if some are in the base; `segment` being a position among `segments`
+    copies      some chunks have the place of others
     """
 
     plan: str
@@ -117,6 +118,7 @@ class Written(msgspec.Struct, frozen=True, eq=False):
     io: IoRecord
     folds: NDArray[np.uint64] | None
     places: ChunkPlaces | None = None
+    copies: bool = False
 
 
 class PackedWritten(msgspec.Struct, frozen=True):
@@ -134,6 +136,7 @@ class PackedWritten(msgspec.Struct, frozen=True):
     io: IoRecord
     folds: bytes | None
     places: tuple[bytes, ...] | None = None
+    copies: bool = False
 
 
 class Apart(msgspec.Struct, frozen=True):
@@ -329,6 +332,7 @@ def written_by(
         plan=plan, draft=draft, tries=tries, segments=made.segments, segment=made.segment, offsets=made.offsets,
         digests=made.receipt.digests, sections={name: digest(text) for name, text in made.replicated.items()},
         replicated=made.replicated, per_rank=made.per_rank, io=made.receipt.io, folds=folds, places=made.places,
+        copies=made.receipt.has_copies,
     )
 
 
@@ -341,7 +345,7 @@ def pack_written(one: Written) -> bytes:
         digests=zlib.compress(one.digests.astype("<u8").tobytes(), 0),
         sections=dict(one.sections), per_rank=dict(one.per_rank), io=one.io,
         folds=None if one.folds is None else one.folds.astype("<u8").tobytes(),
-        places=None if one.places is None else _packed_places(one.places),
+        places=None if one.places is None else _packed_places(one.places), copies=one.copies,
     ))
 
 
@@ -352,7 +356,7 @@ def unpack_written(message: bytes) -> Written:
         segment=numbers(one.segment, np.uint32), offsets=numbers(one.offsets, np.uint64),
         digests=numbers(one.digests, np.uint64), sections=one.sections, replicated={}, per_rank=one.per_rank, io=one.io,
         folds=None if one.folds is None else np.frombuffer(one.folds, "<u8").astype(np.uint64),
-        places=None if one.places is None else _unpacked_places(one.places),
+        places=None if one.places is None else _unpacked_places(one.places), copies=one.copies,
     )
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from flowstone.pipeline.base import Base
 from flowstone.pipeline.messages import Assignment
-from flowstone.plan.write import NOT_CODED, WritePlan, plan_writes
+from flowstone.plan.write import NOT_CODED, Derived, WritePlan, plan_writes
 from flowstone.stage.capture import Headers
 from flowstone.state import Described
 from flowstone.table.pieces import Layout, Places
@@ -29,6 +29,7 @@ Waiter: TypeAlias = Literal["nothing", "optimizers", "caller"]
 class CachedPlan(msgspec.Struct, frozen=True, eq=False):
     """A layout with the plan for what this rank writes of it; kept for the next save.
 
+    derived  what need not be stored, as it was known
     headers  of its last save
     """
 
@@ -36,6 +37,7 @@ class CachedPlan(msgspec.Struct, frozen=True, eq=False):
     waiter: Waiter
     plan: WritePlan
     assignment: Assignment
+    derived: Derived | None = None
     headers: Headers = msgspec.field(default_factory=Headers)
 
     def late(self) -> NDArray[np.bool_]:
@@ -53,11 +55,17 @@ def plan_save(
     described: Described, known: CachedPlan | None, assignment: Assignment, *, fence: FenceMode, rank: int,
     base: Base | None = None, coding: Coding | None = None,
 ) -> CachedPlan:
-    """The plan for what is `described`: the `known` one itself when nothing differs that it depends on."""
+    """The plan for what is `described`: the `known` one itself when nothing differs that it depends on.
+
+    coding  looks at the memory that is described, which must be as it was
+    """
     waiter, layout = waiter_of(described, fence), described.layout
+    same = known is not None and known.assignment.positions is assignment.positions
+    pieces = known.plan.pieces if known is not None and same and known.layout is layout else assignment.pieces()
+    derived = None if coding is None else coding.derived(pieces, assignment, described.places)
     fits = known is not None and known.layout is layout and known.waiter == waiter
     if known is not None and fits and _rests_alike(known, base, assignment) and (
-        _coded_alike(known.plan, coding)
+        _coded_alike(known, coding, derived)
     ):
         if known.assignment is assignment:
             return known
@@ -65,14 +73,13 @@ def plan_save(
             return replace(known, assignment=assignment)  # a new plan, in which this rank writes the same
     lazy = lazy_pieces(layout, waiter)
     late = [lazy[at] for at in assignment.positions.tolist()] if lazy else ()
-    pieces = assignment.pieces()
     rests = None if base is None else base.resting(pieces, assignment)
-    coded = NOT_CODED if coding is None else coding.coded(pieces)
+    coded = NOT_CODED if coding is None else coding.coded(pieces, derived)
     plan = plan_writes(
         pieces, lazy=late, rank=rank, alone=assignment.is_everything, resting=() if rests is None else rests.tolist(),
         coded=coded,
     )
-    return CachedPlan(layout, waiter, plan, assignment)
+    return CachedPlan(layout, waiter, plan, assignment, derived)
 
 
 def _rests_alike(known: CachedPlan, base: Base | None, assignment: Assignment) -> bool:
@@ -82,10 +89,13 @@ def _rests_alike(known: CachedPlan, base: Base | None, assignment: Assignment) -
     return not plan.rests.any() if rests is None else np.array_equal(rests & plan.slotted, plan.rests)
 
 
-def _coded_alike(plan: WritePlan, coding: Coding | None) -> bool:
-    """Whether the pieces that are to be encoded are those for which the plan was made."""
+def _coded_alike(known: CachedPlan, coding: Coding | None, derived: Derived | None) -> bool:
+    """Whether the pieces that are to be encoded, and those that are not stored, are those for which it was made."""
     if coding is None:
         return True
+    if known.derived is not derived:
+        return False
+    plan = known.plan
     coded, before = coding.chosen(plan.pieces), plan.width > 0
     return not before.any() if coded is None else np.array_equal(coded & plan.slotted & (plan.block == 0), before)
 

@@ -17,9 +17,9 @@ from flowstone.commit import publish
 from flowstone.commit.read import join_objects
 from flowstone.config import FAR_COMPARED_MAX, INDEX_ROWS_KEPT_MAX, PLANS_REMEMBERED
 from flowstone.errors import CollisionError, RankError, StorageError, UnsupportedStateError
-from flowstone.format.codec import features_of
+from flowstone.format.codec import CAST, features_of
 from flowstone.format.index import ChunkForms, ChunkPlaces, Frame
-from flowstone.format.manifest import DELTA, IoRecord, Manifest, SegmentRow
+from flowstone.format.manifest import COPIES, DELTA, IoRecord, Manifest, SegmentRow
 from flowstone.format.merge_points import MergeMap, merge
 from flowstone.pipeline.base import planned_places, raw_forms
 from flowstone.pipeline.messages import (
@@ -55,11 +55,12 @@ class _GlobalIndex(msgspec.Struct, frozen=True, eq=False):
     chunk_order: NDArray[np.int64]
 
 
-def _critical(places: ChunkPlaces | None) -> tuple[str, ...]:
+def _critical(places: ChunkPlaces | None, *, copies: bool) -> tuple[str, ...]:
     """The critical features of a checkpoint whose chunks have such places; None: those of their pieces."""
     if places is None:
         return ()
-    return (DELTA, *(() if places.forms is None else features_of(places.forms.codec)))
+    codecs = () if places.forms is None else features_of(places.forms.codec)
+    return (DELTA, *((COPIES,) if copies else ()), *codecs)
 
 
 class RankZero:
@@ -168,7 +169,7 @@ class RankZero:
         index = self._index_of(_joined(columns), places)
         offsets, digests = _joined([one.offsets for one in said]), _joined([one.digests for one in said])
         if places is not None:
-            places = places.of(index.chunk_order)
+            places = places.in_order(index.chunk_order)
         per_rank: dict[str, list[bytes]] = {}
         for one in said:
             for section, text in one.per_rank.items():
@@ -177,7 +178,8 @@ class RankZero:
         return publish.publish(store, draft, store_id, publish.Publication(
             segments, index.frame.fill(offsets[index.piece_order], digests[index.chunk_order], places),
             index.frame.totals, join_objects(replicated, per_rank), io_of([one.io for one in said]),
-            writer=f"flowstone {__version__}", ranks=len(said), critical=_critical(places),
+            writer=f"flowstone {__version__}", ranks=len(said),
+            critical=_critical(places, copies=any(one.copies for one in said)),
         ))
 
     def _places(self, said: Sequence[Written]) -> ChunkPlaces | None:
@@ -185,7 +187,7 @@ class RankZero:
         if all(one.places is None for one in said):
             return None
         assert self._assignment is not None, "what is committed was assigned"
-        segments, offsets, forms, count = [], [], [], 0
+        segments, offsets, forms, count, chunks = [], [], [], 0, 0
         is_coded = any(one.places is not None and one.places.forms is not None for one in said)
         for rank, one in enumerate(said):
             places = one.places
@@ -196,7 +198,8 @@ class RankZero:
             if is_coded:
                 forms.append(places.forms or raw_forms(length, one.digests))
             segments.append(places.segment + np.uint32(count))
-            offsets.append(places.offset)
+            offsets.append(_counted_on(places, chunks))
+            chunks += len(places.offset)
             count += len(one.segments)
         return ChunkPlaces(_joined(segments), _joined(offsets), ChunkForms(
             _joined([one.length for one in forms]), _joined([one.codec for one in forms]),
@@ -240,6 +243,13 @@ class RankZero:
                     )
         stored = {name for layouts in self._layouts if layouts is not None for name in layouts.names}
         return [Alias(name, target) for name, target in found.items() if name not in stored]
+
+
+def _counted_on(places: ChunkPlaces, chunks: int) -> NDArray[np.uint64]:
+    """The offsets of a rank's chunks; of those that refer to others by number, counted on from so many before."""
+    if places.forms is None or not (casts := places.forms.codec == CAST.id).any():
+        return places.offset
+    return np.where(casts, places.offset + np.uint64(chunks), places.offset)
 
 
 def differing_sections(said: Sequence[Written]) -> list[str]:

@@ -309,7 +309,8 @@ class Saves:
             run.is_agreed = True
             try:
                 self._plan = cached = plan_save(
-                    described, None, assignment, fence=fence, rank=self._group.rank, coding=self._coding,
+                    described, None, assignment, fence=fence, rank=self._group.rank,
+                    coding=None if self._coding is None else self._coding.from_afar(),
                     base=self._find_base(assignment),
                 )
                 begin(cached)

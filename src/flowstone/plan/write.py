@@ -36,6 +36,9 @@ from flowstone.table.pieces import Piece, Pieces
 
 _Number = TypeVar("_Number", bound=np.generic)
 
+COPY = 1
+"""The derivation of a piece with the same bytes as another one."""
+
 
 class SegmentPlan(msgspec.Struct, frozen=True):
     """One file to be written: `pieces` are positions in the plan, in file order, the slotted ones first.
@@ -65,6 +68,8 @@ class WritePlan(msgspec.Struct, frozen=True, eq=False):
     rests     whether the base is expected to have most of it
     width     length in bytes of the numbers by which its chunks are encoded; 0: they are not
     block     elements that share a scale where its chunks are quantized; 0: they are not
+    derivation  how it may follow from another piece: COPY, or an element of CAST_ELEMENTS; 0: it does not
+    follows   position of that piece
     chunk     the number of the piece's first chunk, over the whole plan
     order     rows of all files in file order: number s is the header of segment s, and
               number len(segments) + p is piece p
@@ -81,6 +86,8 @@ class WritePlan(msgspec.Struct, frozen=True, eq=False):
     rests: NDArray[np.bool_]
     width: NDArray[np.uint8]
     block: NDArray[np.uint16]
+    derivation: NDArray[np.uint8]
+    follows: NDArray[np.int64]
     chunk: NDArray[np.uint64]
     chunks: int
     order: NDArray[np.int64]
@@ -98,12 +105,23 @@ class WritePlan(msgspec.Struct, frozen=True, eq=False):
     @property
     def apart(self) -> NDArray[np.bool_]:
         """For each piece: whether it is in the segment of chunks."""
-        return self.rests | self.coded
+        found: NDArray[np.bool_] = self.rests | self.coded | (self.derivation > 0)
+        return found
 
     @property
     def coded(self) -> NDArray[np.bool_]:
         """For each piece: whether its chunks may be encoded."""
         found: NDArray[np.bool_] = (self.width > 0) | (self.block > 0)
+        return found
+
+    def source_chunks(self) -> NDArray[np.int64]:
+        """For each chunk the number of the first one that it may follow from; of those that follow from none, any."""
+        counts = np.diff(first_chunks(self.length))
+        within = np.arange(self.chunks) - np.repeat(self.chunk.astype(np.int64), counts)
+        found: NDArray[np.int64] = (
+            self.of_chunks(self.chunk.astype(np.int64)[self.follows])
+            + within * np.where(self.of_chunks(self.derivation) == COPY, 1, 2)
+        )
         return found
 
     def of_chunks(self, column: NDArray[_Number]) -> NDArray[_Number]:
@@ -115,15 +133,28 @@ class WritePlan(msgspec.Struct, frozen=True, eq=False):
         return sum(segment.bytes for segment in self.segments)
 
 
+class Derived(msgspec.Struct, frozen=True, eq=False):
+    """Which pieces may follow from others, parallel to the pieces. Those that others follow from follow from none.
+
+    derivation  COPY, or an element of CAST_ELEMENTS; 0: the piece follows from none
+    follows     position of the piece that it follows from
+    """
+
+    derivation: NDArray[np.uint8]
+    follows: NDArray[np.int64]
+
+
 class Coded(msgspec.Struct, frozen=True, eq=False):
     """How the chunks of pieces are encoded; each column is parallel to them, and empty if none is encoded so.
 
     planes  whether by planes, which loses nothing
     block   elements that share a scale where they are quantized; 0: they are not
+    derived what need not be stored; None: everything has to be
     """
 
     planes: Sequence[bool] = ()
     block: Sequence[int] = ()
+    derived: Derived | None = None
 
 
 NOT_CODED = Coded()
@@ -160,7 +191,8 @@ def plan_writes(
     rests = slotted & np.array(resting, np.bool_) if len(resting) else np.zeros(len(pieces), np.bool_)
     block = np.where(slotted, np.array(coded.block or [0], np.uint16), 0).astype(np.uint16)
     width = _widths(pieces, slotted & (block == 0) & np.array(coded.planes or [False], np.bool_))
-    apart = rests | (width > 0) | (block > 0)
+    derivation, follows = _derived(coded.derived, slotted, late, block)
+    apart = rests | (width > 0) | (block > 0) | (derivation > 0)
     segment = np.zeros(len(pieces), np.uint32)
     slot = np.zeros(len(pieces), np.uint64)
     segments = []
@@ -185,9 +217,20 @@ def plan_writes(
     chunk = first_chunks(length)
     return WritePlan(
         pieces=pieces, segments=tuple(segments), text=text, segment=segment, slot=slot, length=length,
-        slotted=slotted, lazy=late, rests=rests, width=width, block=block,
+        slotted=slotted, lazy=late, rests=rests, width=width, block=block, derivation=derivation, follows=follows,
         chunk=chunk[:-1].astype(np.uint64), chunks=int(chunk[-1]), order=_row_order(segments),
     )
+
+
+def _derived(
+    derived: Derived | None, slotted: NDArray[np.bool_], late: NDArray[np.bool_], block: NDArray[np.uint16]
+) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """The columns of what may be derived: not from what is captured later, and nothing that loses precision."""
+    if derived is None:
+        return np.zeros(len(slotted), np.uint8), np.zeros(len(slotted), np.int64)
+    source = derived.follows
+    good = slotted & slotted[source] & (late | ~late[source]) & (block == 0) & (block[source] == 0)
+    return np.where(good, derived.derivation, 0).astype(np.uint8), source
 
 
 def _widths(pieces: Pieces, coded: NDArray[np.bool_]) -> NDArray[np.uint8]:

@@ -143,6 +143,10 @@ def start_capture(
         samples=samples, seed=column(np.zeros(count), seeds, np.uint64),
         encoder=encoder_of(target.base, plan),
         encoded_from=sum(not segment.chunks for segment in plan.segments),
+        derived=None if not plan.derivation.any() else (
+            column(np.zeros(count), plan.derivation, np.uint8),
+            column(np.zeros(count), plan.chunk[plan.follows], np.uint64),
+        ),
     )
     for stream in streams:
         stream.wait_current()

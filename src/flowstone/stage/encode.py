@@ -42,6 +42,7 @@ def encoder_of(base: BaseChunks | None, plan: WritePlan) -> _native.Encoder:
             plan.of_chunks(element[plan.pieces.tensor]), plan.of_chunks(plan.block), width,
             found.digest, found.known, found.codec,
         )
-    if base is not None:
+    if base is not None or plan.derivation.any():
+        base = base or BaseChunks(np.zeros(0, np.uint64), np.zeros(0, np.bool_))
         return _native.delta_encoder(base.digest, base.known, base.codec)
     return _native.identity_encoder()

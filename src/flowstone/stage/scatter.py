@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from flowstone import _native
 from flowstone.errors import DamagedError, FlowstoneError, RankError, StorageError, is_damage
-from flowstone.format.codec import CODECS
+from flowstone.format.codec import CAST, CODECS
+from flowstone.format.derived import stored_columns
 from flowstone.format.index import Index
 from flowstone.plan.read import ReadPlan
 from flowstone.store.base import Reading, ReadReceipt, Store, finish_reading, stop_reading
@@ -163,16 +164,13 @@ def read_rows(index: Index, runs: Runs, targets: Targets) -> _native.ReadExtents
     chunks, piece = index.chunks, runs.piece
     chunks.check_codecs(piece, runs.first, runs.last, index.tensors.names, index.pieces.tensor[piece], CODECS)
     assert chunks.stored is None or runs.offset is None, "a ring holds extents as they are"
-    stored = None if chunks.stored is None else (
-        chunks.stored.segment, chunks.stored.offset, chunks.stored.length, chunks.stored.codec
-    )
     return _native.ReadExtents(
         file=chunks.segment[piece] if runs.file is None else runs.file.astype(np.uint32),
         offset=chunks.offset[piece] if runs.offset is None else runs.offset.astype(np.uint64),
         length=chunks.length[piece], address=targets.address, chunk=chunks.first[piece].astype(np.uint64),
         first=runs.first.astype(np.uint64), last=runs.last.astype(np.uint64), layout=targets.layout,
         layouts=targets.layouts, digests=chunks.digest, device=targets.device, devices=targets.devices,
-        stored=stored,
+        stored=stored_columns(chunks, index.pieces),
     )
 
 
@@ -194,8 +192,12 @@ def raise_damage(found: Scattered, index: Index, wanted: Pieces, paths: Sequence
         segments, begins = index.chunks.stored_at(rows, numbers)
         stops = begins + index.chunks.stored_bytes(rows, numbers, numbers + 1)
         columns = index.pieces.tensor[rows], numbers, begins, stops, segments
-        for tensor, chunk, begin, stop, segment in zip(*(column.tolist() for column in columns), strict=True):
-            lines.append(f"{index.tensors.names[tensor]!r}, chunk {chunk}, bytes {begin}..{stop} of {paths[segment]}")
+        codecs = index.chunks.codecs()[index.chunks.first[rows] + numbers].tolist()
+        for tensor, chunk, begin, stop, segment, codec in zip(
+            *(column.tolist() for column in columns), codecs, strict=True
+        ):
+            place = "which is rounded" if codec == CAST.id else f"bytes {begin}..{stop} of {paths[segment]}"
+            lines.append(f"{index.tensors.names[tensor]!r}, chunk {chunk}, {place}")
         raise DamagedError(
             f"{what}: stored bytes are not what was written", written=written, damaged="\n".join(lines),
             changed=changed, next="load an older step, or use load(..., fallback=True)",

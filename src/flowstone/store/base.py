@@ -50,6 +50,7 @@ class Encoded(msgspec.Struct, frozen=True, eq=False):
     codec           see format/codec.py
     same            no byte is stored: the base's chunk has the same bytes
     captured        digest of what the encoder got, of chunks in segments of chunks
+    derived         no byte is stored: it follows from other chunks of the same save
     file_bytes      of each segment
     """
 
@@ -58,6 +59,7 @@ class Encoded(msgspec.Struct, frozen=True, eq=False):
     codec: NDArray[np.uint8]
     same: NDArray[np.bool_]
     captured: NDArray[np.uint64]
+    derived: NDArray[np.bool_]
     file_bytes: Sequence[int]
 
 
@@ -76,6 +78,11 @@ class Receipt(msgspec.Struct, frozen=True):
     encoded: Encoded | None = None
     spans: Sequence[_native.SpanColumns] = ()
     synced: tuple[float, float] | None = None
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether chunks were left out that are equal to others of the same save."""
+        return self.encoded is not None and bool((self.encoded.derived & (self.encoded.codec == 0)).any())
 
 
 class ReadReceipt(msgspec.Struct, frozen=True):

@@ -104,7 +104,9 @@ class Chunks:
         return self.stored.segment[numbers], self.stored.offset[numbers].astype(np.int64)
 
     def extents(self) -> tuple[NDArray[np.int64], Rows]:
-        """For each piece the segment and the offset of its extent; segment -1: it has none, or its chunks lie apart."""
+        """For each piece the segment and the offset of its extent; segment -1: it has none, or its chunks lie apart, or
+        nothing is stored of them.
+        """
         if self.stored is None:
             return self.segment.astype(np.int64), self.offset.astype(np.int64)
         segment, offset = self.stored.segment.astype(np.int64), self.stored.offset.astype(np.int64)
@@ -112,7 +114,7 @@ class Chunks:
         breaks = run_starts(np.append(np.zeros(min(1, len(segment)), np.int64), ~follows))
         some = self.first[1:] > self.first[:-1]
         begin, end = self.first[:-1][some], self.first[1:][some]
-        whole = breaks[end] == breaks[begin + 1]
+        whole = (breaks[end] == breaks[begin + 1]) & (self.stored.length[begin] > 0)
         found, at = np.full(len(some), -1, np.int64), np.zeros(len(some), np.int64)
         found[some], at[some] = np.where(whole, segment[begin], -1), offset[begin]
         return found, at

@@ -11,6 +11,8 @@ from flowstone import _native
 from flowstone.checkpoint import Checkpoint
 from flowstone.config import CHUNK_BYTES
 from flowstone.errors import DamagedError
+from flowstone.format.codec import CAST, CAST_ELEMENTS
+from flowstone.format.derived import halves_of
 from flowstone.store.os_errors import translated
 from flowstone.table.chunks import CODEC_RAW
 
@@ -41,6 +43,8 @@ class ChunkData:
                 into[low - begin : high - begin] = np.frombuffer(self._data(chunk), np.uint8)[low - at : high - at]
 
     def _data(self, chunk: int) -> bytes:
+        if self._codec[chunk] == CAST.id:
+            return self._rounded(chunk)
         path = Path(self._checkpoint.path) / self._checkpoint.manifest.segments[int(self._segment[chunk])].name
         with translated(path.parent, "read", path.name), path.open("rb") as file:
             file.seek(int(self._offset[chunk]))
@@ -50,11 +54,24 @@ class ChunkData:
             data = stored if raw else _native.decode_chunk(int(self._codec[chunk]), stored, int(self._bytes[chunk]))
             if data is not None:
                 return data
+        offset = int(self._offset[chunk])
+        raise self._damage(path, chunk, f"bytes {offset}..{offset + int(self._stored[chunk])}")
+
+    def _rounded(self, chunk: int) -> bytes:
+        index, source = self._checkpoint.index, int(self._offset[chunk])
+        element = CAST_ELEMENTS[index.tensors.dtypes[int(index.pieces.tensor[int(self._piece[chunk])])].name]
+        halves = int(halves_of(self._bytes[chunk : chunk + 1])[0])
+        parts = [_native.cast_numbers(self._data(at), element) for at in range(source, source + halves)]
+        data = b"".join(part for part in parts if part is not None)
+        if _native.xxh3_64(data) != int(self._chunks.digest[chunk]):
+            raise self._damage(Path(self._checkpoint.path), chunk, "rounded from another tensor")
+        return data
+
+    def _damage(self, path: Path, chunk: int, place: str) -> DamagedError:
         index, piece = self._checkpoint.index, int(self._piece[chunk])
         name = index.tensors.names[int(index.pieces.tensor[piece])]
-        number, offset = chunk - int(self._chunks.first[piece]), int(self._offset[chunk])
-        raise DamagedError(
-            f"{path} is damaged: {name!r}, chunk {number}, is not what was written",
-            range=f"bytes {offset}..{offset + int(self._stored[chunk])}",
+        number = chunk - int(self._chunks.first[piece])
+        return DamagedError(
+            f"{path} is damaged: {name!r}, chunk {number}, is not what was written", range=place,
             next="restore the file from a copy, or convert another step",
         )

@@ -10,7 +10,6 @@ SWEEP = '''
 import os, signal, sys, threading, time
 import torch
 import flowstone as fs
-import flowstone.checkpointer  # once for all, so that the instants fall into the save, not into this import
 
 root, instants = sys.argv[1], int(sys.argv[2])
 

@@ -123,7 +123,9 @@ class CollisionError(StateError):
 
 
 class ReplayError(StateError):
-    """A step that was replayed from a journal is not bit for bit what it was; the state is of no step."""
+    """A step that was replayed from a journal is not bit for bit what it was; the state is of no step. As the
+    failure of a save: one of several ranks could not log what replays the step.
+    """
 
 
 class MismatchError(StateError):

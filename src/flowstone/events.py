@@ -183,7 +183,9 @@ class Journaled:
 
 @dataclass(frozen=True, slots=True)
 class NotJournaled:
-    """With `every_step`: what has changed since the step before cannot be replayed, so this step is saved whole."""
+    """With `every_step`: what has changed since the step before cannot be replayed, so this step is saved whole; in a
+    job of several ranks it is given up, and the next one is saved whole.
+    """
 
     step: int
     reason: str

@@ -239,34 +239,27 @@ class Disk(System):
         self.lost, self.changes = False, []
 
     def after_power_loss(self, target: Path, seed: int) -> None:
-        """Make a state that a power loss now may leave, in `target`; see `surviving`."""
-        target.mkdir()
-        for path, content in self.surviving(seed).items():
-            if content is None:
-                (target / path).mkdir()
-            else:
-                (target / path).write_bytes(content)
-
-    def surviving(self, seed: int) -> dict[Path, bytes | None]:
-        """A state that a power loss now may leave: contents of files, None for directories, parents first.
+        """Make a state that a power loss now may leave, in `target`.
 
         seed  0: of what is not synced, nothing; 1: every entry, no content; 2: everything; else a mixture
         """
         with self._guard:
             chance = random.Random(f"{seed} after {len(self.changes)}")
             places = self._surviving_places(seed, chance)
-            made = {SANDBOX: Path()}
-            found: dict[Path, bytes | None] = {}
+            target.mkdir()
+            made = {SANDBOX: target}
             waiting = [number for number in places if number != SANDBOX]
             while waiting:  # parents first; what lies in a directory that is gone is gone with it
                 ready = [n for n in waiting if places[n][0] in made]
                 for number in ready:
                     parent, name = places[number]
                     made[number] = made[parent] / name
-                    is_directory = self._nodes[number].directory
-                    found[made[number]] = None if is_directory else self._surviving_content(number, seed, chance)
+                    node = self._nodes[number]
+                    if node.directory:
+                        made[number].mkdir()
+                    else:
+                        made[number].write_bytes(self._surviving_content(number, seed, chance))
                 waiting = [n for n in waiting if n not in made] if ready else []
-            return found
 
     def _surviving_places(self, seed: int, chance: random.Random) -> dict[int, tuple[int, str]]:
         at = {}

@@ -24,7 +24,7 @@ from flowstone.commit.entries import (
 )
 from flowstone.commit.manifests import inside, read_manifest
 from flowstone.config import BLOCK_BYTES
-from flowstone.errors import FormatError, StorageError
+from flowstone.errors import DamagedError, FormatError, StorageError
 from flowstone.format.digest import digest
 from flowstone.format.journal import (
     OPENING,
@@ -122,6 +122,25 @@ def _opening(store: Names, directory: str, file: str) -> Opening | None:
     except (FormatError, StorageError) as error:
         log.warning("cannot open the journal %s/%s: %s", store.location, path, error)
         return None
+
+
+def opening_of(store: Names, journal: Journal, rank: int) -> Opening:
+    """The opening of a rank's file. Raises DamagedError if it is not of that journal."""
+    if journal.opening.rank == rank:
+        return journal.opening
+    file = journal_file(rank)
+    found = _opening(store, journal.directory, file)
+    if found is None or _common(found) != _common(journal.opening) or found.rank != rank:
+        raise DamagedError(
+            f"{store.location}/{inside(journal.directory, file)} is damaged: it does not begin as others do",
+            next=f"load(step={journal.opening.after}), or an older checkpoint",
+        )
+    return found
+
+
+def _common(opening: Opening) -> tuple[object, ...]:
+    """What is the same in the files of all ranks."""
+    return opening.id, opening.number, opening.after, opening.checkpoint, opening.parent, opening.ranks
 
 
 def _frame_at(store: Names, path: str, offset: int) -> Frame | None:

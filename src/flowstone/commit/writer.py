@@ -18,6 +18,7 @@ class StoreWriter:
     """The writer of one store. Creates and locks nothing before `begin`.
 
     store_id  identity of the store, while this job is its writer
+    before_journals_go  is called before journals are removed
     """
 
     def __init__(
@@ -27,6 +28,7 @@ class StoreWriter:
         self._store, self._keep, self._on_removed, self._on_left = store, keep, on_removed, on_left
         self._retention: Retention | None = None
         self.store_id: str | None = None
+        self.before_journals_go: Callable[[], None] | None = None
 
     def begin(self, holder: str) -> int | None:
         """Lock the store, create it if missing, sweep. Returns the newest step. Raises LockedError, StorageError, ...
@@ -74,6 +76,8 @@ class StoreWriter:
                 if any(map(is_journal, self._store.names())):
                     from flowstone.commit import journals  # imported here: most stores have none
 
+                    if self.before_journals_go is not None:
+                        self.before_journals_go()
                     journals.remove_older(self._store, committed, self._on_removed)
         except LockedError as error:
             log.warning("retention stopped: %s", error)

@@ -60,7 +60,8 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
     optimizers  in the order in which acts number them
     proven      tensors that a replay must reproduce, in the order of the fingerprints
     windows     into how many windows they are divided; one is fingerprinted with each step
-    sources     of compressed gradients; only in journals of version 2
+    sources     of compressed gradients; only in journals of version 2, as `owners`
+    owners      for each optimizer, of each parameter the rank whose file has the gradients; (): this one has all
     """
 
     id: str
@@ -80,11 +81,17 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
     proven: tuple[str, ...]
     windows: int
     sources: tuple[SourceRow, ...] = ()
+    owners: tuple[tuple[int, ...], ...] = ()
 
     @property
     def version(self) -> int:
         """The version that all frames of the journal have: the least that a reader must know."""
-        return 2 if self.sources else 1
+        return 2 if self.sources or self.owners else 1
+
+    @property
+    def others(self) -> list[int]:
+        """The other ranks whose files have gradients for this one."""
+        return sorted({rank for row in self.owners for rank in row} - {self.rank})
 
 
 class TensorRow(msgspec.Struct, frozen=True):
@@ -293,6 +300,12 @@ def _fault_of_opening(row: Opening, frame: Frame) -> str:
         return "it has a number out of range"
     if row.checkpoint is None and row.parent is None:
         return "it begins nowhere"
+    if row.owners:
+        counts = [sum(map(len, optimizer.groups)) for optimizer in row.optimizers]
+        if list(map(len, row.owners)) != counts:
+            return "it has not one owner for each parameter"
+        if any(not 0 <= rank < row.ranks for owners in row.owners for rank in owners):
+            return "it names a rank that does not log"
     return ""
 
 

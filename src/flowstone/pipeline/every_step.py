@@ -5,69 +5,57 @@
 A save is whole if there is nothing to go on from yet, if what has happened since the step before cannot be replayed, or
 if reading the checkpoint and replaying the journal would take longer than `recovery_s`. In the last case the step goes
 into the journal as well, so that it is durable before the checkpoint is.
+
+Several ranks do the same with each step, without asking each other: what they do follows from how the steps before
+have ended, which all of them know (journal_ranks.py). A step that one of them cannot replay is given up, and the next
+is whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import monotonic
 
-import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from flowstone._native import xxh3_64
 from flowstone.checkpoint import Checkpoint
 from flowstone.commit import journals
 from flowstone.commit.entries import step_directory
 from flowstone.commit.read import encode_sections
-from flowstone.config import JOURNAL_RATE_BYTES_PER_S, JOURNAL_VALUE_BYTES_MAX, JOURNAL_WINDOWS
-from flowstone.errors import ArgumentError, StepExistsError
+from flowstone.config import JOURNAL_RATE_BYTES_PER_S, JOURNAL_WINDOWS
+from flowstone.errors import ArgumentError, FlowstoneError, ReplayError, StepExistsError
 from flowstone.events import NotJournaled
 from flowstone.format.journal import SourceRow
 from flowstone.pipeline.futures import ExpeditingFuture, Save
 from flowstone.pipeline.in_flight import InFlight
-from flowstone.pipeline.journaling import Journaling, Kept, Lineage
+from flowstone.pipeline.journal_ranks import JournalRanks, Stepped, WholeSaves
+from flowstone.pipeline.journaling import Journaling, Kept, Lineage, Step
+from flowstone.pipeline.known_state import Known
 from flowstone.pipeline.load_outcome import LoadReport
 from flowstone.pipeline.pacing import Captures
 from flowstone.pipeline.plan_cache import FenceMode
 from flowstone.pipeline.save import Saves
 from flowstone.pipeline.shared import SaveOptions, Shared
 from flowstone.pipeline.sole_writer import SoleWriter
+from flowstone.ranks import Decision, error_for_others
 from flowstone.runtime.ending import without_frames
-from flowstone.stage.journal_frames import Source, StepContent, bytes_at, window_of
+from flowstone.stage.journal_frames import StepContent, bytes_at, window_of
 from flowstone.stage.optimizer_steps import Act, StepRecorder
 from flowstone.state import Described, describe
-from flowstone.state.compressed import CompressedGradients, is_of, sources_of
-from flowstone.state.stepped import environment, explained_addresses, optimizer_rows, replayable
-from flowstone.table.pieces import Layout
+from flowstone.state.compressed import is_of, sources_of
+from flowstone.state.stepped import (
+    environment,
+    explained_addresses,
+    local,
+    optimizer_rows,
+    parameter_keys,
+    replayable,
+    stepped_parameters,
+)
 from flowstone.trace import Spans
-
-
-class _Known(msgspec.Struct):
-    """What is known of the state at the step that the next record begins from.
-
-    layout    of the state; the next step must have the same
-    proven    positions of the pieces that the optimizers' steps explain
-    others    positions of the pieces that they do not explain, and may change
-    digests   of these, and of sections, as they were last written
-    options   of each optimizer, as they were last written
-    sources   of compressed gradients, by section
-    """
-
-    layout: Layout
-    proven: NDArray[np.int64]
-    others: NDArray[np.int64]
-    digests: dict[str, int]
-    options: dict[int, tuple[msgspec.Raw, ...]]
-    sources: dict[str, CompressedGradients]
-
-    @property
-    def unlogged(self) -> tuple[str, ...]:
-        """Sections whose tensors and objects no step has: they do not follow from compressed gradients."""
-        return tuple(section for section, source in self.sources.items() if not source.exact)
 
 
 class EveryStep:
@@ -78,21 +66,20 @@ class EveryStep:
             raise ArgumentError(
                 f"every_step: files in {shared.store.location} cannot grow", next="use a directory, or leave it out"
             )
-        if shared.group.size > 1:
-            raise ArgumentError(
-                "every_step: journals of several ranks are not written yet", found=f"{shared.group.size} ranks",
-                next="leave it out, or train on one rank",
-            )
         self._store, self._group, self._emit = shared.store, shared.group, shared.emit
         self._turn, self._outcome, self._frozen = shared.turn, shared.outcome, shared.frozen
         self._saves, self._recovery_s, self._options = saves, recovery_s, shared.options
-        self._journaling = Journaling(shared)
+        self._ranks = JournalRanks(shared) if shared.group.size > 1 else None
+        self._wholes = WholeSaves()
+        self._journaling = Journaling(shared, self._ranks)
+        if self._ranks is not None:  # other ranks' frames may still be on their way into the journals to be removed
+            saves.before_journals_go(self._journaling.await_durable)
         self._recorder = StepRecorder(self._before_step)
         self._records = InFlight(  # of the journal
             shared.store, lambda: None, on_error=options.on_error, max_unsaved_steps=options.max_unsaved_steps
         )
         self._lineage: Lineage | None = None  # of the state at the last save, or load
-        self._known: _Known | None = None
+        self._known: Known | None = None
         self._is_open = False  # a journal has begun at, or before, the lineage
         self._loaded: Checkpoint | None = None  # the one with which the last load began
         self._root: Save | None = None  # the whole save that the lineage begins with; None: `_loaded`
@@ -105,11 +92,11 @@ class EveryStep:
     def save(self, step: int, state: Mapping[str, object], fence: FenceMode, spans: Spans) -> Save:
         """Save a step, in the journal or whole. Returns at once."""
         began = monotonic()
-        self._outcome.check_whole()
-        is_rooted = self._root is None or self._root.committed.done()
-        self._records.settle(leave=1 if is_rooted else 1 << 30)  # until then no step is durable, and none waits for it
-        self._note_whole()
-        self._check_new(step)
+        if self._ranks is not None:
+            self._ranks.comes_to(step)
+            self._journaling.await_durable()
+            return self._save_together(step, state, fence, spans, began)
+        self._settle_before(step)
         with self._saves.fencing.state_lock:
             acts, why = self._recorder.take()
             described = None if self._lineage is None else self._describe(state)
@@ -118,31 +105,103 @@ class EveryStep:
                 content, why = self._content(step, acts, why or self._other_sources(state), described)
             if content is None:
                 return self._save_whole(step, state, fence, spans, why)
-            return self._journal(content, state, fence, spans, began)
+            save = self._journal(step, content, state, began, begins=not self._is_open)
+            if self._is_late() and self._is_free():
+                return self._begin_whole(step, state, fence, spans)
+            return save
+
+    def _settle_before(self, step: int) -> None:
+        """Raise what has gone wrong before, and if `step` cannot be new."""
+        self._outcome.check_whole()
+        is_rooted = self._root is None or self._root.committed.done()
+        self._records.settle(leave=1 if is_rooted else 1 << 30)  # until then no step is durable, and none waits for it
+        self._note_whole()
+        self._check_new(step)
+
+    def _save_together(
+        self, step: int, state: Mapping[str, object], fence: FenceMode, spans: Spans, began: float
+    ) -> Save:
+        """Save as all ranks do. What this rank does not come to do, the others are told of."""
+        ended = self._journaling.take_ended()
+        if ended is not None:
+            self._wholes.note(failed=ended.failed)
+        if ended is not None and ended.failed:
+            self._lineage = self._known = None
+        is_journaled = not self._wholes.take()
+        is_whole = not is_journaled or (ended is not None and ended.is_due)
+        begins, self._is_open = is_journaled and not self._is_open, not is_whole
+        owes_journal, owes_whole = is_journaled, is_whole
+        try:
+            self._settle_before(step)
+            with self._saves.fencing.state_lock:
+                acts, why = self._recorder.take()
+                if is_journaled:
+                    content, why = self._content_or_why(step, acts, why, state)
+                    self._saves.sole_writer.check()
+                    owes_journal = False
+                    save = self._journal(step, content or why, state, began, begins=begins)
+                    if content is None:
+                        self._lineage = self._known = None
+                    if not is_whole:
+                        return save
+                owes_whole = False
+                if is_journaled:
+                    return self._begin_whole(step, state, fence, spans)
+                return self._save_whole(step, state, fence, spans, "")
+        except BaseException as error:
+            self._lineage = self._known = None
+            told = error_for_others("save", error)
+            if owes_journal:
+                self._add(step, told, began, None, begins=begins)
+            if owes_whole:
+                self._saves.tell_absence(step, told)
+            raise
+
+    def _content_or_why(
+        self, step: int, acts: list[Act], why: str, state: Mapping[str, object]
+    ) -> tuple[StepContent | None, str]:
+        if self._lineage is None:
+            return None, why or "there is nothing to go on from"
+        return self._content(step, acts, why or self._other_sources(state), self._describe(state))
 
     def _journal(
-        self, content: StepContent, state: Mapping[str, object], fence: FenceMode, spans: Spans, began: float
+        self, step: int, content: StepContent | str, state: Mapping[str, object], began: float, *, begins: bool
     ) -> Save:
-        """Append the step; and save it whole as well, if the journal has become too long."""
-        self._saves.sole_writer.check()
+        """Append the step; with several ranks, `content` may say why this one cannot."""
         lineage, known = self._lineage, self._known
-        assert lineage is not None, "a step has content only where there is something to go on from"
-        assert known is not None, "as above"
-        step = content.step
-        if not self._is_open:
-            number = journals.next_number(self._store)
-            identity = self._journaling.begin(lineage, self._kept(state, known), number)
-            lineage, self._is_open = Lineage(lineage.step, lineage.checkpoint, identity), True
+        if self._ranks is None:
+            self._saves.sole_writer.check()
+        if isinstance(content, StepContent):
+            assert lineage is not None, "a step has content only where there is something to go on from"
+            assert known is not None, "as above"
+            if begins:
+                identity = self._journaling.begin(lineage, self._kept(state, known))
+                lineage, begins = Lineage(lineage.step, lineage.checkpoint, identity), False
+            self._is_open = True if self._ranks is None else self._is_open
+            self._replay_s += sum(act.seconds for act in content.acts)
+            self._replay_bytes += sum(act.gradient_bytes for act in content.acts)
+            self._lineage = Lineage(step, None, lineage.journal)
         save = Save(step)
         save.committed.check = partial(self._turn.check_thread, "result")
-        self._journaling.add(save, content, partial(self._end_step, save, self._root), began)
+        self._add(step, content, began, save, begins=begins)
         self._records.add(save)
-        self._replay_s += sum(act.seconds for act in content.acts)
-        self._replay_bytes += sum(act.gradient_bytes for act in content.acts)
-        self._lineage = Lineage(step, None, lineage.journal)
-        if self._recovery_estimate_s() > self._recovery_s and (self._whole is None or self._whole.committed.done()):
-            return self._begin_whole(step, state, fence, spans)
         return save
+
+    def _add(
+        self, step: int, content: StepContent | str | Exception, began: float, save: Save | None, *, begins: bool
+    ) -> None:
+        """Hand a step to the journal's thread. `begins`: a journal does, of which this rank writes nothing."""
+        if begins:
+            self._journaling.begin_without("there is nothing to go on from")
+        end = _nothing if save is None else partial(self._end_step, save, self._root)
+        self._journaling.add(Step(step, content, began, save, end, self._is_late(), self._is_free()))
+
+    def _is_late(self) -> bool:
+        """Whether a load would take longer than it may."""
+        return self._recovery_estimate_s() > self._recovery_s
+
+    def _is_free(self) -> bool:
+        return self._whole is None or self._whole.committed.done()
 
     def _save_whole(
         self, step: int, state: Mapping[str, object], fence: FenceMode, spans: Spans, why: str
@@ -177,6 +236,7 @@ class EveryStep:
         root  the whole save that its journals begin with; None: a checkpoint that was loaded
         """
         if error is not None:
+            save.committed.reported = isinstance(error, ReplayError)  # an event tells of it; training goes on
             save.committed.set_exception(without_frames(error))
         elif root is None:
             assert self._loaded is not None, "a lineage begins with a save or a load"
@@ -207,14 +267,14 @@ class EveryStep:
         known = self._known
         assert known is not None, "a lineage is known with its state"
         optimizers, cannot = replayable(described.optimizers, described.unguarded)
-        why = why or cannot or self._journaling.broken
+        why = why or cannot or (self._journaling.broken if self._ranks is None else "")
         if not why and described.layout is not known.layout and described.layout != known.layout:
             why = "the tensors of the state have changed"
         if not why and not self._recorder.watch(optimizers, tuple(known.sources.values())):
             why = "the optimizers of the state have changed"
         if why:
             return None, why
-        values, large = self._changed_values(described, known)
+        values, large = known.changed_values(described)
         if large:
             return None, large
         replicated, per_rank = encode_sections(described.objects), encode_sections(described.per_rank)
@@ -229,8 +289,8 @@ class EveryStep:
             [places.owners[at] for at in proven.tolist()],
         )
         return StepContent(
-            step, acts, repeats, values, self._changed_sections(known, replicated),
-            self._changed_sections(known, per_rank), window,
+            step, acts, repeats, values, known.changed_sections(replicated),
+            known.changed_sections(per_rank), window,
         ), ""
 
     def _other_sources(self, state: Mapping[str, object]) -> str:
@@ -241,36 +301,6 @@ class EveryStep:
         same = {section: id(one) for section, one in sources_of(state).items()}
         changed = same != {section: id(one) for section, one in known.sources.items()}
         return "what decompresses gradients has changed" if changed else ""
-
-    def _changed_values(self, described: Described, known: _Known) -> tuple[dict[str, Source], str]:
-        """Copies of what no optimizer explains, and has changed; and why that cannot be logged."""
-        places, pieces, total = described.places, described.pieces, 0
-        found: dict[str, Source] = {}
-        lengths = pieces.lengths()
-        for at in known.others.tolist():
-            length, piece = int(lengths[at]), pieces[at]
-            view = bytes_at(int(places.address[at]), length) if length else memoryview(b"")
-            digest = xxh3_64(view)
-            if known.digests.get(piece.name) == digest:
-                continue
-            total += length
-            if total > JOURNAL_VALUE_BYTES_MAX:
-                return {}, f"'{piece.name}' has changed, which no optimizer explains, and is too large for the journal"
-            known.digests[piece.name] = digest
-            copy = Source.of_bytes(bytes(view))
-            found[piece.name] = msgspec.structs.replace(copy, dtype=piece.dtype.name, shape=piece.box.shape)
-        return found, ""
-
-    def _changed_sections(self, known: _Known, texts: Mapping[str, bytes]) -> dict[str, bytes]:
-        changed = {}
-        for section, text in texts.items():
-            if section in known.unlogged:
-                continue
-            digest, name = xxh3_64(text), f"{section}\0"
-            if known.digests.get(name) != digest:
-                known.digests[name] = digest
-                changed[section] = text
-        return changed
 
     def _know(self, state: Mapping[str, object], lineage: Lineage) -> None:
         """Note the state as it is: it is that of a checkpoint, or of a step that was replayed."""
@@ -292,22 +322,33 @@ class EveryStep:
         if unlogged:
             logged = np.array([not is_of(name, unlogged) for name in layout.pieces.names], np.bool_)
         others = np.flatnonzero(~explained & logged & ~np.array(layout.lazy, np.bool_))
-        if apart[others].any():
-            self._lineage = self._known = None  # what is on a device, or strided, is not compared here
+        names = [layout.pieces.names[at] for at in others.tolist()]
+        if apart[others].any() or len({*names}) < len(names):
+            self._lineage = self._known = None  # what is on a device, or strided, or in parts, is not compared here
             return
-        known = _Known(layout, np.flatnonzero(explained & ~apart), others, {}, {}, sources)
+        known = Known(layout, np.flatnonzero(explained & ~apart), others, {}, {}, sources)
         for at, length in zip(others.tolist(), layout.pieces.lengths()[others].tolist(), strict=True):
-            view = bytes_at(int(places.address[at]), length) if length else memoryview(b"")
-            known.digests[layout.pieces.names[at]] = xxh3_64(view)
+            known.digests[layout.pieces.names[at]] = xxh3_64(bytes_at(int(places.address[at]), length))
         for texts in (encode_sections(described.objects), encode_sections(described.per_rank)):
-            self._changed_sections(known, texts)
+            known.changed_sections(texts)
         self._known, self._lineage = known, lineage
 
-    def _kept(self, state: Mapping[str, object], known: _Known) -> Kept:
+    def _kept(self, state: Mapping[str, object], known: Known) -> Kept:
         optimizers, _ = replayable(self._describe(state).optimizers, ())
         rows, _ = optimizer_rows(state, optimizers, self._group.rank)
+        pieces, stepped = known.layout.pieces, None
+        proven = tuple(pieces.names[at] for at in known.proven.tolist())
+        if self._ranks is not None:
+            parameters = list(map(stepped_parameters, optimizers))
+            starts = np.cumsum([0, *map(len, parameters)])[:-1]
+            lengths = [local(one).nbytes for of in parameters for one in of]
+            boxes = [f"{pieces.names[at]} {pieces.box(at)}" for at in known.proven.tolist()]
+            stepped = Stepped(
+                parameter_keys(rows, pieces, self._group.rank), np.array(lengths, np.uint64), tuple(starts.tolist()),
+                xxh3_64("\n".join(boxes).encode()),
+            )
         sources = tuple(SourceRow(section, one.kind, one.exact) for section, one in known.sources.items())
-        return Kept(rows, tuple(known.layout.pieces.names[at] for at in known.proven.tolist()), environment(), sources)
+        return Kept(rows, proven, environment(), stepped, sources)
 
     def _recovery_estimate_s(self) -> float:
         """How long a load would take now: read the checkpoint, then read and replay the journal, side by side."""
@@ -327,7 +368,9 @@ class EveryStep:
     def _loading(self) -> Iterator[None]:
         """While inside, a load changes the state, and may replay steps: none of that is noted."""
         self._journaling.await_durable()
+        self._journaling.take_ended()
         self._lineage = self._known = self._root = None
+        self._wholes.begin(1)
         self._recorder.mute(on=True)
         try:
             yield
@@ -342,9 +385,10 @@ class EveryStep:
         base = report.step if replay is None else replay.base
         checkpoint = Checkpoint(self._store, step_directory(base), self._options)
         described = self._describe(state)
-        stored = {*checkpoint.index.tensors.names}
+        stored, own = {*checkpoint.index.tensors.names}, {*described.pieces.names}
         sections = {*checkpoint.objects, *checkpoint.contents.per_rank}
-        if stored != {*described.pieces.names} or sections != {*state}:
+        is_all = stored == own if self._ranks is None else own <= stored and not report.skipped  # others have the rest
+        if not is_all or sections != {*state}:
             return
         chain = None if replay is None else journals.newest_chain(self._store)
         if replay is not None and (chain is None or chain.newest != report.step):
@@ -358,16 +402,48 @@ class EveryStep:
         """Call `load`, which changes the state and may replay steps. Later steps go on from there."""
         with self._loading():
             report = load()
-        self._note_load(state, report)
+        if self._ranks is None:
+            self._note_load(state, report)
+        else:
+            self._note_load_together(state, report)
         return report
+
+    def _note_load_together(self, state: Mapping[str, object], report: LoadReport) -> None:
+        """Steps go on from what was loaded if they can on all ranks."""
+        failure: Exception | None = None
+        try:
+            self._note_load(state, report)
+        except Exception as error:
+            failure = error
+
+        def decide(said: Sequence[bytes]) -> Decision:
+            return Decision(b"" if b"" in said else b"all")
+
+        mine = failure or (b"" if self._lineage is None else b"can")
+        agreed = self._group.agreement.agree(f"whether a journal goes on from step {report.step}", mine, decide)
+        if agreed.common:
+            self._wholes.begin(0)
+        else:
+            self._lineage = self._known = None
 
     def rewind(self, step: int) -> None:
         """Set every step above `step` aside. The next save is whole."""
         self.await_all()
-        self.settle()
+        failure: FlowstoneError | None = None
+        try:
+            self._records.settle()
+        except FlowstoneError as error:
+            if self._ranks is None:
+                raise
+            failure = error  # the other ranks do not wait for this one
         self._saves.rewind(step)
+        self._journaling.take_ended()
+        self._wholes.begin(1)
+        self._is_open = False
         self._lineage = self._known = None
         self._records.newest = step
+        if failure is not None:
+            raise failure
 
     def pass_fence(self) -> None:
         """Wait until the state may change."""
@@ -406,6 +482,9 @@ class EveryStep:
         self._recorder.end()
         self._journaling.end(wait=wait)
         self._saves.end(wait=wait)
+
+
+def _nothing(_: object) -> None: ...
 
 
 def _end_with(save: Save, root: Save) -> None:

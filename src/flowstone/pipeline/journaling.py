@@ -1,7 +1,8 @@
 """A journal being written, and the thread that makes steps durable (docs/ORDERING.md, Journal).
 
 On the caller's thread    `Journaling.add`: waits until the step before is durable, then returns
-On `flowstone-journal`    fingerprint, digests, the write and its sync; `committed` is completed there
+On `flowstone-journal`    fingerprint, digests, the write and its sync, the agreement of several ranks; `committed` is
+                          completed there
 """
 
 from __future__ import annotations
@@ -11,20 +12,23 @@ import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from functools import partial
 from time import monotonic
 from typing import cast
 
 import msgspec
 
 from flowstone._version import __version__
+from flowstone.commit import journals
 from flowstone.commit.durable import sync
 from flowstone.commit.entries import journal_directory, journal_file
 from flowstone.commit.manifests import inside
 from flowstone.config import JOURNAL_AHEAD_BYTES, JOURNAL_WINDOWS
-from flowstone.errors import StateChangedError, StorageError
-from flowstone.events import Journaled, SaveFailed
+from flowstone.errors import ReplayError, StateChangedError, StorageError
+from flowstone.events import Journaled, NotJournaled, SaveFailed
 from flowstone.format.journal import OPENING, Opening, OptimizerRow, SourceRow, encode_head
 from flowstone.pipeline.futures import Save
+from flowstone.pipeline.journal_ranks import Joint, JournalRanks, Said, Stepped
 from flowstone.pipeline.shared import Shared
 from flowstone.runtime.threads import start
 from flowstone.runtime.uninterrupted import Latch
@@ -46,19 +50,55 @@ class Lineage(msgspec.Struct, frozen=True):
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """What stays the same for all steps of a journal."""
+    """What stays the same for all steps of a journal. `stepped`: None in a job of one rank."""
 
     optimizers: tuple[OptimizerRow, ...]
     proven: tuple[str, ...]
     environment: Environment
+    stepped: Stepped | None
     sources: tuple[SourceRow, ...] = ()
 
 
-class _File(msgspec.Struct):
-    """A journal of this process. `appending`: None until its first step is written; `steps`: how many it has."""
+class Step(msgspec.Struct, frozen=True, eq=False):
+    """A step for the journal's thread.
 
-    opening: Opening
-    maker: FrameMaker
+    content  what replays it. In a job of several ranks also why nothing does, or why this rank does not make it
+    began    when `save` was called
+    save     whose `captured` is completed; None: this rank does not make the step
+    end      called on the thread, with what went wrong
+    is_late  and `is_free`: see journal_ranks.Said
+    """
+
+    step: int
+    content: StepContent | str | Exception
+    began: float
+    save: Save | None
+    end: Callable[[BaseException | None], None]
+    is_late: bool = False
+    is_free: bool = True
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """How a step of several ranks has ended, on all of them. `is_due`: the next one is to be saved whole as well."""
+
+    failed: bool
+    is_due: bool
+
+
+class _File(msgspec.Struct):
+    """A journal of this process.
+
+    opening    as this rank would write it alone; None: it cannot, `why`
+    joint      what several ranks have agreed on
+    appending  None until its first step is written, as is `maker`
+    steps      how many it has
+    """
+
+    opening: Opening | None
+    stepped: Stepped | None = None
+    why: str = ""
+    joint: Joint | None = None
+    maker: FrameMaker | None = None
     appending: Appending | None = None
     steps: int = 0
 
@@ -71,30 +111,42 @@ class Journaling:
     bytes          of it
     """
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: Shared, ranks: JournalRanks | None) -> None:
+        """`ranks`: those of a job of several."""
         self._store, self._turn, self._emit, self._group = shared.store, shared.turn, shared.emit, shared.group
+        self._ranks = ranks
         self._thread: ThreadPoolExecutor | None = None
         self._file: _File | None = None
         self._pending: Latch | None = None
+        self._ended: Ended | None = None
         self.fingerprinted = Latch()
         self.fingerprinted.open()
         self.seconds, self.bytes = 0.0, 0
         self.broken = ""  # why nothing more can be appended; set by the thread
 
-    def begin(self, lineage: Lineage, kept: Kept, number: int) -> str:
-        """From now on steps go into a new journal, which begins at `lineage`. Returns its id. Writes nothing yet."""
+    def begin(self, lineage: Lineage, kept: Kept) -> str:
+        """From now on steps go into a new journal, which begins at `lineage`. Returns its id; of several ranks'
+        ids, that of rank 0 counts. Writes nothing yet.
+        """
         identity = secrets.token_hex(8)
         opening = Opening(
-            id=identity, number=number, after=lineage.step, checkpoint=lineage.checkpoint, parent=lineage.journal,
+            id=identity, number=0, after=lineage.step, checkpoint=lineage.checkpoint, parent=lineage.journal,
             rank=self._group.rank, ranks=self._group.size, exactness="exact", torch=kept.environment.torch,
             processor=kept.environment.processor, threads=kept.environment.threads,
             writer=f"flowstone {__version__}", created=datetime.now(UTC).isoformat(timespec="seconds"),
             optimizers=kept.optimizers, proven=kept.proven, windows=JOURNAL_WINDOWS, sources=kept.sources,
         )
-        self._end_file()
-        self._file = _File(opening, FrameMaker(identity, opening.version))
-        self.broken = ""
+        self._begin(_File(opening, kept.stepped))
         return identity
+
+    def begin_without(self, why: str) -> None:
+        """A journal of several ranks begins, and this one can write none."""
+        self._begin(_File(None, None, why))
+
+    def _begin(self, file: _File) -> None:
+        self.await_durable()
+        self._end_file()
+        self._file, self.broken = file, ""
 
     def _end_file(self) -> None:
         """On the thread, behind the steps that are under way."""
@@ -107,17 +159,20 @@ class Journaling:
         if self._pending is not None:
             self._pending.wait()
 
-    def add(
-        self, save: Save, content: StepContent, end: Callable[[BaseException | None], None], began: float
-    ) -> None:
-        """Append a step. Returns once the one before is durable. `end`: called on the thread, with what went wrong."""
+    def take_ended(self) -> Ended | None:
+        """How the last step of several ranks has ended; None if that was asked before, or there was none."""
+        ended, self._ended = self._ended, None
+        return ended
+
+    def add(self, step: Step) -> None:
+        """Append a step. Returns once the one before is durable."""
         assert self._file is not None, "a journal has begun"
         if self._thread is None:
             self._turn.uninterrupted(self._start)
         self.await_durable()
         self._pending, self.fingerprinted = pending, _ = Latch(), Latch()
         assert self._thread is not None, "it was started"
-        self._thread.submit(self._write, self._file, save, content, end, began, pending, self.fingerprinted)
+        self._thread.submit(self._write, self._file, step, pending, self.fingerprinted)
 
     def _start(self) -> None:
         thread = ThreadPoolExecutor(
@@ -126,35 +181,89 @@ class Journaling:
         start(thread)
         self._thread = thread
 
-    def _write(
-        self, file: _File, save: Save, content: StepContent, end: Callable[[BaseException | None], None], began: float,
-        pending: Latch, fingerprinted: Latch,
-    ) -> None:
+    def _write(self, file: _File, step: Step, pending: Latch, fingerprinted: Latch) -> None:
         """On the thread."""
-        started, failure = monotonic(), None
+        started, failure, length, content = monotonic(), None, 0, step.content
         try:
-            fingerprint = "" if content.window is None else content.window.fingerprint()
+            window = content.window if isinstance(content, StepContent) else None
+            fingerprint = "" if window is None else window.fingerprint()
             fingerprinted.open()
-            save.captured.tell()
-            if self.broken:
-                raise StorageError(f"step {content.step} cannot be journaled", reason=self.broken)
-            length = self._append(file, content, fingerprint)
+            if step.save is not None:
+                step.save.captured.tell()
+            length = self._make_durable(file, step, fingerprint)
             self.seconds, self.bytes = monotonic() - started, length
         except BaseException as error:
             self.broken, failure = self.broken or str(error), error
+            if self._ranks is not None:
+                self._ended = Ended(failed=True, is_due=False)
         fingerprinted.open()
-        save.captured.tell()
-        pending.open()
-        self._emit(
-            Journaled(content.step, length, monotonic() - began, content.uncompressed) if failure is None
-            else SaveFailed(content.step, str(failure))
-        )
-        end(failure)
+        if self._ranks is None:
+            pending.open()
+        try:
+            self._tell(step, length, failure)
+        finally:
+            pending.open()  # of several ranks: each knows now how the step has ended, and settles it at its next save
+
+    def _tell(self, step: Step, length: int, failure: BaseException | None) -> None:
+        if step.save is None:
+            return
+        step.save.captured.tell()
+        uncompressed = step.content.uncompressed if isinstance(step.content, StepContent) else ""
+        if failure is None:
+            self._emit(Journaled(step.step, length, monotonic() - step.began, uncompressed))
+        elif isinstance(failure, ReplayError):
+            self._emit(NotJournaled(step.step, str(failure.facts["reason"])))
+        else:
+            self._emit(SaveFailed(step.step, str(failure)))
+        step.end(failure)
+
+    def _make_durable(self, file: _File, step: Step, fingerprint: str) -> int:
+        """Append the step's frame, and commit it if there are several ranks. Returns the frame's length."""
+        if self._ranks is not None:
+            return self._make_durable_together(self._ranks, file, step, fingerprint)
+        assert isinstance(step.content, StepContent), "a single rank saves whole what it cannot replay"
+        if self.broken:
+            raise StorageError(f"step {step.step} cannot be journaled", reason=self.broken)
+        return self._append(file, step.content, fingerprint)
+
+    def _make_durable_together(self, ranks: JournalRanks, file: _File, step: Step, fingerprint: str) -> int:
+        """All ranks do the same in the same order, whether they have a frame or not; a failure of one is one of all."""
+        content, length = step.content, 0
+        if file.joint is None:
+            mine: tuple[Opening, Stepped] | str | Exception
+            if not isinstance(content, StepContent):
+                mine = content
+            elif file.opening is None or file.stepped is None:
+                mine = file.why
+            else:
+                mine = file.opening, file.stepped
+            file.joint = ranks.begin(step.step, mine, partial(journals.next_number, self._store))
+        said: Said | Exception
+        if isinstance(content, StepContent):
+            joint = file.joint
+            try:
+                length = self._append(file, _own(content, joint), fingerprint)
+                present = [(act.optimizer, [one.parameter for one in act.gradients]) for act in content.acts]
+                shown = fingerprint if joint.alike else ""
+                said = Said("", step.is_late, step.is_free, joint.claim(present), shown)
+            except Exception as error:
+                said = error
+        else:
+            said = Said(content) if isinstance(content, str) else content
+        self._ended = Ended(failed=False, is_due=ranks.end_step(step.step, said))
+        return length
 
     def _append(self, file: _File, content: StepContent, fingerprint: str) -> int:
         """Write a frame, durably. Returns its length."""
-        if file.appending is None:
-            file.appending = _create(self._store, file.opening)
+        if file.appending is None or file.maker is None:
+            assert file.opening is not None, "what it cannot begin, it does not append to"
+            if file.joint is None:
+                opening = msgspec.structs.replace(file.opening, number=journals.next_number(self._store))
+            else:
+                opening = file.joint.opening
+            file.opening, file.maker = opening, FrameMaker(opening.id, opening.version)
+            file.appending = _create(self._store, opening)
+        opening = cast("Opening", file.opening)
         parts = file.maker.make(file.steps + 1, content, fingerprint)
 
         def confirm() -> None:
@@ -162,7 +271,7 @@ class Journaling:
             if not all(act.is_unchanged for act in content.acts):
                 raise StateChangedError(
                     f"a gradient changed before it was written: step {content.step} cannot be replayed",
-                    path=journal_directory(file.opening.after, file.opening.id), offset=0, length=length,
+                    path=journal_directory(opening.after, opening.id), offset=0, length=length,
                     next="the next save is a whole one; from then on gradients are copied",
                 )
 
@@ -179,6 +288,19 @@ class Journaling:
         self._end_file()
         if self._thread is not None:
             self._thread.shutdown(wait=wait)
+        if self._ranks is not None:
+            self._ranks.end(wait=wait)
+
+
+def _own(content: StepContent, joint: Joint) -> StepContent:
+    """What this rank logs of a step: of the gradients that other ranks have as well, its share."""
+    acts = [
+        msgspec.structs.replace(
+            act, gradients=tuple(one for one in act.gradients if joint.logs(act.optimizer, one.parameter))
+        )
+        for act in content.acts
+    ]
+    return msgspec.structs.replace(content, acts=acts)
 
 
 def _create(store: Store, opening: Opening) -> Appending:

@@ -127,11 +127,11 @@ class Loads:
             chains[0] = chain = leads_to(self._store, step)
             newest = catalog.find(self._store, step) if chain is None else chain.base
             return [
-                int(chain is not None),
+                -1 if chain is None else chain.newest,
                 *([s for s in reversed(catalog.steps(self._store)) if s <= newest] if fallback else [newest]),
             ]
 
-        is_longer, *candidates = self._group.decide("which step to load", look)
+        leads_to_step, *candidates = self._group.decide("which step to load", look)
         for candidate in candidates:
             try:
                 report = self.load(candidate, state, rules, verify_first=verify_first)
@@ -145,10 +145,12 @@ class Loads:
             else:
                 if candidate != candidates[0]:
                     self._outcome.superseded_above = candidate
-                elif is_longer:
+                elif leads_to_step >= 0:
                     from flowstone.pipeline.replaying import go_on  # imported here: only journals need it
 
-                    return go_on(self._shared, report, state, chains[0], rules=rules, fallback=fallback)
+                    return go_on(
+                        self._shared, report, state, chains[0], newest=leads_to_step, rules=rules, fallback=fallback
+                    )
                 return report
         raise NoCheckpointError(f"no checkpoint in {self._store.location}", next="check the path")
 

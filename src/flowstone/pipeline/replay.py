@@ -3,7 +3,8 @@
     frames --read ahead, verified--> acts --Replayer--> the state --fingerprint--> proven, step by step
 
 On the caller's thread    `replay`: steps, fingerprints, objects
-On `flowstone-replay`     reads the next frame into the other of two buffers, and verifies it
+On `flowstone-replay`     reads the next frame into the other of two buffers, and verifies it; and those of other ranks
+                          that have gradients for this one
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING, cast
 
@@ -18,17 +20,18 @@ import msgspec
 import numpy as np
 
 from flowstone.checkpoint import Checkpoint
+from flowstone.commit import journals
 from flowstone.commit.entries import journal_file
 from flowstone.commit.journals import Chain, FramePlace, Part
 from flowstone.commit.manifests import inside
 from flowstone.errors import DamagedError, ReplayError
 from flowstone.format import objects
 from flowstone.format.digest import digest
-from flowstone.format.journal import Opening, StepRow, TensorRow, decode_document
+from flowstone.format.journal import Opening, OptimizerRow, StepRow, TensorRow, decode_document
 from flowstone.pipeline.compare import stored_of
 from flowstone.pipeline.load_outcome import Replay
 from flowstone.stage.journal_frames import bytes_at, window_of
-from flowstone.stage.replayer import Replayer
+from flowstone.stage.replayer import Borrowed, Replayer
 from flowstone.state import describe, prepare
 from flowstone.state.compressed import CompressedGradients, is_of, sources_of
 from flowstone.state.stepped import environment, optimizer_rows, replayable
@@ -43,49 +46,93 @@ class UnfitError(Exception):
     """The journal is of another layout: nothing was replayed."""
 
 
+class Fitted(msgspec.Struct, frozen=True, eq=False):
+    """A chain that a state's optimizers can replay.
+
+    openings  for each part of the chain, by rank: of this rank's file, and of those that have gradients for it
+    sources   of compressed gradients, by the identity of a journal
+    """
+
+    chain: Chain
+    replayer: Replayer
+    described: Described
+    openings: tuple[dict[int, Opening], ...]
+    sources: Mapping[str, Sequence[CompressedGradients]]
+    rank: int
+
+
 class _Read(msgspec.Struct, frozen=True, eq=False):
-    part: Part
+    """A frame. `borrowed`: see Replayer.apply."""
+
+    opening: Opening
     place: FramePlace
     row: StepRow
     payload: memoryview
     path: str
+    borrowed: Sequence[Borrowed] = ()
+
+
+def fit(store: Store, state: Mapping[str, object], chain: Chain, rank: int) -> Fitted:
+    """What a replay of `chain` needs. Changes nothing.
+
+    raises  UnfitError    optimizers or layout are not those of the journals
+            DamagedError  the files of a journal contradict each other
+    """
+    described = describe(state, rank=rank)
+    optimizers, why = replayable(described.optimizers, described.unguarded)
+    rows: tuple[OptimizerRow, ...] = ()
+    if not why:
+        rows, why = optimizer_rows(state, optimizers, rank)
+    openings = []
+    for part in () if why else chain.parts:
+        own = journals.opening_of(store, part.journal, rank)
+        if own.optimizers != rows:
+            why = "its steps are of other optimizers, or of other parameters"
+            break
+        openings.append({one: journals.opening_of(store, part.journal, one) for one in (rank, *own.others)})
+    if why:
+        raise UnfitError(why)
+    sources = _sources(state, [one[rank] for one in openings])
+    return Fitted(chain, Replayer(optimizers), described, tuple(openings), sources, rank)
+
+
+def count_readable(store: Store, fitted: Fitted) -> int:
+    """How many steps of the chain have whole frames in all files that this rank needs. Reads all of them."""
+    count = 0
+    with suppress(DamagedError):
+        for _ in _frames(store, fitted):
+            count += 1
+    return count
 
 
 def replay(
-    store: Store, checkpoint: Checkpoint, state: Mapping[str, object], chain: Chain, *, rank: int, fallback: bool
+    store: Store, checkpoint: Checkpoint, state: Mapping[str, object], fitted: Fitted, *, fallback: bool
 ) -> tuple[Replay, Exception | None]:
-    """Bring `state`, which is that of `checkpoint`, to the end of `chain`. Blocks.
+    """Bring `state`, which is that of `checkpoint`, to the end of the chain. Blocks.
 
     returns  what was done; and the damage that ended it early, where `fallback` allows that
 
-    raises   UnfitError    optimizers, layout or ranks are not those of the journal; the state is as before
-             ReplayError   a step is not bit for bit what it was
+    raises   ReplayError   a step is not bit for bit what it was
              DamagedError  the journal's bytes are not what was written
     """
     started = monotonic()
-    described = describe(state, rank=rank)
-    optimizers, why = replayable(described.optimizers, described.unguarded)
-    opening = chain.parts[0].journal.opening
-    if not why:
-        rows, why = optimizer_rows(state, optimizers, rank)
-        if not why and rows != opening.optimizers:
-            why = "its steps are of other optimizers, or of other parameters"
-    if why:
-        raise UnfitError(why)
-    sources = _sources(state, chain)
-    done = _Done(described, opening)
-    replayer, damage = Replayer(optimizers), None
+    chain, rank = fitted.chain, fitted.rank
+    if not chain.parts:
+        return Replay(chain.base, 0, chain.newest, "exact", None, "", 0.0, 0), None
+    opening = fitted.openings[0][rank]
+    done = _Done(fitted.described, opening)
+    replayer, damage = fitted.replayer, None
     with replayer.stepping(opening.threads):
         try:
-            for one in _frames(store, chain, rank):
-                replayer.sources = sources[one.part.journal.opening.id]
-                replayer.apply(one.row, one.payload, one.path)
+            for one in _frames(store, fitted):
+                replayer.sources = fitted.sources[one.opening.id]
+                replayer.apply(one.row, one.payload, one.path, one.borrowed)
                 done.note(one, state, rank)
         except DamagedError as error:
             if not fallback or done.row_begun(error):
                 raise
             damage = error
-    approximate = _approximate(chain)
+    approximate = _approximate([one[rank] for one in fitted.openings])
     if done.steps:
         rest = {section: value for section, value in state.items() if section not in approximate}
         _restore_rest(checkpoint, rest, done, rank, approximate)
@@ -97,15 +144,14 @@ def replay(
     return found, damage
 
 
-def _sources(state: Mapping[str, object], chain: Chain) -> dict[str, list[CompressedGradients]]:
-    """What decompresses gradients, for each journal of a chain.
+def _sources(state: Mapping[str, object], openings: Sequence[Opening]) -> dict[str, list[CompressedGradients]]:
+    """What decompresses gradients, for each journal.
 
     raises  UnfitError if the state does not have it
     """
     here = sources_of(state)
     found: dict[str, list[CompressedGradients]] = {}
-    for part in chain.parts:
-        opening = part.journal.opening
+    for opening in openings:
         for row in opening.sources:
             own = here.get(row.section)
             if own is None or own.kind != row.kind:
@@ -117,9 +163,9 @@ def _sources(state: Mapping[str, object], chain: Chain) -> dict[str, list[Compre
     return found
 
 
-def _approximate(chain: Chain) -> tuple[str, ...]:
+def _approximate(openings: Sequence[Opening]) -> tuple[str, ...]:
     """Sections whose tensors no journal has: `CompressedGradients.replayed` has brought them near to what they were."""
-    rows = [row for part in chain.parts for row in part.journal.opening.sources if not row.exact]
+    rows = [row for opening in openings for row in opening.sources if not row.exact]
     return tuple(dict.fromkeys(row.section for row in rows))
 
 
@@ -157,7 +203,7 @@ class _Done:
 
     def _prove(self, one: _Read, state: Mapping[str, object], rank: int) -> None:
         """Compare the fingerprint of the step's window."""
-        opening, row = one.part.journal.opening, one.row
+        opening, row = one.opening, one.row
         if row.window is None or row.window >= opening.windows:
             return
         if self.steps <= 1:
@@ -182,24 +228,66 @@ class _Done:
         self.differs_from = one.place.step if self.differs_from is None else self.differs_from
 
 
-def _frames(store: Store, chain: Chain, rank: int) -> Iterator[_Read]:
+def _frames(store: Store, fitted: Fitted) -> Iterator[_Read]:
     """The frames of a chain, each verified; the next one is read while the caller works with one.
 
     raises  DamagedError where one is damaged
     """
-    places = list(chain.steps(store, rank))
-    buffers = [_Buffer(), _Buffer()]
+    chain, ranks = fitted.chain, {fitted.rank, *(rank for openings in fitted.openings for rank in openings)}
+    numbers = {part.journal.directory: at for at, part in enumerate(chain.parts)}
+    places = {rank: list(chain.steps(store, rank)) for rank in ranks}
+    count = len(places[fitted.rank])
+    buffers = [{rank: _Buffer() for rank in ranks} for _ in range(2)]
 
     def read(number: int) -> _Read:
-        return _read_frame(store, *places[number], rank, buffers[number % 2])
+        part, place = places[fitted.rank][number]
+        openings, found = fitted.openings[numbers[part.journal.directory]], dict[int, _Read]()
+        for rank, opening in openings.items():
+            theirs = places[rank][number][1] if number < len(places[rank]) else None
+            if theirs is None or theirs.step != place.step:
+                raise _damaged(store, part, rank, place.step, "the whole file")
+            found[rank] = _read_frame(store, part, theirs, opening, buffers[number % 2][rank])
+        return _joined(found, fitted.rank)
 
     with ThreadPoolExecutor(1, thread_name_prefix="flowstone-replay") as ahead:
-        following = ahead.submit(read, 0) if places else None
-        for number in range(len(places)):
+        following = ahead.submit(read, 0) if count else None
+        for number in range(count):
             assert following is not None, "there is one for each place"
             found = following.result()
-            following = ahead.submit(read, number + 1) if number + 1 < len(places) else None
+            following = ahead.submit(read, number + 1) if number + 1 < count else None
             yield found
+
+
+def _joined(found: Mapping[int, _Read], rank: int) -> _Read:
+    """A rank's frame, with the gradients that it borrows from others': of parameters that both step in the same act."""
+    own = found[rank]
+    if len(found) == 1:
+        return own
+    borrowed: list[dict[int, tuple[TensorRow, memoryview]]] = [{} for _ in own.row.acts]
+    for other, one in found.items():
+        for mine, act, theirs in zip(borrowed, own.row.acts, one.row.acts, strict=False):
+            if other == rank or act.optimizer != theirs.optimizer or act.optimizer >= len(own.opening.optimizers):
+                continue
+            wanted = _positions(own.opening, act.optimizer, other)
+            names = _names(one.opening, act.optimizer)
+            for at, number in theirs.gradients:
+                if at < len(names) and names[at] in wanted:
+                    mine[wanted[names[at]]] = one.row.tensors[number], one.payload
+    return msgspec.structs.replace(own, borrowed=borrowed)
+
+
+def _names(opening: Opening, optimizer: int) -> list[str]:
+    rows = opening.optimizers
+    return [name for group in rows[optimizer].groups for name in group] if optimizer < len(rows) else []
+
+
+def _positions(opening: Opening, optimizer: int, owner: int) -> dict[str, int]:
+    """The parameters of an optimizer whose gradients are in the file of `owner`, by name."""
+    return {
+        name: at
+        for at, (name, rank) in enumerate(zip(_names(opening, optimizer), opening.owners[optimizer], strict=True))
+        if rank == owner
+    }
 
 
 class _Buffer:
@@ -215,8 +303,8 @@ class _Buffer:
         return memoryview(self._pages)[:length]
 
 
-def _read_frame(store: Store, part: Part, place: FramePlace, rank: int, buffer: _Buffer) -> _Read:
-    path = inside(part.journal.directory, journal_file(rank))
+def _read_frame(store: Store, part: Part, place: FramePlace, opening: Opening, buffer: _Buffer) -> _Read:
+    path = inside(part.journal.directory, journal_file(opening.rank))
     shown = f"{store.location}/{path}"
     frame = place.frame
     data = buffer.room(frame.frame_bytes)  # which the file has: `journals.frames` has looked
@@ -224,12 +312,17 @@ def _read_frame(store: Store, part: Part, place: FramePlace, rank: int, buffer: 
     row = decode_document(data, frame, StepRow, path=shown) if found >= frame.frame_bytes else None
     payload = data[frame.payload_offset :]
     if row is None or any(digest(payload[t.offset : t.offset + t.bytes]) != t.digest for t in row.tensors):
-        raise DamagedError(
-            f"{shown} is damaged: what replays step {place.step} differs from what was written",
-            range=f"bytes {place.offset}..{place.offset + frame.frame_bytes}",
-            next=f"load with fallback=True for the steps before, or load(step={part.journal.opening.after})",
-        )
-    return _Read(part, place, row, payload, shown)
+        where = f"bytes {place.offset}..{place.offset + frame.frame_bytes}"
+        raise _damaged(store, part, opening.rank, place.step, where)
+    return _Read(opening, place, row, payload, shown)
+
+
+def _damaged(store: Store, part: Part, rank: int, step: int, where: str) -> DamagedError:
+    path = f"{store.location}/{inside(part.journal.directory, journal_file(rank))}"
+    return DamagedError(
+        f"{path} is damaged: what replays step {step} differs from what was written", range=where,
+        next=f"load with fallback=True for the steps before, or load(step={part.journal.opening.after})",
+    )
 
 
 def _restore_rest(

@@ -128,6 +128,14 @@ class Saves:
             self._absence.tell(save, error_for_others("save", error), self._submit)
             raise
 
+    def tell_absence(self, step: int, error: Exception) -> None:
+        """This rank does not come to save `step`, which the others save, because of `error`."""
+        self._absence.tell(Save(step), error, self._submit)
+
+    def before_journals_go(self, act: Callable[[], None]) -> None:
+        """From now on call `act` before journals are removed, on the writer's thread."""
+        self._store_writer.before_journals_go = act
+
     def _await_turn(self, step: int) -> None:
         """Wait until fewer saves are in flight than the limit."""
         self._group.comes_to(step)

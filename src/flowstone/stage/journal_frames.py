@@ -26,6 +26,8 @@ _FINGERPRINT_ALIGN = 64
 
 def bytes_at(address: int, length: int) -> memoryview:
     """The bytes at an address of this process. The caller keeps the memory alive."""
+    if not length:
+        return memoryview(b"")
     return memoryview((ctypes.c_char * length).from_address(address)).cast("B")
 
 
@@ -143,7 +145,7 @@ class FrameMaker:
         )
         values = {name: added(source) for name, source in content.values.items()}
         replicated, per_rank = blobs(content.replicated), blobs(content.per_rank)
-        views = [bytes_at(one.address, one.length_bytes) if one.length_bytes else memoryview(b"") for one in sources]
+        views = [bytes_at(one.address, one.length_bytes) for one in sources]
         phases = [one.address % BLOCK_BYTES for one in sources]
         offsets, payload_bytes = lay_out([one.length_bytes for one in sources], phases)
         row = StepRow(

@@ -247,6 +247,8 @@ class _Watched:
             gradient = local(parameter.grad)
             if gradient.layout is not torch.strided or is_dtensor(parameter.grad) != is_dtensor(parameter):
                 return None, f"the gradient of parameter {at} of {type(optimizer).__name__} is not a dense tensor"
+            if is_dtensor(parameter) and parameter.grad.placements != parameter.placements:  # type: ignore[attr-defined]
+                return None, f"the gradient of parameter {at} of {type(optimizer).__name__} is not placed as it is"
             gradients.append((at, gradient.detach()))
         try:
             options = tuple([

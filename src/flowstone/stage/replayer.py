@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 
@@ -16,6 +16,9 @@ from flowstone.state.shards import is_dtensor
 from flowstone.state.stepped import local, stepped_parameters
 from flowstone.state.tensors import torch_dtype
 from flowstone.table.dtype import DTYPES
+
+Borrowed: TypeAlias = Mapping[int, tuple[TensorRow, memoryview]]
+"""Gradients that another rank has logged: the parameter's position, the tensor, the payload that it is in."""
 
 
 class Replayer:
@@ -47,28 +50,32 @@ class Replayer:
                 for parameter, gradient in zip(of, own, strict=True):
                     parameter.grad = gradient
 
-    def apply(self, row: StepRow, payload: memoryview, path: str) -> None:
+    def apply(self, row: StepRow, payload: memoryview, path: str, borrowed: Sequence[Borrowed] = ()) -> None:
         """Make a step's acts, in order. `payload` is read, and written by optimizers that change gradients.
 
+        borrowed  for each act, the gradients that are in other ranks' files; () if none are
         raises  DamagedError if they do not fit the optimizers; acts before may have been made
         """
-        for act in row.acts:
+        for turn, act in enumerate(row.acts):
             if not 0 <= act.optimizer < len(self._optimizers):
                 raise _unfit(path, f"optimizer {act.optimizer}", f"{len(self._optimizers)} optimizers")
             try:
-                self._act(act, row.tensors, payload, path)
+                own = {at: (row.tensors[number], payload) for at, number in act.gradients}
+                self._act(act, {**(borrowed[turn] if borrowed else {}), **own}, row.tensors, payload, path)
             except (FlowstoneError, MemoryError):
                 raise
             except Exception as error:  # what a file says reaches torch: sizes, settings, a generator's state
                 raise _unfit(path, f"{type(error).__name__}: {error!s:.300}", "what its steps can take") from error
 
-    def _act(self, act: ActRow, tensors: Sequence[TensorRow], payload: memoryview, path: str) -> None:
+    def _act(
+        self, act: ActRow, gradients: Borrowed, tensors: Sequence[TensorRow], payload: memoryview, path: str
+    ) -> None:
         optimizer, parameters = self._optimizers[act.optimizer], self._parameters[act.optimizer]
         found: dict[int, torch.Tensor] = {}
-        for at, number in act.gradients:
+        for at, (tensor, place) in gradients.items():
             if not 0 <= at < len(parameters):
                 raise _unfit(path, f"parameter {at}", f"{len(parameters)} parameters")
-            found[at] = _gradient(parameters[at], tensors[number], payload, path)
+            found[at] = _gradient(parameters[at], tensor, place, path)
         buckets = [self._decompress(one, parameters, tensors, payload, found, path) for one in act.compressed]
         if act.options is not None:
             self._set_options(optimizer, act, path)

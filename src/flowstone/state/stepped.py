@@ -6,12 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from flowstone._native import xxh3_64
 from flowstone.format.journal import OptimizerRow
 from flowstone.state.inner import is_optimizer, takes_hook
 from flowstone.state.shards import is_dtensor
 from flowstone.state.walk import scan
+from flowstone.table.pieces import Pieces
 
 
 def replayable(guarded: Iterable[object], unguarded: Sequence[str]) -> tuple[list[torch.optim.Optimizer], str]:
@@ -49,6 +53,21 @@ def optimizer_rows(
             groups.append(tuple(home.path for home in homes if home is not None))
         rows.append(OptimizerRow(type(optimizer).__name__, tuple(groups)))
     return tuple(rows), ""
+
+
+def parameter_keys(rows: Sequence[OptimizerRow], pieces: Pieces, rank: int) -> NDArray[np.uint64]:
+    """For each parameter, one optimizer behind the other, a number: equal on all ranks that hold the same boxes of it,
+    and step it by the optimizer of the same number. No other rank has that of a parameter that is not in `pieces`.
+    """
+    boxes: dict[str, list[str]] = {}
+    for at, name in enumerate(pieces.names):
+        boxes.setdefault(name, []).append(str(pieces.box(at)))
+    keys = []
+    for number, row in enumerate(rows):
+        for name in chain(*row.groups):
+            held = boxes.get(name, [f"of rank {rank}"])
+            keys.append(xxh3_64("\0".join([str(number), name, *held]).encode()))
+    return np.array(keys, np.uint64)
 
 
 def stepped_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

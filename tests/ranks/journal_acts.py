@@ -1,0 +1,138 @@
+"""What ranks do in tests of journals: each trains on batches of its own, and saves every step."""
+
+from __future__ import annotations
+
+import resource
+import signal
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import flowstone as fs
+from flowstone import _native
+from flowstone.events import Event
+
+
+class Training:
+    """A network by AdamW, with something of its own on each rank. `how`: ddp, or fsdp."""
+
+    def __init__(self, how: str, rank: int) -> None:
+        torch.manual_seed(3)
+        net: nn.Module = nn.Sequential(nn.Linear(96, 192), nn.ReLU(), nn.Linear(192, 96), nn.Linear(96, 8))
+        if how == "fsdp":
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            for one in (*net, net):  # type: ignore[misc]
+                if not isinstance(one, nn.ReLU):
+                    fully_shard(one, mesh=mesh)
+        else:
+            net = DistributedDataParallel(net)
+        self.model, self.rank = net, rank
+        self.optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.7)
+        self.inputs = torch.Generator().manual_seed(50 + rank)
+
+    def state(self, step: int = 0) -> dict[str, object]:
+        return {
+            "model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler,
+            "inputs": fs.PerRank(self.inputs), "rng": fs.rng(), "step": step,
+        }
+
+    def learn(self) -> None:
+        self.model(torch.randn(4, 96, generator=self.inputs)).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+
+    def bits(self) -> str:
+        """A digest of all that this rank has."""
+        parts = [self.inputs.get_state(), torch.get_rng_state(), torch.tensor(self.scheduler.get_last_lr())]
+        for parameter in self.model.parameters():
+            own = [parameter.detach(), *self.optimizer.state[parameter].values()]
+            parts += [one.to_local() if hasattr(one, "to_local") else one for one in own]
+        text = b"".join(one.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for one in parts)
+        return f"{_native.xxh3_64(text):016x}"
+
+
+def undisturbed(rank: int, how: str, steps: int) -> list[str]:
+    """What each step is."""
+    training, found = Training(how, rank), []
+    for _ in range(steps):
+        training.learn()
+        found.append(training.bits())
+    return found
+
+
+def train(rank: int, path: str, how: str, steps: int, recovery_s: float = 60.0) -> dict[str, object]:
+    """Go on from what there is, and note how far it came."""
+    training, events = Training(how, rank), list[Event]()
+    with fs.Checkpointer(
+        path, every_step=True, recovery_s=recovery_s, keep=2, deadline_s=10.0, on_event=events.append
+    ) as checkpointer:
+        done = 0
+        if checkpointer.latest() is not None:
+            done = checkpointer.load(training.state()).step
+        loaded = training.bits()
+        Path(f"{path}.loaded.{rank}").write_text(str(done))
+        for step in range(done + 1, steps + 1):
+            training.learn()
+            save = checkpointer.save(step, training.state(step))
+            if step == 1:
+                save.committed.result()  # what all others begin with
+            Path(f"{path}.begun.{rank}").write_text(str(step))
+    return {
+        "done": done, "loaded": loaded, "bits": training.bits(),
+        "whole": [one.step for one in events if isinstance(one, fs.Committed)],
+        "journaled": [one.step for one in events if isinstance(one, fs.Journaled)],
+        "bytes": sum(one.bytes for one in events if isinstance(one, fs.Journaled)),
+        "not_journaled": [(one.step, one.reason) for one in events if isinstance(one, fs.NotJournaled)],
+    }
+
+
+def upset(rank: int, path: str, what: str) -> dict[str, object]:
+    """Eight steps; with the fourth something is wrong on rank 1 alone. What each save came to, and what was told."""
+    training, events, outcomes = Training("ddp", rank), list[Event](), list[str]()
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    saves = []
+    with fs.Checkpointer(
+        path, every_step=True, on_error="continue", deadline_s=10.0, on_event=events.append
+    ) as checkpointer:
+        for step in range(1, 9):
+            training.learn()
+            is_upset = rank == 1 and step == 4
+            if is_upset and what == "changes":
+                with torch.no_grad():
+                    next(training.model.parameters()).mul_(1.0)  # not by its optimizer
+            if is_upset and what == "full":
+                checkpointer.fence()
+                resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
+            number = step + 1 if is_upset and what == "steps" else step
+            saves.append(checkpointer.save(number, training.state(step)))
+            if step > 1:
+                outcomes.append(type(saves[-1].committed.exception()).__name__)
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return {
+        "bits": training.bits(), "outcomes": outcomes,
+        "not_journaled": [(one.step, one.reason) for one in events if isinstance(one, fs.NotJournaled)],
+        "whole": [one.step for one in events if isinstance(one, fs.Committed)],
+    }
+
+
+def load(rank: int, path: str, how: str, step: int | None = None, fallback: bool = False) -> dict[str, object]:
+    """What a fresh training loads, or the name of the error."""
+    training = Training(how, rank)
+    with fs.Checkpointer(path, deadline_s=10.0) as checkpointer:
+        try:
+            report = checkpointer.load(training.state(), step=step, fallback=fallback)
+        except fs.FlowstoneError as error:
+            return {"error": type(error).__name__, "told": str(error)}
+    replay = report.replay
+    return {
+        "step": report.step, "bits": training.bits(), "reason": "" if replay is None else replay.reason,
+        "newest": None if replay is None else replay.newest,
+    }

@@ -1,0 +1,125 @@
+"""A durable checkpoint of every step by several ranks: each logs a part, and what all have is what loads."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import Ranks, run
+
+from flowstone.commit import catalog, journals
+from flowstone.store.local import LocalStore
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module", params=["ddp", "fsdp"])
+def undisturbed(request: pytest.FixtureRequest) -> tuple[str, list[list[str]]]:
+    """How the ranks train; and for each rank what each step is."""
+    return request.param, run(2, "journal_acts", "undisturbed", request.param, STEPS)  # type: ignore[return-value]
+
+
+def told(results: list[object], name: str) -> list[Any]:
+    return [one[name] for one in results]  # type: ignore[index]
+
+
+def test_every_step_is_durable_and_loads_bit_for_bit(
+    tmp_path: Path, undisturbed: tuple[str, list[list[str]]]
+) -> None:
+    how, at = undisturbed
+    path = str(tmp_path / "run")
+    first = run(2, "journal_acts", "train", path, how, 6)
+    assert told(first, "whole") == [[1], [1]]
+    assert told(first, "journaled") == [[2, 3, 4, 5, 6]] * 2
+    assert told(first, "bits") == [one[5] for one in at]
+    own = told(first, "bytes")
+    assert max(own) < 1.5 * min(own), "each rank logs its part"
+    if how == "ddp":
+        assert sum(own) < 1.5 * 5 * 4 * (96 * 192 + 192 + 192 * 96 + 96 + 96 * 8 + 8), "replicas are logged once"
+    assert told(run(2, "journal_acts", "load", path, how, 4), "bits") == [one[3] for one in at]
+    again = run(2, "journal_acts", "train", path, how, 9)
+    assert told(again, "done") == [6, 6]
+    assert told(again, "loaded") == [one[5] for one in at]
+    assert told(again, "bits") == [one[8] for one in at]
+    assert told(again, "whole") == [[], []], "the journal goes on"
+    assert told(run(2, "journal_acts", "load", path, how), "bits") == [one[8] for one in at]
+
+
+def test_killed_at_any_instant_the_ranks_lose_at_most_the_step_in_progress(
+    tmp_path: Path, undisturbed: tuple[str, list[list[str]]]
+) -> None:
+    how, at = undisturbed
+    path, chance = str(tmp_path / "run"), random.Random(len(how))
+
+    def noted(what: str) -> list[int]:
+        files = [Path(f"{path}.{what}.{rank}") for rank in range(2)]
+        return [int(one.read_text() or 0) if one.exists() else 0 for one in files]
+
+    for kill in range(3):
+        before = max(noted("begun"))
+        ranks = Ranks(2, "journal_acts", "train", path, how, STEPS, 60.0 if kill else 1e-9)
+        wanted, deadline = min(before + chance.randint(1, 3), STEPS), time.monotonic() + 60
+        while max(noted("begun")) < wanted and time.monotonic() < deadline:
+            time.sleep(0.002)
+        time.sleep(chance.random() * 0.02)
+        first = chance.randrange(2)
+        ranks.kill(first, signal.SIGKILL)
+        time.sleep(chance.random() * 0.1)  # what launches a job ends the other ranks then
+        ranks.kill(1 - first, signal.SIGKILL)
+        ranks.end()
+        if before:
+            assert min(noted("loaded")) >= before - 1, f"step {before} was begun, so step {before - 1} was durable"
+    begun = max(noted("begun"))
+    last = run(2, "journal_acts", "train", path, how, STEPS)
+    assert min(told(last, "done")) >= begun - 1
+    assert told(last, "bits") == [one[-1] for one in at]
+    assert told(run(2, "journal_acts", "load", path, how), "bits") == [one[-1] for one in at]
+
+
+def test_ranks_save_the_same_steps_whole_and_older_journals_go_with_all_files(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    results = run(2, "journal_acts", "train", str(path), "ddp", STEPS, 1e-9)
+    whole = told(results, "whole")
+    assert whole[0] == whole[1]
+    assert len(whole[0]) > 2
+    assert not any(told(results, "not_journaled"))
+    store = LocalStore(path)
+    assert catalog.steps(store) == tuple(whole[0][-2:])
+    assert all(one.opening.after >= whole[0][-1] for one in journals.listed(store))
+    assert not list(path.glob(".deleting-*"))
+
+
+@pytest.mark.parametrize(
+    ("what", "outcome", "others"),
+    [
+        ("changes", "ReplayError", "ReplayError"), ("full", "StorageError", "RankError"),
+        ("steps", "RankError", "RankError"),
+    ],
+)
+def test_a_step_that_one_rank_cannot_log_is_given_up_by_all_and_the_next_one_is_whole(
+    tmp_path: Path, what: str, outcome: str, others: str
+) -> None:
+    results = run(2, "journal_acts", "upset", str(tmp_path / "run"), what)
+    outcomes = told(results, "outcomes")
+    assert [of[2] for of in outcomes] == [others, outcome], "of step 4"
+    assert [of[:2] + of[3:] for of in outcomes] == [["NoneType"] * 6] * 2
+    assert told(results, "whole") == [[1, 5], [1, 5]]
+    if what == "changes":
+        assert all("rank 1: parameter 0 of AdamW was changed" in of[0][1] for of in told(results, "not_journaled"))
+    loaded = run(2, "journal_acts", "load", str(tmp_path / "run"), "ddp")
+    assert told(loaded, "step") == [8, 8]
+    assert told(loaded, "bits") == told(results, "bits")
+
+
+def test_another_number_of_ranks_loads_the_checkpoint_and_says_what_is_missing(tmp_path: Path) -> None:
+    path = str(tmp_path / "run")
+    run(2, "journal_acts", "train", path, "ddp", 5)
+    for ranks in (1, 3):
+        loaded = run(ranks, "journal_acts", "load", path, "ddp")
+        assert told(loaded, "step") == [1] * ranks
+        assert told(loaded, "newest") == [5] * ranks
+        assert told(loaded, "reason") == [f"its steps were made by 2 ranks, and here are {ranks}"] * ranks

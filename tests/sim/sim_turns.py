@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -217,6 +217,18 @@ class RankDisk(System):
     def write(self, fd: int, content: bytes) -> None:
         with self._turn():
             self._disk.write(fd, content)
+
+    def extend(self, fd: int, size_bytes: int) -> None:
+        with self._turn():
+            self._disk.extend(fd, size_bytes)
+
+    def write_at(self, fd: int, parts: Sequence[memoryview], offset_bytes: int) -> None:
+        with self._turn():
+            self._disk.write_at(fd, parts, offset_bytes)
+
+    def sync_bytes(self, fd: int) -> None:
+        with self._turn():
+            self._disk.sync_bytes(fd)
 
     def sync(self, fd: int) -> None:
         with self._turn():

@@ -1,0 +1,245 @@
+"""Two ranks that save every step, on a disk that fails or ends at a change: both load the same step, bit for bit, and
+not one before the last that either of them was told is durable.
+
+Some of the changes in an ordinary run, all of them in `make soak`.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait as wait_futures
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from sim_disk import Disk, PowerLoss
+from sim_turns import RankDisk, RankStore, StillHeartbeat, Turns
+from sim_world import STORE, WatchedStore, engine
+
+import flowstone as fs
+from flowstone import FlowstoneError, _native
+from flowstone.ranks import Job as RankJob
+from flowstone.ranks import agreement, failure_detector, kv_store, wire
+from flowstone.ranks import group as rank_group
+
+STEPS, RANKS = 7, 2
+_SEEDING = threading.Lock()
+
+
+class Training:
+    """Two layers of 80 KiB, equal on both ranks, by momentum, each logged by one; and a number of each rank."""
+
+    def __init__(self, rank: int) -> None:
+        with _SEEDING:  # ranks are threads here, and share torch's generator
+            torch.manual_seed(3)
+            self.model = torch.nn.Sequential(torch.nn.Linear(128, 160), torch.nn.Linear(160, 128))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.own = fs.PerRank({"step": 0, "rank": rank})
+
+    def state(self) -> dict[str, object]:
+        return {"model": self.model, "optimizer": self.optimizer, "own": self.own}
+
+    def learn(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        inputs = torch.randn(2, 128, generator=torch.Generator().manual_seed(step))
+        self.model(inputs).square().mean().backward()
+        self.optimizer.step()
+        self.own.value["step"] = step  # type: ignore[index]
+
+    def bits(self) -> int:
+        slots = [self.optimizer.state[one].get("momentum_buffer") for one in self.model.parameters()]
+        tensors = [*self.model.parameters(), *(slot for slot in slots if slot is not None)]
+        return _native.xxh3_64(
+            b"".join(one.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for one in tensors)
+        )
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[int, int]:
+    """What the state is at each step of the undisturbed run."""
+    training, found = Training(0), {}
+    for step in range(1, STEPS + 1):
+        training.learn(step)
+        found[step] = training.bits()
+    return found
+
+
+@dataclass
+class Promised:
+    """The newest step that a rank was told is durable, and the newest one that any has begun."""
+
+    durable: int = 0
+    begun: int = 0
+
+
+class Ranks:
+    """A job of two ranks on one disk."""
+
+    def __init__(self, disk: Disk, number: int, **options: object) -> None:
+        self.turns, values = Turns(RANKS, disk, number=number), dict[str, bytes]()
+        self.stores: list[WatchedStore] = []
+        self.checkpointers: list[fs.Checkpointer] = []
+        for rank in range(RANKS):
+            seen = RankStore(values, self.turns, rank)
+            job = RankJob(rank, RANKS, seen)
+            with mock.patch.object(rank_group, "this_job", lambda job=job: job):
+                self.stores.append(WatchedStore(disk.sandbox / STORE, engine(number), RankDisk(disk, self.turns, rank)))
+                self.checkpointers.append(
+                    fs.Checkpointer(self.stores[-1], every_step=True, budget_bytes=4 << 20, deadline_s=60.0, **options)  # type: ignore[arg-type]
+                )
+
+    def each(self, act: Callable[[int, fs.Checkpointer], object]) -> list[object]:
+        """What all ranks do: for each what came of it, or what it raised."""
+        outcomes: list[object] = [None] * RANKS
+
+        def run(rank: int) -> None:
+            try:
+                outcomes[rank] = act(rank, self.checkpointers[rank])
+            except BaseException as error:
+                outcomes[rank] = error
+            finally:
+                self.turns.done(rank)
+
+        self.turns.begin()
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(RANKS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return outcomes
+
+    def go_on(self, rank: int, checkpointer: fs.Checkpointer, promised: Promised, to: int) -> int:
+        """Load what there is, and train. Each step is waited for, so that the changes' numbers do not depend on chance.
+
+        returns  the step that was loaded
+        """
+        training, done = Training(rank), 0
+        if checkpointer.latest() is not None:
+            done = checkpointer.load(training.state()).step
+        for step in range(done + 1, to + 1):
+            training.learn(step)
+            promised.begun = max(promised.begun, step)
+            save = checkpointer.save(step, training.state())
+            while not save.committed.done():
+                self.turns.check(rank)  # a rank without power completes no future
+                wait_futures([save.committed], timeout=0.01)
+            save.committed.result()
+            promised.durable = max(promised.durable, step)
+            checkpointer._saves._saves._threads.writer.submit(int).result()
+            self.turns.check(rank)
+        return done
+
+    def end(self) -> None:
+        self.turns.over()
+        for checkpointer, store in zip(reversed(self.checkpointers), reversed(self.stores), strict=True):
+            for save in checkpointer._saves.in_flight:
+                for future in (save.captured, save.committed):
+                    if not future.done():
+                        future.set_exception(PowerLoss())
+            store.abandon()
+            with suppress(FlowstoneError, PowerLoss):
+                checkpointer.close()
+
+
+@contextmanager
+def ranks(disk: Disk, number: int, **options: object) -> Iterator[Ranks]:
+    with ExitStack() as stack:
+        job = None
+        stack.enter_context(mock.patch.object(rank_group, "Heartbeat", StillHeartbeat))
+        clock = SimpleNamespace(monotonic=lambda: job.turns.monotonic(), sleep=lambda s: job.turns.sleep(s))
+        for module in (agreement, kv_store, wire, failure_detector):
+            stack.enter_context(mock.patch.object(module, "time", clock))
+        job = Ranks(disk, number, **options)
+        try:
+            yield job
+        finally:
+            job.end()
+
+
+def play(disk: Disk, number: int, promised: Promised, to: int) -> None:
+    """A job that may end early."""
+    with ranks(disk, number) as job:
+        for outcome in job.each(lambda rank, one: job.go_on(rank, one, promised, to)):
+            if isinstance(outcome, BaseException) and not isinstance(outcome, (FlowstoneError, PowerLoss)):
+                raise outcome
+
+
+def check(sandbox: Path, promised: Promised, reference: dict[int, int], number: int) -> None:
+    """Both ranks load the same step, which may be there, bit for bit; and go on from it to the same end."""
+
+    def loads(rank: int, checkpointer: fs.Checkpointer) -> tuple[int, int | None, object]:
+        training = Training(rank)
+        if checkpointer.latest() is None:
+            return 0, None, 0
+        step = checkpointer.load(training.state()).step
+        return step, training.bits(), training.own.value["step"]  # type: ignore[index]
+
+    with ranks(Disk(sandbox), number) as job:
+        found = job.each(loads)
+    assert found[0] == found[1], f"ranks load different things: {found}"
+    step, bits, own = found[0]  # type: ignore[misc]
+    assert promised.durable <= step <= promised.begun, f"loads step {step}; {promised}"
+    assert (bits, own) == (reference.get(step), step), f"step {step} is not what it was"
+    play(Disk(sandbox), number, Promised(), STEPS)
+    with ranks(Disk(sandbox), number) as job:
+        found = job.each(loads)
+    assert found == [(STEPS, reference[STEPS], STEPS)] * 2
+    left = [name for name in WatchedStore(sandbox / STORE, engine(0), Disk(sandbox)).names() if name[0] == "."]
+    assert not [name for name in left if name.startswith((".saving", ".deleting"))], f"not swept: {left}"
+
+
+def campaign(mode: str, scratch: Path, reference: dict[int, int], *, every: int) -> None:
+    """Two ranks that have saved three steps save two more; something happens at each `every`-th of the changes."""
+    base = scratch / "base"
+    base.mkdir()
+    play(Disk(base), 0, Promised(), 3)
+    shutil.copytree(base, scratch / "count")
+    disk = Disk(scratch / "count")
+    play(disk, 0, promised := Promised(), 5)
+    assert promised.durable == 5
+    assert sum("journal-" in change.path for change in disk.changes) > 20
+    seeds = {"power": lambda at: (at % 3, 3 + at), "kill": lambda at: (at,), "error": lambda at: (at,)}[mode]
+    for at in range({"power": 0, "kill": 1, "error": 2}[mode] % every, len(disk.changes), every):
+        sandbox = scratch / f"play{at}"
+        shutil.copytree(base, sandbox)
+        promised, hurt = Promised(3, 3), Disk(sandbox)
+        if mode == "error":
+            hurt.fail_at, hurt.errno = at, (errno.EIO, errno.ENOSPC)[at % 2]
+        else:
+            hurt.stop_at, hurt.spares_others = at, mode == "kill"
+        play(hurt, at, promised, 5)
+        for seed in seeds(at):
+            after = sandbox
+            if mode == "power":
+                after = scratch / f"after{at}-{seed}"
+                hurt.after_power_loss(after, seed)
+            elif mode == "kill":
+                hurt.restart(seed)
+            try:
+                check(after, promised, reference, at)
+            except Exception as error:
+                trace = "\n".join(map(str, hurt.changes[: at + 1]))
+                raise AssertionError(f"{mode} at change {at}, seed {seed}: {error}\n{trace}") from error
+        shutil.rmtree(sandbox)
+
+
+@pytest.mark.parametrize("mode", ["power", "kill", "error"])
+def test_both_ranks_load_the_newest_step_that_both_have_after_a_crash(
+    mode: str, scratch: Path, reference: dict[int, int]
+) -> None:
+    campaign(mode, scratch, reference, every=5)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mode", ["power", "kill", "error"])
+def test_both_ranks_load_the_newest_step_that_both_have_after_a_crash_at_any_change(
+    mode: str, scratch: Path, reference: dict[int, int]
+) -> None:
+    campaign(mode, scratch, reference, every=1)

@@ -8,8 +8,13 @@ both moments: by this codec, and where they are installed (`pip install blosc2 z
 level 1) and ZipNN. Rates are of the process' time on processors, the best of the rounds, of what goes in when encoding,
 and comes out when decoding.
 
+    python -m bench.codecs near DIRECTORY [--steps 60] [--rates 0.5 0.2] [--rounds 3]
+
 `saves` measures from `save` to `committed`, and a cold load, in a process of its own that a control group (version 1,
 blkio) holds to a rate; by turns without and with `compress`. It needs root; without such a group it says so.
+
+`near` does so with that training's state, saved after each step: raw, by planes, and by what has changed since the last
+save that was stored by itself (`kept_bytes`). Beside these, what the difference to the step before takes by zstd alone.
 """
 
 from __future__ import annotations
@@ -198,6 +203,83 @@ def saves(options: argparse.Namespace) -> None:
             )
 
 
+def mixed(run: Training) -> dict[str, torch.Tensor]:
+    """The state of a training in mixed precision: fp32 weights, what they are rounded to, two moments."""
+    found: dict[str, torch.Tensor] = {}
+    for at, (parameter, state) in enumerate(run.optimizer.state.items()):
+        weight = parameter.detach()  # type: ignore[attr-defined]
+        found |= {f"{at}.master": weight, f"{at}.weight": weight.bfloat16()}
+        found |= {f"{at}.{slot}": state[slot] for slot in ("exp_avg", "exp_avg_sq")}
+    return found
+
+
+def near_saves(directory: Path, compress: str, kept_bytes: int, steps: int, rate: float) -> tuple[float, ...]:
+    """Medians of four saves, each a step after the one before: seconds, bytes written, processor seconds. Then the
+    bytes of a state, and of its difference to the step before by zstd at level 1, if blosc2 is installed.
+    """
+    run = Training(SIZES, seed=1)
+    for _ in range(steps):
+        run.learn()
+    found, total, last = [], 0, mixed(run)
+    options = fs.EngineOptions(compress=compress, kept_bytes=kept_bytes)  # type: ignore[arg-type]
+    with folder_in(directory) as folder, held_to(rate, directory):
+        with fs.Checkpointer(folder, engine=options, keep=fs.Keep(last=2)) as checkpointer:
+            for step in range(6):
+                last = {name: tensor.clone() for name, tensor in mixed(run).items()}
+                run.learn()
+                state = mixed(run)
+                total = sum(tensor.nbytes for tensor in state.values())
+                begin, cpu = time.perf_counter(), time.process_time()
+                saved = checkpointer.save(step, state).committed.result()
+                spent = time.perf_counter() - begin, time.process_time() - cpu
+                written = sum(row.bytes for row in saved.manifest.segments if row.home is None)
+                found.append((spent[0], written, spent[1]))
+        into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        with fs.Checkpointer(folder) as checkpointer:
+            checkpointer.load(into)
+        assert all(torch.equal(into[name], tensor) for name, tensor in state.items())
+    return (*map(statistics.median, zip(*found[2:], strict=True)), total, _difference(last, state))
+
+
+def _difference(before: dict[str, torch.Tensor], now: dict[str, torch.Tensor]) -> int:
+    try:
+        import blosc2
+    except ImportError:
+        return 0
+    length = 0
+    for name, tensor in now.items():
+        a, b = (one.contiguous().view(torch.uint8).flatten().numpy() for one in (tensor, before[name]))
+        left = a ^ b
+        for at in range(0, len(left), CHUNK):
+            part = left[at : at + CHUNK]
+            length += len(blosc2.compress(
+                part, typesize=1, codec=blosc2.Codec.ZSTD, clevel=1, filter=blosc2.Filter.NOFILTER
+            ))
+    return length
+
+
+def near(options: argparse.Namespace) -> None:
+    modes = {"raw": ("off", 0), "planes": ("max", 0), "xor and planes": ("max", 1 << 40)}
+    context = multiprocessing.get_context("spawn")
+    print("| device GB/s | how | durable GB/s | of raw | written of the state | CPU s per GB |")
+    print("|---|---|---|---|---|---|", flush=True)
+    for rate in options.rates:
+        found: dict[str, list[tuple[float, ...]]] = {mode: [] for mode in modes}
+        for _ in range(options.rounds):
+            for mode, (compress, kept) in modes.items():
+                with context.Pool(1) as pool:
+                    work = options.directory, compress, kept, options.steps, rate * 1e9
+                    found[mode].append(pool.apply(near_saves, work))
+        middle = {mode: list(map(statistics.median, zip(*rows, strict=True))) for mode, rows in found.items()}
+        for mode, (saving, written, used, total, _) in middle.items():
+            print(
+                f"| {rate or 'full'} | {mode} | {total / saving / 1e9:.3f} | {middle['raw'][0] / saving:.2f} | "
+                f"{written / total:.3f} | {used / total * 1e9:.2f} |", flush=True,
+            )
+    if total and middle["raw"][4]:
+        print(f"the difference to the step before, by zstd alone: {middle['raw'][4] / total:.3f} of the state")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(required=True)
@@ -210,7 +292,12 @@ def main() -> None:
     other.add_argument("--rates", type=float, nargs="*", default=[0, 0.5, 0.2, 0.05])
     other.add_argument("--compress", default="max")
     other.set_defaults(run=saves)
-    for verb in (one, other):
+    third = verbs.add_parser("near")
+    third.add_argument("directory", type=Path)
+    third.add_argument("--steps", type=int, default=60)
+    third.add_argument("--rates", type=float, nargs="*", default=[0.5, 0.2])
+    third.set_defaults(run=near)
+    for verb in (one, other, third):
         verb.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     options.run(options)

@@ -134,7 +134,8 @@ PyWriteExtents make_write_extents(const Array& file, const Array& offset, const 
 PyReadExtents make_read_extents(const Array& file, const Array& offset, const Array& length, const Array& address,
                           const Array& chunk, const Array& first, const Array& last, const Array& layout,
                           const std::vector<const PyScatter*>& layouts, const Array& digests, const std::optional<Array>& device,
-                          const std::vector<const PyDevice*>& devices, const std::optional<StoredColumns>& stored) {
+                          const std::vector<const PyDevice*>& devices, const std::optional<StoredColumns>& stored,
+                          const std::optional<BaseColumns>& bases) {
     const std::size_t count = row_count(file);
     const auto files = column<std::uint32_t>(file, "file", count);
     const auto offsets = column<std::uint64_t>(offset, "offset", count);
@@ -151,6 +152,7 @@ PyReadExtents make_read_extents(const Array& file, const Array& offset, const Ar
     rows->layouts = layouts_of(layouts);
     rows->digests = column<std::uint64_t>(digests, "digests", digests.shape(0));
     if (stored) rows->stored = chunk_places(*stored, rows->digests.size());
+    if (bases) rows->bases = chunk_bases(*bases);
     rows->rows.reserve(count);
     for (std::size_t i = 0; i < count; ++i)
         rows->rows.push_back(
@@ -189,9 +191,12 @@ std::vector<std::uint32_t> files_of(const ReadExtents& rows) {
         if (rows.stored.empty()) use(row.file);
         for (std::uint64_t chunk = row.first; !rows.stored.empty() && chunk < row.last; ++chunk) {
             const ChunkPlace place = rows.place_of(row, chunk);
-            if (place.codec != codec_cast) use(place.file);
-            for (std::uint64_t half = 0; place.codec == codec_cast && half < cast::half_count(rows.data_bytes(row, chunk)); ++half)
-                use(rows.source_of(place, half).file);
+            const std::uint64_t halves = place.codec == codec_cast ? cast::half_count(rows.data_bytes(row, chunk)) : 1;
+            for (std::uint64_t half = 0; half < halves; ++half) {
+                const std::uint64_t stored = place.codec == codec_cast ? place.offset + half : row.chunk + chunk;
+                use(rows.stored[stored].file);
+                if (const ChunkBase* const base = rows.base_of(stored)) use(base->place.file);
+            }
         }
     }
     std::vector<std::uint32_t> numbers;
@@ -359,12 +364,12 @@ void bind_rows(nb::module_& module) {
                             const Array& chunk, const Array& first, const Array& last, const Array& layout,
                             const std::vector<const PyScatter*>& layouts, const Array& digests,
                             const std::optional<Array>& device, const std::vector<const PyDevice*>& devices,
-                            const std::optional<StoredColumns>& stored) {
+                            const std::optional<StoredColumns>& stored, const std::optional<BaseColumns>& bases) {
             new (self) PyReadExtents(make_read_extents(file, offset, length, address, chunk, first, last, layout, layouts, digests,
-                                                       device, devices, stored));
+                                                       device, devices, stored, bases));
         }, nb::kw_only(), "file"_a, "offset"_a, "length"_a, "address"_a, "chunk"_a, "first"_a, "last"_a, "layout"_a,
            "layouts"_a, "digests"_a, "device"_a = nb::none(), "devices"_a = std::vector<const PyDevice*>(),
-           "stored"_a = nb::none())
+           "stored"_a = nb::none(), "bases"_a = nb::none())
         .def_prop_ro("files", [](const PyReadExtents& rows) { return files_of(*rows.held); });
 }
 

@@ -26,6 +26,10 @@
 namespace flowstone {
 
 struct PyEncoder : Held<const Encoder> {};
+struct PyKeptChunks : Held<KeptChunks> {};
+
+/// What was kept, and of each chunk whether it may be a base, with the digest of its data.
+using NearColumns = std::tuple<const PyKeptChunks*, Array, Array>;
 
 /// Of bytes that Python has. The buffer protocol, rather than an array type, also accepts `bytes`.
 class BufferView {
@@ -122,6 +126,22 @@ inline nb::object cast_numbers(const nb::object& source, std::uint32_t element, 
     return good ? nb::object(nb::bytes(room, view.size() / 2)) : nb::none();
 }
 
+/// Of each chunk with a base its number and the digest of its data; the base's file, offset, length, codec and digest.
+using BaseColumns = std::tuple<Array, Array, Array, Array, Array, Array, Array>;
+
+inline std::vector<ChunkBase> chunk_bases(const BaseColumns& columns) {
+    const std::size_t count = row_count(std::get<0>(columns));
+    const auto chunks = column<std::uint64_t>(std::get<0>(columns), "chunk with a base", count);
+    const auto data_digests = column<std::uint64_t>(std::get<1>(columns), "digest of data", count);
+    const StoredColumns places{std::get<2>(columns), std::get<3>(columns), std::get<4>(columns), std::get<5>(columns)};
+    const std::vector<ChunkPlace> stored = chunk_places(places, count);
+    const auto digests = column<std::uint64_t>(std::get<6>(columns), "digest of a base", count);
+    std::vector<ChunkBase> bases;
+    bases.reserve(count);
+    for (std::size_t i = 0; i < count; ++i) bases.push_back({chunks[i], data_digests[i], stored[i], digests[i]});
+    return bases;
+}
+
 inline BaseChunks base_chunks(const Array& digests, const Array& known, const std::optional<Array>& codecs) {
     const std::size_t count = row_count(digests);
     const auto digest = column<std::uint64_t>(digests, "digests", count);
@@ -133,6 +153,18 @@ inline BaseChunks base_chunks(const Array& digests, const Array& known, const st
     return base;
 }
 
+inline Near near_of(const std::optional<NearColumns>& columns) {
+    if (!columns) return {};
+    const auto& [kept, digests, known] = *columns;
+    const std::size_t count = kept->held->size();
+    const auto digest = column<std::uint64_t>(digests, "bases", count);
+    const auto is_known = column<bool>(known, "is_base", count);
+    Near near{kept->held, std::vector<std::optional<std::uint64_t>>(count)};
+    for (std::size_t i = 0; i < count; ++i)
+        if (is_known[i]) near.bases[i] = digest[i];
+    return near;
+}
+
 inline void bind_codecs(nb::module_& module) {
     using namespace nb::literals;
     module.def("encode_planes", &encode_planes, "chunk"_a, "width"_a);
@@ -141,17 +173,35 @@ inline void bind_codecs(nb::module_& module) {
     module.def("delta_encoder", [](const Array& digests, const Array& known, const std::optional<Array>& codecs) {
         return PyEncoder{{delta_encoder(base_chunks(digests, known, codecs))}};
     }, "digests"_a, "known"_a, "codecs"_a = nb::none());
-    module.def("planes_encoder", [](const Array& widths, const Array& digests, const Array& known, const std::optional<Array>& codecs) {
-        return PyEncoder{{planes_encoder(column<std::uint8_t>(widths, "widths", row_count(widths)), base_chunks(digests, known, codecs))}};
-    }, "widths"_a, "digests"_a, "known"_a, "codecs"_a = nb::none());
-    module.def("quantizing_encoder", [](const Array& elements, const Array& blocks, const Array& widths, const Array& digests, const Array& known, const std::optional<Array>& codecs) {
+    nb::class_<PyKeptChunks>(module, "KeptChunks")
+        .def("__init__", [](PyKeptChunks* self, std::uint64_t chunks, std::uint64_t budget_bytes) {
+            new (self) PyKeptChunks{{std::make_shared<KeptChunks>(chunks, budget_bytes)}};
+        }, "chunks"_a, nb::kw_only(), "budget_bytes"_a)
+        .def_prop_ro("budget_bytes", [](const PyKeptChunks& kept) { return kept.held->budget_bytes(); })
+        .def_prop_ro("bytes", [](const PyKeptChunks& kept) { return kept.held->bytes(); })
+        .def_prop_ro("digests", [](const PyKeptChunks& kept) {
+            std::vector<std::uint64_t> digests;
+            {
+                const nb::gil_scoped_release unlocked;
+                digests = kept.held->digests();
+            }
+            return to_numpy(std::move(digests));
+        });
+    module.def("planes_encoder", [](const Array& widths, const Array& digests, const Array& known, const std::optional<Array>& codecs,
+                                    const std::optional<NearColumns>& near) {
+        return PyEncoder{{planes_encoder(column<std::uint8_t>(widths, "widths", row_count(widths)), base_chunks(digests, known, codecs),
+                                         near_of(near))}};
+    }, "widths"_a, "digests"_a, "known"_a, "codecs"_a = nb::none(), "near"_a = nb::none());
+    module.def("quantizing_encoder", [](const Array& elements, const Array& blocks, const Array& widths, const Array& digests, const Array& known, const std::optional<Array>& codecs,
+                                        const std::optional<NearColumns>& near) {
         const std::size_t count = row_count(blocks);
         const auto element = column<std::uint8_t>(elements, "elements", count);
         const auto block = column<std::uint16_t>(blocks, "blocks", count);
         std::vector<Quantization> quantized(count);
         for (std::size_t i = 0; i < count; ++i) quantized[i] = {element[i], block[i]};
-        return PyEncoder{{quantizing_encoder(std::move(quantized), column<std::uint8_t>(widths, "widths", count), base_chunks(digests, known, codecs))}};
-    }, "elements"_a, "blocks"_a, "widths"_a, "digests"_a, "known"_a, "codecs"_a = nb::none());
+        return PyEncoder{{quantizing_encoder(std::move(quantized), column<std::uint8_t>(widths, "widths", count), base_chunks(digests, known, codecs),
+                                             near_of(near))}};
+    }, "elements"_a, "blocks"_a, "widths"_a, "digests"_a, "known"_a, "codecs"_a = nb::none(), "near"_a = nb::none());
     module.def("cast_numbers", &cast_numbers, "singles"_a, "element"_a, "plain"_a = false);
     module.def("decode_chunk", &decode_stored_chunk, "codec"_a, "stored"_a, "data_bytes"_a);
 }

@@ -12,6 +12,9 @@ bool is_known_codec(std::uint8_t codec);
 /// Whether a chunk with that codec, other than codec_raw, may be what a cast chunk follows from.
 bool is_cast_source(std::uint8_t codec);
 
+/// Whether chunks with that codec may be the base of one with codec_xor.
+bool may_be_base(std::uint8_t codec);
+
 /// Decode a chunk to exactly `bytes` of `data`. False: no encoder has written this, and `data` is undefined. `room` has
 /// `bytes`, too. Any stored bytes are safe.
 bool decode_chunk(std::uint8_t codec, const std::byte* stored, std::size_t length, std::byte* data, std::size_t bytes, std::byte* room);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cassert>
 #include <cstring>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 
@@ -43,7 +44,8 @@ private:
 
 class Planes : public Delta {
 public:
-    Planes(std::vector<std::uint8_t> widths, BaseChunks base) : Delta(std::move(base)), widths_(std::move(widths)) {
+    Planes(std::vector<std::uint8_t> widths, BaseChunks base, Near near)
+        : Delta(std::move(base)), widths_(std::move(widths)), near_(std::move(near)) {
         for (const std::uint8_t width : widths_)
             if (width != 0 && !is_plane_width(width)) throw std::invalid_argument("widths: elements have 1, 2, 4 or 8 bytes");
     }
@@ -51,22 +53,55 @@ public:
         const Encoded unchanged = Delta::encode(chunk, room);
         const std::size_t width = chunk.number < widths_.size() ? widths_[chunk.number] : 0;
         if (unchanged.kind == Encoded::Kind::same || width == 0 || chunk.length % width != 0) return unchanged;
-        const std::uint32_t chosen = probe_.worthwhile(chunk.bytes, chunk.length, width);
-        const std::size_t length = planes::encode(chunk.bytes, chunk.length, width, chosen, room);
-        if (length == 0) return unchanged;
+        if (near_.kept == nullptr || chunk.number >= near_.kept->size()) return encode_alone(chunk, width, room);
+        Kept& kept = (*near_.kept)[chunk.number];
+        const std::lock_guard lock(kept.mutex);
+        if (const std::uint32_t length = encode_near(chunk, width, kept, room)) return {Encoded::Kind::stored, codec_xor, length};
+        const Encoded alone = encode_alone(chunk, width, room);
+        near_.kept->keep(kept, chunk.bytes, chunk.length, chunk.digest, alone.length);
+        return alone;
+    }
+
+private:
+    Encoded encode_alone(const CapturedChunk& chunk, std::size_t width, std::byte* room) const {
+        const std::size_t length = planes_of(chunk.bytes, chunk.length, width, room);
+        if (length == 0) return {Encoded::Kind::stored, codec_raw, chunk.length};
         const bool is_same = has_encoded(chunk) && has(chunk, codec_planes, xxh3_64(room, length));
         return {is_same ? Encoded::Kind::same : Encoded::Kind::stored, codec_planes, static_cast<std::uint32_t>(length)};
     }
 
-private:
+    std::size_t planes_of(const std::byte* bytes, std::uint32_t length, std::size_t width, std::byte* room) const {
+        return planes::encode(bytes, length, width, probe_.worthwhile(bytes, length, width), room);
+    }
+
+    /// The length with what is kept as base; 0: there is no such base, or the chunk is to be one itself.
+    std::uint32_t encode_near(const CapturedChunk& chunk, std::size_t width, Kept& kept, std::byte* room) const {
+        const auto& bases = near_.bases;
+        const bool is_base = chunk.number < bases.size() && bases[chunk.number] && *bases[chunk.number] == kept.digest;
+        if (!is_base || kept.bytes == nullptr || kept.length != chunk.length) return 0;
+        if (xxh3_64(kept.bytes.get(), kept.length) != kept.digest) return 0;  // memory that is not what it was: a base of its own again
+        std::byte* const left = room + planes::room_bytes(chunk_bytes);
+        std::memcpy(left, chunk.bytes, chunk.length);
+        xor_into(left, kept.bytes.get(), chunk.length);
+        const auto length = static_cast<std::uint32_t>(planes_of(left, chunk.length, width, room));
+        if (length == 0 || length * near_part >= kept.stored * (near_part - 1)) return 0;
+        // The longer ago the base was, the more is left. A new base costs what it is longer than with a near one: it is
+        // due once later chunks have cost as much more than the first one did (as when to buy what one rents).
+        if (kept.first == 0) kept.first = length;
+        kept.more += length > kept.first ? length - kept.first : 0;
+        return kept.more > kept.stored - kept.first ? 0 : length;
+    }
+
+    static constexpr std::uint64_t near_part = 16;  // by which part of a chunk's stored bytes a base has to make it shorter
     const std::vector<std::uint8_t> widths_;
+    const Near near_;
     const planes::Probe probe_;
 };
 
 class Quantizing final : public Planes {
 public:
-    Quantizing(std::vector<Quantization> quantized, std::vector<std::uint8_t> widths, BaseChunks base)
-        : Planes(std::move(widths), std::move(base)), quantized_(std::move(quantized)) {
+    Quantizing(std::vector<Quantization> quantized, std::vector<std::uint8_t> widths, BaseChunks base, Near near)
+        : Planes(std::move(widths), std::move(base), std::move(near)), quantized_(std::move(quantized)) {
         for (const Quantization& how : quantized_)
             if (how.block != 0 && !quantized::is_valid(how.element, how.block)) throw std::invalid_argument("a chunk cannot be quantized like that");
     }
@@ -115,12 +150,13 @@ std::shared_ptr<const Encoder> identity_encoder() { return std::make_shared<cons
 
 std::shared_ptr<const Encoder> delta_encoder(BaseChunks base) { return std::make_shared<const Delta>(std::move(base)); }
 
-std::shared_ptr<const Encoder> planes_encoder(std::vector<std::uint8_t> widths, BaseChunks base) {
-    return std::make_shared<const Planes>(std::move(widths), std::move(base));
+std::shared_ptr<const Encoder> planes_encoder(std::vector<std::uint8_t> widths, BaseChunks base, Near near) {
+    return std::make_shared<const Planes>(std::move(widths), std::move(base), std::move(near));
 }
 
-std::shared_ptr<const Encoder> quantizing_encoder(std::vector<Quantization> quantized, std::vector<std::uint8_t> widths, BaseChunks base) {
-    return std::make_shared<const Quantizing>(std::move(quantized), std::move(widths), std::move(base));
+std::shared_ptr<const Encoder> quantizing_encoder(std::vector<Quantization> quantized, std::vector<std::uint8_t> widths, BaseChunks base,
+                                                  Near near) {
+    return std::make_shared<const Quantizing>(std::move(quantized), std::move(widths), std::move(base), std::move(near));
 }
 
 void check_encodable(const WriteExtents& rows) {

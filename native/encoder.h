@@ -8,11 +8,12 @@
 #include <vector>
 
 #include "bounds.h"
+#include "kept.h"
 
 namespace flowstone {
 
 inline constexpr std::uint8_t codec_raw = 0;
-inline constexpr std::uint64_t encode_room_bytes = 2 * chunk_bytes;
+inline constexpr std::uint64_t encode_room_bytes = 3 * chunk_bytes;
 
 /// A whole chunk in a block, as captured.
 struct CapturedChunk {
@@ -48,6 +49,14 @@ struct BaseChunk {
 /// By the number of a chunk; nullopt: the base has none. Chunks beyond the end are not in the base either.
 using BaseChunks = std::vector<std::optional<BaseChunk>>;
 
+/// What chunks were, and which of them may be a base (codec_xor): those that lie in a file of the checkpoint.
+/// kept   null: none may. Chunks that are stored by themselves are kept from then on
+/// bases  by the number of a chunk, the digest of its base's data; nullopt: it has none. None beyond the end
+struct Near {
+    std::shared_ptr<KeptChunks> kept;
+    std::vector<std::optional<std::uint64_t>> bases;
+};
+
 /// Shared by a job's workers, which call it concurrently.
 class Encoder {
 public:
@@ -68,7 +77,8 @@ std::shared_ptr<const Encoder> delta_encoder(BaseChunks base);
 
 /// The same, and codes those that are worth it (planes.h).
 /// widths  length of a chunk's elements in bytes, by the chunk's number; 0: it is stored unchanged
-std::shared_ptr<const Encoder> planes_encoder(std::vector<std::uint8_t> widths, BaseChunks base);
+/// near    chunks whose bytes were kept, to be coded with these as base where that is shorter
+std::shared_ptr<const Encoder> planes_encoder(std::vector<std::uint8_t> widths, BaseChunks base, Near near = {});
 
 /// How a chunk is quantized (quantized.h). block 0: it is not
 struct Quantization {
@@ -78,6 +88,7 @@ struct Quantization {
 
 /// The same, and quantizes some chunks, where the bound holds; those lose precision.
 /// quantized  by the chunk's number
-std::shared_ptr<const Encoder> quantizing_encoder(std::vector<Quantization> quantized, std::vector<std::uint8_t> widths, BaseChunks base);
+std::shared_ptr<const Encoder> quantizing_encoder(std::vector<Quantization> quantized, std::vector<std::uint8_t> widths, BaseChunks base,
+                                                  Near near = {});
 
 }  // namespace flowstone

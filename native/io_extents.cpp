@@ -5,6 +5,7 @@
 #include <string>
 
 #include "codecs.h"
+#include "planes.h"
 
 namespace flowstone {
 namespace {
@@ -34,7 +35,30 @@ void check_device(std::int32_t device, std::int64_t layout, std::size_t devices,
     require(layout == contiguous, row, "a device's memory must be contiguous");
 }
 
-/// What a chunk of `data_bytes` follows from: float32 chunks, each raw or encoded by itself.
+/// A table of the bases of chunks.
+void check_bases(const ReadExtents& rows, std::size_t file_count) {
+    std::uint64_t next = 0;
+    for (std::size_t i = 0; i < rows.bases.size(); ++i) {
+        const ChunkBase& one = rows.bases[i];
+        require(one.chunk >= next && one.chunk < rows.stored.size(), i, "bases are not those of stored chunks, ascending");
+        require(one.place.file < file_count, i, "a base's file is no index into files");
+        check_range(one.place.offset, one.place.length, i);
+        require(may_be_base(one.place.codec), i, "a chunk's base cannot be one");
+        next = one.chunk + 1;
+    }
+}
+
+/// What one stored chunk is decoded with.
+void check_base(const ReadExtents& rows, std::uint64_t stored, std::uint64_t data_bytes, std::size_t row) {
+    const ChunkBase* const base = rows.base_of(stored);
+    require((base != nullptr) == (rows.stored[stored].codec == codec_xor), row, "a chunk is decoded with a base, and has none; or the reverse");
+    if (base == nullptr) return;
+    const std::uint32_t length = base->place.length;
+    require(base->place.codec == codec_raw ? length == data_bytes : length != 0 && length < data_bytes, row,
+            "a base is not as long as the chunk, or as an encoded one can be");
+}
+
+/// What a chunk of `data_bytes` follows from: float32 chunks, each raw or encoded, none itself derived.
 void check_cast(const ReadExtents& rows, const ChunkPlace& where, std::uint32_t data_bytes, std::size_t file_count, std::size_t row) {
     const std::uint64_t halves = cast::half_count(data_bytes);
     require(cast::is_element(where.length) && data_bytes % 2 == 0, row, "a cast chunk has no such elements");
@@ -46,6 +70,7 @@ void check_cast(const ReadExtents& rows, const ChunkPlace& where, std::uint32_t 
         check_range(source.offset, source.length, row);
         require(source.codec == codec_raw ? source.length == bytes : is_cast_source(source.codec) && source.length < bytes, row,
                 "a cast chunk's source is not as long as it has to be, or is itself derived");
+        check_base(rows, where.offset + half, bytes, row);
     }
 }
 
@@ -100,6 +125,7 @@ void check_extents(const ReadExtents& rows, std::size_t file_count) {
     if (rows.rows.size() >= UINT32_MAX) throw std::invalid_argument("too many rows for one batch");
     if (!rows.stored.empty() && rows.stored.size() != rows.digests.size())
         throw std::invalid_argument("stored chunks are not as many as digests");
+    check_bases(rows, file_count);
     for (std::size_t i = 0; i < rows.rows.size(); ++i) {
         const ReadExtent& row = rows.rows[i];
         require(row.file < file_count, i, "file is no index into files");
@@ -119,6 +145,7 @@ void check_extents(const ReadExtents& rows, std::size_t file_count) {
             require(where.file < file_count, i, "a stored chunk's file is no index into files");
             check_range(where.offset, where.length, i);
             require(is_known_codec(where.codec), i, "nothing decodes a stored chunk");
+            check_base(rows, row.chunk + chunk, data_bytes, i);
             require(where.codec == codec_raw ? where.length == data_bytes : where.length < data_bytes, i,
                     "a stored chunk is not as long as the chunk, or as an encoded one can be");
         }

@@ -101,6 +101,14 @@ struct ChunkPlace {
     std::uint8_t codec = codec_raw;
 };
 
+/// What a chunk with codec_xor is decoded with.
+struct ChunkBase {
+    std::uint64_t chunk;        // index of that one's digest
+    std::uint64_t data_digest;  // of the data that results
+    ChunkPlace place;
+    std::uint64_t digest;       // of the stored bytes there
+};
+
 /// Any order; extents may repeat.
 struct ReadExtents {
     std::vector<ReadExtent> rows;
@@ -108,6 +116,7 @@ struct ReadExtents {
     std::vector<std::uint64_t> digests;
     std::vector<std::shared_ptr<Device>> devices = {};
     std::vector<ChunkPlace> stored = {};  // for each digest; empty: every chunk is at its logical place in its extent
+    std::vector<ChunkBase> bases = {};    // ascending, for each chunk with codec_xor
 
     std::uint32_t data_bytes(const ReadExtent& row, std::uint64_t chunk) const {
         return static_cast<std::uint32_t>(std::min(chunk_bytes, row.length - chunk * chunk_bytes));
@@ -118,6 +127,12 @@ struct ReadExtents {
         if (!stored.empty()) return stored[row.chunk + chunk];
         const std::uint64_t skipped = chunk * chunk_bytes;
         return {row.offset + skipped, data_bytes(row, chunk), row.file};
+    }
+    /// Of the stored chunk with that digest; null: it is decoded by itself.
+    const ChunkBase* base_of(std::uint64_t stored_chunk) const {
+        const auto is_before = [stored_chunk](const ChunkBase& one) { return one.chunk < stored_chunk; };
+        const auto found = std::partition_point(bases.begin(), bases.end(), is_before);
+        return found == bases.end() || found->chunk != stored_chunk ? nullptr : &*found;
     }
 };
 

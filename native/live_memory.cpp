@@ -13,7 +13,7 @@ namespace flowstone {
 namespace {
 
 constexpr std::uint64_t file_bytes = std::uint64_t{256} << 10;  // stays in the L2 cache, between two copies
-constexpr std::uint64_t mapping_bytes = 2 * huge_page_bytes;    // one huge page, wherever the mapping begins
+constexpr std::uint64_t mapping_bytes = 3 * huge_page_bytes;    // two huge pages, wherever the mapping begins
 
 // What is read, its copy, and what is read next, in an L2 cache of 1 MiB.
 constexpr std::uint64_t piece_bytes = std::uint64_t{256} << 10;
@@ -31,7 +31,7 @@ bool is_refusal(int error) { return error == ENOSYS || error == EPERM || error =
 
 }  // namespace
 
-static_assert(chunk_bytes + LiveAccess::bounce_bytes <= huge_page_bytes && 2 * chunk_bytes <= huge_page_bytes);
+static_assert(chunk_bytes + LiveAccess::bounce_bytes <= huge_page_bytes && LiveAccess::coding_room_bytes <= 2 * huge_page_bytes);
 
 LiveAccess::LiveAccess(Way way) : self_(::getpid()), way_(way) {
     mapping_ = ::mmap(nullptr, mapping_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);

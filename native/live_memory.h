@@ -23,6 +23,7 @@ namespace flowstone {
 class LiveAccess {
 public:
     static constexpr std::uint64_t bounce_bytes = std::uint64_t{512} << 10;
+    static constexpr std::uint64_t coding_room_bytes = 4 * chunk_bytes;
     static constexpr std::size_t runs_max = 256;  // as fast as 1024 for lines that are far apart: they fit into the L1 cache
 
     enum class Way { process_vm, memory_file };
@@ -48,7 +49,8 @@ public:
 
     /// A buffer for one chunk, for the caller's use.
     std::byte* chunk_room() const { return room_; }
-    /// A buffer of two chunks, for the thread while it reads nothing: chunk_room and bounce are parts of it.
+    /// A buffer of coding_room_bytes, for the thread while it reads nothing: chunk_room and bounce are parts of it. Pages of it
+    /// that are never used take no memory.
     std::byte* coding_room() const { return room_; }
     /// A buffer of `bounce_bytes`, for copies in two steps.
     std::byte* bounce() const { return room_ + chunk_bytes; }

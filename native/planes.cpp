@@ -20,6 +20,10 @@
 
 namespace flowstone {
 
+void xor_into(std::byte* data, const std::byte* other, std::size_t bytes) {
+    for (std::size_t i = 0; i < bytes; ++i) data[i] ^= other[i];
+}
+
 bool is_plane_width(std::uint64_t width) { return width == 1 || width == 2 || width == 4 || width == 8; }
 
 namespace planes {

@@ -11,6 +11,10 @@
 namespace flowstone {
 
 inline constexpr std::uint8_t codec_planes = 1;
+inline constexpr std::uint8_t codec_xor = 2;  // planes of what is left of the data after xor_into with another chunk's
+
+/// data ^= other
+void xor_into(std::byte* data, const std::byte* other, std::size_t bytes);
 
 /// How long elements may be, in bytes: 1, 2, 4 or 8.
 bool is_plane_width(std::uint64_t width);

@@ -3,14 +3,15 @@
 #include <algorithm>
 #include <cassert>
 #include <cstring>
-#include <future>
 #include <optional>
+#include <span>
 #include <stdexcept>
 #include <tuple>
 #include <utility>
 
 #include "bounds.h"
 #include "codecs.h"
+#include "read_window.h"
 #include "thread_name.h"
 
 namespace flowstone {
@@ -21,27 +22,6 @@ namespace {
 constexpr std::uint32_t ahead_reads_max = 8;
 
 }  // namespace
-
-/// Arena windows hold a block. Direct ones hold the bounce blocks of an unaligned head and tail.
-struct ReadJob::Window final : Staged<ReadJob, Window> {
-    const ReadWindow* planned = nullptr;
-    bool mapped = false;
-    bool aside = false;                 // see Job::set_aside
-    bool verified = false;              // while the targets were not known
-    const ReadExtents* rows = nullptr;  // with the targets, once it is being stored
-    Block block;
-    AlignedBytes head;
-    AlignedBytes tail;
-    std::int64_t begun_ns = 0;
-    std::vector<bool> used;                // devices that copy out of the block
-    std::vector<Device::Done> copied;      // one callback per device in use; made before the first copy
-    std::atomic<std::size_t> storing{0};  // devices
-};
-
-struct ReadJob::Computed {
-    AlignedBytes data;
-    std::uint64_t halves_left;  // under computed_mutex_
-};
 
 ReadJob::ReadJob(Machine machine, std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<const File>> files,
                  std::shared_ptr<const ReadExtents> rows, const ReadOptions& options)
@@ -135,7 +115,12 @@ void ReadJob::begin_all() {
 void ReadJob::begin_windows() {
     register_files();
     plan_ = plan_reads(*rows_, machine_.request_bytes, options_.in_place && !options_.ahead);
-    std::erase_if(plan_.windows, [this](const ReadWindow& window) { return files_[window.file] == nullptr; });
+    const auto is_left_out = [this](const ReadWindow& window) {
+        const auto is_null = [this](const BaseRange& range) { return files_[range.file] == nullptr; };
+        const auto ranges = std::span(plan_.ranges).subspan(window.first_range, window.last_range - window.first_range);
+        return files_[window.file] == nullptr || std::any_of(ranges.begin(), ranges.end(), is_null);
+    };
+    std::erase_if(plan_.windows, is_left_out);
     const auto busy = static_cast<std::uint32_t>(machine_.queue_depth + machine_.workers->count());
     const std::uint32_t windows_max = options_.ahead ? std::min(ahead_reads_max, busy) : busy;
     const auto copied = static_cast<std::uint64_t>(
@@ -167,8 +152,11 @@ void ReadJob::post(const std::shared_ptr<Window>& window, Stage stage) noexcept 
 /// Devices copy only from pinned blocks, and who reads ahead does not know where to.
 bool ReadJob::is_mapped(const ReadWindow& planned) const {
     const auto is_far = [this](const WantedChunk& chunk) { return rows_->rows[chunk.row].device != on_host; };
-    return !options_.ahead && files_[planned.file]->mapped != 0 && !std::any_of(plan_.chunks.begin() + static_cast<std::ptrdiff_t>(planned.first),
-                                                             plan_.chunks.begin() + static_cast<std::ptrdiff_t>(planned.last), is_far);
+    const auto is_read = [this](const BaseRange& range) { return files_[range.file]->mapped == 0; };
+    const auto ranges = std::span(plan_.ranges).subspan(planned.first_range, planned.last_range - planned.first_range);
+    return !options_.ahead && files_[planned.file]->mapped != 0 && std::none_of(ranges.begin(), ranges.end(), is_read) &&
+           !std::any_of(plan_.chunks.begin() + static_cast<std::ptrdiff_t>(planned.first),
+                        plan_.chunks.begin() + static_cast<std::ptrdiff_t>(planned.last), is_far);
 }
 
 void ReadJob::begin_mapped(const ReadWindow& planned) {
@@ -184,27 +172,46 @@ void ReadJob::begin(const ReadWindow& planned, Block block) {
     window->planned = &planned;
     window->begun_ns = now_ns();
     window->block = std::move(block);
+    if (!planned.direct && planned.bytes > arena_->block_bytes()) window->own = allocate_aligned(planned.bytes);
+    std::vector<std::unique_ptr<Op>> ops;
+    if (planned.own_bytes() != 0) {
+        ops.push_back(make_op(window, planned.file, planned.begin, planned.needed_end - planned.begin));
+        if (planned.direct)
+            aim_direct(*window, ops.back()->parts);
+        else
+            ops.back()->parts.push_back({memory(*window), planned.own_bytes()});
+    }
+    for (std::size_t i = planned.first_range; i < planned.last_range; ++i) {
+        const BaseRange& range = plan_.ranges[i];
+        ops.push_back(make_op(window, range.file, range.begin, range.needed_end - range.begin));
+        ops.back()->parts.push_back({memory(*window) + range.at, range.bytes()});
+    }
+    window->ops_left = ops.size();
+    requests_ += ops.size();
+    requested_bytes_ += planned.bytes;
+    begin_window(false);
+    for (std::unique_ptr<Op>& op : ops) {
+        try {
+            machine_.backend->submit(std::move(op));
+        } catch (const std::bad_alloc&) {
+            end_op(window, {no_memory(), false});
+        }
+    }
+}
+
+std::byte* ReadJob::memory(const Window& window) const { return window.own ? window.own.get() : window.block.bytes(); }
+
+std::unique_ptr<Op> ReadJob::make_op(const std::shared_ptr<Window>& window, std::uint32_t file, std::uint64_t begin, std::uint64_t needed_bytes) {
     auto op = std::make_unique<Op>();
     op->direction = Direction::read;
-    op->file = files_[planned.file].get();
-    op->offset = planned.begin;
-    op->needed_bytes = planned.needed_end - planned.begin;
+    op->file = files_[file].get();
+    op->offset = begin;
+    op->needed_bytes = needed_bytes;
     op->stopping = &stopping_;
-    if (planned.direct)
-        aim_direct(*window, op->parts);
-    else
-        op->parts.push_back({window->block.bytes(), planned.end - planned.begin});
-    if (!planned.direct) op->memory_slot = registered().block(window->block, arena_->block_bytes());
-    op->file_slot = registered().file(planned.file);
+    if (!window->planned->direct && !window->own) op->memory_slot = registered().block(window->block, arena_->block_bytes());
+    op->file_slot = registered().file(file);
     op->done = [this, window](const Outcome& outcome) { end_op(window, outcome); };
-    ++requests_;
-    requested_bytes_ += planned.end - planned.begin;
-    begin_window(false);
-    try {
-        machine_.backend->submit(std::move(op));
-    } catch (const std::bad_alloc&) {
-        end_op(window, {no_memory(), false});
-    }
+    return op;
 }
 
 /// [bounce head][the target's own pages][bounce tail]
@@ -231,8 +238,10 @@ void ReadJob::aim_direct(Window& window, std::vector<iovec>& parts) {
 
 void ReadJob::end_op(const std::shared_ptr<Window>& window, const Outcome& outcome) {
     take_outcome(outcome);
-    spans_.add(Phase::read, window->begun_ns, window->planned->end - window->planned->begin);
-    if (outcome.fault || outcome.dropped) {
+    if (outcome.fault || outcome.dropped) window->failed = true;
+    if (--window->ops_left != 0) return;
+    spans_.add(Phase::read, window->begun_ns, window->planned->bytes);
+    if (window->failed) {
         window->block.release();
         end_window();
     } else {
@@ -337,7 +346,13 @@ const std::byte* ReadJob::arrived(const Window& window, const WantedChunk& chunk
     const ReadExtent& row = rows_->rows[chunk.row];
     if (window.mapped) return reinterpret_cast<const std::byte*>(files_[planned.file]->mapped + chunk.begin);
     if (planned.direct) return row.target() + (chunk.begin - row.offset);
-    return window.block.bytes() + (chunk.begin - planned.begin);
+    return memory(window) + (chunk.begin - planned.begin);
+}
+
+/// The stored bytes of its base.
+const std::byte* ReadJob::arrived(const Window& window, const WantedChunk& chunk, const ChunkPlace& base) const {
+    if (window.mapped) return reinterpret_cast<const std::byte*>(files_[base.file]->mapped + base.offset);
+    return memory(window) + chunk.base_at;
 }
 
 void ReadJob::copy_edges(const Window& window) {
@@ -380,96 +395,6 @@ void ReadJob::report_bad(std::uint64_t digest) {
     if (!options_.stop_at_bad) return;
     damaged_ = true;
     stop();
-}
-
-bool ReadJob::decode(Window& window, const WantedChunk& chunk, const std::byte* bytes, LiveAccess& live) {
-    const ReadExtent& row = window.rows->rows[chunk.row];
-    const std::uint32_t data_bytes = window.rows->data_bytes(row, chunk.number);
-    const bool is_dense = row.device == on_host && row.layout == contiguous && row.address != verify_only;
-    std::byte* const data = is_dense ? row.target() + chunk.logical_begin() : live.coding_room() + chunk_bytes;
-    if (is_dense) touched_[chunk.row] = true;
-    if (!decode_chunk(codec_of(chunk), bytes, chunk.length, data, data_bytes, live.coding_room())) {
-        report_bad(stored_of(chunk));
-        return false;
-    }
-    if (is_dense) return true;
-    place(window, chunk, data_bytes, data);
-    return true;
-}
-
-bool ReadJob::compute(Window& window, const WantedChunk& chunk, const std::byte* bytes, LiveAccess& live) {
-    const ReadExtent& row = window.rows->rows[chunk.row];
-    const std::uint32_t data_bytes = window.rows->data_bytes(row, chunk.number);
-    const std::uint64_t begin = (chunk.half - 1) * cast::half_bytes, singles_bytes = 2 * std::min(cast::half_bytes, data_bytes - begin);
-    const std::byte* singles = bytes;
-    if (codec_of(chunk) != codec_raw) {
-        singles = live.coding_room() + chunk_bytes;
-        if (!decode_chunk(codec_of(chunk), bytes, chunk.length, live.coding_room() + chunk_bytes, singles_bytes, live.coding_room())) {
-            report_bad(stored_of(chunk));
-            return false;
-        }
-    }
-    const std::pair key(chunk.row, chunk.number);
-    std::shared_ptr<Computed> computed;
-    {
-        const std::lock_guard lock(computed_mutex_);
-        std::shared_ptr<Computed>& found = computed_[key];
-        if (found == nullptr) found = std::make_shared<Computed>(Computed{allocate_aligned(block_ceil(data_bytes)), cast::half_count(data_bytes)});
-        computed = found;
-    }
-    const auto element = static_cast<cast::Element>(rows_->stored[digest_of(chunk)].length);
-    // Of a NaN, which no writer takes, the digest tells whether it is the one that was saved.
-    (void)cast::round(singles, singles_bytes / sizeof(float), element, computed->data.get() + begin);
-    {
-        const std::lock_guard lock(computed_mutex_);
-        if (--computed->halves_left != 0) return true;
-        computed_.erase(key);
-    }
-    if (xxh3_64(computed->data.get(), data_bytes) != rows_->digests[digest_of(chunk)]) {
-        report_bad(digest_of(chunk));
-        return false;
-    }
-    if (row.address != verify_only && !damaged_.load()) place(window, chunk, data_bytes, computed->data.get());
-    return true;
-}
-
-void ReadJob::place(Window& window, const WantedChunk& chunk, std::uint32_t data_bytes, const std::byte* data) {
-    const ReadExtent& row = window.rows->rows[chunk.row];
-    const WantedChunk whole{chunk.begin, data_bytes, chunk.row, chunk.file, chunk.number};
-    if (row.device == on_host)
-        store(window, whole, data);
-    else
-        send(window, whole, data);
-}
-
-/// To a device, from a buffer that the next chunk takes.
-void ReadJob::send(const Window& window, const WantedChunk& chunk, const std::byte* bytes) {
-    const ReadExtent& row = window.rows->rows[chunk.row];
-    const std::shared_ptr<Device>& device = window.rows->devices[static_cast<std::size_t>(row.device)];
-    touched_[chunk.row] = true;
-    int error = device->from_host(row.address + chunk.logical_begin(), bytes, chunk.length);
-    std::promise<int> copied;
-    device->then([&copied](int failure) { copied.set_value(failure); });
-    const int later = copied.get_future().get();
-    if (error == 0) error = later;
-    if (error != 0) take_outcome(device_fault(*device, error, *files_[chunk.file], chunk.begin, chunk.length));
-}
-
-void ReadJob::store(Window& window, const WantedChunk& chunk, const std::byte* bytes) {
-    const ReadExtent& row = window.rows->rows[chunk.row];
-    if (row.address == verify_only) return;
-    touched_[chunk.row] = true;
-    const std::uint64_t begin = chunk.logical_begin();
-    if (row.device != on_host) {
-        const std::shared_ptr<Device>& device = window.rows->devices[static_cast<std::size_t>(row.device)];
-        arena_->pin(window.block, device);
-        window.used[static_cast<std::size_t>(row.device)] = true;
-        if (const int error = device->from_host(row.address + begin, bytes, chunk.length))
-            take_outcome(device_fault(*device, error, *files_[chunk.file], chunk.begin, chunk.length));
-    } else if (row.layout == contiguous)
-        std::memcpy(row.target() + begin, bytes, chunk.length);
-    else
-        window.rows->layouts[static_cast<std::size_t>(row.layout)].scatter(begin, begin + chunk.length, bytes, row.target());
 }
 
 }  // namespace flowstone

@@ -73,6 +73,8 @@ private:
     void begin_mapped(const ReadWindow& planned);
     void begin(const ReadWindow& planned, Block block);
     void aim_direct(Window& window, std::vector<iovec>& parts);
+    std::unique_ptr<Op> make_op(const std::shared_ptr<Window>& window, std::uint32_t file, std::uint64_t begin, std::uint64_t needed_bytes);
+    std::byte* memory(const Window& window) const;
     void end_op(const std::shared_ptr<Window>& window, const Outcome& outcome);
     void deliver(const std::shared_ptr<Window>& window, LiveAccess& live);
     /// `live` is null only where nothing is encoded.
@@ -93,6 +95,10 @@ private:
     bool decode(Window& window, const WantedChunk& chunk, const std::byte* bytes, LiveAccess& live);
     /// One half of a cast chunk, which is stored once it has both and its digest matches.
     bool compute(Window& window, const WantedChunk& chunk, const std::byte* bytes, LiveAccess& live);
+    /// With its base, if it has one. False: something is not what was written.
+    bool decode_any(const Window& window, const WantedChunk& chunk, const std::byte* bytes, std::byte* data, std::size_t data_bytes,
+                    LiveAccess& live) const;
+    const std::byte* arrived(const Window& window, const WantedChunk& chunk, const ChunkPlace& base) const;
     /// From a buffer to the target, whatever that is.
     void place(Window& window, const WantedChunk& chunk, std::uint32_t data_bytes, const std::byte* data);
     void store(Window& window, const WantedChunk& chunk, const std::byte* bytes);

@@ -67,7 +67,11 @@ public:
     const std::string& path() const { return path_; }
     const std::shared_ptr<const File>& file() const { return file_; }
     void truncate(std::uint64_t bytes) { REQUIRE(::ftruncate(fd_, static_cast<off_t>(bytes)) == 0); }
-    void put(std::uint64_t offset, std::byte byte) { REQUIRE(::pwrite(fd_, &byte, 1, static_cast<off_t>(offset)) == 1); }
+    void put(std::uint64_t offset, std::byte byte) { put(offset, std::vector<std::byte>{byte}); }
+    void put(std::uint64_t offset, const std::vector<std::byte>& bytes) {
+        REQUIRE(::pwrite(fd_, bytes.data(), bytes.size(), static_cast<off_t>(offset)) == static_cast<ssize_t>(bytes.size()));
+        REQUIRE(::fdatasync(fd_) == 0);
+    }
 
     std::vector<std::byte> contents() const {
         std::vector<std::byte> bytes(std::filesystem::file_size(path_));

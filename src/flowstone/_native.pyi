@@ -201,11 +201,26 @@ def delta_encoder(
 def planes_encoder(
     widths: NDArray[np.uint8], digests: NDArray[np.uint64], known: NDArray[np.bool_],
     codecs: NDArray[np.uint8] | None = None,
+    near: tuple[KeptChunks, NDArray[np.uint64], NDArray[np.bool_]] | None = None,
 ) -> Encoder:
     """The same, and chunks are coded where that pays (docs/FORMAT.md, Codecs).
 
     widths  length of a chunk's elements in bytes: 1, 2, 4, 8; 0: it is stored as it is
+    near    what was kept of the chunks; which of these bytes may be a base, by their digest, and whether there is one.
+            Chunks that are stored by themselves are kept from then on
     """
+
+class KeptChunks:
+    """What chunks were: their bytes, by the chunk's number, in at most `budget_bytes` of host memory. Any thread."""
+
+    def __init__(self, chunks: int, *, budget_bytes: int) -> None: ...
+    @property
+    def budget_bytes(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def digests(self) -> NDArray[np.uint64]:
+        """Of the kept bytes of each chunk; 0: there are none."""
 
 def encode_planes(chunk: bytes | bytearray | memoryview | NDArray[np.uint8], width: int) -> bytes | None:
     """A chunk with elements of `width` bytes as codec `planes` stores it; None: it would be stored raw."""
@@ -213,6 +228,7 @@ def encode_planes(chunk: bytes | bytearray | memoryview | NDArray[np.uint8], wid
 def quantizing_encoder(
     elements: NDArray[np.uint8], blocks: NDArray[np.uint16], widths: NDArray[np.uint8],
     digests: NDArray[np.uint64], known: NDArray[np.bool_], codecs: NDArray[np.uint8] | None = None,
+    near: tuple[KeptChunks, NDArray[np.uint64], NDArray[np.bool_]] | None = None,
 ) -> Encoder:
     """The same, and chunks are quantized where the bound holds; those lose precision.
 
@@ -284,6 +300,8 @@ class ReadExtents:
     stored          file, offset, length and codec of each chunk that `digests` has; None: every chunk lies as it is, at
                     its logical place in its extent. Of codec 4 the offset is the index of the first chunk that it
                     is rounded from, and the length 2 or 3: to bfloat16, float16
+    bases           what chunks with codec 2 are decoded with: their index in `digests`, ascending, the digest of the
+                    data that results; file, offset, length, codec and digest of the stored bytes of the base
     Rows may be in any order; the engine sorts and merges them.
     """
 
@@ -293,6 +311,10 @@ class ReadExtents:
         last: NDArray[np.uint64], layout: NDArray[np.int64], layouts: Sequence[ScatterLayout],
         digests: NDArray[np.uint64], device: NDArray[np.int32] | None = None, devices: Sequence[Device] = (),
         stored: tuple[NDArray[np.uint32], NDArray[np.uint64], NDArray[np.uint32], NDArray[np.uint8]] | None = None,
+        bases: tuple[
+            NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint32], NDArray[np.uint64], NDArray[np.uint32],
+            NDArray[np.uint8], NDArray[np.uint64],
+        ] | None = None,
     ) -> None: ...
     @property
     def files(self) -> list[int]: ...  # the numbers of the files that rows are in, ascending

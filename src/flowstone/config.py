@@ -197,6 +197,8 @@ class EngineOptions:
     "auto": from the second save on, as long as saves are measured to end sooner so than without.
     With each but "off", tensors that follow from others are not stored: copies, and 16-bit weights that are a
     rounded float32 master copy. "derived": nothing else is done
+    kept_bytes      host memory of this rank for what chunks were when they were last stored by themselves: with
+    `compress`, later saves encode what has changed of them, as long as that is shorter (docs/LIMITS.md). 0: none
     watch           how changes before capture are detected in tensors captured after `save` returned (docs/LIMITS.md).
     "exact": every write is detected, or the save is refused. "samples": some bytes are compared.
     "auto": exact where that costs almost nothing (memory in huge pages, and 64 MiB of other memory)
@@ -214,9 +216,10 @@ class EngineOptions:
     share_reads: bool = True
     watch: Watch = "auto"
     compress: Compress = "off"
+    kept_bytes: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("queue_depth", "request_bytes", "workers", "write_bytes_per_s"):
+        for name in ("queue_depth", "request_bytes", "workers", "write_bytes_per_s", "kept_bytes"):
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, whole_number(name, value))
@@ -232,6 +235,8 @@ class EngineOptions:
             raise ArgumentError(
                 f"compress {self.compress!r} is not one of 'auto', 'off', 'derived', 'max'", next="'off' is the default"
             )
+        if self.kept_bytes < 0:
+            raise ArgumentError(f"kept_bytes {self.kept_bytes} is less than none", next="give 0 to keep nothing")
         if self.write_bytes_per_s is not None and self.write_bytes_per_s < REQUEST_BYTES_MIN:
             raise ArgumentError(
                 f"write_bytes_per_s {self.write_bytes_per_s} is less than one request of 2 MiB a second",

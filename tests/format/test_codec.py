@@ -2,15 +2,15 @@
 
 import numpy as np
 
-from flowstone.format.codec import CAST, CODECS, FEATURES, PLANES, QUANTIZED, RAW, Codec, announced, features_of
+from flowstone.format.codec import CAST, CODECS, FEATURES, PLANES, QUANTIZED, RAW, XOR, Codec, announced, features_of
 from flowstone.table.chunks import CODEC_RAW
 
 
 def test_raw_needs_no_announcement_and_the_others_do() -> None:
-    assert list(CODECS.values()) == [RAW, PLANES, QUANTIZED, CAST]
+    assert list(CODECS.values()) == [RAW, PLANES, XOR, QUANTIZED, CAST]
     assert RAW.id == CODEC_RAW
     assert RAW.feature is None
-    assert {"codec.planes", "codec.quantized", "codec.cast"} == FEATURES
+    assert {"codec.planes", "codec.xor", "codec.quantized", "codec.cast"} == FEATURES
     assert announced(["delta"]) == {RAW.id}
     assert announced(["delta", "codec.planes"]) == {RAW.id, PLANES.id}
     assert features_of(np.array([0, 0], np.uint8)) == ()

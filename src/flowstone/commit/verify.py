@@ -27,7 +27,7 @@ from flowstone.format.index import Index
 from flowstone.format.manifest import MANIFEST_NAME, Manifest, SegmentRow
 from flowstone.format.segment import CHUNKS_ENTRY, PAD_PREFIX, Entry, entry_name, parse_header
 from flowstone.store.base import Store, finish_reading
-from flowstone.table.chunks import Chunks, spread
+from flowstone.table.chunks import CODEC_XOR, BaseColumns, Chunks, spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,14 +258,16 @@ def _check_runs(
     count, file = len(offset), np.repeat(np.arange(len(segments), dtype=np.uint32), counts)
     codec = np.concatenate([none.astype(np.uint8), *(run.codec for run in runs)])
     data_bytes = np.concatenate([none.astype(np.uint64), *(run.data_bytes.astype(np.uint64) for run in runs)])
+    bases, lacking = _bases(checked, checked.index.chunks, runs, len(segments))
+    codec[lacking], data_bytes[lacking] = 0, length[lacking]  # what is stored is checked, and told of the base's file
     stored = (file, offset, length.astype(np.uint32), codec) if codec.any() else None  # encoded chunks are decoded, too
     rows = _native.ReadExtents(
         file=file, offset=offset, length=data_bytes,
         address=np.full(count, _native.VERIFY_ONLY, np.uint64), chunk=np.arange(count, dtype=np.uint64),
         first=np.zeros(count, np.uint64), last=np.ones(count, np.uint64), layout=np.full(count, -1, np.int64),
-        layouts=[], digests=digests, stored=stored,
+        layouts=[], digests=digests, stored=stored, bases=bases,
     )
-    paths = [inside(checked.directory, row.name) for row in segments]
+    paths = [inside(checked.directory, row.name) for row in [*segments, *checked.manifest.segments]]
     reading = checked.store.read_extents(
         paths, rows, arena, wanted_bytes=int(length.sum()), stop_at_bad=False, past_cache=True
     )
@@ -280,6 +282,30 @@ def _check_runs(
         findings.append(_finding(checked.directory, receipt.error))
 
 
+def _bases(
+    checked: Checked, chunks: Chunks, runs: Sequence[_Runs], first_file: int
+) -> tuple[BaseColumns | None, NDArray[np.int64]]:
+    """The bases of runs, for the engine, and the numbers of runs whose base is in a file that is not there."""
+    none = np.zeros(0, np.int64)
+    if chunks.stored is None or chunks.stored.bases is None:
+        return None, none
+    piece, chunk = (np.concatenate([none, *(getattr(run, name) for run in runs)]) for name in ("piece", "chunk"))
+    at = np.flatnonzero(piece >= 0)
+    numbers = chunks.first[piece[at]] + chunk[at]
+    there = np.array([_is_there(checked, row) for row in checked.manifest.segments], np.bool_)
+    is_near = chunks.stored.codec[numbers] == CODEC_XOR
+    is_lacking = is_near & ~there[chunks.stored.bases.segment[numbers]]
+    found = chunks.bases_of(numbers[~is_lacking], first_file=first_file)
+    if found is not None:
+        found = at[~is_lacking][found[0].astype(np.int64)].astype(np.uint64), *found[1:]
+    return found, at[is_lacking]
+
+
+def _is_there(checked: Checked, row: SegmentRow) -> bool:
+    path = inside(checked.directory, row.name)
+    return checked.store.exists(path) and checked.store.size(path) == row.bytes
+
+
 def _check_casts(checked: Checked, index: Index, arena: _native.Arena, findings: list[Finding]) -> None:
     """Check that what is rounded from other chunks is what was saved. Damage of these chunks is found elsewhere."""
     chunks, numbers = index.chunks, cast_chunks(index.chunks)
@@ -292,7 +318,7 @@ def _check_casts(checked: Checked, index: Index, arena: _native.Arena, findings:
         address=np.full(count, _native.VERIFY_ONLY, np.uint64), chunk=chunks.first[piece].astype(np.uint64),
         first=within.astype(np.uint64), last=within.astype(np.uint64) + np.uint64(1),
         layout=np.full(count, -1, np.int64), layouts=[], digests=chunks.digest,
-        stored=stored_columns(chunks, index.pieces),
+        stored=stored_columns(chunks, index.pieces), bases=chunks.bases_of(np.arange(int(chunks.first[-1]))),
     )
     paths = [inside(checked.directory, row.name) for row in checked.manifest.segments]
     read_bytes = 2 * int(chunks.logical_bytes(piece, within, within + 1).sum())

@@ -34,17 +34,18 @@ class Codec(msgspec.Struct, frozen=True):
 
 RAW = Codec(_RAW, "raw")
 PLANES = Codec(1, "planes")
+XOR = Codec(2, "xor")
 QUANTIZED = Codec(3, "quantized")
 CAST = Codec(4, "cast")
 CAST_ELEMENTS: Mapping[str, int] = MappingProxyType({"bfloat16": 2, "float16": 3})
 """The dtypes that float32 chunks are rounded to, by name, with their numbers in the engine."""
-CAST_SOURCES: tuple[int, ...] = (RAW.id, PLANES.id)
+CAST_SOURCES: tuple[int, ...] = (RAW.id, PLANES.id, XOR.id)
 """The codecs of chunks that others are rounded from."""
 QUANTIZED_ELEMENTS: Mapping[str, int] = MappingProxyType({"float32": 0, "bfloat16": 1, "float16": 2})
 """The dtypes that can be quantized, by name, with their numbers in the stored form."""
 RELATIVE_BOUND, BLOCK_BOUND = 1 / 15, 1 / 220_000
 """By how much a quantized element may be off: of itself, or of the largest of its block."""
-CODECS: Mapping[int, Codec] = MappingProxyType({codec.id: codec for codec in (RAW, PLANES, QUANTIZED, CAST)})
+CODECS: Mapping[int, Codec] = MappingProxyType({codec.id: codec for codec in (RAW, PLANES, XOR, QUANTIZED, CAST)})
 """All codecs that this version reads and writes, by id."""
 FEATURES: frozenset[str] = frozenset(codec.feature for codec in CODECS.values() if codec.feature is not None)
 """The critical features that announce them."""

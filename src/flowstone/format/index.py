@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from flowstone.config import NAME_BYTES_MAX, NDIM_MAX
 from flowstone.errors import DamagedError
-from flowstone.format.codec import CAST
+from flowstone.format.codec import CAST, PLANES
 from flowstone.format.derived import check_casts
 from flowstone.format.manifest import SegmentRow
 from flowstone.format.segment import LENGTH_BYTES, METADATA_KEY, parse_header
-from flowstone.table.chunks import CODEC_RAW, Chunks, StoredChunks, run_starts
+from flowstone.table.chunks import CODEC_RAW, CODEC_XOR, ChunkBases, Chunks, StoredChunks, run_starts
 from flowstone.table.dtype import DTYPES
 from flowstone.table.pieces import Pieces, TensorColumns
 
@@ -44,6 +44,17 @@ _DELTA_COLUMNS = {
     for name, of in (*_COLUMNS.items(), ("chunk.offset", "<u8"), ("chunk.segment", "<u4")) if of == kind
 }
 """The columns of an index whose chunks each have a place of their own."""
+
+_BASE_COLUMNS = {
+    "chunk.base_segment": "<u4", "chunk.base_offset": "<u8", "chunk.base_bytes": "<u4", "chunk.base_codec": "u1",
+    "chunk.base_digest": "<u8", "chunk.data_digest": "<u8",
+}
+"""The further columns of an index with chunks that have a base, in the order of table.chunks.ChunkBases."""
+
+_NEAR_COLUMNS = {
+    name: kind for kind in ("<u8", "<u4", "<u2", "u1")
+    for name, of in (*_DELTA_COLUMNS.items(), *_BASE_COLUMNS.items()) if of == kind
+}
 
 _SAFETENSORS = {"<u8": "U64", "<u4": "U32", "<u2": "U16", "u1": "U8"}
 
@@ -130,23 +141,30 @@ class Frame(msgspec.Struct, frozen=True, eq=False):
             columns["piece.offset"] = np.zeros(len(offset), np.uint64)
             if (forms := places.forms) is not None:
                 columns |= {"chunk.bytes": forms.length, "chunk.codec": forms.codec, "chunk.digest": forms.digest}
+                if forms.bases is not None:
+                    columns |= zip(_BASE_COLUMNS, forms.bases.columns(), strict=True)
         first, *others = self.parts
         found = [*first]
         for name, parts in zip(self.left_out, others, strict=True):
-            found += [_as(columns[name], _DELTA_COLUMNS[name]).data, *parts]
+            found += [_as(columns[name], _NEAR_COLUMNS[name]).data, *parts]
         return b"".join(found)
 
 
 class ChunkForms(msgspec.Struct, frozen=True, eq=False):
-    """How each chunk is stored: its length in bytes, its codec, and the digest of its stored bytes."""
+    """How each chunk is stored: its length in bytes, its codec, and the digest of its stored bytes.
+
+    bases  of those that have one; None: none has
+    """
 
     length: NDArray[np.uint32]
     codec: NDArray[np.uint8]
     digest: U64
+    bases: ChunkBases | None = None
 
     def of(self, chunks: NDArray[np.int64]) -> ChunkForms:
         """Those of these chunks."""
-        return ChunkForms(self.length[chunks], self.codec[chunks], self.digest[chunks])
+        bases = None if self.bases is None else self.bases.of(chunks)
+        return ChunkForms(self.length[chunks], self.codec[chunks], self.digest[chunks], bases)
 
 
 class ChunkPlaces(msgspec.Struct, frozen=True, eq=False):
@@ -178,13 +196,14 @@ class ChunkPlaces(msgspec.Struct, frozen=True, eq=False):
 
 def frame_of(
     pieces: Pieces, aliases: Sequence[tuple[str, int]], chunks: Chunks, *, is_delta: bool = False,
-    is_coded: bool = False,
+    is_coded: bool = False, has_bases: bool = False,
 ) -> Frame:
     """All of an index file that does not depend on where pieces lie, and on digests. Keeps the columns, not a copy.
 
     pieces, aliases, chunks  as in Index
     is_delta                 each chunk has a place of its own
     is_coded                 and a codec and a length
+    has_bases                and a base
     """
     tensors = pieces.tensors
     kinds = sorted({dtype.name for dtype in tensors.dtypes})
@@ -208,6 +227,8 @@ def frame_of(
         variable |= {"chunk.segment": len(chunks.digest), "chunk.offset": len(chunks.digest)}
     if is_coded:
         variable |= {"chunk.bytes": len(chunks.digest), "chunk.codec": len(chunks.digest)}
+    if has_bases:
+        variable |= dict.fromkeys(_BASE_COLUMNS, len(chunks.digest))
     return _framed(columns, variable, " ".join(kinds), totals)
 
 
@@ -216,7 +237,7 @@ def _framed(columns: Mapping[str, object], variable: Mapping[str, int], dtypes: 
     header: dict[str, object] = {METADATA_KEY: {"flowstone": "1", "dtypes": dtypes}}
     parts: list[list[Part]] = [[]]
     at, left_out = 0, []
-    for name, kind in _DELTA_COLUMNS.items():
+    for name, kind in _NEAR_COLUMNS.items():
         if name in variable:
             count = variable[name]
             parts.append([])
@@ -264,7 +285,7 @@ def decode_index(
     codecs    ids of the codecs that chunks may have
     has_copies  several chunks may have one place
     """
-    kinds = _DELTA_COLUMNS if is_delta else _COLUMNS
+    kinds = _COLUMNS if not is_delta else _NEAR_COLUMNS if CODEC_XOR in codecs else _DELTA_COLUMNS
     entries, metadata, start = parse_header(data[: _header_end(data)], path=path)
     try:
         columns = {}
@@ -323,7 +344,24 @@ def _chunks(columns: Mapping[str, NDArray[Any]], codecs: Collection[int]) -> Chu
     if {len(segment), len(offset)} != {len(found.digest)}:
         raise ValueError("the chunk columns differ in length")
     length, codec = _own(columns["chunk.bytes"], np.uint32), _own(columns["chunk.codec"], np.uint8)
-    return replace(found, stored=StoredChunks(segment, offset, length, codec))
+    bases = _bases(columns, found, codec) if CODEC_XOR in codecs else None
+    return replace(found, stored=StoredChunks(segment, offset, length, codec, bases))
+
+
+def _bases(columns: Mapping[str, NDArray[Any]], chunks: Chunks, codec: NDArray[np.uint8]) -> ChunkBases:
+    """The bases of chunks, checked as far as that needs no segments. Raises ValueError."""
+    kinds = (np.uint32, np.uint64, np.uint32, np.uint8, np.uint64, np.uint64)
+    own: list[NDArray[Any]] = [columns[name].astype(kind) for name, kind in zip(_BASE_COLUMNS, kinds, strict=True)]
+    found = ChunkBases.by_columns(own)
+    if {len(column) for column in found.columns()} != {len(chunks.digest)}:
+        raise ValueError("the columns of bases do not match the chunks")
+    near, raw, length = codec == CODEC_XOR, found.codec == CODEC_RAW, chunks.stored_lengths()
+    if not np.isin(found.codec[near], [CODEC_RAW, PLANES.id]).all():
+        raise ValueError("a base is neither raw nor planes")
+    misfit = np.where(raw, found.length != length, (found.length >= length) | (found.length == 0))
+    if misfit[near].any():
+        raise ValueError("a base's stored length does not fit the chunk")
+    return found
 
 
 def _pieces(tensors: TensorColumns, tensor: NDArray[np.int64], columns: Mapping[str, NDArray[Any]]) -> Pieces:
@@ -416,6 +454,8 @@ def _check_extents(chunks: Chunks, segments: Sequence[SegmentRow], *, has_copies
         return
     begin = np.array([row.header_bytes for row in segments], np.uint64)[segment]
     end = np.array([row.bytes for row in segments], np.uint64)[segment]
+    if chunks.stored is not None and chunks.stored.bases is not None:
+        _check_bases(chunks.stored.bases, chunks.stored.codec == CODEC_XOR, segments)
     if (offset < begin).any() or (offset > end).any() or (length > end - offset).any():
         raise ValueError("an extent lies outside its segment")
     base, some = np.cumsum([0, *(row.bytes for row in segments[:-1])]).astype(np.uint64), length > 0
@@ -441,3 +481,12 @@ def _distinct_places(chunks: Chunks, *, has_copies: bool) -> tuple[NDArray[np.ui
             differs |= column[numbers][1:] != column[numbers][:-1]
         numbers = numbers[np.append(np.ones(min(1, len(numbers)), np.bool_), differs)]
     return stored.segment[numbers], stored.offset[numbers], stored.length[numbers].astype(np.uint64)
+def _check_bases(bases: ChunkBases, near: NDArray[np.bool_], segments: Sequence[SegmentRow]) -> None:
+    """Raise ValueError unless the bases of these chunks lie in segments."""
+    segment, offset, length = bases.segment[near], bases.offset[near], bases.length[near].astype(np.uint64)
+    if segment.max(initial=0) >= len(segments):
+        raise ValueError("a base lies in a segment that the manifest does not list")
+    begin = np.array([row.header_bytes for row in segments], np.uint64)[segment]
+    end = np.array([row.bytes for row in segments], np.uint64)[segment]
+    if (offset < begin).any() or (offset > end).any() or (length > end - offset).any():
+        raise ValueError("a base lies outside its segment")

@@ -24,11 +24,11 @@ from flowstone.format.index import ChunkPlaces
 from flowstone.format.manifest import DELTA
 from flowstone.format.segment import is_of_rank
 from flowstone.log import log
-from flowstone.pipeline.base import Base, mostly
+from flowstone.pipeline.base import Base, mostly, raw_forms
 from flowstone.pipeline.load_outcome import VerifiedRead
 from flowstone.pipeline.messages import Assignment
 from flowstone.pipeline.shared import Shared
-from flowstone.table.chunks import CODEC_RAW, first_chunks, spread
+from flowstone.table.chunks import CODEC_RAW, CODEC_XOR, ChunkBases, first_chunks, spread
 
 
 def adopted_base(shared: Shared, assignment: Assignment) -> Base | None:
@@ -91,14 +91,35 @@ def _base_of(checkpoint: Checkpoint, assignment: Assignment, rank: int, verified
     holder = np.repeat(theirs, counts)
     digest[to] = chunks.digest[source]
     segment[to], offset[to] = chunks.stored_at(holder, source - chunks.first[holder])
-    known[to] = own[segment[to]] & (chunks.codecs()[source] == CODEC_RAW)
+    known[to] = own[segment[to]]
+    codec, forms = None, None
+    if chunks.stored is not None and (kinds := chunks.stored.codec[source]).any():
+        # What is encoded by itself is told by its stored bytes, which the same encoder makes of the same data.
+        codec, forms = np.zeros(count, np.uint8), raw_forms(length, digest)
+        codec[to] = np.where(kinds == CODEC_XOR, CODEC_RAW, kinds)
+        digest[to] = chunks.identities()[source]
+        forms.length[to], forms.codec[to] = chunks.stored.length[source], kinds
+        forms.digest[to] = chunks.digest[source]
+        if chunks.stored.bases is not None:
+            forms = replace(forms, bases=_bases(chunks.stored.bases, count, to, source))
+            known[to] &= own[chunks.stored.bases.segment[source]] | (kinds != CODEC_XOR)
     rested[to] = referred[segment[to]]
     if verified is not None:
         known[to] &= np.unpackbits(verified.chunks)[source].astype(np.bool_)
     return Base(
-        manifest.step, manifest.id, pieces, assignment.lazy(), digest, manifest.segments, ChunkPlaces(segment, offset),
-        mostly(rested, length), 0, known,
+        manifest.step, manifest.id, pieces, assignment.lazy(), digest, manifest.segments,
+        ChunkPlaces(segment, offset, forms), mostly(rested, length), 0, known, codec=codec,
     )
+
+
+def _bases(
+    bases: ChunkBases, chunks: int, to: NDArray[np.int64], source: NDArray[np.int64]
+) -> ChunkBases:
+    """Of so many chunks: those numbered `to` have what `source` has."""
+    found = ChunkBases.none(chunks)
+    for mine, theirs in zip(found.columns(), bases.columns(), strict=True):
+        mine[to] = theirs[source]
+    return found
 
 
 def _same_pieces(

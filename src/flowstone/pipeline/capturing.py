@@ -71,8 +71,8 @@ def begin_capture(
     is_aside = _reserves_aside(store, cached)
     referred: Referred | None = None
     try:
-        if plan.rests.any():
-            referred = refer(store, draft, base, plan)
+        if plan.rests.any() or cached.kept is not None:
+            referred = refer(store, draft, base, plan, cached.kept)
         target = WriteTarget(store, draft.directory, arena, None if referred is None else referred.chunks)
         staged = _capture_into(target, draft, cached, places, pace, reserved=not is_aside)
     except BaseException as error:

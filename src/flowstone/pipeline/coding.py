@@ -102,13 +102,15 @@ def _encoding_s(receipt: Receipt) -> float:
 class Coding:
     """Chooses the pieces that the next save of a rank encodes. `learn` and `chosen` may be called by any thread.
 
-    mode      whether those are encoded that are not quantized
-    quantize  which are quantized
+    mode        whether those are encoded that are not quantized
+    quantize    which are quantized
+    kept_bytes  of host memory for what chunks were, so that later saves encode what has changed of them
     """
 
-    def __init__(self, mode: Compress, quantize: Sequence[Quantize] = ()) -> None:
-        self._mode, self._quantize = mode, quantize
+    def __init__(self, mode: Compress, quantize: Sequence[Quantize] = (), kept_bytes: int = 0) -> None:
+        self._mode, self._quantize, self._kept_bytes = mode, quantize, kept_bytes
         self._deriving, self._looks = Deriving(), True
+        self._kept: tuple[Pieces, _native.KeptChunks] | None = None
         self._is_on = False
         self._coder_s_per_byte = 0.0
         self._found: tuple[Pieces, NDArray[np.float64]] | None = None  # the stored share of each piece, once encoded
@@ -134,6 +136,15 @@ class Coding:
             blocks = np.array([_block(name, dtype, self._quantize) for name, dtype in pairs], np.uint16)
             block = blocks[pieces.tensor].tolist()
         return Coded(() if planes is None else planes.tolist(), block, derived)
+
+    def kept_of(self, plan: WritePlan) -> _native.KeptChunks | None:
+        """What the chunks of these pieces were; None if that is not kept, or none of them is encoded."""
+        if not self._kept_bytes or not plan.width.any():
+            return None
+        if self._kept is None or not (self._kept[0] is plan.pieces or self._kept[0] == plan.pieces):
+            self._kept = None  # before there is a new one: both would not fit
+            self._kept = plan.pieces, _native.KeptChunks(plan.chunks, budget_bytes=self._kept_bytes)
+        return self._kept[1]
 
     def chosen(self, pieces: Pieces) -> NDArray[np.bool_] | None:
         """Which of the pieces are encoded by planes, unless they are quantized; None: none is."""

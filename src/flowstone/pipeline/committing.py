@@ -13,7 +13,7 @@ from flowstone.events import BuffersFromOneRank, Event
 from flowstone.format.codec import CAST
 from flowstone.format.index import ChunkPlaces
 from flowstone.format.manifest import Manifest
-from flowstone.pipeline.base import Base, captured_digests, places_of, unneeded
+from flowstone.pipeline.base import Base, captured_digests, places_of, root_digests, unneeded
 from flowstone.pipeline.messages import Assignment, Contribution
 from flowstone.pipeline.save_coordinator import SaveCoordinator
 from flowstone.pipeline.save_run import SaveRun
@@ -50,7 +50,8 @@ def write(
         run.base = Base(
             begun.draft.step, begun.draft.id, plan.pieces, begun.assignment.lazy(),
             captured_digests(plan, receipt), written.segments, places, None, run.loads, _stored(places),
-        ).compared(before, plan.length)
+            roots=root_digests(receipt, begun.referred, captured_digests(plan, receipt)),
+        ).compared(before, plan.length, None if receipt.encoded is None else receipt.encoded.same)
         if assignment.buffers:
             emit(BuffersFromOneRank(run.save.step, assignment.buffers))
         return written

@@ -21,6 +21,7 @@ from flowstone.plan.assign_writers import WriterAssignment
 from flowstone.plan.replicas import Compared
 from flowstone.plan.split_replicas import Blocks
 from flowstone.store.base import Receipt
+from flowstone.table.chunks import ChunkBases
 from flowstone.table.dtype import DTYPES
 from flowstone.table.pieces import Block, Layout, Pieces, Places, TensorColumns
 
@@ -364,6 +365,8 @@ def _packed_places(places: ChunkPlaces) -> tuple[bytes, ...]:
     found: list[tuple[NDArray[np.integer], str]] = [(places.segment, "<u4"), (places.offset, "<u8")]
     if (forms := places.forms) is not None:
         found += [(forms.length, "<u4"), (forms.codec, "u1"), (forms.digest, "<u8")]
+        kinds = ("<u4", "<u8", "<u4", "u1", "<u8", "<u8")
+        found += [] if forms.bases is None else zip(forms.bases.columns(), kinds, strict=True)
     return tuple(zlib.compress(column.astype(kind).tobytes(), 1) for column, kind in found)
 
 
@@ -371,7 +374,9 @@ def _unpacked_places(columns: tuple[bytes, ...]) -> ChunkPlaces:
     segment, offset, *form = columns
     forms = None
     if form:
-        forms = ChunkForms(numbers(form[0], np.uint32), numbers(form[1], np.uint8), numbers(form[2], np.uint64))
+        kinds = (np.uint32, np.uint64, np.uint32, np.uint8, np.uint64, np.uint64)
+        bases = ChunkBases.by_columns(map(numbers, form[3:], kinds)) if form[3:] else None  # type: ignore[arg-type]
+        forms = ChunkForms(numbers(form[0], np.uint32), numbers(form[1], np.uint8), numbers(form[2], np.uint64), bases)
     return ChunkPlaces(numbers(segment, np.uint32), numbers(offset, np.uint64), forms)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from flowstone import _native
 from flowstone.pipeline.base import Base
 from flowstone.pipeline.messages import Assignment
 from flowstone.plan.write import NOT_CODED, Derived, WritePlan, plan_writes
@@ -31,6 +32,7 @@ class CachedPlan(msgspec.Struct, frozen=True, eq=False):
 
     derived  what need not be stored, as it was known
     headers  of its last save
+    kept     what its chunks were, if those that change little are to be coded by that
     """
 
     layout: Layout
@@ -39,6 +41,7 @@ class CachedPlan(msgspec.Struct, frozen=True, eq=False):
     assignment: Assignment
     derived: Derived | None = None
     headers: Headers = msgspec.field(default_factory=Headers)
+    kept: _native.KeptChunks | None = None
 
     def late(self) -> NDArray[np.bool_]:
         """For each piece of the layout: whether any of it is captured after `save` has returned."""
@@ -79,7 +82,8 @@ def plan_save(
         pieces, lazy=late, rank=rank, alone=assignment.is_everything, resting=() if rests is None else rests.tolist(),
         coded=coded,
     )
-    return CachedPlan(layout, waiter, plan, assignment, derived)
+    kept = None if coding is None else coding.kept_of(plan)
+    return CachedPlan(layout, waiter, plan, assignment, derived, kept=kept)
 
 
 def _rests_alike(known: CachedPlan, base: Base | None, assignment: Assignment) -> bool:

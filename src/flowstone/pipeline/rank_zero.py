@@ -40,6 +40,7 @@ from flowstone.plan.global_index import global_index
 from flowstone.plan.replicas import ReplicaSets, differing
 from flowstone.ranks import Decision
 from flowstone.store.base import Store
+from flowstone.table.chunks import CODEC_XOR, ChunkBases
 from flowstone.table.pieces import Alias, Pieces, TensorColumns
 
 
@@ -49,6 +50,7 @@ class _GlobalIndex(msgspec.Struct, frozen=True, eq=False):
     plan: str
     is_delta: bool
     is_coded: bool
+    has_bases: bool
     segment: NDArray[np.uint32]
     frame: Frame
     piece_order: NDArray[np.int64]
@@ -61,6 +63,23 @@ def _critical(places: ChunkPlaces | None, *, copies: bool) -> tuple[str, ...]:
         return ()
     codecs = () if places.forms is None else features_of(places.forms.codec)
     return (DELTA, *((COPIES,) if copies else ()), *codecs)
+
+
+def _numbered_from(count: int, forms: ChunkForms) -> ChunkForms:
+    """The same, the segments of bases being numbered from there on."""
+    if forms.bases is None or not count:
+        return forms
+    near = forms.codec == CODEC_XOR
+    segment = forms.bases.segment + np.where(near, count, 0).astype(np.uint32)
+    return msgspec.structs.replace(forms, bases=msgspec.structs.replace(forms.bases, segment=segment))
+
+
+def _all_bases(forms: Sequence[ChunkForms]) -> ChunkBases | None:
+    """The bases of all ranks' chunks; None: none has one."""
+    if all(one.bases is None for one in forms):
+        return None
+    found = [(one.bases or ChunkBases.none(len(one.codec))).columns() for one in forms]
+    return ChunkBases.by_columns(np.concatenate(columns) for columns in zip(*found, strict=True))
 
 
 class RankZero:
@@ -196,27 +215,30 @@ class RankZero:
             if places is None:
                 places = planned_places(one.segment, one.offsets, length)
             if is_coded:
-                forms.append(places.forms or raw_forms(length, one.digests))
+                forms.append(_numbered_from(count, places.forms or raw_forms(length, one.digests)))
             segments.append(places.segment + np.uint32(count))
             offsets.append(_counted_on(places, chunks))
             chunks += len(places.offset)
             count += len(one.segments)
         return ChunkPlaces(_joined(segments), _joined(offsets), ChunkForms(
             _joined([one.length for one in forms]), _joined([one.codec for one in forms]),
-            _joined([one.digest for one in forms]),
+            _joined([one.digest for one in forms]), _all_bases(forms),
         ) if is_coded else None)
 
     def _index_of(self, segment: NDArray[np.uint32], places: ChunkPlaces | None) -> _GlobalIndex:
         """The index of the plan's pieces in these segments; kept for the next save by the same plan."""
-        kept, is_delta, is_coded = self._index, places is not None, places is not None and places.forms is not None
-        if kept is not None and (kept.plan, kept.is_delta, kept.is_coded) == (self._plan, is_delta, is_coded) and (
+        forms = None if places is None else places.forms
+        kept, is_delta, is_coded = self._index, places is not None, forms is not None
+        has_bases = forms is not None and forms.bases is not None
+        kind = self._plan, is_delta, is_coded, has_bases
+        if kept is not None and (kept.plan, kept.is_delta, kept.is_coded, kept.has_bases) == kind and (
             is_delta or np.array_equal(kept.segment, segment)
         ):
             return kept
         assert self._assignment is not None, "what is committed was assigned"
-        found = _GlobalIndex(self._plan, is_delta, is_coded, segment, *global_index(
+        found = _GlobalIndex(*kind, segment, *global_index(
             self._assignment.layouts, self._assignment.writes, self._all_aliases(), segment, is_delta=is_delta,
-            is_coded=is_coded,
+            is_coded=is_coded, has_bases=has_bases,
         ))
         self._index = found if len(segment) <= INDEX_ROWS_KEPT_MAX else None
         return found

@@ -66,7 +66,7 @@ def coding_of(options: EngineOptions, quantize: tuple[Quantize, ...]) -> Coding 
         return None
     from flowstone.pipeline.coding import Coding  # imported here: most processes encode nothing
 
-    return Coding(options.compress, quantize)
+    return Coding(options.compress, quantize, options.kept_bytes)
 
 
 class Saves:

@@ -24,6 +24,7 @@ _SHORT_MAX = np.iinfo(np.uint16).max
 def global_index(
     layouts: Sequence[Pieces], writes: Sequence[NDArray[np.int64]], aliases: Sequence[Alias],
     segment: NDArray[np.uint32], *, is_delta: bool = False, is_coded: bool = False,
+    has_bases: bool = False,
 ) -> tuple[Frame, NDArray[np.int64], NDArray[np.int64]]:
     """The index of the pieces that several ranks write: its frame, and the order of pieces and of chunks in it.
 
@@ -43,7 +44,7 @@ def global_index(
     chunks = Chunks.to_come(segment[order], pieces.lengths())
     row = {name: at for at, name in enumerate(tensors.names)}
     tied = [(alias.name, row[alias.target]) for alias in aliases]
-    frame = frame_of(pieces, tied, chunks, is_delta=is_delta, is_coded=is_coded)
+    frame = frame_of(pieces, tied, chunks, is_delta=is_delta, is_coded=is_coded, has_bases=has_bases)
     return frame, order, chunks_in_order(chunks, order)
 
 

@@ -28,6 +28,20 @@ class BaseChunks(msgspec.Struct, frozen=True, eq=False):
     digest: NDArray[np.uint64]
     known: NDArray[np.bool_]
     codec: NDArray[np.uint8] | None = None
+    near: NearChunks | None = None
+
+
+class NearChunks(msgspec.Struct, frozen=True, eq=False):
+    """What chunks were, by the number of a plan's chunk; and which of these bytes lie in a file of the draft.
+
+    kept     these bytes, in memory
+    digest   of the data that lies there
+    is_base  whether any does
+    """
+
+    kept: _native.KeptChunks
+    digest: NDArray[np.uint64]
+    is_base: NDArray[np.bool_]
 
 
 def encoder_of(base: BaseChunks | None, plan: WritePlan) -> _native.Encoder:
@@ -35,12 +49,13 @@ def encoder_of(base: BaseChunks | None, plan: WritePlan) -> _native.Encoder:
     if plan.coded.any():
         found = base or BaseChunks(np.zeros(0, np.uint64), np.zeros(0, np.bool_))
         width = plan.of_chunks(plan.width)
+        near = None if found.near is None else (found.near.kept, found.near.digest, found.near.is_base)
         if not plan.block.any():
-            return _native.planes_encoder(width, found.digest, found.known, found.codec)
+            return _native.planes_encoder(width, found.digest, found.known, found.codec, near)
         element = np.array([QUANTIZED_ELEMENTS.get(dtype.name, 0) for dtype in plan.pieces.tensors.dtypes], np.uint8)
         return _native.quantizing_encoder(
             plan.of_chunks(element[plan.pieces.tensor]), plan.of_chunks(plan.block), width,
-            found.digest, found.known, found.codec,
+            found.digest, found.known, found.codec, near,
         )
     if base is not None or plan.derivation.any():
         base = base or BaseChunks(np.zeros(0, np.uint64), np.zeros(0, np.bool_))

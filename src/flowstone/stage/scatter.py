@@ -170,7 +170,7 @@ def read_rows(index: Index, runs: Runs, targets: Targets) -> _native.ReadExtents
         length=chunks.length[piece], address=targets.address, chunk=chunks.first[piece].astype(np.uint64),
         first=runs.first.astype(np.uint64), last=runs.last.astype(np.uint64), layout=targets.layout,
         layouts=targets.layouts, digests=chunks.digest, device=targets.device, devices=targets.devices,
-        stored=stored_columns(chunks, index.pieces),
+        stored=stored_columns(chunks, index.pieces), bases=chunks.bases_of(np.arange(int(chunks.first[-1]))),
     )
 
 

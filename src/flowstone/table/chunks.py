@@ -8,9 +8,9 @@ no memory: `StoredChunks` exists only if something differs.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -22,9 +22,54 @@ from flowstone.errors import UnsupportedFormatError
 CODEC_RAW = 0
 """The codec id of chunks that are stored unencoded."""
 
+CODEC_XOR = 2
+"""The codec id of chunks that are decoded with the data of another one, their base."""
+
 U64 = NDArray[np.uint64]
 Rows = NDArray[np.int64]
+BaseColumns: TypeAlias = tuple[
+    U64, U64, NDArray[np.uint32], U64, NDArray[np.uint32], NDArray[np.uint8], U64
+]
 _Number = TypeVar("_Number", bound=np.generic)
+
+
+class ChunkBases(msgspec.Struct, frozen=True, eq=False):
+    """What chunks with codec xor are decoded with, as columns with one entry per chunk; 0 for all others.
+
+    segment, offset, length, codec  of the base, as stored
+    digest                          of its stored bytes
+    data                            of the data that results
+    """
+
+    segment: NDArray[np.uint32]
+    offset: U64
+    length: NDArray[np.uint32]
+    codec: NDArray[np.uint8]
+    digest: U64
+    data: U64
+
+    def columns(self) -> tuple[NDArray[np.unsignedinteger], ...]:
+        return self.segment, self.offset, self.length, self.codec, self.digest, self.data
+
+    def of(self, chunks: Rows) -> ChunkBases:
+        """Those of these chunks."""
+        return ChunkBases.by_columns(column[chunks] for column in self.columns())
+
+    @classmethod
+    def by_columns(cls, columns: Iterable[NDArray[np.unsignedinteger]]) -> ChunkBases:
+        """From columns of the right types, in the order of the fields."""
+        return cls(*columns)
+
+    @classmethod
+    def none(cls, chunks: int) -> ChunkBases:
+        """For so many chunks, all without a base. The columns may be filled in."""
+        kinds = np.uint32, np.uint64, np.uint32, np.uint8, np.uint64, np.uint64
+        return cls.by_columns(np.zeros(chunks, kind) for kind in kinds)
+
+    def fill(self, chunks: NDArray[np.bool_], other: ChunkBases) -> None:
+        """Take these chunks' entries from another table of as many."""
+        for mine, theirs in zip(self.columns(), other.columns(), strict=True):
+            mine[chunks] = theirs[chunks]
 
 
 class StoredChunks(msgspec.Struct, frozen=True, eq=False):
@@ -33,12 +78,14 @@ class StoredChunks(msgspec.Struct, frozen=True, eq=False):
     segment         id of the segment
     offset, length  in bytes, in that segment
     codec           codec id of each chunk
+    bases           of those with codec xor; None: there are none
     """
 
     segment: NDArray[np.uint32]
     offset: U64
     length: NDArray[np.uint32]
     codec: NDArray[np.uint8]
+    bases: ChunkBases | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,6 +190,27 @@ class Chunks:
         """The codec id of each chunk."""
         return np.full(int(self.first[-1]), CODEC_RAW, np.uint8) if self.stored is None else self.stored.codec
 
+    def identities(self) -> U64:
+        """For each chunk a digest that it shares with equal chunks alone, if stored as long: of its stored bytes, or of
+        its data where those say nothing without the base.
+        """
+        if self.stored is None or self.stored.bases is None:
+            return self.digest
+        return np.where(self.stored.codec == CODEC_XOR, self.stored.bases.data, self.digest)
+
+    def bases_of(self, numbers: Rows, *, first_file: int = 0) -> BaseColumns | None:
+        """What those of the chunks are decoded with that have a base, for _native.ReadExtents, whose digests are those
+        of these chunks; None: none has one. `first_file`: added to segments' numbers.
+        """
+        if self.stored is None or self.stored.bases is None:
+            return None
+        at = np.flatnonzero(self.stored.codec[numbers] == CODEC_XOR)
+        if not len(at):
+            return None
+        bases = self.stored.bases.of(numbers[at])
+        segment = bases.segment + np.uint32(first_file)
+        return at.astype(np.uint64), bases.data, segment, bases.offset, bases.length, bases.codec, bases.digest
+
     def locate(self, numbers: Rows) -> tuple[Rows, Rows]:
         """For chunks by their number in the whole table: the piece, and the number within that piece."""
         pieces = np.searchsorted(self.first, numbers, side="right") - 1
@@ -151,7 +219,8 @@ class Chunks:
     def same_bytes(self, one: range, other: range) -> bool:
         """Whether two runs of pieces are known to have equal chunks."""
         a, b = (slice(int(self.first[run.start]), int(self.first[run.stop])) for run in (one, other))
-        if len(one) != len(other) or not np.array_equal(self.digest[a], self.digest[b]):
+        known = self.identities()
+        if len(one) != len(other) or not np.array_equal(known[a], known[b]):
             return False
         if self.stored is None:
             return np.array_equal(self.length[one.start : one.stop], self.length[other.start : other.stop])

@@ -62,7 +62,7 @@ def _by_chunks(checkpoint: Checkpoint) -> Source:
     )
     changed_ns = source_file(Path(checkpoint.path) / MANIFEST_NAME).changed_ns
     file = SourceFile(checkpoint.path, begins[-1], changed_ns, data)
-    return _source(checkpoint, (file,), tensors, index.chunks.digest)
+    return _source(checkpoint, (file,), tensors, index.chunks.identities())
 
 
 def _pieces(index: Index, row: int) -> tuple[DigestedPiece, ...]:

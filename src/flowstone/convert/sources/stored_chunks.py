@@ -11,10 +11,10 @@ from flowstone import _native
 from flowstone.checkpoint import Checkpoint
 from flowstone.config import CHUNK_BYTES
 from flowstone.errors import DamagedError
-from flowstone.format.codec import CAST, CAST_ELEMENTS
+from flowstone.format.codec import CAST, CAST_ELEMENTS, PLANES
 from flowstone.format.derived import halves_of
 from flowstone.store.os_errors import translated
-from flowstone.table.chunks import CODEC_RAW
+from flowstone.table.chunks import CODEC_RAW, CODEC_XOR
 
 
 class ChunkData:
@@ -42,16 +42,44 @@ class ChunkData:
             if low < high:
                 into[low - begin : high - begin] = np.frombuffer(self._data(chunk), np.uint8)[low - at : high - at]
 
+    def _read(self, segment: int, offset: int, length: int, digest: int) -> bytes | None:
+        """Stored bytes; None: they are not what was written."""
+        path = self._path(segment)
+        with translated(path.parent, "read", path.name), path.open("rb") as file:
+            file.seek(offset)
+            stored = file.read(length)
+        return stored if len(stored) == length and _native.xxh3_64(stored) == digest else None
+
+    def _path(self, segment: int) -> Path:
+        return Path(self._checkpoint.path) / self._checkpoint.manifest.segments[segment].name
+
+    def _with_base(self, chunk: int, stored: bytes) -> bytes | None:
+        """The data of a chunk with codec xor; None: it, or its base, is not what was written."""
+        assert self._chunks.stored is not None, "a chunk with a codec"
+        assert self._chunks.stored.bases is not None, "a chunk with a base"
+        (segment,), (offset,), (length,), (codec,), (digest,), (data_digest,) = (
+            column.tolist() for column in self._chunks.stored.bases.of(np.array([chunk])).columns()
+        )
+        bytes_, base = int(self._bytes[chunk]), self._read(segment, offset, length, digest)
+        data = _native.decode_chunk(PLANES.id, stored, bytes_)
+        if base is not None and codec != CODEC_RAW:
+            base = _native.decode_chunk(codec, base, bytes_)
+        if data is None or base is None:
+            return None
+        found = (np.frombuffer(data, np.uint8) ^ np.frombuffer(base, np.uint8)).tobytes()
+        return found if _native.xxh3_64(found) == data_digest else None
+
     def _data(self, chunk: int) -> bytes:
         if self._codec[chunk] == CAST.id:
             return self._rounded(chunk)
-        path = Path(self._checkpoint.path) / self._checkpoint.manifest.segments[int(self._segment[chunk])].name
-        with translated(path.parent, "read", path.name), path.open("rb") as file:
-            file.seek(int(self._offset[chunk]))
-            stored = file.read(int(self._stored[chunk]))
-        if len(stored) == self._stored[chunk] and _native.xxh3_64(stored) == int(self._chunks.digest[chunk]):
-            raw = self._codec[chunk] == CODEC_RAW
-            data = stored if raw else _native.decode_chunk(int(self._codec[chunk]), stored, int(self._bytes[chunk]))
+        path, codec = self._path(int(self._segment[chunk])), int(self._codec[chunk])
+        columns = self._segment, self._offset, self._stored, self._chunks.digest
+        stored = self._read(*(int(column[chunk]) for column in columns))
+        if stored is not None:
+            if codec == CODEC_XOR:
+                data = self._with_base(chunk, stored)
+            else:
+                data = stored if codec == CODEC_RAW else _native.decode_chunk(codec, stored, int(self._bytes[chunk]))
             if data is not None:
                 return data
         offset = int(self._offset[chunk])

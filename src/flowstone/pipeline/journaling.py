@@ -243,7 +243,8 @@ class Journaling:
             joint = file.joint
             try:
                 length = self._append(file, _own(content, joint), fingerprint)
-                present = [(act.optimizer, [one.parameter for one in act.gradients]) for act in content.acts]
+                present = [(act.optimizer, act.parameters) for act in content.acts]
+                present += [(act.optimizer, act.compressed_parameters) for act in content.acts if act.compressed]
                 shown = fingerprint if joint.alike else ""
                 said = Said("", step.is_late, step.is_free, joint.claim(present), shown)
             except Exception as error:
@@ -296,7 +297,8 @@ def _own(content: StepContent, joint: Joint) -> StepContent:
     """What this rank logs of a step: of the gradients that other ranks have as well, its share."""
     acts = [
         msgspec.structs.replace(
-            act, gradients=tuple(one for one in act.gradients if joint.logs(act.optimizer, one.parameter))
+            act, gradients=tuple(one for one in act.gradients if joint.logs(act.optimizer, one.parameter)),
+            compressed=tuple(one for one in act.compressed if joint.logs(act.optimizer, one.parameters[0][0])),
         )
         for act in content.acts
     ]

@@ -27,7 +27,7 @@ from flowstone.commit.manifests import inside
 from flowstone.errors import DamagedError, ReplayError
 from flowstone.format import objects
 from flowstone.format.digest import digest
-from flowstone.format.journal import Opening, OptimizerRow, StepRow, TensorRow, decode_document
+from flowstone.format.journal import CompressedRow, Opening, OptimizerRow, StepRow, TensorRow, decode_document
 from flowstone.pipeline.compare import stored_of
 from flowstone.pipeline.load_outcome import Replay
 from flowstone.stage.journal_frames import bytes_at, window_of
@@ -262,17 +262,34 @@ def _joined(found: Mapping[int, _Read], rank: int) -> _Read:
     own = found[rank]
     if len(found) == 1:
         return own
-    borrowed: list[dict[int, tuple[TensorRow, memoryview]]] = [{} for _ in own.row.acts]
+    gradients: list[dict[int, tuple[TensorRow, memoryview]]] = [{} for _ in own.row.acts]
+    buckets: list[list[tuple[CompressedRow, Sequence[TensorRow], memoryview]]] = [[] for _ in own.row.acts]
     for other, one in found.items():
-        for mine, act, theirs in zip(borrowed, own.row.acts, one.row.acts, strict=False):
+        for turn, (act, theirs) in enumerate(zip(own.row.acts, one.row.acts, strict=False)):
             if other == rank or act.optimizer != theirs.optimizer or act.optimizer >= len(own.opening.optimizers):
                 continue
             wanted = _positions(own.opening, act.optimizer, other)
             names = _names(one.opening, act.optimizer)
             for at, number in theirs.gradients:
                 if at < len(names) and names[at] in wanted:
-                    mine[wanted[names[at]]] = one.row.tensors[number], one.payload
-    return msgspec.structs.replace(own, borrowed=borrowed)
+                    gradients[turn][wanted[names[at]]] = one.row.tensors[number], one.payload
+            for row in theirs.compressed:
+                first = row.parameters[0][0] if row.parameters else len(names)
+                if first < len(names) and names[first] in wanted:
+                    bucket = _with_own_numbers(row, one.opening, own.opening, act.optimizer)
+                    buckets[turn].append((bucket, one.row.tensors, one.payload))
+    return msgspec.structs.replace(own, borrowed=list(map(Borrowed, gradients, buckets)))
+
+
+def _with_own_numbers(row: CompressedRow, theirs: Opening, own: Opening, optimizer: int) -> CompressedRow:
+    """Another rank's bucket, its source and parameters as they are numbered here. What is not here gets no number."""
+    numbers = {name: at for at, name in enumerate(_names(own, optimizer))}
+    names, none = _names(theirs, optimizer), len(numbers)
+    sections = [one.section for one in own.sources]
+    section = theirs.sources[row.source].section if row.source < len(theirs.sources) else ""
+    members = [(numbers.get(names[at], none) if at < len(names) else none, offset) for at, offset in row.parameters]
+    source = sections.index(section) if section in sections else len(sections)
+    return msgspec.structs.replace(row, source=source, parameters=tuple(members))
 
 
 def _names(opening: Opening, optimizer: int) -> list[str]:

@@ -71,6 +71,16 @@ class Act(msgspec.Struct, frozen=True, eq=False):
         return all(one.is_unchanged for one in self.gradients) and all(one.is_unchanged for one in self.compressed)
 
     @property
+    def compressed_parameters(self) -> list[int]:
+        """The parameters whose gradients are logged in the form in which they were exchanged."""
+        return [at for one in self.compressed for at, _ in one.parameters]
+
+    @property
+    def parameters(self) -> list[int]:
+        """The parameters that had a gradient."""
+        return [*(one.parameter for one in self.gradients), *self.compressed_parameters]
+
+    @property
     def gradient_bytes(self) -> int:
         """Of gradients, or of what they are decompressed from."""
         return sum(one.tensor.nbytes for one in self.gradients) + sum(one.nbytes for one in self.compressed)

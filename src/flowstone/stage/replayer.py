@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
+import msgspec
 import torch
 
 from flowstone.errors import DamagedError, FlowstoneError
@@ -17,8 +18,16 @@ from flowstone.state.stepped import local, stepped_parameters
 from flowstone.state.tensors import torch_dtype
 from flowstone.table.dtype import DTYPES
 
-Borrowed: TypeAlias = Mapping[int, tuple[TensorRow, memoryview]]
-"""Gradients that another rank has logged: the parameter's position, the tensor, the payload that it is in."""
+
+class Borrowed(msgspec.Struct, frozen=True, eq=False):
+    """What other ranks have logged of an act of this one.
+
+    gradients  the parameter's position; the tensor, and the payload that it is in
+    buckets    with this rank's numbers; the tensors of the frame that it is in, and the payload
+    """
+
+    gradients: Mapping[int, tuple[TensorRow, memoryview]] = {}
+    buckets: Sequence[tuple[CompressedRow, Sequence[TensorRow], memoryview]] = ()
 
 
 class Replayer:
@@ -60,23 +69,27 @@ class Replayer:
             if not 0 <= act.optimizer < len(self._optimizers):
                 raise _unfit(path, f"optimizer {act.optimizer}", f"{len(self._optimizers)} optimizers")
             try:
+                others = borrowed[turn] if borrowed else Borrowed()
                 own = {at: (row.tensors[number], payload) for at, number in act.gradients}
-                self._act(act, {**(borrowed[turn] if borrowed else {}), **own}, row.tensors, payload, path)
+                buckets = [(one, row.tensors, payload) for one in act.compressed]
+                given = Borrowed({**others.gradients, **own}, [*others.buckets, *buckets])
+                self._act(act, given, row.tensors, payload, path)
             except (FlowstoneError, MemoryError):
                 raise
             except Exception as error:  # what a file says reaches torch: sizes, settings, a generator's state
                 raise _unfit(path, f"{type(error).__name__}: {error!s:.300}", "what its steps can take") from error
 
     def _act(
-        self, act: ActRow, gradients: Borrowed, tensors: Sequence[TensorRow], payload: memoryview, path: str
+        self, act: ActRow, given: Borrowed, tensors: Sequence[TensorRow], payload: memoryview, path: str
     ) -> None:
         optimizer, parameters = self._optimizers[act.optimizer], self._parameters[act.optimizer]
         found: dict[int, torch.Tensor] = {}
-        for at, (tensor, place) in gradients.items():
+        for at, (tensor, place) in given.gradients.items():
             if not 0 <= at < len(parameters):
                 raise _unfit(path, f"parameter {at}", f"{len(parameters)} parameters")
             found[at] = _gradient(parameters[at], tensor, place, path)
-        buckets = [self._decompress(one, parameters, tensors, payload, found, path) for one in act.compressed]
+        buckets = [(one.source, self._decompress(one, rows, place, parameters, found, path))
+                   for one, rows, place in given.buckets]
         if act.options is not None:
             self._set_options(optimizer, act, path)
         if act.generator is not None:
@@ -96,13 +109,13 @@ class Replayer:
             for name, number_of in scaled.items():
                 if number_of is not None:
                     delattr(optimizer, name)
-        for one, bucket in zip(act.compressed, buckets, strict=True):
-            if not self.sources[one.source].exact:
-                self.sources[one.source].replayed(bucket)
+        for source, bucket in buckets:
+            if not self.sources[source].exact:
+                self.sources[source].replayed(bucket)
 
     def _decompress(
-        self, row: CompressedRow, parameters: Sequence[torch.Tensor], tensors: Sequence[TensorRow],
-        payload: memoryview, found: dict[int, torch.Tensor], path: str,
+        self, row: CompressedRow, tensors: Sequence[TensorRow], payload: memoryview,
+        parameters: Sequence[torch.Tensor], found: dict[int, torch.Tensor], path: str,
     ) -> CompressedBucket:
         """Add the gradients of a bucket to `found`."""
         members = [(parameters[at], offset) for at, offset in row.parameters if at < len(parameters)]

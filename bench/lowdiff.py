@@ -1,0 +1,165 @@
+"""What a durable checkpoint of every step costs where gradients are exchanged compressed (LowDiff, arXiv 2509.04084).
+
+    python -m bench.lowdiff DIR [--ranks 4] [--rounds 6] [--steps 30] [--width 768] [--batch 32]
+
+Ranks of DistributedDataParallel over gloo, a thread each, train layers of `width` with AdamW, and exchange the largest
+hundredth of their gradients, with error feedback. Blocks of steps without and with `every_step` take turns, so that
+both meet the same machine. A step's time is rank 0's, and includes its call of `save`. Processor time is that of all
+threads of rank 0, per step: beside other work on the machine it says more than time does. The state is weights and both
+moments, without the residuals, which steps do not log. Last, fresh ranks load, which replays the last block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+from torch.nn.parallel import DistributedDataParallel
+
+import flowstone as fs
+from bench.every_step import percentile
+from flowstone.adapters.ddp import TopKGradients, exchange
+from flowstone_study import machine
+
+LAYERS = 6
+
+
+class Training:
+    """One rank's. All begin with the same weights, and learn from inputs of their own."""
+
+    def __init__(self, width: int, batch: int, seed: int) -> None:
+        torch.manual_seed(seed)
+        net = torch.nn.Sequential(*[
+            layer for _ in range(LAYERS) for layer in (torch.nn.Linear(width, width), torch.nn.GELU())
+        ])
+        self.model = DistributedDataParallel(net)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        compression = TopKGradients(self.model, ratio=0.01)
+        self.model.register_comm_hook(compression, exchange)
+        self.compression = fs.PerRank(compression)
+        self._inputs = torch.Generator().manual_seed(seed + 100 * dist.get_rank())
+        self._shape = batch, width
+
+    def state(self) -> dict[str, object]:
+        return {"model": self.model, "optimizer": self.optimizer, "gradients": self.compression}
+
+    def learn(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(*self._shape, generator=self._inputs)).square().mean().backward()
+        self.optimizer.step()
+
+    @property
+    def state_bytes(self) -> int:
+        return 3 * sum(one.nbytes for one in self.model.parameters())
+
+
+def plain(training: Training, steps: int) -> tuple[list[float], float]:
+    """Seconds of each step, nothing saved; and of a processor, per step."""
+    found, before = [], time.process_time()
+    for _ in range(steps):
+        begin = time.perf_counter()
+        training.learn()
+        found.append(time.perf_counter() - begin)
+    return found, (time.process_time() - before) / steps
+
+
+def journaled(training: Training, root: Path, steps: int) -> tuple[list[float], float, list[fs.Journaled]]:
+    """Seconds of each step, all of them durable; of a processor, per step; and what was told.
+
+    The whole checkpoint comes before.
+    """
+    events: list[fs.Event] = []
+    found, before = [], 0.0
+    with fs.Checkpointer(root, every_step=True, recovery_s=600, on_event=events.append) as checkpointer:
+        for step in range(1, steps + 4):
+            begin = time.perf_counter()
+            training.learn()
+            save = checkpointer.save(step, training.state())
+            found.append(time.perf_counter() - begin)
+            if step < 4:
+                save.committed.result()
+                dist.barrier()
+                before = time.process_time()
+        save.committed.result()
+        seconds = (time.process_time() - before) / steps
+    return found[3:], seconds, [one for one in events if isinstance(one, fs.Journaled)]
+
+
+def train(rank: int, chosen: argparse.Namespace, work: Path) -> None:
+    """One rank. Rank 0 prints."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(str(work / "meet"), chosen.ranks), rank=rank,
+                            world_size=chosen.ranks)
+    training = Training(chosen.width, chosen.batch, seed=1)
+    without: list[float] = []
+    within: list[float] = []
+    told: list[fs.Journaled] = []
+    cpu_without, cpu_within = [], []
+    plain(training, 5)
+    for number in range(chosen.rounds):
+        times, cpu = plain(training, chosen.steps)
+        without, cpu_without = without + times, [*cpu_without, cpu]
+        times, cpu, events = journaled(training, work / str(number), chosen.steps)
+        within, told, cpu_within = within + times, told + events, [*cpu_within, cpu]
+    fresh = Training(chosen.width, chosen.batch, seed=2)
+    with fs.Checkpointer(work / str(chosen.rounds - 1)) as checkpointer:
+        report = checkpointer.load(fresh.state())
+    replay = report.replay
+    assert replay is not None
+    mine, theirs = training.model.parameters(), fresh.model.parameters()
+    is_same = all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
+    own = torch.tensor([statistics.median(one.bytes for one in told), float(not is_same), float(any(
+        one.uncompressed for one in told
+    ))], dtype=torch.float64)
+    dist.all_reduce(own)
+    if rank == 0:
+        median, median_with = statistics.median(without), statistics.median(within)
+        print(json.dumps({
+            "machine": machine.describe(work.parent), "ranks": chosen.ranks,
+            "step_ms": {"without": round(1e3 * median, 1), "with": round(1e3 * median_with, 1)},
+            "cpu_ms": {"without": round(1e3 * statistics.median(cpu_without), 1),
+                       "with": round(1e3 * statistics.median(cpu_within), 1)},
+            "cpu": round(statistics.median(cpu_within) / statistics.median(cpu_without), 4),
+            "p50": round(median_with / median, 4),
+            "p95": round(percentile(within, 0.95) / percentile(without, 0.95), 4),
+            "bytes_per_step": int(own[0]), "share_of_state": round(float(own[0]) / training.state_bytes, 4),
+            "durable_after_ms": round(1e3 * statistics.median(one.seconds for one in told), 1),
+            "uncompressed": bool(own[2]),
+            "replay": {
+                "steps": replay.steps, "seconds": round(replay.seconds, 2), "exactness": replay.exactness,
+                "approximate": replay.approximate, "same_bits_on_all_ranks": not own[1],
+                "share_of_training": round(replay.seconds / (replay.steps * median), 3),
+            },
+        }, indent=2), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory", type=Path, help="of the device to measure")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=30, help="of a block")
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--batch", type=int, default=32)
+    chosen = parser.parse_args(arguments)
+    work = Path(tempfile.mkdtemp(prefix="lowdiff-", dir=chosen.directory))
+    try:
+        processes.spawn(train, (chosen, work), nprocs=chosen.ranks)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

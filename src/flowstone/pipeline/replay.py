@@ -10,7 +10,7 @@ On `flowstone-replay`     reads the next frame into the other of two buffers, an
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from time import monotonic
@@ -136,6 +136,7 @@ def replay(
     if done.steps:
         rest = {section: value for section, value in state.items() if section not in approximate}
         _restore_rest(checkpoint, rest, done, rank, approximate)
+        _take_over(state, rest)
     found = Replay(
         chain.base, done.steps, chain.newest, done.exactness, done.differs_from, "" if damage is None else str(damage),
         monotonic() - started, done.bytes, approximate if done.steps else (),
@@ -373,6 +374,13 @@ def _restore_rest(
     for at, piece in enumerate(restoration.pieces):
         _fill(restoration, at, piece.name, piece.box, live, done, checkpoint)
     restoration.finish()
+
+
+def _take_over(state: Mapping[str, object], restored: Mapping[str, object]) -> None:
+    """Put values of sections that cannot change in place, such as numbers, into the caller's state."""
+    for section, value in restored.items():
+        if state[section] is not value:
+            cast("MutableMapping[str, object]", state)[section] = value
 
 
 def _fill(

@@ -1,0 +1,68 @@
+"""Golden files of what is made again from other bytes: derived tensors, and a journal. They are read for ever."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import plain_reader
+import torch
+from forge import content
+from golden import make_derived, make_journal
+
+import flowstone as fs
+from flowstone import _native
+from flowstone.format.codec import CAST
+
+HEAD = struct.Struct("<8sIIQQQQQQQ")  # of a frame: see docs/FORMAT.md, Journal
+
+
+def files(store: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in store.rglob("*") if path.is_file()}
+
+
+def test_the_golden_derived_checkpoint_loads_bit_for_bit() -> None:
+    before, into = files(make_derived.STORE), make_derived.state()
+    into["m"] = {name: torch.full_like(tensor, 9) for name, tensor in make_derived.state()["m"].items()}
+    with fs.Checkpointer(make_derived.STORE) as checkpointer:
+        checkpointer.load(into)
+    assert content(into) == content(make_derived.state())
+    assert files(make_derived.STORE) == before
+    checkpoint = fs.open(make_derived.STORE)
+    assert checkpoint.manifest.critical == ("delta", "copies", "codec.cast")
+    assert (checkpoint.index.chunks.codecs() == CAST.id).sum() == 2
+    assert checkpoint.verify().sound
+
+
+def test_the_plain_reader_reads_the_golden_derived_checkpoint() -> None:
+    tensors, _, _ = plain_reader.read(make_derived.STORE / "step-00000001")
+    for name, tensor in make_derived.state()["m"].items():
+        assert tensors[f"m.{name}"].tobytes() == tensor.view(torch.uint8).numpy().tobytes(), name
+
+
+def test_the_golden_journal_is_replayed() -> None:
+    before = files(make_journal.STORE)
+    for step in range(1, make_journal.STEPS + 1):
+        expected, found = make_journal.Training(), make_journal.Training()
+        for number in range(1, step + 1):
+            expected.learn(number)
+        into = found.state()
+        with fs.Checkpointer(make_journal.STORE, every_step=True) as checkpointer:
+            report = checkpointer.load(into, step=step)
+        assert report.step == step
+        assert content(into) == content(expected.state(step))
+    after = files(make_journal.STORE)
+    assert {name: data for name, data in after.items() if not name.endswith("flowstone.lock")} == before
+
+
+def test_the_frames_of_the_golden_journal_are_as_the_format_says() -> None:
+    (path,) = make_journal.STORE.glob("journal-*/rank-00000.journal")
+    data, at, found = path.read_bytes(), 0, []
+    while at < len(data):
+        magic, version, kind, number, step, name, length, bytes_, text, head = HEAD.unpack_from(data, at)
+        assert (magic, version, f"{name:016x}") == (b"FLOWJRNL", 1, path.parent.name[-16:])
+        assert head == _native.xxh3_64(data[at : at + 64])
+        assert text == _native.xxh3_64(data[at + 72 : at + 72 + length])
+        found.append((kind, number, step))
+        at += bytes_
+    assert found == [(1, 0, 1), (2, 1, 2), (2, 2, 3), (2, 3, 4)]

@@ -1,0 +1,54 @@
+"""Makes the golden journal; run once, in tests/: `python -m golden.make_journal`.
+
+One whole checkpoint, and a journal of three steps after it, of one process. Weights and gradients are small multiples
+of powers of two, so that a replay is exact on every processor.
+"""
+
+from __future__ import annotations
+
+import torch
+from golden.make import GOLDEN
+
+import flowstone as fs
+from flowstone.config import BLOCK_BYTES
+
+STEPS = 4
+STORE = GOLDEN / "journal-1"
+
+
+class Training:
+    """Two parameters, an optimizer and a number; every value follows from the step."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(4, 3)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=0.5)
+        self.seen = 0
+        with torch.no_grad():
+            self.model.weight.copy_(torch.arange(12.0).reshape(3, 4) / 4)
+            self.model.bias.copy_(torch.tensor([1.0, -2.0, 0.5]))
+
+    def state(self, step: int = 0) -> dict[str, object]:
+        return {"model": self.model, "optimizer": self.optimizer, "seen": self.seen, "step": step}
+
+    def learn(self, step: int) -> None:
+        self.model.weight.grad = torch.full((3, 4), step / 8)
+        self.model.bias.grad = torch.tensor([step / 2, -step / 4, 0.0])
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.seen += 10 * step
+
+
+def main() -> None:
+    training = Training()
+    with fs.Checkpointer(STORE, every_step=True) as checkpointer:
+        for step in range(1, STEPS + 1):
+            training.learn(step)
+            checkpointer.save(step, training.state(step)).committed.result()
+    (STORE / "flowstone.lock").unlink()
+    for path in STORE.glob("journal-*/*.journal"):
+        data = path.read_bytes().rstrip(b"\0")  # the space that was reserved ahead
+        path.write_bytes(data + bytes(-len(data) % BLOCK_BYTES))
+
+
+if __name__ == "__main__":
+    main()

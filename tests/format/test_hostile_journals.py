@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
+from journal_forgery import Forge, forge
 
 import flowstone as fs
-from flowstone import _native
-from flowstone.format.journal import PREFIX_BYTES, decode_prefix
 from flowstone.store.local import LocalStore
 
 LAST = 5
@@ -89,7 +87,6 @@ def test_no_flipped_or_lost_byte_is_believed(copied: tuple[Path, Path, dict[int,
     assert reports == {True, False}, "some mutations tear the tail, some damage the middle"
 
 
-Forge = Callable[[dict[str, Any]], object]
 FORGERIES: dict[str, tuple[int, Forge]] = {
     "claims many ranks": (0, lambda row: row.update(ranks=1 << 50)),
     "claims many threads": (0, lambda row: row.update(threads=1 << 50)),
@@ -183,27 +180,6 @@ def test_a_forged_bucket_ends_with_an_error(tmp_path: Path, change: Forge) -> No
     again = Training()
     with pytest.raises(fs.FlowstoneError), fs.Checkpointer(tmp_path) as checkpointer:
         checkpointer.load({**again.state(), "gradients": Halves(again.model)})
-
-
-def forge(path: Path, number: int, change: Forge) -> None:
-    """Change the document of a frame, with digests that fit."""
-    content, at = bytearray(path.read_bytes()), 0
-    for _ in range(number):
-        frame = decode_prefix(bytes(content[at : at + PREFIX_BYTES]))
-        assert frame is not None
-        at += frame.frame_bytes
-    frame = decode_prefix(bytes(content[at : at + PREFIX_BYTES]))
-    assert frame is not None
-    row = msgspec.json.decode(content[at + PREFIX_BYTES : at + PREFIX_BYTES + frame.document_bytes])
-    change(row)
-    text = msgspec.json.encode(row)
-    assert PREFIX_BYTES + len(text) <= frame.payload_offset, "it still fits before the payload"
-    content[at + PREFIX_BYTES : at + frame.payload_offset] = text.ljust(frame.payload_offset - PREFIX_BYTES, b"\0")
-    content[at + 40 : at + 48] = len(text).to_bytes(8, "little")
-    content[at + 56 : at + 64] = _native.xxh3_64(text).to_bytes(8, "little")
-    content[at + 64 : at + 72] = _native.xxh3_64(bytes(content[at : at + 64])).to_bytes(8, "little")
-    path.write_bytes(content)
-    assert decode_prefix(bytes(content[at : at + PREFIX_BYTES])) is not None, "the forgery is read"
 
 
 @pytest.mark.parametrize(("number", "change"), FORGERIES.values(), ids=FORGERIES.keys())

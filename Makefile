@@ -26,10 +26,12 @@ demo: setup
 
 # Two processes share the tests: half of them wait for a disk, a deadline or processes of their own. OpenMP's threads
 # would wait by spinning, and take the processor from the other. The native tests are built (with sanitizers: the release
-# build is what Python's tests run; `make check-native` has all four) and run beside them, and give way to both.
-test: setup check
+# build is what Python's tests run; `make check-native` has all four) and run beside them, and give way to both. They begin
+# before the check, which has work for one processor.
+CHECK := $(BIN)/ruff check . && $(BIN)/mypy
+test: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" nice -n 19 sh native/check.sh address > $(VENV)/native-tests 2>&1 & native=$$!; \
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist worksteal; python=$$?; \
+	$(CHECK) && OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist worksteal; python=$$?; \
 	wait $$native; native=$$?; cat $(VENV)/native-tests; \
 	test $$python -eq 0 && test $$native -eq 0
 
@@ -66,8 +68,7 @@ test-oldest-torch: wheel
 	    tests/test_threads.py tests/test_examples.py tests/state
 
 check: setup
-	$(BIN)/ruff check .
-	$(BIN)/mypy
+	$(CHECK)
 
 check-native: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh native/check.sh

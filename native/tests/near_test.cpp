@@ -26,13 +26,13 @@ Bytes encoded(const Bytes& data) {
 }
 
 /// Rows of floats whose chunks are stored as planes of what is left after XOR with a base; every other base is coded.
-struct Near {
+struct NearFile {
     Bed bed;
     std::vector<Bytes> data;  // of each row
     ReadExtents rows;         // without targets
     std::uint64_t end = 0;
 
-    explicit Near(const Setup& setup, const std::vector<std::uint64_t>& lengths) : bed(setup, file_room, nullptr, 4) {
+    explicit NearFile(const Setup& setup, const std::vector<std::uint64_t>& lengths) : bed(setup, file_room, nullptr, 4) {
         std::mt19937 random(1);
         std::normal_distribution<float> normal(0, 0.02F);
         for (const std::uint64_t length : lengths) {
@@ -78,7 +78,7 @@ const std::vector<std::uint64_t> lengths{2 * mib + 300 * kib, 100 * kib, 100 * k
 TEST_CASE("chunks with a base are read into memory, strided memory, a device, and verified without a target") {
     for (const Setup& setup : setups()) {
         CAPTURE(setup.backend);
-        Near near(setup, lengths);
+        NearFile near(setup, lengths);
         const auto read = [&](const ReadExtents& rows) {
             auto load = near.bed.run(rows);
             REQUIRE_FALSE(load->fault());
@@ -120,7 +120,7 @@ TEST_CASE("chunks with a base are read into memory, strided memory, a device, an
 }
 
 TEST_CASE("a base that is damaged, swapped or of other data makes the chunk bad, and its target is as before") {
-    Near near(setups().front(), {3 * mib});
+    NearFile near(setups().front(), {3 * mib});
     const auto bad = [&](const auto& change) {
         Bytes target(3 * mib, std::byte{0x11});
         ReadExtents rows = near.rows;
@@ -144,7 +144,7 @@ TEST_CASE("a base that is damaged, swapped or of other data makes the chunk bad,
 }
 
 TEST_CASE("a table that claims a base that no chunk can have is refused before a byte is read") {
-    Near near(setups().front(), {3 * mib});
+    NearFile near(setups().front(), {3 * mib});
     const auto refused = [&](const auto& change) {
         ReadExtents rows = near.rows;
         change(rows);

@@ -24,14 +24,14 @@ NATIVE_SOURCES := CMakeLists.txt $(shell find native third_party -type f)
 demo: setup
 	$(BIN)/flowstone demo
 
-# Two processes share the tests: half of them wait for a disk, a deadline or processes of their own. OpenMP's threads
+# Three processes share the tests, on two cores: half of them wait for a disk, a deadline or processes of their own. OpenMP's threads
 # would wait by spinning, and take the processor from the other. The native tests are built (with sanitizers: the release
 # build is what Python's tests run; `make check-native` has all four) and run beside them, and give way to both. They begin
 # before the check, which has work for one processor.
 CHECK := $(BIN)/ruff check . && $(BIN)/mypy
 test: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" nice -n 19 sh native/check.sh address > $(VENV)/native-tests 2>&1 & native=$$!; \
-	$(CHECK) && OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 2 --dist worksteal; python=$$?; \
+	$(CHECK) && OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n 3 --dist worksteal; python=$$?; \
 	wait $$native; native=$$?; cat $(VENV)/native-tests; \
 	test $$python -eq 0 && test $$native -eq 0
 

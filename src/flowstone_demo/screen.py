@@ -98,7 +98,7 @@ def saves_table(saves: Sequence[SaveTime], torch_saves: Sequence[TorchSaved]) ->
 def every_step_table(without: RunLog, seen: RunLog) -> Table:
     """A step with and without a durable checkpoint of it, medians and 95th percentiles; and what was written."""
     table = Table(title="A step, with and without a durable checkpoint of it", title_justify="left")
-    for heading in ("step", "median", "p95", "blocked in save", "MB written", "to durable"):
+    for heading in ("step", "median", "p95", "blocked", "MB", "to durable"):
         table.add_column(heading, justify="left" if heading == "step" else "right", no_wrap=True)
     plain, journaled = _step_times(without), _step_times(seen)
     table.add_row("without (act one)", *_ms(plain), "", "", "")

@@ -71,7 +71,7 @@ class RankDemoSize(Sizes, frozen=True, kw_only=True):
 # 25.4 million parameters. A step of 256 bytes of text took 0.33 s on two cores, these 192 take less.
 FULL = DemoSize(
     width=512, depth=8, heads=8, length=48, batch=4, corpus_bytes=4_000_000, steps=80, save_every=4,
-    kills=6, kills_min=5, aimed=4, torn=2, kills_max=12, free_bytes=6_000_000_000, journal_kills=10, recovery_s=2.0,
+    kills=6, kills_min=5, aimed=4, torn=2, kills_max=12, free_bytes=12_000_000_000, journal_kills=10, recovery_s=2.0,
 )
 
 # 3.2 million parameters, 38 MB: small enough for a test, large enough for a kill to hit a save.

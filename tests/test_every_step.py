@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from journaled import Make, Noisy, Training, adamw, bits, momentum, run, same
+from warm_start import warm_start
 
 import flowstone as fs
 from flowstone.commit import catalog, journals
@@ -350,7 +351,7 @@ def test_killed_at_any_instant_at_most_the_step_in_progress_is_lost_and_the_end_
     begun, kills = 0, 0
     while True:
         arguments = [sys.executable, "-c", _KILLED, str(tmp_path), tests, make.__name__, keeps]
-        with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
+        with warm_start("-c"), subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             wanted = begun + 1 + int(torch.randint(0, 9, (1,), generator=chance))
             for line in process.stdout:

@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from warm_start import warm_start
+
 HERE = Path(__file__).resolve().parent
 DOCS = HERE.parent.parent / "docs"
 STEPS = 30
@@ -85,9 +87,10 @@ def play(script: str, folder: Path, run: str, *, store: str, ranks: int = 1, kil
     """
     environment = {
         "RECIPE": store, "RECIPE_RUN": str(folder / run), "RECIPE_KILL_AFTER_BATCHES": str(kill_after_batches),
-        "PYTHONPATH": str(HERE),
+        "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1",  # a forked process has one thread: so have those started
     }
-    return run_ranks(["-c", script], folder / run, ranks, environment, folder)
+    with warm_start("-c"):
+        return run_ranks(["-c", script], folder / run, ranks, environment, folder)
 
 
 def told(folder: Path, run: str, rank: int = 0) -> Any:

@@ -24,9 +24,9 @@ NATIVE_SOURCES := CMakeLists.txt $(shell find native third_party -type f)
 demo: setup
 	$(BIN)/flowstone demo
 
-# Three processes share the tests, on two cores: half of them wait for a disk, a deadline or processes of their own. OpenMP's threads
-# would wait by spinning, and take the processor from the other. The native tests are built (with sanitizers: the release
-# build is what Python's tests run; `make check-native` has all four) and run beside them, and give way to both. They begin
+# Three processes share the tests, on two cores: half of them wait for a disk, a deadline or processes of their own.
+# OpenMP's threads would wait by spinning, and take the processor from the others. The native tests are built (with sanitizers: the release
+# build is what Python's tests run; `make check-native` has all four) and run beside them, and give way to all. They begin
 # before the check, which has work for one processor.
 CHECK := $(BIN)/ruff check . && $(BIN)/mypy
 test: setup

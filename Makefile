@@ -18,6 +18,9 @@ BUILD_OPTIONS = --config-settings=cmake.define.FLOWSTONE_URING=$(URING) \
     --config-settings=cmake.define.FLOWSTONE_TESTING=ON --config-settings=cmake.define.FLOWSTONE_WERROR=ON
 NATIVE_SOURCES := CMakeLists.txt $(shell find native third_party -type f)
 
+# Tests start hundreds of processes; where none of them may keep what it compiled, each one compiles it again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test docs test-docs test-integrations test-wheels test-oldest-torch wheel bench bench-full bench-ranks bench-dcp bench-interference bench-scale bench-pairs soak check check-native setup clean
 .DELETE_ON_ERROR:
 

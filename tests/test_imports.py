@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import json
 import subprocess
 import sys
@@ -47,6 +48,12 @@ def in_a_process(root: Path, act: str = "") -> tuple[int, set[str], Any]:
 
 def ours(modules: set[str]) -> set[str]:
     return {name for name in modules if name.partition(".")[0] == "flowstone"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """As pip leaves an installed package: what compiles leaves hundreds of objects more, and need not be measured."""
+    assert compileall.compile_dir(Path(fs.__file__).parent, quiet=1)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import sysconfig
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -143,6 +142,8 @@ def _main_frame() -> FrameType | None:
 
 def users_line() -> str:
     """Where the main thread is: the innermost line outside of Python, installed packages and this package."""
+    import sysconfig  # not a part of each start: most processes never beat
+
     frame = _main_frame()
     innermost = frame
     others = (_OURS, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -81,7 +82,14 @@ def _segment(watched: Watched) -> Path:
 
 
 def _left_over(watched: Watched) -> list[str]:
-    """Threads of reads, and open segments."""
+    """Threads of reads, and open segments. The kernel lists a thread for an instant after it was joined."""
+    deadline = time.monotonic() + 5
+    while (left := _there(watched)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return left
+
+
+def _there(watched: Watched) -> list[str]:
     threads = [Path(f"/proc/self/task/{one}/comm").read_text().strip() for one in os.listdir("/proc/self/task")]
     files = [os.readlink(f"/proc/self/fd/{one}") for one in os.listdir("/proc/self/fd") if _is_open(one)]
     return [name for name in threads if name in ("fs-read", "fs-touch")] + [

@@ -11,15 +11,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from flowstone.config import MIB
 from flowstone.convert.fetch import Fetcher, Wanted, linear_boxes
 from flowstone.convert.layout import Output
 from flowstone.convert.source import Source, source_file
 from flowstone.errors import DamagedError
+from flowstone.format.digest import chunk_digests
 from flowstone.table.box import Box
 from flowstone.table.dtype import DTYPES
-from flowstone.table.stored import SourceTensor, StoredBox
+from flowstone.table.stored import DigestedRun, SourceTensor, StoredBox
 
 shapes = st.lists(st.integers(1, 6), min_size=0, max_size=5).map(tuple)
 
@@ -95,6 +97,23 @@ def _tensor_in_a_file(path: Path, megabytes: int) -> tuple[Source, Output, bytes
     shape = (len(content),)
     tensor = SourceTensor("t", DTYPES["uint8"], shape, (StoredBox(Box.whole(shape), 0, 0),))
     return Source("test", "here", (source_file(path),), (tensor,)), Output("t", tensor, tensor.dtype), content
+
+
+def test_chunks_that_have_digests_are_read_once_where_memory_cuts_a_tensor(tmp_path: Path) -> None:
+    plain, _, content = _tensor_in_a_file(tmp_path / "file", 70)
+    box = replace(plain.tensors[0].boxes[0], digested=DigestedRun(0, len(content), 0))
+    tensor = replace(plain.tensors[0], boxes=(box,))
+    digests = np.array([int(one, 16) for one in chunk_digests(content)], np.uint64)
+    source = replace(plain, tensors=(tensor,), digests=digests)
+    fetcher = Fetcher(source, 64 * MIB)
+    found = np.zeros(33 * MIB + 9, np.uint8)
+    begin = 2 * MIB + 5
+    wanted = Wanted(Output("t", tensor, tensor.dtype), begin, begin + len(found), found)
+    reads = [(read.run.begin // MIB, read.run.end // MIB) for read in fetcher._all_reads([wanted], [])]
+    assert reads == [(2, 14), (14, 25), (25, 36)], "three that are about equal, of whole chunks"
+    fetcher.fetch([wanted])
+    fetcher.close()
+    assert found.tobytes() == content[begin : begin + len(found)]
 
 
 @pytest.mark.parametrize("memory_bytes", [4 * MIB, 8 * MIB, 32 * MIB])

@@ -208,7 +208,7 @@ class Fetcher:
                         yield from self._cut(_Part(one.output, stored, common, target[where] if where else target))
 
     def _cut(self, part: _Part) -> Iterator[_Read]:
-        """A part as it is read: whole, or in two halves, and so on, where it is too long, or mostly gaps."""
+        """A part as it is read: whole, or in two, and so on, where it is too long, or mostly gaps."""
         read, useful = self._read_of(part), part.region.elements * part.output.tensor.dtype.item_bytes
         length = read.run.end - read.run.begin
         if length <= self._part_bytes and (length <= _SPARSE * useful or length <= 2 * CHUNK_BYTES):
@@ -218,8 +218,8 @@ class Fetcher:
         if dim is None:
             yield read
             return
-        half = part.region.shape[dim] // 2
-        for begin, end in ((0, half), (half, part.region.shape[dim])):
+        middle = self._place_to_cut(part, read, dim)
+        for begin, end in ((0, middle), (middle, part.region.shape[dim])):
             offset, shape = list(part.region.offset), list(part.region.shape)
             offset[dim] += begin
             shape[dim] = end - begin
@@ -227,6 +227,19 @@ class Fetcher:
             yield from self._cut(
                 _Part(part.output, part.stored, Box(tuple(offset), tuple(shape)), part.target[where])
             )
+
+    def _place_to_cut(self, part: _Part, read: _Read, dim: int) -> int:
+        """What is too long is cut into as few reads as can be, about equal ones, and between chunks, which are read
+        whole: in the middle of one, it would be read twice. What is mostly gaps is cut into halves."""
+        length = read.run.end - read.run.begin
+        if length > self._part_bytes:
+            chunks = -(-length // CHUNK_BYTES)
+            each = -(-chunks // -(-chunks // (self._part_bytes // CHUNK_BYTES))) * CHUNK_BYTES
+            step = strides_of(part.stored)[dim] * part.output.tensor.dtype.item_bytes
+            place = (each - read.skipped_bytes) // step
+            if 0 < place < part.region.shape[dim]:
+                return place
+        return part.region.shape[dim] // 2
 
     def _read_of(self, part: _Part) -> _Read:
         stored, tensor = part.stored, part.output.tensor

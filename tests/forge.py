@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from safetensors import safe_open
 from safetensors.numpy import save as safetensors_bytes
 
+import flowstone as fs
 from flowstone.format.digest import chunk_digests, digest
 from flowstone.state.records import Described, PerRank, Shard
 from flowstone.table.box import Box
@@ -92,6 +93,16 @@ def place_of(checkpoint: Path, tensor: str) -> tuple[Path, int]:
         if tensor in header:
             return path, 8 + length + header[tensor]["data_offsets"][0]
     raise KeyError(tensor)
+
+
+def tensor_bytes(*tensors: torch.Tensor) -> bytes:
+    """What all of them hold, one after another: a number that stands alone, or any shape."""
+    return b"".join(one.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for one in tensors)
+
+
+def stored_bytes(path: Path, step: int = 1) -> int:
+    """What the segments of a checkpoint have on disk."""
+    return sum(row.bytes for row in fs.open(path, step).manifest.segments)
 
 
 def content(value: object, path: str = "state") -> dict[str, tuple[object, ...]]:

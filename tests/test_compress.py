@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from forge import content, edit_index, edit_manifest, flip
+from forge import content, edit_index, edit_manifest, flip, stored_bytes
 from safetensors.torch import load_file
 
 import flowstone as fs
@@ -40,10 +40,6 @@ def run(tmp_path: Path) -> Path:
     with fs.Checkpointer(tmp_path / "run", engine=MAX) as checkpointer:
         checkpointer.save(1, state())
     return tmp_path / "run"
-
-
-def stored_bytes(path: Path, step: int = 1) -> int:
-    return sum(row.bytes for row in fs.open(path, step).manifest.segments)
 
 
 def test_a_coded_checkpoint_is_shorter_announced_and_loads_bit_for_bit(run: Path, tmp_path: Path) -> None:

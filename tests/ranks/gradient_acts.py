@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from forge import tensor_bytes
+from journal_acts import each_step
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import flowstone as fs
-from flowstone import _native
 from flowstone.adapters.ddp import Int8Gradients, TopKGradients, exchange
+from flowstone.format.digest import digest
 
 WIDTH = 256
 
@@ -46,20 +48,14 @@ class Training:
         parts = [self.inputs.get_state()]
         for parameter in self.model.parameters():
             parts += [parameter.detach(), *self.optimizer.state[parameter].values()]
-        text = b"".join(one.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for one in parts)
-        return f"{_native.xxh3_64(text):016x}"
+        return digest(tensor_bytes(*parts))
 
     def residual(self) -> torch.Tensor:
         return torch.cat(list(self.gradients.state_dict()["residual"].values()))
 
 
 def undisturbed(rank: int, how: str, steps: int) -> list[str]:
-    """What each step is."""
-    training, found = Training(how, rank), []
-    for _ in range(steps):
-        training.learn()
-        found.append(training.bits())
-    return found
+    return each_step(Training(how, rank), steps)
 
 
 def train(rank: int, path: str, how: str, steps: int) -> dict[str, object]:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import resource
 import signal
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from forge import tensor_bytes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import flowstone as fs
-from flowstone import _native
 from flowstone.events import Event
+from flowstone.format.digest import digest
 
 
 class Training:
@@ -54,17 +56,26 @@ class Training:
         for parameter in self.model.parameters():
             own = [parameter.detach(), *self.optimizer.state[parameter].values()]
             parts += [one.to_local() if hasattr(one, "to_local") else one for one in own]
-        text = b"".join(one.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for one in parts)
-        return f"{_native.xxh3_64(text):016x}"
+        return digest(tensor_bytes(*parts))
 
 
-def undisturbed(rank: int, how: str, steps: int) -> list[str]:
-    """What each step is."""
-    training, found = Training(how, rank), []
+class Learns(Protocol):
+    def learn(self) -> None: ...
+
+    def bits(self) -> str: ...
+
+
+def each_step(training: Learns, steps: int) -> list[str]:
+    """What it is after each of them."""
+    found = []
     for _ in range(steps):
         training.learn()
         found.append(training.bits())
     return found
+
+
+def undisturbed(rank: int, how: str, steps: int) -> list[str]:
+    return each_step(Training(how, rank), steps)
 
 
 def train(rank: int, path: str, how: str, steps: int, recovery_s: float = 60.0) -> dict[str, object]:

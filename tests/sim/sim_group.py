@@ -137,13 +137,19 @@ def _cause(error: BaseException | None) -> BaseException | None:
 
 
 @contextmanager
-def group(sandbox: Path, disk: Disk, ledger: Ledger, **options: object) -> Iterator[GroupJob]:
+def simulated_time(turns: Callable[[], Turns]) -> Iterator[None]:
+    """Ranks that are threads: their time is that of `turns()`, and no heartbeat has a thread of its own."""
+    clock = SimpleNamespace(monotonic=lambda: turns().monotonic(), sleep=lambda s: turns().sleep(s))
     with ExitStack() as stack:
-        job = None
         stack.enter_context(mock.patch.object(rank_group, "Heartbeat", StillHeartbeat))
-        clock = SimpleNamespace(monotonic=lambda: job.turns.monotonic(), sleep=lambda s: job.turns.sleep(s))
         for module in (agreement, kv_store, wire, failure_detector):
             stack.enter_context(mock.patch.object(module, "time", clock))
+        yield
+
+
+@contextmanager
+def group(sandbox: Path, disk: Disk, ledger: Ledger, **options: object) -> Iterator[GroupJob]:
+    with simulated_time(lambda: job.turns):
         job = GroupJob(sandbox, disk, ledger, **options)  # type: ignore[arg-type]
         try:
             yield job

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forge import tensor_bytes
 from sim_disk import Disk, PowerLoss, Unsynced
 from sim_world import STORE, engine
 
@@ -47,7 +48,7 @@ class Training:
     def bits(self) -> bytes:
         slots = [self.optimizer.state[one].get("momentum_buffer") for one in self.model.parameters()]
         tensors = [*self.model.parameters(), *(slot for slot in slots if slot is not None)]
-        return b"".join(bytes(one.detach().reshape(-1).view(torch.uint8).numpy()) for one in tensors)
+        return tensor_bytes(*tensors)
 
 
 @pytest.fixture(scope="module")

@@ -11,22 +11,22 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait as wait_futures
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from forge import tensor_bytes
 from sim_disk import Disk, PowerLoss
-from sim_turns import RankDisk, RankStore, StillHeartbeat, Turns
+from sim_group import simulated_time
+from sim_turns import RankDisk, RankStore, Turns
 from sim_world import STORE, WatchedStore, engine
 
 import flowstone as fs
 from flowstone import FlowstoneError, _native
 from flowstone.ranks import Job as RankJob
-from flowstone.ranks import agreement, failure_detector, kv_store, wire
 from flowstone.ranks import group as rank_group
 
 STEPS, RANKS = 7, 2
@@ -56,9 +56,7 @@ class Training:
     def bits(self) -> int:
         slots = [self.optimizer.state[one].get("momentum_buffer") for one in self.model.parameters()]
         tensors = [*self.model.parameters(), *(slot for slot in slots if slot is not None)]
-        return _native.xxh3_64(
-            b"".join(one.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for one in tensors)
-        )
+        return _native.xxh3_64(tensor_bytes(*tensors))
 
 
 @pytest.fixture(scope="module")
@@ -150,12 +148,7 @@ class Ranks:
 
 @contextmanager
 def ranks(disk: Disk, number: int, **options: object) -> Iterator[Ranks]:
-    with ExitStack() as stack:
-        job = None
-        stack.enter_context(mock.patch.object(rank_group, "Heartbeat", StillHeartbeat))
-        clock = SimpleNamespace(monotonic=lambda: job.turns.monotonic(), sleep=lambda s: job.turns.sleep(s))
-        for module in (agreement, kv_store, wire, failure_detector):
-            stack.enter_context(mock.patch.object(module, "time", clock))
+    with simulated_time(lambda: job.turns):
         job = Ranks(disk, number, **options)
         try:
             yield job

@@ -180,31 +180,6 @@ PyWriteJob start_write(const PyEngine& engine, const PyArena& arena,
     return job;
 }
 
-/// The numbers of the files of the rows, ascending.
-std::vector<std::uint32_t> files_of(const ReadExtents& rows) {
-    std::vector<bool> used;
-    const auto use = [&used](std::uint32_t file) {
-        if (file >= used.size()) used.resize(file + std::size_t{1});
-        used[file] = true;
-    };
-    for (const ReadExtent& row : rows.rows) {
-        if (rows.stored.empty()) use(row.file);
-        for (std::uint64_t chunk = row.first; !rows.stored.empty() && chunk < row.last; ++chunk) {
-            const ChunkPlace place = rows.place_of(row, chunk);
-            const std::uint64_t halves = place.codec == codec_cast ? cast::half_count(rows.data_bytes(row, chunk)) : 1;
-            for (std::uint64_t half = 0; half < halves; ++half) {
-                const std::uint64_t stored = place.codec == codec_cast ? place.offset + half : row.chunk + chunk;
-                use(rows.stored[stored].file);
-                if (const ChunkBase* const base = rows.base_of(stored)) use(base->place.file);
-            }
-        }
-    }
-    std::vector<std::uint32_t> numbers;
-    for (std::size_t i = 0; i < used.size(); ++i)
-        if (used[i]) numbers.push_back(static_cast<std::uint32_t>(i));
-    return numbers;
-}
-
 PyReadJob start_read(const PyEngine& engine, const PyArena& arena, const std::vector<std::optional<PyFile>>& files,
                      const PyReadExtents& rows, bool stop_at_bad, bool in_place, std::uint64_t request_bytes, bool ahead) {
     std::vector<std::shared_ptr<const File>> opened;
@@ -370,7 +345,7 @@ void bind_rows(nb::module_& module) {
         }, nb::kw_only(), "file"_a, "offset"_a, "length"_a, "address"_a, "chunk"_a, "first"_a, "last"_a, "layout"_a,
            "layouts"_a, "digests"_a, "device"_a = nb::none(), "devices"_a = std::vector<const PyDevice*>(),
            "stored"_a = nb::none(), "bases"_a = nb::none())
-        .def_prop_ro("files", [](const PyReadExtents& rows) { return files_of(*rows.held); });
+        .def_prop_ro("file_groups", [](const PyReadExtents& rows) { return file_groups_of(*rows.held); });
 }
 
 void bind_jobs(nb::module_& module) {

@@ -68,7 +68,7 @@ void check_cast(const ReadExtents& rows, const ChunkPlace& where, std::uint32_t 
         const std::uint64_t bytes = 2 * std::min(cast::half_bytes, data_bytes - half * cast::half_bytes);
         require(source.file < file_count, row, "a stored chunk's file is no index into files");
         check_range(source.offset, source.length, row);
-        require(source.codec == codec_raw ? source.length == bytes : is_cast_source(source.codec) && source.length < bytes, row,
+        require(source.codec == codec_raw ? source.length == bytes : is_cast_source(source.codec) && source.length != 0 && source.length < bytes, row,
                 "a cast chunk's source is not as long as it has to be, or is itself derived");
         check_base(rows, where.offset + half, bytes, row);
     }
@@ -146,10 +146,58 @@ void check_extents(const ReadExtents& rows, std::size_t file_count) {
             check_range(where.offset, where.length, i);
             require(is_known_codec(where.codec), i, "nothing decodes a stored chunk");
             check_base(rows, row.chunk + chunk, data_bytes, i);
-            require(where.codec == codec_raw ? where.length == data_bytes : where.length < data_bytes, i,
+            require(where.codec == codec_raw ? where.length == data_bytes : where.length != 0 && where.length < data_bytes, i,
                     "a stored chunk is not as long as the chunk, or as an encoded one can be");
         }
     }
+}
+
+std::vector<std::vector<std::uint32_t>> file_groups_of(const ReadExtents& rows) {
+    std::vector<std::uint32_t> parent;  // of the same group; a group's first file has itself
+    std::vector<bool> used;
+    const auto first_of = [&parent](std::uint32_t file) {
+        while (parent[file] != file) file = parent[file] = parent[parent[file]];
+        return file;
+    };
+    const auto use = [&](std::uint32_t file) {
+        while (file >= used.size()) {
+            parent.push_back(static_cast<std::uint32_t>(used.size()));
+            used.push_back(false);
+        }
+        used[file] = true;
+    };
+    const auto join = [&](std::uint32_t a, std::uint32_t b) {
+        const std::uint32_t first = first_of(a), other = first_of(b);
+        parent[std::max(first, other)] = std::min(first, other);
+    };
+    for (const ReadExtent& row : rows.rows) {
+        if (rows.stored.empty()) use(row.file);
+        for (std::uint64_t chunk = row.first; !rows.stored.empty() && chunk < row.last; ++chunk) {
+            const ChunkPlace place = rows.place_of(row, chunk);
+            const std::uint64_t halves = place.codec == codec_cast ? cast::half_count(rows.data_bytes(row, chunk)) : 1;
+            for (std::uint64_t half = 0; half < halves; ++half) {
+                const std::uint64_t stored = place.codec == codec_cast ? place.offset + half : row.chunk + chunk;
+                use(rows.stored[stored].file);
+                if (half != 0) join(rows.stored[stored].file, rows.stored[stored - 1].file);
+                const ChunkBase* const base = rows.base_of(stored);
+                if (base == nullptr) continue;
+                use(base->place.file);
+                join(rows.stored[stored].file, base->place.file);
+            }
+        }
+    }
+    std::vector<std::vector<std::uint32_t>> groups;
+    std::vector<std::size_t> group_at(used.size());
+    for (std::uint32_t file = 0; file < used.size(); ++file) {
+        if (!used[file]) continue;
+        const std::uint32_t first = first_of(file);
+        if (first == file) {
+            group_at[file] = groups.size();
+            groups.emplace_back();
+        }
+        groups[group_at[first]].push_back(file);
+    }
+    return groups;
 }
 
 }  // namespace flowstone

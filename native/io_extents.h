@@ -141,4 +141,8 @@ struct ReadExtents {
 void check_extents(const WriteExtents& rows, std::span<const std::uint64_t> file_bytes);
 void check_extents(const ReadExtents& rows, std::size_t file_count);
 
+/// The numbers of the files of the rows, in groups: files that one chunk is computed from have to be read together.
+/// Each group ascends, and groups by their first file.
+std::vector<std::vector<std::uint32_t>> file_groups_of(const ReadExtents& rows);
+
 }  // namespace flowstone

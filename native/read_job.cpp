@@ -115,12 +115,13 @@ void ReadJob::begin_all() {
 void ReadJob::begin_windows() {
     register_files();
     plan_ = plan_reads(*rows_, machine_.request_bytes, options_.in_place && !options_.ahead);
-    const auto is_left_out = [this](const ReadWindow& window) {
+    std::erase_if(plan_.windows, [this](const ReadWindow& window) { return files_[window.file] == nullptr; });
+    for (const ReadWindow& window : plan_.windows) {
         const auto is_null = [this](const BaseRange& range) { return files_[range.file] == nullptr; };
         const auto ranges = std::span(plan_.ranges).subspan(window.first_range, window.last_range - window.first_range);
-        return files_[window.file] == nullptr || std::any_of(ranges.begin(), ranges.end(), is_null);
-    };
-    std::erase_if(plan_.windows, is_left_out);
+        if (!std::any_of(ranges.begin(), ranges.end(), is_null)) continue;
+        return take_outcome({Fault{"find what it is decoded with for", EBADF, files_[window.file]->path, window.begin, window.bytes}, false});
+    }
     const auto busy = static_cast<std::uint32_t>(machine_.queue_depth + machine_.workers->count());
     const std::uint32_t windows_max = options_.ahead ? std::min(ahead_reads_max, busy) : busy;
     const auto copied = static_cast<std::uint64_t>(

@@ -157,7 +157,10 @@ def test_bytes_that_no_encoder_wrote_are_damage_though_their_digest_is_right(
 
 @pytest.mark.parametrize(
     ("codec", "length", "told"),
-    [(2, None, "unknown codec 2"), (0, None, "stored length"), (1, CHUNK_BYTES, "stored length")],
+    [
+        (2, None, "unknown codec 2"), (0, None, "stored length"), (1, CHUNK_BYTES, "stored length"),
+        (1, 0, "stored length"),
+    ],
 )
 def test_what_the_index_claims_of_a_codec_is_checked(run: Path, codec: int, length: int | None, told: str) -> None:
     number = coded_chunk(fs.open(run))[0]

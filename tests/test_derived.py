@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -190,6 +191,37 @@ def test_what_rests_in_the_base_is_derived_from_bytes_that_lie_there(tmp_path: P
         checkpointer.save(5, into)
     assert fs.open(tmp_path, 5).verify().sound
     assert torch.equal(fs.open(tmp_path, 5).read("model.wide"), state["model"]["wide"])
+
+
+def halves_in_two_files(path: Path) -> dict[str, Tensors]:
+    """Of one that is rounded, the first half's master rests in the base's file, and the second one's has changed."""
+    state = {one: {"wide": sections()[one]["wide"]} for one in ("master", "model")}
+    with fs.Checkpointer(path, engine=DERIVED, keep=1) as checkpointer:
+        for step in (1, 2, 3, 4):
+            checkpointer.save(step, state).committed.result()
+            state["master"]["wide"].view(-1)[CHUNK_BYTES // 4 + 5] += 1
+            state["model"]["wide"].copy_(state["master"]["wide"])
+        checkpointer.save(5, state).committed.result()
+    (base,) = (row for row in fs.open(path).manifest.segments if row.home is not None)
+    assert base.bytes > CHUNK_BYTES
+    return state
+
+
+@pytest.mark.parametrize("files", [1, 2, 3])
+def test_halves_that_lie_in_two_files_meet_however_few_may_be_open(tmp_path: Path, files: int) -> None:
+    state = halves_in_two_files(tmp_path)
+    with mock.patch("flowstone.store.local_io._files_max", return_value=files):
+        assert loads(tmp_path, state)
+        assert fs.open(tmp_path).verify().sound
+
+
+def test_a_missing_file_is_a_finding_though_others_are_rounded_from_it(tmp_path: Path) -> None:
+    halves_in_two_files(tmp_path)
+    checkpoint = fs.open(tmp_path)
+    (base,) = (row.name for row in checkpoint.manifest.segments if row.home is not None)
+    (tmp_path / "step-00000005" / base).unlink()
+    with pytest.raises(fs.DamagedError, match="is missing"):
+        checkpoint.verify()
 
 
 def test_coded_masters_are_rounded_too(tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ import flowstone as fs
 from flowstone import _native
 from flowstone.config import CHUNK_BYTES, MIB
 from flowstone.format.codec import CAST, PLANES, RAW, XOR
+from flowstone.store.engines import EngineChoice
 
 KEEPS = fs.EngineOptions(compress="max", kept_bytes=64 * MIB)
 
@@ -91,6 +95,42 @@ def test_what_changes_a_little_is_coded_with_what_it_was_and_loads_bit_for_bit(r
         with fs.Checkpointer(run) as checkpointer:
             checkpointer.load(into, verify_first=verify_first)
         assert content(into) == content(now())
+
+
+@pytest.mark.parametrize("files", [1, 2, 3])
+def test_however_few_files_may_be_open_a_chunk_and_its_base_are_read_together(run: Path, files: int) -> None:
+    with mock.patch("flowstone.store.local_io._files_max", return_value=files):
+        for verify_first in (False, True):
+            into = blank()
+            with fs.Checkpointer(run) as checkpointer:
+                checkpointer.load(into, verify_first=verify_first)
+            assert content(into) == content(now())
+        assert fs.open(run).verify().sound
+        base = max((run / "step-00000003").glob("*.safetensors"), key=lambda path: path.stat().st_size)
+        flip(base, base.stat().st_size // 2)
+        with pytest.raises(fs.DamagedError):
+            fs.open(run).verify()
+        with fs.Checkpointer(run) as checkpointer, pytest.raises(fs.DamagedError):
+            checkpointer.load(blank())
+
+
+def test_descriptors_that_others_have_taken_leave_no_chunk_without_its_base(run: Path) -> None:
+    opened, real = list[Path](), EngineChoice.open_to_read
+
+    def scarce(engines: EngineChoice, path: Path, *rest: Any) -> tuple[int, int]:
+        if len(opened) == 2:
+            opened.append(path)
+            raise fs.StorageError("too many", errno=errno.EMFILE)
+        opened.append(path)
+        return real(engines, path, *rest)
+
+    into = blank()
+    with mock.patch.object(EngineChoice, "open_to_read", scarce), fs.Checkpointer(run) as checkpointer:
+        try:
+            checkpointer.load(into)
+        except fs.StorageError:
+            return  # what has to be open at once cannot be
+    assert content(into) == content(now())
 
 
 def test_parts_are_read_streamed_verified_exported_and_compared(run: Path, tmp_path: Path) -> None:

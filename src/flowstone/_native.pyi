@@ -317,7 +317,8 @@ class ReadExtents:
         ] | None = None,
     ) -> None: ...
     @property
-    def files(self) -> list[int]: ...  # the numbers of the files that rows are in, ascending
+    def file_groups(self) -> list[list[int]]:
+        """The numbers of the files that rows are in; together those that one chunk is computed from. Both ascend."""
 
 SpanColumns: TypeAlias = tuple[
     NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64], NDArray[np.uint64], NDArray[np.uint32]
@@ -454,7 +455,8 @@ class Engine:
         self, arena: Arena, files: Sequence[File | None], rows: ReadExtents, *,
         stop_at_bad: bool = True, in_place: bool = True, request_bytes: int = 0, ahead: bool = False,
     ) -> ReadJob:
-        """Start reading and checking. Returns at once. Rows of files that are None are left out.
+        """Start reading and checking. Returns at once. Rows of files that are None are left out;
+        those of a file that is open whose chunks are decoded with bytes of one that is None are a fault.
 
         stop_at_bad    a chunk whose digest differs stops the job; else it goes on and reports all that do
         in_place       read straight into targets at the phase of the file; else all goes through the arena

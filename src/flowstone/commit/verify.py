@@ -21,7 +21,7 @@ from flowstone.commit.manifests import inside, read_manifest
 from flowstone.config import CHUNK_BYTES
 from flowstone.errors import FlowstoneError, FormatError, StorageError, is_damage
 from flowstone.format.codec import CAST
-from flowstone.format.derived import cast_chunks, stored_columns
+from flowstone.format.derived import cast_chunks, halves_of, stored_columns
 from flowstone.format.digest import digest, zero_digest
 from flowstone.format.index import Index
 from flowstone.format.manifest import MANIFEST_NAME, Manifest, SegmentRow
@@ -308,7 +308,8 @@ def _is_there(checked: Checked, row: SegmentRow) -> bool:
 
 def _check_casts(checked: Checked, index: Index, arena: _native.Arena, findings: list[Finding]) -> None:
     """Check that what is rounded from other chunks is what was saved. Damage of these chunks is found elsewhere."""
-    chunks, numbers = index.chunks, cast_chunks(index.chunks)
+    chunks = index.chunks
+    numbers = _with_sources(checked, chunks, cast_chunks(chunks))
     if not len(numbers):
         return
     piece, within = chunks.locate(numbers)
@@ -325,6 +326,8 @@ def _check_casts(checked: Checked, index: Index, arena: _native.Arena, findings:
     receipt = finish_reading(checked.store.read_extents(
         paths, rows, arena, wanted_bytes=read_bytes, stop_at_bad=False, past_cache=True
     ))
+    if receipt.error is not None:  # some may not have been looked at
+        findings.append(_finding(checked.directory, receipt.error))
     for number in np.intersect1d(receipt.bad.astype(np.int64), numbers).tolist():
         of, at = chunks.locate(np.array([number]))
         name = index.tensors.names[int(index.pieces.tensor[int(of[0])])]
@@ -332,18 +335,35 @@ def _check_casts(checked: Checked, index: Index, arena: _native.Arena, findings:
         findings.append(Finding(checked.manifest.index.name, told))
 
 
+def _with_sources(checked: Checked, chunks: Chunks, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Of chunks that are rounded, those whose sources are in files that are there, and what these are decoded with."""
+    if chunks.stored is None or not len(numbers):
+        return numbers
+    there = np.array([_is_there(checked, row) for row in checked.manifest.segments], np.bool_)
+    is_readable = there[chunks.stored.segment]
+    if chunks.stored.bases is not None:
+        is_near = chunks.stored.codec == CODEC_XOR
+        is_readable[is_near] &= there[chunks.stored.bases.segment[is_near]]
+    piece, within = chunks.locate(numbers)
+    first = chunks.stored.offset[numbers].astype(np.int64)
+    last = first + halves_of(chunks.logical_bytes(piece, within, within + 1)) - 1
+    found: NDArray[np.int64] = numbers[is_readable[first] & is_readable[last]]
+    return found
+
+
 def _runs(chunks: Chunks, segments: Sequence[SegmentRow]) -> list[_Runs]:
     """For each segment: every chunk, and every run of padding, after its header; ascending. Of a base's, its chunks."""
     piece, chunk = chunks.locate(np.arange(int(chunks.first[-1])))
     segment, offset = chunks.stored_at(piece, chunk)
     codecs = chunks.codecs()
-    order = np.lexsort((offset, segment))
+    length: NDArray[np.uint32] = chunks.stored_lengths()
+    order = np.lexsort((chunks.digest, length, codecs, offset, segment))
     order = order[codecs[order] != CAST.id]
-    begins = np.stack([segment[order].astype(np.int64), offset[order]])
-    order = order[np.append(np.ones(min(1, len(order)), np.bool_), (begins[:, 1:] != begins[:, :-1]).any(axis=0))]
+    alike = segment, offset, codecs, length, chunks.digest  # only copies are checked once
+    is_new = np.any([column[order][1:] != column[order][:-1] for column in alike], axis=0)
+    order = order[np.append(np.ones(min(1, len(order)), np.bool_), is_new)]
     ids = np.array([row.id for row in segments], np.int64)
     starts, stops = (np.searchsorted(segment[order], ids, side=side).tolist() for side in ("left", "right"))
-    length: NDArray[np.uint32] = chunks.stored_lengths()
     found: list[_Runs] = []
     data_bytes = chunks.logical_bytes(piece, chunk, chunk + 1)
     for row, start, stop in zip(segments, starts, stops, strict=True):

@@ -8,6 +8,7 @@ import os
 import resource
 import time
 from collections.abc import Sequence
+from itertools import accumulate, chain, takewhile
 from threading import Lock
 
 import numpy as np
@@ -171,7 +172,8 @@ def _aligned(content: bytes) -> memoryview:
 class LocalReading:
     """Extents of one load; owns the descriptors. Starts at once; raises if the system refuses to open the files.
 
-    Opens only files that are read; if there are more than may be open at once (READ_FILES_MAX), in batches.
+    Opens only files that are read; if there are more than may be open at once (READ_FILES_MAX), in batches, of files
+    that chunks are computed from together: half of them would be nothing to compute from.
     Reading changes nothing on disk: if direct I/O or the engine is refused on the way, everything is read again, in
     the remaining way.
     """
@@ -182,8 +184,8 @@ class LocalReading:
     ) -> None:
         self._root, self._engines, self._paths, self._rows, self._arena = engines.root, engines, paths, rows, arena
         self._direct, self._stop_at_bad, self._ahead = direct, stop_at_bad, ahead
-        self._files = rows.files
-        self._read_files = 0  # number of files done
+        self._groups: list[list[int]] = rows.file_groups
+        self._read_groups = self._open_groups = 0  # how many are done, how many after them are open
         self._opened = OpenFiles()
         self._job: _native.ReadJob | None = None
         self._sums = _Sums()
@@ -198,7 +200,8 @@ class LocalReading:
             self._running = self._engines.running("read")
             self._open()
             natives: list[_native.File | None] = [None] * len(self._paths)
-            for number, opened in zip(self._files[self._read_files :], self._opened, strict=False):
+            lot = self._groups[self._read_groups : self._read_groups + self._open_groups]
+            for number, opened in zip(chain.from_iterable(lot), self._opened, strict=True):
                 natives[number] = opened.native()
             with translated(self._root, "begin to read from", "", remedy=MORE_THREADS):
                 self._job = self._running.engine.read(
@@ -217,7 +220,9 @@ class LocalReading:
             raise
 
     def _open(self) -> None:
-        for number in self._files[self._read_files : self._read_files + _files_max()]:
+        self._open_groups = self._groups_within(_files_max())
+        lot = self._groups[self._read_groups : self._read_groups + self._open_groups]
+        for number in chain.from_iterable(lot):
             path = self._paths[number]
             try:
                 with translated(self._root, "open", path):
@@ -225,11 +230,20 @@ class LocalReading:
                         self._root / path, self._direct, self._opened.descriptors
                     )
             except StorageError as error:
-                if error.errno not in (errno.EMFILE, errno.ENFILE) or len(self._opened) < 2:
+                first = len(lot[0])
+                if error.errno not in (errno.EMFILE, errno.ENFILE) or len(self._opened) < max(2, first):
                     raise
-                self._opened.close(leave=len(self._opened) // 2)  # leave descriptors to the rest of this process
+                # Leave descriptors to the rest of this process, if less can be read at once.
+                self._open_groups = self._groups_within(len(self._opened) // 2)
+                self._opened.close(leave=sum(map(len, lot[: self._open_groups])))
                 return
             self._opened.add(self._root / path, fd, alignment)
+
+    def _groups_within(self, files: int) -> int:
+        """How many of the next groups have so many files, or fewer: one at least, however many it has."""
+        ends = accumulate(len(group) for group in self._groups[self._read_groups :])
+        found = sum(1 for _ in takewhile(lambda end: end <= files, ends))
+        return found or min(1, len(self._groups) - self._read_groups)
 
     def aim(self, rows: _native.ReadExtents) -> None:
         assert self._job is not None, "it starts at once"
@@ -256,9 +270,9 @@ class LocalReading:
         else:
             self._sums.add(job)
             self._summed = job
-            self._read_files += len(self._opened)
+            self._read_groups += self._open_groups
             is_bad = self._stop_at_bad and job.bad_chunks.size > 0
-            if stopped or fault is not None or is_bad or self._read_files >= len(self._files):
+            if stopped or fault is not None or is_bad or self._read_groups >= len(self._groups):
                 return False
         self._opened.close()
         try:

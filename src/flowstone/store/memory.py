@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from threading import RLock
 
@@ -227,7 +227,7 @@ class MemoryStore:
         stop_at_bad: bool = True, past_cache: bool = False, ahead: bool = False,
     ) -> JobReading:
         files: dict[int, _File] = {}
-        for number in rows.files:
+        for number in chain.from_iterable(rows.file_groups):
             with self._acting("open", paths[number]):
                 files[number] = self._file(paths[number])
         natives = [files[number].native() if number in files else None for number in range(len(paths))]

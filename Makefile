@@ -28,9 +28,9 @@ demo: setup
 	$(BIN)/flowstone demo
 
 # Three processes share the tests, on two cores: half of them wait for a disk, a deadline or processes of their own.
-# OpenMP's threads would wait by spinning, and take the processor from the others. The native tests are built (with sanitizers: the release
-# build is what Python's tests run; `make check-native` has all four) and run beside them, and give way to all. They begin
-# before the check, which has work for one processor.
+# OpenMP's threads would wait by spinning, and take the processor from the others. The native tests are built (with
+# sanitizers: the release build is what Python's tests run; `make check-native` has all four) and run beside them, and
+# give way to all. They begin before the check, which has work for one processor.
 CHECK := $(BIN)/ruff check . && $(BIN)/mypy
 test: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" nice -n 19 sh native/check.sh address > $(VENV)/native-tests 2>&1 & native=$$!; \

@@ -21,6 +21,7 @@ from flowstone import _native
 from flowstone.config import CHUNK_BYTES, MIB
 from flowstone.format.codec import CAST, PLANES, RAW, XOR
 from flowstone.store.engines import EngineChoice
+from flowstone.store.local_io import LocalReading
 
 KEEPS = fs.EngineOptions(compress="max", kept_bytes=64 * MIB)
 
@@ -115,22 +116,33 @@ def test_however_few_files_may_be_open_a_chunk_and_its_base_are_read_together(ru
 
 
 def test_descriptors_that_others_have_taken_leave_no_chunk_without_its_base(run: Path) -> None:
-    opened, real = list[Path](), EngineChoice.open_to_read
+    """Three files: one by itself, and two that have to be open together."""
+    real = LocalReading._open
 
-    def scarce(engines: EngineChoice, path: Path, *rest: Any) -> tuple[int, int]:
-        if len(opened) == 2:
-            opened.append(path)
-            raise fs.StorageError("too many", errno=errno.EMFILE)
-        opened.append(path)
-        return real(engines, path, *rest)
+    def load(room: int) -> dict[str, object]:
+        into, held = blank(), list[LocalReading]()
 
-    into = blank()
-    with mock.patch.object(EngineChoice, "open_to_read", scarce), fs.Checkpointer(run) as checkpointer:
-        try:
+        def scarce(engines: EngineChoice, *rest: Any) -> tuple[int, int]:
+            if held and len(held[-1]._opened) >= room:
+                raise fs.StorageError("too many", errno=errno.EMFILE)
+            return opens(engines, *rest)
+
+        def noted(reading: LocalReading) -> None:
+            held.append(reading)
+            real(reading)
+
+        opens = EngineChoice.open_to_read
+        with (
+            mock.patch.object(EngineChoice, "open_to_read", scarce), mock.patch.object(LocalReading, "_open", noted),
+            fs.Checkpointer(run) as checkpointer,
+        ):
             checkpointer.load(into)
-        except fs.StorageError:
-            return  # what has to be open at once cannot be
-    assert content(into) == content(now())
+        assert len(held) == 2, "all were open at once"
+        return into
+
+    assert content(load(2)) == content(now())
+    with pytest.raises(fs.StorageError, match="too many"):
+        load(1)
 
 
 def test_parts_are_read_streamed_verified_exported_and_compared(run: Path, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """What import and export reach of the device, and the memory that they take.
 
-    PYTHONPATH=src python -m bench.conversion DIRECTORY [--bytes 4e9] [--rounds 3] [--budget 256e6]
+    PYTHONPATH=src python -m bench.conversion DIRECTORY [--bytes 4e9] [--rounds 3] [--budget 512e6]
 
 A safetensors file of equal tensors of noise is imported, and exported again, in processes of their own; by turns with
 fio, which reads and writes as much by one job each (8 MiB, 16 in flight, registered memory, fsync inside the timer):
@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--bytes", type=float, default=4e9)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--budget", type=float, default=256 * MIB)
+    parser.add_argument("--budget", type=float, default=512 * MIB)
     options = parser.parse_args()
     print(told(measure(options.directory, int(options.bytes), options.rounds, int(options.budget))))
 

@@ -14,6 +14,7 @@ from apart import apart, warnings_heard
 from large import ENGINE, entries, loaded, state
 
 import flowstone as fs
+from flowstone import _native
 from flowstone.config import MIB, EngineOptions
 
 
@@ -39,6 +40,32 @@ def test_a_memlock_limit_of_64_kib_or_nothing_is_enough(tmp_path: Path, limit: i
     # Which rings are too large is the kernel's business: 5.12 to 6.13 count none of their memory, others all of it.
     for warning in heard:
         assert warning.startswith(("cannot start the io_uring engine", "io_uring is refused (Cannot allocate memory"))
+
+
+def _converted_with_little_locked_memory(path: Path, limit: int) -> tuple[bool, list[tuple[str, bool]]]:
+    sandbox.limit_locked_memory(limit)
+    ways = []
+    run_requests = _native.run_requests
+
+    def noted(**arguments: object) -> object:
+        fault = run_requests(**arguments)  # type: ignore[arg-type]
+        ways.append((str(arguments["backend"]), bool(arguments["register"])))
+        return fault
+
+    _native.run_requests = noted  # type: ignore[assignment]
+    fs.export(path / "run", path / "out")
+    return fs.diff(path / "run", path / "out", names="model.*").equal, sorted(set(ways))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving up a capability needs to have it")
+@pytest.mark.parametrize("limit", [65_536, 0])
+def test_a_conversion_goes_on_without_registered_memory_where_none_may_be_locked(tmp_path: Path, limit: int) -> None:
+    with fs.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, {"model": {"weight": torch.rand(2 * MIB)}}).committed.result()
+    same, ways = apart(_converted_with_little_locked_memory, tmp_path, limit)
+    assert same
+    assert ways, "what went through the page cache alone shows nothing"
+    assert not any(registers for _, registers in ways)
 
 
 _NONE = -1  # of a limit: what the process began with

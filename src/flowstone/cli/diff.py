@@ -48,7 +48,7 @@ def diff(
     trust_digests: Annotated[
         bool, typer.Option("--trust-digests", help="Tensors of Flowstone with equal digests are equal, and not read.")
     ] = False,
-    budget_bytes: Budget = "256MiB",  # type: ignore[assignment]
+    budget_bytes: Budget = "512MiB",  # type: ignore[assignment]
     as_json: AsJson = False,
 ) -> None:
     """Compare two checkpoints by name and value. Exit status 0: equal, 1: they differ, 2: an error."""

@@ -43,7 +43,7 @@ def export(
     documents: Annotated[
         Path | None, typer.Option("--documents", metavar="DIR", help="Whose config.json and tokenizer go with it.")
     ] = None,
-    budget_bytes: Budget = "256MiB",  # type: ignore[assignment]
+    budget_bytes: Budget = "512MiB",  # type: ignore[assignment]
     ray: OnRay = False,
     as_json: AsJson = False,
 ) -> None:

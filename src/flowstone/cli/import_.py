@@ -37,7 +37,7 @@ def import_(
     rules: RulesOption = None,
     inverse: Inverse = False,
     dtype: CastTo = None,
-    budget_bytes: Budget = "256MiB",  # type: ignore[assignment]
+    budget_bytes: Budget = "512MiB",  # type: ignore[assignment]
     ray: OnRay = False,
     as_json: AsJson = False,
 ) -> None:

@@ -27,7 +27,7 @@ def pack(
     path: StorePath,
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="A new directory.")],
     step: Step = None,
-    budget_bytes: Budget = "256MiB",  # type: ignore[assignment]
+    budget_bytes: Budget = "512MiB",  # type: ignore[assignment]
     ray: OnRay = False,
     as_json: AsJson = False,
 ) -> None:

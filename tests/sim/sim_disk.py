@@ -2,8 +2,9 @@
 
 `Disk` stands where LocalStore calls the operating system (store/system.py). Every change is made
 for real in a sandbox, except syncs, which only enter the model: which places each file and directory
-may be found at after a power loss, and what a file may hold. `after_power_loss` picks one such
-state by a seed and makes it in a fresh directory.
+may be found at after a power loss, and what a file may hold. An `Image` is what the model says at
+one moment, and picks one such state by a seed. A disk gives its image where it was stopped, and, if it is
+watched, at each change on its way: one run then shows what a power loss at any change may leave.
 
 The model is as adverse as docs/ORDERING.md allows: each entry not synced is there or not,
 independently of all others, a renamed one at either name; a file not synced holds any mixture of
@@ -14,17 +15,19 @@ system, whose states are fewer.
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import random
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from flowstone.config import BLOCK_BYTES
 from flowstone.store.system import System
 
 SANDBOX = 0  # the number of the directory that all others lie in; it is durable
+Tree = Mapping[str, bytes | None]  # by path, parents first: a file's content; None for a directory
 _FULL = "/dev/full"
 
 
@@ -67,6 +70,83 @@ class Node:
     bulk: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Image:
+    """What the model says at one moment.
+
+    now      what files that are not clean hold, by their numbers
+    changes  how many had been begun
+    """
+
+    nodes: Mapping[int, Node]
+    now: Mapping[int, bytes]
+    changes: int
+
+    def after_power_loss(self, seed: int) -> Tree:
+        """A state that a power loss may leave.
+
+        seed  0: of what is not synced, nothing; 1: every entry, no content; 2: everything; else a mixture
+        """
+        chance = random.Random(f"{seed} after {self.changes}")
+        places = self._surviving_places(seed, chance)
+        paths, tree = {SANDBOX: ""}, {}
+        waiting = [number for number in places if number != SANDBOX]
+        while waiting:  # parents first; what lies in a directory that is gone is gone with it
+            ready = [n for n in waiting if places[n][0] in paths]
+            for number in ready:
+                parent, name = places[number]
+                paths[number] = os.path.join(paths[parent], name)
+                is_directory = self.nodes[number].directory
+                tree[paths[number]] = None if is_directory else self._surviving_content(number, seed, chance)
+            waiting = [n for n in waiting if n not in paths] if ready else []
+        return tree
+
+    def _surviving_places(self, seed: int, chance: random.Random) -> dict[int, tuple[int, str]]:
+        at = {}
+        for number, node in self.nodes.items():
+            last = len(node.places) - 1
+            at[number] = {0: 0, 1: last, 2: last}.get(seed, chance.randint(0, last))
+        while True:  # a name leads to one node: the one that had it first has moved on by then
+            holders: dict[tuple[int, str], int] = {}
+            clash = None
+            for number, node in self.nodes.items():
+                place = node.places[at[number]]
+                if place is not None and holders.setdefault(place, number) != number:
+                    clash = [n for n in (holders[place], number) if at[n] < len(self.nodes[n].places) - 1]
+            if clash is None:
+                return {place_of: place for place, place_of in holders.items()}
+            at[clash[0]] += 1
+
+    def _surviving_content(self, number: int, seed: int, chance: random.Random) -> bytes:
+        node = self.nodes[number]
+        if node.clean or seed in (0, 1):
+            return node.durable
+        now = self.now[number]
+        if seed == 2:
+            return now
+        lengths = [len(node.durable), len(now), len(now), chance.randrange(len(now) + 1)]
+        return _torn(node.durable, now, chance.choice(lengths), chance)
+
+
+def make_tree(target: Path, tree: Tree) -> None:
+    """`target` must not be there."""
+    target.mkdir()
+    for path, content in tree.items():
+        if content is None:
+            (target / path).mkdir()
+        else:
+            (target / path).write_bytes(content)
+
+
+def digest_of(tree: Tree) -> bytes:
+    """Two trees have the same if they are the same."""
+    digest = hashlib.blake2b()
+    for path, content in sorted(tree.items()):
+        digest.update(repr((path, None if content is None else len(content))).encode())
+        digest.update(content or b"")
+    return digest.digest()
+
+
 @dataclass
 class Disk(System):
     """See above. Safe from any thread; numbers repeat from run to run if the threads' order does.
@@ -74,6 +154,7 @@ class Disk(System):
     stop_at        the number of the change at which the power is lost; a write is half done by then
     spares_others  only the rank that makes that change ends there, killed
     fail_at        the number of the change that fails, once, with `errno`
+    watch          is called at each change, where the power would be lost
     """
 
     sandbox: Path
@@ -84,11 +165,13 @@ class Disk(System):
     changes: list[Change] = field(default_factory=list)
     lost: bool = False
     failed: Change | None = None
+    watch: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         self._guard = threading.RLock()
         self._nodes: dict[int, Node] = {SANDBOX: Node(True, [None])}
         self._open: dict[int, int] = {}
+        self._seen: dict[int, bytes] = {}
         self._adopt(self.sandbox, SANDBOX)
 
     # What LocalStore calls
@@ -132,12 +215,9 @@ class Disk(System):
         with self._guard:
             node = self._nodes[self._open[fd]]
             node.clean = False
-            try:
-                self._begin("write", self._path(self._open[fd]))
-            except BaseException:
-                super().write(fd, content[: len(content) // 2])
-                raise
-            super().write(fd, content)
+            half = len(content) // 2
+            self._begin("write", self._path(self._open[fd]), lambda: System.write(self, fd, content[:half]))
+            super().write(fd, content[half:])
 
     def extend(self, fd: int, size_bytes: int) -> None:
         with self._guard:
@@ -150,12 +230,10 @@ class Disk(System):
         with self._guard:
             node = self._nodes[self._open[fd]]
             node.clean = False
-            try:
-                self._begin("append", self._path(self._open[fd]))
-            except BaseException:
-                super().write_at(fd, parts[: len(parts) // 2], offset_bytes)
-                raise
-            super().write_at(fd, parts, offset_bytes)
+            half = len(parts) // 2
+            make_half = lambda: System.write_at(self, fd, parts[:half], offset_bytes)  # noqa: E731
+            self._begin("append", self._path(self._open[fd]), make_half)
+            super().write_at(fd, parts[half:], offset_bytes + sum(map(len, parts[:half])))
 
     def sync_bytes(self, fd: int) -> None:
         self.sync(fd)
@@ -238,62 +316,27 @@ class Disk(System):
         self.stop_at = self.fail_at = None
         self.lost, self.changes = False, []
 
-    def after_power_loss(self, target: Path, seed: int) -> None:
-        """Make a state that a power loss now may leave, in `target`.
-
-        seed  0: of what is not synced, nothing; 1: every entry, no content; 2: everything; else a mixture
-        """
+    def image(self) -> Image:
+        """What a power loss may leave now."""
         with self._guard:
-            chance = random.Random(f"{seed} after {len(self.changes)}")
-            places = self._surviving_places(seed, chance)
-            target.mkdir()
-            made = {SANDBOX: target}
-            waiting = [number for number in places if number != SANDBOX]
-            while waiting:  # parents first; what lies in a directory that is gone is gone with it
-                ready = [n for n in waiting if places[n][0] in made]
-                for number in ready:
-                    parent, name = places[number]
-                    made[number] = made[parent] / name
-                    node = self._nodes[number]
-                    if node.directory:
-                        made[number].mkdir()
-                    else:
-                        made[number].write_bytes(self._surviving_content(number, seed, chance))
-                waiting = [n for n in waiting if n not in made] if ready else []
+            unclean = [number for number, node in self._nodes.items() if not (node.directory or node.clean)]
+            nodes = {number: replace(node, places=list(node.places)) for number, node in self._nodes.items()}
+            return Image(nodes, {number: self._now(number) for number in unclean}, len(self.changes))
 
-    def _surviving_places(self, seed: int, chance: random.Random) -> dict[int, tuple[int, str]]:
-        at = {}
-        for number, node in self._nodes.items():
-            last = len(node.places) - 1
-            at[number] = {0: 0, 1: last, 2: last}.get(seed, chance.randint(0, last))
-        while True:  # a name leads to one node: the one that had it first has moved on by then
-            holders: dict[tuple[int, str], int] = {}
-            clash = None
-            for number, node in self._nodes.items():
-                place = node.places[at[number]]
-                if place is not None and holders.setdefault(place, number) != number:
-                    clash = [n for n in (holders[place], number) if at[n] < len(self._nodes[n].places) - 1]
-            if clash is None:
-                return {place_of: place for place, place_of in holders.items()}
-            at[clash[0]] += 1
-
-    def _surviving_content(self, number: int, seed: int, chance: random.Random) -> bytes:
-        node = self._nodes[number]
-        now = node.left if node.places[-1] is None else self._path(number).read_bytes()
-        if node.clean or seed == 2:
-            return node.durable if node.clean else now
-        if seed in (0, 1):
-            return node.durable
-        lengths = [len(node.durable), len(now), len(now), chance.randrange(len(now) + 1)]
-        return _torn(node.durable, now, chance.choice(lengths), chance)
+    def after_power_loss(self, target: Path, seed: int) -> None:
+        """Make a state that a power loss now may leave, in `target`. See Image."""
+        make_tree(target, self.image().after_power_loss(seed))
 
     # The model
 
-    def _begin(self, kind: str, path: Path) -> None:
-        """Number a change that is about to be made; stop or fail here if it is the one to."""
+    def _begin(self, kind: str, path: Path, make_half: Callable[[], None] = lambda: None) -> None:
+        """Number a change that is about to be made; stop or fail here, half-way in it, if it is the one to."""
         self.check_power()
         change = Change(len(self.changes), kind, str(path.relative_to(self.sandbox)))
         self.changes.append(change)
+        make_half()
+        if self.watch is not None:
+            self.watch()
         if change.number == self.stop_at:
             self.lost = not self.spares_others
             raise PowerLoss(str(change))
@@ -325,6 +368,14 @@ class Disk(System):
 
     def _place(self, path: Path) -> tuple[int, str]:
         return self._find(path.parent), path.name
+
+    def _now(self, number: int) -> bytes:
+        """What a file that is not clean holds. Images in a row share it where it is the same."""
+        node = self._nodes[number]
+        now = node.left if node.places[-1] is None else self._path(number).read_bytes()
+        if self._seen.get(number) != now:
+            self._seen[number] = now
+        return self._seen[number]
 
     def _path(self, number: int) -> Path:
         if number == SANDBOX:

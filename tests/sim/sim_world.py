@@ -118,6 +118,11 @@ class Ledger:
         may = {step: set(tags) for step, tags in self.may.items()}
         return Ledger(dict(self.must), may, set(self.newest), set(self.damaged))
 
+    def frozen(self) -> object:
+        """Equal for equal ledgers, and can be a key."""
+        may = frozenset((step, frozenset(tags)) for step, tags in self.may.items())
+        return frozenset(self.must.items()), may, frozenset(self.newest), frozenset(self.damaged)
+
 
 class WatchedStore(LocalStore):
     """Knows the writes whose receipts were never taken."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drawn_rules import Arrays, expected, rules_in_a_row
+from drawn_rules import Arrays, by_numpy, expected, rules_in_a_row
 from forge import flip, place_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -60,6 +60,30 @@ def test_a_load_does_what_numpy_does_and_the_inverse_undoes_it(
         back = {name: torch.zeros(shape, dtype=torch.int32) for name in arrays}
         checkpointer.load({"model": back}, rules=fs.RuleSet(rules).inverse, verify_first=verify_first)
         assert all(np.array_equal(back[name].numpy(), arrays[name]) for name in arrays)
+
+
+@pytest.mark.parametrize(("dim", "rules"), [
+    (0, [fs.Fuse(("u.0", "u.1"), "f")]),
+    (0, [fs.Fuse(("u.1", "u.2"), "f"), fs.Fuse(("f", "u.3"), "g", parts=(2, 1))]),
+    (0, [fs.Transpose("u.0"), fs.Transpose("u.1"), fs.Fuse(("u.0", "u.1"), "f", 1)]),
+    (0, [fs.Split("u.1", ("v.a", "v.b")), fs.Fuse(("u.0", "v.a"), "f", parts=(2, 1))]),
+    (0, [fs.Unstack("u.2", "v.{e}"), fs.Unstack("u.3", "w.{e}"), fs.Fuse(("v.1", "w.0"), "f")]),
+    (1, [fs.Fuse(("u.0", "u.1"), "f", 1)]),
+])
+def test_slices_that_are_fused_again_go_on_beyond_the_end_of_a_stored_dimension(
+    tmp_path: Path, dim: int, rules: list[Any]
+) -> None:
+    array = np.arange(4 * 2 * 4, dtype=np.int32).reshape(4, 2, 4)
+    rules = [fs.Unstack("a", "u.{e}", dim), *rules]
+    wanted = {"a": array}
+    for rule in rules:
+        wanted = by_numpy(rule, wanted)
+    with fs.Checkpointer(tmp_path, engine=ENGINE) as checkpointer:
+        checkpointer.save(1, {"model": {"a": torch.from_numpy(array)}})
+        state = {name: torch.full(one.shape, -1, dtype=torch.int32) for name, one in wanted.items()}
+        checkpointer.load({"model": state}, rules=fs.RuleSet(rules))
+    for name, one in wanted.items():
+        assert np.array_equal(state[name].numpy(), one), name
 
 
 RULES = fs.RuleSet((

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 
 import msgspec
 from msgspec.structs import replace
@@ -198,11 +199,17 @@ class Arrangement:
             if side == 1:
                 continue
             along = next(d for d in range(len(shape)) if shape[d] > 1 and dense[d] <= stride)
+            room = shape[along] - offset[along]
             if dense[along] != stride:  # only every n-th element: each is a part of its own
-                for one in _slices(stored, dim, stride * item_bytes):
-                    yield from self._parts_in(one, item_bytes)
-                return
-            dims[along] = dim
+                cuts = range(1, side)
+            elif side > room:  # boxes that follow each other beyond the end of this dimension of the stored tensor
+                cuts = range(room, side, shape[along])
+            else:
+                dims[along] = dim
+                continue
+            for one in _cut(stored, dim, cuts, item_bytes):
+                yield from self._parts_in(one, item_bytes)
+            return
         yield _Part(stored.box, stored.file, tuple(offset), tuple(dims))
 
 
@@ -259,14 +266,15 @@ def _makes(rule: ConversionRule, name: str) -> bool:
     return any(bind(target, path) is not None for target in targets)
 
 
-def _slices(stored: StoredBox, dim: int, step_bytes: int) -> Iterator[StoredBox]:
-    """The box, cut into its slices along a dimension."""
-    offset, shape = stored.box.offset, stored.box.shape
-    for at in range(shape[dim]):
+def _cut(stored: StoredBox, dim: int, at: Sequence[int], item_bytes: int) -> Iterator[StoredBox]:
+    """The box, cut along a dimension before each of the slices numbered `at`, ascending."""
+    offset, shape, strides = stored.box.offset, stored.box.shape, strides_of(stored)
+    for begin, end in pairwise((0, *at, shape[dim])):
         box = Box(
-            (*offset[:dim], offset[dim] + at, *offset[dim + 1 :]), (*shape[:dim], 1, *shape[dim + 1 :])
+            (*offset[:dim], offset[dim] + begin, *offset[dim + 1 :]), (*shape[:dim], end - begin, *shape[dim + 1 :])
         )
-        yield replace(stored, box=box, offset_bytes=stored.offset_bytes + at * step_bytes, strides=strides_of(stored))
+        skipped = begin * strides[dim] * item_bytes
+        yield replace(stored, box=box, offset_bytes=stored.offset_bytes + skipped, strides=strides)
 
 
 def _view(memory: Memory, box: Box) -> Memory:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,8 @@ ERRNOS = (errno.EIO, errno.ENOSPC)
 ENGINES, ORDERS = 4, 3  # that numbers choose: sim_world.engine, Turns
 EACH_WAY = 500  # from this seed on each change at which the power is lost is played in a way of its own
 PLAYS_MAX = ENGINES * ORDERS + 1  # each holds several MB
+NEAR = {"compress": "max", "kept_bytes": 8 << 20}
+DERIVED = {"compress": "derived"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class Scenario:
     start   the first change at which it is stopped has this in its path
     at_once  a rank does two things at once: what it was told at a change, and what a play that is stopped there
              was told, are not always the same
+    coding  how its engine encodes
     """
 
     name: str
@@ -85,6 +88,7 @@ class Scenario:
     start: str = ""
     by_dcp: bool = False
     at_once: bool = False
+    coding: Mapping[str, object] | None = None
 
 
 def _saved(*steps: int) -> Callable[[Path, Ledger], None]:
@@ -94,6 +98,12 @@ def _saved(*steps: int) -> Callable[[Path, Ledger], None]:
                 earlier.save(step)
 
     return before
+
+
+def _saved_near(sandbox: Path, ledger: Ledger) -> None:
+    """Two steps, the second of which is encoded with the first one."""
+    with job(sandbox, Unsynced(), ledger, attempt="o", coding=NEAR) as earlier:
+        _saves(71, 72)(earlier)
 
 
 def _saved_by_team(*steps: int) -> Callable[[Path, Ledger], None]:
@@ -281,6 +291,25 @@ SCENARIOS: Sequence[Scenario] = (
     _by_dcp("dcp_team_first_save", 1, ranks=2),
     _by_dcp("dcp_team_second_save", 2, before=_saved(1), ranks=2),
     _by_dcp("dcp_team_overwrite", 2, before=_saved_by_dcp(2), ranks=2),
+    Scenario(
+        "near", _saves(71, 72, 73), keep=Keep(last=1), repeat=_saves(78, 79), start=".saving-00000072", coding=NEAR
+    ),
+    Scenario("near_resumed", _resumed(73, 74), _saved_near, Keep(last=1), _resumed(78), coding=NEAR),
+    Scenario(
+        "derived", _saves(71, 72), keep=Keep(last=1), repeat=_saves(78, 79), start=".saving-00000071", coding=DERIVED
+    ),
+    Scenario(
+        "derived_compacted", _compacted(71, 72, 73, 74, 75), keep=Keep(last=1), repeat=_compacted(78, 79),
+        start=".saving-00000073", coding=DERIVED,
+    ),
+    Scenario(
+        "team_derived", _saves(71, 72), keep=Keep(last=1), repeat=_saves(78, 79), ranks=2, start=".saving-00000072",
+        coding=DERIVED,
+    ),
+    Scenario(
+        "team_near", _saves(71, 72, 73), keep=Keep(last=1), repeat=_saves(78, 79), ranks=2, start=".saving-00000073",
+        coding=NEAR,
+    ),
 )
 
 
@@ -338,6 +367,12 @@ class Simulation:
         for at in range(first, len(changes) + (mode in (POWER, KILL))):
             if cases := [Case(self._number, mode, at, seed) for seed in seeds(at)]:
                 yield cases
+
+    def play_through(self) -> Path:
+        """To the end. Where the store is then."""
+        disk = self._disk()
+        self._play(disk)
+        return disk.sandbox
 
     def run(self, cases: Sequence[Case]) -> list[Violation]:
         """Play cases of one mode and change; what they violate."""
@@ -475,6 +510,8 @@ class Simulation:
     def _job(self, disk: Disk, ledger: Ledger, **options: object):
         if self._scenario.ranks > 1:
             options["ranks"] = self._scenario.ranks
+        if self._scenario.coding is not None:
+            options["coding"] = self._scenario.coding
         make = dcp_job if self._scenario.by_dcp else group if self._scenario.ranks > 1 else job
         return make(disk.sandbox, disk, ledger, keep=self._scenario.keep, **options)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,6 +41,7 @@ class GroupJob:
     def __init__(
         self, sandbox: Path, disk: Disk, ledger: Ledger, *, ranks: int, keep: Keep | None = None, number: int = 0,
         attempt: str = "a", by_wait: bool = False, again: bool = False, freeze: Freeze | None = None,
+        coding: Mapping[str, object] | None = None,
     ) -> None:
         self.turns, self._number = Turns(ranks, disk, number=number, freeze=freeze), number
         values: dict[str, bytes] = {}
@@ -50,7 +51,7 @@ class GroupJob:
             with mock.patch.object(rank_group, "this_job", lambda rank=rank, seen=seen: RankJob(rank, ranks, seen)):
                 self.members.append(
                     Job(sandbox, RankDisk(disk, self.turns, rank), ledger, keep=keep, number=number, attempt=attempt,
-                        by_wait=by_wait, again=again, deadline_s=DEADLINE_S,
+                        by_wait=by_wait, again=again, deadline_s=DEADLINE_S, coding=coding,
                         part=lambda whole, rank=rank: part_of(whole, rank, ranks))
                 )
 

@@ -29,16 +29,17 @@ from flowstone.store.local_io import LocalWriting
 from flowstone.store.system import System
 
 RESTING = 50  # the first step of a state with tensors that rest
+DRIFTING = 70  # and of one with floats that change a little, their working copies, and copies that are equal to them
 STORE = Path("runs/gpt")  # in the sandbox; neither directory is there before the first save
 _MIB = 1 << 20
 _URING = _native.has_io_uring()
 
 
-def engine(number: int) -> EngineOptions:
+def engine(number: int, **coding: Any) -> EngineOptions:
     """Small, so that a thousand of them start quickly; backends, and O_DIRECT, take turns."""
     backend = "io_uring" if number % 2 == 1 and _URING else "posix"
     direct = "auto" if number % 4 >= 2 else "off"
-    return EngineOptions(backend=backend, direct=direct, queue_depth=2, request_bytes=2 * _MIB, workers=1)
+    return EngineOptions(backend=backend, direct=direct, queue_depth=2, request_bytes=2 * _MIB, workers=1, **coding)
 
 
 def state(tag: str) -> dict[str, dict[str, object]]:
@@ -51,7 +52,8 @@ def state(tag: str) -> dict[str, dict[str, object]]:
     resting = {"whole": torch.arange(20_000), "partly": torch.cat([torch.zeros(_MIB, dtype=torch.uint8), changing])}
     number, letter = tag[:-1], tag[-1:]
     rests = number.isdigit() and not letter.isdigit() and int(number) >= RESTING
-    return ({"resting": resting} if rests else {}) | {
+    drifts = rests and int(number) >= DRIFTING
+    return ({"resting": resting} if rests else {}) | (_drifting(tag) if drifts else {}) | {
         "model": {
             "wide": torch.randn(90, 257, generator=chance),
             "narrow": torch.randn(33, generator=chance).to(torch.bfloat16),
@@ -60,6 +62,16 @@ def state(tag: str) -> dict[str, dict[str, object]]:
         },
         "optimizer": {"moment": torch.randn(33, 5, generator=chance, dtype=torch.float64).t()},
         "progress": {"tag": tag, "tokens": zlib.crc32(tag.encode()) << 40, "seen": [tag, None, b"\0" * len(tag)]},
+    }
+
+
+def _drifting(tag: str) -> dict[str, dict[str, object]]:
+    chance = torch.Generator().manual_seed(1)
+    master = torch.randn(300, 200, generator=chance) * 0.02 * (1 + 1e-5 * (zlib.crc32(tag.encode()) % 100))
+    still = torch.randn(270_000, generator=chance)
+    return {
+        "master": {"weight": master, "still": still},
+        "working": {"weight": master.bfloat16(), "still": still.bfloat16()}, "average": {"weight": master.clone()},
     }
 
 
@@ -183,21 +195,23 @@ class Job:
     by_wait  learn of a failed save from the next call instead of from its future
     again    an earlier process was stopped at the same: steps that it left may be there
     part     what this process has of a state
+    coding   how the engine encodes
     """
 
     def __init__(
         self, sandbox: Path, system: System, ledger: Ledger, *, keep: Keep | None = None, number: int = 0,
         attempt: str = "a", by_wait: bool = False, again: bool = False,
-        part: Callable[[dict[str, dict[str, object]]], Mapping[str, object]] = dict, **options: object,
+        part: Callable[[dict[str, dict[str, object]]], Mapping[str, object]] = dict,
+        coding: Mapping[str, object] | None = None, **options: object,
     ) -> None:
-        self.store = WatchedStore(sandbox / STORE, engine(number), system)
+        self.store = WatchedStore(sandbox / STORE, engine(number, **coding or {}), system)
         self.system, self.ledger, self.keep, self.by_wait = system, ledger, keep, by_wait
         self.attempt, self.again, self._part = attempt, again, part
         self.events: list[Event] = []
         self.fence: Literal["auto", "manual"] = "auto"
         self._tags: dict[int, str] = {}
         self.checkpointer = Checkpointer(
-            self.store, keep=keep, budget_bytes=4 * _MIB, engine=engine(number), on_event=self._hear,
+            self.store, keep=keep, budget_bytes=4 * _MIB, engine=self.store.options, on_event=self._hear,
             **options,  # type: ignore[arg-type]
         )
 

@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 from sim_cases import EACH_WAY, MODES, SCENARIOS, Case, Moment, Simulation
+from sim_world import STORE
+
+import flowstone as fs
+from flowstone.format.codec import CODECS
 
 SHOWN_MAX = 5
 Seeds = Callable[[int], Sequence[int]]
@@ -29,10 +33,17 @@ OVERLAPPING_SEEDS: dict[str, Seeds] = {  # some of the changes each
     "error": lambda at: (at // 4 % 4,) if at % 4 == 2 else (),
     "freeze": lambda at: (at // 4 % 3,) if at % 4 == 3 else (),
 }
+SAMPLED_SEEDS: dict[str, Seeds] = {  # a few of the changes each: the order of writes is that of other saves
+    "power": lambda at: (0, 3 + at) if at % 12 == 0 else (),
+    "kill": lambda at: (0,) if at % 20 == 1 else (),
+    "error": lambda at: (at // 4 % 4,) if at % 20 == 2 else (),
+    "freeze": lambda at: (at // 4 % 3,) if at % 24 == 3 else (),
+}
 LIFE_SEEDS: dict[str, Seeds] = SEEDS | {"power": lambda at: (0, 3 + at)}
 SEEDS_OF = {
     "life": LIFE_SEEDS, "team_life": LIFE_SEEDS, "team_two_tries": TRIES_SEEDS, "team_overlapping": OVERLAPPING_SEEDS,
     **dict.fromkeys(("deltas_resumed", "team_deltas_resumed", "deltas_compacted"), OVERLAPPING_SEEDS),
+    **{scenario.name: SAMPLED_SEEDS for scenario in SCENARIOS if scenario.coding is not None},
 }
 SOAK_SEEDS: dict[str, Seeds] = {
     "power": lambda at: (*range(3), *range(EACH_WAY, EACH_WAY + 57)), "kill": lambda at: range(8),
@@ -81,6 +92,20 @@ def test_what_is_seen_at_a_change_is_what_a_stop_there_leaves(name: str, scratch
     for cases in simulation.cases(MODES["error"], lambda at: (0,)):
         seen, left = (_settled(moment) for moment in simulation.seen_and_left(cases[0].at))
         assert seen == left, f"at change {cases[0].at}"
+
+
+@pytest.mark.parametrize(("name", "codecs"), [
+    ("near", {"xor", "raw"}), ("team_near", {"xor", "raw"}), ("derived", {"raw", "cast"}),
+    ("derived_compacted", {"raw", "cast"}), ("team_derived", {"raw", "cast"}),
+])
+def test_scenarios_of_codecs_use_these(name: str, codecs: set[str], scratch: Path) -> None:
+    (at,) = (at for at, scenario in enumerate(SCENARIOS) if scenario.name == name)
+    simulation = Simulation(at, scratch)
+    checkpoint = fs.open(simulation.play_through() / STORE)
+    found = {CODECS[one].name for one in checkpoint.index.chunks.codecs().tolist()}
+    assert found >= codecs
+    refers = any(row.home is not None for row in checkpoint.manifest.segments)
+    assert refers != (name in ("derived", "team_derived"))
 
 
 @pytest.mark.skipif(ONLY is not None, reason="SIM repeats one case")

@@ -369,12 +369,12 @@ def captured_digests(plan: WritePlan, receipt: Receipt) -> NDArray[np.uint64]:
 
 def unneeded(plan: WritePlan, referred: Referred | None, segments: Sequence[SegmentRow]) -> list[str]:
     """Names of files that were made for a save and are none of its segments: of the base, without a chunk that is the
-    same; of chunks, without any.
+    same; of chunks, without any, as all follow from others.
     """
-    if referred is None:
-        return []
     known = {row.name for row in segments}
-    made = [*(segment.name for segment in plan.segments), *(row.name for row in referred.segments)]
+    made = [segment.name for segment in plan.segments]
+    if referred is not None:
+        made += [row.name for row in referred.segments]
     return [name for name in made if name not in known]
 
 

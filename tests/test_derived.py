@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from flowstone import _native
 from flowstone.config import CHUNK_BYTES
 from flowstone.format.codec import CAST, CAST_ELEMENTS
 from flowstone.format.index import ChunkForms, ChunkPlaces
+from flowstone.store.local import LocalStore
+from flowstone.store.wrap import Faulty
 
 DERIVED = fs.EngineOptions(compress="derived")
 Tensors = dict[str, torch.Tensor]
@@ -61,6 +64,7 @@ def test_working_copies_and_equal_tensors_are_not_stored_and_load_bit_for_bit(ru
     held = sum(t.nbytes for section in ("master", "moment") for t in saved[section].values())
     assert held < stored_bytes(run) < held + 60_000
     assert fs.open(run).manifest.critical == ("delta", "copies", "codec.cast")
+    assert fs.open(run).verify().extra == (), "no file is left of which nothing was needed"
     with fs.Checkpointer(run) as checkpointer:
         checkpointer.load(into)
         assert content(into) == content(saved)
@@ -222,6 +226,23 @@ def test_a_missing_file_is_a_finding_though_others_are_rounded_from_it(tmp_path:
     (tmp_path / "step-00000005" / base).unlink()
     with pytest.raises(fs.DamagedError, match="is missing"):
         checkpoint.verify()
+
+
+@pytest.mark.parametrize(("number", "is_told"), [(errno.EIO, True), (errno.EMFILE, False)])
+def test_what_cannot_be_read_to_be_rounded_is_a_finding_or_an_error(run: Path, number: int, is_told: bool) -> None:
+    """The first bytes that a check reads are those that chunks are rounded from."""
+    left = [fs.StorageError("cannot read a master", errno=number)]
+
+    def refuse(verb: str, path: str) -> fs.FlowstoneError | None:
+        return left.pop() if verb == "read_through" and left else None
+
+    checkpoint = fs.open(Faulty(LocalStore(run), after=refuse))
+    if is_told:
+        assert [finding.what for finding in checkpoint.inspect().findings] == ["cannot read a master"]
+    else:
+        with pytest.raises(fs.StorageError, match="cannot read a master"):
+            checkpoint.inspect()
+    assert not left
 
 
 def test_coded_masters_are_rounded_too(tmp_path: Path) -> None:

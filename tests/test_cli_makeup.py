@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from journaled import Training
+from journaled import run as train
 from lora_job import BASE_BYTES, SMALL_BYTES, Job
 from typer.testing import CliRunner, Result
 
@@ -148,3 +150,76 @@ def test_du_is_a_table_for_people(store: Path) -> None:
         done = run("du", path)
         assert done.exit_code == 1
         assert done.stderr.startswith("NotAStoreError")
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Path:
+    """A store with one checkpoint, after which four steps are in its journal."""
+    train(Training(width=16), tmp_path / "run", 1, 5)
+    return tmp_path / "run"
+
+
+def test_show_tells_of_the_journal_that_leads_on(journal: Path) -> None:
+    (one,) = told("show", journal, "--step", 1)["journals"]
+    (name,) = (path.name for path in journal.glob("journal-*"))
+    size = (journal / name / "rank-00000.journal").stat().st_size
+    assert (one["name"], one["ranks"], one["first"], one["last"], one["frames"]) == (name, 1, 2, 5, 4)
+    assert 0 < one["bytes"] <= size
+    assert f"{name} replays steps 2 to 5: 4 frame(s) of 1 rank(s)" in " ".join(run("show", journal).stdout.split())
+    os.truncate(journal / name / "rank-00000.journal", one["bytes"] - 1)
+    (torn,) = told("show", journal, "--step", 1)["journals"]
+    assert (torn["last"], torn["frames"]) == (4, 3)
+    os.truncate(journal / name / "rank-00000.journal", 100)
+    assert told("show", journal, "--step", 1)["journals"] == []
+
+
+def test_show_tells_of_journals_that_go_on_from_one_and_of_none_of_another_checkpoint(journal: Path) -> None:
+    with fs.Checkpointer(journal) as checkpointer:
+        checkpointer.rewind(3)
+    first, then = told("show", journal, "--step", 1)["journals"]
+    assert (first["first"], first["last"]) == (2, 5)
+    assert (then["first"], then["last"], then["frames"]) == (None, None, 0)
+    assert f"{then['name']} replays no step yet" in " ".join(run("show", journal).stdout.split())
+    shutil.copytree(journal / "step-00000001", journal.parent / "alone")
+    assert told("show", journal.parent / "alone")["journals"] == []
+    with fs.Checkpointer(journal.parent / "other") as checkpointer:
+        checkpointer.save(1, {"n": 1})
+    for path in journal.glob("journal-*"):
+        shutil.copytree(path, journal.parent / "other" / path.name)
+    assert told("show", journal.parent / "other")["journals"] == []
+
+
+def test_du_tells_what_journals_take_and_the_next_whole_save_frees_it(journal: Path) -> None:
+    found = told("du", journal)
+    (one,) = found["steps"]
+    taken = allocated(*journal.glob("journal-*"))
+    assert found["journal_bytes"] == one["journal_bytes"] == taken > 0
+    assert one["bytes"] + taken + found["other_bytes"] == found["bytes"] == allocated(journal)
+    assert "in journals, which the next whole save frees" in run("du", journal).stdout
+    with fs.Checkpointer(journal) as checkpointer:
+        checkpointer.save(6, {"n": 1})
+    after = told("du", journal)
+    assert after["journal_bytes"] == 0
+    assert not list(journal.glob("journal-*"))
+    assert "in journals" not in run("du", journal).stdout
+
+
+def test_what_chunks_are_decoded_with_is_told_and_freed_with_the_last_step_that_needs_it(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tensors = {name: torch.randn(700, 500) * 0.02 for name in "ab"}
+    keeps = fs.EngineOptions(compress="max", kept_bytes=16 * MIB)
+    with fs.Checkpointer(tmp_path / "run", engine=keeps) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, {"m": tensors}).committed.result()
+            for tensor in tensors.values():
+                tensor.mul_(1 + 1e-4)
+    base = {one["section"]: one for one in told("show", tmp_path / "run", "--step", 1)["sections"]}["m"]
+    near = {one["section"]: one for one in told("show", tmp_path / "run", "--step", 3)["sections"]}["m"]
+    assert base["decoded_with"] == {}
+    assert near["decoded_with"] == {fs.open(tmp_path / "run", 1).manifest.id: base["written"]}
+    assert near["codecs"] == {"xor": near["written"]}
+    shown = " ".join(run("show", tmp_path / "run").stdout.replace("\u2502", " ").split())
+    assert "of bases" in shown
+    steps = {one["step"]: one for one in told("du", tmp_path / "run")["steps"]}
+    assert steps[1]["alone_bytes"] < base["written"] < steps[3]["bytes"]
+    assert steps[3]["up_to_bytes"] > base["written"]

@@ -42,6 +42,8 @@ def du(
         [str(one.step), size_text(one.bytes), size_text(one.alone_bytes), size_text(one.up_to_bytes)]
         for one in usage.steps
     ])
+    if usage.journal_bytes:
+        typer.echo(f"{size_text(usage.journal_bytes)} in journals, which the next whole save frees")
     other = f", {size_text(usage.other_bytes)} of it in no step" if usage.other_bytes else ""
     typer.echo(f"{size_text(usage.bytes)} in all, shared files counted once{other}")
     if freed is not None:

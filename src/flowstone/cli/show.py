@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -10,13 +11,16 @@ import typer
 
 from flowstone.cli.ls import local_time, row_of
 from flowstone.cli.output import AsJson, Step, StorePath, errors_reported, make_console, marked, print_json, size_text
+from flowstone.commit.entries import is_journal, parse
 from flowstone.config import MIB
 from flowstone.format.manifest import IoRecord
+from flowstone.store.local import LocalStore
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from flowstone.checkpoint import Checkpoint
+    from flowstone.commit.journals import JournalMakeup
 
 _SHOWN_TENSORS = 40  # rows that `show` prints unless asked for all
 _INT_SHOWN = 10**300  # larger ones are no numbers for JSON readers, nor for Python from 4,300 digits on
@@ -38,8 +42,9 @@ def show(
         checkpoint = open_checkpoint(path, step)
         tensors, objects = checkpoint.tensors, checkpoint.objects
         per_rank = checkpoint.contents.per_rank
+        following = _journals(checkpoint)
     if as_json:
-        print_json(_shown(checkpoint))
+        print_json(_shown(checkpoint) | {"journals": [msgspec.to_builtins(one) for one in following]})
         return
     console, manifest = make_console(), checkpoint.manifest
     console.print(f"[bold]step {manifest.step}[/] in {marked(checkpoint.path)}")
@@ -48,6 +53,10 @@ def show(
         f"{manifest.tensors:,} tensors, {size_text(manifest.data_bytes)} in {len(manifest.segments)} segment(s)"
     )
     console.print(f"written by {_io(manifest.io)}", markup=False)
+    for one in following:
+        frames = f"{one.frames:,} frame(s) of {one.ranks} rank(s), {size_text(one.bytes)}"
+        steps = f"replays steps {one.first} to {one.last}" if one.first is not None else "replays no step yet"
+        console.print(f"{marked(one.name)} {steps}: {frames}")
     _print_makeup(console, checkpoint)
     table = Table("tensor", "dtype", "shape", "size", "pieces")
     names = list(tensors)
@@ -65,6 +74,19 @@ def show(
     for section, values in per_rank.items():
         table.add_row(marked(section), f"one for each of {len(values)} rank(s)")
     console.print(table)
+
+
+def _journals(checkpoint: Checkpoint) -> tuple[JournalMakeup, ...]:
+    """The journals that lead on from a checkpoint of a store; none where it stands alone."""
+    directory = Path(checkpoint.path)
+    if not checkpoint.path.startswith("/") or parse(directory.name) is None or not directory.parent.is_dir():
+        return ()
+    store = LocalStore(directory.parent)
+    if not any(map(is_journal, store.names())):
+        return ()
+    from flowstone.commit import journals  # imported here: most stores have none
+
+    return journals.following(store, checkpoint.manifest)
 
 
 def _shown(checkpoint: Checkpoint) -> dict[str, object]:
@@ -92,10 +114,11 @@ def _print_makeup(console: Console, checkpoint: Checkpoint) -> None:
     for one in checkpoint.sections:
         codecs = ", ".join(one.codecs) if len(one.codecs) > 1 or "raw" not in one.codecs else ""
         homes = f" in {len(one.referred)} earlier save(s)" if one.referred else ""
+        near = f", with {size_text(sum(one.decoded_with.values()))} of bases" if one.decoded_with else ""
         table.add_row(
             marked(one.section), f"{one.tensors:,}", size_text(one.bytes), size_text(one.written),
             f"{size_text(sum(one.referred.values()))}{homes}",
-            size_text(one.derived) if one.derived else "", f"{codecs} {one.ratio:.2f} x" if codecs else "",
+            size_text(one.derived) if one.derived else "", f"{codecs} {one.ratio:.2f} x{near}" if codecs else "",
         )
     console.print(table)
 

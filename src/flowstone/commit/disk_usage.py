@@ -20,22 +20,26 @@ class StepUsage(msgspec.Struct, frozen=True):
     bytes        of all files in its directory
     alone_bytes  that would be freed if this step alone were removed
     up_to_bytes  that would be freed if this step, and every one before it, were removed
+    journal_bytes  of journals that begin after this step, which is no part of `bytes`: what the next whole save frees
     """
 
     step: int
     bytes: int
     alone_bytes: int
     up_to_bytes: int
+    journal_bytes: int = 0
 
 
 class DiskUsage(msgspec.Struct, frozen=True):
     """What a store takes, each file counted once.
 
-    other_bytes  of what is in no step: unfinished saves, what was set aside, the marker
+    journal_bytes  of all journals
+    other_bytes    of what is in no step, and no journal: unfinished saves, what was set aside, the marker
     """
 
     steps: tuple[StepUsage, ...]
     bytes: int
+    journal_bytes: int
     other_bytes: int
 
 
@@ -54,10 +58,14 @@ class Disk:
         self._files: dict[tuple[int, int], _File] = {}
         # Of each step, and of what is in none: how many names a file has there.
         self._names: dict[int | None, dict[tuple[int, int], int]] = {None: {}}
+        self._journals: dict[int, dict[tuple[int, int], int]] = {}  # by the step after which they begin
         with translated(root, "look at", str(root)):
             for place, _, names in os.walk(root):
                 head = Path(place).relative_to(root).parts[:1]
                 entry = parse(head[0]) if head else None
+                if entry is not None and entry.kind is Kind.JOURNAL and entry.step is not None:
+                    self._look(place, names, self._journals.setdefault(entry.step, {}))
+                    continue
                 step = entry.step if entry is not None and entry.kind is Kind.STEP else None
                 self._look(place, names, self._names.setdefault(step, {}))
 
@@ -104,7 +112,10 @@ class Disk:
         for step in self.steps:
             size = sum(self._files[one].bytes for one in self._names[step])
             freed += self._freed(gone, [step])
-            found.append(StepUsage(step, size, self._freed({}, [step]), freed))
+            journal = sum(self._files[one].bytes for one in self._journals.get(step, {}))
+            found.append(StepUsage(step, size, self._freed({}, [step]), freed, journal))
         in_steps = {one for step in self.steps for one in self._names[step]}
-        other = sum(self._files[one].bytes for one in self._names[None].keys() - in_steps)
-        return DiskUsage(tuple(found), sum(file.bytes for file in self._files.values()), other)
+        in_journals = {one for names in self._journals.values() for one in names} - in_steps
+        journals = sum(self._files[one].bytes for one in in_journals)
+        other = sum(self._files[one].bytes for one in self._names[None].keys() - in_steps - in_journals)
+        return DiskUsage(tuple(found), sum(file.bytes for file in self._files.values()), journals, other)

@@ -36,6 +36,7 @@ from flowstone.format.journal import (
     decode_prefix,
     encode_head,
 )
+from flowstone.format.manifest import Manifest
 from flowstone.log import log
 from flowstone.store.base import Names, Store
 
@@ -186,6 +187,48 @@ def _is_whole(store: Names, path: str, place: FramePlace) -> bool:
         if len(data) < tensor.bytes or digest(data) != tensor.digest:
             return False
     return True
+
+
+class JournalMakeup(msgspec.Struct, frozen=True):
+    """What a journal is made up of.
+
+    first, last  steps that the files of all its ranks have; None: none yet
+    frames       of steps, of all ranks
+    bytes        of these and of the openings; a file may have more, reserved for what comes
+    """
+
+    name: str
+    ranks: int
+    first: int | None
+    last: int | None
+    frames: int
+    bytes: int
+
+
+def following(store: Names, manifest: Manifest) -> tuple[JournalMakeup, ...]:
+    """The journals that begin at a checkpoint, and those that go on from these, in the order in which they began."""
+    ids: set[str] = set()
+    found = []
+    for journal in reversed(listed(store)):
+        opening = journal.opening
+        begins = opening.after == manifest.step and opening.checkpoint == manifest.id
+        if begins or opening.parent in ids:
+            ids.add(opening.id)
+            found.append(_makeup(store, journal))
+    return tuple(found)
+
+
+def _makeup(store: Names, journal: Journal) -> JournalMakeup:
+    frames_, bytes_ = 0, 0
+    for file in store.names(journal.directory):
+        if removal.is_journal_file(file):
+            opening = _frame_at(store, inside(journal.directory, file), 0)
+            places = frames(store, journal, int(file[len("rank-") : -len(".journal")]))
+            frames_ += len(places)
+            bytes_ += sum(one.frame.frame_bytes for one in places) + (0 if opening is None else opening.frame_bytes)
+    steps = _common_steps(store, journal)
+    first, last = (steps[0], steps[-1]) if steps else (None, None)
+    return JournalMakeup(journal.directory, journal.opening.ranks, first, last, frames_, bytes_)
 
 
 def newest_chain(store: Names) -> Chain | None:

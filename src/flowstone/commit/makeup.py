@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from flowstone.format.codec import CAST, CODECS
 from flowstone.format.index import Index
 from flowstone.format.manifest import Manifest
-from flowstone.table.chunks import Chunks
+from flowstone.table.chunks import CODEC_XOR, Chunks
 
 
 class SectionMakeup(msgspec.Struct, frozen=True):
@@ -27,6 +27,8 @@ class SectionMakeup(msgspec.Struct, frozen=True):
     referred     bytes in files of earlier saves, by the identity of the checkpoint that wrote them
     derived      bytes of which nothing is stored: equal to, or rounded from, what other tensors have
     codecs       bytes by codec, written and referred
+    decoded_with bytes of chunks with which others are decoded (codec xor), each counted once, by the identity of the
+                 checkpoint that wrote them
     """
 
     section: str
@@ -36,6 +38,7 @@ class SectionMakeup(msgspec.Struct, frozen=True):
     referred: Mapping[str, int]
     derived: int
     codecs: Mapping[str, int]
+    decoded_with: Mapping[str, int] = {}
 
     @property
     def stored(self) -> int:
@@ -69,7 +72,7 @@ def sections_of(manifest: Manifest, index: Index, names: Collection[str]) -> tup
         (at, kind): int(length[(section == at) & (home == number)].sum())
         for at in order.values() for number, kind in enumerate(kinds)
     }
-    lengths = np.bincount(of_piece, chunks.length, len(order))
+    lengths, near = np.bincount(of_piece, chunks.length, len(order)), _decoded_with(manifest, chunks, section)
     counts = np.bincount(of_tensor, minlength=len(order))
     return tuple(
         SectionMakeup(
@@ -79,9 +82,25 @@ def sections_of(manifest: Manifest, index: Index, names: Collection[str]) -> tup
             {CODECS[one].name if one in CODECS else f"codec {one}": size for one in np.flatnonzero(
                 np.bincount(codec[section == at])
             ).tolist() if (size := int(length[(section == at) & (codec == one)].sum()))},
+            near.get(at, {}),
         )
         for name, at in order.items()
     )
+
+
+def _decoded_with(manifest: Manifest, chunks: Chunks, section: NDArray[np.int64]) -> Mapping[int, Mapping[str, int]]:
+    """For each section by its number: the bytes of its chunks' bases, by who wrote them. `section`: of each chunk."""
+    found: dict[int, dict[str, int]] = {}
+    if chunks.stored is None or chunks.stored.bases is None:
+        return found
+    near = np.flatnonzero(chunks.stored.codec == CODEC_XOR)
+    bases = chunks.stored.bases.of(near)
+    columns = section[near], bases.segment, bases.offset, bases.length
+    for at, segment, _, length in sorted(set(zip(*(column.tolist() for column in columns), strict=True))):
+        home = manifest.segments[segment].home or manifest.id
+        by_home = found.setdefault(at, {})
+        by_home[home] = by_home.get(home, 0) + length
+    return found
 
 
 def _repeats(chunks: Chunks) -> NDArray[np.bool_]:

@@ -78,6 +78,26 @@ def test_results_come_in_the_order_of_the_parts_and_two_are_under_way(cluster: C
         assert list(results) == list(range(7))
 
 
+def test_a_delta_is_verified_as_by_one_process(cluster: Cluster, tmp_path: Path) -> None:
+    """Step 2 refers to the file of step 1, which is removed, for all but one tensor."""
+    tensors = {"still": torch.randn(3_000_000), "moves": torch.randn(600_000)}
+    with fs.Checkpointer(tmp_path / "run", keep=1, engine=fs.EngineOptions(compress="derived")) as checkpointer:
+        for step in (1, 2, 3):
+            working = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+            checkpointer.save(step, {"master": tensors, "working": working}).committed.result()
+            tensors["moves"] += 1
+    checkpoint = fs.open(tmp_path / "run")
+    assert any(row.home is not None for row in checkpoint.manifest.segments)
+    assert checkpoint.verify(cluster=cluster) == checkpoint.verify()
+    (base,) = (tmp_path / "run/step-00000003").glob("from-*")
+    with base.open("r+b") as file:
+        file.seek(5_000_000)
+        file.write(b"harmed")
+    found = checkpoint.inspect(cluster=cluster)
+    assert found == checkpoint.inspect()
+    assert [finding.file for finding in found.findings] == [base.name]
+
+
 @pytest.mark.parametrize("to", ["hf", "torch", "dcp"])
 def test_an_export_is_the_same_as_by_one_process(model: Path, cluster: Cluster, tmp_path: Path, to: str) -> None:
     told: list[tuple[int, int]] = []

@@ -7,6 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
+from forge import edit_index, flip
 from processes import run
 
 import flowstone as fs
@@ -15,7 +17,7 @@ from flowstone.commit.read import read_index
 from flowstone.commit.verify import Checked, Share, check_share, segment_bytes
 from flowstone.stage.arena import open_read_arena
 from flowstone.store.local import LocalStore
-from flowstone.verification import shares
+from flowstone.verification import _Place, check_share_in_task, shares
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +51,44 @@ def test_shares_cut_anywhere_find_together_what_one_finds(harmed: Path, count: i
     arena.close()
     found = [finding for part in parts for finding in part]
     assert sorted(found, key=repr) == sorted(whole, key=repr)
+
+
+@pytest.fixture(scope="module")
+def harmed_delta(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a step with a base's file, a file of its own, and what is rounded from both, each kind is damaged."""
+    path = tmp_path_factory.mktemp("delta") / "run"
+    torch.manual_seed(0)
+    master, other = torch.randn(1_000_000), torch.randn(700_000)
+    with fs.Checkpointer(path, engine=fs.EngineOptions(compress="derived")) as checkpointer:
+        for step in (1, 2, 3):
+            state = {"master": {"w": master, "o": other}, "working": {"w": master.bfloat16(), "o": other.bfloat16()}}
+            checkpointer.save(step, state).committed.result()
+            other += 1
+            master[600_000] += 1
+    checkpoint = path / "step-00000003"
+    opened = fs.open(checkpoint)
+    stored, names = opened.index.chunks.stored, list(opened.index.tensors.names)
+    assert stored is not None
+    for name, chunk in (("master.w", 0), ("master.w", 2), ("master.o", 2)):
+        number = int(opened.index.chunks.first[names.index(name)]) + chunk
+        flip(checkpoint / opened.manifest.segments[int(stored.segment[number])].name, int(stored.offset[number]) + 9)
+    assert len({int(segment) for segment in stored.segment[stored.length > 0]}) > 1
+    number = int(opened.index.chunks.first[names.index("working.o")])
+    edit_index(checkpoint, lambda columns: columns["chunk.digest"].__setitem__(number, 1))
+    return checkpoint
+
+
+@pytest.mark.parametrize("count", [1, 3, 20])
+def test_tasks_that_share_a_delta_find_together_what_one_finds(harmed_delta: Path, count: int) -> None:
+    """As on a cluster, where each opens the checkpoint for itself; tasks that see it under its own path alone, too."""
+    whole = fs.open(harmed_delta).inspect().findings
+    assert len(whole) == 3 + 1
+    assert {finding.file.partition("-")[0] for finding in whole} == {"from", "rank", "index.safetensors"}
+    for root, directory in ((harmed_delta, ""), (harmed_delta.parent, harmed_delta.name)):
+        manifest = read_manifest(LocalStore(root), directory)
+        place = _Place(str(root), directory, manifest.id)
+        found = [one for share in shares(segment_bytes(manifest), count) for one in check_share_in_task(place, share)]
+        assert sorted(found, key=repr) == sorted(whole, key=repr)
 
 
 @pytest.mark.parametrize("total", [0, 1, 5 << 20, 3 << 40])

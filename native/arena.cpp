@@ -109,6 +109,16 @@ std::optional<Block> Arena::acquire(const Question& may_take, const Question& gi
     return may ? take_free_locked() : std::nullopt;
 }
 
+std::vector<Block> Arena::acquire_all(std::size_t count, const Question& give_up) {
+    std::vector<Block> blocks;
+    blocks.reserve(count);
+    std::unique_lock lock(mutex_);
+    available_.wait(lock, [&] { return closed_ || free_ >= count || give_up(); });
+    if (!closed_ && free_ >= count)
+        while (blocks.size() < count) blocks.push_back(*take_free_locked());
+    return blocks;
+}
+
 void Arena::wait(std::chrono::steady_clock::time_point deadline, const Question& enough) {
     std::unique_lock lock(mutex_);
     available_.wait_until(lock, deadline, [&] { return closed_ || enough(); });

@@ -84,6 +84,9 @@ public:
     std::optional<Block> acquire(const Question& give_up) {
         return acquire([] { return true; }, give_up);
     }
+    /// The same for `count` blocks at once, of at least as many touched ones; none if it gave up. Two jobs that took them one
+    /// after the other could wait for each other.
+    std::vector<Block> acquire_all(std::size_t count, const Question& give_up);
 
     /// Blocks until `enough()`, or until the deadline.
     void wait(std::chrono::steady_clock::time_point deadline, const Question& enough);

@@ -20,60 +20,55 @@ bool ReadJob::decode(Window& window, const WantedChunk& chunk, const std::byte* 
     const bool is_dense = row.device == on_host && row.layout == contiguous && row.address != verify_only && codec_of(chunk) != codec_xor;
     std::byte* const data = is_dense ? row.target() + chunk.logical_begin() : live.coding_room() + chunk_bytes;
     if (is_dense) touched_[chunk.row] = true;
-    if (!decode_any(window, chunk, bytes, data, data_bytes, live)) {
-        report_bad(stored_of(chunk));
+    if (!decode_any(window, digest_of(chunk), chunk.memory[0], bytes, data, data_bytes, live)) {
+        report_bad(digest_of(chunk));
         return false;
     }
     if (!is_dense) place(window, chunk, data_bytes, data);
     return true;
 }
 
-bool ReadJob::compute(Window& window, const WantedChunk& chunk, const std::byte* bytes, LiveAccess& live) {
+bool ReadJob::compute(Window& window, const WantedChunk& chunk, LiveAccess& live) {
+    static_assert(4 * chunk_bytes <= LiveAccess::coding_room_bytes);
     const ReadExtent& row = window.rows->rows[chunk.row];
     const std::uint32_t data_bytes = window.rows->data_bytes(row, chunk.number);
-    const std::uint64_t begin = (chunk.half - 1) * cast::half_bytes, singles_bytes = 2 * std::min(cast::half_bytes, data_bytes - begin);
-    const std::byte* singles = bytes;
-    if (codec_of(chunk) != codec_raw) {
-        singles = live.coding_room() + chunk_bytes;
-        if (!decode_any(window, chunk, bytes, live.coding_room() + chunk_bytes, singles_bytes, live)) {
-            report_bad(stored_of(chunk));
-            return false;
-        }
-    }
-    const std::pair key(chunk.row, chunk.number);
-    std::shared_ptr<Computed> computed;
-    {
-        const std::lock_guard lock(computed_mutex_);
-        std::shared_ptr<Computed>& found = computed_[key];
-        if (found == nullptr) found = std::make_shared<Computed>(Computed{allocate_aligned(block_ceil(data_bytes)), cast::half_count(data_bytes)});
-        computed = found;
-    }
     const auto element = static_cast<cast::Element>(rows_->stored[digest_of(chunk)].length);
-    // Of a NaN, which no writer takes, the digest tells whether it is the one that was saved.
-    (void)cast::round(singles, singles_bytes / sizeof(float), element, computed->data.get() + begin);
-    {
-        const std::lock_guard lock(computed_mutex_);
-        if (--computed->halves_left != 0) return true;
-        computed_.erase(key);
+    std::byte* const data = live.coding_room() + 3 * chunk_bytes;
+    for (std::uint64_t half = 0; half < chunk.sources; ++half) {
+        const std::uint64_t stored = stored_of(chunk) + half, begin = half * cast::half_bytes;
+        const std::uint64_t singles_bytes = 2 * std::min(cast::half_bytes, data_bytes - begin);
+        const ChunkPlace& place = rows_->stored[stored];
+        const std::byte* singles = arrived(window, place, chunk.memory[half].at);
+        if (place.codec != codec_raw) {
+            std::byte* const decoded = live.coding_room() + chunk_bytes;
+            if (!decode_any(window, stored, chunk.memory[half], singles, decoded, singles_bytes, live)) {
+                report_bad(stored);
+                return false;
+            }
+            singles = decoded;
+        }
+        // Of a NaN, which no writer takes, the digest tells whether it is the one that was saved.
+        (void)cast::round(singles, singles_bytes / sizeof(float), element, data + begin);
     }
-    if (xxh3_64(computed->data.get(), data_bytes) != rows_->digests[digest_of(chunk)]) {
+    if (xxh3_64(data, data_bytes) != rows_->digests[digest_of(chunk)]) {
         report_bad(digest_of(chunk));
         return false;
     }
-    if (row.address != verify_only && !damaged_.load()) place(window, chunk, data_bytes, computed->data.get());
+    if (row.address != verify_only && !damaged_.load()) this->place(window, chunk, data_bytes, data);
     return true;
 }
 
-bool ReadJob::decode_any(const Window& window, const WantedChunk& chunk, const std::byte* bytes, std::byte* data, std::size_t data_bytes,
-                         LiveAccess& live) const {
-    const ChunkBase* const base = rows_->base_of(stored_of(chunk));
-    if (base == nullptr) return decode_chunk(codec_of(chunk), bytes, chunk.length, data, data_bytes, live.coding_room());
+bool ReadJob::decode_any(const Window& window, std::uint64_t stored, const ChunkMemory& memory, const std::byte* bytes, std::byte* data,
+                         std::size_t data_bytes, LiveAccess& live) const {
+    const ChunkPlace& place = rows_->stored[stored];
+    const ChunkBase* const base = rows_->base_of(stored);
+    if (base == nullptr) return decode_chunk(place.codec, bytes, place.length, data, data_bytes, live.coding_room());
     static_assert(3 * chunk_bytes <= LiveAccess::coding_room_bytes);
-    const std::byte* const stored = arrived(window, chunk, base->place);
+    const std::byte* const near = arrived(window, base->place, memory.base_at);
     std::byte* const other = live.coding_room() + 2 * chunk_bytes;
-    if (xxh3_64(stored, base->place.length) != base->digest ||
-        !decode_chunk(base->place.codec, stored, base->place.length, other, data_bytes, live.coding_room()) ||
-        !decode_chunk(codec_planes, bytes, chunk.length, data, data_bytes, live.coding_room()))
+    if (xxh3_64(near, base->place.length) != base->digest ||
+        !decode_chunk(base->place.codec, near, base->place.length, other, data_bytes, live.coding_room()) ||
+        !decode_chunk(codec_planes, bytes, place.length, data, data_bytes, live.coding_room()))
         return false;
     xor_into(data, other, data_bytes);
     return xxh3_64(data, data_bytes) == base->data_digest;
@@ -107,7 +102,7 @@ void ReadJob::store(Window& window, const WantedChunk& chunk, const std::byte* b
     const std::uint64_t begin = chunk.logical_begin();
     if (row.device != on_host) {
         const std::shared_ptr<Device>& device = window.rows->devices[static_cast<std::size_t>(row.device)];
-        arena_->pin(window.block, device);
+        arena_->pin(window.blocks.front(), device);
         window.used[static_cast<std::size_t>(row.device)] = true;
         if (const int error = device->from_host(row.address + begin, bytes, chunk.length))
             take_outcome(device_fault(*device, error, *files_[chunk.file], chunk.begin, chunk.length));

@@ -114,21 +114,25 @@ void ReadJob::begin_all() {
 /// Begins windows in file order, as many at once as keep queue and workers busy; ahead, as many as the arena holds.
 void ReadJob::begin_windows() {
     register_files();
-    plan_ = plan_reads(*rows_, machine_.request_bytes, options_.in_place && !options_.ahead);
+    plan_ = plan_reads(*rows_, machine_.request_bytes, arena_->block_bytes(), options_.in_place && !options_.ahead);
     std::erase_if(plan_.windows, [this](const ReadWindow& window) { return files_[window.file] == nullptr; });
     for (const ReadWindow& window : plan_.windows) {
-        const auto is_null = [this](const BaseRange& range) { return files_[range.file] == nullptr; };
+        const auto is_null = [this](const OtherRange& range) { return files_[range.file] == nullptr; };
         const auto ranges = std::span(plan_.ranges).subspan(window.first_range, window.last_range - window.first_range);
         if (!std::any_of(ranges.begin(), ranges.end(), is_null)) continue;
         return take_outcome({Fault{"find what it is decoded with for", EBADF, files_[window.file]->path, window.begin, window.bytes}, false});
     }
     const auto busy = static_cast<std::uint32_t>(machine_.queue_depth + machine_.workers->count());
     const std::uint32_t windows_max = options_.ahead ? std::min(ahead_reads_max, busy) : busy;
-    const auto copied = static_cast<std::uint64_t>(
-        std::count_if(plan_.windows.begin(), plan_.windows.end(),
-                      [this](const ReadWindow& window) { return !window.direct && !is_mapped(window); }));
+    std::uint64_t blocks = 0, blocks_max = 0;
+    for (const ReadWindow& window : plan_.windows) {
+        if (window.direct || is_mapped(window)) continue;
+        blocks += blocks_of(window);
+        blocks_max = std::max<std::uint64_t>(blocks_max, blocks_of(window));
+    }
+    if (blocks_max * arena_->block_bytes() > arena_->budget_bytes()) return take_outcome(no_memory());
     spans_.expect((options_.ahead ? 3 : 2) * plan_.windows.size());  // read, deliver; ahead, verified before
-    if (copied != 0) arena_->grow((options_.ahead ? copied : std::min<std::uint64_t>(copied, windows_max)) * arena_->block_bytes());
+    if (blocks != 0) arena_->grow((options_.ahead ? blocks : std::min(blocks, std::max<std::uint64_t>(blocks_max, windows_max))) * arena_->block_bytes());
     for (const ReadWindow& window : plan_.windows) {
         wait_for_room(windows_max);
         if (stopping()) break;
@@ -137,12 +141,12 @@ void ReadJob::begin_windows() {
             continue;
         }
         if (window.direct) {
-            begin(window, Block());
+            begin(window, {});
             continue;
         }
-        std::optional<Block> block = arena_->acquire([this] { return stopping(); });
-        if (!block || stopping()) break;
-        begin(window, std::move(*block));
+        std::vector<Block> taken = arena_->acquire_all(blocks_of(window), [this] { return stopping(); });
+        if (taken.empty() || stopping()) break;
+        begin(window, std::move(taken));
     }
 }
 
@@ -153,7 +157,7 @@ void ReadJob::post(const std::shared_ptr<Window>& window, Stage stage) noexcept 
 /// Devices copy only from pinned blocks, and who reads ahead does not know where to.
 bool ReadJob::is_mapped(const ReadWindow& planned) const {
     const auto is_far = [this](const WantedChunk& chunk) { return rows_->rows[chunk.row].device != on_host; };
-    const auto is_read = [this](const BaseRange& range) { return files_[range.file]->mapped == 0; };
+    const auto is_read = [this](const OtherRange& range) { return files_[range.file]->mapped == 0; };
     const auto ranges = std::span(plan_.ranges).subspan(planned.first_range, planned.last_range - planned.first_range);
     return !options_.ahead && files_[planned.file]->mapped != 0 && std::none_of(ranges.begin(), ranges.end(), is_read) &&
            !std::any_of(plan_.chunks.begin() + static_cast<std::ptrdiff_t>(planned.first),
@@ -168,25 +172,19 @@ void ReadJob::begin_mapped(const ReadWindow& planned) {
     post(window, &ReadJob::deliver);
 }
 
-void ReadJob::begin(const ReadWindow& planned, Block block) {
+std::size_t ReadJob::blocks_of(const ReadWindow& planned) const {
+    const std::uint64_t block_bytes = arena_->block_bytes();
+    return static_cast<std::size_t>((planned.memory + block_bytes - 1) / block_bytes);
+}
+
+void ReadJob::begin(const ReadWindow& planned, std::vector<Block> blocks) {
     const auto window = std::make_shared<Window>();
     window->planned = &planned;
     window->begun_ns = now_ns();
-    window->block = std::move(block);
-    if (!planned.direct && planned.bytes > arena_->block_bytes()) window->own = allocate_aligned(planned.bytes);
+    window->blocks = std::move(blocks);
     std::vector<std::unique_ptr<Op>> ops;
-    if (planned.own_bytes() != 0) {
-        ops.push_back(make_op(window, planned.file, planned.begin, planned.needed_end - planned.begin));
-        if (planned.direct)
-            aim_direct(*window, ops.back()->parts);
-        else
-            ops.back()->parts.push_back({memory(*window), planned.own_bytes()});
-    }
-    for (std::size_t i = planned.first_range; i < planned.last_range; ++i) {
-        const BaseRange& range = plan_.ranges[i];
-        ops.push_back(make_op(window, range.file, range.begin, range.needed_end - range.begin));
-        ops.back()->parts.push_back({memory(*window) + range.at, range.bytes()});
-    }
+    if (planned.own_bytes() != 0) ops.push_back(make_op(window, {planned.file, planned.begin, planned.end, planned.needed_end}));
+    for (std::size_t i = planned.first_range; i < planned.last_range; ++i) ops.push_back(make_op(window, plan_.ranges[i]));
     window->ops_left = ops.size();
     requests_ += ops.size();
     requested_bytes_ += planned.bytes;
@@ -200,17 +198,24 @@ void ReadJob::begin(const ReadWindow& planned, Block block) {
     }
 }
 
-std::byte* ReadJob::memory(const Window& window) const { return window.own ? window.own.get() : window.block.bytes(); }
+std::byte* ReadJob::memory(const Window& window, std::uint64_t at) const {
+    return window.blocks[at / arena_->block_bytes()].bytes() + at % arena_->block_bytes();
+}
 
-std::unique_ptr<Op> ReadJob::make_op(const std::shared_ptr<Window>& window, std::uint32_t file, std::uint64_t begin, std::uint64_t needed_bytes) {
+std::unique_ptr<Op> ReadJob::make_op(const std::shared_ptr<Window>& window, const OtherRange& range) {
     auto op = std::make_unique<Op>();
     op->direction = Direction::read;
-    op->file = files_[file].get();
-    op->offset = begin;
-    op->needed_bytes = needed_bytes;
+    op->file = files_[range.file].get();
+    op->offset = range.begin;
+    op->needed_bytes = range.needed_end - range.begin;
     op->stopping = &stopping_;
-    if (!window->planned->direct && !window->own) op->memory_slot = registered().block(window->block, arena_->block_bytes());
-    op->file_slot = registered().file(file);
+    if (window->planned->direct) {
+        aim_direct(*window, op->parts);
+    } else {
+        op->parts.push_back({memory(*window, range.at), range.bytes()});
+        op->memory_slot = registered().block(window->blocks[range.at / arena_->block_bytes()], arena_->block_bytes());
+    }
+    op->file_slot = registered().file(range.file);
     op->done = [this, window](const Outcome& outcome) { end_op(window, outcome); };
     return op;
 }
@@ -243,7 +248,7 @@ void ReadJob::end_op(const std::shared_ptr<Window>& window, const Outcome& outco
     if (--window->ops_left != 0) return;
     spans_.add(Phase::read, window->begun_ns, window->planned->bytes);
     if (window->failed) {
-        window->block.release();
+        window->blocks.clear();
         end_window();
     } else {
         if (options_.ahead) set_aside();
@@ -255,8 +260,7 @@ void ReadJob::end_op(const std::shared_ptr<Window>& window, const Outcome& outco
 /// Verify every chunk of an arrived window whose targets are not known.
 void ReadJob::verify(const std::shared_ptr<Window>& window) {
     const std::int64_t begin_ns = now_ns();
-    for (std::size_t i = window->planned->first; i < window->planned->last; ++i)
-        check(plan_.chunks[i], arrived(*window, plan_.chunks[i]));
+    for (std::size_t i = window->planned->first; i < window->planned->last; ++i) check_all(*window, plan_.chunks[i]);
     window->verified = true;
     spans_.add(Phase::deliver, begin_ns, 0);
 }
@@ -285,23 +289,23 @@ void ReadJob::deliver_now(const std::shared_ptr<Window>& window, LiveAccess* liv
     bool good = false;
     for (std::size_t i = planned.first; i < planned.last; ++i) {
         const WantedChunk& chunk = plan_.chunks[i];
-        const std::byte* bytes = arrived(*window, chunk);
         // Rows that need the same chunk follow each other: parts of one stored tensor, for example.
-        const bool known = i != planned.first && stored_of(chunk) == stored_of(plan_.chunks[i - 1]);
-        good = known ? good : window->verified || check(chunk, bytes);
+        const bool known = i != planned.first && chunk.sources == plan_.chunks[i - 1].sources && stored_of(chunk) == stored_of(plan_.chunks[i - 1]);
+        good = known ? good : window->verified || check_all(*window, chunk);
         if (!good) continue;
         // Once one chunk is bad the load has failed: report further ones, but change no more memory.
         if (!in_place && !damaged_.load()) {
-            if (chunk.half != 0) {
-                if (!compute(*window, chunk, bytes, *live)) continue;
+            if (chunk.sources != 0) {
+                if (!compute(*window, chunk, *live)) continue;
             } else if (codec_of(chunk) == codec_raw)
-                store(*window, chunk, bytes);
-            else if (!decode(*window, chunk, bytes, *live))
+                store(*window, chunk, arrived(*window, chunk));
+            else if (!decode(*window, chunk, arrived(*window, chunk), *live))
                 continue;
         }
-        (in_place ? direct_bytes_ : copied_bytes_) += chunk.length;
-        done_bytes_ += chunk.length;
-        delivered += chunk.length;
+        const std::uint64_t bytes = chunk.length + (chunk.sources < 2 ? 0 : rows_->stored[stored_of(chunk) + 1].length);
+        (in_place ? direct_bytes_ : copied_bytes_) += bytes;
+        done_bytes_ += bytes;
+        delivered += bytes;
     }
     spans_.add(Phase::deliver, begin_ns, delivered);
     end(window);
@@ -332,7 +336,7 @@ void ReadJob::end(const std::shared_ptr<Window>& window) {
 
 void ReadJob::stored(const std::shared_ptr<Window>& window) {
     if (--window->storing != 0) return;
-    window->block.release();
+    window->blocks.clear();
     end_window(window->aside);  // last: the job may be gone after it
 }
 
@@ -347,13 +351,12 @@ const std::byte* ReadJob::arrived(const Window& window, const WantedChunk& chunk
     const ReadExtent& row = rows_->rows[chunk.row];
     if (window.mapped) return reinterpret_cast<const std::byte*>(files_[planned.file]->mapped + chunk.begin);
     if (planned.direct) return row.target() + (chunk.begin - row.offset);
-    return memory(window) + (chunk.begin - planned.begin);
+    return memory(window, chunk.memory[0].at);
 }
 
-/// The stored bytes of its base.
-const std::byte* ReadJob::arrived(const Window& window, const WantedChunk& chunk, const ChunkPlace& base) const {
-    if (window.mapped) return reinterpret_cast<const std::byte*>(files_[base.file]->mapped + base.offset);
-    return memory(window) + chunk.base_at;
+/// What is stored at `place`, which is not read in place; `at` is where it is in the window's memory.
+const std::byte* ReadJob::arrived(const Window& window, const ChunkPlace& place, std::uint64_t at) const {
+    return window.mapped ? reinterpret_cast<const std::byte*>(files_[place.file]->mapped + place.offset) : memory(window, at);
 }
 
 void ReadJob::copy_edges(const Window& window) {
@@ -371,21 +374,29 @@ void ReadJob::copy_edges(const Window& window) {
 }
 
 std::uint8_t ReadJob::codec_of(const WantedChunk& chunk) const {
-    return rows_->stored.empty() ? codec_raw : rows_->stored[stored_of(chunk)].codec;
+    return rows_->stored.empty() ? codec_raw : rows_->stored[digest_of(chunk)].codec;
 }
 
 std::uint64_t ReadJob::digest_of(const WantedChunk& chunk) const { return rows_->rows[chunk.row].chunk + chunk.number; }
 
 std::uint64_t ReadJob::stored_of(const WantedChunk& chunk) const {
     const std::uint64_t own = digest_of(chunk);
-    return chunk.half == 0 ? own : rows_->stored[own].offset + chunk.half - 1;
+    return chunk.sources == 0 ? own : rows_->stored[own].offset;
 }
 
-bool ReadJob::check(const WantedChunk& chunk, const std::byte* bytes) {
-    const std::uint64_t digest = stored_of(chunk);
-    if (xxh3_64(bytes, chunk.length) == rows_->digests[digest]) return true;
+bool ReadJob::check(std::uint64_t digest, const std::byte* bytes, std::uint32_t length) {
+    if (xxh3_64(bytes, length) == rows_->digests[digest]) return true;
     report_bad(digest);
     return false;
+}
+
+/// Check what is stored for a chunk: of a cast one, all that it follows from.
+bool ReadJob::check_all(const Window& window, const WantedChunk& chunk) {
+    const std::uint64_t stored = stored_of(chunk);
+    const bool good = check(stored, arrived(window, chunk), chunk.length);
+    if (chunk.sources < 2) return good;
+    const ChunkPlace& place = rows_->stored[stored + 1];
+    return check(stored + 1, arrived(window, place, chunk.memory[1].at), place.length) && good;
 }
 
 void ReadJob::report_bad(std::uint64_t digest) {

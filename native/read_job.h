@@ -2,7 +2,6 @@
 #pragma once
 
 #include <atomic>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -58,8 +57,7 @@ public:
     std::uint64_t direct_bytes() const { return direct_bytes_.load(); }
 
 private:
-    struct Window;    // one on its way
-    struct Computed;  // a cast chunk of which one half is there
+    struct Window;  // one on its way
 
     using Stage = void (ReadJob::*)(const std::shared_ptr<Window>& window, LiveAccess& live);
     friend struct Staged<ReadJob, Window>;
@@ -71,34 +69,36 @@ private:
     void post(const std::shared_ptr<Window>& window, Stage stage) noexcept;
     bool is_mapped(const ReadWindow& planned) const;
     void begin_mapped(const ReadWindow& planned);
-    void begin(const ReadWindow& planned, Block block);
+    std::size_t blocks_of(const ReadWindow& planned) const;
+    void begin(const ReadWindow& planned, std::vector<Block> blocks);
     void aim_direct(Window& window, std::vector<iovec>& parts);
-    std::unique_ptr<Op> make_op(const std::shared_ptr<Window>& window, std::uint32_t file, std::uint64_t begin, std::uint64_t needed_bytes);
-    std::byte* memory(const Window& window) const;
+    std::unique_ptr<Op> make_op(const std::shared_ptr<Window>& window, const OtherRange& range);
+    std::byte* memory(const Window& window, std::uint64_t at) const;
     void end_op(const std::shared_ptr<Window>& window, const Outcome& outcome);
     void deliver(const std::shared_ptr<Window>& window, LiveAccess& live);
     /// `live` is null only where nothing is encoded.
     void deliver_now(const std::shared_ptr<Window>& window, LiveAccess* live);
     void verify(const std::shared_ptr<Window>& window);
+    bool check_all(const Window& window, const WantedChunk& chunk);
     void expect_stored(const std::shared_ptr<Window>& window);
     void stored(const std::shared_ptr<Window>& window);
     void abandon(const std::shared_ptr<Window>& window);
     const std::byte* arrived(const Window& window, const WantedChunk& chunk) const;
+    const std::byte* arrived(const Window& window, const ChunkPlace& place, std::uint64_t at) const;
     void copy_edges(const Window& window);
-    /// Index of the digest of the chunk, and of what is stored for it or for its half.
+    /// Index of the digest of the chunk, and of the first that is stored for it.
     std::uint64_t digest_of(const WantedChunk& chunk) const;
     std::uint64_t stored_of(const WantedChunk& chunk) const;
     std::uint8_t codec_of(const WantedChunk& chunk) const;
-    bool check(const WantedChunk& chunk, const std::byte* bytes);
+    bool check(std::uint64_t digest, const std::byte* bytes, std::uint32_t length);
     void report_bad(std::uint64_t digest);
     /// Into its target where that is one run of bytes on the host, else into a buffer of `live` and from there.
     bool decode(Window& window, const WantedChunk& chunk, const std::byte* bytes, LiveAccess& live);
-    /// One half of a cast chunk, which is stored once it has both and its digest matches.
-    bool compute(Window& window, const WantedChunk& chunk, const std::byte* bytes, LiveAccess& live);
-    /// With its base, if it has one. False: something is not what was written.
-    bool decode_any(const Window& window, const WantedChunk& chunk, const std::byte* bytes, std::byte* data, std::size_t data_bytes,
-                    LiveAccess& live) const;
-    const std::byte* arrived(const Window& window, const WantedChunk& chunk, const ChunkPlace& base) const;
+    /// A cast chunk: from what it follows from, into a buffer, and from there once its digest matches.
+    bool compute(Window& window, const WantedChunk& chunk, LiveAccess& live);
+    /// What is stored as chunk number `stored`, with its base if it has one. False: something is not what was written.
+    bool decode_any(const Window& window, std::uint64_t stored, const ChunkMemory& memory, const std::byte* bytes, std::byte* data,
+                    std::size_t data_bytes, LiveAccess& live) const;
     /// From a buffer to the target, whatever that is.
     void place(Window& window, const WantedChunk& chunk, std::uint32_t data_bytes, const std::byte* data);
     void store(Window& window, const WantedChunk& chunk, const std::byte* bytes);
@@ -118,8 +118,6 @@ private:
     std::atomic<const ReadExtents*> targets_{nullptr};  // rows_, or aimed_; null: not known yet
     std::mutex held_mutex_;
     std::vector<std::shared_ptr<Window>> held_;  // verified, until the targets are known; under held_mutex_
-    std::mutex computed_mutex_;
-    std::map<std::pair<std::uint32_t, std::uint32_t>, std::shared_ptr<Computed>> computed_;  // by row and number; under computed_mutex_
     std::jthread coordinator_;  // last: it uses all of the above
 };
 

@@ -1,6 +1,7 @@
 // From rows to reads: which file ranges to read, and which chunks are in them. Pure.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -8,16 +9,22 @@
 
 namespace flowstone {
 
-/// One requested chunk: chunk number `number` of row number `row`, stored in file range [begin, begin + length); or what one
-/// half of it follows from, if `half` is 1 or 2.
+/// Where a stored chunk's bytes, and those of its base if it has one, are in a window's memory.
+struct ChunkMemory {
+    std::uint64_t at = 0;
+    std::uint64_t base_at = 0;
+};
+
+/// One requested chunk: chunk number `number` of row number `row`, stored in file range [begin, begin + length). A cast chunk
+/// (`sources` is 1 or 2) has the range of the first chunk that it follows from; the second one is read with it.
 struct WantedChunk {
     std::uint64_t begin;
     std::uint32_t length;
     std::uint32_t row;
     std::uint32_t file;
     std::uint32_t number;
-    std::uint8_t half = 0;
-    std::uint64_t base_at = 0;  // where its base is in the window's memory, if it has one
+    std::uint8_t sources = 0;
+    std::array<ChunkMemory, 2> memory = {};  // of what is stored for it
 
     std::uint64_t end() const { return begin + length; }
     /// The position of its first byte in the row.
@@ -34,15 +41,17 @@ struct ReadWindow {
     std::size_t first;
     std::size_t last;
     bool direct;  // consecutive chunks of one row, read straight into its target
-    std::size_t first_range = 0;  // ranges of bases, [first_range, last_range) of the plan
+    std::size_t first_range = 0;  // other ranges, [first_range, last_range) of the plan
     std::size_t last_range = 0;
-    std::uint64_t bytes = 0;  // of all that is read into its memory: [begin, end), then the ranges one behind the other
+    std::uint64_t bytes = 0;   // of all that is read
+    std::uint64_t memory = 0;  // that it takes: [begin, end), then the ranges, none of them across a border of blocks
 
     std::uint64_t own_bytes() const { return end - begin; }
 };
 
-/// File range [begin, end), 4096-aligned, that is read with a window, because bases of its chunks are there.
-struct BaseRange {
+/// File range [begin, end), 4096-aligned, that is read with a window, because chunks are there with which its own are decoded,
+/// or that its cast chunks follow from.
+struct OtherRange {
     std::uint32_t file;
     std::uint64_t begin;
     std::uint64_t end;
@@ -55,12 +64,13 @@ struct BaseRange {
 struct ReadPlan {
     std::vector<WantedChunk> chunks;  // sorted by (file, begin)
     std::vector<ReadWindow> windows;
-    std::vector<BaseRange> ranges;
+    std::vector<OtherRange> ranges;
 };
 
-/// Windows are at most max(request_bytes, one chunk at any alignment) long, with the bases of their chunks; one chunk
-/// with its base may be longer. in_place: long runs whose target has the
-/// file's alignment are read straight into it; everything else goes through the arena.
-ReadPlan plan_reads(const ReadExtents& rows, std::uint64_t request_bytes, bool in_place = true);
+/// Windows are at most max(request_bytes, one chunk at any alignment) long, with all that is read for their chunks; a window of
+/// one chunk may be longer, and its memory then several blocks of `block_bytes`, which hold a window.
+/// in_place: long runs whose target has the file's alignment are read straight into it; everything else goes through the
+/// arena.
+ReadPlan plan_reads(const ReadExtents& rows, std::uint64_t request_bytes, std::uint64_t block_bytes, bool in_place = true);
 
 }  // namespace flowstone

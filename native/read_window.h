@@ -9,28 +9,22 @@
 
 namespace flowstone {
 
-/// Arena windows hold a block. Direct ones hold the bounce blocks of an unaligned head and tail.
+/// Arena windows hold a block or more. Direct ones hold the bounce blocks of an unaligned head and tail.
 struct ReadJob::Window final : Staged<ReadJob, Window> {
     const ReadWindow* planned = nullptr;
     bool mapped = false;
     bool aside = false;                 // see Job::set_aside
     bool verified = false;              // while the targets were not known
     const ReadExtents* rows = nullptr;  // with the targets, once it is being stored
-    Block block;
+    std::vector<Block> blocks;          // one, unless a chunk and what it is decoded with do not fit into it
     AlignedBytes head;
     AlignedBytes tail;
-    AlignedBytes own;                     // if a chunk and its base do not fit into a block
     std::atomic<std::size_t> ops_left{0};
     std::atomic<bool> failed{false};
     std::int64_t begun_ns = 0;
     std::vector<bool> used;                // devices that copy out of the block
     std::vector<Device::Done> copied;      // one callback per device in use; made before the first copy
     std::atomic<std::size_t> storing{0};  // devices
-};
-
-struct ReadJob::Computed {
-    AlignedBytes data;
-    std::uint64_t halves_left;  // under computed_mutex_
 };
 
 }  // namespace flowstone

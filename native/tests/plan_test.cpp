@@ -86,7 +86,7 @@ TEST_CASE("every wanted chunk lies whole in one read window, and little else is 
             rows.rows.push_back(row);
         }
         const std::uint64_t request_bytes = mib << (random() % 4);
-        const ReadPlan plan = plan_reads(rows, request_bytes);
+        const ReadPlan plan = plan_reads(rows, request_bytes, 8 * mib);
         std::size_t next = 0;
         for (const ReadWindow& window : plan.windows) {
             REQUIRE(window.first == next);
@@ -107,7 +107,7 @@ TEST_CASE("chunks are asked for where they are stored, shorter and in another or
     ReadExtents rows{{read_row(0, 5 * mib, 0x10000000), read_row(8 * mib, 2 * mib, 0x20000000)}, {}, std::vector<std::uint64_t>(7)};
     rows.rows[1].chunk = 5;
     for (std::uint64_t i = 0; i < 7; ++i) rows.stored.push_back({(6 - i) * 300 * kib, static_cast<std::uint32_t>(200 * kib + i), 3});
-    const ReadPlan plan = plan_reads(rows, 8 * mib);
+    const ReadPlan plan = plan_reads(rows, 8 * mib, 8 * mib);
     REQUIRE(plan.chunks.size() == 7);
     for (std::uint64_t at = 0; at < 7; ++at) {
         const WantedChunk& chunk = plan.chunks[at];
@@ -119,7 +119,7 @@ TEST_CASE("chunks are asked for where they are stored, shorter and in another or
         CHECK(chunk.logical_begin() == (i < 5 ? i : i - 5) * mib);
     }
     for (const ReadWindow& window : plan.windows) CHECK_FALSE(window.direct);
-    CHECK(plan_reads({rows.rows, {}, rows.digests}, 8 * mib).windows.at(0).direct);
+    CHECK(plan_reads({rows.rows, {}, rows.digests}, 8 * mib, 8 * mib).windows.at(0).direct);
 }
 
 TEST_CASE("a raw chunk that is not as long as the chunk is refused, and so is a codec that nothing decodes") {
@@ -144,7 +144,7 @@ TEST_CASE("reading large neighbours asks for at most 2 percent more") {
         wanted += rows.rows.back().length;
     }
     std::uint64_t asked = 0;
-    for (const ReadWindow& window : plan_reads(rows, 8 * mib).windows) asked += window.end - window.begin;
+    for (const ReadWindow& window : plan_reads(rows, 8 * mib, 8 * mib).windows) asked += window.end - window.begin;
     CHECK(static_cast<double>(asked) < 1.02 * static_cast<double>(wanted));
 }
 
@@ -153,7 +153,7 @@ TEST_CASE("gaps are read across only where they are few against what is wanted")
         ReadExtents rows;
         for (std::uint64_t i = 0; i < 100; ++i) rows.rows.push_back(read_row(i * (length + gap), length, 0x10000000));
         std::uint64_t asked = 0;
-        const ReadPlan plan = plan_reads(rows, 8 * mib, false);
+        const ReadPlan plan = plan_reads(rows, 8 * mib, 8 * mib, false);
         for (const ReadWindow& window : plan.windows) asked += window.end - window.begin;
         CHECK(static_cast<double>(asked) <= 1.02 * static_cast<double>(100 * length));
         return plan.windows.size();
@@ -167,7 +167,7 @@ TEST_CASE("gaps are read across only where they are few against what is wanted")
 TEST_CASE("small neighbours share a window") {
     ReadExtents rows;
     for (std::uint64_t i = 0; i < 100; ++i) rows.rows.push_back(read_row(i * 1000, 900, 0x10000000));
-    CHECK(plan_reads(rows, mib).windows.size() == 1);
+    CHECK(plan_reads(rows, mib, 8 * mib).windows.size() == 1);
 }
 
 TEST_CASE("rows are checked before a byte moves") {

@@ -132,6 +132,8 @@ def test_a_base_that_is_missing_is_named(run: Path) -> None:
     ("chunk.offset", 3, (1 << 64) - 1, "an extent lies outside its segment"),
     ("chunk.codec", 3, 1, "unknown codec 1"),
     ("chunk.bytes", 3, 5, "a chunk's stored length does not fit its extent"),
+    ("piece.segment", 1, 9, "a piece has a place, and its chunks have others"),
+    ("piece.offset", 1, 1 << 63, "a piece has a place, and its chunks have others"),
 ])
 def test_a_forged_place_is_damage(run: Path, column: str, chunk: int, value: int, what: str) -> None:
     def forge(columns: dict[str, np.ndarray]) -> None:
@@ -160,6 +162,25 @@ def test_two_new_chunks_at_one_place_are_damage(run: Path) -> None:
     edit_index(run / "step-00000003", forge)
     with pytest.raises(DamagedError, match="two extents overlap"):
         fs.open(run, 3).check()
+
+
+def test_two_different_chunks_at_one_place_of_a_base_are_both_checked(run: Path) -> None:
+    """Of a base's file several chunks may be the same; these say that they are not."""
+    chunks = fs.open(run, 3).index.chunks
+    assert chunks.stored is not None
+    there = np.flatnonzero((chunks.stored.segment == 1) & (chunks.stored.length == MIB))
+    first, other = there[:2].tolist()
+
+    def forge(columns: dict[str, np.ndarray]) -> None:
+        columns["chunk.offset"][other] = columns["chunk.offset"][first]
+
+    edit_index(run / "step-00000003", forge)
+    findings = fs.open(run, 3).inspect().findings
+    piece, number = chunks.locate(np.array([other]))
+    name = fs.open(run, 3).index.tensors.names[int(fs.open(run, 3).index.pieces.tensor[int(piece[0])])]
+    assert [one.what.partition(", bytes")[0] for one in findings] == [f"tensor {name!r}, chunk {int(number[0])}"]
+    with pytest.raises(DamagedError):
+        loaded(run, 3)
 
 
 def test_a_segment_of_chunks_is_accounted_for(run: Path) -> None:

@@ -343,6 +343,8 @@ def _chunks(columns: Mapping[str, NDArray[Any]], codecs: Collection[int]) -> Chu
     segment, offset = _own(columns["chunk.segment"], np.uint32), _own(columns["chunk.offset"], np.uint64)
     if {len(segment), len(offset)} != {len(found.digest)}:
         raise ValueError("the chunk columns differ in length")
+    if found.segment.any() or found.offset.any():
+        raise ValueError("a piece has a place, and its chunks have others")
     length, codec = _own(columns["chunk.bytes"], np.uint32), _own(columns["chunk.codec"], np.uint8)
     bases = _bases(columns, found, codec) if CODEC_XOR in codecs else None
     return replace(found, stored=StoredChunks(segment, offset, length, codec, bases))

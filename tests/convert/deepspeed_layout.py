@@ -102,6 +102,8 @@ class Job:
     """What a job has in memory: named parameters with their slots, in groups; and how it is saved.
 
     with_mappings   versions from 0.8 on say where each parameter lies in a partition; before, shapes alone do
+    is_reordered    by `round_robin_gradients`: parameters are dealt to the ranks by turns, and shapes have that order;
+                    where each lies is told as if they were not (0.19.8)
     """
 
     groups: list[list[str]]
@@ -115,12 +117,21 @@ class Job:
     stage: int = 2
     ranks: int = 2
     with_mappings: bool = True
+    is_reordered: bool = False
     elastic: bool = False
     prefix: str = "bf16_"
 
     @property
     def shapes(self) -> list[dict[str, torch.Size]]:
-        return [collections.OrderedDict((name, self.master[name].shape) for name in group) for group in self.groups]
+        return [
+            collections.OrderedDict((name, self.master[name].shape) for name in self.in_flat_order(group))
+            for group in self.groups
+        ]
+
+    def in_flat_order(self, group: list[str]) -> list[str]:
+        """Those of rank 0, then those of rank 1, ..., where they are dealt."""
+        hands = self.ranks if self.is_reordered else 1
+        return [name for hand in range(hands) for name in group[hand::hands]]
 
     def flat(self, group: list[str], slot: str, rank: int) -> tuple[torch.Tensor, dict[str, fragment_address]]:
         """One rank's partition of a slot, padded; and where each parameter lies in it."""
@@ -135,7 +146,7 @@ class Job:
                 where[name] = fragment_address(side, at)
                 at += side
             return torch.cat(parts), where
-        whole = torch.cat([of[name].reshape(-1) for name in group])
+        whole = torch.cat([of[name].reshape(-1) for name in self.in_flat_order(group)])
         side = math.ceil(len(whole) / (2 * self.ranks)) * 2
         padded = torch.nn.functional.pad(whole, (0, side * self.ranks - len(whole)), value=-77.0)
         where, at = collections.OrderedDict(), 0
@@ -188,7 +199,8 @@ class Job:
             "frozen_param_shapes": {name: one.shape for name, one in self.frozen.items()},
             "shared_params": self.shared, "frozen_param_fragments": fragments, "lr_scheduler": {"last_batch": 2},
             "data_sampler": None, "skipped_steps": 0, "global_steps": 3, "dp_world_size": self.ranks,
-            "mp_world_size": 1, "ds_config": {"zero_optimization": {"stage": self.stage}}, "ds_version": VERSION,
+            "mp_world_size": 1, "ds_version": VERSION,
+            "ds_config": {"zero_optimization": {"stage": self.stage, "round_robin_gradients": self.is_reordered}},
             **self.client,
         }
 

@@ -177,6 +177,13 @@ def _shapes(state: Mapping[str, object], files: DeepSpeedFiles) -> Shapes | None
     return None if found is None else read_shapes(found, files.location)
 
 
+def _is_reordered(state: Mapping[str, object]) -> bool:
+    """Whether parameters were dealt to the ranks by turns before they were flattened."""
+    config = state.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    return isinstance(zero, dict) and zero.get("round_robin_gradients") is True
+
+
 def _partitioned(
     directory: Path, names: _Names, models: Sequence[dict[str, object]], files: DeepSpeedFiles
 ) -> Partitioned:
@@ -198,7 +205,7 @@ def _partitioned(
             found=", ".join(f"{version} ({name})" for version, name in versions.items())[:300],
             next="copy the whole directory again, or remove what an older job has left there",
         )
-    found = read_partitions(states, shapes, files)
+    found = read_partitions(states, shapes, files, is_reordered=_is_reordered(models[0]))
     if found.stage == 3 and len(models) != len(states):
         raise DamagedError(
             f"{directory} has model states of {len(models)} ranks", expected=str(len(states)),

@@ -92,10 +92,15 @@ def _named(group: Mapping[str, object]) -> Iterable[tuple[str, object]]:
     return group.items()
 
 
-def read_partitions(states: Sequence[dict[str, object]], shapes: Shapes, files: DeepSpeedFiles) -> Partitioned:
+def read_partitions(
+    states: Sequence[dict[str, object]], shapes: Shapes, files: DeepSpeedFiles, *, is_reordered: bool
+) -> Partitioned:
     """Put the parameters together of what each rank's file holds.
 
-    states  of each rank, its "optimizer_state_dict"
+    states        of each rank, its "optimizer_state_dict"
+    shapes        in the order in which parameters lie in the flattened groups
+    is_reordered  by `round_robin_gradients`: this order is not the optimizer's, of which DeepSpeed (0.19.8) tells the
+                  addresses all the same
 
     raises  DamagedError            files are missing, of different jobs, or contradict the model's states
             UnsupportedFormatError  a way to partition that is not known
@@ -112,10 +117,10 @@ def read_partitions(states: Sequence[dict[str, object]], shapes: Shapes, files: 
         flats = [partition.flats[number] for partition in partitions]
         if stage == 3:
             addresses = _of_each_parameter(group, flats, files)
-        elif partitions[0].addresses is not None:
-            addresses = [cast("list[_Addresses]", partition.addresses)[number] for partition in partitions]
         else:
             addresses = _of_the_whole(group, flats, _paddings(first, number, group, files), files)
+            if not is_reordered:
+                _check_addresses([partition.addresses for partition in partitions], number, addresses, files)
         parameters += [_parameter(name, shape, flats, addresses, files) for name, shape in group.items()]
         owners.append(tuple(group))
     groups = tuple(_groups(partitions[0].groups, owners, files))
@@ -209,6 +214,20 @@ def _of_the_whole(
         found.append(ours)
         low = high
     return found
+
+
+def _check_addresses(
+    told: Sequence[list[_Addresses] | None], number: int, found: Sequence[_Addresses], files: DeepSpeedFiles
+) -> None:
+    """Versions from 0.8 on say, too, where each parameter of a group lies."""
+    for rank, (own, addresses) in enumerate(zip(told, found, strict=True)):
+        if own is None:
+            continue
+        for name in (*own[number], *addresses):
+            (begin, length), (other, expected) = own[number].get(name, (0, 0)), addresses.get(name, (0, 0))
+            if length != expected or (length and begin != other):
+                differing = f"{length} elements of {name!r:.200} from {begin} on; by the model's states, {expected}"
+                raise _contradiction(files, f"rank {rank} has {differing} from {other} on")
 
 
 def _of_each_parameter(

@@ -13,6 +13,7 @@
 #if !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
+#define FLOWSTONE_AVX2_TARGET __attribute__((target("avx2,popcnt")))
 #define FLOWSTONE_AVX512_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,bmi2,popcnt")))
 #endif
 
@@ -169,6 +170,110 @@ bool has_avx512() {
            __builtin_cpu_supports("bmi2");
 }
 
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("popcnt"); }
+
+constexpr std::size_t eight = 8;  // states in a vector of AVX2
+
+/// For each set of lanes of eight, by its bits: `gather` are the lanes in it, in order, as the last of eight; `spread` are for
+/// each lane in it the number of those before.
+struct LaneTables {
+    alignas(64) std::array<std::array<Byte, eight>, 256> gather{}, spread{};
+
+    constexpr LaneTables() {
+        for (unsigned set = 0; set < 256; ++set) {
+            std::size_t at = eight - static_cast<std::size_t>(std::popcount(set));
+            Byte before = 0;
+            for (std::size_t lane = 0; lane < eight; ++lane) {
+                spread[set][lane] = before;
+                if ((set >> lane & 1) == 0) continue;
+                gather[set][at++] = static_cast<Byte>(lane);
+                ++before;
+            }
+        }
+    }
+};
+constexpr LaneTables lane_tables;
+
+FLOWSTONE_AVX2_TARGET inline __m256i lanes_of(const std::array<Byte, eight>& numbers) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(numbers.data())));
+}
+
+FLOWSTONE_AVX2_TARGET inline __m256i gathered(const std::uint32_t* table, __m256i at) {
+    return _mm256_i32gather_epi32(reinterpret_cast<const int*>(table), at, 4);
+}
+
+/// Eight states of a group. As encode_symbols. The 16 bytes before `out` are overwritten.
+FLOWSTONE_AVX2_TARGET inline __m256i encode_eight(const Encoding& encoding, const Byte* symbols, __m256i x, Byte*& out) {
+    const __m256i symbol = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(symbols)));
+    const __m256i reciprocal = gathered(encoding.reciprocal.data(), symbol), step = gathered(encoding.step.data(), symbol);
+    const __m256i complement = _mm256_and_si256(_mm256_srli_epi32(step, 13), _mm256_set1_epi32(scale - 1));
+    const __m256i frequency = _mm256_sub_epi32(_mm256_set1_epi32(scale), complement);
+    const __m256i under = _mm256_cmpgt_epi32(frequency, _mm256_srli_epi32(x, over_bits));
+    const auto over = static_cast<unsigned>(_mm256_movemask_ps(_mm256_castsi256_ps(under))) ^ 0xFFU;
+    const __m256i last = _mm256_and_si256(_mm256_permutevar8x32_epi32(x, lanes_of(lane_tables.gather[over])), _mm256_set1_epi32(0xFFFF));
+    const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(last), _mm256_extracti128_si256(last, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out - 2 * eight), packed);
+    out -= 2 * static_cast<unsigned>(_mm_popcnt_u32(over));
+    x = _mm256_blendv_epi8(_mm256_srli_epi32(x, word_bits), x, under);
+    const __m256i even = _mm256_srli_epi64(_mm256_mul_epu32(x, reciprocal), 32);
+    const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(x, 32), _mm256_srli_epi64(reciprocal, 32));
+    const __m256i quotient = _mm256_srlv_epi32(_mm256_blend_epi32(even, odd, 0xAA), _mm256_srli_epi32(step, 25));
+    const __m256i bias = _mm256_and_si256(step, _mm256_set1_epi32(0x1FFF));
+    return _mm256_add_epi32(_mm256_add_epi32(x, bias), _mm256_mullo_epi32(quotient, complement));
+}
+
+struct Octets {
+    static constexpr std::size_t count = lanes / eight;
+    __m256i at[count];
+};
+
+FLOWSTONE_AVX2_TARGET inline Octets loaded(const std::uint32_t* states) {
+    Octets found;
+    for (std::size_t i = 0; i < Octets::count; ++i) found.at[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(states + i * eight));
+    return found;
+}
+
+FLOWSTONE_AVX2_TARGET inline void stored(const Octets& octets, std::uint32_t* states) {
+    for (std::size_t i = 0; i < Octets::count; ++i) _mm256_storeu_si256(reinterpret_cast<__m256i*>(states + i * eight), octets.at[i]);
+}
+
+/// As encode_groups_avx512.
+FLOWSTONE_AVX2_TARGET Byte* encode_groups_avx2(const Encoding& encoding, const Byte* symbols, std::size_t& end, std::uint32_t* states, Byte* out,
+                                               const Byte* floor) {
+    Octets x = loaded(states);
+    for (; end != 0 && out - floor >= static_cast<std::ptrdiff_t>(group_words_bytes); end -= lanes)
+        for (std::size_t i = Octets::count; i-- > 0;) x.at[i] = encode_eight(encoding, symbols + end - lanes + i * eight, x.at[i], out);
+    stored(x, states);
+    return out;
+}
+
+/// Eight states of a group. As decode_symbols; 16 bytes of words are there.
+FLOWSTONE_AVX2_TARGET inline __m256i decode_eight(const Decoding& decoding, Byte* symbols, __m256i x, const Byte*& words) {
+    const __m256i entry = gathered(decoding.data(), _mm256_and_si256(x, _mm256_set1_epi32(scale - 1)));
+    const __m256i bytes = _mm256_and_si256(entry, _mm256_set1_epi32(0xFF));
+    const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(symbols), _mm_packus_epi16(packed, packed));
+    const __m256i frequency = _mm256_and_si256(_mm256_srli_epi32(entry, 8), _mm256_set1_epi32(scale - 1));
+    x = _mm256_add_epi32(_mm256_mullo_epi32(frequency, _mm256_srli_epi32(x, scale_bits)), _mm256_srli_epi32(entry, 20));
+    static_assert(std::has_single_bit(state_min));
+    const __m256i low = _mm256_cmpeq_epi32(_mm256_srli_epi32(x, std::countr_zero(state_min)), _mm256_setzero_si256());
+    const auto set = static_cast<unsigned>(_mm256_movemask_ps(_mm256_castsi256_ps(low)));
+    const __m256i next = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(words)));
+    words += 2 * static_cast<unsigned>(_mm_popcnt_u32(set));
+    const __m256i spread = _mm256_permutevar8x32_epi32(next, lanes_of(lane_tables.spread[set]));
+    return _mm256_blendv_epi8(x, _mm256_or_si256(_mm256_slli_epi32(x, word_bits), spread), low);
+}
+
+/// As decode_groups_avx512.
+FLOWSTONE_AVX2_TARGET const Byte* decode_groups_avx2(const Decoding& decoding, Byte* symbols, std::size_t& begin, std::size_t end,
+                                                     std::uint32_t* states, const Byte* words, const Byte* words_end) {
+    Octets x = loaded(states);
+    for (; begin + lanes <= end && words_end - words >= static_cast<std::ptrdiff_t>(group_words_bytes); begin += lanes)
+        for (std::size_t i = 0; i < Octets::count; ++i) x.at[i] = decode_eight(decoding, symbols + begin + i * eight, x.at[i], words);
+    stored(x, states);
+    return words;
+}
+
 FLOWSTONE_AVX512_TARGET inline __m512i in_each_lane(const std::array<Byte, 16>& rows) {
     return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(rows.data())));
 }
@@ -259,12 +364,14 @@ FLOWSTONE_AVX512_TARGET const Byte* decode_groups_avx512(const Decoding& decodin
 
 #endif
 
-bool is_wide(Way way) {
+/// How many states a vector of this way has; 1: it has none.
+std::size_t width_of(Way way) {
 #if defined(__x86_64__)
-    static const bool found = has_avx512();
-    return way == Way::best && found;
+    static const std::size_t less = has_avx2() ? eight : 1, most = has_avx512() ? 2 * eight : less;
+    return way == Way::best ? most : way == Way::avx2 ? less : 1;
 #else
-    return way != Way::best && false;
+    static_cast<void>(way);
+    return 1;
 #endif
 }
 
@@ -272,7 +379,7 @@ Census take_census(const Byte* symbols, std::size_t length, Way way) {
     Census census{sampled_counts(symbols, length), {}};
     for (std::size_t symbol = 0; symbol < 256; ++symbol) census.present[symbol] = census.counts[symbol] != 0;
 #if defined(__x86_64__)
-    if (is_wide(way)) {
+    if (width_of(way) == 2 * eight) {
         find_present_avx512(symbols, length, census.present);
         return census;
     }
@@ -288,7 +395,9 @@ Byte* encode_words(const Encoding& encoding, const Byte* symbols, std::size_t le
     if (end - floor < static_cast<std::ptrdiff_t>(group_words_bytes)) return nullptr;
     Byte* out = encode_symbols(encoding, symbols, left, length, states, end);
 #if defined(__x86_64__)
-    if (is_wide(way)) out = encode_groups_avx512(encoding, symbols, left, states, out, floor);
+    const std::size_t width = width_of(way);
+    if (width == 2 * eight) out = encode_groups_avx512(encoding, symbols, left, states, out, floor);
+    if (width == eight) out = encode_groups_avx2(encoding, symbols, left, states, out, floor);
 #endif
     static_cast<void>(way);
     for (; left != 0; left -= lanes) {
@@ -365,7 +474,9 @@ bool decode(const std::byte* coded, std::size_t bytes, std::byte* symbols, std::
     auto* const out = reinterpret_cast<Byte*>(symbols);
     std::size_t begin = 0;
 #if defined(__x86_64__)
-    if (is_wide(way)) words = decode_groups_avx512(decoding, out, begin, count, states.data(), words, end);
+    const std::size_t width = width_of(way);
+    if (width == 2 * eight) words = decode_groups_avx512(decoding, out, begin, count, states.data(), words, end);
+    if (width == eight) words = decode_groups_avx2(decoding, out, begin, count, states.data(), words, end);
 #endif
     static_cast<void>(way);
     words = decode_symbols(decoding, out, begin, count, states.data(), words, end);

@@ -12,8 +12,9 @@ inline constexpr std::size_t lanes = 32;             // symbol i belongs to stat
 inline constexpr std::uint32_t scale_bits = 12;      // frequencies add up to 2^scale_bits
 inline constexpr std::uint32_t state_min = 1U << 15;  // after every symbol; also the first state of an encoder
 
-/// scalar: the definition. best: what this processor does fastest, with the same bytes as result.
-enum class Way : std::uint8_t { best, scalar };
+/// scalar: the definition. best: what this processor does fastest, with the same bytes as result. avx2: what it would do without
+/// AVX-512, where it has AVX2; for tests.
+enum class Way : std::uint8_t { best, scalar, avx2 };
 
 /// Encode `count` symbols to `out`, where they may take `room` bytes. Returns the length of the result; 0: it would be
 /// longer, or all symbols are equal, and nothing is said about the content of `out`.

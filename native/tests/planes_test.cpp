@@ -75,16 +75,16 @@ template <class Each> void for_contents(Each each) {
 
 }  // namespace
 
-TEST_CASE("planes decode to what was encoded, and both ways write the same bytes") {
+TEST_CASE("planes decode to what was encoded, and all ways write the same bytes") {
     std::size_t shorter = 0;
     for_contents([&](const Bytes& data, std::size_t width) {
         for (const std::uint32_t chosen : {every_plane, 1U << (width - 1)}) {
             const Bytes stored = encoded(data, width, chosen);
-            REQUIRE(stored == encoded(data, width, chosen, Way::scalar));
+            for (const Way way : {Way::scalar, Way::avx2}) REQUIRE(stored == encoded(data, width, chosen, way));
             if (stored.empty()) continue;
             ++shorter;
             REQUIRE(stored.size() < data.size());
-            for (const Way way : {Way::best, Way::scalar}) {
+            for (const Way way : {Way::best, Way::scalar, Way::avx2}) {
                 Bytes back(data.size());
                 REQUIRE(decoded(stored, back, way));
                 REQUIRE(back == data);
@@ -143,11 +143,13 @@ TEST_CASE("bytes that no encoder has written are refused or decoded, and nothing
             if (round % 4 == 0) bad.resize(static_cast<std::size_t>(at));
             else if (round % 4 == 1) bad.insert(bad.begin() + at, static_cast<std::byte>(drawn));
             else bad[static_cast<std::size_t>(at)] ^= static_cast<std::byte>(drawn % 255 + 1);
-            Bytes back(data.size(), std::byte{0x33}), plain(back);
+            Bytes back(data.size(), std::byte{0x33}), plain(back), narrow(back);
             const Bytes before(back);
             const bool good = decoded(bad, back);
             REQUIRE(good == decoded(bad, plain, Way::scalar));
+            REQUIRE(good == decoded(bad, narrow, Way::avx2));
             REQUIRE(back == plain);
+            REQUIRE(back == narrow);
             if (good) continue;
             ++refused;
             REQUIRE(back == before);
@@ -164,7 +166,7 @@ TEST_CASE("random bytes do not break the decoder, nor does a length that is not 
         if (!bad.empty()) bad[0] = static_cast<std::byte>(1U << random() % 4);
         for (std::size_t p = 1; p < std::min<std::size_t>(bad.size(), 9); ++p) bad[p] = static_cast<std::byte>(random() % 3);
         Bytes back(8 * (1 + random() % 200));
-        decoded(bad, back);
+        for (const Way way : {Way::best, Way::avx2}) decoded(bad, back, way);
     }
     const Bytes data = content(7, 65536, 4, 1);
     const Bytes stored = encoded(data, 4, every_plane);

@@ -190,12 +190,35 @@ PyReadJob start_read(const PyEngine& engine, const PyArena& arena, const std::ve
     return job;
 }
 
+Direction direction_of(const std::string& name) {
+    if (name != "read" && name != "write") throw std::invalid_argument("direction must be 'read' or 'write'");
+    return name == "read" ? Direction::read : Direction::write;
+}
+
+/// Number, file, offset, address, length, needed bytes.
+using TakenOp = std::tuple<std::uint64_t, int, std::uint64_t, std::uintptr_t, std::uint64_t, std::uint64_t>;
+
+std::vector<TakenOp> take_ops(const PyEngine& engine, const std::string& direction, const std::tuple<int, int>& files,
+                              std::size_t count, double timeout_s) {
+    const Unlocked unlocked;
+    std::vector<TakenOp> ops;
+    for (const CallerBackend::Taken& op : engine.held->caller()->take(direction_of(direction), std::get<0>(files), std::get<1>(files), count, timeout_s))
+        ops.emplace_back(op.number, op.file, op.offset, reinterpret_cast<std::uintptr_t>(op.memory.iov_base), op.memory.iov_len, op.needed_bytes);
+    return ops;
+}
+
+/// File, begin, end; of windows whose place an encoder decides, these are where they were planned.
+std::vector<std::tuple<std::uint32_t, std::uint64_t, std::uint64_t>> window_ranges(const PyWriteJob& job) {
+    std::vector<std::tuple<std::uint32_t, std::uint64_t, std::uint64_t>> ranges;
+    for (const WriteWindow& window : job.held->windows()) ranges.emplace_back(window.file, window.begin, window.end);
+    return ranges;
+}
+
 std::optional<Fault> run_plain_requests(const std::string& backend, const std::string& direction, std::uint32_t queue_depth,
                                         const std::vector<const PyFile*>& files, const Array& file, const Array& offset,
                                         const Array& address, const Array& length, bool register_memory) {
-    if (direction != "read" && direction != "write") throw std::invalid_argument("direction must be 'read' or 'write'");
     const std::size_t count = row_count(file);
-    PlainRequests requests{direction == "read" ? Direction::read : Direction::write, {}, {}, register_memory};
+    PlainRequests requests{direction_of(direction), {}, {}, register_memory};
     for (const PyFile* opened : files) requests.files.push_back(opened->held);
     const auto numbers = column<std::uint32_t>(file, "file", count);
     const auto offsets = column<std::uint64_t>(offset, "offset", count);
@@ -390,6 +413,7 @@ void bind_jobs(nb::module_& module) {
             using Columns = std::optional<decltype(stored_columns({}))>;
             return job.held->file_ends().empty() ? Columns() : Columns(stored_columns(job.held->stored()));
         })
+        .def_prop_ro("windows", &window_ranges)
         .def_prop_ro("file_ends", [](const PyWriteJob& job) { return job.held->file_ends(); });
     bind_job<PyReadJob>(module, "ReadJob")
         .def("aim", [](const PyReadJob& job, const PyReadExtents& rows) { const Unlocked unlocked; job.held->aim(rows.held); })
@@ -414,6 +438,11 @@ void bind_engine(nb::module_& module) {
              "watch"_a = "samples", "files_ready"_a = true)
         .def("read", &start_read, "arena"_a, "files"_a, "rows"_a, nb::kw_only(), "stop_at_bad"_a = true,
              "in_place"_a = true, "request_bytes"_a = 0, "ahead"_a = false)
+        .def("take", &take_ops, "direction"_a, "files"_a, "count"_a, "timeout_s"_a)
+        .def("complete", [](const PyEngine& engine, std::uint64_t number, std::uint64_t moved_bytes, int error) {
+            const Unlocked unlocked;
+            engine.held->caller()->complete(number, moved_bytes, error);
+        }, "number"_a, "moved_bytes"_a, "error"_a = 0)
         .def("close", [](const PyEngine& engine) { const Unlocked unlocked; engine.held->close(); });
 }
 

@@ -34,8 +34,10 @@ Engine::Engine(const EngineOptions& options) : backend_name_(options.backend) {
         machine_.backend = make_uring_backend(options.queue_depth, options.injector, options.priority);
     else if (options.backend == "posix")
         machine_.backend = make_posix_backend(options.queue_depth, options.injector, options.priority);
+    else if (options.backend == "caller")
+        machine_.backend = caller_ = std::make_shared<CallerBackend>();
     else
-        throw std::invalid_argument("backend must be 'io_uring' or 'posix', not '" + options.backend + "'");
+        throw std::invalid_argument("backend must be 'io_uring', 'posix' or 'caller', not '" + options.backend + "'");
     machine_.workers = std::make_shared<Workers>(options.workers, options.priority);
     machine_.priority = options.priority;
     machine_.request_bytes = options.request_bytes;
@@ -89,6 +91,12 @@ std::shared_ptr<ReadJob> Engine::read(std::shared_ptr<Arena> arena, std::vector<
     return job;
 }
 
+std::shared_ptr<CallerBackend> Engine::caller() {
+    const std::lock_guard lock(mutex_);
+    if (caller_ == nullptr) throw std::invalid_argument("the engine is closed, or its backend is not 'caller'");
+    return caller_;
+}
+
 void Engine::close() {
     std::vector<std::weak_ptr<Job>> jobs;
     Machine machine;
@@ -103,6 +111,7 @@ void Engine::close() {
     machine.workers.reset();
     machine.backend.reset();
     const std::lock_guard lock(mutex_);
+    caller_.reset();
     written_pages_.reset();
 }
 

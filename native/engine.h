@@ -10,13 +10,14 @@
 #include <string>
 #include <vector>
 
+#include "caller_backend.h"
 #include "read_job.h"
 #include "write_job.h"
 
 namespace flowstone {
 
 struct EngineOptions {
-    std::string backend;              // "io_uring" or "posix"
+    std::string backend;              // "io_uring", "posix", or "caller" (see caller_backend.h)
     std::uint32_t queue_depth = 0;    // requests in flight, at most
     std::uint64_t request_bytes = 0;  // a multiple of 4096
     std::uint32_t workers = 0;
@@ -48,6 +49,9 @@ public:
     std::shared_ptr<ReadJob> read(std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<const File>> files,
                                   std::shared_ptr<const ReadExtents> rows, const ReadOptions& options);
 
+    /// The ops that its caller carries out; throws std::invalid_argument for another backend, or a closed engine.
+    std::shared_ptr<CallerBackend> caller();
+
     /// Blocks until the running jobs have finished, then stops the threads. May be called again.
     void close();
 
@@ -58,6 +62,7 @@ private:
     std::string backend_name_;
     std::mutex mutex_;
     Machine machine_;  // empty once closed
+    std::shared_ptr<CallerBackend> caller_;  // the same as the machine's backend, if it is one
     std::vector<std::weak_ptr<Job>> jobs_;
     std::shared_ptr<const WrittenPages> written_pages_;  // kept open between jobs
 };

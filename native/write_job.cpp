@@ -90,6 +90,8 @@ WriteJob::WriteJob(Machine machine, std::shared_ptr<Arena> arena, std::vector<st
     });
 }
 
+std::vector<WriteWindow> WriteJob::windows() const { return ordered_windows(*rows_, window_bytes(), options_.gap_bytes); }
+
 WriteJob::~WriteJob() {
     cancel();
     coordinator_.join();
@@ -112,7 +114,7 @@ void WriteJob::begin_all() {
     // ms.
     register_files(options_.files_ready);
     const std::uint64_t window_bytes = this->window_bytes();
-    const std::vector<WriteWindow> windows = ordered_windows(*rows_, window_bytes, options_.gap_bytes);
+    const std::vector<WriteWindow> windows = this->windows();
     Pace pace(options_.bytes_per_s);
     Pace cap(options_.cap_bytes_per_s);
     expect_early(static_cast<std::size_t>(std::count_if(windows.begin(), windows.end(), [](const WriteWindow& w) { return !w.lazy; })));

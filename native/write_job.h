@@ -72,6 +72,8 @@ public:
     std::vector<StoredChunk> stored() const { return appender_ ? appender_->stored() : planned_chunks(*rows_); }
     /// The end of each file, if an encoder decided it; empty: as planned.
     std::vector<std::uint64_t> file_ends() const { return appender_ ? appender_->file_ends() : std::vector<std::uint64_t>(); }
+    /// The windows in the order in which they begin. Pure; any time.
+    std::vector<WriteWindow> windows() const;
     /// How lazy sources are watched.
     const MutationDetector& detector() const { return detector_; }
 

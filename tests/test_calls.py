@@ -44,9 +44,9 @@ def refusal(act: Callable[[], object], kind: type[fs.FlowstoneError] = fs.Argume
 @pytest.mark.parametrize(
     ("path", "says", "remedy"),
     [
-        ("s3://bucket/run", "'s3://bucket/run' is a URL", "mount it"),
-        (Path("s3://bucket/run"), "'s3:/bucket/run' is a URL", "mount it"),
-        ("GS://bucket/run", "is a URL", "mount it"),
+        ("hdfs://node/run", "'hdfs://node/run' is a URL", "mount it"),
+        (Path("hdfs://node/run"), "'hdfs:/node/run' is a URL", "mount it"),
+        ("FTP://host/run", "is a URL", "mount it"),
         ("unheard+of://x", "is a URL", "mount it"),
         ("file:///scratch/run", "is a URL", "write the path alone: '/scratch/run'"),
         ("", "the path '' does not name a directory", "Is a variable unset?"),

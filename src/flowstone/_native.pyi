@@ -368,6 +368,9 @@ class WriteJob:
         follows from other chunks. None: all chunks are stored as they are, where they were planned.
         """
     @property
+    def windows(self) -> list[tuple[int, int, int]]:
+        """File, begin and end of each window, in the order in which they begin."""
+    @property
     def file_ends(self) -> list[int]: ...  # with `stored`: how long each file is; else empty
     @property
     def copied_bytes(self) -> int: ...  # source bytes that went through the arena
@@ -414,7 +417,8 @@ class ReadJob:
 class Engine:
     """One queue to the device and a few worker threads for copies and digests.
 
-    backend        io_uring, or POSIX threads; both obey one contract and write the same bytes
+    backend        io_uring, or POSIX threads; both obey one contract and write the same bytes. "caller": requests wait
+                   until a thread of the caller takes them; the `fd` of a File is any number that the caller chooses
     queue_depth    requests in flight, at most
     request_bytes  the window: the longest run of a file moved by one request (a multiple of 4096)
     workers        threads that copy and digest
@@ -422,7 +426,7 @@ class Engine:
     """
 
     def __init__(
-        self, *, backend: Literal["io_uring", "posix"], queue_depth: int, request_bytes: int, workers: int,
+        self, *, backend: Literal["io_uring", "posix", "caller"], queue_depth: int, request_bytes: int, workers: int,
         background: bool = False,
     ) -> None:
         """Raises OSError when the backend cannot start."""
@@ -463,6 +467,17 @@ class Engine:
         request_bytes  the longest window; 0 for the engine's. An arena block holds one
         ahead          the targets are not known yet: as much as the arena holds is read, and waits for `aim`
         """
+    def take(
+        self, direction: Literal["read", "write"], files: tuple[int, int], count: int, timeout_s: float
+    ) -> list[tuple[int, int, int, int, int, int]]:
+        """Of backend "caller": at most `count` requests of files with numbers in the half-open range `files`, in order
+        of submission, for the caller to carry out: number, file, offset, address, length, and how many of the first
+        bytes are needed. Blocks until there is one, for `timeout_s` at most. Requests of a job that stops are dropped.
+
+        Each has to be completed; until then its memory is not used for anything else.
+        """
+    def complete(self, number: int, moved_bytes: int, error: int = 0) -> None:
+        """How a request that was taken has ended: an errno, or so many bytes are there. Any thread."""
     def close(self) -> None:
         """Wait for running jobs, stop the threads."""
 

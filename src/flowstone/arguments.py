@@ -14,6 +14,7 @@ from flowstone.config import STEP_MAX, EngineOptions, Keep, KeepRule, whole_numb
 from flowstone.errors import ArgumentError, ClosedError, StorageError
 from flowstone.rules import Cast, Init
 from flowstone.store.base import Store, lacks
+from flowstone.store.local import LocalStore
 
 if TYPE_CHECKING:
     from flowstone.layout_rules import LoadRule
@@ -25,6 +26,7 @@ _SCHEMES = frozenset({
     "oss", "r2", "s3", "s3a", "sftp", "ssh", "webdav", "wasb", "wasbs",
 })
 """URL schemes after `Path` has joined the two slashes into one. With two slashes any scheme counts as a URL."""
+_OBJECT_SCHEMES = frozenset({"s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss"})
 
 
 def check_open(location: str, *, closed: bool, pid: int) -> None:
@@ -188,12 +190,34 @@ def _refuse_url(text: str, scheme: str) -> None:
     inside = text.partition(":")[2].lstrip("/")
     remedy = (
         f"write the path alone: '/{inside}'" if scheme == "file" else
-        "mount it as a file system and give that path, or save to a directory and copy checkpoints from there"
+        "mount it as a file system and give that path, or use a directory and copy checkpoints from there"
     )
-    raise ArgumentError(
-        f"{text!r} is a URL", expected="a directory of a mounted file system: no other store is supported yet",
-        next=remedy,
-    )
+    expected = "a directory of a mounted file system"
+    if scheme in _OBJECT_SCHEMES:
+        expected += ": this call takes no object store"
+    raise ArgumentError(f"{text!r} is a URL", expected=expected, next=remedy)
+
+
+class ObjectUrl(str):
+    """The URL of an object store, with its scheme in lower case and without a slash at its end."""
+
+    __slots__ = ()
+
+
+def object_url(path: object) -> ObjectUrl | None:
+    """The URL that a path is, if it is one of an object store; `Path` has perhaps joined its two slashes."""
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    found = _URL.match(text) if isinstance(text, str) else None
+    if text is None or found is None or found[1].lower() not in _OBJECT_SCHEMES:
+        return None
+    return ObjectUrl(f"{found[1].lower()}://{text[found.end():].rstrip('/')}")
+
+
+def refuse_object_url(path: object) -> None:
+    """Raise ArgumentError for the URL of an object store, given to a call that takes directories alone."""
+    url = object_url(path)
+    if url is not None:
+        _refuse_url(url, url.partition(":")[0])
 
 
 def _remedy_of(path: object) -> str:
@@ -204,8 +228,8 @@ def _remedy_of(path: object) -> str:
     return "give the directory for the checkpoints"
 
 
-def to_store(path: object) -> Path | Store:
-    """The directory of a store, or the object itself if it is a store.
+def to_store(path: object) -> Path | ObjectUrl | Store:
+    """The directory or URL of a store, or the object itself if it is a store.
 
     raises  ArgumentError for an object that has only some methods of a store, or cannot commit; else as `store_path`
     """
@@ -219,12 +243,24 @@ def to_store(path: object) -> Path | Store:
             )
         return store
     if not hasattr(path, "capabilities"):
-        return store_path(path)
+        url = object_url(path)
+        return store_path(path) if url is None else url
     words = "; ".join(f"of {protocol}: {', '.join(names)}" for protocol, names in missing.items())
     raise ArgumentError(
         f"{shown(path)} is not a whole store", missing=words,
         next="give it these, or subclass flowstone.store.wrap.Wrapper around a store",
     )
+
+
+def store_at(place: Path | ObjectUrl | Store, options: EngineOptions | None = None) -> Store:
+    """The store at a place; a store is itself."""
+    if isinstance(place, Path):
+        return LocalStore(place, options)
+    if isinstance(place, ObjectUrl):
+        from flowstone.store.objects.store import ObjectStore  # imported here: it needs numpy, and obstore
+
+        return ObjectStore(place, options)
+    return place
 
 
 def to_options(given: Mapping[str, object]) -> tuple[Keep | KeepRule | None, int | None, int | None, int, float]:

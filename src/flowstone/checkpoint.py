@@ -8,12 +8,11 @@ from copy import copy
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import numpy as np
 
-from flowstone.arguments import step_number, to_store
+from flowstone.arguments import step_number, store_at, to_store
 from flowstone.commit import catalog
 from flowstone.commit import read as contents
 from flowstone.commit.entries import step_directory
@@ -34,7 +33,6 @@ from flowstone.regions import Region, to_box
 from flowstone.stage.arena import open_read_arena
 from flowstone.stage.scatter import Fill, raise_damage, scatter
 from flowstone.store.base import Store
-from flowstone.store.local import LocalStore
 from flowstone.table.box import Box
 from flowstone.table.pieces import Piece, Pieces, Places
 
@@ -448,7 +446,7 @@ def open_checkpoint(
     wanted = None if step is None else step_number(step, verb="open")
     options = engine or EngineOptions()
     place = to_store(path)
-    store: Store = LocalStore(place, options) if isinstance(place, Path) else place
+    store = store_at(place, options)
     if store.exists(MANIFEST_NAME):
         found = Checkpoint(store, "", options)
         if wanted not in (None, found.step):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from flowstone import arguments as calls
@@ -29,7 +28,6 @@ from flowstone.runtime.writer_lock import caller
 from flowstone.state import Frozen
 from flowstone.state_dict_verbs import StateDictVerbs
 from flowstone.store.base import Store
-from flowstone.store.local import LocalStore
 from flowstone.trace import Spans
 
 if TYPE_CHECKING:
@@ -87,7 +85,7 @@ class Checkpointer(StateDictVerbs):
         lossy = calls.to_quantize(rules, every_step)
         options = SaveOptions(budget_bytes, saves_in_flight, on_error, max_unsaved_steps, lossy)
         engine = engine or EngineOptions()
-        self._store: Store = LocalStore(place, engine) if isinstance(place, Path) else place
+        self._store: Store = calls.store_at(place, engine)
         self.made_at, self._pid, self._turn = caller(), os.getpid(), Turn()
         emit = Teller(on_event, self._store.location)
         self._store_writer = StoreWriter(self._store, keep, emit.removed, emit.left)

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import typer
 
-from flowstone.arguments import store_path
+from flowstone.arguments import store_at, to_store
 from flowstone.cli.output import AsJson, StorePath, errors_reported, print_json, print_rows, size_text
 from flowstone.commit.entries import Kind, is_journal, parse
 from flowstone.commit.locations import check_store
 from flowstone.commit.manifests import listing, read_manifest
 from flowstone.errors import NotAStoreError
 from flowstone.format.manifest import MANIFEST_NAME, Manifest
-from flowstone.store.local import LocalStore
 
 _UNFINISHED = (Kind.SAVING, Kind.DELETING, Kind.SUPERSEDED, Kind.MEASURING)
 
@@ -45,7 +44,7 @@ def _cells(row: dict[str, object]) -> list[str]:
 
 def _listing(path: Path) -> tuple[list[dict[str, object]], list[str]]:
     """A row for each checkpoint, newest last, and the names of directories that are no checkpoints."""
-    store = LocalStore(store_path(path))
+    store = store_at(to_store(path))
     if store.exists(MANIFEST_NAME):
         return [row_of(read_manifest(store, ""), store.location)], []
     if not store.exists():
@@ -62,7 +61,7 @@ def _listing(path: Path) -> tuple[list[dict[str, object]], list[str]]:
 
 def journal_of(path: Path) -> dict[str, int] | None:
     """From which checkpoint a journal leads on, and to which step; None if none does."""
-    store = LocalStore(store_path(path))
+    store = store_at(to_store(path))
     if not any(map(is_journal, store.names())):
         return None
     from flowstone.commit import journals  # imported here: most stores have none

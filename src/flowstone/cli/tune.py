@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 import typer
 
+from flowstone.arguments import refuse_object_url
 from flowstone.cli.output import errors_reported, make_console, print_json, size_text
 from flowstone.config import MIB, Tuning
 
@@ -40,6 +41,8 @@ def tune(
     if store and user:
         raise typer.BadParameter("give --store or --user, not both")
     where: Literal["store", "user"] | None = "store" if store else "user" if user else None
+    with errors_reported(as_json):
+        refuse_object_url(path)
     with errors_reported(as_json), _trials_shown() as on_progress:
         report = study.tune(
             path, where=where, total_bytes=total_bytes, quick=quick, dry_run=dry_run, on_progress=on_progress

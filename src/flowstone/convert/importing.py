@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from flowstone.arguments import step_number, store_path
+from flowstone.arguments import refuse_object_url, step_number, store_path
 from flowstone.cluster import Cluster
 from flowstone.commit import catalog, publish
 from flowstone.commit.entries import import_journal, saving_directory, step_directory
@@ -84,6 +84,7 @@ def import_checkpoint(
     raises  StepExistsError, LockedError, DamagedError, UnsupportedFormatError, NotAStoreError, ArgumentError, ...
     """
     begun = time.monotonic()
+    refuse_object_url(store)
     opened = open_source(source)
     wanted = step_number(step, verb="import")
     if not section or "@" in section or section.startswith("__") or "\0" in section:

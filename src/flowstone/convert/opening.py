@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from flowstone.arguments import refuse_object_url
 from flowstone.checkpoint import Checkpoint, open_checkpoint
 from flowstone.commit.entries import step_of
 from flowstone.convert.source import Source
@@ -29,6 +30,7 @@ def open_source(path: str | os.PathLike[str] | Checkpoint, step: int | None = No
     """
     if isinstance(path, Checkpoint):
         return read_flowstone(path)
+    refuse_object_url(path)
     place = Path(path).expanduser()
     if _is_ours(place):
         return read_flowstone(open_checkpoint(place, step))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from flowstone.arguments import refuse_object_url
 from flowstone.checkpoint import Checkpoint, open_checkpoint
 from flowstone.cluster import Cluster
 from flowstone.commit import publish
@@ -59,6 +60,7 @@ def pack(
     raises  StorageError where something else is at `path`, DamagedError, NoCheckpointError, ArgumentError, ...
     """
     begun = time.monotonic()
+    refuse_object_url(checkpoint)
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint, step)
     draft = Draft(Path(path), is_file=False)
     if step_of(draft.path.name) not in (None, opened.step):

@@ -1,0 +1,277 @@
+"""Requests to an object store: repeated within a budget where that is safe, and refused in our words.
+
+obstore is told to try each request once: what to do about a lost answer depends on the request, which only we know.
+Parts of an upload are the exception: obstore repeats each of them itself, as it has its bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import msgspec
+import numpy as np
+
+from flowstone.config import MIB
+from flowstone.errors import ArgumentError, FlowstoneError, FrameworkError, StorageError
+from flowstone.log import log
+from flowstone.store.objects.failures import begins_behind, is_missing, is_taken, may_pass, storage_error
+
+if TYPE_CHECKING:
+    from obstore import Bytes, GetOptions, ObjectMeta, PutMode
+    from obstore.store import ObjectStore as Bucket
+
+T = TypeVar("T")
+
+_OF_CALL = "flowstone-call"  # an attribute of small objects: S3 tells two of equal bytes apart by the second only
+_ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AWS_ENDPOINT_URL_S3")
+_COPY_PART_BYTES = 16 * MIB  # of a copy that goes through this machine
+
+
+class Patience(msgspec.Struct, frozen=True):
+    """How long a request that may be repeated is.
+
+    budget_s       from the first attempt; after that, its failure is the result
+    request_s      for one attempt, its body included
+    """
+
+    budget_s: float = 60.0
+    request_s: float = 120.0
+    first_delay_s: float = 0.1
+    delay_s_max: float = 5.0
+
+    def delay_s(self, attempt: int) -> float:
+        """Before the attempt after number `attempt`: doubled each time, and spread, so that clients do not meet."""
+        return min(self.delay_s_max, self.first_delay_s * 2.0 ** min(attempt, 30)) * (0.5 + random.random() / 2)
+
+
+def open_bucket(url: str, patience: Patience) -> tuple[Bucket, Bucket]:
+    """obstore's store for a URL: one that tries once, and one that repeats parts of uploads. Makes no request.
+
+    raises  FrameworkError  obstore is missing
+            ArgumentError   obstore knows no such URL
+    """
+    try:
+        from obstore.exceptions import BaseError
+        from obstore.store import from_url
+    except ImportError as error:
+        raise FrameworkError(
+            f"cannot open {url}: obstore is not installed", next="pip install 'flowstone[objects]'"
+        ) from error
+    plain_http = any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS)
+    client = {"timeout": timedelta(seconds=patience.request_s), "connect_timeout": timedelta(seconds=5)}
+    if plain_http:  # others who read the variable take such an address without a further word
+        client["allow_http"] = True
+    first, most = timedelta(seconds=patience.first_delay_s), timedelta(seconds=patience.delay_s_max)
+    backoff = {"init_backoff": first, "max_backoff": most, "base": 2}
+    repeats = {"max_retries": 20, "retry_timeout": timedelta(seconds=patience.budget_s), "backoff": backoff}
+    try:
+        once = from_url(url, client_options=client, retry_config={"max_retries": 0})
+        repeating = from_url(url, client_options=client, retry_config=repeats)
+    except (BaseError, ValueError) as error:
+        raise ArgumentError(
+            f"{url} is no URL of an object store: {str(error).partition(chr(10))[0]}",
+            next="write s3://bucket/path, gs://bucket/path or az://container/path",
+        ) from error
+    return cast("Bucket", once), cast("Bucket", repeating)
+
+
+class Client:
+    """Requests for the objects of one store. Any thread.
+
+    once, repeating  of obstore: see `open_bucket`; the same one twice where it has no server
+    """
+
+    def __init__(self, location: str, once: Bucket, repeating: Bucket, patience: Patience) -> None:
+        self.location, self.once, self.repeating, self.patience = location, once, repeating, patience
+        self._has_tokens = type(once).__name__ == "S3Store"
+        self.keeps_buffers = type(once).__name__ == "MemoryStore"  # instead of sending what is in them
+
+    def try_for(self, operation: str, path: str, act: Callable[[], T]) -> T:
+        """The result of a request that may be repeated, whatever became of the attempts before.
+
+        raises  StorageError; FileNotFoundError if there is no such object
+        """
+        began = time.monotonic()
+        attempt = 0
+        while True:
+            try:
+                return act()
+            except FlowstoneError:
+                raise
+            except Exception as error:
+                if is_missing(error):
+                    raise
+                self.pause(operation, path, error, began, attempt)
+                attempt += 1
+
+    def pause(self, operation: str, path: str, error: Exception, began: float, attempt: int) -> None:
+        """Wait before another attempt. Raises StorageError instead, if none can help or the budget is spent."""
+        delay, spent = self.patience.delay_s(attempt), time.monotonic() - began
+        if not may_pass(error):
+            raise storage_error(self.location, operation, path, error) from error
+        if spent + delay > self.patience.budget_s:
+            raise storage_error(self.location, operation, path, error, tried_s=spent) from error
+        log.debug("%s: cannot %s %s yet (%s)", self.location, operation, path, error)
+        time.sleep(delay)
+
+    def head(self, path: str) -> ObjectMeta | None:
+        """What the store says of an object; None: there is none."""
+        try:
+            return self.try_for("look for", path, lambda: self.once.head(path))
+        except FileNotFoundError:
+            return None
+
+    def token(self, path: str) -> str:
+        """What `put_new` gave the object besides its bytes; "" if nothing."""
+        if not self._has_tokens:
+            return ""
+        found = self.try_for("look at", path, lambda: self.once.get(path, options={"head": True}).attributes)
+        return str(cast("dict[str, object]", found).get(_OF_CALL, ""))
+
+    def get(self, path: str, options: GetOptions | None = None, *, check: Callable[[int], None] | None = None) -> bytes:
+        """An object's bytes; `check` is called with its size before any of them is read.
+
+        raises  StorageError, also ENOENT
+        """
+        def act() -> bytes:
+            found = self.once.get(path, options=options)
+            if check is not None:
+                check(found.meta["size"])
+            return bytes(found.bytes())
+
+        try:
+            return self.try_for("read", path, act)
+        except FileNotFoundError as error:
+            raise storage_error(self.location, "read", path, error) from error
+
+    def entries(self, path: str) -> tuple[list[str], list[str]]:
+        """Names in a directory: of objects, and of directories. Both are empty where there is nothing."""
+        found = self.try_for("list", path, lambda: self.once.list_with_delimiter(path or None))
+        objects = [entry["path"].rpartition("/")[2] for entry in cast("Sequence[ObjectMeta]", found["objects"])]
+        return objects, [str(name).rstrip("/").rpartition("/")[2] for name in found["common_prefixes"]]
+
+    def put_new(self, path: str, data: bytes, token: str) -> str | None:
+        """Write an object under a name that is free: all of it or nothing. Returns its tag.
+
+        An attempt whose answer is lost may have succeeded. So once one was lost, an object with exactly these bytes and
+        this token is ours. `token`: another one for each call.
+
+        raises  StorageError, EEXIST where the name is taken
+        """
+        attributes = {_OF_CALL: token} if self._has_tokens else None
+        began, attempt, is_lost = time.monotonic(), 0, False
+        while True:
+            try:
+                return self.once.put(path, data, mode="create", use_multipart=False, attributes=attributes)["e_tag"]
+            except Exception as error:
+                if is_taken(error):
+                    if is_lost and self.is_ours(path, data, token):
+                        found = self.head(path)
+                        return None if found is None else found["e_tag"]
+                    raise storage_error(self.location, "write", path, error) from error
+                try:
+                    self.pause("write", path, error, began, attempt)
+                except StorageError as refusal:
+                    if not may_pass(error):
+                        raise
+                    if self.is_ours(path, data, token):
+                        return None
+                    spent = time.monotonic() - began
+                    raise storage_error(
+                        self.location, "write", path, error, tried_s=spent,
+                        outcome="unknown: the object may be there yet",
+                    ) from refusal
+                is_lost, attempt = True, attempt + 1
+
+    def is_ours(self, path: str, data: bytes, token: str) -> bool:
+        """Whether the object is what `put_new` has written with that token. False also if that cannot be found out."""
+        try:
+            return self.get(path) == data and self.token(path) in ("", token)
+        except (StorageError, FileNotFoundError):
+            return False
+
+    def replace(self, path: str, data: bytes, tag: str | None) -> str | None:
+        """Write an object in the place of the one with that tag. Returns its own; None: another one is there.
+
+        raises  StorageError
+        """
+        began, attempt, is_lost = time.monotonic(), 0, False
+        mode = cast("PutMode", {"e_tag": tag})
+        while True:
+            try:
+                return self.once.put(path, data, mode=mode, use_multipart=False)["e_tag"]
+            except FileNotFoundError:
+                return None
+            except Exception as error:
+                if is_taken(error):
+                    found = self.head(path) if is_lost and self.is_ours(path, data, "") else None
+                    return None if found is None else found["e_tag"]
+                self.pause("write", path, error, began, attempt)
+                is_lost, attempt = True, attempt + 1
+
+    def check_conditional(self, path: str, data: bytes) -> None:
+        """Raise StorageError if the store does not refuse a conditional put to a name that is taken, by these bytes."""
+        def act() -> bool:
+            try:
+                self.once.put(path, data, mode="create", use_multipart=False)
+            except Exception as error:
+                if is_taken(error):
+                    return True
+                raise
+            return False
+
+        if not self.try_for("write", path, act):
+            raise StorageError(
+                f"{self.location} cannot commit a checkpoint", errno=errno.ENOTSUP,
+                reason="the store ignores If-None-Match: of two jobs that commit one step, neither would be refused",
+                next="use a store that puts conditionally (If-None-Match, If-Match)",
+            )
+
+    def delete(self, path: str) -> None:
+        """Remove an object; nothing happens where there is none."""
+        try:
+            self.try_for("remove", path, lambda: self.once.delete(path))
+        except FileNotFoundError:
+            return
+
+    def copy(self, source: str, target: str) -> None:
+        """Copy an object within the store; by way of this machine where the store refuses one of that size."""
+        try:
+            self.try_for("copy", source, lambda: self.once.copy(source, target))
+        except FileNotFoundError as error:
+            raise storage_error(self.location, "rename", source, error) from error
+        except StorageError as error:
+            found = self.head(source)
+            if error.errno == errno.EACCES or found is None:
+                raise
+            self.try_for("copy", source, lambda: self.repeating.put(
+                target, self.once.get(source).stream(_COPY_PART_BYTES), use_multipart=True,
+                chunk_size=max(_COPY_PART_BYTES, found["size"] // 9_000),
+            ))
+
+    def read_into(self, path: str, offset: int, length: int, address: int) -> int:
+        """Read a range of an object into memory. Returns how many bytes the object has there.
+
+        raises  StorageError, also ENOENT
+        """
+        def act() -> Bytes | bytes:
+            try:
+                return self.once.get_range(path, start=offset, length=length)
+            except Exception as error:
+                if begins_behind(error):
+                    return b""
+                raise
+
+        try:
+            found = np.frombuffer(self.try_for("read", path, act), np.uint8)
+        except FileNotFoundError as error:
+            raise storage_error(self.location, "read", path, error) from error
+        ctypes.memmove(address, found.ctypes.data, found.nbytes)  # lets go of the interpreter lock
+        return found.nbytes

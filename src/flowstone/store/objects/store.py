@@ -1,0 +1,332 @@
+"""A store in a bucket; bulk bytes go through the native engine, and threads here carry out its requests."""
+
+from __future__ import annotations
+
+import errno
+import secrets
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from flowstone import _native
+from flowstone.config import Direction, EngineOptions
+from flowstone.errors import BudgetError, DamagedError, StorageError
+from flowstone.store.base import UNPACED, Capabilities, FilePlan, Pace
+from flowstone.store.forks import forget_in_children
+from flowstone.store.jobs import JobReading
+from flowstone.store.objects.client import Client, Patience, open_bucket
+from flowstone.store.objects.downloads import ObjectReading, give_up
+from flowstone.store.objects.failures import begins_behind, storage_error
+from flowstone.store.objects.lease import LEASE_S, ObjectLease
+from flowstone.store.objects.orphans import abort_unfinished
+from flowstone.store.objects.uploads import ObjectWriting, Upload, part_bytes
+from flowstone.store.os_errors import MORE_THREADS, translated
+from flowstone.store.settings import Settings, resolve
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore as Bucket
+
+DIRECTORY_NAME = ".flowstone-directory"  # the object that makes a directory of a prefix
+_UNLIMITED_BYTES = 1 << 62
+_GAP_BYTES = 1 << 40  # every byte of an object is written: gaps are zeros
+_HEADS_AT_ONCE = 16
+_CAPABILITIES = Capabilities(
+    atomic_rename=False, conditional_put=True, directory_sync=False, durable_on_return=True, range_reads=True,
+    appends=False, direct=False, links=False,
+)
+
+
+class ObjectStore:
+    """See store.base.Store. Asks the bucket nothing before the first call that needs it.
+
+    bucket    a URL (s3://bucket/path, gs://bucket/path, az://container/path), or an object store of obstore's, whose
+              root is then the store's
+    location  for people; None: the URL
+    lease_s   how long others wait until this writer counts as dead, if it does not renew its lease
+    """
+
+    def __init__(
+        self, bucket: str | Bucket, options: EngineOptions | None = None, *, location: str | None = None,
+        patience: Patience | None = None, lease_s: float = LEASE_S,
+    ) -> None:
+        patience = patience or Patience()
+        if isinstance(bucket, str):
+            once, repeating = open_bucket(bucket, patience)
+            location = location or bucket.rstrip("/")
+        else:
+            once = repeating = bucket
+            location = location or repr(bucket)
+        self.location = location
+        self.options = replace(options or EngineOptions(), backend="posix", direct="off")
+        self.client = Client(location, once, repeating, patience)
+        self._lease = ObjectLease(self.client, lease_s)
+        self._guard = Lock()
+        self._engines: dict[int, _native.Engine] = {}  # by the longest request
+        self._next_file = 0  # see `_numbers`
+        forget_in_children(self)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return _CAPABILITIES
+
+    # Names and small files
+
+    def exists(self, path: str = "") -> bool:
+        if path and self.client.head(path) is not None:
+            return True
+        return any(self.client.entries(path))
+
+    def is_link(self, path: str) -> bool:
+        return False
+
+    def names(self, path: str = "") -> tuple[str, ...]:
+        objects, directories = self.client.entries(path)
+        return tuple(sorted({*objects, *directories} - {DIRECTORY_NAME}))
+
+    def size(self, path: str) -> int:
+        found = self.client.head(path)
+        if found is None:
+            raise self._missing("stat", path)
+        return found["size"]
+
+    def stamp(self, path: str) -> str | None:
+        found = self.client.head(path)
+        if found is None:
+            return None
+        try:
+            token = self.client.token(path)
+        except FileNotFoundError:
+            return None
+        return f"{found['e_tag']}/{found.get('version')}/{found['last_modified']}/{found['size']}/{token}"
+
+    def read(
+        self, path: str, *, offset: int = 0, length: int | None = None, bytes_max: int | None = None
+    ) -> bytes:
+        def check(size: int) -> None:
+            if bytes_max is not None and size > bytes_max:
+                raise DamagedError(
+                    f"{self.location}/{path} is too long", expected=f"at most {bytes_max} bytes",
+                    found=f"{size} bytes", next="restore the file from a copy, or use an older step",
+                )
+
+        if length is None and not offset:
+            return self.client.get(path, check=check)
+        if bytes_max is not None or not length:
+            size = self.size(path)
+            check(size)
+            length = max(0, size - offset) if length is None else length
+            if not length:
+                return b""
+        try:
+            return self.client.get(path, {"range": (offset, offset + length)})
+        except StorageError as error:
+            if error.__cause__ is not None and begins_behind(error.__cause__):
+                return b""
+            raise
+
+    def make_directory(self, path: str = "") -> None:
+        if path and any(self.client.entries(path)):
+            raise self._taken("mkdir", path)
+        token = secrets.token_hex(8)
+        try:
+            self.client.put_new(f"{path}/{DIRECTORY_NAME}" if path else DIRECTORY_NAME, token.encode(), token)
+        except StorageError as error:
+            if error.errno != errno.EEXIST:
+                raise
+            if path:
+                raise self._taken("mkdir", path) from error
+
+    def remove(self, path: str) -> None:
+        if self.client.head(path) is not None:
+            self.client.delete(path)
+            return
+        objects, directories = self.client.entries(path)
+        if not objects and not directories:
+            raise self._missing("remove", path)
+        if directories or set(objects) != {DIRECTORY_NAME}:
+            raise StorageError(
+                f"cannot remove {self.location}/{path}", errno=errno.ENOTEMPTY, reason="a directory with entries",
+                next="remove what is in it first",
+            )
+        self.client.delete(f"{path}/{DIRECTORY_NAME}")
+
+    def sync_directory(self, path: str = "") -> None:
+        if not self.exists(path):
+            raise self._missing("fsync", path)
+
+    # Commit
+
+    def put(self, path: str, data: bytes) -> None:
+        self.client.put_new(path, data, secrets.token_hex(8))
+
+    def rename(self, source: str, target: str) -> None:
+        """Of a file: a copy within the bucket, then the removal of the source."""
+        if self.exists(target):
+            raise self._taken("rename", target)
+        if self.client.head(source) is None:
+            if any(self.client.entries(source)):
+                raise StorageError(
+                    f"cannot rename {self.location}/{source}", errno=errno.EOPNOTSUPP, reason="a directory",
+                    next="report this: it is a mistake in Flowstone",
+                )
+            raise self._missing("rename", source)
+        self.client.copy(source, target)
+        self.client.delete(source)
+
+    def link(self, source: str, target: str) -> None:
+        raise StorageError(
+            f"cannot link {self.location}/{source}", errno=errno.ENOTSUP, reason="an object has one name",
+            next="report this: it is a mistake in Flowstone",
+        )
+
+    # Lock
+
+    def lock(self, holder: str) -> None:
+        if self._lease.take(holder):
+            abort_unfinished(self.location, self.client.once)
+
+    def check_lock(self) -> None:
+        self._lease.check()
+
+    def unlock(self) -> None:
+        self._lease.release()
+
+    # Bulk bytes
+
+    def free_bytes(self) -> int:
+        return _UNLIMITED_BYTES
+
+    def settings(self, direction: Direction) -> Settings:
+        return resolve(direction, self.options, None)
+
+    def write(
+        self, files: Sequence[FilePlan], rows: _native.WriteExtents, arena: _native.Arena, pace: Pace = UNPACED, *,
+        reserved: bool = True,
+    ) -> ObjectWriting:
+        self._check_budget(files, arena)
+        claims = [self._claim(plan.path) for plan in files]
+        engine, settings = self._engine(arena), self.settings("write")
+        tokens = self._numbers(len(files))
+        natives = [
+            (_native.File(fd=token, path=f"{self.location}/{plan.path}", alignment=1), plan.bytes)
+            for token, plan in zip(tokens, files, strict=True)
+        ]
+        with translated(Path(self.location), "begin to write into", "", remedy=MORE_THREADS):
+            job = engine.write(
+                arena, natives, rows, gap_bytes=_GAP_BYTES, blocks=pace.blocks, bytes_per_s=pace.bytes_per_s or 0,
+                cap_bytes_per_s=pace.cap or 0, watch=self.options.watch,
+            )
+        uploads: list[Upload] = []
+        try:
+            for number, (plan, token, claim) in enumerate(zip(files, tokens, claims, strict=True)):
+                uploads.append(Upload(self.client, engine, job, plan, number=number, token=token, claim=claim))
+        except RuntimeError as error:
+            give_up(engine, job, "write", (tokens.start, tokens.stop))
+            raise self._no_thread("write into", error) from error
+        return ObjectWriting(self.location, job, settings, self.options.watch, files, uploads)
+
+    def _claim(self, path: str) -> str | None:
+        """Keep the segment's name, by a small object that the upload replaces. Returns its tag, which no other has."""
+        token = secrets.token_hex(8)
+        tag = self.client.put_new(path, token.encode(), token)
+        if tag is None:
+            found = self.client.head(path)
+            tag = None if found is None else found["e_tag"]
+        return tag
+
+    def _check_budget(self, files: Sequence[FilePlan], arena: _native.Arena) -> None:
+        """A part is sent at once: from blocks, or from a copy where these do not come soon."""
+        longest = max((min(part_bytes(plan.bytes), plan.bytes) for plan in files), default=0)
+        if arena.budget_bytes < longest:
+            raise BudgetError(
+                f"the memory budget is too small for a part of the upload to {self.location}",
+                expected=f"at least {longest} bytes", found=f"{arena.budget_bytes} bytes",
+                next="raise budget_bytes, or save from more ranks",
+            )
+
+    def read_extents(
+        self, paths: Sequence[str], rows: _native.ReadExtents, arena: _native.Arena, *, wanted_bytes: int,
+        stop_at_bad: bool = True, past_cache: bool = False, ahead: bool = False,
+    ) -> JobReading:
+        wanted = sorted(set(chain.from_iterable(rows.file_groups)))
+        self._check_there([paths[number] for number in wanted])
+        tokens = self._numbers(len(paths))
+        natives: list[_native.File | None] = [None] * len(paths)
+        for number in wanted:
+            natives[number] = _native.File(
+                fd=tokens[number], path=f"{self.location}/{paths[number]}", alignment=1
+            )
+        tuning, engine = self.settings("read").tuning, self._engine(arena)
+        request_bytes = min(tuning.request_bytes, arena.block_bytes)
+        with translated(Path(self.location), "begin to read from", "", remedy=MORE_THREADS):
+            job = engine.read(
+                arena, natives, rows, stop_at_bad=stop_at_bad, in_place=False, request_bytes=request_bytes, ahead=ahead
+            )
+        threads = max(1, min(tuning.queue_depth, -(-wanted_bytes // request_bytes)))
+        try:
+            return ObjectReading(self.client, engine, job, paths, first_file=tokens.start, threads=threads)
+        except RuntimeError as error:
+            give_up(engine, job, "read", (tokens.start, tokens.stop))
+            raise self._no_thread("read from", error) from error
+
+    def _no_thread(self, operation: str, error: RuntimeError) -> StorageError:
+        return StorageError(
+            f"cannot start the threads that {operation} {self.location}", errno=errno.EAGAIN, reason=str(error),
+            next=MORE_THREADS,
+        )
+
+    def _check_there(self, paths: Sequence[str]) -> None:
+        if len(paths) > 2:
+            with ThreadPoolExecutor(_HEADS_AT_ONCE, thread_name_prefix="flowstone-heads") as executor:
+                found = list(executor.map(self.client.head, paths))
+        else:
+            found = [self.client.head(path) for path in paths]
+        for path, head in zip(paths, found, strict=True):
+            if head is None:
+                raise self._missing("open", path)
+
+    def reads_past_cache(self, path: str, wanted_bytes: int) -> bool:
+        return False
+
+    def _numbers(self, files: int) -> range:
+        """Numbers by which an engine knows so many files; no other job has them."""
+        with self._guard:
+            first, self._next_file = self._next_file, self._next_file + files
+        return range(first, first + files)
+
+    def _engine(self, arena: _native.Arena) -> _native.Engine:
+        tuning = self.settings("write").tuning
+        request_bytes = min(tuning.request_bytes, arena.block_bytes)
+        with translated(Path(self.location), "start the engine for", ""), self._guard:
+            if request_bytes not in self._engines:
+                self._engines[request_bytes] = _native.Engine(
+                    backend="caller", queue_depth=tuning.queue_depth, request_bytes=request_bytes,
+                    workers=tuning.workers, background=True,
+                )
+            return self._engines[request_bytes]
+
+    def close(self) -> None:
+        """Stop the engines and give up the lease."""
+        with self._guard:
+            engines, self._engines = tuple(self._engines.values()), {}
+        for engine in engines:
+            engine.close()
+        self.unlock()
+
+    def forget(self) -> None:
+        """In a forked child: the threads are gone, and the lease is the parent's."""
+        self._guard, self._engines = Lock(), {}
+        self._lease.forget()
+
+    def _missing(self, operation: str, path: str) -> StorageError:
+        return storage_error(self.location, operation, path, FileNotFoundError("no such object"))
+
+    def _taken(self, operation: str, path: str) -> StorageError:
+        return StorageError(
+            f"cannot {operation} {self.location}/{path}", errno=errno.EEXIST, reason="the name is taken",
+            next="remove what has it, or choose another path",
+        )

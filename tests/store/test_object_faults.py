@@ -1,0 +1,249 @@
+"""What a bucket does on a bad day: errors, resets, lost answers, bodies that end early, lists that come late."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from object_server import BUCKET, KINDS, Server
+from obstore.store import MemoryStore
+
+import flowstone as fs
+from flowstone.errors import LockedError, StorageError
+from flowstone.store.objects.client import Client, Patience
+from flowstone.store.objects.lease import ObjectLease
+from flowstone.store.objects.store import ObjectStore
+
+QUICK = Patience(budget_s=60, request_s=20, first_delay_s=0.01, delay_s_max=0.05)
+BRIEF = Patience(budget_s=0.3, request_s=5, first_delay_s=0.01, delay_s_max=0.05)
+
+
+def values(step: int) -> dict[str, np.ndarray]:
+    """Two parts of an upload, and small ones."""
+    draw = np.random.default_rng(step)
+    return {"large": draw.random(1_300_000), "small": draw.random(100), "step": np.array(step)}
+
+
+def assert_whole(url: str, step: int, patience: Patience = QUICK) -> None:
+    """That the checkpoint of a step is what was saved."""
+    state: dict[str, object] = {name: np.zeros_like(value) for name, value in values(step).items()}
+    with fs.Checkpointer(ObjectStore(url, patience=patience)) as ckpt:
+        assert ckpt.load(state, step=step).step == step
+    for name, value in values(step).items():
+        assert np.array_equal(state[name], value), (step, name)  # type: ignore[arg-type]
+
+
+def campaign(url: str, server: Server, *, faults: int, seed: int) -> None:
+    """Save until so many requests have failed. What was reported committed is there, and nothing is torn, ever."""
+    committed, refused, failed, step, round_ = [], 0, 0, 0, 0
+    while failed < faults:
+        server.fail(share=0.2, seed=seed + round_, kinds=KINDS)
+        with fs.Checkpointer(ObjectStore(url, patience=QUICK), on_error="continue", keep=4) as ckpt:
+            for _ in range(4):
+                step += 1
+                try:
+                    ckpt.save(step, values(step)).committed.result(120)
+                except fs.FlowstoneError:
+                    refused += 1
+                else:
+                    committed.append(step)
+            if committed:
+                assert_whole(url, committed[-1])
+        failed += sum(server.failed().values())
+        round_ += 1
+        server.fail(share=0)
+        there = [name for name in ObjectStore(url).names() if name.startswith("step-")]
+        for name in there:
+            if ObjectStore(url).exists(f"{name}/manifest.json"):
+                assert fs.open(url, int(name[5:])).verify().sound
+        assert fs.open(url).step >= committed[-1], "what was committed is lost"
+    assert len(committed) > refused, (committed, refused)
+
+
+def test_nothing_is_lost_or_torn_where_every_fifth_request_fails(url: str, server: Server) -> None:
+    campaign(url, server, faults=40, seed=1)
+
+
+@pytest.mark.soak
+def test_nothing_is_lost_or_torn_in_a_thousand_faults(url: str, server: Server) -> None:
+    campaign(url, server, faults=1_000, seed=100)
+
+
+@pytest.mark.parametrize("kind", ["500", "slow down", "429", "reset before", "reset after", "truncated", "delayed"])
+def test_each_kind_of_fault_is_outlasted_by_every_verb(url: str, server: Server, kind: str) -> None:
+    server.fail(share=0.4, seed=3, kinds=(kind,))
+    store = ObjectStore(url, patience=QUICK)
+    store.make_directory()
+    store.make_directory("a")
+    for number in range(3):
+        store.put(f"a/{number}", bytes([number]) * 1000)
+    assert store.names("a") == ("0", "1", "2")
+    assert store.read("a/1") == b"\1" * 1000
+    store.rename("a/1", "a/one")
+    store.lock("a job")
+    store.check_lock()
+    store.unlock()
+    for name in ("0", "2", "one"):
+        store.remove(f"a/{name}")
+    store.remove("a")
+    assert store.names() == ("flowstone.lock",)
+    assert server.failed()["reset after" if kind == "truncated" else kind] + server.failed()[kind] > 0
+    store.close()
+
+
+def test_a_put_whose_answer_was_lost_has_succeeded_and_one_of_another_job_has_not(url: str, server: Server) -> None:
+    store = ObjectStore(url, patience=QUICK)
+    server.fail(share=0.7, seed=1, kinds=("reset after",), method="PUT")
+    for number in range(8):
+        store.put(f"file-{number}", b"ours")
+    assert server.failed()["reset after"] > 0
+    with pytest.raises(StorageError) as caught:
+        store.put("file-0", b"theirs")
+    assert caught.value.errno == errno.EEXIST
+    with pytest.raises(StorageError) as caught:
+        store.put("file-0", b"ours")  # the same bytes, but not of this call
+    assert caught.value.errno == errno.EEXIST
+    assert store.read("file-0") == b"ours"
+
+
+def test_an_outage_ends_with_an_error_that_says_so_within_the_budget(url: str, server: Server) -> None:
+    store = ObjectStore(url, patience=BRIEF)
+    server.fail(share=1, kinds=("slow down",))
+    began = time.monotonic()
+    with pytest.raises(StorageError, match="cannot list") as caught:
+        store.names()
+    assert caught.value.errno == errno.EBUSY
+    assert "busy" in str(caught.value.facts["next"])
+    with pytest.raises(StorageError) as caught:
+        store.put("file", b"1")
+    assert "unknown" in str(caught.value.facts["outcome"])
+    assert time.monotonic() - began < 10
+    server.fail(share=0)
+    assert store.names() == ()
+
+
+def test_a_save_into_a_bucket_that_fails_meanwhile_fails_and_leaves_the_step_before(url: str, server: Server) -> None:
+    with fs.Checkpointer(ObjectStore(url, patience=BRIEF), on_error="continue") as ckpt:
+        ckpt.save(1, values(1)).committed.result(60)
+        server.fail(share=1, kinds=("500",), method="PUT")
+        with pytest.raises(StorageError):
+            ckpt.save(2, values(2)).committed.result(60)
+        server.fail(share=0)
+        assert ckpt.latest().step == 1  # type: ignore[union-attr]
+        ckpt.save(3, values(3)).committed.result(60)
+    assert_whole(url, 1)
+    assert_whole(url, 3)
+    assert server.uploads() == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "says"),
+    [
+        ("denied", errno.EACCES, "list, read, write and delete"), ("other region", errno.EREMOTE, "AWS_REGION"),
+        ("not implemented", errno.ENOTSUP, "puts conditionally"), ("quota", errno.ENOSPC, "raise the quota"),
+    ],
+)
+def test_a_refusal_says_what_to_do(url: str, server: Server, kind: str, code: int, says: str) -> None:
+    server.fail(share=1, kinds=(kind,))
+    with pytest.raises(StorageError) as caught:
+        ObjectStore(url, patience=BRIEF).make_directory("a") if kind != "denied" else ObjectStore(url).names()
+    assert caught.value.errno == code
+    assert says in str(caught.value.facts["next"])
+
+
+def test_a_bucket_that_does_not_exist_is_named(server: Server) -> None:
+    for call in (
+        lambda store: store.exists(), lambda store: store.names(), lambda store: store.make_directory("a"),
+        lambda store: store.put("a", b"1"),
+    ):
+        with pytest.raises(StorageError, match="no-such-bucket") as caught:
+            call(ObjectStore("s3://no-such-bucket/run", patience=BRIEF))
+        assert "create the bucket" in str(caught.value.facts["next"])
+    with pytest.raises(StorageError, match="no-such-bucket"):
+        fs.open("s3://no-such-bucket/run")
+
+
+def test_an_object_that_changed_behind_our_back_is_found_by_its_digest(url: str) -> None:
+    with fs.Checkpointer(url) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, values(step)).committed.result(60)
+    store = ObjectStore(url)
+    path = "step-00000002/rank-00000.safetensors"
+    content = bytearray(store.read(path))
+    content[len(content) // 2] ^= 1
+    store.client.once.put(path, bytes(content))
+    assert not fs.open(url).inspect().sound
+    with fs.Checkpointer(url) as ckpt, pytest.raises(fs.DamagedError):
+        ckpt.load({name: np.zeros_like(value) for name, value in values(2).items()})
+    assert_whole(url, 1)
+
+
+# The lease
+
+
+@pytest.fixture
+def leases() -> Iterator[tuple[ObjectLease, ObjectLease]]:
+    """Two of one store, as on two machines."""
+    bucket = MemoryStore()
+    pair = [ObjectLease(Client("a bucket", bucket, bucket, BRIEF), lease_s=0.8) for _ in range(2)]
+    yield pair[0], pair[1]
+    for one in pair:
+        one.release()
+
+
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on this process seems to run on another machine."""
+    monkeypatch.setattr("flowstone.store.objects.lease._here", lambda: ("another machine", "1 1"))
+
+
+def test_a_lease_that_is_renewed_elsewhere_is_not_taken(
+    leases: tuple[ObjectLease, ObjectLease], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = leases
+    first.take("the first")
+    elsewhere(monkeypatch)
+    with pytest.raises(LockedError, match="the first"):
+        second.take("the second")
+    first.check()
+
+
+def test_a_lease_that_nobody_renews_is_taken_after_its_time_and_the_first_one_is_told(
+    leases: tuple[ObjectLease, ObjectLease], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = leases
+    first.take("the first")
+    first._ended.set()  # it stands still
+    elsewhere(monkeypatch)
+    began = time.monotonic()
+    second.take("the second")
+    assert time.monotonic() - began >= 0.8
+    second.check()
+    with pytest.raises(LockedError, match="the second has taken it since"):
+        first.check()
+
+
+def test_the_lease_of_a_process_of_this_machine_that_is_gone_is_taken_at_once(
+    leases: tuple[ObjectLease, ObjectLease], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = leases
+    here = __import__("flowstone.store.objects.lease", fromlist=["_here"])._here()
+    monkeypatch.setattr("flowstone.store.objects.lease._here", lambda: (here[0], f"{2**22 - 1} 1"))
+    first.take("the first")
+    first._ended.set()
+    began = time.monotonic()
+    second.take("the second")
+    assert time.monotonic() - began < 0.5
+
+
+def test_an_object_in_the_place_of_the_lease_is_taken_over(leases: tuple[ObjectLease, ObjectLease]) -> None:
+    first, _ = leases
+    first._client.once.put("flowstone.lock", b"what somebody else has put there")
+    first.take("the first")
+    first.check()
+
+
+def test_the_bucket_of_the_server_is_that_of_the_urls(url: str) -> None:
+    assert url.startswith(f"s3://{BUCKET}/")

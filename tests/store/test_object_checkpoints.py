@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from contract import write_rows
 from msgspec import json
 from object_server import Server
 from obstore.store import MemoryStore
+from test_threads import inventory, live
 from typer.testing import CliRunner
 from warm_start import warm_start
 
@@ -122,6 +124,29 @@ def test_verbs_take_the_url_or_refuse_it_by_name(url: str, tmp_path: Path) -> No
         assert "URL" in refused.output, (arguments, refused.output)
     with pytest.raises(fs.ArgumentError, match="every_step"):
         fs.Checkpointer(url, every_step=True)
+
+
+def test_each_thread_of_a_bucket_is_in_the_inventory(url: str) -> None:
+    found: set[str] = set()
+    watching = threading.Event()
+
+    def watch() -> None:
+        while not watching.wait(0.002):
+            found.update(live().values())
+
+    state = training(1)
+    before = set(live().values())
+    watcher = threading.Thread(target=watch, name="watcher")
+    watcher.start()
+    with fs.Checkpointer(url) as ckpt:
+        ckpt.save(1, state).committed.result(60)
+        ckpt.load(state)
+    watching.set()
+    watcher.join()
+    assert {"flowstone-lease", "flowstone-upload", "flowstone-download", "flowstone-heads"} <= found
+    assert found - before - {"watcher"} <= inventory(), f"not in docs/ARCHITECTURE.md: {found - before - inventory()}"
+    left = {name for name in live().values() if name.startswith("flowstone-")} - before
+    assert left <= {"flowstone-log", "flowstone-act"}, f"outlive the Checkpointer: {left}"
 
 
 def test_a_second_job_is_refused_while_the_first_one_lives(url: str) -> None:

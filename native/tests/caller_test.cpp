@@ -1,0 +1,134 @@
+// The backend whose ops the caller carries out: the same promises, and what becomes of ops that it does not carry out.
+#include <atomic>
+#include <cstring>
+#include <stdexcept>
+#include <thread>
+
+#include "bed.h"
+
+namespace flowstone {
+namespace {
+
+/// Threads that carry out the ops of an engine on real files, until this is destroyed.
+class Carriers {
+public:
+    Carriers(Engine& engine, int fd, int error = 0) : caller_(engine.caller()) {
+        for (const Direction direction : {Direction::write, Direction::read})
+            for (int i = 0; i < 2; ++i) threads_.emplace_back([this, direction, fd, error] { run(direction, fd, error); });
+    }
+    ~Carriers() {
+        stopping_ = true;
+        for (std::thread& thread : threads_) thread.join();
+    }
+
+private:
+    void run(Direction direction, int fd, int error) {
+        while (!stopping_)
+            for (const CallerBackend::Taken& op : caller_->take(direction, fd, fd + 1, 2, 0.01)) {
+                const auto at = static_cast<off_t>(op.offset);
+                const ssize_t moved = error != 0                      ? 0
+                                      : direction == Direction::write ? ::pwrite(fd, op.memory.iov_base, op.memory.iov_len, at)
+                                                                      : ::pread(fd, op.memory.iov_base, op.memory.iov_len, at);
+                caller_->complete(op.number, static_cast<std::uint64_t>(moved), error);
+            }
+    }
+
+    const std::shared_ptr<CallerBackend> caller_;
+    std::atomic<bool> stopping_{false};
+    std::vector<std::thread> threads_;
+};
+
+std::shared_ptr<ReadJob> start_read(Bed& bed, const ReadExtents& rows) {
+    return bed.engine.read(bed.arena, {bed.scratch.file()}, std::make_shared<ReadExtents>(rows), {.in_place = false});
+}
+
+const Setup caller_setup{"caller", false};
+
+}  // namespace
+
+TEST_CASE("rows come back that the caller's threads have written and read") {
+    for (std::uint64_t seed = 0; seed < 4; ++seed) {
+        CAPTURE(seed);
+        const Sample sample = random_sample(seed, 24);
+        Bed bed(caller_setup, sample.file_bytes, nullptr, seed % 2 ? 2 : 20);
+        const Carriers carriers(bed.engine, bed.scratch.file()->fd);
+        const auto job = bed.run(sample.rows);
+        REQUIRE_FALSE(job->fault());
+        REQUIRE(bed.scratch.contents() == sample.expected);
+        std::vector<Memory> targets;
+        const auto load = start_read(bed, read_back(sample, job->digests(), targets, seed));
+        REQUIRE(load->wait(forever_s));
+        REQUIRE_FALSE(load->fault());
+        REQUIRE(load->bad_chunks().empty());
+        for (std::size_t i = 0; i < targets.size(); ++i)
+            REQUIRE((sample.stored[i].empty() || std::memcmp(sample.stored[i].data(), targets[i].start(), sample.stored[i].size()) == 0));
+    }
+}
+
+TEST_CASE("windows are known before they are written, and cover what is") {
+    const Sample sample = plain_sample(5 * mib + 17, 128);
+    Bed bed(caller_setup, sample.file_bytes);
+    const auto job = bed.start(sample.rows);
+    std::uint64_t end = 0;
+    for (const WriteWindow& window : job->windows()) {
+        CHECK(window.begin == end);
+        end = window.end;
+    }
+    CHECK(end >= 5 * mib + 17);
+    const Carriers carriers(bed.engine, bed.scratch.file()->fd);
+    REQUIRE(job->wait(forever_s));
+}
+
+TEST_CASE("an error of the caller's is a fault with its range, and the job ends") {
+    const Sample sample = plain_sample(10 * mib);
+    Bed bed(caller_setup, sample.file_bytes);
+    const Carriers carriers(bed.engine, bed.scratch.file()->fd, EIO);
+    const auto job = bed.run(sample.rows);
+    REQUIRE(job->fault());
+    CHECK(job->fault()->operation == "write");
+    CHECK(job->fault()->error == EIO);
+    CHECK(job->fault()->length > 0);
+}
+
+TEST_CASE("a file that ends early is a fault at its end") {
+    const Sample sample = plain_sample(10 * mib);
+    Bed bed(caller_setup, sample.file_bytes);
+    const Carriers carriers(bed.engine, bed.scratch.file()->fd);
+    const auto job = bed.run(sample.rows);
+    bed.scratch.truncate(4 * mib + 5);
+    std::vector<Memory> targets;
+    const auto load = start_read(bed, read_back(sample, job->digests(), targets, 1));
+    REQUIRE(load->wait(forever_s));
+    REQUIRE(load->fault());
+    CHECK(load->fault()->operation == "end of file");
+    CHECK(load->fault()->offset == 4 * mib + 5);
+}
+
+TEST_CASE("ops of a job that stops are dropped by the next take, and others stay") {
+    const Sample sample = plain_sample(10 * mib);
+    Bed bed(caller_setup, sample.file_bytes);
+    const auto caller = bed.engine.caller();
+    const int fd = bed.scratch.file()->fd;
+    const auto job = bed.start(sample.rows);
+    CHECK(caller->take(Direction::read, fd, fd + 1, 1, 0.0).empty());
+    CHECK(caller->take(Direction::write, fd + 1, fd + 2, 1, 0.0).empty());
+    const auto taken = caller->take(Direction::write, fd, fd + 1, 1, 60.0);
+    REQUIRE(taken.size() == 1);
+    job->cancel();
+    CHECK_FALSE(job->wait(0.05));
+    caller->complete(taken[0].number, taken[0].memory.iov_len, 0);
+    while (!job->wait(0)) CHECK(caller->take(Direction::write, fd, fd + 1, 8, 0.01).empty());
+    CHECK(job->cancelled());
+    CHECK_FALSE(job->fault());
+    CHECK_THROWS_AS(caller->complete(taken[0].number, 0, 0), std::invalid_argument);
+}
+
+TEST_CASE("an engine of another backend has no ops for its caller") {
+    Bed bed({"posix", false}, 4096);
+    CHECK_THROWS_AS(bed.engine.caller(), std::invalid_argument);
+    Bed closed(caller_setup, 4096);
+    closed.engine.close();
+    CHECK_THROWS_AS(closed.engine.caller(), std::invalid_argument);
+}
+
+}  // namespace flowstone

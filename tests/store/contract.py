@@ -125,7 +125,13 @@ class StoreContract:
         assert store.read("a/file") == b"0123456789"
         assert store.read("a/file", length=3) == b"012"
         assert store.read("a/file", length=99) == b"0123456789"
-        assert store.read("a/empty") == b""
+        assert store.read("a/file", offset=4) == b"456789"
+        assert store.read("a/file", offset=4, length=3) == b"456"
+        assert store.read("a/file", offset=4, length=0) == store.read("a/file", offset=10, length=5) == b""
+        assert store.read("a/file", length=3, bytes_max=10) == b"012"
+        with pytest.raises(DamagedError, match="too long"):
+            store.read("a/file", length=3, bytes_max=9)
+        assert store.read("a/empty") == store.read("a/empty", length=3) == b""
 
     def test_file_that_is_there_is_not_written_again(self, store: Store) -> None:
         store.put("file", b"first")

@@ -28,6 +28,7 @@ from flowstone.store.os_errors import MORE_THREADS, translated
 from flowstone.store.settings import Settings, resolve
 
 if TYPE_CHECKING:
+    from obstore import GetOptions
     from obstore.store import ObjectStore as Bucket
 
 DIRECTORY_NAME = ".flowstone-directory"  # the object that makes a directory of a prefix
@@ -113,16 +114,16 @@ class ObjectStore:
                     found=f"{size} bytes", next="restore the file from a copy, or use an older step",
                 )
 
-        if length is None and not offset:
-            return self.client.get(path, check=check)
-        if bytes_max is not None or not length:
-            size = self.size(path)
-            check(size)
-            length = max(0, size - offset) if length is None else length
-            if not length:
-                return b""
+        if length == 0:
+            check(self.size(path))
+            return b""
+        wanted: GetOptions | None = None
+        if length is not None:
+            wanted = {"range": (offset, offset + length)}
+        elif offset:
+            wanted = {"range": {"offset": offset}}
         try:
-            return self.client.get(path, {"range": (offset, offset + length)})
+            return self.client.get(path, wanted, check=check)
         except StorageError as error:
             if error.__cause__ is not None and begins_behind(error.__cause__):
                 return b""

@@ -12,7 +12,9 @@ from object_server import BUCKET, KINDS, Server
 from obstore.store import MemoryStore
 
 import flowstone as fs
+from flowstone import _native
 from flowstone.errors import LockedError, StorageError
+from flowstone.store.base import FilePlan, Pace
 from flowstone.store.objects.client import Client, Patience
 from flowstone.store.objects.lease import ObjectLease
 from flowstone.store.objects.store import ObjectStore
@@ -179,6 +181,35 @@ def test_an_object_that_changed_behind_our_back_is_found_by_its_digest(url: str)
     with fs.Checkpointer(url) as ckpt, pytest.raises(fs.DamagedError):
         ckpt.load({name: np.zeros_like(value) for name, value in values(2).items()})
     assert_whole(url, 1)
+
+
+def test_a_writer_that_stood_still_neither_replaces_nor_removes_what_the_next_one_has_written(url: str) -> None:
+    """It is overtaken between its claim and the end of its upload: the next job sweeps its draft, and begins anew."""
+    late = ObjectStore(url)
+    late.make_directory()
+    late.make_directory("step-00000001")
+    path, source = "step-00000001/rank-00000.safetensors", np.zeros(12 << 20, np.uint8)
+    arena = _native.Arena(budget_bytes=32 << 20, block_bytes=8 << 20)
+    pace = Pace(blocks=1, bytes_per_s=1 << 20)  # its last window comes once it is expedited
+    offset, length = np.array([0], np.uint64), np.array([source.nbytes], np.uint64)
+    rows = _native.WriteExtents(
+        file=np.zeros(1, np.uint32), offset=offset, length=length, address=np.array([source.ctypes.data], np.uint64),
+        chunk=np.zeros(1, np.uint64), layout=np.full(1, -1, np.int64), layouts=[], chunks=12, lazy=np.ones(1, bool),
+    )
+    writing = late.write([FilePlan(path, source.nbytes)], rows, arena, pace)
+    next_one = ObjectStore(url)
+    next_one.remove(path)
+    next_one.put(path, b"what the next job has written")
+    writing.expedite()
+    receipt = writing.receipt()
+    assert isinstance(receipt.error, LockedError)
+    with pytest.raises(StorageError, match="cannot remove") as caught:
+        late.remove(path)
+    assert caught.value.errno == errno.EPERM
+    assert next_one.read(path) == b"what the next job has written"
+    next_one.remove(path)
+    arena.close()
+    late.close()
 
 
 # The lease

@@ -11,7 +11,7 @@ import errno
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -25,12 +25,14 @@ from flowstone.store.objects.failures import begins_behind, is_missing, is_taken
 
 if TYPE_CHECKING:
     from obstore import Bytes, GetOptions, ObjectMeta, PutMode
+    from obstore.store import BackoffConfig, ClientConfig, RetryConfig
     from obstore.store import ObjectStore as Bucket
 
 T = TypeVar("T")
 
 _OF_CALL = "flowstone-call"  # an attribute of small objects: S3 tells two of equal bytes apart by the second only
 _ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AWS_ENDPOINT_URL_S3")
+_PART_ATTEMPTS_MAX = 20
 _COPY_PART_BYTES = 16 * MIB  # of a copy that goes through this machine
 
 
@@ -65,21 +67,24 @@ def open_bucket(url: str, patience: Patience) -> tuple[Bucket, Bucket]:
             f"cannot open {url}: obstore is not installed", next="pip install 'flowstone[objects]'"
         ) from error
     plain_http = any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS)
-    client = {"timeout": timedelta(seconds=patience.request_s), "connect_timeout": timedelta(seconds=5)}
+    client: ClientConfig = {"timeout": timedelta(seconds=patience.request_s), "connect_timeout": timedelta(seconds=5)}
     if plain_http:  # others who read the variable take such an address without a further word
         client["allow_http"] = True
     first, most = timedelta(seconds=patience.first_delay_s), timedelta(seconds=patience.delay_s_max)
-    backoff = {"init_backoff": first, "max_backoff": most, "base": 2}
-    repeats = {"max_retries": 20, "retry_timeout": timedelta(seconds=patience.budget_s), "backoff": backoff}
+    backoff: BackoffConfig = {"init_backoff": first, "max_backoff": most, "base": 2}
+    budget = timedelta(seconds=patience.budget_s)
+    repeats: RetryConfig = {"max_retries": _PART_ATTEMPTS_MAX, "retry_timeout": budget, "backoff": backoff}
+    no_repeats: RetryConfig = {"max_retries": 0}
+    make = cast("Callable[..., Bucket]", from_url)  # each of its overloads is of one kind of store
     try:
-        once = from_url(url, client_options=client, retry_config={"max_retries": 0})
-        repeating = from_url(url, client_options=client, retry_config=repeats)
+        once = make(url, client_options=client, retry_config=no_repeats)
+        repeating = make(url, client_options=client, retry_config=repeats)
     except (BaseError, ValueError) as error:
         raise ArgumentError(
             f"{url} is no URL of an object store: {str(error).partition(chr(10))[0]}",
             next="write s3://bucket/path, gs://bucket/path or az://container/path",
         ) from error
-    return cast("Bucket", once), cast("Bucket", repeating)
+    return once, repeating
 
 
 class Client:
@@ -154,7 +159,7 @@ class Client:
     def entries(self, path: str) -> tuple[list[str], list[str]]:
         """Names in a directory: of objects, and of directories. Both are empty where there is nothing."""
         found = self.try_for("list", path, lambda: self.once.list_with_delimiter(path or None))
-        objects = [entry["path"].rpartition("/")[2] for entry in cast("Sequence[ObjectMeta]", found["objects"])]
+        objects = [entry["path"].rpartition("/")[2] for entry in found["objects"]]
         return objects, [str(name).rstrip("/").rpartition("/")[2] for name in found["common_prefixes"]]
 
     def put_new(self, path: str, data: bytes, token: str) -> str | None:
@@ -270,7 +275,7 @@ class Client:
                 raise
 
         try:
-            found = np.frombuffer(self.try_for("read", path, act), np.uint8)
+            found = np.frombuffer(memoryview(self.try_for("read", path, act)), np.uint8)
         except FileNotFoundError as error:
             raise storage_error(self.location, "read", path, error) from error
         ctypes.memmove(address, found.ctypes.data, found.nbytes)  # lets go of the interpreter lock

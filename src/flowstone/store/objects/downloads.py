@@ -40,7 +40,7 @@ class ObjectReading(JobReading):
     ) -> None:
         super().__init__(Path(client.location), job)
         self._client, self._engine, self._paths = client, engine, paths
-        self._files = first_file, first_file + len(paths)
+        self._numbers = first_file, first_file + len(paths)
         self._refusal: FlowstoneError | None = None
         self._threads = [threading.Thread(target=self._run, name="flowstone-download") for _ in range(threads)]
         for thread in self._threads:
@@ -57,8 +57,8 @@ class ObjectReading(JobReading):
 
     def _run(self) -> None:
         while not self._job.wait(0):
-            for number, file, offset, address, length, _ in self._engine.take("read", self._files, 1, POLL_S):
-                self._read(number, self._paths[file - self._files[0]], offset, address, length)
+            for number, file, offset, address, length, _ in self._engine.take("read", self._numbers, 1, POLL_S):
+                self._read(number, self._paths[file - self._numbers[0]], offset, address, length)
             if not threading.main_thread().is_alive():
                 self._job.cancel()  # what is read ahead waits for a load that will not come
 

@@ -35,6 +35,7 @@ DIRECTORY_NAME = ".flowstone-directory"  # the object that makes a directory of 
 _UNLIMITED_BYTES = 1 << 62
 _GAP_BYTES = 1 << 40  # every byte of an object is written: gaps are zeros
 _HEADS_AT_ONCE = 16
+_SEEN_MAX = 10_000
 _CAPABILITIES = Capabilities(
     atomic_rename=False, conditional_put=True, directory_sync=False, durable_on_return=True, range_reads=True,
     appends=False, direct=False, links=False,
@@ -68,6 +69,8 @@ class ObjectStore:
         self._guard = Lock()
         self._engines: dict[int, _native.Engine] = {}  # by the longest request
         self._next_file = 0  # see `_numbers`
+        self._seen: set[str] = set()  # objects whose size was asked for: they are there, or were removed since
+        self._tags: dict[str, str | None] = {}  # of segments that this store has claimed or written, and not removed
         forget_in_children(self)
 
     @property
@@ -92,6 +95,9 @@ class ObjectStore:
         found = self.client.head(path)
         if found is None:
             raise self._missing("stat", path)
+        if len(self._seen) >= _SEEN_MAX:
+            self._seen.clear()
+        self._seen.add(path)
         return found["size"]
 
     def stamp(self, path: str) -> str | None:
@@ -142,8 +148,11 @@ class ObjectStore:
                 raise self._taken("mkdir", path) from error
 
     def remove(self, path: str) -> None:
-        if self.client.head(path) is not None:
+        found = self.client.head(path)
+        if found is not None:
+            self._check_own(path, found["e_tag"])
             self.client.delete(path)
+            self._tags.pop(path, None)
             return
         objects, directories = self.client.entries(path)
         if not objects and not directories:
@@ -154,6 +163,19 @@ class ObjectStore:
                 next="remove what is in it first",
             )
         self.client.delete(f"{path}/{DIRECTORY_NAME}")
+
+    def _check_own(self, path: str, tag: str | None) -> None:
+        """Raise StorageError if another job has replaced a segment since this one began to write it.
+
+        Drafts of one step have one directory here. A job that stood still, and gives up its draft, must not remove what
+        the job after it has written there.
+        """
+        known = self._tags.get(path)
+        if known is not None and tag != known:
+            raise StorageError(
+                f"cannot remove {self.location}/{path}", errno=errno.EPERM, reason="another job has replaced it",
+                next="stop the other job that writes there; the next save takes the lock again",
+            )
 
     def sync_directory(self, path: str = "") -> None:
         if not self.exists(path):
@@ -209,7 +231,8 @@ class ObjectStore:
         reserved: bool = True,
     ) -> ObjectWriting:
         self._check_budget(files, arena)
-        claims = [self._claim(plan.path) for plan in files]
+        for plan in files:
+            self._tags[plan.path] = self._claim(plan.path)
         engine, settings = self._engine(arena), self.settings("write")
         tokens = self._numbers(len(files))
         natives = [
@@ -223,8 +246,8 @@ class ObjectStore:
             )
         uploads: list[Upload] = []
         try:
-            for number, (plan, token, claim) in enumerate(zip(files, tokens, claims, strict=True)):
-                uploads.append(Upload(self.client, engine, job, plan, number=number, token=token, claim=claim))
+            for number, (plan, token) in enumerate(zip(files, tokens, strict=True)):
+                uploads.append(Upload(self.client, engine, job, plan, number=number, token=token, tags=self._tags))
         except RuntimeError as error:
             give_up(engine, job, "write", (tokens.start, tokens.stop))
             raise self._no_thread("write into", error) from error
@@ -281,6 +304,8 @@ class ObjectStore:
         )
 
     def _check_there(self, paths: Sequence[str]) -> None:
+        """Raise StorageError for the first object that is not there; one that goes later fails its read."""
+        paths = [path for path in paths if path not in self._seen]
         if len(paths) > 2:
             with ThreadPoolExecutor(_HEADS_AT_ONCE, thread_name_prefix="flowstone-heads") as executor:
                 found = list(executor.map(self.client.head, paths))

@@ -89,16 +89,16 @@ class Upload:
     """One segment. Its thread takes the engine's requests for it, and hands their bytes to obstore.
 
     number   of the file in the save; `token`: its number in the engine
-    claim    tag of the object that keeps the segment's name until it is there
+    tags     of this store's segments: first of the object that keeps the segment's name, then of the segment itself
     error    why it failed, once the thread has ended
     """
 
     def __init__(
         self, client: Client, engine: _native.Engine, job: _native.WriteJob, plan: FilePlan, *, number: int, token: int,
-        claim: str | None,
+        tags: dict[str, str | None],
     ) -> None:
         self._client, self._engine, self._job, self._plan = client, engine, job, plan
-        self._number, self._token, self._claim = number, token, claim
+        self._number, self._token, self._tags, self._claim = number, token, tags, tags[plan.path]
         self._spool = Spool()
         self._ranges, self._early = in_order(job.windows, number)
         self._spooled: set[int] = set()  # offsets of what the spool has
@@ -166,13 +166,15 @@ class Upload:
         length = part_bytes(size)
         if size <= length:  # one request, which replaces nothing but our own claim
             data = b"".join(stream)
-            if self._client.replace(self._plan.path, data, self._claim) is None:
+            tag = self._client.replace(self._plan.path, data, self._claim)
+            if tag is None:
                 self._raise_lost()
+            self._tags[self._plan.path] = tag
             return
         try:
-            self._client.repeating.put(
+            self._tags[self._plan.path] = self._client.repeating.put(
                 self._plan.path, stream, use_multipart=True, chunk_size=length, max_concurrency=_AT_ONCE_MAX
-            )
+            )["e_tag"]
         except (StoppedError, FlowstoneError):
             raise
         except Exception as error:

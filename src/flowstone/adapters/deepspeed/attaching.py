@@ -19,6 +19,8 @@ _METHODS = {
     "save_checkpoint": ("save_dir", "tag", "client_state", "save_latest"), "step": (),
     "load_checkpoint": ("load_dir", "tag"), "_commit_decoupled_checkpoint": (),
     "_get_all_ckpt_names": ("checkpoints_path", "tag"), "zero_nvme_offload_optimizer": (),
+    "_get_ckpt_name": ("checkpoints_path", "tag", "mp_placeholder", "pp_placeholder"), "zero_optimization": (),
+    "zero_optimization_stage": (), "zero_optimization_partition_weights": (), "zero_elastic_checkpoint": (),
 }
 _PLUGIN_METHODS = {
     "create": ("info",), "save": ("state_dict", "path"), "load": ("path", "map_location"), "commit": ("info",),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import threading
 import weakref
 from collections.abc import Callable
@@ -16,17 +15,17 @@ from typing import Any
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
+from flowstone.adapters.deepspeed.other_ranks import for_this_rank, model_file_names, of_rank
 from flowstone.adapters.deepspeed.pointers import Pointer, has_latest, publish, read_pointer, set_latest
-from flowstone.adapters.deepspeed.values import decoded, encoded
+from flowstone.adapters.deepspeed.stored_files import SECTIONS, file_names, read_file, section_of
+from flowstone.adapters.deepspeed.values import encoded
 from flowstone.adapters.deepspeed.whole_weights import reads_pointers
 from flowstone.checkpoint import Checkpoint, open_checkpoint
 from flowstone.checkpointer import Checkpointer
-from flowstone.errors import DamagedError, FlowstoneError, NoTensorError, SaveFailedError
+from flowstone.errors import DamagedError, FlowstoneError, SaveFailedError
 from flowstone.runtime.ending import Ending, without_frames
 from flowstone.state import PerRank
 
-_KIND = re.compile(r"(model|optim)_states\.pt$")
-_SECTIONS = ("model_states", "optim_states", "other_states")
 _JOB = "deepspeed"
 
 
@@ -88,21 +87,32 @@ class FlowstoneCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._files[Path(path).name] = encoded(state_dict)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """What a file holds: of a checkpoint of ours, verified; of DeepSpeed's own, as it reads it."""
+        """What a file holds for this rank: of a checkpoint of ours, verified; of DeepSpeed's own, as it reads it."""
         place = Path(path)
-        pointer = read_pointer(place)
-        if pointer is None:
+        known = place if place.exists() else of_rank(place, 0)  # fewer ranks may have saved
+        if not known.exists() or read_pointer(known) is None:
             return self._former.load(path, map_location)
+        return for_this_rank(self.engine, self._checkpoint_of(known), place.name)
+
+    def _saved_file(self, path: str) -> Any:
+        """What the rank that has saved a file of ours put there."""
+        place = Path(path)
+        return read_file(self._checkpoint_of(place), place.name)
+
+    def _checkpoint_of(self, place: Path) -> Checkpoint:
+        """The checkpoint that a file stands for. Raises DamagedError."""
+        pointer = read_pointer(place)
+        assert pointer is not None, "a file of ours"
         store = place.parent.parent
         checkpoint = open_checkpoint(store, pointer.step)
         job = checkpoint.objects.get(_JOB)
         if not isinstance(job, dict) or job.get("tag") != pointer.tag:
             raise DamagedError(
-                f"step {pointer.step} of {store} is not what {path} was saved as", expected=f"tag {pointer.tag!r:.80}",
+                f"step {pointer.step} of {store} is not what {place} was saved as", expected=f"tag {pointer.tag!r:.80}",
                 next="load another tag",
             )
         self._loaded = store.resolve(), pointer
-        return decoded(_read(checkpoint, place.name))
+        return checkpoint
 
     def commit(self, info: Any) -> bool:
         return bool(self._former.commit(info))  # of save_16bit_model
@@ -166,7 +176,7 @@ class FlowstoneCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         @functools.wraps(load_checkpoint)
         def loaded(*given: Any, **options: Any) -> Any:
             self.wait()
-            with reads_pointers(self.load):
+            with reads_pointers(self._saved_file), model_file_names(self.engine):
                 return load_checkpoint(*given, **options)
 
         loaded.of_deepspeed = load_checkpoint  # type: ignore[attr-defined]
@@ -197,8 +207,8 @@ class FlowstoneCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         engine = self.engine
         checkpointer = self._opened(directory)
         state: dict[str, object] = {
-            section: PerRank({name: content for name, content in files.items() if _section(name) == section})
-            for section in _SECTIONS
+            section: PerRank({name: content for name, content in files.items() if section_of(name) == section})
+            for section in SECTIONS
         }
         state |= {"files": PerRank(sorted(files)), _JOB: {"tag": tag, "version": self._version}}
         save = checkpointer.save(engine.global_steps, state, fence="manual")
@@ -237,11 +247,6 @@ class FlowstoneCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 raise one.error
 
 
-def _section(name: str) -> str:
-    found = _KIND.search(name)
-    return "other_states" if found is None else f"{found[1]}_states"
-
-
 def _steps_by_itself(engine: Any) -> bool:
     """Whether `engine.step()` is what updates, and asks `get_commit_info` before: a pipeline's schedule does not."""
     from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -249,26 +254,11 @@ def _steps_by_itself(engine: Any) -> bool:
     return not isinstance(engine, PipelineEngine)
 
 
-def _read(checkpoint: Checkpoint, name: str) -> Any:
-    """A file's content, of the rank that saved it."""
-    for rank, names in enumerate(_file_names(checkpoint)):
-        if name in names:
-            found: Any = checkpoint.state_dict(_section(name), rank=rank)
-            return found[name]
-    raise NoTensorError(f"{checkpoint.path} has no {name}", next="load a tag that as many ranks have saved")
-
-
-def _file_names(checkpoint: Checkpoint) -> list[list[object]]:
-    """What each rank has saved."""
-    found = checkpoint.contents.per_rank.get("files", ())
-    return [names if isinstance(names, list) else [] for names in found]
-
-
 def _publish(future: Future[Checkpoint], publication: _Publication, *, publishes: bool) -> None:
     """After the commit, on the thread that made it: show the checkpoint to DeepSpeed. On rank 0 alone."""
     try:
         if publishes and not future.failed():  # type: ignore[attr-defined]
-            files = [str(name) for own in _file_names(future.result()) for name in own]
+            files = [str(name) for own in file_names(future.result()) for name in own]
             publish(publication.directory, publication.tag, publication.step, files, latest=publication.latest)
     except Exception as error:
         publication.error = _failure(publication, without_frames(error))

@@ -21,7 +21,7 @@ NATIVE_SOURCES := CMakeLists.txt $(shell find native third_party -type f)
 # Tests start hundreds of processes; where none of them may keep what it compiled, each one compiles it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test docs test-docs test-integrations test-wheels test-oldest-torch wheel bench bench-full bench-ranks bench-dcp bench-interference bench-scale bench-pairs soak check check-native setup clean
+.PHONY: demo test docs test-docs test-integrations test-wheels test-upstream-dcp test-oldest-torch wheel bench bench-full bench-ranks bench-dcp bench-interference bench-scale bench-pairs soak check check-native setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -63,6 +63,10 @@ $(WHEELS): $(WHEEL)/installed tools/wheel.py README.md $(NATIVE_SOURCES) $(shell
 # The wheels where there is nothing: no compiler, no network, no PATH. What of this needs no wheel is in `make test`.
 test-wheels: setup wheel
 	FLOWSTONE_DIST=dist $(BIN)/python -m pytest -o faulthandler_timeout=3600 tests/wheels
+
+# torch's own tests of DCP, with our classes in the place of its own: half an hour. Their source is Debian's.
+test-upstream-dcp: setup
+	$(BIN)/python tools/upstream_dcp.py build/upstream-dcp
 
 # The oldest torch, in a bare Debian 13 that this makes under build/: needs root. A part of the tests, those of one rank;
 # several ranks are the demo's.

@@ -1,0 +1,106 @@
+"""Run torch's own tests of DCP through Flowstone: the names of two classes are exchanged, and nothing else of DCP.
+
+    python tools/upstream_dcp.py FOLDER [--torch] [pytest's arguments]
+
+FOLDER   what is fetched and written; kept for the next time
+--torch  leave torch's own classes in: which tests fail here without Flowstone, too
+
+The tests are those of torch 2.6, from Debian 13's source package (27 MB, by apt-get); nothing of them is in this
+repository. Most ask for GPUs, and are skipped without. So each is run twice: as it is, and with the processor in the
+place of the GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+TESTS = "test/distributed/checkpoint"
+FILES = (
+    "test_file_system_checkpoint_cpu.py", "test_file_system_checkpoint.py", "test_compatibility.py",
+    "test_dtensor_checkpoint.py", "test_dtensor_resharding.py", "test_fsdp_model_state.py", "test_fsdp_optim_state.py",
+    "test_hsdp_checkpoint.py", "test_tp_checkpoint.py", "test_fsdp_tp_checkpoint_conversion.py",
+    "e2e/test_e2e_save_and_load.py", "e2e/test_fine_tuning.py", "e2e/test_fsdp_ep.py", "e2e/test_pipeline.py",
+)
+"""Those that name a FileSystemWriter or FileSystemReader."""
+CLASSES = {"FileSystemWriter": "FlowstoneWriter", "FileSystemReader": "FlowstoneReader"}
+IMPORT = "from flowstone.adapters.dcp import FlowstoneReader, FlowstoneWriter\n"
+ON_CPUS = (
+    (r"^ *@(skip_if_lt_x_gpu|requires_nccl)\(.*\)\n", ""), (r"\.cuda\((dist\.get_rank\(\)|[^()]*)\)", ""),
+    (r"torch\.cuda\.device_count\(\)", "4"), (r"cpu:gloo,cuda:nccl", "gloo"), (r"rank:(\d)/cuda:\d", r"rank:\1/cpu"),
+    (r", device='cuda:0'", ""), (r"cuda:\d", "cpu"), (r"device(=|\()\"cuda\"", r'device\1"cpu"'),
+)
+"""Lines and words about GPUs, and what stands in their place."""
+SOURCES = """Types: deb-src
+URIs: http://deb.debian.org/debian
+Suites: trixie
+Components: main
+Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg
+"""
+
+
+def fetch(folder: Path) -> Path:
+    """The folder of torch's tests, as Debian has them."""
+    found = list(folder.glob(f"pytorch-*/{TESTS}"))
+    if found:
+        return found[0]
+    lists = folder / "apt"
+    (lists / "partial").mkdir(parents=True, exist_ok=True)
+    (folder / "debian.sources").write_text(SOURCES)
+    places = {"Etc::sourcelist": folder / "debian.sources", "Etc::sourceparts": "/dev/null", "State::lists": lists}
+    apt = ["apt-get", "-qq", *(f"-oDir::{name}={path}" for name, path in places.items())]
+    subprocess.run([*apt, "update"], check=True)
+    subprocess.run([*apt, "source", "--download-only", "pytorch"], check=True, cwd=folder)
+    with tarfile.open(next(folder.glob("pytorch_*.orig.tar.xz"))) as archive:
+        members = [one for one in archive if f"/{TESTS}/" in one.name and one.isfile()]
+        archive.extractall(folder, members, filter="data")
+    return fetch(folder)
+
+
+def exchanged(text: str, *, classes: bool, on_cpus: bool) -> str:
+    """A test file with the other classes, and the other device."""
+    if classes:
+        names = "|".join(CLASSES)
+        text = re.sub(
+            r"^from torch[\w.]* import (\([^)]*\)|.*)$", lambda found: re.sub(rf"\b({names}),?\s*", "", found[0]), text,
+            flags=re.MULTILINE,
+        )
+        text = re.sub(r"^from torch[\w.]* import (\(\s*\)|\s*)$", "", text, flags=re.MULTILINE)
+        text = re.sub(rf"\b(?:[\w]+\.)*({names})\b", lambda found: CLASSES[found[1]], text)
+        text = IMPORT + text
+    for pattern, other in ON_CPUS if on_cpus else ():
+        text = re.sub(pattern, other, text, flags=re.MULTILINE)
+    return text
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    of_torch = "--torch" in arguments
+    folder, *options = [one for one in arguments if one != "--torch"]
+    place = Path(folder).resolve()
+    source, packages = fetch(place), place / "packages"
+    if not packages.exists():  # what torch's tests need, and Flowstone's do not
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(packages)]
+        subprocess.run([*pip, "expecttest"], check=True)
+    failed = []
+    for on_cpus in (False, True):
+        name = f"{'torch' if of_torch else 'flowstone'}-{'cpu' if on_cpus else 'as-it-is'}"
+        print(f"== {name}", flush=True)
+        for file in FILES:
+            target = place / name / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(exchanged((source / file).read_text(), classes=not of_torch, on_cpus=on_cpus))
+            environment = {**os.environ, "PYTHONPATH": str(packages), "OMP_NUM_THREADS": "1"}
+            command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rfEs", "--tb=short", file]
+            command += options
+            if subprocess.run(command, cwd=place / name, env=environment, check=False).returncode not in (0, 5):
+                failed.append(f"{name}/{file}")
+    sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

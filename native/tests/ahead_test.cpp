@@ -32,8 +32,7 @@ struct Stored {
 
     std::shared_ptr<const ReadExtents> named() const { return std::make_shared<ReadExtents>(rows); }
     bool holds(std::size_t row, std::byte byte) const {
-        const std::byte* begin = targets[row].start();
-        return std::all_of(begin, begin + rows.rows[row].length, [&](std::byte one) { return one == byte; });
+        return all_are(byte, targets[row].start(), rows.rows[row].length);
     }
     bool untouched() const {
         for (std::size_t i = 0; i < targets.size(); ++i)

@@ -21,7 +21,10 @@ void add_row(Sample& sample, std::mt19937_64& random, std::uint64_t offset, std:
     Memory& memory = sample.memory.emplace_back(length * stride, phase);
     fill_random(memory.start(), length * stride, random);
     std::vector<std::byte>& stored = sample.stored.emplace_back(length);
-    for (std::uint64_t i = 0; i < length; ++i) stored[i] = memory.start()[i * stride];
+    const std::byte* const from = memory.start();
+    std::byte* const to = stored.data();
+    if (!strided && length != 0) std::memcpy(to, from, length);
+    for (std::uint64_t i = 0; strided && i < length; ++i) to[i] = from[i * stride];
     std::int64_t layout = contiguous;
     if (strided) {
         const std::uint64_t shape[] = {length};

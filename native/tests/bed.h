@@ -17,6 +17,7 @@
 
 #include "aligned.h"
 #include "bounds.h"
+#include "bytes.h"
 #include "engine.h"
 #include "probe.h"
 

@@ -117,7 +117,7 @@ TEST_CASE("a chunk whose digest is right and which does not decode is bad, and i
     const auto load = coded.bed.start(rows, false);
     REQUIRE(load->wait(forever_s));
     CHECK(load->bad_chunks() == std::vector<std::uint64_t>{2});
-    CHECK(std::all_of(target.start() + 2 * mib, target.start() + 3 * mib, [](std::byte byte) { return byte == std::byte{0x11}; }));
+    CHECK(all_are(std::byte{0x11}, target.start() + 2 * mib, mib));
     CHECK(std::memcmp(target.start() + 3 * mib, coded.sample.stored[0].data() + 3 * mib, mib) == 0);
 }
 

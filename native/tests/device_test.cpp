@@ -104,7 +104,7 @@ TEST_CASE("rows on a device come back, among rows on the host") {
             if (seed > 5) job->expedite();
             REQUIRE(job->wait(forever_s));
             REQUIRE_FALSE(job->fault());
-            REQUIRE(bed.scratch.contents() == sample.expected);
+            REQUIRE(same(bed.scratch.contents(), sample.expected));
 
             std::vector<Memory> targets;
             ReadExtents back = read_back(sample, job->digests(), targets, seed);
@@ -147,7 +147,7 @@ TEST_CASE("a fence need not wait for copies that are queued") {
     far.device->hold(false);
     REQUIRE(job->wait(forever_s));
     REQUIRE_FALSE(job->fault());
-    CHECK(bed.scratch.contents() == sample.expected);
+    CHECK(same(bed.scratch.contents(), sample.expected));
 }
 
 TEST_CASE("while the arena is full, a fence waits for copies that are not queued") {
@@ -162,7 +162,7 @@ TEST_CASE("while the arena is full, a fence waits for copies that are not queued
     far.device->hold(false);
     REQUIRE(job->wait_queued(forever_s));
     REQUIRE(job->wait(forever_s));
-    CHECK(bed.scratch.contents() == sample.expected);
+    CHECK(same(bed.scratch.contents(), sample.expected));
 }
 
 TEST_CASE("early rows on a device are queued, not waited for") {
@@ -175,7 +175,7 @@ TEST_CASE("early rows on a device are queued, not waited for") {
     CHECK_FALSE(job->wait_captured(0));
     far.device->hold(false);
     REQUIRE(job->wait(forever_s));
-    CHECK(bed.scratch.contents() == sample.expected);
+    CHECK(same(bed.scratch.contents(), sample.expected));
 }
 
 TEST_CASE("a change on the device that came before its copy is found") {

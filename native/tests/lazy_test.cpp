@@ -46,7 +46,7 @@ TEST_CASE("lazy rows come back, expedited or not and however much memory they ge
             if (seed > 3) job->expedite();
             REQUIRE(job->wait(forever_s));
             REQUIRE_FALSE(job->fault());
-            REQUIRE(bed.scratch.contents() == sample.expected);
+            REQUIRE(same(bed.scratch.contents(), sample.expected));
         }
 }
 
@@ -91,7 +91,7 @@ TEST_CASE("early rows ignore the pace, though no memory is touched yet") {
         job->expedite();
         REQUIRE(job->wait(forever_s));
         REQUIRE_FALSE(job->fault());
-        CHECK(bed.scratch.contents() == sample.expected);
+        CHECK(same(bed.scratch.contents(), sample.expected));
     }
 }
 
@@ -198,7 +198,7 @@ TEST_CASE("files may get ready at any moment of the capture, or never if the job
             REQUIRE(job->wait(forever_s));
             REQUIRE_FALSE(job->fault());
             bed.arena->close();  // which it refuses while a block of it is out
-            if (!cancels) REQUIRE(bed.scratch.contents() == sample.expected);
+            if (!cancels) REQUIRE(same(bed.scratch.contents(), sample.expected));
         }
 }
 
@@ -214,7 +214,7 @@ TEST_CASE("a job that goes while its files are not ready ends at once, and write
         job.reset();
         bed.arena->close();
         const std::vector<std::byte> found = bed.scratch.contents();
-        CHECK(std::count(found.begin(), found.end(), std::byte{0xEE}) == static_cast<std::ptrdiff_t>(found.size()));
+        CHECK(all_are(std::byte{0xEE}, found.data(), found.size()));
     }
 }
 
@@ -254,8 +254,8 @@ TEST_CASE("a job that holds all blocks until its file is ready lets another one 
             REQUIRE(other->wait(forever_s));
             REQUIRE_FALSE(one->fault());
             REQUIRE_FALSE(other->fault());
-            CHECK(bed.scratch.contents() == sample.expected);
-            CHECK(beside.contents() == sample.expected);
+            CHECK(same(bed.scratch.contents(), sample.expected));
+            CHECK(same(beside.contents(), sample.expected));
         }
 }
 

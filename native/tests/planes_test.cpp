@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bounds.h"
+#include "bytes.h"
 #include "planes.h"
 
 namespace flowstone {
@@ -62,8 +63,9 @@ bool decoded(const Bytes& stored, Bytes& data, Way way = Way::best) {
 
 const std::vector<std::size_t> lengths{8, 16, 64, 248, 512, 4096, 4104, 65536, 300 * 1024, chunk_bytes - 8, chunk_bytes};
 
-template <class Each> void for_contents(Each each) {
-    for (const std::size_t bytes : lengths)
+template <class Each> void for_contents(std::size_t most, Each each) {
+    for (const std::size_t bytes : lengths) {
+        if (bytes > most) continue;
         for (const std::size_t width : {1, 2, 4, 8})
             for (int kind = 0; kind < kinds; ++kind) {
                 CAPTURE(bytes);
@@ -71,23 +73,24 @@ template <class Each> void for_contents(Each each) {
                 CAPTURE(kind);
                 each(content(kind, bytes, width, bytes * 31 + static_cast<std::size_t>(kind)), width);
             }
+    }
 }
 
 }  // namespace
 
 TEST_CASE("planes decode to what was encoded, and all ways write the same bytes") {
     std::size_t shorter = 0;
-    for_contents([&](const Bytes& data, std::size_t width) {
+    for_contents(chunk_bytes, [&](const Bytes& data, std::size_t width) {
         for (const std::uint32_t chosen : {every_plane, 1U << (width - 1)}) {
             const Bytes stored = encoded(data, width, chosen);
-            for (const Way way : {Way::scalar, Way::avx2}) REQUIRE(stored == encoded(data, width, chosen, way));
+            for (const Way way : {Way::scalar, Way::avx2}) REQUIRE(same(stored, encoded(data, width, chosen, way)));
             if (stored.empty()) continue;
             ++shorter;
             REQUIRE(stored.size() < data.size());
             for (const Way way : {Way::best, Way::scalar, Way::avx2}) {
                 Bytes back(data.size());
                 REQUIRE(decoded(stored, back, way));
-                REQUIRE(back == data);
+                REQUIRE(same(back, data));
             }
         }
     });
@@ -131,8 +134,7 @@ TEST_CASE("a probe finds nothing worth coding in random bytes, and a plane that 
 TEST_CASE("bytes that no encoder has written are refused or decoded, and nothing beyond is touched") {
     std::mt19937_64 random(77);
     std::size_t refused = 0;
-    for_contents([&](const Bytes& data, std::size_t width) {
-        if (data.size() > 65536) return;
+    for_contents(65536, [&](const Bytes& data, std::size_t width) {
         const Bytes stored = encoded(data, width, every_plane);
         if (stored.empty()) return;
         for (int round = 0; round < 40; ++round) {
@@ -148,11 +150,11 @@ TEST_CASE("bytes that no encoder has written are refused or decoded, and nothing
             const bool good = decoded(bad, back);
             REQUIRE(good == decoded(bad, plain, Way::scalar));
             REQUIRE(good == decoded(bad, narrow, Way::avx2));
-            REQUIRE(back == plain);
-            REQUIRE(back == narrow);
+            REQUIRE(same(back, plain));
+            REQUIRE(same(back, narrow));
             if (good) continue;
             ++refused;
-            REQUIRE(back == before);
+            REQUIRE(same(back, before));
         }
     });
     CHECK(refused > 1000);

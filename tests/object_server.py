@@ -183,12 +183,14 @@ class Server:
         found: dict[str, int] = json.load(self._opener.open(f"{self.url}{CONTROL}"))
         return found
 
-    def uploads(self) -> list[str]:
-        """Names of unfinished multipart uploads."""
+    def uploads(self, url: str = f"s3://{BUCKET}") -> list[str]:
+        """Names of unfinished multipart uploads below a URL."""
         text = self._opener.open(urllib.request.Request(f"{self.url}/{BUCKET}?uploads", headers={
             "Authorization": "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request"
         })).read().decode()
-        return [urllib.parse.unquote(part.partition("</Key>")[0]) for part in text.split("<Key>")[1:]]
+        names = [urllib.parse.unquote(part.partition("</Key>")[0]) for part in text.split("<Key>")[1:]]
+        prefix = url.removeprefix(f"s3://{BUCKET}").lstrip("/")
+        return [name for name in names if not prefix or name.startswith(f"{prefix}/")]
 
     def close(self) -> None:
         assert self._process.stdin is not None

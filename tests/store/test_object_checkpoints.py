@@ -28,7 +28,7 @@ from flowstone.store.base import FilePlan
 from flowstone.store.objects.store import ObjectStore
 from flowstone.store.objects.uploads import PART_BYTES_MIN, PARTS_MAX, in_order, part_bytes
 
-HERE = Path(__file__).parent
+JOB = str(Path(__file__).parent / "bucket_job.py")
 
 
 def training(seed: int) -> dict[str, object]:
@@ -156,9 +156,9 @@ def test_a_second_job_is_refused_while_the_first_one_lives(url: str) -> None:
             second.save(2, {"x": np.zeros(5)})
 
 
-def start(program: str, *arguments: str) -> subprocess.Popen[str]:
+def start(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, str(HERE / program), *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, JOB, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
 
 
@@ -168,8 +168,8 @@ def test_of_two_jobs_that_commit_one_step_at_once_one_wins_and_the_other_is_told
     ObjectStore(url).make_directory()
     with fs.Checkpointer(url) as ckpt:
         ckpt.save(1, {"x": 0}).committed.result(60)
-    with warm_start(str(HERE / "committing_job.py")):
-        jobs = [start("committing_job.py", url, str(number), tensors) for number in (1, 2)]
+    with warm_start(JOB):
+        jobs = [start("commit", url, str(number), tensors) for number in (1, 2)]
         for job in jobs:
             assert job.stdout is not None
             assert job.stdout.readline() == "ready\n"
@@ -190,9 +190,9 @@ def test_of_two_jobs_that_commit_one_step_at_once_one_wins_and_the_other_is_told
 def resume_after_kills(url: str, kills: int, seed: int) -> None:
     draw = random.Random(seed)
     reported = 0
-    with warm_start(str(HERE / "killed_job.py")):
+    with warm_start(JOB):
         for _ in range(kills):
-            job = start("killed_job.py", url, "1000")
+            job = start("train", url, "1000")
             assert job.stdout is not None
             began = int(job.stdout.readline().split()[1])
             assert began >= reported, "a committed step is lost"
@@ -204,7 +204,7 @@ def resume_after_kills(url: str, kills: int, seed: int) -> None:
                 job.send_signal(signal.SIGKILL)
             rest = job.communicate()[0].split()  # what it said before it died
             reported = max([reported, *map(int, rest[1::2])])
-        last = start("killed_job.py", url, "1")
+        last = start("train", url, "1")
         text, _ = last.communicate(timeout=120)
     assert last.returncode == 0, text
     assert int(text.split()[1]) >= reported

@@ -15,6 +15,7 @@
 #include "fault.h"
 #include "priority.h"
 #include "fault_injector.h"
+#include "mapping.h"
 
 namespace flowstone {
 
@@ -23,7 +24,8 @@ struct File {
     int fd = -1;
     std::shared_ptr<const std::string> path;
     std::uint32_t alignment = 1;  // > 1: opened with O_DIRECT, which requires it; 1: buffered
-    std::uintptr_t mapped = 0;    // address of its first byte, if everything that is read is mapped; else 0
+    std::uintptr_t mapped = 0;    // address of its first byte, if everything that is read or written is mapped; else 0
+    std::shared_ptr<const Mapping> mapping = nullptr;  // keeps it mapped; null: the caller does
 };
 
 /// How an op ended: all bytes moved (neither field set), a fault, or dropped before it began because its job was

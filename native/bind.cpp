@@ -39,6 +39,7 @@ using Unlocked = nb::gil_scoped_release;
 
 struct PyArena : Held<Arena> {};
 struct PyFile : Held<const File> {};
+struct PyMapping : Held<const Mapping> {};
 struct PyWriteExtents : Held<const WriteExtents> {};
 struct PyReadExtents : Held<const ReadExtents> {};
 struct PyGather { Layout layout; };
@@ -259,10 +260,19 @@ void bind_memory(nb::module_& module) {
             arena.held->grow(total_bytes, when_idle);
         }, "total_bytes"_a, nb::kw_only(), "when_idle"_a = false)
         .def("close", [](const PyArena& arena) { const Unlocked unlocked; arena.held->close(); });
+    nb::class_<PyMapping>(module, "Mapping")
+        .def("__init__", [](PyMapping* self, int fd, std::uint64_t bytes, bool writable) {
+            new (self) PyMapping{{std::make_shared<const Mapping>(fd, bytes, writable)}};
+        }, nb::kw_only(), "fd"_a, "bytes"_a, "writable"_a)
+        .def_prop_ro("address", [](const PyMapping& mapping) { return mapping.held->address(); })
+        .def_prop_ro("bytes", [](const PyMapping& mapping) { return mapping.held->bytes(); });
     nb::class_<PyFile>(module, "File")
-        .def("__init__", [](PyFile* self, int fd, std::string path, std::uint32_t alignment, std::uintptr_t mapped) {
-            new (self) PyFile{{std::make_shared<const File>(File{fd, std::make_shared<std::string>(std::move(path)), alignment, mapped})}};
-        }, nb::kw_only(), "fd"_a, "path"_a, "alignment"_a, "mapped"_a = 0);
+        .def("__init__", [](PyFile* self, int fd, std::string path, std::uint32_t alignment, std::uintptr_t mapped,
+                            const std::optional<PyMapping>& mapping) {
+            File file{fd, std::make_shared<std::string>(std::move(path)), alignment, mapped};
+            if (mapping) file.mapped = mapping->held->address(), file.mapping = mapping->held;
+            new (self) PyFile{{std::make_shared<const File>(std::move(file))}};
+        }, nb::kw_only(), "fd"_a, "path"_a, "alignment"_a, "mapped"_a = 0, "mapping"_a = nb::none());
 }
 
 std::vector<CopyRow> copy_rows(const Array& source, const Array& length, const Array& target) {

@@ -65,6 +65,8 @@ std::shared_ptr<WriteJob> Engine::write(std::shared_ptr<Arena> arena, const std:
     std::vector<std::uint64_t> sizes;
     for (const TargetFile& target : files) {
         check_file(*target.file);
+        if (target.file->mapping != nullptr && target.file->mapping->bytes() < target.bytes)
+            throw std::invalid_argument("mapping: shorter than its file");
         opened.push_back(target.file);
         sizes.push_back(target.bytes);
     }
@@ -72,7 +74,7 @@ std::shared_ptr<WriteJob> Engine::write(std::shared_ptr<Arena> arena, const std:
     if (!rows->keeps_places()) check_encodable(*rows);
     const std::lock_guard lock(mutex_);
     Machine machine = machine_locked(*arena);
-    auto job = std::make_shared<WriteJob>(std::move(machine), std::move(arena), std::move(opened), std::move(rows), options);
+    auto job = std::make_shared<WriteJob>(std::move(machine), std::move(arena), std::move(opened), std::move(sizes), std::move(rows), options);
     if (auto pages = job->detector().pages().open()) written_pages_ = std::move(pages);
     keep_locked(job);
     return job;

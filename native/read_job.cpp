@@ -154,12 +154,14 @@ void ReadJob::post(const std::shared_ptr<Window>& window, Stage stage) noexcept 
     machine_.workers->post(window->at(*this, stage, window));
 }
 
-/// Devices copy only from pinned blocks, and who reads ahead does not know where to.
+/// Devices copy only from pinned blocks, and who reads ahead does not know where to. What lies past the end of a file is
+/// asked of the system, which says so.
 bool ReadJob::is_mapped(const ReadWindow& planned) const {
     const auto is_far = [this](const WantedChunk& chunk) { return rows_->rows[chunk.row].device != on_host; };
-    const auto is_read = [this](const OtherRange& range) { return files_[range.file]->mapped == 0; };
+    const auto is_there = [](const File& file, std::uint64_t end) { return file.mapped != 0 && (file.mapping == nullptr || end <= file.mapping->bytes()); };
+    const auto is_read = [&](const OtherRange& range) { return !is_there(*files_[range.file], range.needed_end); };
     const auto ranges = std::span(plan_.ranges).subspan(planned.first_range, planned.last_range - planned.first_range);
-    return !options_.ahead && files_[planned.file]->mapped != 0 && std::none_of(ranges.begin(), ranges.end(), is_read) &&
+    return !options_.ahead && is_there(*files_[planned.file], planned.needed_end) && std::none_of(ranges.begin(), ranges.end(), is_read) &&
            !std::any_of(plan_.chunks.begin() + static_cast<std::ptrdiff_t>(planned.first),
                         plan_.chunks.begin() + static_cast<std::ptrdiff_t>(planned.last), is_far);
 }

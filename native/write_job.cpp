@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cassert>
 #include <chrono>
+#include <cstring>
+#include <iterator>
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -33,6 +35,7 @@ std::vector<WriteWindow> ordered_windows(const WriteExtents& rows, std::uint64_t
 struct WriteJob::Window final : Staged<WriteJob, Window> {
     WriteWindow planned{};
     Block block;
+    bool in_place = false;                 // captured into the mapped file: it has no block
     int memory_slot = -1;                  // of the block
     std::byte* rest = nullptr;             // of the fetched bytes: see fetch_run; null: none were fetched
     std::vector<bool> used;                // devices that copy into the block
@@ -65,8 +68,9 @@ private:
 };
 
 WriteJob::WriteJob(Machine machine, std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<const File>> files,
-                   std::shared_ptr<const WriteExtents> rows, const WriteOptions& options)
+                   std::vector<std::uint64_t> sizes, std::shared_ptr<const WriteExtents> rows, const WriteOptions& options)
     : Job(std::move(machine), std::move(arena), std::move(files)),
+      sizes_(std::move(sizes)),
       rows_(std::move(rows)),
       options_(options),
       digests_(rows_->chunks, 0),
@@ -78,13 +82,16 @@ WriteJob::WriteJob(Machine machine, std::shared_ptr<Arena> arena, std::vector<st
     coordinator_ = std::jthread([this] {
         name_this_thread("fs-write");
         coordinate([this] {
+            std::vector<WriteWindow> windows;
             try {
-                begin_all();
+                windows = this->windows();
+                begin_all(windows);
             } catch (const std::bad_alloc&) {
                 take_outcome(no_memory());
             }
             end_feeding();
             await_files();
+            clear_gaps(windows);  // may throw as well; then the job has failed
         });
         detector_.let_go();
     });
@@ -109,27 +116,35 @@ void WriteJob::files_ready() {
 }
 
 /// The coordinator: begins each window in order, once it is due and has a block.
-void WriteJob::begin_all() {
+void WriteJob::begin_all(const std::vector<WriteWindow>& windows) {
     // Files that are not ready may still change under a registered number; registering saves 0.1 us of a request's 4
     // ms.
     register_files(options_.files_ready);
     const std::uint64_t window_bytes = this->window_bytes();
-    const std::vector<WriteWindow> windows = this->windows();
     Pace pace(options_.bytes_per_s);
     Pace cap(options_.cap_bytes_per_s);
     expect_early(static_cast<std::size_t>(std::count_if(windows.begin(), windows.end(), [](const WriteWindow& w) { return !w.lazy; })));
     spans_.expect(spans_per_window * windows.size());
-    // The caller decides how far the arena grows; but without any block nothing would ever move.
-    if (!windows.empty() && arena_->touched_bytes() == 0) arena_->grow(2 * arena_->block_bytes());
+    // Enough to keep the workers busy: a window in place takes no memory that would limit them.
+    const auto in_place_max = static_cast<std::uint32_t>(2 * machine_.workers->count());
     for (const WriteWindow& window : windows) {
         if (window.derived) await_sources(window);
         if (window.lazy) arena_->wait(pace.due(), [this] { return expedite_ || stopping(); });
         arena_->wait(cap.due(), [this] { return stopping(); });
-        std::optional<Block> block = acquire_block(window.lazy);
+        const bool in_place = is_in_place(window);
+        std::optional<Block> block;
+        if (in_place)
+            wait_for_room(in_place_max);
+        else
+            block = acquire_block(window.lazy);
         if (stopping()) break;
-        assert(block);  // the arena stays open while the job uses it
         pace.began(window_bytes);
         cap.began(window_bytes);
+        if (in_place) {
+            begin_in_place(window);
+            continue;
+        }
+        assert(block);  // the arena stays open while the job uses it
         begin(window, std::move(*block));
     }
     if (stopping()) detector_.let_go();  // also of windows that never began
@@ -141,8 +156,15 @@ void WriteJob::await_sources(const WriteWindow& window) {
     while (!is_ready()) arena_->wait(Clock::now() + std::chrono::hours(1), is_ready);
 }
 
+/// The file's memory is written like a block, so it has to be there: a page that the system cannot give kills the process.
+bool WriteJob::is_in_place(const WriteWindow& planned) const {
+    return files_ready_ && files_[planned.file]->mapped != 0 && !planned.appended && !needs_fetch(*rows_, planned);
+}
+
 /// A block for the next window, once one is free and the window may take it; none when the job stops.
 std::optional<Block> WriteJob::acquire_block(bool lazy) {
+    // The caller decides how far the arena grows; but without any block nothing would ever move.
+    if (arena_->touched_bytes() == 0) arena_->grow(2 * arena_->block_bytes());
     const std::uint32_t blocks = std::max(options_.blocks, 1U);
     return arena_->acquire([&] { return !lazy || expedite_ || lazy_under_way_ < blocks; }, [this] { return stopping(); });
 }
@@ -152,9 +174,26 @@ void WriteJob::begin(const WriteWindow& planned, Block block) {
     window->planned = planned;
     window->memory_slot = registered().block(block, arena_->block_bytes());
     window->block = std::move(block);
-    if (planned.lazy) ++lazy_under_way_;
+    begin_captured(window);
+}
+
+void WriteJob::begin_in_place(const WriteWindow& planned) {
+    const auto window = std::make_shared<Window>();
+    window->planned = planned;
+    window->in_place = true;
+    begin_captured(window);
+}
+
+void WriteJob::begin_captured(const std::shared_ptr<Window>& window) {
+    if (window->planned.lazy) ++lazy_under_way_;
     begin_window(true);
-    post(window, needs_fetch(*rows_, planned) ? &WriteJob::fetch : &WriteJob::capture);
+    post(window, needs_fetch(*rows_, window->planned) ? &WriteJob::fetch : &WriteJob::capture);
+}
+
+/// Where the window's bytes are captured.
+std::byte* WriteJob::image(const Window& window) const {
+    if (!window.in_place) return window.block.bytes();
+    return reinterpret_cast<std::byte*>(files_[window.planned.file]->mapped + window.planned.begin);
 }
 
 void WriteJob::post(const std::shared_ptr<Window>& window, Stage stage) noexcept {
@@ -232,8 +271,8 @@ void WriteJob::capture(const std::shared_ptr<Window>& window, LiveAccess& live) 
     ops.reserve(runs.size());
     const ChunkNotes notes{digests_, derived_ ? &*derived_ : nullptr};
     for (const WriteRun& run : runs) {
-        std::byte* const image = window->block.bytes() + (run.begin - window->planned.begin);
-        if (!run.appended) ops.push_back(make_op(window, run.begin, {image, run.end - run.begin}));
+        std::byte* const image = this->image(*window) + (run.begin - window->planned.begin);
+        if (!run.appended && !window->in_place) ops.push_back(make_op(window, run.begin, {image, run.end - run.begin}));
         capture_run(*rows_, run, image, window->rest, notes, detector_, live);
         bytes += row_bytes(*rows_, run);
         settle_run(*rows_, run, detector_);
@@ -251,12 +290,37 @@ void WriteJob::capture(const std::shared_ptr<Window>& window, LiveAccess& live) 
         if (range.bytes == 0) return end(window);  // all of it is in the base
         ops.push_back(make_op(window, range.offset, {window->block.bytes(), range.bytes}));
     }
+    if (window->in_place) {
+        done_bytes_ += window->planned.end - window->planned.begin;
+        return end(window);
+    }
     submit(window, std::move(ops));
 }
 
-/// The written parts of a window, one request each; an appended window is one part.
+/// The written parts of a window, one request each; an appended window is one part, and so is one of a mapped file.
 std::vector<WriteRun> WriteJob::runs_of(const WriteWindow& window) const {
-    return window.appended ? std::vector{window} : split_runs(*rows_, window, options_.gap_bytes);
+    const bool is_mapped = files_[window.file]->mapped != 0;
+    return window.appended ? std::vector{window} : split_runs(*rows_, window, is_mapped ? UINT64_MAX : options_.gap_bytes);
+}
+
+/// What no window covers of mapped files in which chunks keep their places.
+void WriteJob::clear_gaps(const std::vector<WriteWindow>& windows) {
+    std::vector<std::uint64_t> cleared(files_.size(), 0);
+    const auto clear = [&](std::uint32_t file, std::uint64_t end) {
+        if (files_[file]->mapped != 0 && cleared[file] < end)
+            std::memset(reinterpret_cast<std::byte*>(files_[file]->mapped) + cleared[file], 0, end - cleared[file]);
+    };
+    std::vector<WriteWindow> ordered;
+    std::copy_if(windows.begin(), windows.end(), std::back_inserter(ordered), [](const WriteWindow& window) { return !window.appended; });
+    std::sort(ordered.begin(), ordered.end(), [](const WriteWindow& a, const WriteWindow& b) { return std::tie(a.file, a.begin) < std::tie(b.file, b.begin); });
+    for (const WriteWindow& window : ordered) {
+        if (stopping()) return;
+        clear(window.file, window.begin);
+        cleared[window.file] = window.end;
+    }
+    // The end of an encoder's file is where the encoder has come to.
+    const std::size_t kept = rows_->keeps_places() ? files_.size() : std::min<std::size_t>(rows_->encoded_from, files_.size());
+    for (std::uint32_t file = 0; file < kept && !stopping(); ++file) clear(file, sizes_[file]);
 }
 
 std::unique_ptr<Op> WriteJob::make_op(const std::shared_ptr<Window>& window, std::uint64_t offset, iovec part) {

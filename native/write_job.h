@@ -46,11 +46,16 @@ struct WriteOptions {
 ///
 /// Capture does not need the files: until they are ready, windows are captured while the arena has room, and their ops
 /// wait.
+///
+/// A file that is mapped, and ready, is its own block: its windows are captured, and digested, where they stay, without a
+/// request. So are not those with rows on a device, or of an encoder. Bytes of such a file that no window covers become
+/// zero: its memory may have been another file's.
 class WriteJob final : public Job {
 public:
     /// Starts at once. `rows` have passed check_extents; the arena's blocks hold a request.
+    /// `sizes`: of the files.
     WriteJob(Machine machine, std::shared_ptr<Arena> arena, std::vector<std::shared_ptr<const File>> files,
-             std::shared_ptr<const WriteExtents> rows, const WriteOptions& options);
+             std::vector<std::uint64_t> sizes, std::shared_ptr<const WriteExtents> rows, const WriteOptions& options);
     ~WriteJob();
 
     /// Whether no early source on the host will be read any more, and those on devices are queued, after at most
@@ -84,10 +89,15 @@ private:
     using Stage = void (WriteJob::*)(const std::shared_ptr<Window>& window, LiveAccess& live);
     friend struct Staged<WriteJob, Window>;
 
-    void begin_all();
+    void begin_all(const std::vector<WriteWindow>& windows);
     void await_sources(const WriteWindow& window);
+    bool is_in_place(const WriteWindow& planned) const;
     std::optional<Block> acquire_block(bool lazy);
+    void begin_in_place(const WriteWindow& planned);
     void begin(const WriteWindow& planned, Block block);
+    void begin_captured(const std::shared_ptr<Window>& window);
+    void clear_gaps(const std::vector<WriteWindow>& windows);
+    std::byte* image(const Window& window) const;
     void fetch(const std::shared_ptr<Window>& window, LiveAccess& live);
     void expect_fetched(const std::shared_ptr<Window>& window);
     void queue_copies(Window& window, LiveAccess& live);
@@ -110,6 +120,7 @@ private:
     std::uint64_t window_bytes() const;
     void end(const std::shared_ptr<Window>& window);
 
+    const std::vector<std::uint64_t> sizes_;
     const std::shared_ptr<const WriteExtents> rows_;
     const WriteOptions options_;
     std::vector<std::uint64_t> digests_;

@@ -77,3 +77,12 @@ def test_a_load_in_a_process_by_itself_brings_a_few_modules_more(root: Path) -> 
     assert step == 7
     assert not modules & _UNUSED
     assert len(ours(modules) - before) <= 5
+
+
+def test_the_memory_agent_is_small() -> None:
+    """It is to hold memory, not to take it."""
+    act = "import json, sys; import flowstone.agent.__main__; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", act], capture_output=True, text=True, check=True)
+    modules = set(json.loads(done.stdout))
+    assert not modules & {"torch", "numpy", "rich", "typer"}
+    assert len(ours(modules)) <= 40

@@ -34,11 +34,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runtime": {"errors", "events", "log"},
     "format": {"config", "errors", "table", "_native"},
     "plan": {"config", "errors", "table", "rules", "layout_rules", "name_patterns", "format"},
-    "store": {"config", "errors", "log", "format", "_native"},
+    "store": {"config", "errors", "log", "format", "_version", "_native"},
     "stage": {"config", "errors", "log", "table", "format", "plan", "store", "state", "_native"},
     "state": {"config", "errors", "log", "table", "format", "_native"},
     "commit": {"config", "errors", "log", "table", "format", "store", "_native"},
     "ranks": {"config", "errors", "log"},
+    "agent": {"config", "errors", "format", "store", "commit", "_version"},  # memory that outlives a job
     "cluster": {"errors", "_version"},
     "notebook": set(),
     "verification": {"cluster", "config", "errors", "format", "store", "stage", "commit"},

@@ -24,6 +24,7 @@ from flowstone.errors import (
     FrameworkError,
     FullError,
     LockedError,
+    MemoryAgentError,
     MismatchError,
     NoCheckpointError,
     NotAStoreError,
@@ -102,6 +103,7 @@ if TYPE_CHECKING:
         rng,
     )
     from flowstone.state.compressed import CompressedBucket, CompressedGradients
+    from flowstone.store.node_memory import NodeMemory
     from flowstone.table.box import Box
     from flowstone.trace import Span, Trace
 
@@ -131,6 +133,7 @@ _LATER = {
     "Quantize": "flowstone.quantize",
     "Save": "flowstone.pipeline.futures",
     "Flat": "flowstone.state",
+    "NodeMemory": "flowstone.store.node_memory",
     "ObjectPart": "flowstone.state",
     "Part": "flowstone.state",
     "PerRank": "flowstone.state",
@@ -215,9 +218,11 @@ __all__ = [
     "LoadRule",
     "Loaded",
     "LockedError",
+    "MemoryAgentError",
     "MismatchError",
     "NoCheckpointError",
     "NoTensorError",
+    "NodeMemory",
     "NotAStoreError",
     "NotJournaled",
     "NotReplayed",

@@ -135,13 +135,30 @@ class GuardedCopy:
     @property
     def guarded_bytes(self) -> int: ...
 
+class Mapping:
+    """The first `bytes` bytes of a file in this process's memory, until the object, and all Files of it, are gone.
+
+    Forked children do not have them. The file must not become shorter meanwhile: that would end the process. Raises
+    ValueError for no bytes, OSError.
+    """
+
+    def __init__(self, *, fd: int, bytes: int, writable: bool) -> None: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+
 class File:
     """An open file as the engine sees it; the descriptor stays the caller's."""
 
-    def __init__(self, *, fd: int, path: str, alignment: int, mapped: int = 0) -> None:
+    def __init__(
+        self, *, fd: int, path: str, alignment: int, mapped: int = 0, mapping: Mapping | None = None
+    ) -> None:
         """alignment  > 1: the descriptor was opened with O_DIRECT and needs it; 1: buffered
         mapped     where its first byte would lie, if all that is read of it is in this process's memory: then it is
                    taken from there; keep it mapped meanwhile
+        mapping    the same, and it is kept. A file that is written is captured there, without a request, once it is
+                   ready; what no row covers of it becomes zero
         """
 
 class GatherLayout:

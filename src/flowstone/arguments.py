@@ -17,10 +17,12 @@ from flowstone.store.base import Store, lacks
 from flowstone.store.local import LocalStore
 
 if TYPE_CHECKING:
+    from flowstone.store.node_memory import NodeMemory
     from flowstone.layout_rules import LoadRule
     from flowstone.quantize import Quantize
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//|/(?=[^/]))")
+_MEMORY = re.compile(r"memory:/{1,2}(?=[^/]|$)")
 _SCHEMES = frozenset({
     "abfs", "abfss", "adl", "az", "azure", "file", "ftp", "gcs", "gs", "hdfs", "hf", "http", "https", "memory", "oci",
     "oss", "r2", "s3", "s3a", "sftp", "ssh", "webdav", "wasb", "wasbs",
@@ -228,8 +230,19 @@ def _remedy_of(path: object) -> str:
     return "give the directory for the checkpoints"
 
 
+def memory_of(path: object) -> NodeMemory | None:
+    """The store in this node's memory that a URL names (memory://run); None for anything else. Raises ArgumentError."""
+    text = str(path) if isinstance(path, str | os.PathLike) else ""
+    found = _MEMORY.match(text)
+    if found is None:
+        return None
+    from flowstone.store.node_memory import NodeMemory  # imported here: most stores are directories
+
+    return NodeMemory(text[found.end() :])
+
+
 def to_store(path: object) -> Path | ObjectUrl | Store:
-    """The directory or URL of a store, or the object itself if it is a store.
+    """The directory or URL of a store, or a store in this node's memory, or the object itself if it is a store.
 
     raises  ArgumentError for an object that has only some methods of a store, or cannot commit; else as `store_path`
     """
@@ -244,7 +257,7 @@ def to_store(path: object) -> Path | ObjectUrl | Store:
         return store
     if not hasattr(path, "capabilities"):
         url = object_url(path)
-        return store_path(path) if url is None else url
+        return url or memory_of(path) or store_path(path)
     words = "; ".join(f"of {protocol}: {', '.join(names)}" for protocol, names in missing.items())
     raise ArgumentError(
         f"{shown(path)} is not a whole store", missing=words,

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 class Checkpointer(StateDictVerbs):
     """Saves a training state into the store at `path` while training goes on, and loads it back.
 
-    path               a directory, or an open Store, which this closes; other files in the directory are left alone
+    path               a directory, whose other files stay; "memory://run" (NodeMemory); or a Store, which this closes
     keep               which checkpoints retention spares: the newest so many; None: all; a function: see KeepRule
     budget_bytes       limit of staging memory on this rank; None: a node's ranks share a quarter of available memory
     on_error           "raise": a failed save raises at the next call; "continue": it only emits an event,
@@ -83,9 +83,10 @@ class Checkpointer(StateDictVerbs):
             "on_event": on_event, "every_step": every_step, "recovery_s": recovery_s,
         })
         lossy = calls.to_quantize(rules, every_step)
-        options = SaveOptions(budget_bytes, saves_in_flight, on_error, max_unsaved_steps, lossy)
         engine = engine or EngineOptions()
         self._store: Store = calls.store_at(place, engine)
+        drafts_max = self._store.capabilities.drafts_max or saves_in_flight
+        options = SaveOptions(budget_bytes, min(saves_in_flight, drafts_max), on_error, max_unsaved_steps, lossy)
         self.made_at, self._pid, self._turn = caller(), os.getpid(), Turn()
         emit = Teller(on_event, self._store.location)
         self._store_writer = StoreWriter(self._store, keep, emit.removed, emit.left)
@@ -93,8 +94,7 @@ class Checkpointer(StateDictVerbs):
         self._group = RankGroup(deadline_s, self._store.location, self._turn, alone=alone)
         self._turn.on_interrupt = self._group.agreement.leave_call
         emit.quiet, self._end = self._group.rank > 0, Ending(self.close)
-        frozen = Frozen(first_samples)
-        shared = Shared(self._store, engine, self._group, self._turn, emit, frozen, LoadOutcome())
+        shared = Shared(self._store, engine, self._group, self._turn, emit, Frozen(first_samples), LoadOutcome())
         self._loads, self._saves = Loads(shared), Saves(shared, options, self._store_writer, self, self._end)
         if every_step:
             from flowstone.pipeline.every_step import EveryStep  # imported here: others do not need it

@@ -52,6 +52,7 @@ READ_FILES_MAX = 256  # open at once in one load or check; at most a quarter of 
 READ_REQUEST_BYTES = 8 * MIB + 2 * BLOCK_BYTES  # eight whole chunks, wherever the first begins in its block
 # Threads that copy and digest. On two cores a second one takes time from the calling thread.
 WORKERS_DEFAULT = max(1, min(2, len(os.sched_getaffinity(0)) - 1))
+READ_WORKERS_IN_MEMORY = max(1, min(4, len(os.sched_getaffinity(0))))  # of a load from memory
 
 # Lazy capture aims to be done when this much of the time from `save` to the fence has passed.
 CAPTURE_SHARE_OF_OVERLAP = 0.8
@@ -86,6 +87,18 @@ REMINDER_S = 10.0  # between two log lines about ranks that are waited for
 NOTICE_S = 5.0  # until the first such line
 REJOIN_S = 2.0  # for other ranks to come to their next call, after they gave up the call that this rank missed
 UNANSWERED_S = 10.0  # for ranks that have not called, if they are known not to, or others are held up
+
+# The memory agent of a node (store/agent_client.py, agent/).
+AGENT_MESSAGE_BYTES_MAX = 64 * KIB
+AGENT_CONNECTIONS_MAX = 256
+AGENT_ANSWER_S = 60.0  # for an answer: it frees gigabytes of memory in less
+AGENT_START_S = 60.0  # for a new agent to listen, on a machine that is busy
+AGENT_LINGER_S = 600.0  # that what a job had in memory stays after the job has ended
+AGENT_IDLE_S = 10.0  # an agent that holds nothing, and to which nothing is connected, ends after that
+AGENT_HEADROOM_BYTES = 256 * MIB  # of available memory that the agent leaves to others
+AGENT_POOLED_FROM_BYTES = 1 * MIB  # memory of removed files from this size on is kept for the next ones
+FLUSH_TRIES = 5  # of the agent to make a generation durable by itself, after pauses of 1, 2, 4, ... seconds
+GENERATIONS = 2  # that memory is for, the one that is being written included
 
 # Journals (every_step).
 RECOVERY_S = 60.0  # reading the checkpoint and replaying the journal may take this long, by default

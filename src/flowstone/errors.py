@@ -171,6 +171,10 @@ class StorageError(FlowstoneError):
         super().__init__(message, **facts)
 
 
+class MemoryAgentError(StorageError):
+    """The memory agent of this node ended, could not be started, or is not one for this process."""
+
+
 class FullError(StorageError):
     """No space is left: the facts say how many bytes are needed and how many are free."""
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from flowstone import _native
 from flowstone.config import BLOCK_BYTES, KIB, MIB, READ_ARENA_BYTES, Backend, Direction, Tuning
 from flowstone.errors import BudgetError, FullError
-from flowstone.stage.arena import available_bytes
+from flowstone.store.mount import available_bytes
 from flowstone.store.settings import DEFAULTS
 from flowstone_study.search import Gain, direct_from, duel, halve, halving_trials
 from flowstone_study.site import Site, Where, open_site

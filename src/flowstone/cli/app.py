@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from flowstone._version import __version__
-from flowstone.cli import bench, demo, diff, du, export, import_, ls, pack, show, tune, verify
+from flowstone.cli import agent, bench, demo, diff, du, export, flush, import_, ls, pack, show, tune, verify
 from flowstone.cli.output import refused
 
 app = typer.Typer(
@@ -26,6 +26,8 @@ app.command()(diff.diff)
 app.command()(pack.pack)
 app.command()(export.export)
 app.command("import")(import_.import_)
+app.command()(agent.agent)
+app.command()(flush.flush)
 app.command()(demo.demo)
 bench.app.command()(tune.tune)
 app.add_typer(bench.app, name="bench")

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import msgspec
 import typer
 
-from flowstone.arguments import store_at, to_store
+from flowstone.arguments import memory_of, store_at, to_store
 from flowstone.cli.output import AsJson, StorePath, errors_reported, print_json, print_rows, size_text
 from flowstone.commit.entries import Kind, is_journal, parse
 from flowstone.commit.locations import check_store
 from flowstone.commit.manifests import listing, read_manifest
 from flowstone.errors import NotAStoreError
 from flowstone.format.manifest import MANIFEST_NAME, Manifest
+
+if TYPE_CHECKING:
+    from flowstone.store.agent_wire import RunStatus
 
 _UNFINISHED = (Kind.SAVING, Kind.DELETING, Kind.SUPERSEDED, Kind.MEASURING)
 
@@ -22,16 +27,36 @@ def ls(path: StorePath, as_json: AsJson = False) -> None:
     with errors_reported(as_json):
         rows, leftovers = _listing(path)
         journal = journal_of(path)
+        held = _held(path)
     if as_json:
-        print_json({"path": str(path), "checkpoints": rows, "leftovers": leftovers, "journal": journal})
+        memory = {} if held is None else {"memory": msgspec.to_builtins(held)}
+        print_json({"path": str(path), "checkpoints": rows, "leftovers": leftovers, "journal": journal, **memory})
     else:
         print_rows(("step", "created", "size", "own", "tensors", "ranks", "state"), [_cells(row) for row in rows])
         if journal is not None:
             typer.echo(f"a journal leads from step {journal['base']} on to step {journal['newest']}")
         if leftovers:
             typer.echo(f"{len(leftovers)} unfinished or set aside (never read): {', '.join(leftovers)}")
+        if held is not None:
+            typer.echo(told(held))
     if any(row["error"] is not None for row in rows):
         raise typer.Exit(1)
+
+
+def _held(path: Path) -> RunStatus | None:
+    """What the memory agent holds of it; None for what is in no memory."""
+    store = memory_of(path)
+    return None if store is None else store.status()
+
+
+def told(run: RunStatus) -> str:
+    """What the memory agent holds of a run, on one line."""
+    flushed = f"step {run.flushed_step} is there" if run.flushed_step >= 0 else "no step is there yet"
+    flush = f"flushed to {run.flush_to}: {flushed}" if run.flush_to else "flushed nowhere"
+    under_way = ", a flush is under way" if run.is_flushing else ""
+    failed = f", the last flush failed: {run.flush_error.splitlines()[0]}" if run.flush_error else ""
+    memory = f"{size_text(run.held_bytes)} of memory, {size_text(run.pooled_bytes)} of it free for the next save"
+    return f"{memory}; {run.jobs} process(es) connected; {flush}{under_way}{failed}"
 
 
 def _cells(row: dict[str, object]) -> list[str]:

@@ -66,13 +66,15 @@ class Publication(msgspec.Struct, frozen=True):
     critical: tuple[str, ...] = ()
 
 
-def open_store(store: Store) -> str:
+def open_store(store: Store, marker: bytes | None = None) -> str:
     """Create the store's directory and marker if they are missing. Returns the store's identity. Needs the lock.
+
+    marker  of another store whose checkpoints come here: both are one run's
 
     A directory of checkpoints without a marker is adopted: it gets one.
     """
     if not store.exists(MARKER_NAME):
-        marker = encode_marker(Marker(flowstone=1, store=secrets.token_hex(16), created=_now()))
+        marker = marker or encode_marker(Marker(flowstone=1, store=secrets.token_hex(16), created=_now()))
         if store.capabilities.conditional_put:
             store.put(MARKER_NAME, marker)
         else:

@@ -8,7 +8,7 @@ from flowstone.commit import catalog, publish
 from flowstone.commit.entries import is_journal
 from flowstone.commit.retention import Retention
 from flowstone.config import Keep, KeepRule
-from flowstone.errors import LockedError, StorageError
+from flowstone.errors import LockedError, MemoryAgentError, StorageError
 from flowstone.format.manifest import MARKER_NAME
 from flowstone.log import log
 from flowstone.store.base import Store
@@ -30,15 +30,17 @@ class StoreWriter:
         self.store_id: str | None = None
         self.before_journals_go: Callable[[], None] | None = None
 
-    def begin(self, holder: str) -> int | None:
+    def begin(self, holder: str, marker: bytes | None = None) -> int | None:
         """Lock the store, create it if missing, sweep. Returns the newest step. Raises LockedError, StorageError, ...
+
+        marker  see publish.open_store
         """
         store = self._store
         if not store.exists(MARKER_NAME):
             store.make_directory()
         store.lock(holder)
         try:
-            store_id = publish.open_store(store)
+            store_id = publish.open_store(store, marker)
             catalog.sweep(store, self._on_removed, self._stays)
             newest = newest_step(store)
         except BaseException:
@@ -79,7 +81,7 @@ class StoreWriter:
                     if self.before_journals_go is not None:
                         self.before_journals_go()
                     journals.remove_older(self._store, committed, self._on_removed)
-        except LockedError as error:
+        except (LockedError, MemoryAgentError) as error:
             log.warning("retention stopped: %s", error)
         except Exception:
             log.exception("retention failed")  # on this thread, an exception would be lost

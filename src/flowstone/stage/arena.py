@@ -3,38 +3,12 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from flowstone import _native
 from flowstone.config import ARENA_SHARE_OF_AVAILABLE, BUDGET_BYTES_MIN, READ_ARENA_BYTES, WRITE_DEFAULTS
 from flowstone.errors import BudgetError
 from flowstone.store.base import Store
-
-_MEMINFO = Path("/proc/meminfo")
-_CGROUP = Path("/sys/fs/cgroup")
-
-
-def available_bytes() -> int:
-    """Memory that this process could still allocate: the machine's, or its control group's if less."""
-    for line in _MEMINFO.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-            break
-    else:
-        raise OSError(f"{_MEMINFO} has no MemAvailable")
-    limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
-    if limit is not None and used is not None:
-        available = min(available, max(0, limit - used))
-    return available
-
-
-def _number(path: Path) -> int | None:
-    """The number in a control file; None if there is no such file or it says "max"."""
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None  # safe: no control group limit is visible
-    return int(text) if text.isdigit() else None
+from flowstone.store.mount import available_bytes
 
 
 def default_budget_bytes() -> int:

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from flowstone.errors import BudgetError
-from flowstone.stage.arena import available_bytes
 from flowstone.stage.capture import host_twin, on_device
 from flowstone.stage.device import SideStream, side_stream
 from flowstone.state import tensors
+from flowstone.store.mount import available_bytes
 from flowstone.table.dtype import DType
 from flowstone.table.pieces import Memory, Pieces, Places
 

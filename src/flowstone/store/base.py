@@ -227,6 +227,8 @@ class Capabilities(msgspec.Struct, frozen=True):
     appends            an existing file can grow: the store has `append_to_new` (see Appends)
     direct             bulk bytes can bypass the page cache
     links              `link` gives a file a further name; its bytes are there until the last name is removed
+    drafts_max         how many checkpoints may be written at once; None: any number
+    maps               files can be mapped: the store has `mapped` (see Maps)
     """
 
     atomic_rename: bool
@@ -237,6 +239,8 @@ class Capabilities(msgspec.Struct, frozen=True):
     appends: bool
     direct: bool
     links: bool
+    drafts_max: int | None = None
+    maps: bool = False
 
     @property
     def needs_sync(self) -> bool:
@@ -353,6 +357,22 @@ class Appends(Protocol):
         """Read into memory whose address and length are multiples of 4096, as is the offset. Returns how many bytes the
         file had there.
         """
+
+
+class MappedBytes(Protocol):
+    """A file's bytes in this process's memory, as long as this is referenced."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+
+
+class Maps(Protocol):
+    """What a store with `Capabilities.maps` has besides."""
+
+    def mapped(self, path: str) -> MappedBytes | None:
+        """All bytes of a file, to read; None if it has none. They stay as they are, even if the file is removed."""
 
 
 class Commit(Protocol):

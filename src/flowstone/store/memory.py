@@ -1,7 +1,7 @@
-"""A complete store in the memory of this process: for simulations and examples, and as a short example of a store.
+"""Stores whose files are anonymous memory (memfd_create(2)); and a complete one in the memory of this process.
 
-Each file is anonymous (memfd_create(2)), so the engine captures, digests, writes and reads as on a disk. A file costs
-a descriptor, and is freed once it has no name and no job uses it. Nothing outlives the process.
+The engine captures into a file's mapped memory, digests it there, and copies out of it. Who keeps the names is a
+`MemoryTree`: this process, for simulations and examples; or the memory agent of the node (store/node_memory.py).
 """
 
 from __future__ import annotations
@@ -9,113 +9,107 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
-from threading import RLock
+from threading import Lock, RLock
+from typing import Protocol
+
+import msgspec
 
 from flowstone import _native
-from flowstone.config import Direction, EngineOptions
-from flowstone.errors import DamagedError, LockedError
-from flowstone.store.base import UNPACED, Capabilities, FilePlan, Pace
-from flowstone.store.descriptors import Descriptors
+from flowstone.config import READ_WORKERS_IN_MEMORY, Direction, EngineOptions
+from flowstone.errors import DamagedError, FlowstoneError, LockedError
+from flowstone.store import contents as names_in_memory
+from flowstone.store.base import UNPACED, Capabilities, FilePlan, MappedBytes, Pace, Receipt
+from flowstone.store.contents import MemoryFile, new_memory
 from flowstone.store.jobs import GAP_BYTES, JobReading, JobWriting
 from flowstone.store.os_errors import translated
 from flowstone.store.settings import Settings, resolve
 from flowstone.store.system import System
 
 
-class _File:
-    """An anonymous file; `number` is unique."""
+class MemoryTree(Protocol):
+    """Names, and the files that have them. Any thread. Refusals raise OSError, or an error of ours."""
 
-    def __init__(self, number: int, path: str, size_bytes: int, content: bytes = b"") -> None:
-        self.number, self.path, self.size_bytes = number, path, size_bytes
-        self._fd = os.memfd_create("flowstone", os.MFD_CLOEXEC)
-        self._owner = Descriptors()  # closes it
-        self._owner.take(self._fd)
-        if size_bytes:
-            _native.reserve_file(self._fd, size_bytes)
-        System().write(self._fd, content)
+    def acting(self) -> AbstractContextManager[object]:
+        """What several calls that belong together are made in."""
 
-    def fit(self, size_bytes: int, header: bytes) -> None:
-        """Give it another size, and its first bytes."""
-        os.ftruncate(self._fd, size_bytes)
-        os.pwrite(self._fd, header, 0)
-        self.size_bytes = size_bytes
+    def exists(self, path: str) -> bool: ...
+    def names(self, path: str) -> tuple[str, ...]: ...
+    def look(self, path: str) -> tuple[int, int]:
+        """A file's number, and its size in bytes."""
 
-    def native(self) -> _native.File:
-        return _native.File(fd=self._fd, path=self.path, alignment=1)
+    def open(self, path: str) -> MemoryFile:
+        """A file to read. Its memory stays as it is until this is dropped, even if the file is removed."""
 
-    def read(self, begin: int, end: int) -> bytes:
-        parts = []
-        while begin < end:
-            parts.append(os.pread(self._fd, end - begin, begin))  # 2 GiB per call at most
-            begin += len(parts[-1])
-        return b"".join(parts)
+    def create(self, path: str, size_bytes: int) -> MemoryFile:
+        """A new file to write, which has a name already. Its memory may be a removed file's, with what that had."""
 
+    def put(self, path: str, content: bytes) -> None: ...
+    def resize(self, file: MemoryFile, size_bytes: int) -> None:
+        """Give a new file another size."""
 
-@dataclass(slots=True, eq=False)
-class Contents:
-    """Content shared by stores that are open at once, as several processes share a directory."""
+    def make_directory(self, path: str) -> None: ...
+    def remove(self, path: str) -> None: ...
+    def rename(self, source: str, target: str, *, directories: bool) -> None: ...
+    def link(self, source: str, target: str) -> None: ...
+    def lock(self, holder: str) -> str | None:
+        """Take the lock. Returns the name of the one that has it, if it is another."""
 
-    files: dict[str, _File] = field(default_factory=dict)
-    directories: set[str] = field(default_factory=set)
-    numbers: Iterator[int] = field(default_factory=count)
-    guard: RLock = field(default_factory=RLock)
-    writer: MemoryStore | None = None
-    holder: str = ""
+    def lost_lock(self) -> str | None:
+        """None while the lock is held by this one; else who has it, or what became of it."""
+
+    def unlock(self) -> None: ...
+    def free_bytes(self) -> int: ...
+    def close(self) -> None: ...
 
 
-class MemoryStore:
-    """See store.base.Store.
-
-    contents       of another store, to open the same content again; None for a new store
-    atomic_rename  False: act as an object store, with conditional put and without renaming directories
-    """
+class StoreInMemory:
+    """See store.base.Store. A subclass says what `tree` it has."""
 
     def __init__(
-        self, contents: Contents | None = None, *, location: str | None = None, options: EngineOptions | None = None,
-        atomic_rename: bool = True,
+        self, tree: MemoryTree, location: str, options: EngineOptions | None, capabilities: Capabilities
     ) -> None:
-        self.contents = contents or Contents()
         self.options = replace(options or EngineOptions(), backend="posix", direct="off")
-        self.location = location or f"memory-{secrets.token_hex(4)}"
-        self._engines: dict[int, _native.Engine] = {}  # by the longest request
-        self.capabilities = Capabilities(
-            atomic_rename=atomic_rename, conditional_put=True, directory_sync=False, durable_on_return=True,
-            range_reads=True, appends=False, direct=False, links=atomic_rename,
-        )
+        self.location, self.capabilities = location, capabilities
+        self._tree = tree
+        self._engines: dict[tuple[int, int], _native.Engine] = {}  # by the longest request, and by workers
+        self._starting = Lock()  # of an engine
 
     # Names
 
     def exists(self, path: str = "") -> bool:
-        with self.contents.guard:
-            return path in self.contents.files or path in self.contents.directories
+        with self._acting("look for", path):
+            return self._tree.exists(path)
 
     def is_link(self, path: str) -> bool:
         return False
 
     def names(self, path: str = "") -> tuple[str, ...]:
-        with self.contents.guard:
-            split = (entry.rpartition("/") for entry in (*self.contents.files, *self.contents.directories) if entry)
-            return tuple(sorted(name for parent, _, name in split if parent == path))
+        with self._acting("list", path):
+            return self._tree.names(path)
 
     def size(self, path: str) -> int:
         with self._acting("stat", path):
-            return self._file(path).size_bytes
+            return self._tree.look(path)[1]
 
     def stamp(self, path: str) -> str | None:
-        with self.contents.guard:
-            file = self.contents.files.get(path)
-            return None if file is None else str(file.number)
+        with self._acting("stat", path):
+            try:
+                return str(self._tree.look(path)[0])
+            except OSError as error:
+                if error.errno in (errno.ENOENT, errno.EISDIR):
+                    return None
+                raise
 
     def read(
         self, path: str, *, offset: int = 0, length: int | None = None, bytes_max: int | None = None
     ) -> bytes:
         with self._acting("read", path):
-            file = self._file(path)
+            file = self._tree.open(path)
         if bytes_max is not None and file.size_bytes > bytes_max:
             raise DamagedError(
                 f"{self.location}/{path} is too long", expected=f"at most {bytes_max} bytes",
@@ -126,161 +120,327 @@ class MemoryStore:
 
     def make_directory(self, path: str = "") -> None:
         with self._acting("mkdir", path):
-            if path:
-                self._check_free(path)
-            self.contents.directories.add(path)
+            self._tree.make_directory(path)
 
     def remove(self, path: str) -> None:
         with self._acting("remove", path):
-            if self.names(path):
-                raise OSError(errno.ENOTEMPTY, "a directory with entries")
-            if path in self.contents.directories:
-                self.contents.directories.remove(path)
-            else:
-                self._file(path)
-                del self.contents.files[path]
+            self._tree.remove(path)
 
     # Commit
 
     def put(self, path: str, data: bytes) -> None:
-        self._create("write", path, len(data), data)
+        with self._acting("write", path, len(data)):
+            self._tree.put(path, data)
 
     def rename(self, source: str, target: str) -> None:
         with self._acting("rename", source):
-            self._check_free(target)
-            files, directories = self.contents.files, self.contents.directories
-            if source not in directories:
-                files[target] = self._file(source)
-                del files[source]
-                return
-            if not self.capabilities.atomic_rename:
-                raise OSError(errno.EOPNOTSUPP, "a directory")
-            for entry in [entry for entry in files if entry.startswith(f"{source}/")]:
-                files[target + entry.removeprefix(source)] = files.pop(entry)
-            for entry in [entry for entry in directories if f"{entry}/".startswith(f"{source}/")]:
-                directories.remove(entry)
-                directories.add(target + entry.removeprefix(source))
+            self._tree.rename(source, target, directories=self.capabilities.atomic_rename)
 
     def link(self, source: str, target: str) -> None:
         with self._acting("link", source):
-            self._check_free(target)
-            self.contents.files[target] = self._file(source)
+            self._tree.link(source, target)
 
     def sync_directory(self, path: str = "") -> None:
         with self._acting("fsync", path):
-            if path not in self.contents.directories:
+            if not self._tree.exists(path):
                 raise OSError(errno.ENOENT, "no such directory")
 
     # Lock
 
     def lock(self, holder: str) -> None:
-        with self.contents.guard:
-            if self.contents.writer not in (None, self):
-                raise LockedError(
-                    f"cannot save into {self.location}: it is locked", holder=self.contents.holder,
-                    next="close the other Checkpointer first, or save into another store",
-                )
-            self.contents.writer, self.contents.holder = self, holder
+        other = self._tree.lock(holder)
+        if other is not None:
+            raise LockedError(
+                f"cannot save into {self.location}: it is locked", holder=other,
+                next="close the other Checkpointer first, or save into another store",
+            )
 
     def check_lock(self) -> None:
-        with self.contents.guard:
-            if self.contents.writer is not self:
-                raise LockedError(
-                    f"this job has lost the lock of {self.location}", found=self.contents.holder or "no holder",
-                    next="stop the other job that writes there; the next save takes the lock again",
-                )
+        found = self._tree.lost_lock()
+        if found is not None:
+            raise LockedError(
+                f"this job has lost the lock of {self.location}", found=found,
+                next="stop the other job that writes there; the next save takes the lock again",
+            )
 
     def unlock(self) -> None:
-        with self.contents.guard:
-            if self.contents.writer is self:
-                self.contents.writer, self.contents.holder = None, ""
+        self._tree.unlock()
 
     # Bulk bytes
 
     def free_bytes(self) -> int:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        with self._acting("ask for memory of", ""):
+            return self._tree.free_bytes()
 
     def settings(self, direction: Direction) -> Settings:
         return resolve(direction, self.options, None)
 
     def write(
         self, files: Sequence[FilePlan], rows: _native.WriteExtents, arena: _native.Arena, pace: Pace = UNPACED, *,
-        reserved: bool = True,  # the memory is allocated here in any case
-    ) -> JobWriting:
-        made = [self._create("create", plan.path, plan.bytes) for plan in files]
-        settings, engine = self.settings("write"), self._engine(arena)
-        job = engine.write(
-            arena, [(file.native(), file.size_bytes) for file in made], rows, gap_bytes=GAP_BYTES,
-            blocks=pace.blocks, bytes_per_s=pace.bytes_per_s or 0, cap_bytes_per_s=pace.cap or 0,
-            watch=self.options.watch,
+        reserved: bool = True,
+    ) -> MemoryWriting:
+        made = []
+        for plan in files:
+            with self._acting("create", plan.path, plan.bytes):
+                made.append(self._tree.create(plan.path, plan.bytes))
+        fresh = [file for file in made if file.touched_bytes < file.size_bytes]
+
+        def allocate() -> None:
+            for file in fresh:
+                with self._acting("allocate", file.path, file.size_bytes):
+                    _native.reserve_file(file.fd, file.size_bytes)
+                    file.touched_bytes = file.size_bytes
+
+        if reserved:
+            allocate()
+        with self._acting("begin to write into", ""):
+            natives = [(native_file(file, writable=True), plan.bytes) for file, plan in zip(made, files, strict=True)]
+        job = self._engine(arena, self.settings("write").tuning.workers).write(
+            arena, natives, rows, gap_bytes=GAP_BYTES, blocks=pace.blocks, bytes_per_s=pace.bytes_per_s or 0,
+            cap_bytes_per_s=pace.cap or 0, watch=self.options.watch, files_ready=reserved or not fresh,
         )
+        later = None if reserved or not fresh else allocate
+        return MemoryWriting(self, _Written(made, files), job, later)
 
-        def fit(sizes: Sequence[int]) -> None:
-            for file, plan, size in zip(made, files, sizes, strict=True):
-                if plan.header is not None:
-                    file.fit(size, plan.header(size))
-
-        return JobWriting(Path(self.location), job, settings, self.options.watch, files, fit)
+    def fit(self, written: _Written, sizes: Sequence[int]) -> None:
+        """Give the files of a write whose size an encoder has decided that size, and their beginning."""
+        for file, plan, size in zip(written.files, written.plans, sizes, strict=True):
+            if plan.header is not None:
+                with self._acting("write", plan.path, size):
+                    self._tree.resize(file, size)
+                    os.pwrite(file.fd, plan.header(size), 0)
 
     def read_extents(
         self, paths: Sequence[str], rows: _native.ReadExtents, arena: _native.Arena, *, wanted_bytes: int,
         stop_at_bad: bool = True, past_cache: bool = False, ahead: bool = False,
     ) -> JobReading:
-        files: dict[int, _File] = {}
+        files: dict[int, MemoryFile] = {}
         for number in chain.from_iterable(rows.file_groups):
             with self._acting("open", paths[number]):
-                files[number] = self._file(paths[number])
-        natives = [files[number].native() if number in files else None for number in range(len(paths))]
+                files[number] = self._tree.open(paths[number])
+        natives = [native_file(files[at], writable=False) if at in files else None for at in range(len(paths))]
         tuning = self.settings("read").tuning
-        job = self._engine(arena).read(
+        job = self._engine(arena, self._read_workers).read(
             arena, natives, rows, stop_at_bad=stop_at_bad, in_place=tuning.in_place, request_bytes=tuning.request_bytes,
             ahead=ahead,
         )
         return JobReading(Path(self.location), job, files)
 
+    def mapped(self, path: str) -> MappedBytes | None:
+        """See Maps."""
+        with self._acting("open", path):
+            file = self._tree.open(path)
+            mapping = file.mapped(writable=False)
+        return None if mapping is None else _Mapped(file, mapping)
+
     def reads_past_cache(self, path: str, wanted_bytes: int) -> bool:
         return False
 
     def close(self) -> None:
-        """Stop the engines and release the lock. The contents stay, for a store that is opened with them."""
-        with self.contents.guard:
+        """Stop the engines and release the lock. The contents stay."""
+        with self._starting:
             engines, self._engines = tuple(self._engines.values()), {}
         for engine in engines:
             engine.close()
-        self.unlock()
+        self._tree.close()
 
-    def _engine(self, arena: _native.Arena) -> _native.Engine:
+    @property
+    def _read_workers(self) -> int:
+        """The workers are all that a load waits for, and nothing trains meanwhile."""
+        settings = self.settings("read")
+        return settings.tuning.workers if "workers" in settings.explicit else READ_WORKERS_IN_MEMORY
+
+    def _engine(self, arena: _native.Arena, workers: int) -> _native.Engine:
         tuning = self.settings("write").tuning
-        request_bytes = min(tuning.request_bytes, arena.block_bytes)
-        with self._acting("start the engine for", ""):
-            if request_bytes not in self._engines:
-                self._engines[request_bytes] = _native.Engine(
-                    backend="posix", queue_depth=tuning.queue_depth, request_bytes=request_bytes,
-                    workers=tuning.workers, background=True,
+        asked_for = min(tuning.request_bytes, arena.block_bytes), workers
+        with translated(Path(self.location), "start the engine for", ""), self._starting:
+            if asked_for not in self._engines:
+                self._engines[asked_for] = _native.Engine(
+                    backend="posix", queue_depth=tuning.queue_depth, request_bytes=asked_for[0], workers=workers,
+                    background=True,
                 )
-            return self._engines[request_bytes]
-
-    def _create(self, operation: str, path: str, size_bytes: int, content: bytes = b"") -> _File:
-        with self._acting(operation, path, size_bytes):
-            self._check_free(path)
-            file = _File(next(self.contents.numbers), f"{self.location}/{path}", size_bytes, content)
-            self.contents.files[path] = file
-            return file
-
-    def _file(self, path: str) -> _File:
-        if path in self.contents.directories:
-            raise OSError(errno.EISDIR, "a directory")
-        if path not in self.contents.files:
-            raise OSError(errno.ENOENT, "no such file")
-        return self.contents.files[path]
-
-    def _check_free(self, path: str) -> None:
-        if path.rpartition("/")[0] not in self.contents.directories:
-            raise OSError(errno.ENOENT, "no such directory")
-        if self.exists(path):
-            raise OSError(errno.EEXIST, "a name that is taken")
+            return self._engines[asked_for]
 
     @contextmanager
     def _acting(self, operation: str, path: str, needed_bytes: int | None = None) -> Iterator[None]:
-        with translated(Path(self.location), operation, path, needed_bytes=needed_bytes), self.contents.guard:
+        with translated(Path(self.location), operation, path, needed_bytes=needed_bytes), self._tree.acting():
             yield
+
+
+def native_file(file: MemoryFile, *, writable: bool) -> _native.File:
+    """The file as the engine sees it: mapped."""
+    return _native.File(fd=file.fd, path=file.path, alignment=1, mapping=file.mapped(writable=writable))
+
+
+class _Mapped(msgspec.Struct, frozen=True, eq=False):
+    """A file's bytes, and what keeps them as they are."""
+
+    file: MemoryFile
+    mapping: _native.Mapping
+
+    @property
+    def address(self) -> int:
+        return self.mapping.address
+
+    @property
+    def bytes(self) -> int:
+        return self.mapping.bytes
+
+
+class _Written(msgspec.Struct, frozen=True, eq=False):
+    """The files of a write, and what was planned for each."""
+
+    files: Sequence[MemoryFile]
+    plans: Sequence[FilePlan]
+
+
+class MemoryWriting(JobWriting):
+    """Segments that are captured where they stay.
+
+    allocate  gives the files their memory; None: they have it
+    """
+
+    def __init__(
+        self, store: StoreInMemory, written: _Written, job: _native.WriteJob, allocate: Callable[[], None] | None
+    ) -> None:
+        super().__init__(
+            Path(store.location), job, store.settings("write"), store.options.watch, written.plans,
+            lambda sizes: store.fit(written, sizes),
+        )
+        self._allocate = allocate
+        self._allocating = Lock()  # guards these
+        self._refusal: BaseException | None = None
+
+    def reserve(self) -> None:
+        if self._allocating.acquire(blocking=False):  # else another thread does it
+            try:
+                self._allocate_once()
+            finally:
+                self._allocating.release()
+
+    def _allocate_once(self) -> None:
+        """Call with the lock held. A refusal ends the job, and is in the receipt."""
+        allocate, self._allocate = self._allocate, None
+        if allocate is None or self._job.cancelled or self._job.fault is not None:
+            return
+        try:
+            allocate()
+        except BaseException as error:
+            self._refusal = error
+            self._job.cancel()
+        else:
+            self._job.files_ready()
+
+    def receipt(self) -> Receipt:
+        with self._allocating:
+            self._allocate_once()
+        receipt = super().receipt()
+        if self._refusal is None:
+            return receipt
+        if not isinstance(self._refusal, FlowstoneError):
+            raise self._refusal
+        return msgspec.structs.replace(receipt, error=self._refusal)
+
+
+class Contents(names_in_memory.Contents):
+    """Contents shared by stores that are open at once, as several processes share a directory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = count()
+        self.guard = RLock()
+
+
+class OwnTree:
+    """Names that this process keeps. See MemoryTree."""
+
+    def __init__(self, contents: Contents, location: str) -> None:
+        self._contents, self._location = contents, location
+
+    def acting(self) -> AbstractContextManager[object]:
+        return self._contents.guard
+
+    def exists(self, path: str) -> bool:
+        return self._contents.exists(path)
+
+    def names(self, path: str) -> tuple[str, ...]:
+        return self._contents.names(path)
+
+    def look(self, path: str) -> tuple[int, int]:
+        file = self._contents.file(path)
+        return file.number, file.size_bytes
+
+    def open(self, path: str) -> MemoryFile:
+        return self._contents.file(path)
+
+    def create(self, path: str, size_bytes: int) -> MemoryFile:
+        self._contents.check_free(path)
+        file = MemoryFile(
+            next(self._contents.numbers), new_memory("flowstone"), size_bytes, path=f"{self._location}/{path}"
+        )
+        if size_bytes:
+            _native.reserve_file(file.fd, size_bytes)
+        file.touched_bytes = size_bytes
+        self._contents.add(path, file)
+        return file
+
+    def put(self, path: str, content: bytes) -> None:
+        System().write(self.create(path, len(content)).fd, content)
+
+    def resize(self, file: MemoryFile, size_bytes: int) -> None:
+        file.resize(size_bytes)
+
+    def make_directory(self, path: str) -> None:
+        self._contents.make_directory(path)
+
+    def remove(self, path: str) -> None:
+        self._contents.remove(path)
+
+    def rename(self, source: str, target: str, *, directories: bool) -> None:
+        self._contents.rename(source, target, directories=directories)
+
+    def link(self, source: str, target: str) -> None:
+        self._contents.link(source, target)
+
+    def lock(self, holder: str) -> str | None:
+        with self._contents.guard:
+            if self._contents.writer not in (None, self):
+                return self._contents.holder
+            self._contents.writer, self._contents.holder = self, holder
+            return None
+
+    def lost_lock(self) -> str | None:
+        with self._contents.guard:
+            return None if self._contents.writer is self else self._contents.holder or "no holder"
+
+    def unlock(self) -> None:
+        with self._contents.guard:
+            if self._contents.writer is self:
+                self._contents.writer, self._contents.holder = None, ""
+
+    def free_bytes(self) -> int:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def close(self) -> None:
+        self.unlock()
+
+
+class MemoryStore(StoreInMemory):
+    """A store that ends with this process.
+
+    A file costs a descriptor, and is freed once it has no name and no job uses it.
+
+    contents       of another store, to open the same content again; None for a new store
+    atomic_rename  False: act as an object store, with conditional put and without renaming directories
+    """
+
+    def __init__(
+        self, contents: Contents | None = None, *, location: str | None = None, options: EngineOptions | None = None,
+        atomic_rename: bool = True,
+    ) -> None:
+        self.contents = contents or Contents()
+        location = location or f"memory-{secrets.token_hex(4)}"
+        super().__init__(OwnTree(self.contents, location), location, options, Capabilities(
+            atomic_rename=atomic_rename, conditional_put=True, directory_sync=False, durable_on_return=True,
+            range_reads=True, appends=False, direct=False, links=atomic_rename, maps=True,
+        ))

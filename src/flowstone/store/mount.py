@@ -1,4 +1,4 @@
-"""The mount of a directory, with machine and kernel. Measurements are valid only on the same ones."""
+"""The mount of a directory, with machine and kernel; and the memory that the machine has left."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from flowstone.format.digest import digest
 
 _MACHINE_ID = Path("/etc/machine-id")
 _MOUNTS = Path("/proc/self/mountinfo")
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 class Mount(msgspec.Struct, frozen=True):
-    """A mount on a machine.
+    """A mount on a machine. Measurements are valid only on the same one.
 
     machine  a digest of machine-id(5), which is private, or else the host's name; and of the number of processors
     kernel   its release
@@ -94,3 +96,26 @@ def _mount(path: Path) -> tuple[str, str, str]:
 def _plain(field: str) -> str:
     """Undo the octal escapes that mountinfo writes for blanks and backslashes."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
+
+
+def available_bytes() -> int:
+    """Memory that this process could still allocate: the machine's, or its control group's if less."""
+    for line in _MEMINFO.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+            break
+    else:
+        raise OSError(f"{_MEMINFO} has no MemAvailable")
+    limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
+    if limit is not None and used is not None:
+        available = min(available, max(0, limit - used))
+    return available
+
+
+def _number(path: Path) -> int | None:
+    """The number in a control file; None if there is no such file or it says "max"."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None  # safe: no control group limit is visible
+    return int(text) if text.isdigit() else None

@@ -1,0 +1,39 @@
+"""`flowstone flush`: a checkpoint in memory becomes durable in a directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flowstone.arguments import memory_of, store_path
+from flowstone.cli.output import AsJson, errors_reported, print_json
+from flowstone.errors import ArgumentError, NoCheckpointError
+
+_Run = Annotated[str, typer.Argument(metavar="RUN", help="A run in this node's memory: memory://run.")]
+
+
+def flush(
+    run: _Run, directory: Annotated[Path, typer.Argument(help="A store on a disk.")], as_json: AsJson = False
+) -> None:
+    """Copy the newest checkpoint of a run in memory to a directory, bit for bit, and verify it there."""
+    from flowstone.commit.copying import copy_newest
+    from flowstone.store.local import LocalStore
+
+    with errors_reported(as_json):
+        source = memory_of(run)
+        if source is None:
+            raise ArgumentError(f"{run:.60} is no run in memory", next="write memory://run")
+        target = LocalStore(store_path(directory))
+        try:
+            copied = copy_newest(source, target, f"flowstone flush {source.location}")
+        finally:
+            target.close()
+            source.close()
+        if copied is None:
+            raise NoCheckpointError(f"{source.location} holds none", next="run `flowstone agent --status`")
+    if as_json:
+        print_json({"path": target.location, "step": copied.step})
+    else:
+        typer.echo(f"{target.location} has step {copied.step}")

@@ -1,0 +1,206 @@
+"""What the memory agent of a node and its clients say to each other: one message for each request, one for each answer.
+
+A socket of the kind SOCK_SEQPACKET keeps messages apart, so a message is never half there, and says nothing about its
+length. A message has at most one descriptor. Both sides check the other's user, and the first request and its answer
+tell the versions: docs/decisions/025-memory-tier.md.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import socket
+import stat
+import struct
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from flowstone.config import AGENT_MESSAGE_BYTES_MAX
+from flowstone.errors import ArgumentError, StorageError
+
+PROTOCOL = 1
+DIRECTORY_VARIABLE = "FLOWSTONE_AGENT_DIR"
+SOCKET_NAME, LOCK_NAME, LOG_NAME = "agent.sock", "agent.lock", "agent.log"
+_RUN = re.compile(r"[\w.-]+(/[\w.-]+)*", re.ASCII)
+_RUN_CHARS_MAX = 200
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+Verb = Literal[
+    "hello", "exists", "names", "look", "open", "release", "create", "put", "resize", "make_directory", "remove",
+    "rename", "link", "lock", "lost_lock", "unlock", "free", "keep", "settle", "runs",
+]
+
+
+class Request(msgspec.Struct, frozen=True):
+    """What a client asks for. Which of the fields count follows from the verb.
+
+    hello     number: PROTOCOL; text: version of the program; path: name of the run
+    put       with a descriptor: a file that has its bytes
+    resize    number: of a file that this client has created
+    lock      text: the holder
+    keep      how the run is kept: number: generations; target: the directory to flush to; seconds: its memory stays so
+    settle    flush what is newest, now; the answer says whether a flush is under way
+    """
+
+    verb: Verb
+    path: str = ""
+    target: str = ""
+    text: str = ""
+    number: int = 0
+    size_bytes: int = 0
+    seconds: float = 0.0
+
+
+class RunStatus(msgspec.Struct, frozen=True):
+    """What the agent holds of one run.
+
+    held_bytes    of memory, pooled_bytes of these belong to no file now
+    jobs          processes that are connected to it
+    flush_to      the directory to flush to; "": none
+    flushed_step  the newest step that a flush has made durable; -1: none
+    flush_error   why the last try of a flush failed
+    """
+
+    name: str
+    steps: tuple[int, ...]
+    held_bytes: int
+    pooled_bytes: int
+    jobs: int
+    holder: str
+    flush_to: str
+    flushed_step: int
+    is_flushing: bool
+    flush_error: str
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """The answer to a request; with a descriptor where it is to "open" or "create".
+
+    errno     of a refusal; `error` says it in words
+    full      not enough memory: `needed_bytes` are needed, `size_bytes` available
+    kept      numbers of the files that still exist, of those that this client has created
+    """
+
+    errno: int = 0
+    error: str = ""
+    number: int = 0
+    size_bytes: int = 0
+    touched_bytes: int = 0
+    needed_bytes: int = 0
+    full: bool = False
+    yes: bool = False
+    text: str = ""
+    names: tuple[str, ...] = ()
+    kept: tuple[int, ...] = ()
+    runs: tuple[RunStatus, ...] = ()
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_REQUESTS = msgspec.msgpack.Decoder(Request)
+_ANSWERS = msgspec.msgpack.Decoder(Answer)
+
+
+def encode(message: Request | Answer) -> bytes:
+    return _ENCODER.encode(message)
+
+
+def decode_request(data: bytes) -> Request:
+    """Raises msgspec.DecodeError for anything else."""
+    return _REQUESTS.decode(data)
+
+
+def decode_answer(data: bytes) -> Answer:
+    return _ANSWERS.decode(data)
+
+
+def receive(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """The next message, and its descriptors, which are the caller's; no bytes at the end.
+
+    raises  OSError, EMSGSIZE for a message that is too long
+    """
+    data, fds, flags, _ = socket.recv_fds(
+        connection, AGENT_MESSAGE_BYTES_MAX, 4, socket.MSG_CMSG_CLOEXEC
+    )
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        for fd in fds:
+            os.close(fd)
+        raise OSError(errno.EMSGSIZE, "a message that is too long")
+    return data, list(fds)
+
+
+def send(connection: socket.socket, data: bytes, fd: int | None = None) -> None:
+    """Raises OSError."""
+    if len(data) > AGENT_MESSAGE_BYTES_MAX:
+        raise OSError(errno.EMSGSIZE, "a message that is too long")
+    if fd is None:
+        connection.send(data, socket.MSG_NOSIGNAL)
+    else:
+        socket.send_fds(connection, [data], [fd], socket.MSG_NOSIGNAL)
+
+
+def peer(connection: socket.socket) -> tuple[int, int]:
+    """The process at the other end, 0 where it cannot be seen from here, and its user."""
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(found)
+    return pid, uid
+
+
+def agent_directory() -> Path:
+    """Where this user's agent of this node listens."""
+    given = os.environ.get(DIRECTORY_VARIABLE, "")
+    # A directory of another user there, or a link, is refused: open_directory.
+    return Path(given) if given else Path(f"/tmp/flowstone-{os.geteuid()}")  # noqa: S108
+
+
+def open_directory(path: Path, *, create: bool) -> int | None:
+    """A descriptor of the agent's directory, which is this user's alone; None if there is none, and none is to be made.
+
+    raises  StorageError if another user owns it, or may read it or put something there
+    """
+    if create:
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise StorageError(
+                f"cannot make the memory agent's directory {path}", errno=error.errno or 0, reason=error.strerror,
+                next=f"set {DIRECTORY_VARIABLE} to a directory that this user can make",
+            ) from error
+    try:
+        fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _not_ours(path, error.strerror or "no directory") from error
+    found = os.fstat(fd)
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        os.close(fd)
+        raise _not_ours(path, f"user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}")
+    return fd
+
+
+def _not_ours(path: Path, found: str) -> StorageError:
+    return StorageError(
+        f"the memory agent's directory {path} is not safe", expected=f"a directory of user {os.geteuid()}, mode 0700",
+        found=found, next=f"remove it, or set {DIRECTORY_VARIABLE} to another directory",
+    )
+
+
+def socket_path(directory_fd: int) -> str:
+    """The socket's path, by a directory's descriptor: as short as a socket's has to be, and in no other directory."""
+    return f"/proc/self/fd/{directory_fd}/{SOCKET_NAME}"
+
+
+def run_name(name: str) -> str:
+    """The name of a run in memory. Raises ArgumentError for one that cannot be."""
+    if len(name) > _RUN_CHARS_MAX or not _RUN.fullmatch(name) or any(set(part) == {"."} for part in name.split("/")):
+        raise ArgumentError(
+            f"memory://{name:.60} names no run in memory",
+            expected=f"letters, digits, '.', '_', '-', parts apart by '/'; at most {_RUN_CHARS_MAX}",
+            next="write memory://run, with a name of your own",
+        )
+    return name

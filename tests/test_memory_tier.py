@@ -1,0 +1,216 @@
+"""The memory of a node outlives its trainers: real processes, killed at random instants; and what becomes durable then.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from memory_agent import agent_process, kill, own_agent
+from warm_start import warm_start
+
+import flowstone as fs
+from flowstone.commit import catalog
+from flowstone.errors import StepExistsError
+from flowstone.store.node_memory import NodeMemory
+
+_TRAINER = """
+import sys
+import numpy as np
+import flowstone as fs
+
+def filled(step):
+    return {name: np.full(count, step, np.int32) for name, count in (("a", 700_001), ("b", 300), ("c", 350_000))}
+
+flush_to = sys.argv[1] or None
+checkpointer = fs.Checkpointer(fs.NodeMemory("run", flush_to=flush_to))
+state = {"arrays": filled(0), "step": 0}
+if checkpointer.latest() is not None:
+    checkpointer.load(state)
+    step = state["step"]
+    assert all((one == step).all() for one in state["arrays"].values()), "a mixture"
+    print("loaded", step, flush=True)
+while True:
+    state["step"] += 1
+    for name, value in filled(state["step"]).items():
+        state["arrays"][name][:] = value
+    print("begun", state["step"], flush=True)
+    checkpointer.save(state["step"], state).committed.result()
+    print("committed", state["step"], flush=True)
+"""
+
+
+@pytest.fixture
+def agent() -> Iterator[Path]:
+    with own_agent() as directory:
+        yield directory
+
+
+@contextmanager
+def _trainer(flush_to: Path | str = "") -> Iterator[subprocess.Popen[str]]:
+    """A trainer that leads a process group, in which the agent that it starts is not; it is killed in the end."""
+    with warm_start("-c"), subprocess.Popen(
+        [sys.executable, "-c", _TRAINER, str(flush_to)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _until(process: subprocess.Popen[str], word: str, least: int = 0) -> list[tuple[str, int]]:
+    """What it says, until it says that word with that number at least."""
+    assert process.stdout is not None
+    said = []
+    for line in process.stdout:
+        found, number = line.split()
+        said.append((found, int(number)))
+        if found == word and int(number) >= least:
+            return said
+    pytest.fail(f"it ended after {said[-3:]}")
+
+
+def _soon(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60.0
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_trainer_that_is_killed_at_any_instant_goes_on_from_the_previous_or_the_next_step(agent: Path) -> None:
+    chance = random.Random(1)
+    committed = begun = 0  # steps
+    for _ in range(6):
+        with _trainer() as process:
+            said = _until(process, "begun")
+            loaded = max((step for word, step in said if word == "loaded"), default=0)
+            assert committed <= loaded <= begun
+            said += _until(process, "begun", loaded + chance.randrange(2, 5))
+            time.sleep(chance.random() * 0.02)
+            process.kill()
+            assert process.stdout is not None
+            said += [(word, int(step)) for word, step in map(str.split, process.stdout)]
+        begun = max(step for word, step in said if word == "begun")
+        committed = max([committed, *(step for word, step in said if word == "committed")])
+    checkpoint = fs.open("memory://run")
+    assert committed <= checkpoint.step <= begun
+    assert checkpoint.verify().sound
+    assert agent_process(agent), "one agent, which none of the kills has ended"
+    assert len(NodeMemory("run").names()) <= 3, "the marker and two generations: drafts go with their writer"
+
+
+def test_what_a_killed_trainer_leaves_is_made_durable_bit_for_bit(agent: Path, tmp_path: Path) -> None:
+    with _trainer(tmp_path / "disk") as process:
+        _until(process, "committed", 3)
+    memory = NodeMemory("run")
+    _soon(lambda: (status := memory.status()) is not None and not status.jobs and status.flushed_step >= 3)
+    status, disk = memory.status(), fs.open(tmp_path / "disk")
+    assert status is not None
+    assert status.flush_error == ""
+    assert disk.verify().sound
+    newest = catalog.steps(memory)[-1]
+    assert disk.step == newest == status.flushed_step
+    for name in memory.names(f"step-{newest:08d}"):
+        assert (tmp_path / f"disk/step-{newest:08d}" / name).read_bytes() == memory.read(f"step-{newest:08d}/{name}")
+    assert (tmp_path / "disk/flowstone.json").read_bytes() == memory.read("flowstone.json")
+    with _trainer(tmp_path / "disk") as process:  # from memory, and what it saves then is of the same run
+        assert _until(process, "loaded")[-1] == ("loaded", newest)
+        _until(process, "committed", newest + 2)
+    _soon(lambda: (status := memory.status()) is not None and status.flushed_step > newest + 1)
+    assert catalog.steps(fs.open(tmp_path / "disk")._store)[0] == newest
+    with fs.Checkpointer(tmp_path / "disk", keep=1) as later:  # retention counts what was flushed as its own
+        later.save(10_000, {"x": np.zeros(3)}).committed.result()
+    assert os.listdir(tmp_path / "disk").count("step-00010000") == 1
+    assert len([name for name in os.listdir(tmp_path / "disk") if name.startswith("step-")]) == 1
+
+
+def test_killing_both_leaves_what_is_on_disk_and_the_next_trainer_starts_another_agent(
+    agent: Path, tmp_path: Path
+) -> None:
+    with _trainer() as process:
+        _until(process, "committed", 2)
+        kill(agent_process(agent), signal.SIGKILL)
+    assert not NodeMemory("run").exists()
+    with _trainer() as process:
+        assert _until(process, "begun")[-1] == ("begun", 1), "nothing was left"
+        _until(process, "committed", 2)
+    assert fs.open("memory://run").verify().sound
+
+
+def test_an_agent_that_is_told_to_end_makes_durable_what_it_is_to(agent: Path, tmp_path: Path) -> None:
+    store = NodeMemory("run", flush_to=tmp_path / "disk")
+    with fs.Checkpointer(store) as checkpointer:
+        checkpointer.save(1, {"x": np.arange(5)}).committed.result()
+        kill(agent_process(agent), signal.SIGTERM)
+    assert (fs.open(tmp_path / "disk").read("x", framework="numpy") == np.arange(5)).all()
+    assert not agent.exists(), "nothing is left"
+
+
+def test_memory_goes_once_no_job_has_used_it_for_a_while_and_the_agent_with_it(agent: Path) -> None:
+    with fs.Checkpointer(fs.NodeMemory("run", linger_s=0.0)) as checkpointer:
+        checkpointer.save(1, {"x": np.arange(5)}).committed.result()
+        process = agent_process(agent)
+    gone = os.pidfd_open(process)
+    try:
+        _soon(lambda: not NodeMemory("run").exists())
+    finally:
+        os.close(gone)
+
+
+def test_a_flush_that_fails_is_told_and_what_is_there_already_is_left(agent: Path, tmp_path: Path) -> None:
+    (tmp_path / "disk").write_text("a file")
+    store = NodeMemory("run", flush_to=tmp_path / "disk")
+    with fs.Checkpointer(store) as checkpointer:
+        checkpointer.save(1, {"x": np.arange(5)}).committed.result()
+        assert store.flush()
+        _soon(lambda: (status := store.status()) is not None and bool(status.flush_error))
+        status = store.status()
+        assert status is not None
+        assert "Error" not in status.flush_error.partition("\n")[0]
+        assert str(tmp_path / "disk") in status.flush_error
+        (tmp_path / "disk").unlink()
+        _soon(lambda: (status := store.status()) is not None and status.flushed_step == 1)
+    with pytest.raises(StepExistsError, match="another checkpoint of step 1"):
+        _flush_another(tmp_path / "disk")
+
+
+def _flush_another(directory: Path) -> None:
+    from flowstone.commit.copying import copy_newest
+    from flowstone.store.local import LocalStore
+
+    with fs.Checkpointer("memory://another") as checkpointer:
+        checkpointer.save(1, {"x": np.arange(6)}).committed.result()
+    target = LocalStore(directory)
+    try:
+        copy_newest(NodeMemory("another"), target, "a test")
+    finally:
+        target.close()
+
+
+def test_a_generation_that_is_damaged_is_not_made_durable_and_the_one_before_is(agent: Path, tmp_path: Path) -> None:
+    from flowstone.commit.copying import copy_newest
+    from flowstone.store.local import LocalStore
+    from flowstone.store.memory import MemoryStore
+
+    source = MemoryStore()
+    with fs.Checkpointer(source) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"x": np.full(100_000, step)}).committed.result()
+    file = source.contents.files["step-00000002/rank-00000.safetensors"]
+    os.pwrite(file.fd, b"\x77", file.size_bytes - 9000)
+    target = LocalStore(tmp_path / "disk")
+    copied = copy_newest(source, target, "a test")
+    target.close()
+    assert copied is not None
+    assert copied.step == 1
+    assert fs.open(tmp_path / "disk").verify().sound
+    assert sorted(os.listdir(tmp_path / "disk")) == ["flowstone.json", "flowstone.lock", "step-00000001"]

@@ -478,6 +478,7 @@ NB_MODULE(_native, module) {
     module.attr("VERIFY_ONLY") = verify_only;
     module.def("has_io_uring", &has_io_uring, nb::call_guard<Unlocked>());
     module.def("probe_direct", &probe_direct, "directory"_a, nb::call_guard<Unlocked>());
+    module.def("is_byte_addressable", &is_byte_addressable, "fd"_a, nb::call_guard<Unlocked>());
     module.def("reserve_file", &reserve_file, "fd"_a, "size_bytes"_a, nb::call_guard<Unlocked>());
     module.def("run_requests", &run_plain_requests, nb::kw_only(), "backend"_a, "direction"_a, "queue_depth"_a, "files"_a,
                "file"_a, "offset"_a, "address"_a, "length"_a, "register"_a = false);

@@ -1,6 +1,9 @@
 #include "probe.h"
 
 #include <fcntl.h>
+#include <linux/magic.h>
+#include <sys/stat.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -54,6 +57,14 @@ bool moves_blocks_of(const ScratchFile& file, std::uint32_t alignment) {
 }
 
 }  // namespace
+
+bool is_byte_addressable(int fd) {
+    struct statfs file_system{};
+    if (::fstatfs(fd, &file_system) != 0) return false;
+    if (file_system.f_type == TMPFS_MAGIC || file_system.f_type == RAMFS_MAGIC) return true;
+    struct statx found{};
+    return ::statx(fd, "", AT_EMPTY_PATH, 0, &found) == 0 && (found.stx_attributes & STATX_ATTR_DAX) != 0;
+}
 
 bool has_io_uring() {
     try {

@@ -13,6 +13,10 @@ bool has_io_uring();
 /// std::system_error if the directory cannot be written. Blocks.
 std::uint32_t probe_direct(const std::string& directory);
 
+/// Whether a file's pages are the storage itself: a file system in memory, or one with direct access (DAX). A mapping of it is
+/// written without a page cache, and fsync does what the hardware needs. False where that is not known.
+bool is_byte_addressable(int fd);
+
 /// Give an empty file its size, with blocks reserved if the file system can; else sparse.
 /// Never writes data to emulate a reservation. Throws std::system_error (ENOSPC: not enough space).
 void reserve_file(int fd, std::uint64_t size_bytes);

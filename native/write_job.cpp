@@ -157,8 +157,11 @@ void WriteJob::await_sources(const WriteWindow& window) {
 }
 
 /// The file's memory is written like a block, so it has to be there: a page that the system cannot give kills the process.
-bool WriteJob::is_in_place(const WriteWindow& planned) const {
-    return files_ready_ && files_[planned.file]->mapped != 0 && !planned.appended && !needs_fetch(*rows_, planned);
+/// Windows that no caller waits for yet wait for it: blocks for them would be new memory as well, and a second copy.
+bool WriteJob::is_in_place(const WriteWindow& planned) {
+    if (files_[planned.file]->mapped == 0 || planned.appended || needs_fetch(*rows_, planned)) return false;
+    if (planned.lazy) wait_for_files();
+    return files_ready_;
 }
 
 /// A block for the next window, once one is free and the window may take it; none when the job stops.
@@ -361,9 +364,13 @@ void WriteJob::hand_over_held() {
     for (const std::shared_ptr<Window>& window : windows) post(window, &WriteJob::begin_held);
 }
 
+void WriteJob::wait_for_files() {
+    while (!files_ready_ && !stopping()) arena_->wait(Clock::now() + std::chrono::hours(1), [this] { return files_ready_ || stopping(); });
+}
+
 /// Called by the coordinator, once it has begun all windows.
 void WriteJob::await_files() {
-    while (!files_ready_ && !stopping()) arena_->wait(Clock::now() + std::chrono::hours(1), [this] { return files_ready_ || stopping(); });
+    wait_for_files();
     hand_over_held();
 }
 

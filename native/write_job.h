@@ -91,7 +91,8 @@ private:
 
     void begin_all(const std::vector<WriteWindow>& windows);
     void await_sources(const WriteWindow& window);
-    bool is_in_place(const WriteWindow& planned) const;
+    bool is_in_place(const WriteWindow& planned);
+    void wait_for_files();
     std::optional<Block> acquire_block(bool lazy);
     void begin_in_place(const WriteWindow& planned);
     void begin(const WriteWindow& planned, Block block);

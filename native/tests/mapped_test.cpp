@@ -1,4 +1,6 @@
 // Files that are mapped: captured where they stay, and what no row covers of them is cleared.
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
@@ -63,6 +65,16 @@ TEST_CASE("what is captured before a mapped file is ready goes into it once it i
         CHECK(job->digests() == expected);
         CHECK(bed.scratch.contents() == cleared(sample));
     }
+}
+
+TEST_CASE("files in memory are told from others") {
+    const int memory = ::memfd_create("flowstone-test", MFD_CLOEXEC);
+    CHECK(is_byte_addressable(memory));
+    ::close(memory);
+    CHECK(!is_byte_addressable(-1));
+    const int system = ::open("/proc/self/status", O_RDONLY | O_CLOEXEC);
+    CHECK(!is_byte_addressable(system));
+    ::close(system);
 }
 
 TEST_CASE("a mapping that is shorter than its file is refused, and what a read wants past its end is told") {

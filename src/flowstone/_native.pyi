@@ -27,6 +27,9 @@ def written_pages_refusal() -> str:
 def guarded_copy_refusal() -> str:
     """Why GuardedCopy can guard nothing here; empty where it can."""
 
+def is_byte_addressable(fd: int) -> bool:
+    """Whether a file's pages are the storage itself: of a file system in memory, or with direct access (DAX)."""
+
 def probe_direct(directory: str) -> int:
     """The alignment in bytes that O_DIRECT needs in `directory`, 0 where it is refused.
 

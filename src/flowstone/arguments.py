@@ -17,9 +17,9 @@ from flowstone.store.base import Store, lacks
 from flowstone.store.local import LocalStore
 
 if TYPE_CHECKING:
-    from flowstone.store.node_memory import NodeMemory
     from flowstone.layout_rules import LoadRule
     from flowstone.quantize import Quantize
+    from flowstone.store.node_memory import NodeMemory
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//|/(?=[^/]))")
 _MEMORY = re.compile(r"memory:/{1,2}(?=[^/]|$)")

@@ -13,9 +13,10 @@ from typing import Protocol
 from flowstone._version import __version__
 from flowstone.agent.runs import NoRoomError, Run, Runs
 from flowstone.commit.entries import SAVING
-from flowstone.config import GENERATIONS
+from flowstone.config import AGENT_POOLED_FROM_BYTES, GENERATIONS
 from flowstone.errors import ArgumentError
 from flowstone.store.agent_wire import PROTOCOL, Answer, Request, RunStatus, run_name
+from flowstone.store.contents import MemoryFile
 
 
 class Duties(Protocol):
@@ -68,7 +69,7 @@ class Session:
             if request.verb == "put":
                 owned, passed = passed, None
                 return self._put(self.run, request, owned), None
-            if request.verb in ("open", "create"):
+            if request.verb in ("open", "create", "spare"):
                 return self._files(self.run, request)
             return self._names(self.run, request), None
         except NoRoomError as error:
@@ -109,25 +110,43 @@ class Session:
 
     # Files
 
-    def _files(self, run: Run, request: Request) -> tuple[Answer, int]:
+    def _files(self, run: Run, request: Request) -> tuple[Answer, int | None]:
         if request.verb == "open":
             file = run.contents.file(request.path)
             fd = os.open(f"/proc/self/fd/{file.fd}", os.O_RDONLY | os.O_CLOEXEC)
             self._holds[file.number] += 1
             run.holds[file.number] += 1
             return Answer(number=file.number, size_bytes=file.size_bytes), fd
-        run.contents.check_free(request.path)
         if not 0 <= request.size_bytes < 1 << 62:
             raise OSError(errno.EINVAL, "no size of a file")
+        if request.verb == "spare":
+            return self._spare(run, request)
+        run.contents.check_free(request.path)
         self._runs.make_room(run, request.path, request.size_bytes, self)
         file = run.take(request.size_bytes, self)
         run.contents.add(request.path, file)
+        return self._written(run, file)
+
+    def _written(self, run: Run, file: MemoryFile) -> tuple[Answer, int]:
+        """The answer to what makes a file that this client writes."""
         self.writes = True
         self._created = {*self._created, file.number} & run.files.keys()
         return Answer(
             number=file.number, size_bytes=file.size_bytes, touched_bytes=file.touched_bytes,
             kept=tuple(self._created)[:1000],
         ), os.dup(file.fd)
+
+    def _spare(self, run: Run, request: Request) -> tuple[Answer, int | None]:
+        """Memory for the generations to come; room was made for it when the first one was begun."""
+        size_bytes = request.size_bytes
+        known = [run.files[number] for number in self._created & run.files.keys()]
+        alike = sum(1 for file in known if size_bytes // 2 <= file.size_bytes <= 2 * size_bytes)
+        if size_bytes < AGENT_POOLED_FROM_BYTES or alike >= run.generations * request.number:
+            return Answer(), None
+        self._runs.make_room(run, "", size_bytes, self)
+        file = run.take(size_bytes, self)
+        run.settle(file)
+        return self._written(run, file)
 
     def _put(self, run: Run, request: Request, fd: int | None) -> Answer:
         if fd is None:

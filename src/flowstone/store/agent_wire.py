@@ -29,8 +29,8 @@ _RUN_CHARS_MAX = 200
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 Verb = Literal[
-    "hello", "exists", "names", "look", "open", "release", "create", "put", "resize", "make_directory", "remove",
-    "rename", "link", "lock", "lost_lock", "unlock", "free", "keep", "settle", "runs",
+    "hello", "exists", "names", "look", "open", "release", "create", "spare", "put", "resize", "make_directory",
+    "remove", "rename", "link", "lock", "lost_lock", "unlock", "free", "keep", "settle", "runs",
 ]
 
 
@@ -39,6 +39,7 @@ class Request(msgspec.Struct, frozen=True):
 
     hello     number: PROTOCOL; text: version of the program; path: name of the run
     put       with a descriptor: a file that has its bytes
+    spare     a file for later, with a descriptor, unless this client has enough of them; number: how many a draft has
     resize    number: of a file that this client has created
     lock      text: the holder
     keep      how the run is kept: number: generations; target: the directory to flush to; seconds: its memory stays so
@@ -77,7 +78,7 @@ class RunStatus(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """The answer to a request; with a descriptor where it is to "open" or "create".
+    """The answer to a request; with a descriptor where it is to "open", "create" or "spare".
 
     errno     of a refusal; `error` says it in words
     full      not enough memory: `needed_bytes` are needed, `size_bytes` available

@@ -48,7 +48,11 @@ class LocalWriting(WriteWaits):
             if reserved:
                 self._reserve_files()
             self._running = engines.running("write", arena.block_bytes)
-            natives = [(opened.native(), file.bytes) for opened, file in zip(self._opened, files, strict=True)]
+            # A file that an encoder cuts has no pages of its own yet: to touch one that is not there ends the process.
+            natives = [
+                (opened.native(0 if file.header is not None else file.bytes), file.bytes)
+                for opened, file in zip(self._opened, files, strict=True)
+            ]
             # Only this job has these files, so gaps between slots may be written as zeros.
             with translated(self._root, "begin to write into", "", remedy=MORE_THREADS):
                 self._job = self._running.engine.write(

@@ -10,7 +10,7 @@ import errno
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
@@ -20,8 +20,8 @@ from typing import Protocol
 import msgspec
 
 from flowstone import _native
-from flowstone.config import READ_WORKERS_IN_MEMORY, Direction, EngineOptions
-from flowstone.errors import DamagedError, FlowstoneError, LockedError
+from flowstone.config import MIB, READ_WORKERS_IN_MEMORY, Direction, EngineOptions
+from flowstone.errors import DamagedError, FlowstoneError, LockedError, StorageError
 from flowstone.store import contents as names_in_memory
 from flowstone.store.base import UNPACED, Capabilities, FilePlan, MappedBytes, Pace, Receipt
 from flowstone.store.contents import MemoryFile, new_memory
@@ -29,6 +29,8 @@ from flowstone.store.jobs import GAP_BYTES, JobReading, JobWriting
 from flowstone.store.os_errors import translated
 from flowstone.store.settings import Settings, resolve
 from flowstone.store.system import System
+
+_SPARE_PART_BYTES = 64 * MIB  # a tenth of a second, where memory is new
 
 
 class MemoryTree(Protocol):
@@ -47,6 +49,9 @@ class MemoryTree(Protocol):
 
     def create(self, path: str, size_bytes: int) -> MemoryFile:
         """A new file to write, which has a name already. Its memory may be a removed file's, with what that had."""
+
+    def spare(self, files: Sequence[MemoryFile]) -> Sequence[MemoryFile]:
+        """Files without memory for the next write of such files, where there are none yet. Any thread."""
 
     def put(self, path: str, content: bytes) -> None: ...
     def resize(self, file: MemoryFile, size_bytes: int) -> None:
@@ -76,6 +81,7 @@ class StoreInMemory:
         self.options = replace(options or EngineOptions(), backend="posix", direct="off")
         self.location, self.capabilities = location, capabilities
         self._tree = tree
+        self._is_closed = False
         self._engines: dict[tuple[int, int], _native.Engine] = {}  # by the longest request, and by workers
         self._starting = Lock()  # of an engine
 
@@ -202,6 +208,20 @@ class StoreInMemory:
         later = None if reserved or not fresh else allocate
         return MemoryWriting(self, _Written(made, files), job, later)
 
+    def allocate_spare(self, files: Sequence[MemoryFile]) -> None:
+        """Have memory for the next write of such files: while it is new, to give it takes longer than to fill it.
+
+        Ends early when this is closed, or refused: then the next write takes that time.
+        """
+        with suppress(StorageError, OSError):
+            with self._acting("allocate", ""):
+                spare = self._tree.spare(files)
+            for file in spare:
+                for begin in range(0, file.size_bytes, _SPARE_PART_BYTES):
+                    if self._is_closed:
+                        return
+                    os.posix_fallocate(file.fd, begin, min(_SPARE_PART_BYTES, file.size_bytes - begin))
+
     def fit(self, written: _Written, sizes: Sequence[int]) -> None:
         """Give the files of a write whose size an encoder has decided that size, and their beginning."""
         for file, plan, size in zip(written.files, written.plans, sizes, strict=True):
@@ -238,6 +258,7 @@ class StoreInMemory:
 
     def close(self) -> None:
         """Stop the engines and release the lock. The contents stay."""
+        self._is_closed = True
         with self._starting:
             engines, self._engines = tuple(self._engines.values()), {}
         for engine in engines:
@@ -307,6 +328,7 @@ class MemoryWriting(JobWriting):
             Path(store.location), job, store.settings("write"), store.options.watch, written.plans,
             lambda sizes: store.fit(written, sizes),
         )
+        self._store, self._written = store, written
         self._allocate = allocate
         self._allocating = Lock()  # guards these
         self._refusal: BaseException | None = None
@@ -314,9 +336,12 @@ class MemoryWriting(JobWriting):
     def reserve(self) -> None:
         if self._allocating.acquire(blocking=False):  # else another thread does it
             try:
+                is_new = self._allocate is not None
                 self._allocate_once()
             finally:
                 self._allocating.release()
+            if is_new and self._refusal is None:
+                self._store.allocate_spare(self._written.files)
 
     def _allocate_once(self) -> None:
         """Call with the lock held. A refusal ends the job, and is in the receipt."""
@@ -383,6 +408,9 @@ class OwnTree:
         file.touched_bytes = size_bytes
         self._contents.add(path, file)
         return file
+
+    def spare(self, files: Sequence[MemoryFile]) -> Sequence[MemoryFile]:
+        return ()
 
     def put(self, path: str, content: bytes) -> None:
         System().write(self.create(path, len(content)).fd, content)

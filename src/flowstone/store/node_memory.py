@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -157,6 +158,14 @@ class AgentTree:
             answer.number, fd, size_bytes, path=f"{self._location}/{path}", touched_bytes=answer.touched_bytes
         )
         return file
+
+    def spare(self, files: Sequence[MemoryFile]) -> Sequence[MemoryFile]:
+        spare = []
+        for file in files:
+            answer, fd = self.client.ask(Request("spare", size_bytes=file.size_bytes, number=len(files)))
+            if fd is not None:
+                spare.append(MemoryFile(answer.number, fd, answer.size_bytes))
+        return spare
 
     def put(self, path: str, content: bytes) -> None:
         file = MemoryFile(0, new_memory("flowstone"), len(content))

@@ -40,6 +40,7 @@ using Unlocked = nb::gil_scoped_release;
 struct PyArena : Held<Arena> {};
 struct PyFile : Held<const File> {};
 struct PyMapping : Held<const Mapping> {};
+struct PyFeed : Held<Feed> {};
 struct PyWriteExtents : Held<const WriteExtents> {};
 struct PyReadExtents : Held<const ReadExtents> {};
 struct PyGather { Layout layout; };
@@ -106,7 +107,7 @@ PyWriteExtents make_write_extents(const Array& file, const Array& offset, const 
                             std::uint64_t chunks, const std::optional<Array>& lazy, const std::optional<Array>& device,
                             const std::vector<const PyDevice*>& devices, const std::vector<Array>& samples,
                             const std::optional<Array>& seed, const std::optional<PyEncoder>& encoder, std::uint32_t encoded_from,
-                            const std::optional<DerivedColumns>& derived) {
+                            const std::optional<DerivedColumns>& derived, const std::optional<PyFeed>& feed) {
     const std::size_t count = row_count(file);
     const auto files = column<std::uint32_t>(file, "file", count);
     const auto offsets = column<std::uint64_t>(offset, "offset", count);
@@ -129,6 +130,11 @@ PyWriteExtents make_write_extents(const Array& file, const Array& offset, const 
         rows->rows.push_back(
             {offsets[i], lengths[i], addresses[i], first_chunks[i], numbers[i], files[i], flags[i], places[i], seeds[i]});
     if (derived) add_derivations(*derived, rows->rows);
+    if (feed) {
+        if (feed->held->rows() != count) throw std::invalid_argument("feed: not as many rows");
+        if (lazy || device || encoder) throw std::invalid_argument("feed: rows that are lazy, on a device or encoded");
+        rows->feed = feed->held;
+    }
     return {{std::move(rows)}};
 }
 
@@ -343,18 +349,32 @@ void bind_rows(nb::module_& module) {
                             const Sizes& shape, const Strides& strides_bytes) {
             new (self) PyScatter(make_scatter(item_bytes, extent_shape, offset, shape, strides_bytes));
         }, nb::kw_only(), "item_bytes"_a, "extent_shape"_a, "offset"_a, "shape"_a, "strides_bytes"_a);
+    nb::class_<PyFeed>(module, "Feed")
+        .def("__init__", [](PyFeed* self, const Array& length) {
+            new (self) PyFeed{{std::make_shared<Feed>(column<std::uint64_t>(length, "length", row_count(length)))}};
+        }, "length"_a)
+        .def("offer", [](const PyFeed& feed, std::size_t rows) {
+            if (rows > feed.held->rows()) throw std::invalid_argument("feed: more rows than it has");
+            const Unlocked unlocked;
+            feed.held->offer(rows);
+        }, "rows"_a)
+        .def_prop_ro("ended", [](const PyFeed& feed) { return feed.held->ended(); })
+        .def("await_captured", [](const PyFeed& feed, std::size_t rows, double timeout_s) {
+            const Unlocked unlocked;
+            return feed.held->await_captured(rows, std::chrono::duration<double>(timeout_s));
+        }, "rows"_a, "timeout_s"_a);
     nb::class_<PyWriteExtents>(module, "WriteExtents")
         .def("__init__", [](PyWriteExtents* self, const Array& file, const Array& offset, const Array& length, const Array& address,
                             const Array& chunk, const Array& layout, const std::vector<const PyGather*>& layouts, std::uint64_t chunks,
                             const std::optional<Array>& lazy, const std::optional<Array>& device,
                             const std::vector<const PyDevice*>& devices, const std::vector<Array>& samples,
                             const std::optional<Array>& seed, const std::optional<PyEncoder>& encoder, std::uint32_t encoded_from,
-                            const std::optional<DerivedColumns>& derived) {
+                            const std::optional<DerivedColumns>& derived, const std::optional<PyFeed>& feed) {
             new (self) PyWriteExtents(make_write_extents(file, offset, length, address, chunk, layout, layouts, chunks, lazy, device, devices,
-                                                   samples, seed, encoder, encoded_from, derived));
+                                                   samples, seed, encoder, encoded_from, derived, feed));
         }, nb::kw_only(), "file"_a, "offset"_a, "length"_a, "address"_a, "chunk"_a, "layout"_a, "layouts"_a, "chunks"_a,
            "lazy"_a = nb::none(), "device"_a = nb::none(), "devices"_a = std::vector<const PyDevice*>(), "samples"_a = std::vector<Array>(),
-           "seed"_a = nb::none(), "encoder"_a = nb::none(), "encoded_from"_a = 0, "derived"_a = nb::none())
+           "seed"_a = nb::none(), "encoder"_a = nb::none(), "encoded_from"_a = 0, "derived"_a = nb::none(), "feed"_a = nb::none())
         .def("sample_digests", [](const PyWriteExtents& rows) {
             std::vector<std::uint64_t> digests;
             {

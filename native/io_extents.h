@@ -12,6 +12,7 @@
 #include "cast.h"
 #include "device.h"
 #include "encoder.h"
+#include "feed.h"
 #include "kernels.h"
 
 namespace flowstone {
@@ -62,6 +63,8 @@ struct WriteExtents {
     // For each device, its lazy rows' lines, in order: lines_per_chunk for every chunk. In host memory; valid from the
     // first copy from that device until all is captured.
     std::vector<std::span<const Line>> samples = {};
+    // Rows whose sources come while the job runs; null: all are there. No row is lazy then, nor on a device.
+    std::shared_ptr<Feed> feed = nullptr;
     // What is done to chunks before they are stored. Null: identity.
     std::shared_ptr<const Encoder> encoder = nullptr;
     // The encoder is for files from this number on. In those before, chunks keep their places.

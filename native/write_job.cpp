@@ -129,6 +129,7 @@ void WriteJob::begin_all(const std::vector<WriteWindow>& windows) {
     const auto in_place_max = static_cast<std::uint32_t>(2 * machine_.workers->count());
     for (const WriteWindow& window : windows) {
         if (window.derived) await_sources(window);
+        if (rows_->feed) rows_->feed->await(window.last_row, [this] { return stopping(); });
         if (window.lazy) arena_->wait(pace.due(), [this] { return expedite_ || stopping(); });
         arena_->wait(cap.due(), [this] { return stopping(); });
         const bool in_place = is_in_place(window);
@@ -148,6 +149,7 @@ void WriteJob::begin_all(const std::vector<WriteWindow>& windows) {
         begin(window, std::move(*block));
     }
     if (stopping()) detector_.let_go();  // also of windows that never began
+    if (stopping() && rows_->feed) rows_->feed->end();
 }
 
 /// All that the window's rows follow from has a block already, or had one: so this waits for no memory.
@@ -264,6 +266,7 @@ void WriteJob::arrived(const std::shared_ptr<Window>& window) {
 
 void WriteJob::capture(const std::shared_ptr<Window>& window, LiveAccess& live) {
     if (stopping()) {
+        if (rows_->feed) rows_->feed->end();
         release(*window);
         return end(window);
     }
@@ -279,6 +282,7 @@ void WriteJob::capture(const std::shared_ptr<Window>& window, LiveAccess& live) 
         capture_run(*rows_, run, image, window->rest, notes, detector_, live);
         bytes += row_bytes(*rows_, run);
         settle_run(*rows_, run, detector_);
+        if (rows_->feed) tell_captured(run);
     }
     copied_bytes_ += bytes;
     if (derived_) arena_->wake();  // `await_sources`
@@ -298,6 +302,16 @@ void WriteJob::capture(const std::shared_ptr<Window>& window, LiveAccess& live) 
         return end(window);
     }
     submit(window, std::move(ops));
+}
+
+/// The run's part of each row is not read again.
+void WriteJob::tell_captured(const WriteRun& run) {
+    for (std::size_t at = run.first_row; at < run.last_row; ++at) {
+        const WriteExtent& row = rows_->rows[at];
+        const std::uint64_t begin = std::max(row.offset, run.begin);
+        const std::uint64_t end = std::min(row.end(), run.end);
+        if (begin < end) rows_->feed->captured(at, end - begin);
+    }
 }
 
 /// The written parts of a window, one request each; an appended window is one part, and so is one of a mapped file.

@@ -107,6 +107,7 @@ private:
     void post(const std::shared_ptr<Window>& window, Stage stage) noexcept;
     void capture(const std::shared_ptr<Window>& window, LiveAccess& live);
     std::vector<WriteRun> runs_of(const WriteWindow& window) const;
+    void tell_captured(const WriteRun& run);
     std::unique_ptr<Op> make_op(const std::shared_ptr<Window>& window, std::uint64_t offset, iovec part);
     void submit(const std::shared_ptr<Window>& window, std::vector<std::unique_ptr<Op>> ops);
     void hand_over(const std::shared_ptr<Window>& window);

@@ -269,6 +269,21 @@ def cast_numbers(
     plain  without vectors, as on any processor
     """
 
+class Feed:
+    """Says which rows of a write have their bytes already, and which are captured: these may share memory. Any thread.
+
+    length  of each row
+    """
+
+    def __init__(self, length: NDArray[np.uint64]) -> None: ...
+    def offer(self, rows: int) -> None:
+        """Rows before that number have their bytes; never fewer than before. Returns at once."""
+    def await_captured(self, rows: int, timeout_s: float) -> int:
+        """Wait until more than so many of the first rows are captured, at most for that time. Returns how many are."""
+    @property
+    def ended(self) -> bool:
+        """Whether the write has ended early: its receipt says why."""
+
 class WriteExtents:
     """Columns of equal length n; row i puts `length[i]` bytes at `offset[i]` of file `file[i]`.
 
@@ -290,6 +305,7 @@ class WriteExtents:
     derived: how each of the encoder's rows may follow from another one (0: it does not, 1: it has the same bytes, 2
     and 3: it is what the other one's float32 numbers are rounded to as bfloat16 and float16), and the first chunk of
     that one, which is as long, or twice as long, and captured no later. None: no row does.
+    feed: rows have their bytes once it says so; such rows are on the host, not lazy, and for no encoder. None: at once.
     """
 
     def __init__(
@@ -299,7 +315,7 @@ class WriteExtents:
         device: NDArray[np.int32] | None = None, devices: Sequence[Device] = (),
         samples: Sequence[NDArray[np.uint8]] = (), seed: NDArray[np.uint64] | None = None,
         encoder: Encoder | None = None, encoded_from: int = 0,
-        derived: tuple[NDArray[np.uint8], NDArray[np.uint64]] | None = None,
+        derived: tuple[NDArray[np.uint8], NDArray[np.uint64]] | None = None, feed: Feed | None = None,
     ) -> None: ...
     def sample_digests(self) -> NDArray[np.uint64]:
         """For each row a digest of a few lines of it, as they are now (of a device's: as `samples` has them).

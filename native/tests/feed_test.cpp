@@ -1,0 +1,76 @@
+// Rows whose sources come one after the other, in memory that is used again.
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "bed.h"
+#include "feed.h"
+
+namespace flowstone {
+namespace {
+
+constexpr std::uint64_t row_bytes = 300 * kib;  // windows cut rows
+constexpr std::size_t row_count = 24;
+constexpr std::size_t slots = 16;  // rows that the memory holds
+
+/// Row `row` of a file of `row_count` rows lies in slot `row % slots`.
+WriteExtents fed_rows(const Memory& memory, const std::shared_ptr<Feed>& feed) {
+    WriteExtents rows;
+    for (std::size_t row = 0; row < row_count; ++row)
+        rows.rows.push_back({row * row_bytes, row_bytes, memory.address() + row % slots * row_bytes, row, contiguous, 0});
+    rows.chunks = row_count;
+    rows.feed = feed;
+    return rows;
+}
+
+std::shared_ptr<Feed> feed_of_rows() { return std::make_shared<Feed>(std::vector<std::uint64_t>(row_count, row_bytes)); }
+
+void fill(const Memory& memory, std::size_t row) {
+    std::memset(memory.start() + row % slots * row_bytes, static_cast<int>(row + 1), row_bytes);
+}
+
+}  // namespace
+
+TEST_CASE("rows are captured once they are offered, and their memory is used again once they are captured") {
+    for (const Setup& setup : setups()) {
+        CAPTURE(setup.backend);
+        CAPTURE(setup.direct);
+        const Memory memory(slots * row_bytes, 0);
+        const auto feed = feed_of_rows();
+        Bed bed(setup, block_ceil(row_count * row_bytes));
+        const auto job = bed.start(fed_rows(memory, feed));
+        CHECK_FALSE(job->wait_captured(0.05));
+        CHECK(job->copied_bytes() == 0);
+        for (std::size_t row = 0; row < row_count; ++row) {
+            while (row >= slots && feed->await_captured(row - slots, std::chrono::duration<double>(1)) <= row - slots) {}
+            fill(memory, row);
+            feed->offer(row + 1);
+        }
+        REQUIRE(job->wait(forever_s));
+        REQUIRE_FALSE(job->fault());
+        CHECK(feed->await_captured(row_count - 1, std::chrono::duration<double>(0)) == row_count);
+        CHECK_FALSE(feed->ended());
+        const std::vector<std::byte> found = bed.scratch.contents();
+        for (std::size_t row = 0; row < row_count; ++row) {
+            const std::vector<std::byte> expected(row_bytes, static_cast<std::byte>(row + 1));
+            REQUIRE(std::memcmp(found.data() + row * row_bytes, expected.data(), row_bytes) == 0);
+        }
+    }
+}
+
+TEST_CASE("a job that is cancelled while it waits for a row ends, and its feed says so") {
+    for (const Setup& setup : setups()) {
+        CAPTURE(setup.backend);
+        const Memory memory(slots * row_bytes, 0);
+        const auto feed = feed_of_rows();
+        Bed bed(setup, block_ceil(row_count * row_bytes));
+        const auto job = bed.start(fed_rows(memory, feed));
+        fill(memory, 0);
+        feed->offer(1);
+        job->cancel();
+        REQUIRE(job->wait(forever_s));
+        CHECK(feed->ended());
+    }
+}
+
+}  // namespace flowstone

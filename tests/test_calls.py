@@ -55,7 +55,7 @@ def refusal(act: Callable[[], object], kind: type[fs.FlowstoneError] = fs.Argume
         (None, "None is not a path", "give the directory for the checkpoints"),
         (3, "3 is not a path", "give the directory for the checkpoints"),
         (b"run", "b'run' is not a path", "give the directory for the checkpoints"),
-        (["run"], "['run'] is not a path", "give the directory for the checkpoints"),
+        ({"run"}, "{'run'} is not a path", "give the directory for the checkpoints"),
         ("~no-such-user/run", "the home directory of", "write the full path"),
     ],
 )

@@ -16,13 +16,17 @@ SRC = ROOT / "src"
 PACKAGE = SRC / "flowstone"
 
 # Layer -> what it may import of ours. A layer is a module or a package of src/flowstone.
-_BASE = {"config", "errors", "events", "table", "trace", "quantize", "rules", "layout_rules", "log", "_version"}
+_BASE = {
+    "config", "errors", "events", "tier_events", "table", "trace", "quantize", "rules", "layout_rules", "log",
+    "_version",
+}
 MAY_IMPORT: dict[str, set[str]] = {
     "_version": set(),
     "config": {"errors"},  # what an option cannot be
     "errors": set(),
     "log": set(),  # lines of the log, from any thread
     "events": set(),
+    "tier_events": set(),
     "trace": {"errors", "_native"},  # the types of what the engine hands over
     "table": {"config", "errors"},  # the length of a chunk
     "name_patterns": set(),
@@ -40,15 +44,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "commit": {"config", "errors", "log", "table", "format", "store", "_native"},
     "ranks": {"config", "errors", "log"},
     "agent": {"config", "errors", "format", "store", "commit", "_version"},  # memory that outlives a job
+    "tiers": _BASE | {"arguments", "format", "store", "commit", "_native"},
     "cluster": {"errors", "_version"},
     "notebook": set(),
     "verification": {"cluster", "config", "errors", "format", "store", "stage", "commit"},
     "checkpoint": _BASE
     | {"arguments", "regions", "streaming", "format", "plan", "store", "stage", "commit", "state", "verification",
-       "notebook"},
+       "notebook", "tiers"},
     "streaming": {"errors", "table", "format", "plan", "store", "stage", "state", "_native"},
     "pipeline": _BASE
-    | {"arguments", "runtime", "format", "plan", "store", "stage", "commit", "state", "ranks", "checkpoint", "_native"},
+    | {"arguments", "runtime", "format", "plan", "store", "stage", "commit", "state", "ranks", "checkpoint", "tiers",
+       "_native"},
     "state_dict_verbs": _BASE
     | {"arguments", "runtime", "store", "commit", "state", "ranks", "checkpoint", "pipeline"},
     "adapters": _BASE
@@ -56,13 +62,14 @@ MAY_IMPORT: dict[str, set[str]] = {
        "pipeline", "_native",  # the public verbs too, for frameworks that save where a training loop would
        "runtime"},  # the end of a process that has not closed an adapter
     "checkpointer": _BASE
-    | {"state_dict_verbs", "arguments", "runtime", "store", "commit", "state", "ranks", "checkpoint", "pipeline"},
+    | {"state_dict_verbs", "arguments", "runtime", "store", "commit", "state", "ranks", "checkpoint", "pipeline",
+       "tiers"},
     "convert": _BASE
     | {"arguments", "cluster", "name_patterns", "format", "plan", "store", "commit", "checkpoint", "_native"},
     "cli": _BASE
     | {"arguments", "cluster", "runtime", "format", "store", "commit", "checkpoint", "convert", "flowstone_demo",
        "flowstone_study"},
-    "__init__": _BASE | {"checkpoint", "checkpointer", "convert", "pipeline", "state"},
+    "__init__": _BASE | {"checkpoint", "checkpointer", "convert", "pipeline", "state", "tiers"},
     "__main__": {"cli"},
     "flowstone_study": _BASE | {"runtime", "format", "plan", "store", "stage", "commit", "checkpoint", "_native"},
     "flowstone_demo": {"flowstone", "events", "commit"},  # the names of what a killed save leaves

@@ -105,6 +105,8 @@ if TYPE_CHECKING:
     from flowstone.state.compressed import CompressedBucket, CompressedGradients
     from flowstone.store.node_memory import NodeMemory
     from flowstone.table.box import Box
+    from flowstone.tier_events import FlushDropped, Flushed, TierEvent, TierFailed, TierPassedOver, TiersBehind
+    from flowstone.tiers.policy import Tier
     from flowstone.trace import Span, Trace
 
 _LATER = {
@@ -146,6 +148,13 @@ _LATER = {
     "Trace": "flowstone.trace",
     "SplitTensor": "flowstone.state",
     "TensorDiff": "flowstone.convert.diff",
+    "FlushDropped": "flowstone.tier_events",
+    "Flushed": "flowstone.tier_events",
+    "Tier": "flowstone.tiers.policy",
+    "TierEvent": "flowstone.tier_events",
+    "TierFailed": "flowstone.tier_events",
+    "TierPassedOver": "flowstone.tier_events",
+    "TiersBehind": "flowstone.tier_events",
     "ValueDiff": "flowstone.convert.diff",
     "diff": "flowstone.convert.diff",
     "explain": "flowstone.pipeline.explain",
@@ -202,6 +211,8 @@ __all__ = [
     "Fenced",
     "Flat",
     "FlowstoneError",
+    "FlushDropped",
+    "Flushed",
     "FormatError",
     "FrameworkError",
     "FullError",
@@ -262,6 +273,11 @@ __all__ = [
     "StorageError",
     "StoredTensor",
     "TensorDiff",
+    "Tier",
+    "TierEvent",
+    "TierFailed",
+    "TierPassedOver",
+    "TiersBehind",
     "Trace",
     "Transpose",
     "Unpad",

@@ -241,6 +241,11 @@ def memory_of(path: object) -> NodeMemory | None:
     return NodeMemory(text[found.end() :])
 
 
+def is_list(path: object) -> bool:
+    """Whether several stores are given."""
+    return isinstance(path, Sequence) and not isinstance(path, str | bytes)
+
+
 def to_store(path: object) -> Path | ObjectUrl | Store:
     """The directory or URL of a store, or a store in this node's memory, or the object itself if it is a store.
 
@@ -312,7 +317,7 @@ def to_options(given: Mapping[str, object]) -> tuple[Keep | KeepRule | None, int
     if not deadline > 0:
         raise ArgumentError(f"deadline_s {shown(deadline_s)} is not above 0", next="give a number of seconds")
     return (
-        _keep(given["keep"]),
+        to_keep(given["keep"]),
         None if budget_bytes is None else _count("budget_bytes", budget_bytes, least=0),
         None if max_unsaved_steps is None else _count("max_unsaved_steps", max_unsaved_steps, least=0),
         _count("saves_in_flight", given["saves_in_flight"], least=1),
@@ -320,7 +325,8 @@ def to_options(given: Mapping[str, object]) -> tuple[Keep | KeepRule | None, int
     )
 
 
-def _keep(keep: object) -> Keep | KeepRule | None:
+def to_keep(keep: object) -> Keep | KeepRule | None:
+    """What retention is to spare; a number is that of the newest. Raises ArgumentError."""
     if keep is None or isinstance(keep, Keep):
         return keep
     if callable(keep):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import numpy as np
 
-from flowstone.arguments import step_number, store_at, to_store
+from flowstone.arguments import is_list, step_number, store_at, to_store
 from flowstone.commit import catalog
 from flowstone.commit import read as contents
 from flowstone.commit.entries import step_directory
@@ -430,11 +430,12 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    path: str | os.PathLike[str] | Store, step: int | None = None, *, engine: EngineOptions | None = None
+    path: str | os.PathLike[str] | Store | Sequence[str | os.PathLike[str] | Store], step: int | None = None, *,
+    engine: EngineOptions | None = None,
 ) -> Checkpoint:
     """The newest checkpoint of the store at `path`, or its checkpoint of `step`; or the checkpoint at `path` itself.
 
-    path    a directory, or a Store, which stays open
+    path    a directory, or a Store, which stays open; of a list of tiers, the nearest that has it
 
     raises  NotAStoreError      `path` holds neither a store nor a checkpoint
             NoCheckpointError   a store without any checkpoint, or without that step
@@ -445,6 +446,12 @@ def open_checkpoint(
         raise ArgumentError(f"engine {engine!r:.60} is not an EngineOptions", next="write engine=fs.EngineOptions(...)")
     wanted = None if step is None else step_number(step, verb="open")
     options = engine or EngineOptions()
+    if is_list(path):
+        from flowstone.tiers.policy import stores_of  # imported here: most have one store
+        from flowstone.tiers.restore import open_nearest
+
+        nearest, nearest_step = open_nearest(stores_of(path, options), wanted)
+        return Checkpoint(nearest, step_directory(nearest_step), options)
     place = to_store(path)
     store = store_at(place, options)
     if store.exists(MANIFEST_NAME):

@@ -26,19 +26,21 @@ from flowstone.runtime.telling import Teller
 from flowstone.runtime.turns import Turn, one_at_a_time
 from flowstone.runtime.writer_lock import caller
 from flowstone.state import Frozen
-from flowstone.state_dict_verbs import StateDictVerbs
+from flowstone.state_dict_verbs import TierVerbs
 from flowstone.store.base import Store
 from flowstone.trace import Spans
 
 if TYPE_CHECKING:
     from flowstone.layout_rules import LoadRule
     from flowstone.quantize import Quantize
+    from flowstone.tiers.policy import Tier
 
 
-class Checkpointer(StateDictVerbs):
+class Checkpointer(TierVerbs):
     """Saves a training state into the store at `path` while training goes on, and loads it back.
 
-    path               a directory, whose other files stay; "memory://run" (NodeMemory); or a Store, which this closes
+    path               a directory, whose other files stay; a URL; "memory://run" (NodeMemory); a Store, which this closes;
+                       or a list of tiers, nearest first (Tier): saves go into the first, and are flushed to the others
     keep               which checkpoints retention spares: the newest so many; None: all; a function: see KeepRule
     budget_bytes       limit of staging memory on this rank; None: a node's ranks share a quarter of available memory
     on_error           "raise": a failed save raises at the next call; "continue": it only emits an event,
@@ -62,40 +64,43 @@ class Checkpointer(StateDictVerbs):
 
     def __init__(
         self,
-        path: str | os.PathLike[str] | Store,
+        path: str | os.PathLike[str] | Store | Sequence[str | os.PathLike[str] | Store | Tier],
         *,
         keep: Keep | KeepRule | int | None = None,
         budget_bytes: int | None = None,
         on_error: Literal["raise", "continue"] = "raise",
         max_unsaved_steps: int | None = None,
         engine: EngineOptions | None = None,
-        saves_in_flight: int = 2,
-        deadline_s: float = DEADLINE_S,
+        saves_in_flight: int = 2, deadline_s: float = DEADLINE_S,
         every_step: bool = False, recovery_s: float = RECOVERY_S,
         rules: Quantize | Sequence[Quantize] = (),
-        alone: bool = False,
-        on_event: OnEvent | None = None,
+        alone: bool = False, on_event: OnEvent | None = None,
     ) -> None:
-        place = calls.to_store(path)
         keep, budget_bytes, max_unsaved_steps, saves_in_flight, deadline_s = calls.to_options({
             "keep": keep, "budget_bytes": budget_bytes, "on_error": on_error, "max_unsaved_steps": max_unsaved_steps,
             "engine": engine, "saves_in_flight": saves_in_flight, "deadline_s": deadline_s, "alone": alone,
             "on_event": on_event, "every_step": every_step, "recovery_s": recovery_s,
         })
         lossy = calls.to_quantize(rules, every_step)
-        engine = engine or EngineOptions()
-        self._store: Store = calls.store_at(place, engine)
-        drafts_max = self._store.capabilities.drafts_max or saves_in_flight
-        options = SaveOptions(budget_bytes, min(saves_in_flight, drafts_max), on_error, max_unsaved_steps, lossy)
+        engine, tiers = engine or EngineOptions(), None
+        if calls.is_list(path):
+            from flowstone.pipeline.tiering import Tiering  # imported here: others do not need it
+            tiers = Tiering(path, keep, engine, every_step=every_step)
+            path, budget_bytes = tiers.stores[0], tiers.budget_of_saves(budget_bytes)
+        self._store: Store = calls.store_at(calls.to_store(path), engine)
+        saves_in_flight = min(saves_in_flight, self._store.capabilities.drafts_max or saves_in_flight)
+        options = SaveOptions(budget_bytes, saves_in_flight, on_error, max_unsaved_steps, lossy)
         self.made_at, self._pid, self._turn = caller(), os.getpid(), Turn()
         emit = Teller(on_event, self._store.location)
-        self._store_writer = StoreWriter(self._store, keep, emit.removed, emit.left)
+        self._store_writer = tiers.open_writer(emit, self._turn) if tiers else StoreWriter(
+            self._store, keep, emit.removed, emit.left)
         # Last: it makes this Checkpointer known to the other ranks.
         self._group = RankGroup(deadline_s, self._store.location, self._turn, alone=alone)
         self._turn.on_interrupt = self._group.agreement.leave_call
         emit.quiet, self._end = self._group.rank > 0, Ending(self.close)
         shared = Shared(self._store, engine, self._group, self._turn, emit, Frozen(first_samples), LoadOutcome())
-        self._loads, self._saves = Loads(shared), Saves(shared, options, self._store_writer, self, self._end)
+        self._saves = Saves(shared, options, self._store_writer, self, self._end)
+        self._loads = tiers.attach(shared, self._saves) if tiers else Loads(shared)
         if every_step:
             from flowstone.pipeline.every_step import EveryStep  # imported here: others do not need it
             self._saves = EveryStep(shared, self._saves, options, recovery_s)
@@ -176,7 +181,7 @@ class Checkpointer(StateDictVerbs):
 
     @one_at_a_time
     def wait(self) -> None:
-        """Wait until every save so far is durable. Raises SaveFailedError for a failure that was not raised yet."""
+        """Wait until every save so far is committed. Raises SaveFailedError for a failure that was not raised yet."""
         self._check_open()
         self._saves.settle()
 
@@ -228,12 +233,6 @@ class Checkpointer(StateDictVerbs):
             self._give_back()
             self._end.fail(failure)
         self._group.abandon()
-
-    def finish_saves(self, location: str) -> None:
-        """Wait until saves into the store at `location` have ended, with their follow-up work, if it is this store."""
-        if not self._closed and os.getpid() == self._pid and self._store.location == location:
-            self._saves.await_ends()
-            self._saves.sole_writer.drain()
 
     def __enter__(self) -> Checkpointer:
         return self

@@ -108,6 +108,14 @@ JOURNAL_VALUE_BYTES_MAX = 4 * MIB  # of what no optimizer explains, and has chan
 JOURNAL_WHOLE_STEPS_MAX = 64  # saves in a row that are whole because steps before were given up
 JOURNAL_RATE_BYTES_PER_S = 500e6  # of reads, until some were measured
 
+# Tiers.
+TIER_LAG = 4  # checkpoints that may wait for a tier: nearer tiers keep them meanwhile
+TIER_DRAIN_S = 300.0  # that `close` waits for a tier
+TIER_RETRY_S = 1.0  # after a first failure; each later try waits twice as long
+TIER_RETRY_S_MAX = 300.0
+TIER_ANSWER_S = 10.0  # for farther tiers to answer when the first save begins, or a rewind; then they count as down
+FLUSH_YIELD = 4  # a flush waits for a save under way, at most so many times as long as its last batch took
+
 # Below this, gathering by windows cannot keep even a slow device busy.
 BUDGET_BYTES_MIN = 32 * MIB
 REQUEST_BYTES_MIN = 2 * MIB  # a block of the arena holds a request, and any chunk with its block's head and tail

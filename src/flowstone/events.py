@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,9 +210,14 @@ class NotReplayed:
     reason: str
 
 
+if TYPE_CHECKING:
+    from flowstone.tier_events import TierEvent
+else:
+    TierEvent = NotReplayed  # those of farther tiers come later: most Checkpointers have one store
+
 Event = (
     SaveStarted | Captured | Fenced | Written | Compressed | BuffersFromOneRank | Committed | SaveFailed
     | LoadProgress | Loaded | FellBack | Removed | RemovalFailed | LeftAlone | Journaled | NotJournaled | Replayed
-    | NotReplayed
+    | NotReplayed | TierEvent
 )
 OnEvent = Callable[[Event], None]

@@ -1,7 +1,8 @@
-"""Saving and loading state dicts: what frameworks hand over in the place of modules and optimizers."""
+"""Further verbs: for state dicts, which frameworks hand over in the place of modules and optimizers; and for tiers."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from flowstone.state import unpack
 from flowstone.trace import Spans
 
 if TYPE_CHECKING:
+    from flowstone.commit.writer import StoreWriter
     from flowstone.layout_rules import LoadRule
     from flowstone.pipeline.every_step import EveryStep
     from flowstone.pipeline.futures import Save
@@ -103,3 +105,29 @@ def _checked(state_dict: object) -> Mapping[str, object]:
             next='write {"model": model.state_dict()}, or give the objects themselves to save() and load()',
         )
     return state_dict
+
+
+class TierVerbs(StateDictVerbs):
+    """What a Checkpointer waits for besides its own saves."""
+
+    _store_writer: StoreWriter
+
+    @one_at_a_time
+    def drain(self, timeout_s: float | None = None) -> Mapping[str, tuple[int, ...]]:
+        """Wait until every tier has what it should have, or has failed once more. Returns the steps that still wait, by
+        the tier's location; with a single store, nothing.
+
+        timeout_s  at most so long; None: as long as each tier's `drain_s`
+
+        raises     SaveFailedError for a save whose failure was not raised yet
+        """
+        self._check_open()
+        self._saves.settle()
+        self._saves.sole_writer.await_retention()
+        return self._store_writer.drain(timeout_s)
+
+    def finish_saves(self, location: str) -> None:
+        """Wait until saves into the store at `location` have ended, with their follow-up work, if it is this store."""
+        if not self._closed and os.getpid() == self._pid and self._store.location == location:
+            self._saves.await_ends()
+            self._saves.sole_writer.drain()

@@ -47,8 +47,8 @@ class Connection:
     is_cut: bool = False
     guard: threading.Lock = field(default_factory=threading.Lock)
 
-    def store(self, contents: Contents, *, atomic_rename: bool) -> Faulty:
-        return Faulty(MemoryStore(contents, location="store", atomic_rename=atomic_rename), self._before, self._after)
+    def store(self, contents: Contents, *, atomic_rename: bool, location: str = "store") -> Faulty:
+        return Faulty(MemoryStore(contents, location=location, atomic_rename=atomic_rename), self._before, self._after)
 
     def _before(self, verb: str, path: str) -> StorageError | None:
         with self.guard:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from flowstone.commit import removal
 from flowstone.commit.durable import sync
 from flowstone.commit.entries import (
+    REWOUND,
     Entry,
     Kind,
     new_superseded_directory,
@@ -119,6 +120,18 @@ def finish_deletion(store: Store, entry: Entry) -> str:
 def listed(names: Sequence[str]) -> str:
     """Foreign files, as text for a message."""
     return f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}, which Flowstone did not write"
+
+
+def put_note(store: Store, note: str) -> None:
+    """Note a rewind (`new_rewound_note`), unless that is done. Durable on return. Needs the lock."""
+    if not store.exists(note):
+        store.put(note, b"steps above this one were set aside\n")
+    sync(store)
+
+
+def is_one_of_several(store: Names) -> bool:
+    """Whether the store has been one of several tiers: it has notes of rewinds."""
+    return any(name.startswith(REWOUND) for name in store.names())
 
 
 def rewind(store: Store, step: int) -> tuple[int, ...]:

@@ -13,12 +13,12 @@ from flowstone.commit import catalog, publish, removal
 from flowstone.commit import read as contents
 from flowstone.commit.durable import sync
 from flowstone.commit.entries import step_directory
-from flowstone.commit.manifests import inside, read_manifest
+from flowstone.commit.manifests import inside, read_manifest, read_marker
 from flowstone.commit.verify import Checked, Share, check_share, segment_bytes
 from flowstone.commit.writer import StoreWriter
 from flowstone.config import READ_ARENA_BYTES
 from flowstone.errors import DamagedError, StepExistsError, StorageError
-from flowstone.format.manifest import MANIFEST_NAME, MARKER_NAME, Manifest
+from flowstone.format.manifest import MANIFEST_NAME, Manifest
 from flowstone.log import log
 from flowstone.store.base import FilePlan, MappedBytes, Maps, Store
 
@@ -45,7 +45,8 @@ def copy_newest(source: MappingStore, target: Store, holder: str) -> Manifest | 
     if not steps:
         return None
     writer = StoreWriter(target, None, _removed, _left)
-    newest = writer.begin(holder, source.read(MARKER_NAME))
+    writer.identity = read_marker(source).store
+    newest = writer.begin(holder)
     try:
         for step in reversed(steps):
             if newest is not None and newest >= step:

@@ -13,6 +13,7 @@ from flowstone.store.lock import LOCK_NAME
 from flowstone.store.tuning import TUNING_NAME
 
 SAVING, DELETING, SUPERSEDED, MEASURING = ".saving-", ".deleting-", ".superseded-", ".flowstone-tuning-"
+REWOUND = ".rewound-"
 IMPORT_JOURNAL = ".flowstone-import-"
 _TEMPORARY = {
     IMPORT_JOURNAL: "an import that never finished",
@@ -35,10 +36,14 @@ class Kind(Enum):
     DELETING = "a deletion that never finished"
     SUPERSEDED = "a step that was set aside"
     MEASURING = "a measurement that never finished"
+    REWOUND = "a note of several tiers that newer steps were set aside"
     TEMPORARY = "a file that was never put in place"
 
 
-_KINDS = {SAVING: Kind.SAVING, DELETING: Kind.DELETING, SUPERSEDED: Kind.SUPERSEDED, MEASURING: Kind.MEASURING}
+_KINDS = {
+    SAVING: Kind.SAVING, DELETING: Kind.DELETING, SUPERSEDED: Kind.SUPERSEDED, MEASURING: Kind.MEASURING,
+    REWOUND: Kind.REWOUND,
+}
 _SWEPT = (Kind.SAVING, Kind.DELETING, Kind.MEASURING, Kind.TEMPORARY)
 
 
@@ -116,6 +121,11 @@ def new_deleting(step: int) -> Entry:
 
 def new_superseded_directory(step: int) -> str:
     return f"{SUPERSEDED}{step:08d}-{secrets.token_hex(8)}"
+
+
+def new_rewound_note(step: int) -> str:
+    """The note that steps above `step` were set aside (docs/ORDERING.md, Tiers)."""
+    return f"{REWOUND}{step:08d}-{secrets.token_hex(8)}"
 
 
 def new_measuring_directory() -> str:

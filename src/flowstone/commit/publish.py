@@ -66,15 +66,15 @@ class Publication(msgspec.Struct, frozen=True):
     critical: tuple[str, ...] = ()
 
 
-def open_store(store: Store, marker: bytes | None = None) -> str:
-    """Create the store's directory and marker if they are missing. Returns the store's identity. Needs the lock.
-
-    marker  of another store whose checkpoints come here: both are one run's
+def open_store(store: Store, identity: str | None = None) -> str:
+    """Create the store's marker if it is missing. Returns the store's identity. Needs the lock.
 
     A directory of checkpoints without a marker is adopted: it gets one.
+
+    identity  of a new store: of another one whose checkpoints come here, since both are one run's; None: a new one
     """
     if not store.exists(MARKER_NAME):
-        marker = marker or encode_marker(Marker(flowstone=1, store=secrets.token_hex(16), created=_now()))
+        marker = encode_marker(Marker(flowstone=1, store=identity or secrets.token_hex(16), created=_now()))
         if store.capabilities.conditional_put:
             store.put(MARKER_NAME, marker)
         else:
@@ -161,6 +161,25 @@ def record(store: Store, draft: Draft, store_id: str, made: Publication) -> Mani
         # The entries too: a file whose name is not durable can vanish with a power loss.
         sync(store, draft.directory)
     return manifest
+
+
+def publish_copy(store: Store, draft: Draft, manifest: bytes, index: bytes, objects: bytes) -> None:
+    """Commit a draft as a copy of another store's checkpoint: the same bytes, in the order of `publish`.
+
+    Its segments are durable. Durable on return.
+
+    raises  LockedError if the store's lock was lost in the meantime
+    """
+    for name, data in ((INDEX_NAME, index), (OBJECTS_NAME, objects)):
+        store.put(inside(draft.directory, name), data)
+    if draft.is_in_place:
+        _put_last(store, draft, manifest)
+        return
+    store.put(inside(draft.directory, MANIFEST_NAME), manifest)
+    sync(store, draft.directory)
+    store.check_lock()
+    store.rename(draft.directory, step_directory(draft.step))
+    sync(store)
 
 
 def _lossy(critical: Sequence[str]) -> tuple[LossyRow, ...] | msgspec.UnsetType:

@@ -46,14 +46,25 @@ _TEXTS = msgspec.json.Decoder(_Texts)
 
 def read_index(store: Names, directory: str, manifest: Manifest) -> Index:
     """The index, with every byte verified and every row checked."""
+    return decoded_index(store, directory, manifest, index_text(store, directory, manifest))
+
+
+def index_text(store: Names, directory: str, manifest: Manifest) -> bytearray:
+    """The file of the index, verified."""
     path = f"{store.location}/{inside(directory, INDEX_NAME)}"
     with _memory_enough(path):
-        data = _vouched(
+        return _vouched(
             store, directory, manifest.index, INDEX_NAME,
             check_first=lambda part: check_index_header(part, manifest.index.bytes, path=path),
         )
+
+
+def decoded_index(store: Names, directory: str, manifest: Manifest, text: bytearray) -> Index:
+    """The index that its file's bytes are, with every row checked."""
+    path = f"{store.location}/{inside(directory, INDEX_NAME)}"
+    with _memory_enough(path):
         return decode_index(
-            memoryview(data).toreadonly(), segments=manifest.segments, path=path, is_delta=DELTA in manifest.critical,
+            memoryview(text).toreadonly(), segments=manifest.segments, path=path, is_delta=DELTA in manifest.critical,
             codecs=announced(manifest.critical), has_copies=COPIES in manifest.critical,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
 
@@ -30,17 +30,32 @@ class Verdict(msgspec.Struct, frozen=True):
 
 def decide(
     existing: Sequence[int], keep: Keep | KeepRule | None, *, committed: int | None = None,
-    foreign: Callable[[int], str | None] | None = None,
+    foreign: Callable[[int], str | None] | None = None, awaited: Collection[int] = (),
 ) -> tuple[Verdict, ...]:
     """A verdict on each of `existing` (steps with a manifest, ascending). Foreign steps stay, and do not count.
 
     committed  the step just committed: it and newer ones stay; newer ones do not count
     foreign    why a step is not this store's own, None if it is; called only if the answer matters
+    awaited    steps that another tier is still to get: they stay, and count like others
     """
     if keep is None:
         return tuple(Verdict(step, True, "everything is kept") for step in existing)
     if not isinstance(keep, Keep):
-        return _decide_by_rule(existing, keep, committed, foreign)
+        decided = _decide_by_rule(existing, keep, committed, foreign)
+    else:
+        decided = _decide_by_number(existing, keep, committed, foreign)
+    if not awaited:
+        return decided
+    waiting = set(awaited)
+    return tuple(
+        Verdict(one.step, True, "another tier is still to get it") if not one.keep and one.step in waiting else one
+        for one in decided
+    )
+
+
+def _decide_by_number(
+    existing: Sequence[int], keep: Keep, committed: int | None, foreign: Callable[[int], str | None] | None
+) -> tuple[Verdict, ...]:
     verdicts, counted = [], 0
     for step in reversed(existing):
         is_newer = committed is not None and step > committed
@@ -135,6 +150,7 @@ class Retention:
     """Retention of one job. Remembers for each step whether it is the store's own.
 
     on_left  called once for each step that stays because it is not
+    awaited  is asked for the steps that another tier is still to get from this store
     """
 
     def __init__(
@@ -142,6 +158,7 @@ class Retention:
         on_removed: Callable[[str, str, StorageError | None], None], on_left: Callable[[str, str], None],
     ) -> None:
         self._store, self._store_id, self._keep = store, store_id, keep
+        self.awaited: Callable[[], Collection[int]] = tuple
         self._on_removed, self._on_left = on_removed, on_left
         self._known: dict[int, tuple[str, str | None]] = {}  # step -> stamp of its manifest, why it is foreign
         self._told: set[tuple[int, str]] = set()
@@ -151,7 +168,7 @@ class Retention:
         if self._keep is None:
             return
         existing = catalog.steps(self._store)
-        verdicts = decide(existing, self._keep, committed=committed, foreign=self._foreign)
+        verdicts = decide(existing, self._keep, committed=committed, foreign=self._foreign, awaited=self.awaited())
         self._tell([verdict for verdict in verdicts if verdict.foreign], committed)
         prune(self._store, verdicts, self._on_removed, self._stays)
         here = set(existing)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from flowstone.commit import catalog, publish
-from flowstone.commit.entries import is_journal
+from flowstone.commit.entries import is_journal, new_rewound_note
 from flowstone.commit.retention import Retention
 from flowstone.config import Keep, KeepRule
 from flowstone.errors import LockedError, MemoryAgentError, StorageError
@@ -19,6 +19,7 @@ class StoreWriter:
 
     store_id  identity of the store, while this job is its writer
     before_journals_go  is called before journals are removed
+    identity  of a store that this writer makes; None: a new one
     """
 
     def __init__(
@@ -29,18 +30,17 @@ class StoreWriter:
         self._retention: Retention | None = None
         self.store_id: str | None = None
         self.before_journals_go: Callable[[], None] | None = None
+        self.identity: str | None = None
 
-    def begin(self, holder: str, marker: bytes | None = None) -> int | None:
+    def begin(self, holder: str) -> int | None:
         """Lock the store, create it if missing, sweep. Returns the newest step. Raises LockedError, StorageError, ...
-
-        marker  see publish.open_store
         """
         store = self._store
         if not store.exists(MARKER_NAME):
             store.make_directory()
         store.lock(holder)
         try:
-            store_id = publish.open_store(store, marker)
+            store_id = publish.open_store(store, self.identity)
             catalog.sweep(store, self._on_removed, self._stays)
             newest = newest_step(store)
         except BaseException:
@@ -86,9 +86,28 @@ class StoreWriter:
         except Exception:
             log.exception("retention failed")  # on this thread, an exception would be lost
 
-    def rewind(self, step: int) -> tuple[int, ...]:
-        """Set every step above `step` aside. Returns those steps."""
+    def find(self, step: int) -> None:
+        """Raise NoCheckpointError if there is no `step` to go back to."""
+        find_step(self._store, step)
+
+    def drain(self, timeout_s: float | None = None) -> dict[str, tuple[int, ...]]:  # noqa: ARG002  (of several tiers)
+        """Wait until farther tiers have what they should. Returns what still waits, by tier."""
+        return {}
+
+    def finish(self) -> None:
+        """Wait for what goes on after commits and retention: nothing, with a single store."""
+
+    def end(self) -> None:
+        """Give back what is held besides the store."""
+
+    def rewind(self, step: int, note: str | None = None) -> tuple[int, ...]:
+        """Set every step above `step` aside. Returns those steps.
+
+        note  to put then, for other tiers; None: one, if the store has been one of several
+        """
         moved = catalog.rewind(self._store, step)
+        if note is not None or catalog.is_one_of_several(self._store):
+            catalog.put_note(self._store, note or new_rewound_note(step))
         if any(map(is_journal, self._store.names())):
             from flowstone.commit import journals  # as above
 

@@ -51,9 +51,14 @@ def linked_name(home: str, name: str) -> str:
     return f"from-{digest(home.encode())}-{name}"
 
 
+def written_as(name: str) -> str:
+    """The name of a linked segment where it was written; of any other its own."""
+    return name[_LINKED_CHARS * name.startswith("from-") :]
+
+
 def is_of_rank(name: str, rank: int) -> bool:
     """Whether a segment, of whichever checkpoint, was written by that rank."""
-    return name[_LINKED_CHARS * name.startswith("from-") :].startswith(f"rank-{rank:05d}.")
+    return written_as(name).startswith(f"rank-{rank:05d}.")
 
 
 def reserved(entry: str) -> bool:

@@ -119,9 +119,21 @@ class Save:
     finished one after the other, on the very thread that would wait.
 
     captured   done once the state may change
-    committed  done once the checkpoint is durable; its result is the Checkpoint, its exception the save's failure
+    committed  done once the checkpoint is durable; its result is the Checkpoint, its exception the save's failure. Of
+               several tiers: durable in the first one, as far as that outlives anything
+    later      set if the first of several tiers is volatile: see `durable`
     """
 
     step: int
     captured: ExpeditingFuture[None] = field(default_factory=ExpeditingFuture)
     committed: ReportedFuture[Checkpoint] = field(default_factory=ReportedFuture)
+    later: ExpeditingFuture[Checkpoint] | None = None
+
+    @property
+    def durable(self) -> ExpeditingFuture[Checkpoint]:
+        """Done once the nearest store that outlives this machine has the checkpoint: `committed`, unless the first of
+        several tiers is volatile.
+
+        Its exception, a SaveFailedError, says why this step does not come there: `every`, `lag`, a rewind, the end.
+        """
+        return self.committed if self.later is None else self.later

@@ -91,6 +91,8 @@ class LoadReport:
     rearranged   name in the state, and the stored tensors that it is made of (Split, Fuse, Stack, ...)
     lossy        stored names of what was saved with less precision (Quantize); the manifest says how much less
     replay       the steps that were replayed after the checkpoint's, if a journal leads further (every_step)
+    tier         of several tiers, the location of the one that was read; "" with a single store
+    why          why it was that one: what each nearer tier lacked
 
     A chunk that several parts of a rearranged tensor need is read once, and counts for each.
     """
@@ -109,3 +111,5 @@ class LoadReport:
     rearranged: tuple[tuple[str, tuple[str, ...]], ...] = ()
     replay: Replay | None = None
     lossy: tuple[str, ...] = ()
+    tier: str = ""
+    why: str = ""

@@ -102,6 +102,7 @@ class Saves:
         self._coding = coding_of(shared.options, options.quantize)
         self._adopted: tuple[int, Base | None] | None = None  # after so many loads, a base that an earlier process made
         self._links = shared.store.capabilities.links
+        self.new_save: Callable[[int], Save] = Save
         self.newest_draft = ""  # id of the checkpoint that the last call of `save` was to make
         self._absence = Absence(self._coordinator, self._turn)
         self._handover = Handover(
@@ -112,7 +113,7 @@ class Saves:
 
     def save(self, step: int, state: Mapping[str, object], fence: FenceMode, spans: Spans) -> Save:
         """Save `state` as `step`; returns once everything that is not lazy is captured. See Checkpointer.save."""
-        save = Save(step)
+        save = self.new_save(step)
         save.captured.check = save.committed.check = partial(self._turn.check_thread, "result")
         try:
             run = SaveRun(save, self._coordinator.begin_try(step), spans)  # counted before anything can fail
@@ -385,6 +386,7 @@ class Saves:
         """Make no more saves. Steps stop waiting."""
         self.fencing.end(lift=wait)
         self._threads.end(wait=wait)
+        self._store_writer.end()
 
 
 def encode(run: SaveRun, described: Described) -> None:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import partial
 
 from flowstone.commit.locations import check_no_checkpoint
-from flowstone.commit.writer import StoreWriter, find_step
+from flowstone.commit.writer import StoreWriter
 from flowstone.pipeline.in_flight import InFlight
 from flowstone.pipeline.shared import Shared
 from flowstone.runtime.threads import Threads
@@ -60,7 +60,7 @@ class SoleWriter:
 
     def rewind(self, step: int) -> Sequence[int]:
         """Set every step above `step` aside, on rank 0. Returns those steps."""
-        find_step(self._store, step)
+        self._store_writer.find(step)
         self.check()
         self.drain()
         aside = self._store_writer.rewind(step)
@@ -73,8 +73,13 @@ class SoleWriter:
         self._turn.uninterrupted(lambda: self._threads.writer.submit(done.open))
         done.wait()
 
-    def drain_at_end(self) -> None:
-        """The same at the end, when there may be nothing to wait for, or no thread left."""
+    def await_retention(self) -> None:
+        """The same when there may be nothing to wait for, or no thread left."""
         if self._threads.are_started:
             with suppress(RuntimeError):  # Python is ending, and has waited for it
                 self.drain()
+
+    def drain_at_end(self) -> None:
+        """The same at the end, and what goes on from there to farther tiers."""
+        self.await_retention()
+        self._store_writer.finish()

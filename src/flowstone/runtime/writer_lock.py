@@ -46,8 +46,8 @@ def as_writer(owner: Owner, location: str, take: Callable[[str], T]) -> T:
     try:
         return take(holder)
     except LockedError as error:
-        if not str(error.facts.get("holder")).startswith(f"{process},"):
-            raise
+        if not str(error.facts.get("holder")).startswith(f"{process},") or location not in error.message:
+            raise  # another job, or a farther tier, which the error names
     gc.collect()  # an unreferenced one may be part of a cycle
     for other in [one for one in gc.get_objects() if type(one) is type(owner) and one is not owner]:
         other.finish_saves(location)

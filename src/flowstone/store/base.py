@@ -229,6 +229,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     links              `link` gives a file a further name; its bytes are there until the last name is removed
     drafts_max         how many checkpoints may be written at once; None: any number
     maps               files can be mapped: the store has `mapped` (see Maps)
+    volatile           what it holds ends with this process or this machine: "durable" means that it is whole there
     """
 
     atomic_rename: bool
@@ -241,6 +242,7 @@ class Capabilities(msgspec.Struct, frozen=True):
     links: bool
     drafts_max: int | None = None
     maps: bool = False
+    volatile: bool = False
 
     @property
     def needs_sync(self) -> bool:
@@ -303,7 +305,8 @@ class BulkBytes(Protocol):
 
         reserved  False: `Writing.reserve` gives them their size, and nothing is written before that
 
-        Requests are at most as long as a block of the arena. An existing segment is refused.
+        Requests are at most as long as a block of the arena. An existing segment is refused. Rows with a feed
+        (`_native.Feed`: a flush) have their bytes only later, in order: it is the engine that waits for them.
         """
 
     def read_extents(

@@ -470,5 +470,5 @@ class MemoryStore(StoreInMemory):
         location = location or f"memory-{secrets.token_hex(4)}"
         super().__init__(OwnTree(self.contents, location), location, options, Capabilities(
             atomic_rename=atomic_rename, conditional_put=True, directory_sync=False, durable_on_return=True,
-            range_reads=True, appends=False, direct=False, links=atomic_rename, maps=True,
+            range_reads=True, appends=False, direct=False, links=atomic_rename, maps=True, volatile=True,
         ))

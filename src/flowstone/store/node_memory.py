@@ -65,6 +65,7 @@ class NodeMemory(StoreInMemory):
         super().__init__(self._agent, f"{SCHEME}{self.run}", options, Capabilities(
             atomic_rename=True, conditional_put=True, directory_sync=False, durable_on_return=True, range_reads=True,
             appends=False, direct=False, links=True, drafts_max=self.generations - 1, maps=True,
+            volatile=True,
         ))
         if state_bytes is not None:
             self._check_room(whole_number("state_bytes", state_bytes))

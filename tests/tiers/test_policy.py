@@ -1,0 +1,73 @@
+"""Lists of tiers that cannot be are refused when the Checkpointer is made, with the numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from simulated import ENGINE
+
+import flowstone as fs
+from flowstone.errors import ArgumentError
+from flowstone.store.memory import MemoryStore
+
+
+def _refused(*arguments: object, **options: object) -> str:
+    with pytest.raises(ArgumentError) as refusal:
+        fs.Checkpointer(*arguments, **options)  # type: ignore[arg-type]
+    return str(refusal.value)
+
+
+def test_an_empty_list() -> None:
+    assert "a list of tiers is empty" in _refused([])
+
+
+def test_a_tier_twice(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    assert "tiers 1 and 3 are one store" in _refused([tmp_path / "a", tmp_path / "b", str(tmp_path / "a")])
+    assert "tiers 1 and 2 are one store" in _refused([tmp_path / "a", tmp_path / "link"])
+    memory = MemoryStore()
+    assert "tiers 2 and 3 are one store" in _refused([tmp_path / "a", memory, memory])
+    assert "one inside the other" in _refused([tmp_path / "a", tmp_path / "a" / "b"])
+
+
+def test_policies_that_can_never_flush(tmp_path: Path) -> None:
+    for name, value in (("every", 0), ("every", -3), ("every", 10**16), ("lag", 0), ("lag_bytes", -1)):
+        with pytest.raises(ArgumentError, match=f"{name}={value}"):
+            fs.Tier(tmp_path / "b", **{name: value})  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="bytes_per_s=1000"):
+        fs.Tier(tmp_path / "b", bytes_per_s=1000)
+    with pytest.raises(ArgumentError, match="every '10' is not a whole number"):
+        fs.Tier(tmp_path / "b", every="10")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="keep"):
+        fs.Tier(tmp_path / "b", keep=0)
+    with pytest.raises(ArgumentError, match="drain_s"):
+        fs.Tier(tmp_path / "b", drain_s=-1)
+
+
+def test_nothing_durable() -> None:
+    assert "none of 2 tiers is durable" in _refused([MemoryStore(), MemoryStore()])
+
+
+def test_the_first_tier_takes_every_save(tmp_path: Path) -> None:
+    assert "every=10 of the first tier" in _refused([fs.Tier(tmp_path / "a", every=10), tmp_path / "b"])
+    assert "bytes_per_s=4000000 of the first tier" in _refused([fs.Tier(tmp_path / "a", bytes_per_s=4e6)])  # type: ignore[arg-type]
+    assert "give one of them" in _refused([fs.Tier(tmp_path / "a", keep=2), tmp_path / "b"], keep=3)
+
+
+def test_a_budget_that_does_not_hold_the_flushes(tmp_path: Path) -> None:
+    said = _refused([tmp_path / "a", tmp_path / "b"], budget_bytes=32 << 20, engine=ENGINE)
+    assert "expected    at least" in said
+    assert "budget_bytes=33554432" in said
+    fs.Checkpointer([tmp_path / "a", tmp_path / "b"], budget_bytes=64 << 20, engine=ENGINE).close()
+    fs.Checkpointer([tmp_path / "a"], budget_bytes=32 << 20, engine=ENGINE).close()
+
+
+def test_a_journal_is_in_one_store(tmp_path: Path) -> None:
+    assert "every_step with several tiers" in _refused([tmp_path / "a", tmp_path / "b"], every_step=True)
+
+
+def test_what_is_no_store(tmp_path: Path) -> None:
+    assert "is not a path" in _refused([tmp_path / "a", 3])
+    assert "is a URL" in _refused([tmp_path / "a", "ftp://host/run"])
+    assert not list(tmp_path.iterdir()), "nothing is created"

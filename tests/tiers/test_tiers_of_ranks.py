@@ -1,0 +1,105 @@
+"""Several ranks with tiers: rank 0 flushes what all have written, and all load the same from the same tier."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from simulated import ENGINE
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # not in the stubs
+
+import flowstone as fs
+from flowstone.commit import catalog
+from flowstone.errors import ArgumentError, SaveFailedError
+from flowstone.ranks import Job as RankJob
+from flowstone.ranks import group as rank_group
+from flowstone.store.local import LocalStore
+from flowstone.store.memory import Contents, MemoryStore
+
+RANKS = 2
+ROWS = 300_000
+
+
+def _part(step: int, rank: int) -> dict[str, Any]:
+    shard = fs.Shard(torch.full((ROWS,), float(10 * step + rank)), (RANKS * ROWS,), (rank * ROWS,))
+    return {"weights": shard, "step": step}
+
+
+def _group(*lists: list[Any]) -> list[fs.Checkpointer]:
+    board, group = HashStore(), []
+    for rank, tiers in enumerate(lists):
+        with mock.patch.object(rank_group, "this_job", lambda rank=rank: RankJob(rank, RANKS, board)):
+            group.append(fs.Checkpointer(tiers, engine=ENGINE, deadline_s=30.0))
+    return group
+
+
+def _each(group: list[fs.Checkpointer], act: Callable[[int, fs.Checkpointer], Any]) -> list[Any]:
+    """What all ranks do at once; what each of them returned or raised."""
+    outcomes: list[Any] = [None] * len(group)
+
+    def run(rank: int) -> None:
+        try:
+            outcomes[rank] = act(rank, group[rank])
+        except BaseException as error:
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(group))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes
+
+
+def _save(step: int) -> Callable[[int, fs.Checkpointer], Any]:
+    return lambda rank, one: one.save(step, _part(step, rank)).committed.result()
+
+
+def test_what_all_ranks_wrote_is_flushed_and_loaded_together(tmp_path: Path) -> None:
+    tiers = [tmp_path / "near", tmp_path / "far"]
+    group = _group(tiers, tiers)
+    for step in (1, 2):
+        assert all(isinstance(one, fs.Checkpoint) for one in _each(group, _save(step)))
+    assert _each(group, lambda _, one: one.drain()) == [{}, {}]
+    assert _each(group, lambda _, one: one.close()) == [None, None]
+    assert catalog.steps(LocalStore(tmp_path / "far")) == (1, 2)
+    assert fs.open(tmp_path / "far").verify().sound
+    with (tmp_path / "near/step-00000002/rank-00001.safetensors").open("r+b") as file:
+        file.seek(700_000)
+        file.write(b"damage")
+    group = _group(tiers, tiers)
+    parts = [_part(0, rank) for rank in range(RANKS)]
+    reports = _each(group, lambda rank, one: one.load(parts[rank]))
+    for rank, report in enumerate(reports):
+        assert (report.step, report.tier) == (2, str(tmp_path / "far")), report
+        assert (parts[rank]["weights"].tensor == 20.0 + rank).all()
+        assert str(tmp_path / "near") in report.why
+    assert [one.step for one in _each(group, lambda _, one: one.latest())] == [2, 2]
+    _each(group, lambda _, one: one.close())
+
+
+def test_ranks_with_different_lists_are_told(tmp_path: Path) -> None:
+    tiers = [tmp_path / "near", tmp_path / "far"]
+    group = _group(tiers, tiers)
+    _each(group, _save(1))
+    _each(group, lambda _, one: one.close())
+    group = _group(tiers, [*tiers, tmp_path / "third"])
+    outcomes = _each(group, lambda _, one: one.latest())
+    assert isinstance(outcomes[0], fs.Checkpoint)
+    assert isinstance(outcomes[1], ArgumentError)
+    assert "this rank has 3 tiers, and rank 0 has 2" in str(outcomes[1])
+    _each(group, lambda _, one: one.close())
+
+
+def test_only_rank_0_knows_what_is_durable_behind_memory(tmp_path: Path) -> None:
+    contents = Contents()
+    lists = [[MemoryStore(contents, location="memory"), tmp_path / "far"] for _ in range(RANKS)]
+    group = _group(*lists)
+    saves = _each(group, lambda rank, one: one.save(1, _part(1, rank)))
+    assert saves[0].durable.result(60).path.startswith(str(tmp_path / "far"))
+    assert isinstance(saves[1].durable.exception(60), SaveFailedError)
+    assert _each(group, lambda _, one: one.close()) == [None, None]

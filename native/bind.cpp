@@ -20,6 +20,7 @@
 
 #include "bind_codecs.h"
 #include "bind_columns.h"
+#include "bind_feed.h"
 #include "bind_held.h"
 #include "bind_tensors.h"
 #include "bounds.h"
@@ -40,7 +41,6 @@ using Unlocked = nb::gil_scoped_release;
 struct PyArena : Held<Arena> {};
 struct PyFile : Held<const File> {};
 struct PyMapping : Held<const Mapping> {};
-struct PyFeed : Held<Feed> {};
 struct PyWriteExtents : Held<const WriteExtents> {};
 struct PyReadExtents : Held<const ReadExtents> {};
 struct PyGather { Layout layout; };
@@ -349,20 +349,7 @@ void bind_rows(nb::module_& module) {
                             const Sizes& shape, const Strides& strides_bytes) {
             new (self) PyScatter(make_scatter(item_bytes, extent_shape, offset, shape, strides_bytes));
         }, nb::kw_only(), "item_bytes"_a, "extent_shape"_a, "offset"_a, "shape"_a, "strides_bytes"_a);
-    nb::class_<PyFeed>(module, "Feed")
-        .def("__init__", [](PyFeed* self, const Array& length) {
-            new (self) PyFeed{{std::make_shared<Feed>(column<std::uint64_t>(length, "length", row_count(length)))}};
-        }, "length"_a)
-        .def("offer", [](const PyFeed& feed, std::size_t rows) {
-            if (rows > feed.held->rows()) throw std::invalid_argument("feed: more rows than it has");
-            const Unlocked unlocked;
-            feed.held->offer(rows);
-        }, "rows"_a)
-        .def_prop_ro("ended", [](const PyFeed& feed) { return feed.held->ended(); })
-        .def("await_captured", [](const PyFeed& feed, std::size_t rows, double timeout_s) {
-            const Unlocked unlocked;
-            return feed.held->await_captured(rows, std::chrono::duration<double>(timeout_s));
-        }, "rows"_a, "timeout_s"_a);
+    bind_feed(module);
     nb::class_<PyWriteExtents>(module, "WriteExtents")
         .def("__init__", [](PyWriteExtents* self, const Array& file, const Array& offset, const Array& length, const Array& address,
                             const Array& chunk, const Array& layout, const std::vector<const PyGather*>& layouts, std::uint64_t chunks,

@@ -22,6 +22,7 @@
 #include "bind_columns.h"
 #include "bind_feed.h"
 #include "bind_held.h"
+#include "bind_mapping.h"
 #include "bind_tensors.h"
 #include "bounds.h"
 #include "engine.h"
@@ -40,7 +41,6 @@ using Unlocked = nb::gil_scoped_release;
 
 struct PyArena : Held<Arena> {};
 struct PyFile : Held<const File> {};
-struct PyMapping : Held<const Mapping> {};
 struct PyWriteExtents : Held<const WriteExtents> {};
 struct PyReadExtents : Held<const ReadExtents> {};
 struct PyGather { Layout layout; };
@@ -266,12 +266,7 @@ void bind_memory(nb::module_& module) {
             arena.held->grow(total_bytes, when_idle);
         }, "total_bytes"_a, nb::kw_only(), "when_idle"_a = false)
         .def("close", [](const PyArena& arena) { const Unlocked unlocked; arena.held->close(); });
-    nb::class_<PyMapping>(module, "Mapping")
-        .def("__init__", [](PyMapping* self, int fd, std::uint64_t bytes, bool writable) {
-            new (self) PyMapping{{std::make_shared<const Mapping>(fd, bytes, writable)}};
-        }, nb::kw_only(), "fd"_a, "bytes"_a, "writable"_a)
-        .def_prop_ro("address", [](const PyMapping& mapping) { return mapping.held->address(); })
-        .def_prop_ro("bytes", [](const PyMapping& mapping) { return mapping.held->bytes(); });
+    bind_mapping(module);
     nb::class_<PyFile>(module, "File")
         .def("__init__", [](PyFile* self, int fd, std::string path, std::uint32_t alignment, std::uintptr_t mapped,
                             const std::optional<PyMapping>& mapping) {

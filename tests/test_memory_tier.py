@@ -20,7 +20,9 @@ from warm_start import warm_start
 
 import flowstone as fs
 from flowstone.commit import catalog
+from flowstone.commit.manifests import read_marker
 from flowstone.errors import StepExistsError
+from flowstone.store.local import LocalStore
 from flowstone.store.node_memory import NodeMemory
 
 _TRAINER = """

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 class Checkpointer(TierVerbs):
     """Saves a training state into the store at `path` while training goes on, and loads it back.
 
-    path               a directory, whose other files stay; a URL; "memory://run" (NodeMemory); a Store, which this closes;
-                       or a list of tiers, nearest first (Tier): saves go into the first, and are flushed to the others
+    path               a directory, whose other files stay; a URL; "memory://run" (NodeMemory); a Store, which this
+                       closes; or a list of tiers (Tier), nearest first: saves go into it, and are flushed to the others
     keep               which checkpoints retention spares: the newest so many; None: all; a function: see KeepRule
     budget_bytes       limit of staging memory on this rank; None: a node's ranks share a quarter of available memory
     on_error           "raise": a failed save raises at the next call; "continue": it only emits an event,

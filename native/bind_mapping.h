@@ -1,0 +1,26 @@
+// A mapping of a file for Python. For bind.cpp.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <memory>
+
+#include "bind_held.h"
+#include "mapping.h"
+
+namespace flowstone {
+
+struct PyMapping : Held<const Mapping> {};
+
+inline void bind_mapping(nb::module_& module) {
+    using namespace nb::literals;
+    nb::class_<PyMapping>(module, "Mapping")
+        .def("__init__", [](PyMapping* self, int fd, std::uint64_t bytes, bool writable) {
+            new (self) PyMapping{{std::make_shared<const Mapping>(fd, bytes, writable)}};
+        }, nb::kw_only(), "fd"_a, "bytes"_a, "writable"_a)
+        .def_prop_ro("address", [](const PyMapping& mapping) { return mapping.held->address(); })
+        .def_prop_ro("bytes", [](const PyMapping& mapping) { return mapping.held->bytes(); });
+}
+
+}  // namespace flowstone

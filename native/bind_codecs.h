@@ -179,6 +179,7 @@ inline void bind_codecs(nb::module_& module) {
         }, "chunks"_a, nb::kw_only(), "budget_bytes"_a)
         .def_prop_ro("budget_bytes", [](const PyKeptChunks& kept) { return kept.held->budget_bytes(); })
         .def_prop_ro("bytes", [](const PyKeptChunks& kept) { return kept.held->bytes(); })
+        .def("let_go", [](const PyKeptChunks& kept) { kept.held->let_go(); }, nb::call_guard<nb::gil_scoped_release>())
         .def_prop_ro("digests", [](const PyKeptChunks& kept) {
             std::vector<std::uint64_t> digests;
             {

@@ -31,6 +31,17 @@ void KeptChunks::keep(Kept& kept, const std::byte* bytes, std::uint32_t length, 
     kept.more = 0;
 }
 
+void KeptChunks::let_go() {
+    budget_bytes_ = 0;  // first: who keeps a chunk meanwhile has locked it, and it is freed after that
+    for (std::size_t i = 0; i < size_; ++i) {
+        const std::lock_guard lock(chunks_[i].mutex);
+        if (chunks_[i].bytes == nullptr) continue;
+        bytes_ -= chunks_[i].length;
+        chunks_[i].bytes.reset();
+        chunks_[i].digest = 0;
+    }
+}
+
 std::vector<std::uint64_t> KeptChunks::digests() {
     std::vector<std::uint64_t> digests(size_);
     for (std::size_t i = 0; i < size_; ++i) {

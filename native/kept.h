@@ -26,19 +26,21 @@ class KeptChunks {
 public:
     KeptChunks(std::uint64_t chunks, std::uint64_t budget_bytes);
 
-    std::uint64_t budget_bytes() const { return budget_bytes_; }
+    std::uint64_t budget_bytes() const { return budget_bytes_.load(); }
     std::uint64_t bytes() const { return bytes_.load(); }
     std::size_t size() const { return size_; }
     Kept& operator[](std::uint64_t chunk) { return chunks_[chunk]; }
 
     /// Keep these bytes of a chunk from now on, if there is room. The caller has locked it.
     void keep(Kept& kept, const std::byte* bytes, std::uint32_t length, std::uint64_t digest, std::uint32_t stored);
+    /// Keep nothing, and nothing from now on: its budget is another one's. Frees the bytes.
+    void let_go();
     /// For each chunk the digest of the kept bytes; 0: there are none.
     std::vector<std::uint64_t> digests();
 
 private:
     const std::size_t size_;
-    const std::uint64_t budget_bytes_;
+    std::atomic<std::uint64_t> budget_bytes_;
     std::unique_ptr<Kept[]> chunks_;
     std::atomic<std::uint64_t> bytes_{0};
 };

@@ -56,6 +56,19 @@ def planned(coding: Coding, of: Pieces) -> WritePlan:
     return plan_writes(of, coded=Coded(() if coded is None else coded.tolist()))
 
 
+def test_a_plan_that_is_made_in_the_background_keeps_chunks_in_the_same_budget() -> None:
+    coding = Coding("max", kept_bytes=MIB)
+    far = coding.from_afar()
+    first, second = planned(coding, pieces("float32")), planned(coding, pieces("float32", "int64"))
+    held = coding.kept_of(first)
+    assert held is not None
+    assert far.kept_of(first) is held
+    other = far.kept_of(second)
+    assert other is not None
+    assert held.budget_bytes + other.budget_bytes == MIB
+    assert coding.kept_of(second) is other
+
+
 def test_off_encodes_nothing_and_max_everything_whatever_was_measured() -> None:
     of = pieces("float32", "int64")
     for mode, expected in (("off", None), ("max", [True, True])):

@@ -145,6 +145,26 @@ def test_descriptors_that_others_have_taken_leave_no_chunk_without_its_base(run:
         load(1)
 
 
+def test_what_is_kept_of_one_layout_is_let_go_of_before_anything_is_of_another(tmp_path: Path) -> None:
+    """Saves under way hold what was kept by the plan before."""
+    made, real, drift = list[_native.KeptChunks](), _native.KeptChunks, Drift()
+
+    def noted(chunks: int, *, budget_bytes: int) -> _native.KeptChunks:
+        made.append(real(chunks, budget_bytes=budget_bytes))
+        return made[-1]
+
+    with mock.patch.object(_native, "KeptChunks", noted), fs.Checkpointer(tmp_path, engine=KEEPS) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, drift.step()).committed.result()
+        assert made[0].bytes > 0
+        drift.tensors["more"] = torch.randn(500_000)
+        for step in (3, 4):
+            checkpointer.save(step, drift.step()).committed.result()
+    assert [one.bytes > 0 for one in made] == [False, True]
+    assert [one.budget_bytes for one in made] == [0, KEEPS.kept_bytes]
+    assert not made[0].digests.any()
+
+
 def test_parts_are_read_streamed_verified_exported_and_compared(run: Path, tmp_path: Path) -> None:
     tensors, checkpoint = now()["m"], fs.open(run)
     assert isinstance(tensors, dict)

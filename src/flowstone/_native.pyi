@@ -238,6 +238,8 @@ class KeptChunks:
     def budget_bytes(self) -> int: ...
     @property
     def bytes(self) -> int: ...
+    def let_go(self) -> None:
+        """Free the bytes, and keep nothing from now on: the budget is another one's."""
     @property
     def digests(self) -> NDArray[np.uint64]:
         """Of the kept bytes of each chunk; 0: there are none."""

@@ -99,6 +99,25 @@ def _encoding_s(receipt: Receipt) -> float:
     return float(sum(found)) / 1e9
 
 
+class _Keeping:
+    """Holds what chunks were, of the newest plan only. A save under way by an older plan keeps nothing more."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget_bytes = budget_bytes
+        self._newest: tuple[Pieces, _native.KeptChunks] | None = None
+
+    def of(self, plan: WritePlan) -> _native.KeptChunks | None:
+        """For chunks of these pieces; None if nothing is kept."""
+        if not self._budget_bytes:
+            return None
+        newest = self._newest
+        if newest is None or not (newest[0] is plan.pieces or newest[0] == plan.pieces):
+            if newest is not None:
+                newest[1].let_go()  # not only its own save's plan refers to it, and both would not fit
+            self._newest = newest = plan.pieces, _native.KeptChunks(plan.chunks, budget_bytes=self._budget_bytes)
+        return newest[1]
+
+
 class Coding:
     """Chooses the pieces that the next save of a rank encodes. `learn` and `chosen` may be called by any thread.
 
@@ -108,15 +127,14 @@ class Coding:
     """
 
     def __init__(self, mode: Compress, quantize: Sequence[Quantize] = (), kept_bytes: int = 0) -> None:
-        self._mode, self._quantize, self._kept_bytes = mode, quantize, kept_bytes
+        self._mode, self._quantize, self._keeping = mode, quantize, _Keeping(kept_bytes)
         self._deriving, self._looks = Deriving(), True
-        self._kept: tuple[Pieces, _native.KeptChunks] | None = None
         self._is_on = False
         self._coder_s_per_byte = 0.0
         self._found: tuple[Pieces, NDArray[np.float64]] | None = None  # the stored share of each piece, once encoded
 
     def from_afar(self) -> Coding:
-        """The same, for a plan that is made while the state may change: it looks at no memory."""
+        """The same, for a plan that is made while the state may change: it looks at no memory. Both keep one budget."""
         found = copy(self)
         found._looks = False
         return found
@@ -139,12 +157,7 @@ class Coding:
 
     def kept_of(self, plan: WritePlan) -> _native.KeptChunks | None:
         """What the chunks of these pieces were; None if that is not kept, or none of them is encoded."""
-        if not self._kept_bytes or not plan.width.any():
-            return None
-        if self._kept is None or not (self._kept[0] is plan.pieces or self._kept[0] == plan.pieces):
-            self._kept = None  # before there is a new one: both would not fit
-            self._kept = plan.pieces, _native.KeptChunks(plan.chunks, budget_bytes=self._kept_bytes)
-        return self._kept[1]
+        return self._keeping.of(plan) if plan.width.any() else None
 
     def chosen(self, pieces: Pieces) -> NDArray[np.bool_] | None:
         """Which of the pieces are encoded by planes, unless they are quantized; None: none is."""

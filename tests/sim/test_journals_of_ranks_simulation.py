@@ -230,6 +230,23 @@ def test_both_ranks_load_the_newest_step_that_both_have_after_a_crash(
     campaign(mode, scratch, reference, every=5)
 
 
+def test_replicas_that_rewind_into_a_journal_go_on_from_there(scratch: Path, reference: dict[int, int]) -> None:
+    """Each logs a part of what both have, so that the journal names an owner of each gradient."""
+    base = scratch / "base"
+    base.mkdir()
+    play(Disk(base), 0, Promised(), 4)
+
+    def back(rank: int, checkpointer: fs.Checkpointer) -> int:
+        checkpointer.load(Training(rank).state(), step=3)
+        checkpointer.rewind(3)
+        latest = checkpointer.latest()
+        return -1 if latest is None else latest.journal_step
+
+    with ranks(Disk(base), 0) as job:
+        assert job.each(back) == [3, 3]
+    check(base, Promised(3, 3), reference, 1)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("mode", ["power", "kill", "error"])
 def test_both_ranks_load_the_newest_step_that_both_have_after_a_crash_at_any_change(

@@ -335,7 +335,7 @@ def _begin_empty(store: Store, chain: Chain, inner: Chain) -> None:
     parent = inner.parts[-1].journal.opening.id if inner.parts else None
     opening = msgspec.structs.replace(
         like, id=secrets.token_hex(8), number=next_number(store), after=inner.newest, rank=0, ranks=1,
-        checkpoint=base if parent is None else None, parent=parent,
+        checkpoint=base if parent is None else None, parent=parent, owners=(),  # which name ranks that it does not have
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
     directory = journal_directory(opening.after, opening.id)

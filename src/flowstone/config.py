@@ -104,6 +104,7 @@ GENERATIONS = 2  # that memory is for, the one that is being written included
 RECOVERY_S = 60.0  # reading the checkpoint and replaying the journal may take this long, by default
 JOURNAL_WINDOWS = 8  # of the state; one is fingerprinted with each step
 JOURNAL_AHEAD_BYTES = 256 * MIB  # of space to have reserved: each time, the file system writes its own journal
+JOURNAL_UNSAVED_BYTES_MIN = 64 * MIB  # of gradients since the last save that may be kept; and as many as a state has
 JOURNAL_VALUE_BYTES_MAX = 4 * MIB  # of what no optimizer explains, and has changed since the step before
 JOURNAL_WHOLE_STEPS_MAX = 64  # saves in a row that are whole because steps before were given up
 JOURNAL_RATE_BYTES_PER_S = 500e6  # of reads, until some were measured

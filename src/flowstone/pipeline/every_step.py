@@ -18,22 +18,18 @@ from contextlib import contextmanager
 from functools import partial
 from time import monotonic
 
-import numpy as np
-
-from flowstone._native import xxh3_64
 from flowstone.checkpoint import Checkpoint
 from flowstone.commit import journals
 from flowstone.commit.entries import step_directory
 from flowstone.commit.read import encode_sections
-from flowstone.config import JOURNAL_RATE_BYTES_PER_S, JOURNAL_WINDOWS
+from flowstone.config import JOURNAL_RATE_BYTES_PER_S, JOURNAL_UNSAVED_BYTES_MIN, JOURNAL_WINDOWS
 from flowstone.errors import ArgumentError, FlowstoneError, ReplayError, StepExistsError
 from flowstone.events import NotJournaled
-from flowstone.format.journal import SourceRow
 from flowstone.pipeline.futures import ExpeditingFuture, Save
 from flowstone.pipeline.in_flight import InFlight
-from flowstone.pipeline.journal_ranks import JournalRanks, Stepped, WholeSaves
+from flowstone.pipeline.journal_ranks import JournalRanks, WholeSaves
 from flowstone.pipeline.journaling import Journaling, Kept, Lineage, Step
-from flowstone.pipeline.known_state import Known
+from flowstone.pipeline.known_state import Known, kept_of, known_of
 from flowstone.pipeline.load_outcome import LoadReport
 from flowstone.pipeline.pacing import Captures
 from flowstone.pipeline.plan_cache import FenceMode
@@ -42,19 +38,15 @@ from flowstone.pipeline.shared import SaveOptions, Shared
 from flowstone.pipeline.sole_writer import SoleWriter
 from flowstone.ranks import Decision, error_for_others
 from flowstone.runtime.ending import without_frames
-from flowstone.stage.journal_frames import StepContent, bytes_at, window_of
+from flowstone.stage.journal_frames import StepContent, window_of
 from flowstone.stage.optimizer_steps import Act, StepRecorder
 from flowstone.state import Described, describe
-from flowstone.state.compressed import is_of, sources_of
+from flowstone.state.compressed import sources_of
 from flowstone.state.stepped import (
-    environment,
-    explained_addresses,
-    local,
     optimizer_rows,
-    parameter_keys,
     replayable,
-    stepped_parameters,
 )
+from flowstone.table.pieces import Layout
 from flowstone.trace import Spans
 
 
@@ -85,6 +77,10 @@ class EveryStep:
         self._root: Save | None = None  # the whole save that the lineage begins with; None: `_loaded`
         self._whole: Save | None = None  # the last one
         self._replay_s, self._replay_bytes = 0.0, 0  # of the steps since then
+        self._steps = 0  # that went into journals; equal on all ranks
+        self._is_handed_over = False  # the step of the save that is under way, to the journal's thread
+        self._lost = ""  # why nothing leads from the last save to the next
+        self._frozen.compare_always()
         self.read_rate = 0.0  # bytes per second of the last load; 0: there was none
 
     # Saves
@@ -97,7 +93,7 @@ class EveryStep:
             self._journaling.await_durable()
             return self._save_together(step, state, fence, spans, began)
         self._settle_before(step)
-        with self._saves.fencing.state_lock:
+        with self._saves.fencing.state_lock, self._whole_after_errors():
             acts, why = self._recorder.take()
             described = None if self._lineage is None else self._describe(state)
             content = None
@@ -110,9 +106,21 @@ class EveryStep:
                 return self._begin_whole(step, state, fence, spans)
             return save
 
+    @contextmanager
+    def _whole_after_errors(self) -> Iterator[None]:
+        """What has been taken is lost if anything is raised inside: the next save is whole."""
+        try:
+            yield
+        except BaseException:
+            self._lineage = self._known = None
+            self._lost = "the save before it was not made, and what led to it is not kept"
+            raise
+
     def _settle_before(self, step: int) -> None:
         """Raise what has gone wrong before, and if `step` cannot be new."""
         self._outcome.check_whole()
+        if not self._is_open:  # a journal begins now: not at a step that fails to get into the one before
+            self._journaling.await_durable()
         is_rooted = self._root is None or self._root.committed.done()
         self._records.settle(leave=1 if is_rooted else 1 << 30)  # until then no step is durable, and none waits for it
         self._note_whole()
@@ -130,7 +138,7 @@ class EveryStep:
         is_journaled = not self._wholes.take()
         is_whole = not is_journaled or (ended is not None and ended.is_due)
         begins, self._is_open = is_journaled and not self._is_open, not is_whole
-        owes_journal, owes_whole = is_journaled, is_whole
+        owes_whole, self._is_handed_over = is_whole, False
         try:
             self._settle_before(step)
             with self._saves.fencing.state_lock:
@@ -138,7 +146,6 @@ class EveryStep:
                 if is_journaled:
                     content, why = self._content_or_why(step, acts, why, state)
                     self._saves.sole_writer.check()
-                    owes_journal = False
                     save = self._journal(step, content or why, state, began, begins=begins)
                     if content is None:
                         self._lineage = self._known = None
@@ -151,7 +158,7 @@ class EveryStep:
         except BaseException as error:
             self._lineage = self._known = None
             told = error_for_others("save", error)
-            if owes_journal:
+            if is_journaled and not self._is_handed_over:
                 self._add(step, told, began, None, begins=begins)
             if owes_whole:
                 self._saves.tell_absence(step, told)
@@ -161,7 +168,7 @@ class EveryStep:
         self, step: int, acts: list[Act], why: str, state: Mapping[str, object]
     ) -> tuple[StepContent | None, str]:
         if self._lineage is None:
-            return None, why or "there is nothing to go on from"
+            return None, why or self._lost or "there is nothing to go on from"
         return self._content(step, acts, why or self._other_sources(state), self._describe(state))
 
     def _journal(
@@ -184,7 +191,6 @@ class EveryStep:
         save = Save(step)
         save.committed.check = partial(self._turn.check_thread, "result")
         self._add(step, content, began, save, begins=begins)
-        self._records.add(save)
         return save
 
     def _add(
@@ -194,7 +200,13 @@ class EveryStep:
         if begins:
             self._journaling.begin_without("there is nothing to go on from")
         end = _nothing if save is None else partial(self._end_step, save, self._root)
-        self._journaling.add(Step(step, content, began, save, end, self._is_late(), self._is_free()))
+
+        def noted() -> None:  # called uninterrupted
+            self._is_handed_over, self._steps = True, self._steps + 1
+            if save is not None:
+                self._records.add(save)
+
+        self._journaling.add(Step(step, content, began, save, end, self._is_late(), self._is_free()), noted)
 
     def _is_late(self) -> bool:
         """Whether a load would take longer than it may."""
@@ -208,7 +220,7 @@ class EveryStep:
     ) -> Save:
         """A whole save that nothing leads to; `why`: what could not be replayed, "" if there was nothing to go on from.
         """
-        if why:
+        if why := why or self._lost:
             self._emit(NotJournaled(step, why))
         self._journaling.await_durable()
         self._lineage = self._known = None
@@ -218,6 +230,7 @@ class EveryStep:
         """Save `state` whole; the steps after it go into a journal of its own."""
         led_to = self._lineage
         save = self._saves.save(step, state, fence, spans)
+        self._lost = ""
         self._whole, self._is_open, self._replay_s, self._replay_bytes = save, False, 0.0, 0
         self._root = save if led_to is None else self._root
         self._know(state, Lineage(step, self._saves.newest_draft, None if led_to is None else led_to.journal))
@@ -270,8 +283,12 @@ class EveryStep:
         why = why or cannot or (self._journaling.broken if self._ranks is None else "")
         if not why and described.layout is not known.layout and described.layout != known.layout:
             why = "the tensors of the state have changed"
-        if not why and not self._recorder.watch(optimizers, tuple(known.sources.values())):
+        sources, room_bytes = tuple(known.sources.values()), _room_bytes(known.layout)
+        if not why and not self._recorder.watch(optimizers, sources, room_bytes=room_bytes):
             why = "the optimizers of the state have changed"
+        if name := self._journaling.take_changed():
+            self._frozen.doubt(name)
+            why = why or f"'{name}' has changed, which no optimizer steps"
         if why:
             return None, why
         values, large = known.changed_values(described)
@@ -282,7 +299,7 @@ class EveryStep:
         for act in acts:
             repeats.append(known.options.get(act.optimizer) == act.options)
             known.options[act.optimizer] = act.options
-        number = step % JOURNAL_WINDOWS
+        number = self._steps % JOURNAL_WINDOWS
         places, proven = described.places, known.proven
         window = window_of(
             number, JOURNAL_WINDOWS, places.address[proven], described.pieces.lengths()[proven],
@@ -290,7 +307,7 @@ class EveryStep:
         )
         return StepContent(
             step, acts, repeats, values, known.changed_sections(replicated),
-            known.changed_sections(per_rank), window,
+            known.changed_sections(per_rank), window, known.still,
         ), ""
 
     def _other_sources(self, state: Mapping[str, object]) -> str:
@@ -307,48 +324,18 @@ class EveryStep:
         described = self._describe(state)
         optimizers, cannot = replayable(described.optimizers, described.unguarded)
         if cannot:
-            self._lineage = self._known = None
+            self._lineage, self._known, self._lost = None, None, cannot
             return
         sources = sources_of(state)
-        self._recorder.watch(optimizers, tuple(sources.values()))
+        self._recorder.watch(optimizers, tuple(sources.values()), room_bytes=_room_bytes(described.layout))
         self._recorder.reset()
-        layout, places = described.layout, described.places
-        own = np.array(sorted(explained_addresses(optimizers)), np.uint64)
-        explained = np.isin(places.address, own)
-        apart = np.zeros(len(places.address), np.bool_)
-        apart[list(places.apart)] = True
-        unlogged = [section for section, source in sources.items() if not source.exact]
-        logged = np.ones(len(places.address), np.bool_)
-        if unlogged:
-            logged = np.array([not is_of(name, unlogged) for name in layout.pieces.names], np.bool_)
-        others = np.flatnonzero(~explained & logged & ~np.array(layout.lazy, np.bool_))
-        names = [layout.pieces.names[at] for at in others.tolist()]
-        if apart[others].any() or len({*names}) < len(names):
-            self._lineage = self._known = None  # what is on a device, or strided, or in parts, is not compared here
-            return
-        known = Known(layout, np.flatnonzero(explained & ~apart), others, {}, {}, sources)
-        for at, length in zip(others.tolist(), layout.pieces.lengths()[others].tolist(), strict=True):
-            known.digests[layout.pieces.names[at]] = xxh3_64(bytes_at(int(places.address[at]), length))
-        for texts in (encode_sections(described.objects), encode_sections(described.per_rank)):
-            known.changed_sections(texts)
-        self._known, self._lineage = known, lineage
+        self._known, self._lost = known_of(described, optimizers, sources, {*self._frozen.names})
+        self._lineage = None if self._known is None else lineage
 
     def _kept(self, state: Mapping[str, object], known: Known) -> Kept:
         optimizers, _ = replayable(self._describe(state).optimizers, ())
         rows, _ = optimizer_rows(state, optimizers, self._group.rank)
-        pieces, stepped = known.layout.pieces, None
-        proven = tuple(pieces.names[at] for at in known.proven.tolist())
-        if self._ranks is not None:
-            parameters = list(map(stepped_parameters, optimizers))
-            starts = np.cumsum([0, *map(len, parameters)])[:-1]
-            lengths = [local(one).nbytes for of in parameters for one in of]
-            boxes = [f"{pieces.names[at]} {pieces.box(at)}" for at in known.proven.tolist()]
-            stepped = Stepped(
-                parameter_keys(rows, pieces, self._group.rank), np.array(lengths, np.uint64), tuple(starts.tolist()),
-                xxh3_64("\n".join(boxes).encode()),
-            )
-        sources = tuple(SourceRow(section, one.kind, one.exact) for section, one in known.sources.items())
-        return Kept(rows, proven, environment(), stepped, sources)
+        return kept_of(known, optimizers, rows, None if self._ranks is None else self._group.rank)
 
     def _recovery_estimate_s(self) -> float:
         """How long a load would take now: read the checkpoint, then read and replay the journal, side by side."""
@@ -367,7 +354,7 @@ class EveryStep:
     @contextmanager
     def _loading(self) -> Iterator[None]:
         """While inside, a load changes the state, and may replay steps: none of that is noted."""
-        self._journaling.await_durable()
+        self._journaling.forget()
         self._journaling.take_ended()
         self._lineage = self._known = self._root = None
         self._wholes.begin(1)
@@ -485,6 +472,11 @@ class EveryStep:
 
 
 def _nothing(_: object) -> None: ...
+
+
+def _room_bytes(layout: Layout) -> int:
+    """For gradients between two saves. If they take more than the state, it takes less to save that whole."""
+    return max(JOURNAL_UNSAVED_BYTES_MIN, int(layout.pieces.lengths().sum()))
 
 
 def _end_with(save: Save, root: Save) -> None:

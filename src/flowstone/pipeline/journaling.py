@@ -32,7 +32,7 @@ from flowstone.pipeline.journal_ranks import Joint, JournalRanks, Said, Stepped
 from flowstone.pipeline.shared import Shared
 from flowstone.runtime.threads import start
 from flowstone.runtime.uninterrupted import Latch
-from flowstone.stage.journal_frames import FrameMaker, StepContent
+from flowstone.stage.journal_frames import FrameMaker, StepContent, fingerprint_of
 from flowstone.state.stepped import Environment
 from flowstone.store.base import Appending, Appends, Store
 
@@ -50,8 +50,12 @@ class Lineage(msgspec.Struct, frozen=True):
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """What stays the same for all steps of a journal. `stepped`: None in a job of one rank."""
+    """What stays the same for all steps of a journal. `stepped`: None in a job of one rank.
 
+    exactness  of a replay, as far as this process can tell
+    """
+
+    exactness: str
     optimizers: tuple[OptimizerRow, ...]
     proven: tuple[str, ...]
     environment: Environment
@@ -122,6 +126,8 @@ class Journaling:
         self.fingerprinted = Latch()
         self.fingerprinted.open()
         self.seconds, self.bytes = 0.0, 0
+        self._digests: dict[tuple[int, int], int] = {}  # of what no step changes, by address and length
+        self._changed = ""  # the name of something among that which has changed; set by the thread
         self.broken = ""  # why nothing more can be appended; set by the thread
 
     def begin(self, lineage: Lineage, kept: Kept) -> str:
@@ -131,7 +137,7 @@ class Journaling:
         identity = secrets.token_hex(8)
         opening = Opening(
             id=identity, number=0, after=lineage.step, checkpoint=lineage.checkpoint, parent=lineage.journal,
-            rank=self._group.rank, ranks=self._group.size, exactness="exact", torch=kept.environment.torch,
+            rank=self._group.rank, ranks=self._group.size, exactness=kept.exactness, torch=kept.environment.torch,
             processor=kept.environment.processor, threads=kept.environment.threads,
             writer=f"flowstone {__version__}", created=datetime.now(UTC).isoformat(timespec="seconds"),
             optimizers=kept.optimizers, proven=kept.proven, windows=JOURNAL_WINDOWS, sources=kept.sources,
@@ -164,15 +170,32 @@ class Journaling:
         ended, self._ended = self._ended, None
         return ended
 
-    def add(self, step: Step) -> None:
-        """Append a step. Returns once the one before is durable."""
-        assert self._file is not None, "a journal has begun"
-        if self._thread is None:
-            self._turn.uninterrupted(self._start)
+    def add(self, step: Step, noted: Callable[[], None]) -> None:
+        """Append a step. Returns once the one before is durable. `noted`: called unless this is interrupted before."""
         self.await_durable()
-        self._pending, self.fingerprinted = pending, _ = Latch(), Latch()
-        assert self._thread is not None, "it was started"
-        self._thread.submit(self._write, self._file, step, pending, self.fingerprinted)
+
+        def submit() -> None:
+            """Uninterrupted: a latch that no thread is to open would be waited for without end."""
+            assert self._file is not None, "a journal has begun"
+            if self._thread is None:
+                self._start()
+            assert self._thread is not None, "it was started"
+            pending, fingerprinted = Latch(), Latch()
+            self._thread.submit(self._write, self._file, step, pending, fingerprinted)
+            self._pending, self.fingerprinted = pending, fingerprinted
+            noted()
+
+        self._turn.uninterrupted(submit)
+
+    def forget(self) -> None:
+        """What no step changes is changed by a load."""
+        self.await_durable()
+        self._digests, self._changed = {}, ""
+
+    def take_changed(self) -> str:
+        """The name of something that no step changes, and that has changed; "" if none has since the last call."""
+        name, self._changed = self._changed, ""
+        return name
 
     def _start(self) -> None:
         thread = ThreadPoolExecutor(
@@ -185,8 +208,7 @@ class Journaling:
         """On the thread."""
         started, failure, length, content = monotonic(), None, 0, step.content
         try:
-            window = content.window if isinstance(content, StepContent) else None
-            fingerprint = "" if window is None else window.fingerprint()
+            fingerprint = self._fingerprint(content) if isinstance(content, StepContent) else ""
             fingerprinted.open()
             if step.save is not None:
                 step.save.captured.tell()
@@ -203,6 +225,17 @@ class Journaling:
             self._tell(step, length, failure)
         finally:
             pending.open()  # of several ranks: each knows now how the step has ended, and settles it at its next save
+
+    def _fingerprint(self, content: StepContent) -> str:
+        """Of the step's window. What no step changes is compared with what it was when it was in a window before."""
+        if content.window is None:
+            return ""
+        digests = content.window.digests()
+        for part, piece, found in zip(content.window.parts, content.window.pieces, digests, strict=True):
+            name = content.still.get(piece)
+            if name is not None and self._digests.setdefault(part, found) != found:
+                self._digests[part], self._changed = found, name
+        return fingerprint_of(digests)
 
     def _tell(self, step: Step, length: int, failure: BaseException | None) -> None:
         if step.save is None:
@@ -269,7 +302,10 @@ class Journaling:
 
         def confirm() -> None:
             """The head, which makes it a frame, is written only if what it tells of has not changed meanwhile."""
-            if not all(act.is_unchanged for act in content.acts):
+            changed = [act for act in content.acts if not act.is_unchanged]
+            for act in changed:
+                act.copy_always()
+            if changed:
                 raise StateChangedError(
                     f"a gradient changed before it was written: step {content.step} cannot be replayed",
                     path=journal_directory(opening.after, opening.id), offset=0, length=length,

@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from flowstone._native import xxh3_64
+from flowstone.commit.read import encode_sections
 from flowstone.config import JOURNAL_VALUE_BYTES_MAX
+from flowstone.format.journal import OptimizerRow, SourceRow
+from flowstone.pipeline.journal_ranks import Stepped
+from flowstone.pipeline.journaling import Kept
 from flowstone.stage.journal_frames import Source, bytes_at
 from flowstone.state import Described
-from flowstone.state.compressed import CompressedGradients
+from flowstone.state.compressed import CompressedGradients, is_of
+from flowstone.state.stepped import (
+    addresses_in_place,
+    addresses_of,
+    environment,
+    local,
+    parameter_keys,
+    stepped_parameters,
+)
 from flowstone.table.pieces import Layout
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Known(msgspec.Struct):
     """One state.
 
     layout    of the state; the next step must have the same
-    proven    positions of the pieces that the optimizers' steps explain
+    proven    positions of the pieces that the optimizers' steps explain, and of those that are frozen
+    still     of the latter, by position among the proven ones, the names
+    is_far    some of what the steps explain is in no fingerprint, as it is on a device
     others    positions of the pieces that they do not explain, and may change
     digests   of these, and of sections, as they were last written
     options   of each optimizer, as they were last written
@@ -29,6 +47,8 @@ class Known(msgspec.Struct):
 
     layout: Layout
     proven: NDArray[np.int64]
+    still: dict[int, str]
+    is_far: bool
     others: NDArray[np.int64]
     digests: dict[str, int]
     options: dict[int, tuple[msgspec.Raw, ...]]
@@ -69,3 +89,57 @@ class Known(msgspec.Struct):
                 self.digests[name] = digest
                 changed[section] = text
         return changed
+
+
+def known_of(
+    described: Described, optimizers: Sequence[torch.optim.Optimizer], sources: dict[str, CompressedGradients],
+    frozen: Collection[str],
+) -> tuple[Known | None, str]:
+    """What is known of a state as it is; None, and why, if changes in it cannot be told from the optimizers' steps.
+
+    frozen  names of parameters that no optimizer has
+    """
+    layout, places = described.layout, described.places
+    explained = np.isin(places.address, np.array(addresses_of(optimizers), np.uint64))
+    apart = np.zeros(len(places.address), np.bool_)
+    apart[list(places.apart)] = True
+    explained &= ~apart | np.isin(places.address, np.array(addresses_in_place(optimizers), np.uint64))
+    unlogged = [section for section, source in sources.items() if not source.exact]
+    logged = np.ones(len(places.address), np.bool_)
+    if unlogged:
+        logged = np.array([not is_of(name, unlogged) for name in layout.pieces.names], np.bool_)
+    lazy = np.array(layout.lazy, np.bool_)
+    others = np.flatnonzero(~explained & logged & ~lazy)
+    names = [layout.pieces.names[at] for at in others.tolist()]
+    if apart[others].any() or len({*names}) < len(names):  # these are not compared from step to step
+        name = next((names[at] for at, odd in enumerate(apart[others].tolist()) if odd), "a tensor in parts")
+        return None, f"'{name}' is on a device, or not in one run of memory, and no optimizer explains it"
+    proven = np.flatnonzero((explained | (lazy & logged)) & ~apart)
+    still = {at: layout.pieces.names[piece] for at, piece in enumerate(proven.tolist()) if not explained[piece]}
+    still = {at: name for at, name in still.items() if name in frozen}
+    is_far = any(memory.device != "cpu" for memory in places.apart.values())
+    known = Known(layout, proven, still, is_far, others, {}, {}, sources)
+    for at, length in zip(others.tolist(), layout.pieces.lengths()[others].tolist(), strict=True):
+        known.digests[layout.pieces.names[at]] = xxh3_64(bytes_at(int(places.address[at]), length))
+    for texts in (encode_sections(described.objects), encode_sections(described.per_rank)):
+        known.changed_sections(texts)
+    return known, ""
+
+
+def kept_of(
+    known: Known, optimizers: Sequence[torch.optim.Optimizer], rows: tuple[OptimizerRow, ...], rank: int | None
+) -> Kept:
+    """What a journal that begins with this state says of itself. `rank`: in a job of several."""
+    pieces, stepped = known.layout.pieces, None
+    proven = tuple(pieces.names[at] for at in known.proven.tolist())
+    if rank is not None:
+        parameters = list(map(stepped_parameters, optimizers))
+        starts = np.cumsum([0, *map(len, parameters)])[:-1]
+        lengths = [local(one).nbytes for of in parameters for one in of]
+        boxes = [f"{pieces.names[at]} {pieces.box(at)}" for at in known.proven.tolist()]
+        stepped = Stepped(
+            parameter_keys(rows, pieces, rank), np.array(lengths, np.uint64), tuple(starts.tolist()),
+            xxh3_64("\n".join(boxes).encode()),
+        )
+    sources = tuple(SourceRow(section, one.kind, one.exact) for section, one in known.sources.items())
+    return Kept("tolerance" if known.is_far else "exact", rows, proven, environment(), stepped, sources)

@@ -36,7 +36,6 @@ from flowstone.state import describe, prepare
 from flowstone.state.compressed import CompressedGradients, is_of, sources_of
 from flowstone.state.stepped import environment, optimizer_rows, replayable
 from flowstone.store.base import Appends, Store
-from flowstone.table.box import Box
 
 if TYPE_CHECKING:
     from flowstone.state import Described, Restoration
@@ -120,12 +119,13 @@ def replay(
     if not chain.parts:
         return Replay(chain.base, 0, chain.newest, "exact", None, "", 0.0, 0), None
     opening = fitted.openings[0][rank]
-    done = _Done(fitted.described, opening)
     replayer, damage = fitted.replayer, None
+    done = _Done(fitted.described, [one[rank] for one in fitted.openings], replayer)
     with replayer.stepping(opening.threads):
         try:
             for one in _frames(store, fitted):
                 replayer.sources = fitted.sources[one.opening.id]
+                done.begin(one, state, rank)
                 replayer.apply(one.row, one.payload, one.path, one.borrowed)
                 done.note(one, state, rank)
         except DamagedError as error:
@@ -172,12 +172,15 @@ def _approximate(openings: Sequence[Opening]) -> tuple[str, ...]:
 class _Done:
     """What a replay has come to. `values`, `texts`: the newest of what no optimizer explains."""
 
-    def __init__(self, described: Described, opening: Opening) -> None:
-        self._described, self._opening = described, opening
-        self.steps, self.bytes, self.step = 0, 0, opening.after
+    def __init__(self, described: Described, openings: Sequence[Opening], replayer: Replayer) -> None:
+        self._described, self._opening, self._replayer = described, openings[0], replayer
+        self.proven = {*openings[0].proven}  # by fingerprints of any journal so far: it is in its place
+        self._addresses: list[int] = []  # of what was described, as far as steps change it
+        self.steps, self.bytes, self.step = 0, 0, openings[0].after
         self.differs_from: int | None = None
         here = environment()
-        same = (opening.torch, opening.processor) == (here.torch, here.processor) and opening.exactness == "exact"
+        exact = here.torch, here.processor, "exact"
+        same = all((one.torch, one.processor, one.exactness) == exact for one in openings)
         self.exactness = "exact" if same else "tolerance"
         self.values: dict[str, tuple[TensorRow, bytes]] = {}
         self.replicated: dict[str, bytes] = {}
@@ -186,6 +189,25 @@ class _Done:
     def row_begun(self, error: DamagedError) -> bool:
         """Whether the damage was found in the middle of a step, so that the state is of none."""
         return "does not fit" in error.message
+
+    def begin(self, one: _Read, state: Mapping[str, object], rank: int) -> None:
+        """A step is to be made. The first one of a journal: what it does not log any more comes to its place now."""
+        if one.opening is self._opening:
+            return
+        self._opening = one.opening
+        self.proven |= {*one.opening.proven}
+        waiting = self.values.keys() & {*one.opening.proven}
+        if not waiting:
+            return
+        described = describe(state, rank=rank)
+        for at, name in enumerate(described.pieces.names):
+            if name not in waiting:
+                continue
+            content = self.values[name][1]
+            if len(content) == int(described.pieces.lengths()[at]) and at not in described.places.apart:
+                bytes_at(int(described.places.address[at]), len(content))[:] = content
+                del self.values[name]
+                waiting.remove(name)
 
     def note(self, one: _Read, state: Mapping[str, object], rank: int) -> None:
         """A step was made: prove it, and keep what belongs to its end."""
@@ -206,8 +228,9 @@ class _Done:
         opening, row = one.opening, one.row
         if row.window is None or row.window >= opening.windows:
             return
-        if self.steps <= 1:
-            self._described = describe(state, rank=rank)  # the first step may have made the slots
+        addresses = self._replayer.addresses()
+        if addresses != self._addresses:  # a step may make slots, the first one or each
+            self._described, self._addresses = describe(state, rank=rank), addresses
         pieces, places = self._described.pieces, self._described.places
         rows = {name: at for at, name in enumerate(pieces.names)}
         if any(name not in rows or rows[name] in places.apart for name in opening.proven):
@@ -370,9 +393,7 @@ def _restore_rest(
             f"'{one.name}' in the journal does not fit the state", expected=one.expected, found=one.found,
             next="load the checkpoint by its step",
         )
-    live = set(describe(state, rank=rank).places.address.tolist())
-    for at, piece in enumerate(restoration.pieces):
-        _fill(restoration, at, piece.name, piece.box, live, done, checkpoint)
+    _fill(restoration, describe(state, rank=rank), done, checkpoint)
     restoration.finish()
 
 
@@ -383,19 +404,31 @@ def _take_over(state: Mapping[str, object], restored: Mapping[str, object]) -> N
             cast("MutableMapping[str, object]", state)[section] = value
 
 
-def _fill(
-    restoration: Restoration, at: int, name: str, box: Box, live: set[int], done: _Done, checkpoint: Checkpoint
-) -> None:
-    """Bring the newest value of a tensor into its memory, unless it is there."""
-    address = int(restoration.places.address[at])
-    known = done.values.get(name)
-    if known is not None:
-        content = known[1]
-    elif address in live or not int(restoration.pieces.lengths()[at]):
-        return
-    else:  # memory of our own for what has not changed since the checkpoint
-        content = checkpoint.read(name, box, framework="numpy").tobytes()
-    if len(content) != int(restoration.pieces.lengths()[at]) or at in restoration.places.apart:
-        raise DamagedError(f"'{name}' in the journal does not fit the state", next="load the checkpoint by its step")
-    bytes_at(address, len(content))[:] = content
+def _fill(restoration: Restoration, live: Described, done: _Done, checkpoint: Checkpoint) -> None:
+    """Bring the newest values of tensors into their memory, unless they are there. `live`: the state after the steps.
 
+    Some of an optimizer's tensors get new memory, as those in a list do: what its steps have made is copied there.
+    """
+    pieces, places, lengths = restoration.pieces, restoration.places, restoration.pieces.lengths().tolist()
+    here, live_lengths = {*live.places.address.tolist()}, live.pieces.lengths().tolist()
+    made: dict[str, list[int]] = {}
+    for at, name in enumerate(live.pieces.names):
+        if name in done.proven and at not in live.places.apart:
+            made.setdefault(name, []).append(at)
+    for at, piece in enumerate(pieces):
+        address, known, content = int(places.address[at]), done.values.get(piece.name), None
+        if known is not None:
+            content = known[1]
+        elif address in here or not lengths[at]:
+            continue
+        elif piece.name in done.proven:
+            for row in made.get(piece.name, ()):
+                if live.pieces.box(row) == piece.box:
+                    content = bytes(bytes_at(int(live.places.address[row]), live_lengths[row]))
+        else:  # memory of our own for what has not changed since the checkpoint
+            content = checkpoint.read(piece.name, piece.box, framework="numpy").tobytes()
+        if content is None or len(content) != lengths[at] or at in places.apart:
+            raise DamagedError(
+                f"'{piece.name}' in the journal does not fit the state", next="load the checkpoint by its step"
+            )
+        bytes_at(address, len(content))[:] = content

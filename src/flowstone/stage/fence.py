@@ -20,6 +20,8 @@ from flowstone.state import takes_hook
 
 _CHANGES = re.compile(r"(^|_)(train|eval|step|swap|restore|average|sync|merge|perturb|ascent|descent|update)(_|$)")
 
+_OURS = "is_flowstone_hook"
+
 
 class Fence:
     """Hooks that run before an optimizer's methods. One set per optimizer, in however many saves it was.
@@ -134,7 +136,7 @@ def _itself(method: Any) -> Any:
 
 def _before_step(wait: weakref.WeakMethod[Callable[[], None]]) -> Callable[..., Any]:
     # A compiled step breaks its graph here: only the interpreter can wait.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @own_hook
     def before_step(optimizer: object, args: tuple[Any, ...], named: dict[str, Any]) -> object:
         closure = args[1] if len(args) > 1 else named.get("closure")
         if closure is None or not type(optimizer).__module__.startswith("torch.optim."):
@@ -144,7 +146,18 @@ def _before_step(wait: weakref.WeakMethod[Callable[[], None]]) -> Callable[..., 
         late = partial(_call_then_wait, closure, wait)
         return ((args[0], late, *args[2:]), named) if len(args) > 1 else (args, {**named, "closure": late})
 
-    return cast("Callable[..., Any]", before_step)
+    return before_step
+
+
+def own_hook(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook of ours on an optimizer, told from others'. Compiled code calls it as it is."""
+    made = cast("Callable[..., Any]", torch.compiler.disable(hook))  # type: ignore[no-untyped-call]
+    setattr(made, _OURS, True)
+    return made
+
+
+def is_own_hook(hook: object) -> bool:
+    return getattr(hook, _OURS, False) is True
 
 
 def _call_then_wait(closure: Callable[[], object], wait: weakref.WeakMethod[Callable[[], None]]) -> object:

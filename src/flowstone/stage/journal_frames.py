@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -60,16 +60,27 @@ class Source(msgspec.Struct, frozen=True, eq=False):
 
 
 class Window(msgspec.Struct, frozen=True, eq=False):
-    """A part of the state that is fingerprinted. `parts`: addresses and lengths; `owners` keep them alive."""
+    """A part of the state that is fingerprinted. `parts`: addresses and lengths; `owners` keep them alive.
+
+    pieces  of which piece each part is, by its position among those that are fingerprinted
+    """
 
     number: int
     parts: tuple[tuple[int, int], ...]
     owners: object
+    pieces: tuple[int, ...] = ()
+
+    def digests(self) -> list[int]:
+        """XXH3-64 of each of its parts. Reads the state: it must not change meanwhile."""
+        return [_native.xxh3_64(bytes_at(address, length)) for address, length in self.parts]
 
     def fingerprint(self) -> str:
-        """XXH3-64 of the digests of its parts. Reads the state: it must not change meanwhile."""
-        digests = [_native.xxh3_64(bytes_at(address, length)) for address, length in self.parts]
-        return f"{_native.xxh3_64(np.array(digests, '<u8').view(np.uint8)):016x}"
+        """XXH3-64 of these digests."""
+        return fingerprint_of(self.digests())
+
+
+def fingerprint_of(digests: Sequence[int]) -> str:
+    return f"{_native.xxh3_64(np.array(digests, '<u8').view(np.uint8)):016x}"
 
 
 def window_of(
@@ -80,7 +91,7 @@ def window_of(
     total = int(ends[-1]) if len(ends) else 0
     size = -(-total // (windows * _FINGERPRINT_ALIGN)) * _FINGERPRINT_ALIGN
     begin, end = number * size, min((number + 1) * size, total)
-    parts = []
+    parts, pieces = [], []
     for at in range(int(np.searchsorted(ends, begin, "right")), len(ends)):
         first = int(ends[at]) - int(length[at])
         if first >= end:
@@ -88,11 +99,15 @@ def window_of(
         low, high = max(begin, first), min(end, int(ends[at]))
         if low < high:
             parts.append((int(address[at]) + low - first, high - low))
-    return Window(number, tuple(parts), owners)
+            pieces.append(at)
+    return Window(number, tuple(parts), owners, tuple(pieces))
 
 
 class StepContent(msgspec.Struct, frozen=True, eq=False):
-    """What a step's frame is made of; see format.journal.StepRow."""
+    """What a step's frame is made of; see format.journal.StepRow.
+
+    still  of the pieces in the window, by position, the names of those that no step changes
+    """
 
     step: int
     acts: Sequence[Act]
@@ -101,6 +116,7 @@ class StepContent(msgspec.Struct, frozen=True, eq=False):
     replicated: dict[str, bytes]
     per_rank: dict[str, bytes]
     window: Window | None
+    still: Mapping[int, str] = {}
 
     @property
     def uncompressed(self) -> str:

@@ -7,25 +7,33 @@ used again; so does the first step, of which that is not known yet, and an optim
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import monotonic
+from types import FrameType
 from typing import Any, cast
 
 import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from flowstone.errors import UnsupportedStateError
 from flowstone.format import objects
 from flowstone.stage.compressed_gradients import Compressed, compress
+from flowstone.stage.fence import is_own_hook, own_hook
+from flowstone.stage.samples import take_samples
 from flowstone.state.compressed import CompressedGradients
 from flowstone.state.shards import is_dtensor
-from flowstone.state.stepped import local, stepped_parameters
+from flowstone.state.stepped import address_of, local, slots_of, stepped_parameters
 from flowstone.state.tensors import versions_of
+from flowstone.table.pieces import Places
 
+_COMPILED = "compile_wrapper"  # the function in torch's eval_frame.py that calls what torch.compile has made
 _NOT_OPTIONS = frozenset({"params", "param_names"})
 
 
@@ -50,6 +58,7 @@ class Act(msgspec.Struct, frozen=True, eq=False):
     """One step of one optimizer; see format.journal.ActRow.
 
     copies        memory of a pool that gradients were copied to; give it back once they are written
+    copy_always   have gradients copied from now on: the loop changes them after the step
     compressed    gradients that are logged in the form in which they were exchanged
     uncompressed  why not all are that were; "" if all are
     """
@@ -62,6 +71,7 @@ class Act(msgspec.Struct, frozen=True, eq=False):
     found_inf: float | None
     seconds: float
     copies: Callable[[], None]
+    copy_always: Callable[[], None]
     compressed: tuple[Compressed, ...] = ()
     uncompressed: str = ""
 
@@ -87,12 +97,13 @@ class Act(msgspec.Struct, frozen=True, eq=False):
 
 
 class _Begun(msgspec.Struct):
-    """A step that has begun. `tensors`: the gradients themselves, where they were copied."""
+    """A step that has begun. `tensors`: the gradients themselves, where they were copied. `generators`: of devices."""
 
     at: float
     act: Act
     tensors: list[torch.Tensor]
     versions: list[int]
+    generators: dict[torch.device, torch.Tensor]
 
 
 class StepRecorder:
@@ -106,6 +117,7 @@ class StepRecorder:
         self._watched: list[_Watched] = []
         self._sources: tuple[CompressedGradients, ...] = ()
         self._acts: list[Act] = []
+        self._gradient_bytes, self._room_bytes = 0, 0
         self._why = ""
         self._is_muted = False
         self._open: _Watched | None = None
@@ -113,27 +125,33 @@ class StepRecorder:
         self._depth = 0  # of steps inside of the open one
 
     def watch(
-        self, optimizers: Sequence[torch.optim.Optimizer], sources: Sequence[CompressedGradients] = ()
+        self, optimizers: Sequence[torch.optim.Optimizer], sources: Sequence[CompressedGradients] = (), *,
+        room_bytes: int,
     ) -> bool:
         """Note the steps of these, and of no others. Returns whether they were watched before, with these parameters.
 
-        sources  of their gradients, where these are exchanged compressed
+        sources     of their gradients, where these are exchanged compressed
+        room_bytes  for the gradients of several steps, until they are taken; if they take more, none is kept
         """
-        self._sources = tuple(sources)
+        self._sources, self._room_bytes = tuple(sources), room_bytes
         known = [one.is_of(optimizer) for one, optimizer in zip(self._watched, optimizers, strict=False)]
         same = len(self._watched) == len(optimizers) and all(known)
         if not same:
             self.end()
             self._watched = [_Watched(number, one) for number, one in enumerate(optimizers)]
         for one in self._watched:
-            one.put_last(self._pre, self._post)
+            one.put_around(self._pre, self._post)
         return same
 
     def reset(self) -> None:
         """Forget the steps so far: the state is known as it is now."""
-        self._acts, self._why, self._open, self._depth = [], "", None, 0
+        self._forget_acts()
         for one in self._watched:
-            one.note_versions()
+            one.note()
+
+    def _forget_acts(self) -> None:
+        self._acts, self._why, self._open, self._depth = [], "", None, 0
+        self._gradient_bytes = 0
 
     def mute(self, *, on: bool) -> None:
         """While on, steps are not noted: they are replays."""
@@ -145,8 +163,15 @@ class StepRecorder:
         for one in self._watched:
             why = why or one.changed_outside()
         acts = self._acts
-        self.reset()
+        for act in acts:
+            if not act.is_unchanged:
+                act.copy_always()
+                why = why or f"a gradient of {self._kind(act)} was changed after the step; from now on they are copied"
+        self._forget_acts()
         return acts, why
+
+    def _kind(self, act: Act) -> str:
+        return self._watched[act.optimizer].kind
 
     def end(self) -> None:
         """Remove the hooks."""
@@ -173,7 +198,7 @@ class StepRecorder:
             return
         before_step()
         self._open = watched
-        self._why = self._why or watched.changed_outside()
+        self._why = self._why or watched.changed_outside() or watched.hooked_elsewhere() or watched.unrepeatable()
         if (args[1] if len(args) > 1 else named.get("closure")) is not None:
             self._why = self._why or f"{type(optimizer).__name__} was given a closure, which computes the gradients"
         if not self._why:
@@ -185,66 +210,128 @@ class StepRecorder:
         if self._depth:
             self._depth -= 1
             return
-        watched, begun, self._open, self._begun = self._open, self._begun, None, None
-        watched.note_versions()
-        if self._why or begun is None:
-            return
+        self._open.note()
+        if not self._why and self._begun is not None:
+            self._end(optimizer, self._open, self._begun)
+        self._begun = self._open = None  # last: until here, an interrupt leaves a step that did not end
+
+    def _end(self, optimizer: torch.optim.Optimizer, watched: _Watched, begun: _Begun) -> None:
+        """Keep what the step was made of, if it can be made again."""
         act = begun.act
         if [tensor._version for tensor in begun.tensors] != begun.versions and not watched.copies_always:
             watched.copies_always = True  # from the next step on
             if any(one.version is not None for one in act.gradients):
                 self._why = f"{type(optimizer).__name__} changes gradients in its step"
         drew = not torch.equal(cast("torch.Tensor", act.generator), torch.get_rng_state())
-        self._acts.append(msgspec.structs.replace(
+        for device, state in begun.generators.items():
+            if not torch.equal(state, device_generator(device)):
+                self._why = self._why or f"{type(optimizer).__name__} draws from the generator of {device}"
+        self._keep(msgspec.structs.replace(
             act, generator=act.generator if drew else None, seconds=monotonic() - begun.at
         ))
+
+    def _keep(self, act: Act) -> None:
+        """Keep an act until it is taken, as long as there is room for what it keeps alive."""
+        self._gradient_bytes += act.gradient_bytes
+        if not self._why and self._gradient_bytes <= self._room_bytes:
+            self._acts.append(act)
+            return
+        if not self._why:
+            self._why = (
+                f"the gradients of {len(self._acts) + 1} steps without a save take {self._gradient_bytes} bytes, and "
+                f"{self._room_bytes} may be kept"
+            )
+        for one in (*self._acts, act):
+            one.copies()
+        self._acts = []
 
 
 class _Watched:
     """One optimizer."""
 
     def __init__(self, number: int, optimizer: torch.optim.Optimizer) -> None:
-        self.number, self._optimizer = number, weakref.ref(optimizer)
+        self.number, self._optimizer, self.kind = number, weakref.ref(optimizer), type(optimizer).__name__
         self._parameters = stepped_parameters(optimizer)
-        self._ids = list(map(id, self._parameters))
+        self._ids = _ids_of(optimizer)
         self._hooks: list[Any] = []
         self._storages: dict[int, StorageWeakRef] = {}  # of the last step's gradients
         self._pool: deque[dict[int, torch.Tensor]] = deque()
-        self.copies_always = False
-        self.note_versions()
+        self.copies_always = self._is_captured = False
+        self._seed = 0
+        self.note()
 
     def is_of(self, optimizer: torch.optim.Optimizer) -> bool:
-        return self._optimizer() is optimizer and list(map(id, stepped_parameters(optimizer))) == self._ids
+        return self._optimizer() is optimizer and _ids_of(optimizer) == self._ids
 
-    def put_last(self, pre: Callable[..., None], post: Callable[..., None]) -> None:
-        """Register the hooks behind all others, which may change gradients too."""
-        optimizer, number = self._optimizer(), self.number
+    def put_around(self, pre: Callable[..., None], post: Callable[..., None]) -> None:
+        """Register the hooks next to the step itself: others', before it, may change gradients; those behind it may
+        change what it has made.
+        """
+        optimizer = self._optimizer()
         assert optimizer is not None, "the caller holds it"
-        registered = optimizer._optimizer_step_pre_hooks
-        if self._hooks and next(reversed(registered)) == self._hooks[0].id:
+        if self._hooks and not self.hooked_elsewhere():
             return
         self.let_go()
         self._hooks = [
-            optimizer.register_step_pre_hook(torch.compiler.disable(partial(pre, number))),  # type: ignore[no-untyped-call]
-            optimizer.register_step_post_hook(torch.compiler.disable(post)),  # type: ignore[no-untyped-call]
+            optimizer.register_step_pre_hook(own_hook(partial(pre, self.number))),
+            optimizer.register_step_post_hook(own_hook(post)),
         ]
+        behind = cast("OrderedDict[int, object]", optimizer._optimizer_step_post_hooks)
+        behind.move_to_end(self._hooks[1].id, last=False)
+
+    def hooked_elsewhere(self) -> str:
+        """Whether hooks of others come between these and the step, and which; "" if none do."""
+        optimizer = self._optimizer()
+        if optimizer is None or not self._hooks:
+            return ""
+        before = reversed(optimizer._optimizer_step_pre_hooks.items())
+        behind = iter(optimizer._optimizer_step_post_hooks.items())
+        for hooks, own, where in ((before, self._hooks[0].id, "before"), (behind, self._hooks[1].id, "after")):
+            for number, hook in hooks:
+                if number == own:
+                    break
+                if not is_own_hook(hook):
+                    return f"a hook was put {where} the step of {self.kind} since the last save"
+            else:
+                return f"the hooks {where} the step of {self.kind} were removed"
+        return ""
 
     def let_go(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
-    def note_versions(self) -> None:
-        self._versions = versions_of([local(one) for one in self._parameters])
+    def unrepeatable(self) -> str:
+        """Why the step that begins cannot be made again by a call of the optimizer's method; "" if it can."""
+        if any(one.is_cuda for one in self._parameters) and torch.cuda.is_current_stream_capturing():
+            self._is_captured = True
+        return f"the step of {self.kind} is compiled" if _compiled() else self._captured()
+
+    def _captured(self) -> str:
+        return f"the step of {self.kind} is in a captured graph, which calls no hooks" if self._is_captured else ""
+
+    def note(self) -> None:
+        """Note its parameters and its state, as they are now."""
+        optimizer = self._optimizer()
+        slots, self._numbers = ([], []) if optimizer is None else slots_of(optimizer)
+        self._seed += 1  # so that lines that are not sampled now are at another time
+        self._own = _Seen.of(self._parameters, self._seed)
+        self._slots, self._slot_refs = _Seen.of(slots, self._seed), [weakref.ref(one) for one in slots]
 
     def changed_outside(self) -> str:
-        """Which parameter has changed since its last step; "" if none has, as far as version counters tell."""
-        now = versions_of([local(one) for one in self._parameters])
-        moved = (now != self._versions).nonzero()[0]
-        if not len(moved):
-            return ""
-        kind = type(self._optimizer()).__name__
-        return f"parameter {int(moved[0])} of {kind} was changed between steps, and not by its optimizer"
+        """What has changed since its last step; "" if nothing has, as far as addresses, counters and samples tell."""
+        changed = self._own.first_changed(self._parameters)
+        if changed is not None:
+            return f"parameter {changed} of {self.kind} was changed between steps, and not by its optimizer"
+        optimizer = self._optimizer()
+        if optimizer is None or self._is_captured:
+            return self._captured()
+        slots, numbers = slots_of(optimizer)
+        same = len(slots) == len(self._slot_refs) and len(numbers) == len(self._numbers)
+        same = same and all(one is known() for one, known in zip(slots, self._slot_refs, strict=True))
+        same = same and self._slots.first_changed(slots) is None
+        same = same and all(map(_is_same, numbers, self._numbers))
+        return "" if same else f"the state of {self.kind} was changed between steps, and not by its step"
 
     def begin(
         self, optimizer: torch.optim.Optimizer, sources: Sequence[CompressedGradients]
@@ -274,8 +361,19 @@ class _Watched:
         tensors = [tensor for _, tensor in gradients]
         versions = [tensor._version for tensor in tensors]
         noted, give_back = self._noted(gradients, copies=self.copies_always or scale is not None)
-        act = Act(self.number, options, noted, torch.get_rng_state(), scale, inf, 0.0, give_back, compressed, why)
-        return _Begun(monotonic(), act, tensors, versions), ""
+        act = Act(
+            self.number, options, noted, torch.get_rng_state(), scale, inf, 0.0, give_back, self.copy_always,
+            compressed, why,
+        )
+        return _Begun(monotonic(), act, tensors, versions, self._device_generators()), ""
+
+    def copy_always(self) -> None:
+        self.copies_always = True
+
+    def _device_generators(self) -> dict[torch.device, torch.Tensor]:
+        """The states of the generators of its parameters' devices."""
+        devices = {local(one).device for one in self._parameters}
+        return {one: device_generator(one) for one in devices if one.type not in ("cpu", "meta")}
 
     def _noted(
         self, gradients: Sequence[tuple[int, torch.Tensor]], *, copies: bool
@@ -301,6 +399,80 @@ class _Watched:
         if not used:
             return tuple(noted), _nothing  # the pool goes: from now on the loop lets go of its gradients
         return tuple(noted), lambda: self._pool.append(pool)
+
+
+class _Seen(msgspec.Struct, frozen=True, eq=False):
+    """Tensors as they were: where, how often changed in place, and samples of those in one run of host memory."""
+
+    addresses: NDArray[np.uint64]
+    versions: NDArray[np.int64]
+    sampled: NDArray[np.int64]
+    lengths: NDArray[np.uint64]
+    seed: int
+    samples: NDArray[np.uint16]
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor], seed: int) -> _Seen:
+        own = list(map(local, tensors))
+        addresses = np.fromiter(map(address_of, own), np.uint64, len(own))
+        is_sampled = np.fromiter(map(_is_sampled, own), np.bool_, len(own)) & (addresses != 0)
+        sampled = is_sampled.nonzero()[0]
+        lengths = np.array([own[at].nbytes for at in sampled.tolist()], np.uint64)
+        return cls(addresses, versions_of(own), sampled, lengths, seed, _sample(addresses, sampled, lengths, seed))
+
+    def first_changed(self, tensors: Sequence[torch.Tensor]) -> int | None:
+        """The position of one that is elsewhere now, or has changed. `tensors`: as many."""
+        own = list(map(local, tensors))
+        addresses = np.fromiter(map(address_of, own), np.uint64, len(own))
+        moved = ((addresses != self.addresses) | (versions_of(own) != self.versions)).nonzero()[0]
+        if len(moved):
+            return int(moved[0])
+        differs = (_sample(addresses, self.sampled, self.lengths, self.seed) != self.samples).nonzero()[0]
+        return int(self.sampled[differs[0]]) if len(differs) else None
+
+
+def _is_sampled(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous() and tensor.numel() > 0
+
+
+def _sample(
+    addresses: NDArray[np.uint64], sampled: NDArray[np.int64], lengths: NDArray[np.uint64], seed: int
+) -> NDArray[np.uint16]:
+    """Of memory that is gone: nothing like that of any."""
+    if not len(sampled):
+        return np.zeros(0, np.uint16)
+    try:
+        return take_samples(Places(addresses, {}, ()), sampled, lengths, seed=seed).digests()
+    except OSError:
+        return np.full(len(sampled), seed, np.uint16)
+
+
+def device_generator(device: torch.device) -> torch.Tensor:
+    """The state of a device's generator; empty for a device that has none."""
+    try:
+        return cast("torch.Tensor", torch.get_device_module(device).get_rng_state(device))
+    except (RuntimeError, AttributeError):
+        return torch.empty(0)
+
+
+def _compiled() -> bool:
+    """Whether compiled code steps: a replay would call the optimizer's method, whose kernels are others."""
+    frame: FrameType | None = sys._getframe(3)  # behind the wrapper that calls a hook as it is
+    while frame is not None:
+        if frame.f_code.co_name == _COMPILED and frame.f_code.co_filename.endswith("eval_frame.py"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _ids_of(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    """Its parameters, by group."""
+    return [list(map(id, group["params"])) for group in optimizer.param_groups]
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Of values of an optimizer's state that are no tensors. Objects that may change in place are not looked into."""
+    return one is other or (type(one) is type(other) and isinstance(one, int | float | str | bytes) and one == other)
 
 
 def _nothing() -> None: ...

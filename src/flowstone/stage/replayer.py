@@ -14,7 +14,7 @@ from flowstone.format import objects
 from flowstone.format.journal import ActRow, CompressedRow, StepRow, TensorRow
 from flowstone.state.compressed import CompressedBucket, CompressedGradients, gradient_in
 from flowstone.state.shards import is_dtensor
-from flowstone.state.stepped import local, stepped_parameters
+from flowstone.state.stepped import addresses_of, local, stepped_parameters
 from flowstone.state.tensors import torch_dtype
 from flowstone.table.dtype import DTYPES
 
@@ -40,6 +40,10 @@ class Replayer:
         self._optimizers = list(optimizers)
         self.sources: Sequence[CompressedGradients] = ()
         self._parameters = [stepped_parameters(one) for one in optimizers]
+
+    def addresses(self) -> list[int]:
+        """Where that lies what its steps change. A step may make tensors, and replace them."""
+        return addresses_of(self._optimizers)
 
     @contextmanager
     def stepping(self, threads: int) -> Iterator[None]:

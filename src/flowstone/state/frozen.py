@@ -31,13 +31,25 @@ class Frozen:
         self._sample = sample
         self._names: tuple[str, ...] = ()
         self._seen: tuple[NDArray[np.uint64], NDArray[np.int64]] | None = None
-        self._samples: NDArray[np.uint16] | None = None  # of the first save; None once they have been compared
+        self._samples: NDArray[np.uint16] | None = None  # of the first save; None if they are not compared again
         self._still = np.zeros(0, np.bool_)
+        self._samples_always = False
 
     @property
     def names(self) -> tuple[str, ...]:
         """Of those that the last save has found, whether they have changed or not."""
         return self._names
+
+    def compare_always(self) -> None:
+        """Compare samples at every call: where steps are logged, what changes unseen would be left out of them all.
+
+        Not those of a device, for which every save would wait.
+        """
+        self._samples_always = True
+
+    def doubt(self, name: str) -> None:
+        """That one has changed, though no counter and no sample has told."""
+        self._still &= np.array([own != name for own in self._names], np.bool_)
 
     def forget(self) -> None:
         """Drop all addresses, counters and samples: a load has written to the parameters."""
@@ -57,5 +69,6 @@ class Frozen:
         self._still &= (address == self._seen[0]) & (counted == self._seen[1])
         if self._samples is not None:
             self._still &= self._samples == self._sample(pieces, places)
-            self._samples = None
+            if not self._samples_always or any(memory.device != "cpu" for memory in places.apart.values()):
+                self._samples = None
         return self._still.copy()

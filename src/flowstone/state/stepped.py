@@ -80,15 +80,45 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def explained_addresses(optimizers: Sequence[torch.optim.Optimizer]) -> set[int]:
+def slots_of(optimizer: torch.optim.Optimizer) -> tuple[list[torch.Tensor], list[object]]:
+    """All tensors of its state, and all other values, in the order in which they are there."""
+    tensors, others = list[torch.Tensor](), list[object]()
+    waiting: list[object] = [*optimizer.state.values()][::-1]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif isinstance(value, dict):
+            waiting += reversed(value.values())
+        elif isinstance(value, list | tuple):
+            waiting += reversed(value)
+        else:
+            others.append(value)
+    return tensors, others
+
+
+def addresses_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[int]:
     """Where the tensors lie that the optimizers' steps change: their parameters, and all tensors of their states."""
-    found = set()
+    tensors = chain.from_iterable((*stepped_parameters(one), *slots_of(one)[0]) for one in optimizers)
+    return [address_of(tensor) for tensor in tensors if tensor.numel()]
+
+
+def addresses_in_place(optimizers: Iterable[torch.optim.Optimizer]) -> list[int]:
+    """Those of them that a restoration writes to: of all others, as those in a list, it makes new tensors."""
+    found = []
     for optimizer in optimizers:
-        slots = (value for own in optimizer.state.values() if isinstance(own, dict) for value in own.values())
-        for tensor in chain(stepped_parameters(optimizer), slots):
-            if isinstance(tensor, torch.Tensor) and tensor.numel():
-                found.add(local(tensor).data_ptr())
-    return found
+        own = [own for key, own in optimizer.state.items() if isinstance(key, torch.Tensor) and isinstance(own, dict)]
+        slots = chain.from_iterable(one.values() for one in own)
+        found += [*stepped_parameters(optimizer), *(one for one in slots if isinstance(one, torch.Tensor))]
+    return [address_of(tensor) for tensor in found if tensor.numel()]
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Where what this rank holds of a tensor lies; 0 for one that has no memory of its own, as it is made of others."""
+    try:
+        return local(tensor).data_ptr()
+    except RuntimeError:
+        return 0
 
 
 class Environment(NamedTuple):

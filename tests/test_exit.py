@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import flowstone as fs
 
@@ -48,6 +49,27 @@ def test_a_script_without_a_save_ends_as_if_nothing_were_there(store: Path, scri
     text = "import sys, flowstone as fs\ncheckpointer = fs.Checkpointer(sys.argv[1])\nprint(checkpointer.latest())\n"
     assert finished(script(text, store)) == (0, "None\n", "")
     assert not store.exists()
+
+
+def test_a_script_that_saves_every_step_ends_with_the_last_one_durable_and_tells_nothing(
+    store: Path, script: Script
+) -> None:
+    text = (
+        "import sys, torch, flowstone as fs\n"
+        "model = torch.nn.Linear(4, 4)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)\n"
+        "checkpointer = fs.Checkpointer(sys.argv[1], every_step=True)\n"
+        "for step in range(1, 5):\n"
+        "    model(torch.ones(4)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "    optimizer.zero_grad()\n"
+        "    checkpointer.save(step, {'model': model, 'optimizer': optimizer})\n"
+    )
+    assert finished(script(text, store)) == (0, "", "")
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with fs.Checkpointer(store) as checkpointer:
+        assert checkpointer.load({"model": model, "optimizer": optimizer}).step == 4
 
 
 _LOST = (

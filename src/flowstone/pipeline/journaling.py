@@ -157,8 +157,12 @@ class Journaling:
     def _end_file(self) -> None:
         """On the thread, behind the steps that are under way."""
         file, self._file = self._file, None
-        if file is not None and self._thread is not None:
+        if file is None or self._thread is None:
+            return
+        try:
             self._thread.submit(_close, file)
+        except RuntimeError:  # the process ends: Python waits for executors' threads before it calls exit handlers
+            _close(file)
 
     def await_durable(self) -> None:
         """Wait until every step so far is durable, or has failed."""

@@ -64,7 +64,9 @@ class World:
 
     def copy(self) -> World:
         """The same again: no file of a store is ever changed."""
-        near, far = (Contents(files=dict(one.files), directories=set(one.directories)) for one in self.contents)
+        near, far = Contents(), Contents()
+        for made, one in zip((near, far), self.contents, strict=True):
+            made.files, made.directories = dict(one.files), set(one.directories)
         return World(self.rename, (near, far))
 
     def look(self, number: int) -> MemoryStore:

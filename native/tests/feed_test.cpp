@@ -9,7 +9,7 @@
 namespace flowstone {
 namespace {
 
-constexpr std::uint64_t row_bytes = 300 * kib;  // windows cut rows
+constexpr std::uint64_t row_length = 300 * kib;  // windows cut rows
 constexpr std::size_t row_count = 24;
 constexpr std::size_t slots = 16;  // rows that the memory holds
 
@@ -17,16 +17,16 @@ constexpr std::size_t slots = 16;  // rows that the memory holds
 WriteExtents fed_rows(const Memory& memory, const std::shared_ptr<Feed>& feed) {
     WriteExtents rows;
     for (std::size_t row = 0; row < row_count; ++row)
-        rows.rows.push_back({row * row_bytes, row_bytes, memory.address() + row % slots * row_bytes, row, contiguous, 0});
+        rows.rows.push_back({row * row_length, row_length, memory.address() + row % slots * row_length, row, contiguous, 0});
     rows.chunks = row_count;
     rows.feed = feed;
     return rows;
 }
 
-std::shared_ptr<Feed> feed_of_rows() { return std::make_shared<Feed>(std::vector<std::uint64_t>(row_count, row_bytes)); }
+std::shared_ptr<Feed> feed_of_rows() { return std::make_shared<Feed>(std::vector<std::uint64_t>(row_count, row_length)); }
 
 void fill(const Memory& memory, std::size_t row) {
-    std::memset(memory.start() + row % slots * row_bytes, static_cast<int>(row + 1), row_bytes);
+    std::memset(memory.start() + row % slots * row_length, static_cast<int>(row + 1), row_length);
 }
 
 }  // namespace
@@ -35,9 +35,9 @@ TEST_CASE("rows are captured once they are offered, and their memory is used aga
     for (const Setup& setup : setups()) {
         CAPTURE(setup.backend);
         CAPTURE(setup.direct);
-        const Memory memory(slots * row_bytes, 0);
+        const Memory memory(slots * row_length, 0);
         const auto feed = feed_of_rows();
-        Bed bed(setup, block_ceil(row_count * row_bytes));
+        Bed bed(setup, block_ceil(row_count * row_length));
         const auto job = bed.start(fed_rows(memory, feed));
         CHECK_FALSE(job->wait_captured(0.05));
         CHECK(job->copied_bytes() == 0);
@@ -52,8 +52,8 @@ TEST_CASE("rows are captured once they are offered, and their memory is used aga
         CHECK_FALSE(feed->ended());
         const std::vector<std::byte> found = bed.scratch.contents();
         for (std::size_t row = 0; row < row_count; ++row) {
-            const std::vector<std::byte> expected(row_bytes, static_cast<std::byte>(row + 1));
-            REQUIRE(std::memcmp(found.data() + row * row_bytes, expected.data(), row_bytes) == 0);
+            const std::vector<std::byte> expected(row_length, static_cast<std::byte>(row + 1));
+            REQUIRE(std::memcmp(found.data() + row * row_length, expected.data(), row_length) == 0);
         }
     }
 }
@@ -61,9 +61,9 @@ TEST_CASE("rows are captured once they are offered, and their memory is used aga
 TEST_CASE("a job that is cancelled while it waits for a row ends, and its feed says so") {
     for (const Setup& setup : setups()) {
         CAPTURE(setup.backend);
-        const Memory memory(slots * row_bytes, 0);
+        const Memory memory(slots * row_length, 0);
         const auto feed = feed_of_rows();
-        Bed bed(setup, block_ceil(row_count * row_bytes));
+        Bed bed(setup, block_ceil(row_count * row_length));
         const auto job = bed.start(fed_rows(memory, feed));
         fill(memory, 0);
         feed->offer(1);

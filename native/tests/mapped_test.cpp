@@ -85,7 +85,7 @@ TEST_CASE("a mapping that is shorter than its file is refused, and what a read w
     bed.scratch.truncate(2 * mib);
     const Memory target(4 * mib, 1);
     const ReadExtents rows{{{0, 4 * mib, target.address(), 0, 0, 4, contiguous, 0}}, {}, std::vector<std::uint64_t>(4, 0)};
-    const auto load = bed.engine.read(bed.arena, {mapped(bed, 2 * mib)}, std::make_shared<ReadExtents>(rows), {});
+    const auto load = bed.engine.read(bed.arena, {mapped(bed, 2 * mib)}, std::make_shared<ReadExtents>(rows), {.stop_at_bad = false});
     REQUIRE(load->wait(forever_s));
     REQUIRE(load->fault());
     CHECK(load->fault()->operation == "end of file");

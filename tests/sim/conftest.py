@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from flowstone import _native
+
 sys.path.append(str(Path(__file__).parent.parent / "store"))  # the contract of stores
 
 
@@ -19,3 +21,9 @@ def scratch(tmp_path: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         yield Path(memory)
+
+
+@pytest.fixture(autouse=True)
+def _requests_as_on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In memory, segments would be captured where they stay: without the requests that the simulated disk refuses."""
+    monkeypatch.setattr(_native, "is_byte_addressable", lambda fd: False)

@@ -131,7 +131,7 @@ MUTANTS = {
     ),
     "retention_counts_what_is_not_committed_yet": Mutant(
         retention.Retention, "run",
-        (("decide(existing, self._keep, committed=committed, foreign=self._foreign)",
+        (("decide(existing, self._keep, committed=committed, foreign=self._foreign, awaited=self.awaited())",
           "decide((*existing, committed + 1), self._keep)"),),
         "team_overlapping", start="step-00000003",
     ),

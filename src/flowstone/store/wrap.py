@@ -222,7 +222,9 @@ def _moved_bytes(found: object) -> int:
         return len(found)
     if isinstance(found, Receipt):
         return found.io.copied_bytes
-    return found.requested_bytes if isinstance(found, ReadReceipt) else 0
+    if isinstance(found, ReadReceipt):
+        return found.requested_bytes or found.copied_bytes  # of mapped files nothing is requested
+    return 0
 
 
 class Faulty(Wrapper):

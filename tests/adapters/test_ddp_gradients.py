@@ -305,3 +305,10 @@ def test_killed_at_any_instant_the_step_before_comes_back_and_the_end_is_the_sam
         assert found.bits() == undisturbed.bits()
     finally:
         torch.set_num_threads(threads)
+
+
+def test_an_exchange_that_fails_gives_its_error_and_no_gradient() -> None:
+    compression, failed = TopKGradients(torch.nn.Linear(4, 4)), torch.futures.Future()
+    failed.set_exception(ConnectionError("a rank is gone"))
+    with pytest.raises(ConnectionError, match="a rank is gone"):
+        compression._applied({}, 4, None, failed)

@@ -154,9 +154,10 @@ class Compression(ABC):
         return cast("torch.futures.Future[torch.Tensor]", applied)
 
     def _applied(
-        self, tensors: Mapping[str, torch.Tensor], length: int, marks: _Marks, _: object
+        self, tensors: Mapping[str, torch.Tensor], length: int, marks: _Marks, exchanged: torch.futures.Future[object]
     ) -> torch.Tensor:
-        """On a thread of the process group, once all ranks have sent."""
+        """On a thread of the process group, once all ranks have sent. Raises what an exchange that failed did."""
+        exchanged.value()
         flat = self.decompress(tensors, length)
         told = self._telling(flat, tensors[_SENT][0])
         marks.told = list(zip(told.tolist(), flat[told].view(torch.uint8).view(len(told), -1), strict=True))

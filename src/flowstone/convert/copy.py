@@ -32,7 +32,7 @@ from flowstone.convert.source import Source
 from flowstone.errors import BudgetError
 from flowstone.store.os_errors import translated
 
-BUDGET_BYTES_DEFAULT = 512 * MIB  # twice as much as before gained a fifth, again as much gained nothing
+BUDGET_BYTES_DEFAULT = 512 * MIB  # 256 MiB is slower, 768 no faster: `python -m bench.conversion --budget`
 BUDGET_BYTES_MIN = 32 * MIB
 _BUFFERS = 4  # up to three are written while another is filled
 _WRITERS = 2  # threads: one writes while the last requests of the other's window are under way

@@ -264,8 +264,8 @@ class Requests:
     """Moves bytes between files and memory in long requests. Any thread.
 
     The first of these that the system allows: a ring with registered memory, a ring, POSIX threads. With registered
-    memory the kernel does not look up the pages of each request: exports went from 0.86 to 0.98 GB/s, where fio read
-    and wrote 1.24 at once. It counts as locked memory, of which containers often allow little.
+    memory the kernel does not look up the pages of each request. It counts as locked memory, of which containers often
+    allow little.
     """
 
     def __init__(self) -> None:

@@ -251,7 +251,7 @@ class Flusher:
                     self._flush(self._waiting[step])
                     self._failures = 0
             except CancelledError:
-                pass
+                pass  # who has called it off knows; what still waits is looked at again
             except FlowstoneError as error:
                 self.fail(error, step)
             finally:

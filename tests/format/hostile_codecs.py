@@ -67,6 +67,9 @@ class Training:
         self.optimizer.step()
         self.progress["step"] = step
 
+    def bits(self) -> bytes:
+        return b"".join(bytes(one.detach().reshape(-1).view(torch.uint8).numpy()) for one in self.model.parameters())
+
 
 def make(directory: Path) -> None:
     """A store of each kind, with three steps; and one with a journal."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from hostile_codecs import Training
 from journal_forgery import Forge, forge
 
 import flowstone as fs
@@ -18,32 +19,13 @@ from flowstone.store.local import LocalStore
 LAST = 5
 
 
-class Training:
-    """One layer, by AdamW."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(1)
-        self.model = torch.nn.Linear(160, 110)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, foreach=False)
-        self.progress = {"step": 0}
-
-    def state(self) -> dict[str, object]:
-        return {"model": self.model, "optimizer": self.optimizer, "progress": self.progress}
-
-    def bits(self) -> bytes:
-        return b"".join(bytes(one.detach().reshape(-1).view(torch.uint8).numpy()) for one in self.model.parameters())
-
-
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, bytes]]:
     """A store with a journal, and what each step was."""
     root, training, at = tmp_path_factory.mktemp("run"), Training(), {}
     with fs.Checkpointer(root, every_step=True) as checkpointer:
         for step in range(1, LAST + 1):
-            training.optimizer.zero_grad()
-            training.model(torch.randn(2, 160)).square().mean().backward()
-            training.optimizer.step()
-            training.progress["step"] = step
+            training.learn(step)
             checkpointer.save(step, training.state())
             at[step] = training.bits()
     return root, at
